@@ -30,8 +30,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -q -c constraints.txt setuptools
-	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[all]'
+	@$(PIP) install -qq -c constraints.txt setuptools
+	@$(PIP) install -qq -c constraints.txt --no-build-isolation -e '.[all]'
 	@touch $@
 
 demo: $(STAMP)
