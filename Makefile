@@ -29,6 +29,8 @@ setup: $(STAMP)
 # setuptools first and pinned: without build isolation nothing but what constraints.txt names is fetched.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "weft needs Python 3.11 to 3.13, found $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -qq -c constraints.txt setuptools
 	@$(PIP) install -qq -c constraints.txt --no-build-isolation -e '.[all]'
