@@ -1,0 +1,113 @@
+"""Finding models: by name, by settings, from a user's file, from Hugging Face; and what is said when that fails."""
+
+import pytest
+import torch
+
+from weft.core.errors import CaptureError, UnknownName
+from weft.frontend import zoo
+
+USER = """
+import torch
+from torch import nn
+
+def make(width=4):
+    model = nn.Linear(width, 1)
+    return model, lambda m, b: m(b["x"]).pow(2).mean(), {"x": torch.ones(3, width, device="cpu")}
+
+def wrong():
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(USER)
+    return path
+
+
+def test_settings_change_sizes():
+    work = zoo.get("llama3-8b", layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=100)
+    assert len(work.model.blocks) == 2
+    assert work.model.head.weight.shape == (100, 64)
+    assert work.settings.theta == 500000.0
+
+
+def test_unknown_model_lists_near_names():
+    with pytest.raises(UnknownName) as error:
+        zoo.get("lama3-8b")
+    assert "no model named 'lama3-8b'" in str(error.value)
+    assert "llama3-8b" in error.value.repairs
+
+
+def test_unknown_model_with_nothing_near_lists_all():
+    with pytest.raises(UnknownName, match="mixtral-8x7b"):
+        zoo.get("zzzzzzzz")
+
+
+def test_unknown_setting_is_named_with_those_there_are():
+    with pytest.raises(UnknownName, match="llama3-8b has no setting 'layer'") as error:
+        zoo.get("llama3-8b", layer=2)
+    assert error.value.repairs[0] == "layers"
+
+
+def test_user_function(user_file):
+    work = zoo.load(f"{user_file}:make", device="cpu", width=5)
+    assert work.example(7)["x"].shape == (7, 5)
+    assert work.loss(work.model, work.example(2)).shape == ()
+
+
+def test_user_function_on_meta(user_file):
+    assert zoo.load(f"{user_file}:make").model.weight.is_meta
+
+
+def test_user_function_that_is_not_there(user_file):
+    with pytest.raises(UnknownName, match="has no function 'other'"):
+        zoo.load(f"{user_file}:other")
+
+
+def test_user_file_that_is_not_there():
+    with pytest.raises(UnknownName, match="no file nowhere"):
+        zoo.load("nowhere.py:f")
+
+
+def test_user_function_that_returns_something_else(user_file):
+    with pytest.raises(CaptureError, match=r"needed.*model, loss, batch"):
+        zoo.load(f"{user_file}:wrong")
+
+
+def tiny_gpt2():
+    from transformers import GPT2Config
+
+    return GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=67, n_positions=16)
+
+
+def test_hugging_face_config():
+    work = zoo.load(tiny_gpt2(), device="cpu")
+    loss = work.loss(work.model, work.example(2))
+    assert work.name == "GPT2LMHeadModel"
+    assert torch.isfinite(loss)
+    assert work.model.lm_head.weight is work.model.transformer.wte.weight
+
+
+def test_hugging_face_directory_and_weights(tmp_path):
+    made = zoo.load(tiny_gpt2(), device="cpu", seed=3)
+    made.model.save_pretrained(tmp_path)
+    again = zoo.load(f"hf:{tmp_path}", device="meta", weights=tmp_path)
+    batch = made.example(2)
+    made.model.eval()
+    again.model.eval()
+    torch.testing.assert_close(again.loss(again.model, batch), made.loss(made.model, batch))
+
+
+def test_hugging_face_directory_that_is_not_there():
+    with pytest.raises(UnknownName, match="local files only"):
+        zoo.load("hf:/nonexistent")
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"stranger": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(CaptureError, match="stranger"):
+        zoo.load(tiny_gpt2(), weights=tmp_path)

@@ -1,0 +1,157 @@
+"""What a zoo model is: settings, a plain torch module, a loss over a batch, and a maker of example batches.
+
+Models are looked up by name and may be resized by any field of their settings; `small` holds the fields that shrink
+one to test size without changing what it computes. Nothing is allocated until `get` builds it, by default on `meta`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.errors import UnknownName, WeftError
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a batch: integers below `high`, or numbers drawn from a unit normal when `high` is None."""
+
+    shape: tuple[int, ...]
+    high: int | None = None
+    dtype: torch.dtype = torch.int64
+
+    def make(self, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        if self.high is None:
+            kind = self.dtype if self.dtype.is_floating_point else torch.get_default_dtype()
+            return torch.empty(self.shape, device=device, dtype=kind) if generator is None else torch.randn(
+                self.shape, generator=generator, dtype=kind).to(device)
+        if generator is None:
+            return torch.empty(self.shape, device=device, dtype=self.dtype)
+        return torch.randint(0, self.high, self.shape, generator=generator).to(device, self.dtype)
+
+
+def ids(*shape: int, high: int) -> Field:
+    return Field(shape, high)
+
+
+def reals(*shape: int) -> Field:
+    return Field(shape)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named model of the zoo, not yet built."""
+
+    name: str
+    settings: Any
+    build: Callable[[Any], nn.Module]
+    loss: Loss
+    fields: Callable[[Any, int], Mapping[str, Field]]
+    small: Mapping[str, Any]
+    batch: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model ready to be captured or trained: the module, `loss(model, batch)`, and example batches."""
+
+    name: str
+    settings: Any
+    model: nn.Module
+    loss: Loss
+    fields: Callable[[int], Mapping[str, Field]]
+    batch: int
+
+    def example(self, batch: int | None = None, device: str | torch.device = "cpu", seed: int = 0) -> Batch:
+        """A batch of `batch` samples; on `meta` it has shapes only."""
+        place = torch.device(device)
+        generator = None if place.type == "meta" else torch.Generator().manual_seed(seed)
+        return {k: f.make(place, generator) for k, f in self.fields(self.batch if batch is None else batch).items()}
+
+
+_entries: dict[str, Entry] = {}
+
+
+def register(
+    name: str,
+    settings: Any,
+    build: Callable[[Any], nn.Module],
+    loss: Loss,
+    fields: Callable[[Any, int], Mapping[str, Field]],
+    small: Mapping[str, Any],
+    batch: int = 8,
+) -> None:
+    """Put a model into the zoo under `name`."""
+    if name in _entries:
+        raise WeftError(f"the zoo already has a model named {name!r}", try_="choose another name")
+    _entries[name] = Entry(name, settings, build, loss, fields, small, batch)
+
+
+def names() -> list[str]:
+    return sorted(_entries)
+
+
+def entry(name: str) -> Entry:
+    if name not in _entries:
+        near = get_close_matches(name, _entries, n=4, cutoff=0.5)
+        raise UnknownName(
+            f"no model named {name!r} in the zoo",
+            needed="a zoo name, a path `module.py:function`, or `hf:` and a Hugging Face config directory",
+            found=repr(name),
+            try_=near or ", ".join(names()),
+        )
+    return _entries[name]
+
+
+def resized(model: Entry, changes: Mapping[str, Any]) -> Any:
+    """The entry's settings with some fields changed; an unknown field is refused by name."""
+    known = [f.name for f in dataclasses.fields(model.settings)]
+    for key in changes:
+        if key not in known:
+            near = get_close_matches(key, known, n=3, cutoff=0.5)
+            raise UnknownName(f"{model.name} has no setting {key!r}", needed=", ".join(known), found=key, try_=near)
+    return dataclasses.replace(model.settings, **changes)
+
+
+@contextmanager
+def _without_values():
+    """Skip weight initialisation: on `meta` there is nothing to fill, and filling is most of the time of building."""
+    fills = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("_")]
+    kept = {n: getattr(nn.init, n) for n in fills}
+    try:
+        for n in fills:
+            setattr(nn.init, n, lambda tensor, *_, **__: tensor)
+        yield
+    finally:
+        for n, f in kept.items():
+            setattr(nn.init, n, f)
+
+
+def assemble(
+    model: Entry, settings: Any, device: str | torch.device = "meta", dtype: torch.dtype | None = None, seed: int = 0
+) -> Workload:
+    """Build the module on a device in a dtype."""
+    place, kept = torch.device(device), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype or kept)
+        with place:
+            if place.type == "meta":
+                with _without_values():
+                    module = model.build(settings)
+            else:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    module = model.build(settings)
+    finally:
+        torch.set_default_dtype(kept)
+    return Workload(model.name, settings, module, model.loss, lambda n: model.fields(settings, n), model.batch)

@@ -1,0 +1,198 @@
+"""Models from elsewhere: `module.py:function` of the user's, and Hugging Face configs, directories and models.
+
+transformers is imported only when a Hugging Face model is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.errors import CaptureError, UnknownName
+from weft.frontend.zoo.entry import Batch, Field, Workload, assemble, entry, ids, reals, resized
+
+
+def load(
+    spec: Any, *, device: str | torch.device = "meta", dtype: torch.dtype | None = None, seed: int = 0, **settings: Any
+) -> Workload:
+    """A workload from a zoo name, `module.py:function`, `hf:DIRECTORY`, a Hugging Face config, or a model of theirs."""
+    if not isinstance(spec, str):
+        return hugging_face(spec, device=device, dtype=dtype, seed=seed, **settings)
+    if spec.startswith("hf:"):
+        return hugging_face(_config_at(spec[3:]), device=device, dtype=dtype, seed=seed, **settings)
+    path, colon, function = spec.rpartition(":")
+    if colon and path.endswith(".py"):
+        return user_function(Path(path), function, device=device, dtype=dtype, **settings)
+    found = entry(spec)
+    return assemble(found, resized(found, settings), device, dtype, seed)
+
+
+def user_function(
+    path: Path, name: str, *, device: str | torch.device = "meta", dtype: torch.dtype | None = None, **settings: Any
+) -> Workload:
+    """Call a function of the user's file. It gives a Workload, or (model, loss, example batch)."""
+    make = getattr(_import_file(path), name, None)
+    if not callable(make):
+        raise UnknownName(f"{path} has no function {name!r}", needed="a function that returns (model, loss, batch)")
+    kept = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype or kept)
+        with torch.device(device):
+            made = make(**settings)
+    finally:
+        torch.set_default_dtype(kept)
+    if isinstance(made, Workload):
+        return made
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise CaptureError(
+            f"{path}:{name} did not return a model",
+            needed="(model, loss, batch): a torch.nn.Module, a function loss(model, batch), a dict of tensors",
+            found=type(made).__name__,
+        )
+    model, loss, batch = made
+    return Workload(f"{path.stem}:{name}", settings, model, loss, _fields_like(batch), len(next(iter(batch.values()))))
+
+
+def _import_file(path: Path) -> Any:
+    if not path.exists():
+        raise UnknownName(f"no file {path}", needed="the path of a Python file before the colon", found=str(path))
+    module_name = f"weft_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UnknownName(f"{path} cannot be imported", needed="a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _fields_like(batch: Mapping[str, Tensor]):
+    """Fields of a batch like the given one; the dims equal to its first dim of all are the batch's."""
+    size = len(next(iter(batch.values())))
+    high = {k: int(v.max()) + 1 if v.device.type != "meta" and v.numel() else 1 for k, v in batch.items()}
+
+    def fields(n: int) -> dict[str, Field]:
+        return {
+            k: Field((n, *v.shape[1:]) if v.shape[:1] == (size,) else tuple(v.shape),
+                     None if v.is_floating_point() else high[k], v.dtype)
+            for k, v in batch.items()
+        }  # fmt: skip
+
+    return fields
+
+
+# ---- Hugging Face -----------------------------------------------------------------------------------------------
+
+
+def hugging_face(
+    source: Any, *, device: str | torch.device = "meta", dtype: torch.dtype | None = None, seed: int = 0,
+    seq: int | None = None, batch: int = 8, weights: str | Path | None = None, **changes: Any,
+) -> Workload:  # fmt: skip
+    """A config or a model of transformers as a workload; `weights` names a directory of safetensors to load."""
+    model = source if isinstance(source, nn.Module) else _build(source, device, dtype, seed, changes)
+    if weights is not None:
+        load_safetensors(model, weights)
+    config = model.config
+    length = seq or getattr(config, "max_position_embeddings", None)
+    return Workload(type(model).__name__, config, model, own_loss, lambda n: _hf_fields(model, n, length), batch)
+
+
+def _config_at(path: str) -> Any:
+    transformers = _transformers()
+    place = Path(path)
+    if not place.exists():
+        raise UnknownName(f"no Hugging Face config at {path!r}", needed="a directory with config.json, or that file",
+                          found=path, try_="download it first: weft reads local files only")  # fmt: skip
+    return transformers.AutoConfig.from_pretrained(place if place.is_dir() else place.parent)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise CaptureError("Hugging Face models need transformers", needed="transformers", found="not installed",
+                           try_="pip install 'weft[hf]'") from error  # fmt: skip
+    return transformers
+
+
+def _build(config: Any, device: Any, dtype: torch.dtype | None, seed: int, changes: Mapping[str, Any]) -> nn.Module:
+    transformers = _transformers()
+    for key, value in changes.items():
+        if not hasattr(config, key):
+            raise UnknownName(f"{type(config).__name__} has no field {key!r}", needed="a field of the config")
+        setattr(config, key, value)
+    named = [getattr(transformers, a) for a in config.architectures or [] if hasattr(transformers, a)]
+    kept = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype or kept)
+        with torch.device(device), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = named[0](config) if named else _by_task(transformers, config)
+    finally:
+        torch.set_default_dtype(kept)
+    model.tie_weights()  # building without weights skips it
+    return model
+
+
+def _by_task(transformers: Any, config: Any) -> nn.Module:
+    """The first of the usual training heads that knows this kind of config."""
+    tasks = ["AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"]
+    if getattr(config, "is_encoder_decoder", False):
+        tasks.insert(0, tasks.pop(2))
+    for task in tasks:
+        head = getattr(transformers, task)
+        if type(config) in head._model_mapping:
+            return head.from_config(config)
+    raise CaptureError(f"no training head for {type(config).__name__}", needed=" or ".join(tasks),
+                       try_="build the model yourself and pass it, with a loss")  # fmt: skip
+
+
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss a Hugging Face model computes from `labels`."""
+    return model(**batch).loss
+
+
+def _hf_fields(model: nn.Module, batch: int, seq: int | None) -> dict[str, Field]:
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    if model.main_input_name == "pixel_values":
+        image = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        return {
+            "pixel_values": reals(batch, getattr(config, "num_channels", 3), image, image),
+            "labels": ids(batch, high=config.num_labels),
+        }
+    length = seq or 512
+    words = ids(batch, length, high=config.vocab_size)
+    found = {"input_ids": words, "labels": words}
+    if "token_type_ids" in takes and getattr(config, "type_vocab_size", 0) > 1:
+        found["token_type_ids"] = ids(batch, length, high=config.type_vocab_size)
+    return found
+
+
+def load_safetensors(model: nn.Module, directory: str | Path) -> None:
+    """Load every `*.safetensors` of a directory into a model; names that do not fit are an error."""
+    from safetensors.torch import load_file
+
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise CaptureError(f"no weights in {directory}", needed="one or more .safetensors files")
+    state: dict[str, Tensor] = {}
+    for file in files:
+        state.update(load_file(file))
+    missing, extra = model.load_state_dict(state, strict=False, assign=True)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    tied = {k for k, v in model.state_dict().items() if any(v is w for n, w in model.named_parameters() if n != k)}
+    missing = [k for k in missing if k not in tied and model.state_dict()[k].is_meta]
+    if missing or extra:
+        raise CaptureError(
+            f"the weights in {directory} are not of this model",
+            needed=", ".join(missing[:4]) or "no more names",
+            found=", ".join(extra[:4]) or "nothing else",
+        )
