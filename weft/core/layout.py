@@ -1,0 +1,471 @@
+"""How the ranks of a mesh hold one global tensor.
+
+A dim is an ordered product of atoms; an atom is cut by zero or more mesh axes, nested in mesh order, by torch.chunk's rule.
+An axis that cuts no atom holds the whole value (R), a term of it (P) or holds it at one rank only (O).
+Dims are kept canonical, so two dims that give every index to the same ranks are written alike and compare equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TypeAlias
+
+import torch
+
+from weft.core.errors import LayoutError
+
+
+class Mesh:
+    """Named axes over ranks, the first axis outermost: `Mesh(dp=2, tp=4)` is 8 ranks."""
+
+    __slots__ = ("__dict__", "axes", "sizes")
+
+    def __init__(self, **axes: int) -> None:
+        for name, size in axes.items():
+            if not isinstance(size, int) or size < 1:
+                raise LayoutError(f"mesh axis {name!r} has no size", needed="a whole number of ranks, 1 or more", found=repr(size))
+        self.axes: tuple[str, ...] = tuple(axes)
+        self.sizes: dict[str, int] = dict(axes)
+
+    @cached_property
+    def key(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.sizes.items())
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def size(self, axis: str) -> int:
+        self.require(axis)
+        return self.sizes[axis]
+
+    def require(self, axis: str) -> None:
+        if axis not in self.sizes:
+            raise LayoutError(f"the mesh has no axis {axis!r}", needed=f"one of {', '.join(self.axes) or '(none)'}", found=repr(axis))
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The rank's place on every axis."""
+        place = {}
+        for name in reversed(self.axes):
+            rank, place[name] = divmod(rank, self.sizes[name])
+        return {name: place[name] for name in self.axes}
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        rank = 0
+        for name in self.axes:
+            rank = rank * self.sizes[name] + coords[name]
+        return rank
+
+    def places(self) -> Iterator[dict[str, int]]:
+        return (self.coords(r) for r in range(self.ranks))
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks that differ along `axis` only, one list per group."""
+        self.require(axis)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for r in range(self.ranks):
+            c = self.coords(r)
+            groups.setdefault(tuple(v for a, v in c.items() if a != axis), []).append(r)
+        return list(groups.values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{a}={n}' for a, n in self.key)})"
+
+
+class Placement:
+    """How one mesh axis holds a value. See `R`, `S`, `P`, `O`."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated(Placement):
+    """Every rank along the axis holds the whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class S(Placement):
+    """Each rank holds its chunk of dim `dim`; with `within`, of the inner `within` indices of that dim."""
+
+    dim: int
+    within: int | None = None
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.within is None else f"S({self.dim}, within={self.within})"
+
+
+@dataclass(frozen=True, slots=True)
+class P(Placement):
+    """Each rank holds a term; the value is the sum (max, min) of the terms over the axis."""
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCTIONS:
+            raise LayoutError("a Partial has no such reduction", needed=" or ".join(REDUCTIONS), found=repr(self.op))
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P({self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class O(Placement):  # noqa: E742 - the letter the design uses
+    """The rank at place `root` of the axis alone holds the value."""
+
+    root: int = 0
+
+    def __str__(self) -> str:
+        return f"O({self.root})"
+
+
+R = Replicated()
+REDUCTIONS = ("sum", "max", "min")
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One factor of a dim, and the axes that cut it, outermost first."""
+
+    size: int
+    cut: tuple[str, ...] = ()
+
+
+Dim: TypeAlias = tuple[Atom, ...]
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and stop of one chunk, by torch.chunk's rule; late chunks may be short or empty."""
+    step = -(-size // parts) if size else 0
+    start = min(index * step, size)
+    return start, min(start + step, size)
+
+
+def _pieces(atom: Atom, mesh: Mesh) -> int:
+    return math.prod(mesh.sizes[a] for a in atom.cut)
+
+
+def _even(atom: Atom, mesh: Mesh) -> bool:
+    return atom.size % _pieces(atom, mesh) == 0
+
+
+def _join(left: Atom, right: Atom, mesh: Mesh) -> Atom | None:
+    """One atom that gives each index to the same ranks as the two side by side, if there is one."""
+    if left.size == 1 and not left.cut:
+        return right
+    if right.size == 1 and not right.cut:
+        return left
+    if not right.cut and (not left.cut or _even(left, mesh)):
+        return Atom(left.size * right.size, left.cut)
+    if left.cut and right.cut and left.size == _pieces(left, mesh):
+        order = [mesh.axes.index(a) for a in left.cut + right.cut]
+        if order == sorted(order):
+            return Atom(left.size * right.size, left.cut + right.cut)
+    return None
+
+
+def canonical(dim: Dim, mesh: Mesh) -> Dim:
+    """The shortest list of atoms that gives each index of the dim to the same ranks."""
+    out: list[Atom] = []
+    for atom in dim:
+        out.append(atom)
+        while len(out) > 1 and (joined := _join(out[-2], out[-1], mesh)) is not None:
+            out[-2:] = [joined]
+    return tuple(out) or (Atom(1),)
+
+
+def dim_size(dim: Dim) -> int:
+    return math.prod(a.size for a in dim)
+
+
+def split_atom(atom: Atom, outer: int, mesh: Mesh) -> tuple[Atom, Atom] | None:
+    """The atom as `outer` x rest, its cuts shared between the two; None when a cut straddles them."""
+    if outer == 0 or atom.size % outer:
+        return None
+    inner = atom.size // outer
+    for k in range(len(atom.cut), -1, -1):
+        left, right = Atom(outer, atom.cut[:k]), Atom(inner, atom.cut[k:])
+        fully = not right.cut or outer == _pieces(left, mesh)
+        if _even(left, mesh) and fully:
+            return left, right
+    return None
+
+
+@lru_cache(maxsize=65536)
+def _atom_positions(atom: Atom, mesh: Mesh, coords: tuple[tuple[str, int], ...]) -> tuple[int, int]:
+    place = dict(coords)
+    start, stop = 0, atom.size
+    for axis in atom.cut:
+        lo, hi = chunk(stop - start, mesh.sizes[axis], place[axis])
+        start, stop = start + lo, start + hi
+    return start, stop
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A shape, and one placement per mesh axis over it."""
+
+    mesh: Mesh
+    dims: tuple[Dim, ...]
+    held: tuple[tuple[str, Placement], ...] = ()  # the axes that hold P or O, in mesh order
+
+    @staticmethod
+    def of(mesh: Mesh, shape: tuple[int, ...], placements: Mapping[str, Placement] | None = None) -> Layout:
+        """The layout of `shape` with the placements given; every other axis holds the whole value."""
+        layout = Layout(mesh, tuple((Atom(int(n)),) for n in shape))
+        given = dict(placements or {})
+        for axis in given:
+            mesh.require(axis)
+        for axis in mesh.axes:
+            layout = layout.place(axis, given.get(axis, R))
+        return layout
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(dim_size(d) for d in self.dims)
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    # -- one axis at a time ------------------------------------------------------------------------------------------
+
+    def where_cut(self, axis: str) -> tuple[int, int] | None:
+        """The dim and the atom in it that the axis cuts."""
+        for d, dim in enumerate(self.dims):
+            for k, atom in enumerate(dim):
+                if axis in atom.cut:
+                    return d, k
+        return None
+
+    def placement(self, axis: str) -> Placement:
+        self.mesh.require(axis)
+        for a, p in self.held:
+            if a == axis:
+                return p
+        at = self.where_cut(axis)
+        if at is None:
+            return R
+        d, k = at
+        return S(d) if k == 0 else S(d, within=dim_size(self.dims[d][k:]))
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        return {a: self.placement(a) for a in self.mesh.axes}
+
+    def place(self, axis: str, placement: Placement) -> Layout:
+        """The same layout with this axis, which must hold the whole value, holding it as told."""
+        if isinstance(placement, Replicated):
+            return self
+        if isinstance(placement, S):
+            return self.cut(axis, placement.dim, placement.within)
+        return self.hold(axis, placement)
+
+    def hold(self, axis: str, placement: Placement) -> Layout:
+        """R on the axis becomes P or O."""
+        size = self.mesh.size(axis)
+        if isinstance(placement, O) and not 0 <= placement.root < size:
+            raise LayoutError(f"axis {axis} has no rank {placement.root}", needed=f"a root from 0 to {size - 1}", found=str(placement))
+        held = {**dict(self.held), axis: placement}
+        kinds = {p.op for p in held.values() if isinstance(p, P)}
+        if len(kinds) > 1:
+            raise LayoutError(
+                "one value cannot be a sum over one axis and a max over another: their order would matter",
+                needed="one kind of pending reduction per value",
+                found=" and ".join(sorted(kinds)),
+            )
+        return Layout(self.mesh, self.dims, tuple((a, held[a]) for a in self.mesh.axes if a in held))
+
+    def release(self, axis: str) -> Layout:
+        """P or O on the axis becomes R."""
+        return Layout(self.mesh, self.dims, tuple((a, p) for a, p in self.held if a != axis))
+
+    def cut(self, axis: str, dim: int, within: int | None = None) -> Layout:
+        """R on the axis becomes S: its leading atom is cut, or the inner `within` indices of the dim."""
+        self.mesh.require(axis)
+        if not 0 <= dim < len(self.dims):
+            raise LayoutError(f"S({dim}) on a tensor of {len(self.dims)} dims", needed=f"a dim from 0 to {len(self.dims) - 1}", found=str(dim))
+        atoms, k = self._atom_to_cut(dim, within)
+        atom = atoms[k]
+        order = self.mesh.axes.index
+        if any(order(a) >= order(axis) for a in atom.cut):
+            raise LayoutError(
+                f"axis {axis} cannot cut dim {dim}: axis {atom.cut[-1]} already cuts it and comes later in the mesh",
+                needed="nested cuts in mesh order, outermost first",
+                found=f"dim {dim} cut by {', '.join(atom.cut)}",
+                try_=f"cut along {axis} before {atom.cut[-1]}, or order the mesh axes the other way",
+            )
+        new = (*atoms[:k], Atom(atom.size, (*atom.cut, axis)), *atoms[k + 1 :])
+        return self.with_dim(dim, new)
+
+    def _atom_to_cut(self, dim: int, within: int | None) -> tuple[Dim, int]:
+        atoms = self.dims[dim]
+        if within is None:
+            return atoms, 0
+        split = split_at(atoms, within, self.mesh)
+        if split is None:
+            raise LayoutError(
+                f"dim {dim} of size {dim_size(atoms)} has no inner part of {within}",
+                needed="a size that divides the dim and does not straddle another cut",
+                found=f"{show_dim(atoms)}",
+            )
+        outer, inner = split
+        return (*outer, *inner), len(outer)
+
+    def with_dim(self, dim: int, atoms: Dim) -> Layout:
+        return Layout(self.mesh, (*self.dims[:dim], canonical(atoms, self.mesh), *self.dims[dim + 1 :]), self.held)
+
+    def uncut(self, axis: str) -> Layout:
+        """S on the axis becomes R."""
+        at = self.where_cut(axis)
+        if at is None:
+            return self
+        d, k = at
+        atom = self.dims[d][k]
+        if atom.cut[-1] == axis:
+            return self.with_dim(d, (*self.dims[d][:k], Atom(atom.size, atom.cut[:-1]), *self.dims[d][k + 1 :]))
+        return self._uncut_outer(axis, d, k)
+
+    def _uncut_outer(self, axis: str, d: int, k: int) -> Layout:
+        """An outer cut is taken away under an inner one: the pieces of the outer become an atom of their own."""
+        atom = self.dims[d][k]
+        i = atom.cut.index(axis)
+        outer = math.prod(self.mesh.sizes[a] for a in atom.cut[: i + 1])
+        if atom.size % outer:
+            raise LayoutError(
+                f"axis {axis} cannot be gathered under axis {atom.cut[-1]} of the same dim",
+                needed=f"a size divisible by {outer}",
+                found=str(atom.size),
+                try_=f"gather {atom.cut[-1]} first",
+            )
+        pieces = [Atom(self.mesh.sizes[a], (a,) if a != axis else ()) for a in atom.cut[: i + 1]]
+        rest = Atom(atom.size // outer, atom.cut[i + 1 :])
+        return self.with_dim(d, (*self.dims[d][:k], *pieces, rest, *self.dims[d][k + 1 :]))
+
+    # -- what one rank holds -----------------------------------------------------------------------------------------
+
+    def spans(self, dim: int, coords: Mapping[str, int]) -> list[tuple[int, int, int]]:
+        """Per atom of the dim: its size, and start and stop of what the rank holds of it."""
+        key = tuple(coords.items())
+        return [(a.size, *_atom_positions(a, self.mesh, key)) for a in self.dims[dim]]
+
+    def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(math.prod(hi - lo for _, lo, hi in self.spans(d, coords)) for d in range(self.rank))
+
+    def positions(self, dim: int, coords: Mapping[str, int]) -> torch.Tensor:
+        """The global indices along `dim` of what the rank holds, in order."""
+        at = torch.zeros(1, dtype=torch.int64)
+        for size, lo, hi in self.spans(dim, coords):
+            at = (at[:, None] * size + torch.arange(lo, hi)).reshape(-1)
+        return at
+
+    def present(self, coords: Mapping[str, int]) -> bool:
+        """Whether the rank holds anything at all."""
+        return all(coords[a] == p.root for a, p in self.held if isinstance(p, O))
+
+    @cached_property
+    def largest_local(self) -> tuple[int, ...]:
+        """The local shape of the rank that holds most: the first along every axis."""
+        return self.local_shape(dict.fromkeys(self.mesh.axes, 0))
+
+    @property
+    def is_even(self) -> bool:
+        return all(_even(a, self.mesh) for d in self.dims for a in d)
+
+    # -- views -------------------------------------------------------------------------------------------------------
+
+    def reshape(self, shape: tuple[int, ...]) -> Layout:
+        """The layout after a reshape: atoms are regrouped, and split where a dim ends inside one."""
+        if math.prod(shape) != math.prod(self.shape):
+            raise LayoutError(f"cannot reshape {list(self.shape)} to {list(shape)}", needed="the same number of elements", found=f"{math.prod(self.shape)} and {math.prod(shape)}")
+        if 0 in shape:
+            return self._reshape_empty(shape)
+        left = list(itertools.chain.from_iterable(self.dims))
+        dims = [self._take(left, n, shape) for n in shape]
+        if any(a.size != 1 or a.cut for a in left):
+            raise self._straddle(shape, left[0])
+        return Layout(self.mesh, tuple(dims), self.held)
+
+    def _reshape_empty(self, shape: tuple[int, ...]) -> Layout:
+        if any(a.cut for d in self.dims for a in d):
+            raise LayoutError("cannot reshape an empty tensor that is cut", needed="no cut dim", found=str(self))
+        return Layout(self.mesh, tuple((Atom(n),) for n in shape), self.held)
+
+    def _take(self, left: list[Atom], size: int, shape: tuple[int, ...]) -> Dim:
+        if size == 1:
+            return canonical((left.pop(0),) if left and left[0].size == 1 else (), self.mesh)
+        got: list[Atom] = []
+        need = size
+        while need > 1:
+            atom = left.pop(0)
+            if need % atom.size == 0:
+                got.append(atom)
+                need //= atom.size
+            elif atom.size % need == 0 and (parts := split_atom(atom, need, self.mesh)) is not None:
+                got.append(parts[0])
+                left.insert(0, parts[1])
+                need = 1
+            else:
+                raise self._straddle(shape, atom)
+        return canonical(tuple(got), self.mesh)
+
+    def _straddle(self, shape: tuple[int, ...], atom: Atom) -> LayoutError:
+        cut = f"an atom of {atom.size} cut by {', '.join(atom.cut)}" if atom.cut else f"an atom of {atom.size}"
+        return LayoutError(
+            f"reshape {list(self.shape)} to {list(shape)} runs through {cut}",
+            needed="every cut atom to lie in one dim of the result, its pieces whole",
+            found=str(self),
+            try_=f"gather axis {atom.cut[-1]} first" if atom.cut else None,
+        )
+
+    def permute(self, order: tuple[int, ...]) -> Layout:
+        return Layout(self.mesh, tuple(self.dims[i] for i in order), self.held)
+
+    def __str__(self) -> str:
+        return show_layout(self)
+
+
+def split_at(atoms: Dim, within: int, mesh: Mesh) -> tuple[Dim, Dim] | None:
+    """The dim as outer x `within`, no cut straddling; None where that cannot be."""
+    inner: list[Atom] = []
+    need = within
+    for k in range(len(atoms) - 1, -1, -1):
+        if need == 1:
+            return tuple(atoms[: k + 1]), tuple(inner)
+        atom = atoms[k]
+        if need % atom.size == 0:
+            inner.insert(0, atom)
+            need //= atom.size
+        elif atom.size % need == 0 and (parts := split_atom(atom, atom.size // need, mesh)) is not None:
+            return (*atoms[:k], parts[0]), (parts[1], *inner)
+        else:
+            return None
+    return ((), tuple(inner)) if need == 1 else None
+
+
+def show_dim(dim: Dim) -> str:
+    return "*".join(str(a.size) for a in dim)
+
+
+def show_layout(layout: Layout) -> str:
+    """`[16*8192, 4096] dp:S(0) tp:S(0.1)`: dims as products of atoms, then what each axis holds."""
+    return f"[{', '.join(map(show_dim, layout.dims))}]" + "".join(f" {a}:{_show_place(layout, a)}" for a in layout.mesh.axes)
+
+
+def _show_place(layout: Layout, axis: str) -> str:
+    at = layout.where_cut(axis)
+    if at is None:
+        return str(layout.placement(axis))
+    return f"S({at[0]})" if len(layout.dims[at[0]]) == 1 else f"S({at[0]}.{at[1]})"

@@ -1,0 +1,260 @@
+"""The one node: an op applied to earlier nodes, interned and immutable, its type derived when it is made."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from weft.core.errors import TypeMismatch, UnknownName
+from weft.core.layout import Layout, Mesh, Placement
+
+DTYPES = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
+    "i64": torch.int64, "i32": torch.int32, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {d: n for n, d in DTYPES.items()}
+
+
+def dtype_of(name: str | torch.dtype) -> torch.dtype:
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise UnknownName(f"no dtype {name!r}", needed=f"one of {', '.join(DTYPES)}", found=repr(name))
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class Type:
+    """What is known of a value before it is computed: its dtype, its shape, and how the ranks hold it."""
+
+    dtype: torch.dtype
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    def on(self, axis: str) -> Placement:
+        return self.layout.placement(axis)
+
+    def with_layout(self, layout: Layout) -> Type:
+        return Type(self.dtype, layout)
+
+    def __str__(self) -> str:
+        return f"{DTYPE_NAMES[self.dtype]}{self.layout}"
+
+
+Attrs: TypeAlias = dict[str, Any]
+Infer: TypeAlias = "Callable[[tuple[Type, ...], Attrs], Type | tuple[Type, ...]]"
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One kind of node. `ops.registry.define` fills the facets and refuses an entry that lacks one."""
+
+    name: str
+    infer: Infer
+    facets: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **attrs: Any) -> Any:
+        return apply(self, args, attrs)
+
+    def __getattr__(self, facet: str) -> Any:
+        if facet.startswith("__") or facet not in self.facets:
+            raise AttributeError(f"op {self.name!r} has no facet {facet!r}")
+        return self.facets[facet]
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+
+OPS: dict[str, Op] = {}
+
+
+def op_named(name: str) -> Op:
+    if name not in OPS:
+        raise UnknownName(f"no op {name!r}", needed=f"one of {', '.join(sorted(OPS))}", found=repr(name), try_="define it with weft.define(...)")
+    return OPS[name]
+
+
+@dataclass(frozen=True, eq=False)  # interned below, so identity is equality
+class Node:
+    """One op applied to earlier nodes. All else about it is derived."""
+
+    op: Op
+    args: tuple[Node, ...]
+    attrs: tuple[tuple[str, Any], ...]
+    types: tuple[Type, ...]
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a node is not pickled: print its program and parse it back")
+
+    @property
+    def type(self) -> Type:
+        if len(self.types) != 1:
+            raise TypeMismatch(f"{self.op.name} gives {len(self.types)} values", needed="one of them", found="the tuple", try_="unpack it: a, b = ...")
+        return self.types[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.type.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.type.dtype
+
+    @property
+    def layout(self) -> Layout:
+        return self.type.layout
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.types[0].mesh
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        return dict(self.attrs).get(name, default)
+
+    def __iter__(self) -> Iterator[Node]:
+        """A node of several values unpacks into its items."""
+        if len(self.types) == 1:
+            raise TypeMismatch(f"{self.op.name} gives one value and cannot be unpacked", needed="an op of several values", found=self.op.name)
+        return iter([make(op_named("item"), (self,), {"index": i}) for i in range(len(self.types))])
+
+    def __repr__(self) -> str:
+        shown = ", ".join(str(t) for t in self.types)
+        return f"<{self.op.name}: {shown}>"
+
+    # Ordinary operators are ops by name; the entries themselves live in weft.ops.
+    def __add__(self, other: Any) -> Any: return op_named("add")(self, other)  # noqa: E704
+    def __radd__(self, other: Any) -> Any: return op_named("add")(other, self)  # noqa: E704
+    def __sub__(self, other: Any) -> Any: return op_named("sub")(self, other)  # noqa: E704
+    def __rsub__(self, other: Any) -> Any: return op_named("sub")(other, self)  # noqa: E704
+    def __mul__(self, other: Any) -> Any: return op_named("mul")(self, other)  # noqa: E704
+    def __rmul__(self, other: Any) -> Any: return op_named("mul")(other, self)  # noqa: E704
+    def __truediv__(self, other: Any) -> Any: return op_named("div")(self, other)  # noqa: E704
+    def __rtruediv__(self, other: Any) -> Any: return op_named("div")(other, self)  # noqa: E704
+    def __pow__(self, other: Any) -> Any: return op_named("pow")(self, other)  # noqa: E704
+    def __rpow__(self, other: Any) -> Any: return op_named("pow")(other, self)  # noqa: E704
+    def __neg__(self) -> Any: return op_named("neg")(self)  # noqa: E704
+    def __matmul__(self, other: Any) -> Any: return op_named("matmul")(self, other)  # noqa: E704
+    def __gt__(self, other: Any) -> Any: return op_named("gt")(self, other)  # noqa: E704
+    def __ge__(self, other: Any) -> Any: return op_named("ge")(self, other)  # noqa: E704
+    def __lt__(self, other: Any) -> Any: return op_named("lt")(self, other)  # noqa: E704
+    def __le__(self, other: Any) -> Any: return op_named("le")(self, other)  # noqa: E704
+
+
+_built: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
+_listeners: list[Callable[[Node], None]] = []
+
+
+def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
+    """The only maker of nodes: the same request gives the same node, and a bad one fails here, on the line that wrote it."""
+    key = (op, args, tuple(sorted(attrs.items())))
+    node = _built.get(key)
+    if node is None:
+        types = op.infer(tuple(t for a in args for t in _one(a, op, attrs)), attrs)
+        node = Node(op, args, key[2], types if isinstance(types, tuple) else (types,))
+        _built[key] = node
+    for heard in _listeners:
+        heard(node)
+    return node
+
+
+def _one(node: Node, op: Op, attrs: Attrs) -> tuple[Type, ...]:
+    if len(node.types) == 1 or op.name == "item":
+        return node.types
+    raise TypeMismatch(f"{op.name} was given all {len(node.types)} values of {node.op.name}", needed="one value", found=f"a tuple of {len(node.types)}", try_="unpack it: a, b = ...")
+
+
+class Symbol:
+    """What stands for a node in the two sides of a rewrite rule. An op applied to one gives a `rewrite.pattern` expression."""
+
+    def symbol_apply(self, op: Op, args: tuple[Any, ...], attrs: Attrs) -> Any:
+        raise NotImplementedError  # every subclass answers
+
+
+def apply(op: Op, args: tuple[Any, ...], attrs: Attrs) -> Any:
+    """An op on nodes, numbers or symbols; numbers become constants of the dtype of the operands beside them."""
+    flat = tuple(x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)))
+    symbol = next((a for a in flat if isinstance(a, Symbol)), None)
+    if symbol is not None:
+        return symbol.symbol_apply(op, flat, attrs)
+    nodes = [a for a in flat if isinstance(a, Node)]
+    return make(op, tuple(_as_node(a, nodes, op) for a in flat), op.facets.get("normal", _as_is)(attrs))
+
+
+def _as_is(attrs: Attrs) -> Attrs:
+    return attrs
+
+
+def _as_node(value: Any, beside: list[Node], op: Op) -> Node:
+    if isinstance(value, Node):
+        return value
+    if isinstance(value, (bool, int, float)) and beside:
+        return constant(value, _number_dtype(value, beside), beside[0].mesh)
+    raise TypeMismatch(f"{op.name} cannot take {type(value).__name__}", needed="program values, or numbers beside at least one", found=repr(value))
+
+
+def _number_dtype(value: float, beside: list[Node]) -> torch.dtype:
+    floats = [n.type.dtype for n in beside if n.type.dtype.is_floating_point]
+    if floats:
+        return floats[0]
+    if isinstance(value, float):
+        return torch.float32
+    return beside[0].type.dtype
+
+
+def constant(value: float, dtype: torch.dtype, mesh: Mesh) -> Node:
+    kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
+    return make(op_named("const"), (), {"value": kind(value), "dtype": DTYPE_NAMES[dtype], "mesh": mesh.key})
+
+
+@contextmanager
+def listening(heard: Callable[[Node], None]) -> Iterator[None]:
+    """Tells `heard` of every node asked for meanwhile."""
+    _listeners.append(heard)
+    try:
+        yield
+    finally:
+        _listeners.remove(heard)
+
+
+def toposort(roots: Iterable[Node]) -> list[Node]:
+    """Every node the roots need, arguments first; the order depends on the roots alone."""
+    order: dict[Node, None] = {}
+    stack = [(r, False) for r in reversed(list(roots))]
+    while stack:
+        node, ready = stack.pop()
+        if node in order:
+            continue
+        if ready:
+            order[node] = None
+        else:
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args))
+    return list(order)
+
+
+def user_line() -> str | None:
+    """File and line of the innermost caller outside weft."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("weft.", "torch.")) and name not in ("contextlib", "functools"):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}, line {frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,96 @@
+"""What a valid program is. Every program that is made by hand, parsed or rewritten can be asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from weft.core.errors import InvalidProgram
+from weft.core.node import Node
+from weft.core.program import Program
+
+Rule = Callable[[Program], "str | None"]
+
+
+def _names_are_unique(p: Program) -> str | None:
+    twice = [n for n, k in Counter([i.attr("name") for i in p.inputs]).items() if k > 1]
+    twice += [n for n, k in Counter([name for name, _ in p.outputs]).items() if k > 1]
+    return f"the name {twice[0]!r} stands twice" if twice else None
+
+
+def _inputs_are_declared(p: Program) -> str | None:
+    stray = [n for n in p.nodes if n.op.name == "input" and n not in p.inputs]
+    return f"input {stray[0].attr('name')!r} is read but not declared" if stray else None
+
+
+def _one_mesh(p: Program) -> str | None:
+    other = [n for n in p.nodes if n.mesh != p.mesh]
+    return f"{other[0].op.name} is on {other[0].mesh}, the program on {p.mesh}" if other else None
+
+
+def _outputs_are_tensors(p: Program) -> str | None:
+    bad = [name for name, n in p.outputs if len(n.types) != 1]
+    return f"output {bad[0]!r} is a tuple" if bad else None
+
+
+def _state_fits(p: Program) -> str | None:
+    for out, inp in p.state:
+        if out not in p.output_names or inp not in p.input_names:
+            return f"state {inp}={out} names no output or no input"
+        a, b = p.output_names[out].type, p.input_names[inp].type
+        if a != b:
+            return f"state {inp}={out} would change its type: {b} becomes {a}"
+    return None
+
+
+def _types_follow(p: Program) -> str | None:
+    for n in p.nodes:
+        types = n.op.infer(tuple(t for a in n.args for t in a.types), dict(n.attrs))
+        if (types if isinstance(types, tuple) else (types,)) != n.types:
+            return f"the type of {n.op.name} does not follow from its operands"
+    return None
+
+
+def _groups_are_apart(p: Program) -> str | None:
+    for kind in ("fuse", "overlap"):
+        members = Counter(n for g in p.groups if g.kind == kind for n in g.nodes)
+        if any(k > 1 for k in members.values()):
+            return f"a node is in two {kind} groups"
+    stray = [n for g in p.groups for n in g.nodes if n not in p.node_set]
+    return f"a group holds {stray[0].op.name}, which is not in the program" if stray else None
+
+
+def _groups_are_closed(p: Program) -> str | None:
+    for g in p.groups:
+        through = leaves_and_returns(p, set(g.nodes))
+        if through is not None:
+            return f"group {g.name} needs {through.op.name} outside it, which needs the group"
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    _names_are_unique, _inputs_are_declared, _one_mesh, _outputs_are_tensors, _state_fits, _types_follow, _groups_are_apart, _groups_are_closed,
+)  # fmt: skip
+
+
+def leaves_and_returns(p: Program, group: set[Node]) -> Node | None:
+    """A node outside the group on a way from the group back into it: run as one kernel, it would wait for itself."""
+    tainted: set[Node] = set()
+    for n in p.nodes:
+        from_group = any(a in group or a in tainted for a in n.args)
+        if n in group:
+            bad = next((a for a in n.args if a in tainted), None)
+            if bad is not None:
+                return bad
+        elif from_group:
+            tainted.add(n)
+    return None
+
+
+def validate(p: Program) -> Program:
+    """The program itself, if it is valid."""
+    for rule in RULES:
+        wrong = rule(p)
+        if wrong:
+            raise InvalidProgram(f"program {p.name} is not valid", needed=rule.__name__.strip("_").replace("_", " "), found=wrong)
+    return p

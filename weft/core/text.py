@@ -1,0 +1,217 @@
+"""Programs as text that a person reads and `parse` turns back into the same program."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from weft.core.errors import ParseError, WeftError
+from weft.core.layout import Atom, Layout, Mesh, O, P, canonical
+from weft.core.node import DTYPE_NAMES, Node, Type, _number_dtype, apply, dtype_of, make, op_named
+from weft.core.program import Group, Program
+
+HIDDEN = {"mesh", "layout", "name"}
+
+
+def node_names(program: Program) -> dict[Node, str]:
+    """Inputs by their name, the rest by number; literals have none."""
+    names: dict[Node, str] = {}
+    numbers = itertools.count()
+    for n in program.nodes:
+        if n.op.name == "input":
+            names[n] = f"%{n.attr('name')}"
+        elif not _literal_everywhere(program, n):
+            names[n] = f"%{next(numbers)}"
+    return names
+
+
+def _literal_everywhere(program: Program, node: Node) -> bool:
+    """A constant that every reader would turn back into the same node from the bare number."""
+    if node.op.name != "const" or program.outputs_of(node) or any(node in g.nodes for g in program.groups):
+        return False
+    return all(_is_literal(user, node) for user in program.users[node])
+
+
+def _is_literal(user: Node, node: Node) -> bool:
+    beside = [a for a in user.args if a.op.name != "const"]
+    return bool(beside) and len(beside[0].types) == 1 and _number_dtype(node.attr("value"), beside) == node.dtype and user.op.name not in ("dropout",)
+
+
+def node_lines(program: Program) -> dict[Node, str]:
+    names = node_names(program)
+    left = {n: f"{names[n]} = {_call(n, names)}" for n in program.nodes if n in names}
+    width = min(max((len(x) for x in left.values()), default=0), 64)
+    return {n: f"{text:<{width}}   {', '.join(map(str, n.types))}" for n, text in left.items()} | {
+        n: repr(n.attr("value")) for n in program.nodes if n not in names
+    }
+
+
+def _call(node: Node, names: Mapping[Node, str]) -> str:
+    if node.op.name == "input":
+        return "input()"
+    args = [names[a] if a in names else repr(a.attr("value")) for a in node.args]
+    attrs = [f"{k}={v!r}" for k, v in node.attrs if k not in HIDDEN]
+    return f"{node.op.name}({', '.join(args + attrs)})"
+
+
+def print_program(program: Program) -> str:
+    names = node_names(program)
+    lines = node_lines(program)
+    mesh = ", ".join(f"{a}={n}" for a, n in program.mesh.key)
+    out = [f"program {program.name}({mesh})"]
+    out += [f"  {lines[n]}" for n in program.nodes if n in names]
+    out += [f"  {g.kind} {g.name}{_options(g)}: {' '.join(names[n] for n in g.nodes)}" for g in program.groups]
+    out += [f"  state {', '.join(f'{i}={o}' for o, i in program.state)}"] if program.state else []
+    out += [f"  return {', '.join(f'{name}={names[n]}' for name, n in program.outputs)}"]
+    return "\n".join(out)
+
+
+def _options(group: Group) -> str:
+    return f"({', '.join(f'{k}={v!r}' for k, v in group.options)})" if group.options else ""
+
+
+def excerpt(program: Program, marked: Node, around: int = 3) -> str:
+    """A few lines of the program with one node marked."""
+    lines = node_lines(program)
+    order = [n for n in program.nodes if n in node_names(program)]
+    near = set(marked.args) | {marked, *program.users.get(marked, ())}
+    at = order.index(marked) if marked in order else 0
+    keep = [n for i, n in enumerate(order) if n in near or abs(i - at) < around]
+    return "\n".join(f"  {'>' if n is marked else ' '} {lines[n]}" for n in keep)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+_HEAD = re.compile(r"program\s+([\w.\-]+)\s*\((.*)\)\s*$")
+_NODE = re.compile(r"(%[\w.]+)\s*=\s*(\w+)\((.*?)\)\s{2,}(.*)$")
+_GROUP = re.compile(r"(fuse|overlap)\s+([\w.\-]+)(?:\((.*)\))?:\s*(.*)$")
+_TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?:\s+\w+:[A-Z](?:\([^)]*\))?)*)")
+
+
+def parse(text: str) -> Program:
+    """The program a text denotes; a text that denotes none is refused with its line."""
+    lines = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.strip().startswith("#")]
+    if not lines or not (head := _HEAD.match(lines[0][1])):
+        raise ParseError("this is not a program", needed="a first line 'program NAME(axis=size, ...)'", found=repr(lines[0][1] if lines else ""))
+    reader = _Reader(head[1], Mesh(**{k: int(v) for k, v in re.findall(r"(\w+)\s*=\s*(\d+)", head[2])}))
+    for i, line in lines[1:]:
+        try:
+            reader.line(line)
+        except ParseError:
+            raise
+        except (WeftError, KeyError, ValueError, SyntaxError, TypeError) as e:
+            raise ParseError(f"line {i} of program {head[1]}: {getattr(e, 'message', e)}", needed=getattr(e, "needed", None), found=getattr(e, "found", None) or line) from e
+    return reader.program()
+
+
+class _Reader:
+    """Builds a program line by line."""
+
+    def __init__(self, name: str, mesh: Mesh) -> None:
+        self.name, self.mesh = name, mesh
+        self.named: dict[str, Node] = {}
+        self.inputs: list[Node] = []
+        self.outputs: dict[str, Node] = {}
+        self.state: list[tuple[str, str]] = []
+        self.groups: list[Group] = []
+
+    def line(self, line: str) -> None:
+        word = line.split()[0]
+        if word == "return":
+            self.outputs = {k: self.value(v) for k, v in _pairs(line[len(word) :])}
+        elif word == "state":
+            self.state = [(v, k) for k, v in _pairs(line[len(word) :])]
+        elif m := _GROUP.match(line):
+            options = tuple(sorted(_keywords(m[3] or "").items()))
+            self.groups.append(Group(m[1], m[2], tuple(self.value(x) for x in m[4].split()), options))
+        elif m := _NODE.match(line):
+            self.node(m[1], m[2], m[3], m[4])
+        else:
+            raise ParseError("a line that is no node, group, state or return", needed="'%x = op(...)   type'", found=line)
+
+    def value(self, text: str) -> Any:
+        text = text.strip()
+        if not text.startswith("%"):
+            return ast.literal_eval(text)
+        if text not in self.named:
+            raise ParseError(f"{text} is used before it is made", needed=f"one of {', '.join(self.named) or '(none yet)'}", found=text)
+        return self.named[text]
+
+    def node(self, name: str, op: str, inside: str, types: str) -> None:
+        if op == "input":
+            node = make(op_named("input"), (), {"name": name[1:], "layout": read_type(types, self.mesh).layout, "dtype": types.split("[")[0]})
+            self.inputs.append(node)
+        else:
+            args, attrs = self.arguments(inside)
+            node = make(op_named("const"), (), {**attrs, "mesh": self.mesh.key}) if op == "const" else apply(op_named(op), tuple(args), attrs)
+        found = ", ".join(map(str, node.types))
+        if found != types.strip():
+            raise ParseError(f"{name} does not have the type written", needed=found, found=types.strip())
+        self.named[name] = node
+
+    def arguments(self, inside: str) -> tuple[list[Any], dict[str, Any]]:
+        parts = _split(inside)
+        args = [self.value(x) for x in parts if not re.match(r"\w+=", x)]
+        return args, _keywords(", ".join(x for x in parts if re.match(r"\w+=", x)))
+
+    def program(self) -> Program:
+        from weft.core.program import new_program
+
+        return new_program(self.name, self.mesh, self.inputs, self.outputs, state=tuple(self.state), groups=tuple(self.groups))
+
+
+def _split(text: str) -> list[str]:
+    """Parts between top-level commas."""
+    parts, depth, at = [], 0, 0
+    quote = ""
+    for i, c in enumerate(text):
+        if quote:
+            quote = "" if c == quote else quote
+        elif c in "'\"":
+            quote = c
+        elif c in "([{":
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
+        elif c == "," and depth == 0:
+            parts.append(text[at:i])
+            at = i + 1
+    return [p.strip() for p in [*parts, text[at:]] if p.strip()]
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    return [(k.strip(), v.strip()) for k, _, v in (p.partition("=") for p in _split(text))]
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    return {k: ast.literal_eval(v) for k, v in _pairs(text)}
+
+
+def read_type(text: str, mesh: Mesh) -> Type:
+    """`f32[16*8192, 4096] dp:S(0) tp:P` as a type on the mesh."""
+    m = _TYPE.fullmatch(text.strip())
+    if not m:
+        raise ParseError("not a type", needed="dtype[dims] axis:placement ...", found=text)
+    dims = [[Atom(int(n)) for n in d.split("*")] for d in m[2].split(",") if d.strip()]
+    held = {}
+    places = dict(p.split(":", 1) for p in re.findall(r"\w+:[A-Z](?:\([^)]*\))?", m[3]))
+    for axis in mesh.axes:
+        letter, inside = places.get(axis, "R")[0], places.get(axis, "R")[2:-1]
+        if letter == "S":
+            d, _, k = inside.partition(".")
+            atom = dims[int(d)][int(k or 0)]
+            dims[int(d)][int(k or 0)] = Atom(atom.size, (*atom.cut, axis))
+        elif letter == "P":
+            held[axis] = P(inside or "sum")
+        elif letter == "O":
+            held[axis] = O(int(inside))
+    layout = Layout(mesh, tuple(canonical(tuple(d), mesh) for d in dims))
+    for axis, place in held.items():
+        layout = layout.hold(axis, place)
+    return Type(dtype_of(m[1]), layout)
+
+
+__all__ = ["DTYPE_NAMES", "excerpt", "node_lines", "node_names", "parse", "print_program", "read_type"]

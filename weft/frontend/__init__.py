@@ -1,0 +1,1 @@
+"""Ways into a program: functions traced in weft's language, and PyTorch models captured."""

@@ -1,0 +1,109 @@
+"""The language: a function on values, traced into a program. Layouts are given per input; a type error shows the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.core.errors import InvalidProgram, WeftError
+from weft.core.layout import Layout, Mesh, Placement
+from weft.core.node import DTYPE_NAMES, Node, Type, dtype_of, listening, make, user_line
+from weft.core.program import Program, new_program
+from weft.ops.registry import Kind, define
+
+
+def _input_type(types: Any, attrs: Mapping[str, Any]) -> Type:
+    return Type(dtype_of(attrs["dtype"]), attrs["layout"])
+
+
+def _unbound(**attrs: Any) -> torch.Tensor:
+    raise InvalidProgram(f"input {attrs['name']!r} was never given a value", needed="a value", found="none")
+
+
+input_op = define("input", kind=Kind.SOURCE, infer=_input_type, run=_unbound, vjp=lambda n, ct: ())
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An input to be: dtype, shape, and what each mesh axis holds (whole where nothing is said)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    placements: tuple[tuple[str, Placement], ...] = ()
+
+    def type_on(self, mesh: Mesh) -> Type:
+        return Type(self.dtype, Layout.of(mesh, self.shape, dict(self.placements)))
+
+
+def tensor(dtype: str | torch.dtype, *shape: int, **placements: Placement) -> Spec:
+    """`tensor("f32", 1024, dp=P())`: what an input is."""
+    return Spec(dtype_of(dtype), tuple(shape), tuple(placements.items()))
+
+
+def f32(*shape: int, **placements: Placement) -> Spec:
+    return tensor("f32", *shape, **placements)
+
+
+def f64(*shape: int, **placements: Placement) -> Spec:
+    return tensor("f64", *shape, **placements)
+
+
+def bf16(*shape: int, **placements: Placement) -> Spec:
+    return tensor("bf16", *shape, **placements)
+
+
+def i64(*shape: int, **placements: Placement) -> Spec:
+    return tensor("i64", *shape, **placements)
+
+
+def input_node(name: str, type_: Type) -> Node:
+    return make(input_op, (), {"name": name, "dtype": DTYPE_NAMES[type_.dtype], "layout": type_.layout})
+
+
+def trace(fn: Callable[..., Any], mesh: Mesh, *, name: str | None = None, state: Mapping[str, str] | None = None, **inputs: Any) -> Program:
+    """Calls `fn` on symbolic inputs and keeps what it computed.
+
+    `inputs` are Specs, or dicts and lists of them. What `fn` returns is a dict of outputs, or one output called `out`.
+    An output with the name and type of an input is its next value (state) unless `state` says otherwise.
+    """
+    flat: dict[str, Node] = {}
+    args = {key: _declare(key, spec, mesh, flat) for key, spec in inputs.items()}
+    lines: dict[Node, str] = {}
+    with listening(lambda n: lines.setdefault(n, user_line() or "")):
+        result = fn(**args)
+    outputs: dict[str, Node] = {}
+    _collect("out" if not isinstance(result, (dict, list, tuple)) else "", result, outputs)
+    return new_program(name or fn.__name__, mesh, list(flat.values()), outputs, state=_state(flat, outputs, state), lines=lines)
+
+
+def _declare(key: str, spec: Any, mesh: Mesh, flat: dict[str, Node]) -> Any:
+    if isinstance(spec, dict):
+        return {k: _declare(f"{key}.{k}", s, mesh, flat) for k, s in spec.items()}
+    if isinstance(spec, (list, tuple)):
+        return [_declare(f"{key}.{i}", s, mesh, flat) for i, s in enumerate(spec)]
+    if not isinstance(spec, Spec):
+        raise WeftError(f"input {key!r} is not described", needed="tensor(dtype, *shape, axis=placement)", found=repr(spec), where=user_line())
+    flat[key] = input_node(key, spec.type_on(mesh))
+    return flat[key]
+
+
+def _collect(key: str, value: Any, out: dict[str, Node]) -> None:
+    if isinstance(value, Node):
+        out[key] = value
+    elif isinstance(value, dict):
+        for k, v in value.items():
+            _collect(f"{key}.{k}" if key else str(k), v, out)
+    elif isinstance(value, (list, tuple)):
+        for i, v in enumerate(value):
+            _collect(f"{key}.{i}" if key else str(i), v, out)
+    else:
+        raise InvalidProgram(f"output {key!r} is no value of the program", needed="what an op gave", found=repr(value), where=user_line())
+
+
+def _state(inputs: Mapping[str, Node], outputs: Mapping[str, Node], given: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    if given is not None:
+        return tuple(given.items())
+    return tuple((name, name) for name, n in outputs.items() if name in inputs and inputs[name].type == n.type)

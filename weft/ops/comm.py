@@ -1,0 +1,240 @@
+"""Communication: ops that change how the ranks hold a value, never the value.
+
+Each takes one tensor or, merged, several in one call. `exchange` is what really happens among the ranks of one group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weft.core.errors import TypeMismatch
+from weft.core.layout import Layout, O, P, Placement, R, Replicated, S
+from weft.core.node import Attrs, Node, Type, user_line
+from weft.ops.registry import Kind, Linear, Types, define
+
+Move = Callable[[Layout, Attrs], Layout]
+Locals = list[Any]  # one tensor per rank of the group, None where the rank holds nothing
+Places = Sequence[Mapping[str, int]]
+REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def _infer(name: str, takes: type[Placement], move: Move) -> Callable[[Types, Attrs], Types]:
+    def infer(types: Types, attrs: Attrs) -> Types:
+        if not types:
+            raise TypeMismatch(f"{name} of nothing", needed="at least one tensor", found="none", where=user_line())
+        return tuple(_moved(name, takes, move, t, attrs) for t in types)
+
+    return infer
+
+
+def _moved(name: str, takes: type[Placement], move: Move, t: Type, attrs: Attrs) -> Type:
+    axis = attrs["axis"]
+    place = t.on(axis)
+    if not isinstance(place, takes):
+        raise TypeMismatch(
+            f"{name} along {axis} has nothing to do here",
+            needed=f"{axis}:{_LETTER[takes]} in its operand",
+            found=str(t),
+            where=user_line(),
+        )
+    return t.with_layout(move(t.layout, attrs))
+
+
+_LETTER: dict[type[Placement], str] = {Replicated: "R", S: "S", P: "P", O: "O"}
+
+
+def _cut(layout: Layout, attrs: Attrs) -> Layout:
+    return layout.cut(attrs["axis"], attrs["dim"], attrs.get("within"))
+
+
+def _identity(*xs: torch.Tensor, **_: Any) -> Any:
+    return xs[0] if len(xs) == 1 else xs
+
+
+def _define(name: str, takes: type[Placement], move: Move, exchange: Any, wire: Any, linear: Any = Linear.JOINTLY, doc: str = "") -> Any:
+    return define(
+        name,
+        kind=Kind.COMM,
+        infer=_infer(name, takes, move),
+        run=_identity,
+        vjp=lambda n, *cts: cts,
+        field=lambda p, *xs, **_: _identity(*xs),
+        linear=linear,
+        normal=lambda attrs: {k: v for k, v in attrs.items() if v is not None},
+        exchange=exchange,
+        wire=wire,
+        takes=takes,
+        doc=doc,
+    )
+
+
+# -- what happens among the ranks of a group ---------------------------------------------------------------------------------
+
+
+def _reduced(xs: Locals, source: Layout, axis: str) -> torch.Tensor:
+    place = source.placement(axis)
+    assert isinstance(place, P)
+    return functools.reduce(REDUCE[place.op], xs)
+
+
+def _pick(x: torch.Tensor, have: Layout, at: Mapping[str, int], want: Layout, there: Mapping[str, int]) -> torch.Tensor:
+    """The part of a local tensor that another place wants; it must hold all of it."""
+    for d in range(have.rank):
+        held, wanted = have.positions(d, at), want.positions(d, there)
+        if held.shape != wanted.shape or not torch.equal(held, wanted):
+            x = x.index_select(d, torch.searchsorted(held, wanted).to(x.device))
+    return x
+
+
+def _assemble(xs: Locals, places: Places, have: Layout, want: Layout, there: Mapping[str, int]) -> torch.Tensor:
+    """A local tensor put together from what every rank of the group holds."""
+    out = xs[0].new_zeros(want.local_shape(there))
+    for x, at in zip(xs, places, strict=True):
+        index = [_overlap(have.positions(d, at), want.positions(d, there)) for d in range(have.rank)]
+        if all(len(i[0]) for i in index):
+            source = x[torch.meshgrid(*[i[0] for i in index], indexing="ij")] if index else x
+            out[torch.meshgrid(*[i[1] for i in index], indexing="ij") if index else ...] = source
+    return out
+
+
+def _overlap(held: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in `held` and where in `wanted` their common indices stand; both are sorted."""
+    at = torch.searchsorted(held, wanted).clamp(max=max(len(held) - 1, 0))
+    hit = (held[at] == wanted) if len(held) else torch.zeros_like(wanted, dtype=torch.bool)
+    return at[hit], torch.nonzero(hit).reshape(-1)
+
+
+def _all_reduce(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
+    total = _reduced(xs, have, attrs["axis"])
+    return [total.clone() for _ in xs]
+
+
+def _reduce_scatter(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
+    total = _reduced(xs, have, attrs["axis"])
+    return [_pick(total, have, at, want, at) for at in places]
+
+
+def _all_gather(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
+    return [_assemble(xs, places, have, want, at) for at in places]
+
+
+def _slice(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
+    return [_pick(x, have, at, want, at) for x, at in zip(xs, places, strict=True)]
+
+
+def _reduce(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
+    total = _reduced(xs, have, attrs["axis"])
+    return [total if want.present(at) else None for at in places]
+
+
+def _from_root(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
+    (x,) = [x for x, at in zip(xs, places, strict=True) if have.placement(attrs["axis"]) == O(at[attrs["axis"]])]
+    return [x.clone() if x is not None and want.present(at) else None for at in places]
+
+
+# -- the ops, with the bytes on the wire per rank over the bytes of the largest form ------------------------------------------
+
+all_reduce = _define(
+    "all_reduce", P, lambda lay, a: lay.release(a["axis"]), _all_reduce, lambda n: 2 * (n - 1) / n, doc="P -> R"
+)
+reduce_scatter = _define(
+    "reduce_scatter", P, lambda lay, a: _cut(lay.release(a["axis"]), a), _reduce_scatter, lambda n: (n - 1) / n, doc="P -> S"
+)
+all_gather = _define("all_gather", S, lambda lay, a: lay.uncut(a["axis"]), _all_gather, lambda n: (n - 1) / n, doc="S -> R")
+all_to_all = _define(
+    "all_to_all", S, lambda lay, a: _cut(lay.uncut(a["axis"]), a), _all_gather, lambda n: (n - 1) / n**2, doc="S -> S on another dim"
+)
+slice_ = _define("slice", Replicated, _cut, _slice, lambda n: 0.0, doc="R -> S, no wire")
+reduce_ = _define(
+    "reduce", P, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["root"])), _reduce, lambda n: 1.0, doc="P -> O"
+)
+broadcast = _define("broadcast", O, lambda lay, a: lay.release(a["axis"]), _from_root, lambda n: 1.0, doc="O -> R")
+send = _define(
+    "send", O, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["to"])), _from_root, lambda n: 1.0, doc="O -> O of another stage"
+)
+
+
+def is_comm(node: Node) -> bool:
+    return node.op.kind is Kind.COMM
+
+
+# -- layout changes put together ----------------------------------------------------------------------------------------------
+
+
+def settle(x: Any) -> Any:
+    """Every pending reduction done."""
+    for axis, place in x.layout.held:
+        if isinstance(place, P):
+            x = all_reduce(x, axis=axis)
+    return x
+
+
+def reshard(x: Any, target: Layout) -> Any:
+    """The value brought to another layout: inner cuts undone first, then outer cuts made first."""
+    if x.layout == target:
+        return x
+    if x.shape != target.shape:
+        raise TypeMismatch("a layout of another shape", needed=str(list(x.shape)), found=str(list(target.shape)), where=user_line())
+    for axis in reversed(target.mesh.axes):
+        x = _undo(x, axis, target)
+    for axis in target.mesh.axes:
+        x = _redo(x, axis, target.placement(axis))
+    return x
+
+
+def _undo(x: Any, axis: str, target: Layout) -> Any:
+    here, there = x.layout.placement(axis), target.placement(axis)
+    if here == there and _same_cut(x.layout, target, axis):
+        return x
+    if isinstance(here, S):
+        if isinstance(there, S) and there.dim != here.dim and _may_cut(x.layout.uncut(axis), axis, there, target):
+            return all_to_all(x, axis=axis, dim=there.dim, within=there.within)
+        return all_gather(x, axis=axis)
+    if isinstance(here, P) and not isinstance(there, (S, O)):
+        return all_reduce(x, axis=axis)
+    if isinstance(here, O):
+        return send(x, axis=axis, to=there.root) if isinstance(there, O) else broadcast(x, axis=axis)
+    return x
+
+
+def _may_cut(layout: Layout, axis: str, place: S, target: Layout) -> bool:
+    """Whether the cut may be made now: no outer axis still has to cut the same atom."""
+    later = [a for a in target.mesh.axes[: target.mesh.axes.index(axis)] if layout.where_cut(a) != target.where_cut(a)]
+    try:
+        return not any(_shares_atom(target, a, axis) for a in later) and layout.place(axis, place) is not None
+    except Exception:  # the cut does not fit yet
+        return False
+
+
+def _shares_atom(layout: Layout, a: str, b: str) -> bool:
+    return layout.where_cut(a) is not None and layout.where_cut(a) == layout.where_cut(b)
+
+
+def _same_cut(a: Layout, b: Layout, axis: str) -> bool:
+    """Whether an axis cuts the same atom, under the same outer cuts."""
+    at, bt = a.where_cut(axis), b.where_cut(axis)
+    if at is None or bt is None:
+        return at is bt
+    x, y = a.dims[at[0]][at[1]], b.dims[bt[0]][bt[1]]
+    outer = x.cut[: x.cut.index(axis)] == y.cut[: y.cut.index(axis)]
+    return outer and x.size == y.size
+
+
+def _redo(x: Any, axis: str, there: Placement) -> Any:
+    here = x.layout.placement(axis)
+    if isinstance(there, S) and isinstance(here, Replicated):
+        return slice_(x, axis=axis, dim=there.dim, within=there.within)
+    if isinstance(there, S) and isinstance(here, P):
+        return reduce_scatter(x, axis=axis, dim=there.dim, within=there.within)
+    if isinstance(there, O) and isinstance(here, P):
+        return reduce_(x, axis=axis, root=there.root)
+    if isinstance(there, P) and isinstance(here, Replicated) or isinstance(there, O) and isinstance(here, Replicated):
+        raise TypeMismatch(f"no op turns {axis}:R into {axis}:{there}", needed=f"{axis}:{there}", found=str(x.type), where=user_line())
+    return x
+
+
+__all__ = ["R", "all_gather", "all_reduce", "all_to_all", "broadcast", "is_comm", "reduce_", "reduce_scatter", "reshard", "send", "settle", "slice_"]

@@ -1,0 +1,283 @@
+"""Ops that treat each element alone: arithmetic, comparison, choice, casts, activations, dropout.
+
+Their one equation gives every dim its own label; a dim of size 1, or a missing leading one, is stretched over the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from weft.core.errors import TypeMismatch
+from weft.core.layout import Layout
+from weft.core.node import DTYPE_NAMES, Attrs, Node, Type, constant, dtype_of, op_named
+from weft.ops.registry import ONE, ArgSets, Equation, Kind, Linear, Local, Types, define
+
+EACH: ArgSets = (frozenset({0}), frozenset({1}))
+FIRST: ArgSets = (frozenset({0}),)
+
+
+def elementwise(types: Types, attrs: Attrs) -> Equation:
+    """Right-aligned dims share a label; `ONE` marks what is stretched."""
+    rank = max((len(t.shape) for t in types), default=0)
+    sizes = [max((t.shape[len(t.shape) - r] for t in types if len(t.shape) >= r), default=1) for r in range(rank, 0, -1)]
+    if any(0 in t.shape for t in types):
+        sizes = [0 if any(len(t.shape) > i and t.shape[len(t.shape) - rank + i] == 0 for t in types if len(t.shape) == rank) else s for i, s in enumerate(sizes)]
+    names = [f"d{rank - i}" for i in range(rank)]
+    ins = tuple(tuple(ONE if n == 1 and sizes[rank - len(t.shape) + i] != 1 else names[rank - len(t.shape) + i] for i, n in enumerate(t.shape)) for t in types)
+    return Equation(ins, (tuple(names),))
+
+
+def fit(ct: Node, arg: Node) -> Node:
+    """A cotangent summed over the dims along which the operand was stretched."""
+    extra = ct.ndim - arg.ndim
+    dims = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(arg.shape) if n == 1 and ct.shape[extra + i] != 1)
+    if dims:
+        ct = op_named("sum")(ct, dims=dims)
+    return ct if ct.shape == arg.shape else op_named("reshape")(ct, shape=arg.shape)
+
+
+def to_bool(types: Types, attrs: Attrs) -> torch.dtype:
+    _same_dtype(types)
+    return torch.bool
+
+
+def _same_dtype(types: Types) -> None:
+    if len({t.dtype for t in types}) > 1:
+        raise TypeMismatch("operands of several dtypes", needed="one dtype", found=" and ".join(DTYPE_NAMES[t.dtype] for t in types), try_="cast(x, dtype)")
+
+
+def _binary(name: str, run: Any, vjp: Any, **facets: Any) -> Any:
+    return define(name, kind=Kind.POINTWISE, equation=elementwise, run=run, vjp=vjp, **facets)
+
+
+add = _binary("add", torch.add, lambda n, ct: (fit(ct, n.args[0]), fit(ct, n.args[1])), linear=Linear.JOINTLY, monotone=EACH, field=lambda p, a, b: (a + b) % p)
+sub = _binary("sub", torch.sub, lambda n, ct: (fit(ct, n.args[0]), fit(-ct, n.args[1])), linear=Linear.JOINTLY, monotone=FIRST, field=lambda p, a, b: (a - b) % p)
+mul = _binary("mul", torch.mul, lambda n, ct: (fit(ct * n.args[1], n.args[0]), fit(ct * n.args[0], n.args[1])), linear=Linear.EACH, field=lambda p, a, b: (a * b) % p)
+div = _binary("div", torch.div, lambda n, ct: (fit(ct / n.args[1], n.args[0]), fit(-(ct * n / n.args[1]), n.args[1])), linear=Linear.FIRST)
+
+
+def _pow_vjp(n: Node, ct: Node) -> Any:
+    x, e = n.args
+    to_x = fit(ct * (e * pow_(x, e - 1.0)), x)
+    return (to_x, None) if e.op.name == "const" else (to_x, fit(ct * (n * log(x)), e))
+
+
+pow_ = _binary("pow", torch.pow, _pow_vjp)
+
+
+def _extreme_vjp(better: str) -> Any:
+    def vjp(n: Node, ct: Node) -> Any:
+        a, b = n.args
+        zero = ct * 0.0
+        tie = op_named("eq")(a, b)
+        first = op_named(better)(a, b)
+        half = ct * 0.5
+        return fit(where(tie, half, where(first, ct, zero)), a), fit(where(tie, half, where(first, zero, ct)), b)
+
+    return vjp
+
+
+maximum = _binary("maximum", torch.maximum, _extreme_vjp("gt"), monotone=EACH)
+minimum = _binary("minimum", torch.minimum, _extreme_vjp("lt"), monotone=EACH)
+
+gt = _binary("gt", torch.gt, None, dtype=to_bool)
+ge = _binary("ge", torch.ge, None, dtype=to_bool)
+lt = _binary("lt", torch.lt, None, dtype=to_bool)
+le = _binary("le", torch.le, None, dtype=to_bool)
+eq = _binary("eq", torch.eq, None, dtype=to_bool)
+ne = _binary("ne", torch.ne, None, dtype=to_bool)
+logical_and = _binary("logical_and", torch.logical_and, None, dtype=to_bool)
+logical_or = _binary("logical_or", torch.logical_or, None, dtype=to_bool)
+logical_not = define("logical_not", kind=Kind.POINTWISE, equation=elementwise, run=torch.logical_not, dtype=to_bool)
+
+
+def _where_dtype(types: Types, attrs: Attrs) -> torch.dtype:
+    if types[0].dtype != torch.bool:
+        raise TypeMismatch("where chooses by a bool", needed="bool in operand 0", found=DTYPE_NAMES[types[0].dtype])
+    _same_dtype(types[1:])
+    return types[1].dtype
+
+
+def _where_vjp(n: Node, ct: Node) -> Any:
+    c, a, b = n.args
+    zero = ct * 0.0
+    return None, fit(where(c, ct, zero), a), fit(where(c, zero, ct), b)
+
+
+where = define(
+    "where", kind=Kind.POINTWISE, equation=elementwise, run=torch.where, dtype=_where_dtype, vjp=_where_vjp, linear=(frozenset({1, 2}),), monotone=(frozenset({1}), frozenset({2}))
+)
+
+
+# -- one operand ---------------------------------------------------------------------------------------------------------
+
+
+def _unary(name: str, run: Any, slope: Any, **facets: Any) -> Any:
+    """`slope(node)` is the derivative at the node's operand, as a node; None where there is none."""
+    vjp = None if slope is None else (lambda n, ct: (ct * slope(n),))
+    return define(name, kind=Kind.POINTWISE, equation=elementwise, run=run, vjp=vjp, **facets)
+
+
+def _as_float(cond: Node, like: Node) -> Node:
+    return cast(cond, dtype=DTYPE_NAMES[like.dtype])  # type: ignore[no-any-return]
+
+
+def _gelu_slope(n: Node) -> Node:
+    x = n.args[0]
+    if n.attr("tanh"):
+        c = math.sqrt(2 / math.pi)
+        t = tanh(c * (x + 0.044715 * (x * x * x)))
+        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * (c * (1.0 + 3 * 0.044715 * (x * x)))  # type: ignore[no-any-return]
+    return 0.5 * (1.0 + erf(x * math.sqrt(0.5))) + x * exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))  # type: ignore[no-any-return]
+
+
+def _silu_slope(n: Node) -> Node:
+    s = sigmoid(n.args[0])
+    return s * (1.0 + n.args[0] * (1.0 - s))  # type: ignore[no-any-return]
+
+
+def _gelu(x: torch.Tensor, tanh: bool = False) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh" if tanh else "none")
+
+
+neg = define("neg", kind=Kind.POINTWISE, equation=elementwise, run=torch.neg, linear=Linear.FIRST, vjp=lambda n, ct: (-ct,), field=lambda p, a: (-a) % p)
+exp = _unary("exp", torch.exp, lambda n: n, monotone=FIRST)
+log = _unary("log", torch.log, lambda n: 1.0 / n.args[0], monotone=FIRST)
+sqrt = _unary("sqrt", torch.sqrt, lambda n: 0.5 / n, monotone=FIRST)
+rsqrt = _unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
+tanh = _unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
+sigmoid = _unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
+relu = _unary("relu", torch.relu, lambda n: _as_float(gt(n.args[0], 0.0), n), monotone=FIRST)
+gelu = _unary("gelu", _gelu, _gelu_slope)
+silu = _unary("silu", torch.nn.functional.silu, _silu_slope)
+erf = _unary("erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST)
+sin = _unary("sin", torch.sin, lambda n: cos(n.args[0]))
+cos = _unary("cos", torch.cos, lambda n: -sin(n.args[0]))
+abs_ = _unary("abs", torch.abs, lambda n: sign(n.args[0]))
+sign = _unary("sign", torch.sign, lambda n: 0.0 * n, monotone=FIRST)
+square = _unary("square", torch.square, lambda n: 2.0 * n.args[0], field=lambda p, a: (a * a) % p)
+floor = _unary("floor", torch.floor, lambda n: 0.0 * n, monotone=FIRST)
+isfinite = _unary("isfinite", torch.isfinite, None, dtype=to_bool)
+
+
+def _clamp_slope(n: Node) -> Node:
+    x = n.args[0]
+    inside = constant(1.0, x.dtype, x.mesh)
+    for bound, test in ((n.attr("lo"), ge), (n.attr("hi"), le)):
+        if bound is not None:
+            inside = inside * _as_float(test(x, bound), x)
+    return inside
+
+
+clamp = _unary("clamp", lambda x, lo=None, hi=None: torch.clamp(x, lo, hi), _clamp_slope, monotone=FIRST)
+
+
+def _cast_normal(attrs: Attrs) -> Attrs:
+    return {"dtype": DTYPE_NAMES[dtype_of(attrs["dtype"])]}
+
+
+cast = define(
+    "cast",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    run=lambda x, dtype: x.to(dtype_of(dtype)),
+    dtype=lambda types, attrs: dtype_of(attrs["dtype"]),
+    linear=Linear.FIRST,
+    monotone=FIRST,
+    vjp=lambda n, ct: (cast(ct, dtype=DTYPE_NAMES[n.args[0].dtype]) if n.args[0].dtype.is_floating_point else None,),
+    field=lambda p, a, dtype: a,
+    normal=_cast_normal,
+)
+
+
+# -- dropout: the mask is a function of (seed, site, global element index), so every layout draws the same one ---------------
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A 64-bit finaliser: neighbouring counters give unrelated bits."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def uniform_at(index: torch.Tensor, seed: torch.Tensor | int, site: int) -> torch.Tensor:
+    """Numbers in [0, 1), each drawn from its global index alone."""
+    key = _mix(torch.as_tensor(seed, dtype=torch.int64) * -7046029254386353131 + site)
+    return ((_mix(index + key) >> 40) & 0xFFFFFF).to(torch.float32) / 2**24
+
+
+def _global_index(positions: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    index = torch.zeros((), dtype=torch.int64)
+    for d, (at, n) in enumerate(zip(positions, shape, strict=True)):
+        index = index * n + at.reshape([-1 if i == d else 1 for i in range(len(shape))])
+    return index
+
+
+def _drop(x: torch.Tensor, seed: torch.Tensor, index: torch.Tensor, p: float, site: int) -> torch.Tensor:
+    keep = uniform_at(index.to(x.device), seed.to(x.device), site) >= p
+    return torch.where(keep, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device)) if p < 1 else torch.zeros_like(x)
+
+
+def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
+    return _drop(x, seed, _global_index([torch.arange(n) for n in x.shape], tuple(x.shape)), p, site)
+
+
+def _dropout_local(ctx: Local, x: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
+    shape = ctx.node.args[0].shape
+    return _drop(x, seed, _global_index([ctx.positions(0, d) for d in range(len(shape))], shape), p, site)
+
+
+def _dropout_equation(types: Types, attrs: Attrs) -> Equation:
+    if len(types) != 2 or types[1].dtype != torch.int64 or types[1].shape:
+        raise TypeMismatch("dropout takes a value and a seed", needed="a seed of type i64[]", found=", ".join(map(str, types[1:])) or "no seed")
+    if not 0 <= attrs["p"] <= 1:
+        raise TypeMismatch("dropout has no such probability", needed="p from 0 to 1", found=str(attrs["p"]))
+    labels = tuple(f"d{i}" for i in range(len(types[0].shape)))
+    return Equation((labels, ()), (labels,))
+
+
+_dropout_op = define(
+    "dropout",
+    kind=Kind.POINTWISE,
+    equation=_dropout_equation,
+    run=_dropout,
+    local=_dropout_local,
+    dtype=lambda types, attrs: types[0].dtype,
+    linear=Linear.FIRST,
+    vjp=lambda n, ct: (_dropout_op(ct, n.args[1], p=n.attr("p"), site=n.attr("site")), None),
+)
+
+
+def dropout(x: Any, seed: Any, *, p: float, site: int) -> Any:
+    """Zeroes an element with probability p and scales the rest; `site` tells two dropouts of one step apart."""
+    if isinstance(seed, int):
+        seed = constant(seed, torch.int64, x.mesh)
+    return _dropout_op(x, seed, p=float(p), site=site)
+
+
+# -- sources: a value from nothing, in any layout ------------------------------------------------------------------------------
+
+
+def _const_infer(types: Types, attrs: Attrs) -> Type:
+    from weft.core.layout import Mesh
+
+    return Type(dtype_of(attrs["dtype"]), Layout.of(Mesh(**dict(attrs["mesh"])), ()))
+
+
+def _residue(value: float, p: int) -> int:
+    """A float is a whole number over a power of two, and so has an exact place in the field."""
+    over, under = float(value).as_integer_ratio()
+    return over * pow(under, -1, p) % p
+
+
+const = define(
+    "const",
+    kind=Kind.SOURCE,
+    infer=_const_infer,
+    run=lambda value, dtype, mesh: torch.tensor(value, dtype=dtype_of(dtype)),
+    vjp=lambda n, ct: (),
+    field=lambda p, value, dtype, mesh: torch.tensor(_residue(value, p), dtype=torch.int64),
+)

@@ -1,0 +1,102 @@
+"""Reductions over dims of one operand. Of a cut dim the result is Partial, never wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from weft.core.errors import TypeMismatch
+from weft.core.node import DTYPE_NAMES, Attrs, Node, op_named
+from weft.ops.comm import settle
+from weft.ops.registry import Equation, Kind, Linear, Types, define
+from weft.ops.shape import expand_like
+
+
+def norm_dims(dims: Any, rank: int) -> tuple[int, ...]:
+    """Dims as a sorted tuple of whole numbers from 0; None is all of them."""
+    given = range(rank) if dims is None else (dims,) if isinstance(dims, int) else dims
+    for d in given:
+        if not -rank <= d < rank:
+            raise TypeMismatch(f"no dim {d} in a tensor of {rank} dims", needed=f"a dim from {-rank} to {rank - 1}", found=str(d))
+    return tuple(sorted({d % rank for d in given}))
+
+
+def _reducing(reduce: str) -> Any:
+    def equation(types: Types, attrs: Attrs) -> Equation:
+        labels = tuple(f"d{i}" for i in range(len(types[0].shape)))
+        dims = norm_dims(attrs.get("dims"), len(labels))
+        keep = tuple(x if i not in dims else f"one{i}" for i, x in enumerate(labels) if attrs.get("keepdim") or i not in dims)
+        return Equation((labels,), (keep,), reduce=reduce)
+
+    return equation
+
+
+def _normal(attrs: Attrs) -> Attrs:
+    dims = attrs.get("dims")
+    out: Attrs = {} if dims is None else {"dims": (dims,) if isinstance(dims, int) else tuple(dims)}
+    return {**out, "keepdim": True} if attrs.get("keepdim") else out
+
+
+def stretch(x: Node, like: Node, dims: Any, keepdim: bool) -> Node:
+    """A reduced value put back over the dims it was reduced along, ready to be stretched."""
+    if keepdim:
+        return x
+    gone = norm_dims(dims, like.ndim)
+    return op_named("reshape")(x, shape=tuple(1 if i in gone else n for i, n in enumerate(like.shape)))  # type: ignore[no-any-return]
+
+
+def _sum(x: torch.Tensor, dims: Any = None, keepdim: bool = False) -> torch.Tensor:
+    return torch.sum(x, norm_dims(dims, x.ndim), keepdim=keepdim) if x.ndim else x.clone()
+
+
+def _sum_vjp(n: Node, ct: Node) -> Any:
+    x = n.args[0]
+    return (expand_like(stretch(ct, x, n.attr("dims"), n.attr("keepdim", False)), x),)
+
+
+def _sum_field(p: int, x: torch.Tensor, dims: Any = None, keepdim: bool = False) -> torch.Tensor:
+    return _sum(x, dims, keepdim) % p
+
+
+sum_ = define("sum", kind=Kind.REDUCE, equation=_reducing("sum"), run=_sum, linear=Linear.FIRST, vjp=_sum_vjp, field=_sum_field, normal=_normal)
+
+
+def _lowest(dtype: torch.dtype, sign: int) -> float | int:
+    if dtype.is_floating_point:
+        return -sign * math.inf
+    info = torch.iinfo(dtype)
+    return info.min if sign > 0 else info.max
+
+
+def _extreme(sign: int) -> Any:
+    """max (sign 1) or min (sign -1); of an empty slice the neutral value, as a rank of an uneven cut needs it."""
+
+    def run(x: torch.Tensor, dims: Any = None, keepdim: bool = False) -> torch.Tensor:
+        axes = norm_dims(dims, x.ndim)
+        if any(x.shape[d] == 0 for d in axes):
+            shape = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdim or i not in axes]
+            return torch.full(shape, _lowest(x.dtype, sign), dtype=x.dtype, device=x.device)
+        return (torch.amax if sign > 0 else torch.amin)(x, axes, keepdim=keepdim) if axes else x.clone()
+
+    return run
+
+
+def _extreme_vjp(n: Node, ct: Node) -> Any:
+    """Ties share the cotangent evenly, as torch.amax does."""
+    x, dims, keep = n.args[0], n.attr("dims"), n.attr("keepdim", False)
+    best = expand_like(stretch(settle(n), x, dims, keep), x)
+    hit = op_named("cast")(op_named("eq")(x, best), dtype=DTYPE_NAMES[x.dtype])
+    count = settle(sum_(hit, dims=dims, keepdim=True))
+    return (expand_like(stretch(ct, x, dims, keep), x) * (hit / expand_like(count, x)),)
+
+
+amax = define("amax", kind=Kind.REDUCE, equation=_reducing("max"), run=_extreme(1), vjp=_extreme_vjp, monotone=(frozenset({0}),), normal=_normal)
+amin = define("amin", kind=Kind.REDUCE, equation=_reducing("min"), run=_extreme(-1), vjp=_extreme_vjp, monotone=(frozenset({0}),), normal=_normal)
+
+
+def mean(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
+    """The sum over the global count, so it is right on a cut dim too."""
+    axes = norm_dims(dims, x.ndim)
+    return sum_(x, dims=axes, keepdim=keepdim) * (1.0 / max(1, math.prod(x.shape[d] for d in axes)))

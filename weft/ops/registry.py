@@ -1,0 +1,320 @@
+"""One entry per op. From its index equation and its linearity follow the shape rule, the legal layouts and the work.
+
+Cut a label that an output keeps, and that output is cut; cut one it lacks, and it is Partial. A pending sum passes
+through an op that is linear in it. What an equation cannot say goes into the entry's other facets.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from weft.core.errors import OpDefinitionError, TypeMismatch
+from weft.core.layout import Atom, Dim, Layout, O, P, Placement, Replicated, dim_size, show_dim
+from weft.core.node import DTYPE_NAMES, OPS, Attrs, Node, Op, Type, user_line
+
+Types: TypeAlias = tuple[Type, ...]
+ArgSets: TypeAlias = tuple[frozenset[int], ...]
+ONE = "1"  # the label of a dim of size 1 that is stretched over the others
+
+
+class Linear(enum.Enum):
+    """In which operands an op is linear, the others held fixed."""
+
+    NONE = "in none"
+    EACH = "in each operand alone"
+    JOINTLY = "in all operands together"
+    FIRST = "in the first operand"
+
+
+class Kind(enum.Enum):
+    """What sort of thing an op is; the verbs ask for it."""
+
+    SOURCE = "makes a value from nothing"
+    POINTWISE = "treats each element alone"
+    REDUCE = "reduces dims of one operand"
+    CONTRACT = "multiplies and sums"
+    VIEW = "only renames elements"
+    WHOLE = "a larger computation kept whole"
+    COMM = "changes the layout, never the value"
+
+
+@dataclass(frozen=True)
+class Equation:
+    """Labels of every dim of every operand and output. A label no output keeps is reduced."""
+
+    ins: tuple[tuple[str, ...], ...]
+    outs: tuple[tuple[str, ...], ...]
+    whole: frozenset[str] = frozenset()  # labels that may not be cut
+    reduce: str = "sum"
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of labels only an output has
+
+    @staticmethod
+    def parse(text: str, whole: str = "", reduce: str = "sum", **sizes: int) -> Equation:
+        left, _, right = text.partition("->")
+        sides = [tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right)]
+        ins = sides[0] if left.strip() else ()
+        return Equation(ins, sides[1], frozenset(whole.split()), reduce, sizes)
+
+    def label(self, arg: int, dim: int) -> str:
+        return self.ins[arg][dim]
+
+    def dims_of(self, label: str) -> list[tuple[int, int]]:
+        """(operand, dim) of every place the label stands."""
+        return [(a, d) for a, labels in enumerate(self.ins) for d, x in enumerate(labels) if x == label]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a rank knows when it runs one node: the node, and its own place on the mesh."""
+
+    node: Node
+    coords: Mapping[str, int]
+
+    def positions(self, arg: int, dim: int) -> torch.Tensor:
+        """Global indices, along a dim of an operand, of what this rank holds."""
+        return self.node.args[arg].type.layout.positions(dim, self.coords)
+
+    def out_positions(self, dim: int, out: int = 0) -> torch.Tensor:
+        return self.node.types[out].layout.positions(dim, self.coords)
+
+    def out_shape(self, out: int = 0) -> tuple[int, ...]:
+        return self.node.types[out].layout.local_shape(self.coords)
+
+
+def _unset(*_: Any, **__: Any) -> Any:
+    raise AssertionError("facet not set")
+
+
+def define(
+    name: str,
+    *,
+    kind: Kind,
+    run: Callable[..., Any],
+    equation: str | Callable[[Types, Attrs], Equation] | None = None,
+    infer: Callable[[Types, Attrs], Type | Types] | None = None,
+    linear: Linear | ArgSets = Linear.NONE,
+    monotone: ArgSets = (),
+    dtype: Callable[[Types, Attrs], Any] | None = None,
+    local: Callable[..., Any] | None = None,
+    vjp: Callable[..., Any] | None = None,
+    flops: Callable[[Node], float] | None = None,
+    field: Callable[..., Any] | None = None,
+    normal: Callable[[Attrs], Attrs] | None = None,
+    doc: str = "",
+    **more: Any,
+) -> Op:
+    """Adds an op. A facet that is missing or contradicts another fails here, at import.
+
+    `run(*tensors, **attrs)` is its meaning. `local(ctx, *tensors, **attrs)` is what a rank does where it must know which
+    slice it holds. `vjp(node, *cotangents)` gives one cotangent per operand, in weft ops. `field` is its meaning over
+    integers mod a prime, for polynomial ops.
+    """
+    if name in OPS:
+        raise OpDefinitionError(f"op {name!r} is defined twice", needed="a new name", found=name)
+    if (equation is None) == (infer is None):
+        raise OpDefinitionError(f"op {name!r} needs an equation or an infer rule, and one of them", needed="equation= or infer=", found="both" if equation else "neither")
+    if not callable(run):
+        raise OpDefinitionError(f"op {name!r} has no meaning", needed="run=, a torch function", found=repr(run))
+    facets: dict[str, Any] = {
+        "kind": kind, "run": run, "linear": linear, "monotone": monotone, "local": local, "vjp": vjp, "field": field,
+        "flops": flops, "doc": doc, "equation": _as_equation(equation), **more,
+    }  # fmt: skip
+    if normal is not None:
+        facets["normal"] = normal
+    op = Op(name, infer or _infer_from_equation(name, facets, dtype or _common_dtype), facets)
+    OPS[name] = op
+    return op
+
+
+def _as_equation(equation: str | Callable[[Types, Attrs], Equation] | None) -> Callable[[Types, Attrs], Equation] | None:
+    if not isinstance(equation, str):
+        return equation
+    parsed = Equation.parse(equation)
+    return lambda types, attrs: parsed
+
+
+def equation_of(node: Node) -> Equation | None:
+    """The node's equation, or None where its op has a layout rule of its own."""
+    make = node.op.equation
+    return None if make is None else make(tuple(a.type for a in node.args), dict(node.attrs))
+
+
+# -- types from equations ------------------------------------------------------------------------------------------------
+
+
+def _infer_from_equation(name: str, facets: dict[str, Any], dtype: Callable[[Types, Attrs], Any]) -> Callable[[Types, Attrs], Types]:
+    def infer(types: Types, attrs: Attrs) -> Types:
+        eq = facets["equation"](types, attrs)
+        if len(eq.ins) != len(types):
+            raise _bad(name, types, f"{len(eq.ins)} operands", f"{len(types)}")
+        labels = _bind(name, eq, types)
+        held = _held(name, eq, types, labels, facets["linear"], facets["monotone"])
+        dtypes = dtype(types, attrs)
+        dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,) * len(eq.outs)
+        mesh = types[0].mesh if types else attrs["mesh"]
+        return tuple(_output(eq, out, d, mesh, labels, held) for out, d in zip(eq.outs, dtypes, strict=True))
+
+    return infer
+
+
+def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
+    """The dim every label stands for; all operands must hold it alike."""
+    bound: dict[str, tuple[Dim, int]] = {}
+    for k, (labels, t) in enumerate(zip(eq.ins, types, strict=True)):
+        if len(labels) != len(t.shape):
+            raise _bad(name, types, f"operand {k} of {len(labels)} dims", f"{len(t.shape)} dims")
+        for d, (label, dim) in enumerate(zip(labels, t.layout.dims, strict=True)):
+            if label == ONE or label in eq.whole:
+                _require_uncut(name, types, label, k, d, dim)
+            if label == ONE:
+                continue
+            seen, first = bound.setdefault(label, (dim, k))
+            if dim_size(seen) != dim_size(dim):
+                raise _bad(name, types, f"equal sizes along {label!r}", f"{dim_size(seen)} in operand {first}, {dim_size(dim)} in operand {k}")
+            if seen != dim:
+                raise _bad(name, types, f"{label!r} cut alike in operands {first} and {k}", f"{_show_cut(seen)} and {_show_cut(dim)}", try_=_repair(types, first, k))
+    return {label: dim for label, (dim, _) in bound.items()}
+
+
+def _require_uncut(name: str, types: Types, label: str, k: int, d: int, dim: Dim) -> None:
+    if any(a.cut for a in dim):
+        axis = next(a.cut[-1] for a in dim if a.cut)
+        why = "a dim that is stretched" if label == ONE else f"dim {d} of operand {k}, which {name} needs whole,"
+        raise _bad(name, types, f"{why} uncut", _show_cut(dim), try_=f"all_gather(operand {k}, {axis!r})")
+
+
+def _show_cut(dim: Dim) -> str:
+    cut = [f"{a.size} cut by {', '.join(a.cut)}" for a in dim if a.cut]
+    return f"[{show_dim(dim)}: {'; '.join(cut)}]" if cut else f"[{show_dim(dim)}: uncut]"
+
+
+def _repair(types: Types, a: int, b: int) -> str:
+    for axis in types[a].mesh.axes:
+        x, y = types[a].on(axis), types[b].on(axis)
+        if isinstance(x, Replicated) != isinstance(y, Replicated):
+            whole = a if isinstance(x, Replicated) else b
+            return f"slice operand {whole} along {axis}, or all_gather operand {a + b - whole}"
+    return f"bring operands {a} and {b} to one layout first"
+
+
+def _held(name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear: Linear | ArgSets, monotone: ArgSets) -> dict[str, Placement]:
+    """What every axis holds of the outputs apart from cuts they keep; a cut label is listed under its axis."""
+    held: dict[str, Placement] = {}
+    for axis in types[0].mesh.axes if types else ():
+        places = [t.on(axis) for t in types]
+        cutting = [label for label, dim in labels.items() if any(axis in a.cut for a in dim)]
+        if cutting:
+            _check_cut(name, eq, types, axis, cutting, places)
+        elif any(isinstance(p, O) for p in places):
+            held[axis] = _at_root(name, types, axis, places)
+        elif any(isinstance(p, P) for p in places):
+            held[axis] = _pending(name, types, axis, places, linear, _ordered(eq, monotone))
+    return held
+
+
+def _ordered(eq: Equation, monotone: ArgSets) -> dict[str, ArgSets]:
+    """Which operands a pending max or min may pass; an op that reduces lets only its own kind through."""
+    reduces = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE)
+    return {kind: monotone if not reduces or eq.reduce == kind else () for kind in ("max", "min")}
+
+
+def _check_cut(name: str, eq: Equation, types: Types, axis: str, cutting: list[str], places: list[Placement]) -> None:
+    if len(cutting) > 1:
+        raise _bad(name, types, f"axis {axis} to cut one label", f"it cuts {' and '.join(map(repr, cutting))}", try_=f"gather one of them along {axis}")
+    for k, (labels, place) in enumerate(zip(eq.ins, places, strict=True)):
+        if cutting[0] not in labels and not isinstance(place, Replicated):
+            raise _bad(name, types, f"operand {k} whole along {axis}, which cuts {cutting[0]!r}", f"{axis}:{place}", try_=f"all_reduce(operand {k}, {axis!r})" if isinstance(place, P) else None)
+
+
+def _at_root(name: str, types: Types, axis: str, places: list[Placement]) -> Placement:
+    roots = {p for p in places if not isinstance(p, Replicated)}
+    if len(roots) > 1:
+        raise _bad(name, types, f"all operands at one rank of {axis}", " and ".join(f"{axis}:{p}" for p in sorted(roots, key=str)), try_=f"send or broadcast one of them along {axis}")
+    return roots.pop()
+
+
+def _pending(name: str, types: Types, axis: str, places: list[Placement], linear: Linear | ArgSets, ordered: dict[str, ArgSets]) -> Placement:
+    kinds = {p.op for p in places if isinstance(p, P)}
+    who = frozenset(k for k, p in enumerate(places) if isinstance(p, P))
+    if len(kinds) == 1:
+        kind = kinds.pop()
+        legal = arg_sets(linear, len(types)) if kind == "sum" else ordered[kind]
+        if who in legal:
+            return P(kind)
+        needed = f"{name} to be linear in operand{'s' if len(who) > 1 else ''} {', '.join(map(str, sorted(who)))}, the others whole"
+        if kind != "sum":
+            needed = f"{name} to keep the order of operand {min(who)}"
+        k = min(who)
+        raise _bad(name, types, needed, f"a pending {kind} along {axis} in operand{'s' if len(who) > 1 else ''} {', '.join(map(str, sorted(who)))}", try_=f"all_reduce(operand {k}, {axis!r})")
+    raise _bad(name, types, "one kind of pending reduction", " and ".join(sorted(kinds)))
+
+
+def arg_sets(linear: Linear | ArgSets, args: int) -> ArgSets:
+    """The sets of operands in which the op is linear, the others fixed."""
+    if linear is Linear.NONE:
+        return ()
+    if linear is Linear.FIRST:
+        return (frozenset({0}),)
+    if linear is Linear.EACH:
+        return tuple(frozenset({k}) for k in range(args))
+    if linear is Linear.JOINTLY:
+        return (frozenset(range(args)),)
+    return linear  # type: ignore[return-value]
+
+
+def _output(eq: Equation, out: tuple[str, ...], dtype: torch.dtype, mesh: Any, labels: dict[str, Dim], held: dict[str, Placement]) -> Type:
+    dims = tuple(labels[x] if x in labels else (Atom(eq.sizes.get(x, 1)),) for x in out)
+    layout = Layout(mesh, dims)
+    lost = [a for x, dim in labels.items() if x not in out for atom in dim for a in atom.cut]
+    for axis in mesh.axes:
+        if axis in lost:
+            layout = layout.hold(axis, P(eq.reduce))
+        elif axis in held:
+            layout = layout.hold(axis, held[axis])
+    return Type(dtype, layout)
+
+
+def _common_dtype(types: Types, attrs: Attrs) -> torch.dtype:
+    dtypes = dict.fromkeys(t.dtype for t in types)
+    if len(dtypes) > 1:
+        raise TypeMismatch("operands of several dtypes", needed="one dtype", found=" and ".join(DTYPE_NAMES[d] for d in dtypes), try_="cast(x, dtype)", where=user_line())
+    return next(iter(dtypes))
+
+
+def _bad(name: str, types: Types, needed: str, found: str, try_: str | None = None) -> TypeMismatch:
+    shown = "\n".join(f"    operand {k}  {t}" for k, t in enumerate(types))
+    return TypeMismatch(f"{name} does not fit its operands", needed=needed, found=found, try_=try_, program=shown, where=user_line())
+
+
+# -- work ----------------------------------------------------------------------------------------------------------------
+
+
+def flops(node: Node) -> float:
+    """Floating-point operations of the busiest rank."""
+    if node.op.flops is not None:
+        return float(node.op.flops(node))
+    if node.op.kind in (Kind.VIEW, Kind.COMM, Kind.SOURCE):
+        return 0.0
+    eq = equation_of(node)
+    if eq is None:
+        return float(sum(math.prod(t.layout.largest_local) for t in node.types))
+    sizes = {x: n for labels, a in zip(eq.ins, node.args, strict=True) for x, n in zip(labels, a.type.layout.largest_local, strict=True) if x != ONE}
+    return (2.0 if node.op.kind is Kind.CONTRACT else 1.0) * math.prod(sizes.values())
+
+
+def nbytes(type_: Type) -> int:
+    """Bytes the busiest rank holds of a value."""
+    return math.prod(type_.layout.largest_local) * type_.dtype.itemsize
+
+
+def memory_traffic(node: Node) -> int:
+    """Bytes the busiest rank reads and writes, each operand once."""
+    if node.op.kind in (Kind.VIEW, Kind.COMM):
+        return 0
+    return sum(nbytes(a.type) for a in node.args) + sum(nbytes(t) for t in node.types)
