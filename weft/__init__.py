@@ -6,12 +6,18 @@ Public names are loaded when first used, so `import weft` costs next to nothing 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "weft.core.errors": ("WeftError",),
+    "weft.core.layout": ("Layout", "Mesh", "O", "P", "R", "S"),
+    "weft.core.program": ("Program",),
+    "weft.core.text": ("parse",),
+    "weft.ops.registry": ("Linear", "define"),
+    "weft.frontend.trace": ("bf16", "f32", "f64", "i64", "tensor", "trace"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
@@ -19,11 +25,13 @@ __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from where it lives, once (PEP 562)."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
+    """Load a public name from its home, or a part of weft (`weft.optim`), when first asked for (PEP 562)."""
+    if name in _HOME:
+        value = globals()[name] = getattr(import_module(_HOME[name]), name)
+        return value
+    if not name.startswith("_") and find_spec(f"weft.{name}"):
+        return import_module(f"weft.{name}")
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
