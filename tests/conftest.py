@@ -1,4 +1,4 @@
-"""What every test stands on: one thread per process, and no AMX, which some virtual machines announce and cannot run."""
+"""What every test stands on: one thread per process, and no AMX, which some machines announce and cannot run."""
 
 from __future__ import annotations
 
