@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft.core.errors import TypeMismatch
+from weft.core.errors import LayoutError, TypeMismatch
 from weft.core.layout import Layout, O, P, Placement, R, Replicated, S
 from weft.core.node import Attrs, Node, Type, user_line
 from weft.ops.registry import Kind, Linear, Types, define
@@ -136,6 +136,10 @@ def _from_root(xs: Locals, places: Places, have: Layout, want: Layout, attrs: At
     return [x.clone() if x is not None and want.present(at) else None for at in places]
 
 
+def _keep(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
+    return [x if want.present(at) else None for x, at in zip(xs, places, strict=True)]
+
+
 # -- the ops, with the bytes on the wire per rank over the bytes of the largest form ------------------------------------------
 
 all_reduce = _define(
@@ -155,6 +159,10 @@ reduce_ = _define(
 broadcast = _define("broadcast", O, lambda lay, a: lay.release(a["axis"]), _from_root, lambda n: 1.0, doc="O -> R")
 send = _define(
     "send", O, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["to"])), _from_root, lambda n: 1.0, doc="O -> O of another stage"
+)
+
+keep = _define(
+    "keep", Replicated, lambda lay, a: lay.hold(a["axis"], O(a["root"])), _keep, lambda n: 0.0, doc="R -> O, no wire"
 )
 
 
@@ -204,10 +212,13 @@ def _undo(x: Any, axis: str, target: Layout) -> Any:
 def _may_cut(layout: Layout, axis: str, place: S, target: Layout) -> bool:
     """Whether the cut may be made now: no outer axis still has to cut the same atom."""
     later = [a for a in target.mesh.axes[: target.mesh.axes.index(axis)] if layout.where_cut(a) != target.where_cut(a)]
-    try:
-        return not any(_shares_atom(target, a, axis) for a in later) and layout.place(axis, place) is not None
-    except Exception:  # the cut does not fit yet
+    if any(_shares_atom(target, a, axis) for a in later):
         return False
+    try:
+        layout.place(axis, place)
+    except LayoutError:  # the cut does not fit yet
+        return False
+    return True
 
 
 def _shares_atom(layout: Layout, a: str, b: str) -> bool:
@@ -232,9 +243,11 @@ def _redo(x: Any, axis: str, there: Placement) -> Any:
         return reduce_scatter(x, axis=axis, dim=there.dim, within=there.within)
     if isinstance(there, O) and isinstance(here, P):
         return reduce_(x, axis=axis, root=there.root)
-    if isinstance(there, P) and isinstance(here, Replicated) or isinstance(there, O) and isinstance(here, Replicated):
+    if isinstance(there, O) and isinstance(here, Replicated):
+        return keep(x, axis=axis, root=there.root)
+    if isinstance(there, P) and not isinstance(here, P):
         raise TypeMismatch(f"no op turns {axis}:R into {axis}:{there}", needed=f"{axis}:{there}", found=str(x.type), where=user_line())
     return x
 
 
-__all__ = ["R", "all_gather", "all_reduce", "all_to_all", "broadcast", "is_comm", "reduce_", "reduce_scatter", "reshard", "send", "settle", "slice_"]
+__all__ = ["R", "all_gather", "all_reduce", "all_to_all", "broadcast", "is_comm", "keep", "reduce_", "reduce_scatter", "reshard", "send", "settle", "slice_"]
