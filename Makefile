@@ -26,7 +26,7 @@ help:
 
 setup: $(STAMP)
 
-# setuptools first and pinned: without build isolation nothing but what constraints.txt names is fetched.
+# setuptools first and pinned: without build isolation the build fetches nothing of its own.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
