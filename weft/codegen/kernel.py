@@ -1,0 +1,63 @@
+"""A fused group made ready to run: its source for one target and what the runtime must know to call it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.codegen import to_cpu
+from weft.codegen.expr import Group, Slot, ordered
+from weft.codegen.phases import Cut, cut
+from weft.codegen.text import PYTHON, Writer, bare, host_scalars
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Plain data. `scalars` is a Python lambda from the group's scalars, by name, to the numbers the source expects."""
+
+    name: str
+    target: str  # "cpu" or "triton"
+    world: int
+    source: str
+    slots: tuple[Slot, ...]
+    scalars: str
+    scalar_count: int
+    totals: int
+    phases: int
+    bytes_per_element: int  # moved over all ranks, for each element of the whole
+
+
+def compile_group(group: Group, world: int, target: str = "cpu") -> Kernel:
+    """Generate the kernel of `group` for `world` ranks."""
+    parts = cut(group, world)
+    source = to_cpu.emit(parts, world) if target == "cpu" else _triton(parts, world)
+    hosted = host_scalars(v for _, v in group.stores)
+    return Kernel(group.name, target, world, source, tuple(to_cpu.columns(parts)), scalar_lambda(group),
+                  len(hosted), len(parts.totals), len(parts.phases), bytes_moved(parts, world))  # fmt: skip
+
+
+def scalar_lambda(group: Group) -> str:
+    """The host's part of the arithmetic: hyper-parameters in, kernel scalars out, in double precision."""
+    writer = Writer(PYTHON, repr, lambda text, _: text)
+    roots = [v for _, v in group.stores]
+    for v in ordered(roots):
+        if v.fn == "scalar":
+            writer.name(v, v.name)
+    texts = [bare(writer.text(v)) for v in host_scalars(roots)]
+    return f"lambda {', '.join(group.scalars)}: ({''.join(f'{text}, ' for text in texts)})"
+
+
+def bytes_moved(parts: Cut, world: int) -> int:
+    """Bytes read and written over all ranks per element: each slice once, spread slots once per rank."""
+    moved = 0
+    for phase in parts.phases:
+        for reader in phase.reads.values():
+            assert reader.slot is not None
+            moved += reader.slot.nbytes * (world if reader.fn == "reduce" else 1)
+        moved += sum(slot.nbytes * (world if slot.spread else 1) for slot, _ in phase.stores)
+    return moved
+
+
+def _triton(parts: Cut, world: int) -> str:
+    from weft.codegen import to_triton
+
+    return to_triton.emit(parts, world)

@@ -1,0 +1,110 @@
+"""How each op of a fused group is written in each target, and how values get readable names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from weft.codegen.expr import Level, Value, ordered
+from weft.core.errors import KernelError
+
+INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/",
+         "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}  # fmt: skip
+PYTHON = {
+    **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
+    "pow": "({0} ** {1})", "maximum": "max({0}, {1})", "minimum": "min({0}, {1})", "neg": "(-{0})", "abs": "abs({0})",
+    "sqrt": "math.sqrt({0})", "rsqrt": "(1.0 / math.sqrt({0}))", "exp": "math.exp({0})", "log": "math.log({0})",
+    "tanh": "math.tanh({0})", "sigmoid": "(1.0 / (1.0 + math.exp(-{0})))", "sin": "math.sin({0})",
+    "cos": "math.cos({0})", "erf": "math.erf({0})", "reciprocal": "(1.0 / {0})", "where": "({1} if {0} else {2})",
+    "floor": "math.floor({0})", "sign": "math.copysign(float({0} != 0), {0})", "cast": "{0}",
+}  # fmt: skip
+CPP = {
+    **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
+    "pow": "std::pow({0}, {1})", "maximum": "weft::larger({0}, {1})", "minimum": "weft::smaller({0}, {1})",
+    "neg": "(-{0})", "abs": "std::abs({0})", "sqrt": "std::sqrt({0})", "rsqrt": "(1 / std::sqrt({0}))",
+    "exp": "std::exp({0})", "log": "std::log({0})", "tanh": "std::tanh({0})", "sigmoid": "(1 / (1 + std::exp(-{0})))",
+    "sin": "std::sin({0})", "cos": "std::cos({0})", "erf": "std::erf({0})", "reciprocal": "(1 / {0})",
+    "where": "({0} ? {1} : {2})", "floor": "std::floor({0})", "sign": "real(({0} > 0) - ({0} < 0))",
+}  # fmt: skip
+TRITON = {
+    **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
+    "pow": "tl.exp2({1} * tl.log2({0}))", "maximum": "tl.maximum({0}, {1})",
+    "minimum": "tl.minimum({0}, {1})", "neg": "(-{0})", "abs": "tl.abs({0})", "sqrt": "tl.sqrt_rn({0})",
+    "rsqrt": "(1.0 / tl.sqrt_rn({0}))", "exp": "tl.exp({0})", "log": "tl.log({0})",
+    "tanh": "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)", "sigmoid": "tl.sigmoid({0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})", "erf": "tl.erf({0})",
+    "reciprocal": "(1.0 / {0})", "where": "tl.where({0}, {1}, {2})", "floor": "tl.floor({0})",
+    "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
+}  # fmt: skip
+
+
+class Writer:
+    """Turns values into text: a value with a name is that name, others are written out in place."""
+
+    def __init__(self, table: dict[str, str], number: Callable[[float], str], cast: Callable[[str, str], str]) -> None:
+        self.table, self.number, self.cast = table, number, cast
+        self.names: dict[Value, str] = {}
+
+    def name(self, value: Value, name: str) -> str:
+        self.names[value] = name
+        return name
+
+    def text(self, value: Value) -> str:
+        if value in self.names:
+            return self.names[value]
+        if value.fn == "const":
+            return self.number(value.const)
+        if value.fn == "cast":
+            return self.cast(self.text(value.args[0]), value.name)
+        if value.fn not in self.table:
+            raise KernelError(f"{value.fn} has no text here", needed="a value that was read or named before",
+                              found=value.fn)  # fmt: skip
+        return self.table[value.fn].format(*map(self.text, value.args))
+
+
+def bare(text: str) -> str:
+    """`text` without parentheses around the whole of it."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if depth == 0 and i < len(text) - 1:
+            return text
+    return text[1:-1]
+
+
+def has_total(value: Value) -> bool:
+    return any(v.fn == "total" for v in ordered([value]))
+
+
+def host_scalars(roots: Iterable[Value]) -> list[Value]:
+    """The largest values above constants that the host can work out before a call, in order of first use."""
+    found: dict[Value, None] = {}
+    for v in ordered(roots):
+        if v.level < Level.ELEMENT and not has_total(v):
+            continue
+        for arg in v.args:
+            if arg.level < Level.ELEMENT and arg.fn != "const" and not has_total(arg):
+                found[arg] = None
+    return list(found)
+
+
+def totals_in(roots: Iterable[Value]) -> list[Value]:
+    """The totals that `roots` refer to, not those that went into these."""
+    found: dict[Value, None] = {}
+    stack = list(roots)
+    while stack:
+        v = stack.pop()
+        if v.fn == "total":
+            found[v] = None
+        else:
+            stack.extend(v.args)
+    return list(found)
+
+
+def uses(values: Iterable[Value]) -> dict[Value, int]:
+    """How often each value is an argument within `values`."""
+    count: dict[Value, int] = {}
+    for v in values:
+        for a in v.args:
+            count[a] = count.get(a, 0) + 1
+    return count

@@ -1,0 +1,49 @@
+"""Peers on GPUs: torch's symmetric memory feeds the same tables that shared host memory does on CPUs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import RuntimeFault
+from weft.runtime.peers import PeerBuffer
+
+
+class DevicePeers:
+    """Ranks that can map each other's device memory (one NVLink domain, or several ranks on one GPU)."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self._symm_mem = symm_mem
+        self.group = group or dist.group.WORLD
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.global_ranks = [dist.get_global_rank(self.group, r) for r in range(self.world)]
+        self._handles: list[object] = []
+        self._first = self.empty(16)
+
+    def empty(self, nbytes: int) -> PeerBuffer:
+        """A new buffer on every rank. All ranks ask for the same size in the same order."""
+        mine = self._symm_mem.empty(-(-max(nbytes, 1) // 16) * 16, dtype=torch.uint8, device=self.device)
+        try:
+            handle = self._symm_mem.rendezvous(mine, self.group)
+        except RuntimeError as error:
+            raise RuntimeFault(
+                "ranks cannot map each other's device memory",
+                needed="GPUs with peer access, or TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 where ranks share one GPU",
+                found=str(error).splitlines()[0],
+                try_="run the unfused form, which uses torch.distributed collectives",
+            ) from None
+        self._handles.append(handle)
+        parts = (mine if r == self.rank else handle.get_buffer(r, mine.shape, torch.uint8) for r in range(self.world))
+        return PeerBuffer(self.rank, tuple(parts))
+
+    def barrier(self, op: str = "barrier") -> None:
+        """Wait, on the host, until every rank's work so far is done."""
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+
+    def resident_blocks(self, ranks_per_device: int) -> int:
+        """Blocks of one rank that are sure to run at once when every rank launches as many."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count // ranks_per_device

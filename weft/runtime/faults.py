@@ -1,0 +1,71 @@
+"""What is said when ranks cannot go on together: which rank, at which op, and what to do."""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Any
+
+from weft.core.errors import RuntimeFault
+
+
+class Outcome(enum.IntEnum):
+    """How a wait ended; the numbers are those of weft_sync.h."""
+
+    MET = 0
+    DEAD = 1
+    LATE = 2
+    DISAGREES = 3
+    TOLD = 4
+
+
+def timeout_s() -> float:
+    """How long a rank may be waited for. A dead one is noticed at once."""
+    return float(os.environ.get("WEFT_TIMEOUT", "120"))
+
+
+def describe(peers: Any, outcome: Outcome, blamed: int, op: int) -> RuntimeFault:
+    """The same message on every rank, from what all ranks can see."""
+    rank, name = peers.global_ranks[blamed], peers.op_name(op)
+    if outcome == Outcome.DEAD:
+        return _dead(peers, blamed, rank, name)
+    if outcome == Outcome.LATE:
+        return RuntimeFault(
+            f"rank {rank} did not reach {name}",
+            needed=f"every rank to enter {name} within {peers.state.timeout_ms / 1000:g} s",
+            found=f"rank {rank} is alive; the last op it entered is {peers.last_op(blamed) or 'none'}",
+            try_="look for a rank that branches differently or waits for input; WEFT_TIMEOUT sets the limit in seconds",
+        )
+    return _odd_one_out(peers)
+
+
+def late(ranks: list[int], name: str) -> RuntimeFault:
+    """A kernel gave up waiting for `ranks`."""
+    return RuntimeFault(
+        f"rank {', '.join(map(str, ranks)) or 'unknown'} did not reach {name}",
+        needed=f"every rank to launch {name} within {timeout_s():g} s",
+        found="the kernel stopped waiting, and its results are not to be used",
+        try_="look for a rank that ended, branches differently or waits; WEFT_TIMEOUT sets the limit in seconds",
+    )
+
+
+def _odd_one_out(peers: Any) -> RuntimeFault:
+    at = [peers.last_op(r) for r in range(peers.world)]
+    usual = max(at, key=at.count)
+    odd = [peers.global_ranks[r] for r, name in enumerate(at) if name != usual]
+    tied = 2 * len(odd) >= peers.world
+    return RuntimeFault(
+        f"ranks disagree at {usual}" if tied else f"rank {', '.join(map(str, odd))} disagrees at {usual}",
+        needed="the same ops in the same order on every rank",
+        found=", ".join(f"rank {peers.global_ranks[r]} is at {name}" for r, name in enumerate(at)),
+        try_="compare what these ranks run: a branch that depends on the rank, another model, or other shapes",
+    )
+
+
+def _dead(peers: Any, blamed: int, rank: int, name: str) -> RuntimeFault:
+    return RuntimeFault(
+        f"rank {rank} died before {name}",
+        needed=f"every rank to enter {name}",
+        found=f"process {peers.pid(blamed)} has ended; the last op it entered is {peers.last_op(blamed) or 'none'}",
+        try_=f"see the output of rank {rank}: it was killed, ran out of memory, or raised",
+    )

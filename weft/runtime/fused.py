@@ -1,0 +1,113 @@
+"""Fused kernels bound to tensors: a table of rows, a list of scalars, one call.
+
+A row is one tensor's slice: its length, which scalars it uses, and the address of every slot (of every rank's copy,
+for spread slots). The table is built once; a call changes only the scalars.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import KernelError
+from weft.runtime import native
+from weft.runtime.peers import HostPeers
+
+CACHE_BYTES = 16 << 20  # beyond this much per call, what is written for others goes past the caches
+
+
+class SlotLike(Protocol):
+    name: str
+    spread: bool
+    inside: str
+    nbytes: int
+
+
+class KernelLike(Protocol):
+    """What codegen's Kernel offers."""
+
+    name: str
+    world: int
+    source: str
+    slots: tuple[Any, ...]
+    scalar_count: int
+    totals: int
+    phases: int
+    bytes_per_element: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of the list: this rank's part of it, as addresses by slot name."""
+
+    length: int
+    at: dict[str, int | Sequence[int]]
+    scalars: int = 0
+
+
+def flatten_rows(
+    kernel: KernelLike, rows: Sequence[Row], rank: int, device: torch.device
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Rows as the kernel's table has them, and the memory made for slots no row names."""
+    made: list[Tensor] = []
+    table = []
+    for row in rows:
+        flat = [row.length, row.scalars]
+        for slot in kernel.slots:
+            flat += _addresses(kernel, slot, row, rank, device, made)
+        table.append(flat)
+    return table, made
+
+
+def _addresses(kernel: KernelLike, slot: SlotLike, row: Row, rank: int, device: torch.device,
+               made: list[Tensor]) -> list[int]:  # fmt: skip
+    if slot.inside:
+        return [row.at[slot.inside][rank]]  # type: ignore[index]
+    if slot.name not in row.at and slot.name.startswith("stash"):
+        made.append(torch.empty(row.length * slot.nbytes, dtype=torch.uint8, device=device))
+        return [made[-1].data_ptr()]
+    found = row.at.get(slot.name)
+    given = list(found) if isinstance(found, Sequence) else [] if found is None else [found]
+    if len(given) != (kernel.world if slot.spread else 1):
+        raise KernelError(
+            f"cannot bind {slot.name} of kernel {kernel.name}",
+            needed=f"{kernel.world} addresses, one per rank" if slot.spread else "one address",
+            found=f"{len(given)}",
+        )
+    return given
+
+
+class HostKernel:
+    """A compiled CPU kernel and the rows it works on. Made and called by all ranks together."""
+
+    def __init__(self, kernel: KernelLike, rows: Sequence[Row], peers: HostPeers) -> None:
+        self.peers, self.name = peers, kernel.name
+        table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)
+        width = len(table[0]) if table else 0
+        self._table = (ctypes.c_int64 * (width * len(table)))(*(x for row in table for x in row))
+        groups = 1 + max((row.scalars for row in rows), default=0)
+        self.scalars = (ctypes.c_double * max(1, groups * kernel.scalar_count))()
+        sums = peers.empty(8 * max(1, kernel.totals * len(rows))) if kernel.totals else None
+        self._sums = (ctypes.c_void_p * peers.world)(*(sums.addresses if sums else ()))
+        self._keep = sums
+        self.totals = (ctypes.c_double * max(1, kernel.totals * len(rows)))()
+        touched = kernel.bytes_per_element * sum(row.length for row in rows)
+        self._run = native.load(kernel.source).run
+        pointers = (self._table, len(rows), self.scalars, self._sums, self.totals)
+        self._args = (
+            ctypes.byref(peers.state), ctypes.c_uint32(peers.op(kernel.name)), pointers[0], ctypes.c_int64(pointers[1]),
+            *pointers[2:], ctypes.c_int32(touched > CACHE_BYTES),
+        )  # fmt: skip
+
+    def __call__(self, scalars: Sequence[float] | None = None) -> None:
+        """Run the kernel; `scalars` are those of all groups, one group after the other."""
+        if scalars is not None:
+            self.scalars[: len(scalars)] = scalars
+        outcome = self._run(*self._args)
+        if outcome:
+            self.peers.check(outcome)

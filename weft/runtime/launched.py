@@ -1,0 +1,106 @@
+"""Fused Triton kernels bound to tensors: on GPUs, and on CPU tensors under the Triton interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime import faults, modules
+from weft.runtime.fused import KernelLike, Row, flatten_rows
+from weft.runtime.peers import Peers
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is launched. `inside`: ranks meet within the kernel, so all its blocks must be resident at once."""
+
+    block: int = 4096
+    chunk: int = 16384
+    warps: int = 16
+    blocks: int = 32
+    inside: bool = True
+
+
+class DeviceKernel:
+    """A compiled Triton kernel and the rows it works on. Made and called by all ranks together."""
+
+    def __init__(self, kernel: KernelLike, rows: Sequence[Row], peers: Peers, launch: Launch | None = None,
+                 spans: Sequence[int] | None = None) -> None:  # fmt: skip
+        self.peers, self.name = peers, kernel.name
+        self.launch = launch or Launch()
+        self._module = modules.load(kernel.source)
+        table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)
+        self._table = torch.tensor(table, dtype=torch.int64, device=peers.device)
+        work = _work(spans or [row.length for row in rows], self.launch.chunk)
+        self.pieces = len(work)
+        self._work = torch.tensor(work, dtype=torch.int64, device=peers.device)
+        groups = 1 + max((row.scalars for row in rows), default=0)
+        real = torch.float64 if any(slot.nbytes == 8 for slot in kernel.slots) else torch.float32
+        self.scalars = torch.zeros(max(1, groups * kernel.scalar_count), dtype=real, device=peers.device)
+        self._staging = torch.zeros_like(self.scalars, device="cpu", pin_memory=peers.device.type == "cuda")
+        self._sums, self._sums_keep = _peer_table(peers, max(1, self.pieces * kernel.totals) * real.itemsize)
+        blocks = min(self.launch.blocks, self.pieces) if self.launch.inside else 1
+        self._pads, self._pads_keep = _peer_table(peers, 4 * blocks * (peers.world + 1))
+        self._blocks = min(self.launch.blocks, self.pieces)
+        self._phases = [getattr(self._module, f"phase{p}") for p in range(kernel.phases)]
+        aligned = all(a % 16 == 0 for row in table for a in row[2:])
+        self._meta = {"RANK": peers.rank, "WORLD": peers.world, "LANES": _power_of_two(peers.world)}
+        self._tiles = {"CHUNK": self.launch.chunk, "BLOCK": self.launch.block, "ALIGN": 16 if aligned else 4}
+        self._limit = int(faults.timeout_s() * 1e6)
+
+    def __call__(self, scalars: Sequence[float] | None = None) -> None:
+        """Run the kernel on the current stream; `scalars` are those of all groups, one group after the other."""
+        if scalars is not None:
+            self._staging[: len(scalars)] = torch.tensor(scalars, dtype=self._staging.dtype)
+            self.scalars.copy_(self._staging, non_blocking=True)
+        self.launch_phases()
+
+    def launch_phases(self) -> None:
+        """The launches alone, with the scalars of the last call: what a CUDA graph records."""
+        inside = self.launch.inside
+        for number, phase in enumerate(self._phases):
+            if not inside:
+                self._meet()
+            last = number == len(self._phases) - 1
+            phase[(self._blocks,)](
+                self._table, self._work, self.pieces, self.scalars, self._sums, self._pads, self._limit,
+                **self._meta, **self._tiles, ENTER=inside, LEAVE=inside and last, num_warps=self.launch.warps,
+            )  # fmt: skip
+        if not inside:
+            self._meet()
+
+    def _meet(self) -> None:
+        self._module.meet_alone[(1,)](self._pads, self._limit, **self._meta, num_warps=1)
+
+    def check(self) -> None:
+        """Fail if in some call a rank never came."""
+        counts = self._pads_keep.parts[self.peers.rank].view(torch.int32).view(-1, self.peers.world + 1)
+        if bool((counts[:, -1] < 0).any()):
+            newest = counts[:, : self.peers.world].max()
+            late = (counts[:, : self.peers.world] < newest).any(dim=0).nonzero().flatten().tolist()
+            raise faults.late(late, self.name)
+
+
+def _work(lengths: Sequence[int], chunk: int) -> list[list[int]]:
+    """Pieces of at most `chunk` elements: row, first element, first piece of the row, pieces of the row."""
+    work: list[list[int]] = []
+    for k, length in enumerate(lengths):
+        first, count = len(work), max(1, -(-length // chunk))
+        work += [[k, j * chunk, first, count] for j in range(count)]
+    return work
+
+
+def _peer_table(peers: Peers, nbytes: int) -> tuple[Tensor, Any]:
+    """A zeroed buffer on every rank and the table of their addresses."""
+    buffer = peers.empty(nbytes)
+    buffer.parts[peers.rank].zero_()
+    peers.barrier("zero pads")
+    return torch.tensor(buffer.addresses, dtype=torch.int64, device=peers.device), buffer
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
