@@ -21,6 +21,16 @@ item = define(
     vjp=None,  # the cotangents of the items are collected by the gradient of the op that made the tuple
 )
 
+together = define(
+    "together",
+    kind=Kind.VIEW,
+    infer=lambda types, attrs: types,
+    run=lambda *xs: xs,
+    field=lambda p, *xs: xs,
+    vjp=lambda n, *cts: cts,
+    doc="several values as one tuple",
+)
+
 
 # -- reshape and permute: atoms are regrouped, nothing moves -------------------------------------------------------------------
 

@@ -1,0 +1,143 @@
+"""Rules and their application at a place.
+
+A rule is a pair of expression lists: it says that the left and the right side denote the same global tensors in the same
+layouts. Where both sides become the same once communication is erased, the types alone make that true (see `erase`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.core.errors import InvalidTransform, WeftError
+from weft.core.layout import Layout, Mesh
+from weft.core.node import DTYPE_NAMES, Node, make, op_named
+from weft.core.program import Program
+from weft.core.text import excerpt
+from weft.rewrite.pattern import Bindings, Call, Expr, Hole, build, holes_of, match
+
+
+@dataclass(frozen=True)
+class Rule:
+    """left = right, for all values of the holes that type both sides."""
+
+    name: str
+    left: tuple[Any, ...]
+    right: tuple[Any, ...]
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        known = {k for e in self.left for k in holes_of(e)}
+        stray = [k for e in self.right for k in holes_of(e) if k not in known]
+        if stray:
+            raise InvalidTransform(f"rule {self.name} uses {stray[0]} on the right only", needed="every hole to stand on the left", found=stray[0])
+
+    @property
+    def holes(self) -> dict[str, Hole]:
+        out: dict[str, Hole] = {}
+        for e in self.left:
+            out |= {k: h for k, h in holes_of(e).items() if k not in out}
+        return out
+
+    def __str__(self) -> str:
+        left, right = (", ".join(map(str, side)) for side in (self.left, self.right))
+        return f"{left}  ->  {right}"
+
+
+def rule(name: str, left: Any, right: Any, doc: str = "") -> Rule:
+    """A rule from one expression per side, or a tuple of them for several outputs."""
+    return Rule(name, left if isinstance(left, tuple) else (left,), right if isinstance(right, tuple) else (right,), doc)
+
+
+def match_rule(r: Rule, places: Sequence[Node]) -> Bindings | None:
+    bound: Bindings | None = {}
+    for expr, node in zip(r.left, places, strict=True):
+        bound = match(expr, node, bound)
+        if bound is None:
+            return None
+    return bound
+
+
+def find_matches(r: Rule, program: Program) -> list[tuple[tuple[Node, ...], Bindings]]:
+    """Every place of a one-output rule where both sides type alike."""
+    found = []
+    for node in program.nodes:
+        bound = match_rule(r, (node,)) if len(r.left) == 1 else None
+        if bound is not None and _types_agree(r, (node,), bound):
+            found.append(((node,), bound))
+    return found
+
+
+def _types_agree(r: Rule, places: Sequence[Node], bound: Bindings) -> bool:
+    try:
+        return all(build(e, bound).types == n.types for e, n in zip(r.right, places, strict=True))
+    except WeftError:
+        return False
+
+
+def apply_rule(program: Program, r: Rule, places: Sequence[Node], step: str, *, params: Mapping[str, Any] | None = None) -> Program:
+    """The program with the rule used at the places; refused where it does not match or would change a type."""
+    bound = match_rule(r, places)
+    if bound is None:
+        raise InvalidTransform(f"{step}: the rule {r.name} does not match here", needed=", ".join(map(str, r.left)), found=repr(places[0]), program=excerpt(program, places[0]))
+    bound = {**bound, **(params or {})}
+    new = [_built(program, r, e, bound, node, step) for e, node in zip(r.right, places, strict=True)]
+    return program.rewrite(dict(zip(places, new, strict=True)), step)
+
+
+def _built(program: Program, r: Rule, expr: Any, bound: Bindings, node: Node, step: str) -> Node:
+    try:
+        new: Node = build(expr, bound)
+    except WeftError as e:
+        raise InvalidTransform(f"{step} is not valid here: {e.message}", needed=e.needed, found=e.found, try_=e.repairs, program=excerpt(program, node), where=program.lines.get(node)) from e
+    if new.types != node.types:
+        raise InvalidTransform(
+            f"{step} would change the layout",
+            needed=", ".join(map(str, node.types)),
+            found=", ".join(map(str, new.types)),
+            program=excerpt(program, node),
+            where=program.lines.get(node),
+        )
+    return new
+
+
+# -- erasure ---------------------------------------------------------------------------------------------------------------------
+
+_ALONE = Mesh()
+LAYOUT_ATTRS = {"cuts": ()}
+
+
+def erase(program: Program) -> dict[str, Node]:
+    """The outputs with all communication and all layouts taken out: the program one device would run.
+
+    Communication is the identity on global values, and an op that types computes its global value under every layout; so two
+    programs that erase to the same nodes and agree in the types of inputs and outputs denote the same.
+    """
+    gone: dict[Node, Node] = {}
+    for node in program.nodes:
+        gone[node] = _erased(node, [gone[a] for a in node.args])
+    return {name: gone[n] for name, n in program.outputs}
+
+
+def _erased(node: Node, args: list[Node]) -> Node:
+    kind = node.op.kind.name
+    if node.op.name == "input":
+        return make(node.op, (), {"name": node.attr("name"), "dtype": DTYPE_NAMES[node.dtype], "layout": Layout.of(_ALONE, node.shape)})
+    if kind == "COMM":
+        return args[0] if len(args) == 1 else make(op_named("together"), tuple(args), {})
+    if node.op.name == "item" and args[0].op.name == "together":
+        return args[0].args[node.attr("index")]
+    attrs = {k: LAYOUT_ATTRS.get(k, v) for k, v in node.attrs}
+    if "mesh" in attrs:
+        attrs["mesh"] = _ALONE.key
+    return make(node.op, tuple(args), attrs)
+
+
+def same_erased(a: Program, b: Program) -> bool:
+    """Whether two programs with the same outputs compute the same on one device, by the very same nodes."""
+    left, right = erase(a), erase(b)
+    return all(left[name] is right[name] for name in left if name in right)
+
+
+__all__ = ["Call", "Expr", "Rule", "apply_rule", "erase", "find_matches", "match_rule", "rule", "same_erased"]
