@@ -27,12 +27,12 @@ CPP = {
 }  # fmt: skip
 TRITON = {
     **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
-    "pow": "tl.exp2({1} * tl.log2({0}))", "maximum": "tl.maximum({0}, {1})",
-    "minimum": "tl.minimum({0}, {1})", "neg": "(-{0})", "abs": "tl.abs({0})", "sqrt": "tl.sqrt_rn({0})",
+    "pow": "tl.exp2({1} * tl.log2({0}))", "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "neg": "(-{0})", "abs": "tl.abs({0})", "sqrt": "tl.sqrt_rn({0})",
     "rsqrt": "(1.0 / tl.sqrt_rn({0}))", "exp": "tl.exp({0})", "log": "tl.log({0})",
-    "tanh": "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)", "sigmoid": "tl.sigmoid({0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})", "erf": "tl.erf({0})",
-    "reciprocal": "(1.0 / {0})", "where": "tl.where({0}, {1}, {2})", "floor": "tl.floor({0})",
-    "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
+    "tanh": "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)", "sigmoid": "tl.sigmoid({0})", "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})", "erf": "tl.erf({0})", "reciprocal": "(1.0 / {0})",
+    "where": "tl.where({0}, {1}, {2})", "floor": "tl.floor({0})", "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
 }  # fmt: skip
 
 

@@ -22,8 +22,8 @@ def meet(pads, block, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.
     lane = tl.arange(0, LANES)
     real = lane < WORLD
     mine = tl.load(pads + RANK).to(tl.pointer_type(tl.int32)) + block * (WORLD + 1)
+    tl.debug_barrier()  # this block's writes, the last count among them, come before its signal
     epoch = tl.load(mine + WORLD) + 1
-    tl.debug_barrier()
     theirs = tl.load(pads + lane, mask=real, other=0).to(tl.pointer_type(tl.int32)) + block * (WORLD + 1) + RANK
     tl.atomic_xchg(theirs, epoch, mask=real, sem="release", scope="sys")
     waits = 0

@@ -1,0 +1,433 @@
+"""Fused optimizers on one GPU shared by several ranks: correct first, then timed against the sharded and the DDP way.
+
+    python bench/gpu_part2.py [--ranks 4] [--stages optimizer] [--quick]
+
+Starts MPS and its own ranks, ends within a few minutes whatever happens, and prints one JSON object on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+# -- the parent: MPS, ranks, a deadline ------------------------------------------------------------------------------
+
+
+@contextmanager
+def mps():
+    """Ranks that share a GPU run at the same time only under MPS."""
+    folders = [tempfile.mkdtemp() for _ in range(2)]
+    env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folders[0], "CUDA_MPS_LOG_DIRECTORY": folders[1],
+           "OMP_NUM_THREADS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # fmt: skip
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True)
+    try:
+        yield env
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=env, timeout=30, check=False)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_stage(stage: str, ranks: int, env: dict, seconds: float, extra: list[str]) -> dict:
+    """One stage in its own ranks; what it has written by the deadline is kept."""
+    out = Path(tempfile.mkdtemp()) / "rows.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+               __file__, "--stage", stage, "--out", str(out), *extra]  # fmt: skip
+    start = time.time()
+    process = subprocess.Popen(command, env={**env, "PYTHONPATH": str(ROOT)}, start_new_session=True)
+    status = "ok"
+    try:
+        if process.wait(timeout=seconds):
+            status = f"exit {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        status = f"stopped after {seconds:.0f} s"
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return {"stage": stage, "ranks": ranks, "status": status, "seconds": round(time.time() - start, 1), "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--stages", default="optimizer")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--stage")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    if args.stage:
+        return STAGES[args.stage][0](args)
+    with mps() as env:
+        quick = ["--quick"] * args.quick
+        results = [run_stage(stage, args.ranks, env, STAGES[stage][1], quick) for stage in args.stages.split(",")]
+    print(json.dumps({"bench": "gpu_part2", "stages": results}), flush=True)
+    return None
+
+
+# -- what every rank needs -------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """This process among the ranks, and the file rank 0 writes rows to."""
+
+    def __init__(self, out: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from weft.runtime.peers import connect
+
+        torch.cuda.set_device(0)
+        dist.init_process_group("gloo")
+        self.peers = connect(device="cuda")
+        self.rank, self.world = self.peers.rank, self.peers.world
+        self.device = self.peers.device
+        self.out = out
+
+    def say(self, **row) -> None:
+        if self.rank == 0:
+            with open(self.out, "a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), file=sys.stderr, flush=True)
+
+    def worst(self, value: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        t = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(t, op=dist.ReduceOp.MAX)
+        return t.item()
+
+    def time_ms(self, call, repeat: int, graph: bool) -> float:
+        """Milliseconds per call on the slowest rank; the best of three rounds. Small calls are replayed from a graph."""
+        import torch
+
+        call()
+        self.peers.barrier()
+        calls = repeat
+        if graph:
+            recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(recorded):
+                for _ in range(10):
+                    call()
+            run, calls = recorded.replay, 10 * max(1, repeat // 10)
+            loops = calls // 10
+        else:
+            run, loops = call, repeat
+        run()
+        best = float("inf")
+        for _ in range(3):
+            self.peers.barrier()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(loops):
+                run()
+            stop.record()
+            self.peers.barrier()
+            best = min(best, self.worst(start.elapsed_time(stop) / calls))
+        return best
+
+    def bandwidth(self) -> float:
+        """Bytes per second all ranks together move when each copies a large buffer: reads and writes both counted."""
+        import torch
+
+        n = 1 << 28
+        a, b = torch.empty(n, dtype=torch.uint8, device=self.device), torch.ones(n, dtype=torch.uint8, device=self.device)
+        return self.world * 2 * n / (self.time_ms(lambda: a.copy_(b), 20, graph=True) / 1e3)
+
+
+# -- the optimizers as fused groups ----------------------------------------------------------------------------------
+
+
+def groups() -> dict:
+    """What is fused: written as element-wise formulas, nothing said about communication but reduce and spread."""
+    from weft.codegen.expr import Group, Slot, apply, load, reduce, scalar, sqrt, total
+
+    g, w = Slot("g", "f32", spread=True, disposable=True), Slot("w", "f32", spread=True)
+    m, v, s = Slot("m", "f32"), Slot("v", "f32"), Slot("s", "f32")
+    names = ("lr", "beta1", "beta2", "eps", "decay", "step", "world", "most")
+    lr, beta1, beta2, eps, decay, step, world, most = map(scalar, names)
+
+    def moments(grad):
+        new_m = beta1 * load(m) + (1 - beta1) * grad
+        new_v = beta2 * load(v) + (1 - beta2) * grad * grad
+        root = sqrt(new_v) / sqrt(1 - apply("pow", beta2, step)) + eps
+        return new_m, new_v, (new_m / root) / (1 - apply("pow", beta1, step))
+
+    def adamw(grad):
+        new_m, new_v, way = moments(grad)
+        return (m, new_m), (v, new_v), (w, load(w) * (1 - lr * decay) - lr * way)
+
+    def lamb(grad):
+        new_m, new_v, way = moments(grad)
+        way = way + decay * load(w)
+        long, far = sqrt(total(load(w) * load(w))), sqrt(total(way * way))
+        trust = apply("where", apply("gt", long, 0.0), apply("where", apply("gt", far, 0.0), long / far, 1.0), 1.0)
+        return (m, new_m), (v, new_v), (w, load(w) - (lr * trust) * way)
+
+    mean = reduce(g) / world
+    norm = sqrt(total(mean * mean, over_rows=True))
+    clipped = mean * apply("minimum", 1.0, most / (norm + 1e-6))
+    return {
+        "adamw": Group("adamw", adamw(mean)),
+        "adamw_clip": Group("adamw_clip", adamw(clipped)),
+        "lamb": Group("lamb", lamb(mean)),
+        "sgd": Group("sgd", ((m, 0.9 * load(m) + mean), (w, load(w) - lr * (0.9 * load(m) + mean)))),
+        "reduce_scatter": Group("reduce_scatter", ((s, mean),)),
+        "all_gather": Group("all_gather", ((w, load(s)),)),
+    }
+
+
+HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.1, "most": 1.0}
+
+
+def round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+class Case:
+    """A list of tensors in symmetric memory, and this rank's slices of them."""
+
+    def __init__(self, me: Rank, sizes: list[int]) -> None:
+        import torch
+
+        self.me, self.sizes = me, sizes
+        self.offsets, at = [], 0
+        for n in sizes:
+            self.offsets.append(at)
+            at += round_up(n, 64)
+        self.total = at
+        self.g, self.w = me.peers.empty(4 * at), me.peers.empty(4 * at)
+        self.grad, self.weight = (b.view(0, (at,), torch.float32) for b in (self.g, self.w))
+        self.slices = []
+        for n in sizes:
+            per = round_up(-(-n // me.world), 16)
+            self.slices.append([(min(n, r * per), min(n, (r + 1) * per)) for r in range(me.world)])
+        mine = [hi - lo for lo, hi in (s[me.rank] for s in self.slices)]
+        pad = [round_up(n, 64) for n in mine]
+        self.m, self.v, self.s = (torch.zeros(max(1, sum(pad)), device=me.device) for _ in range(3))
+        self.state_at = [sum(pad[:k]) for k in range(len(pad))]
+        self.fill()
+
+    def fill(self) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        self.weight.copy_(torch.randn(self.total, device=self.me.device))
+        self.grad.copy_(self.gradient(self.me.rank))
+        self.m.zero_(), self.v.zero_()
+        self.me.peers.barrier()
+
+    def gradient(self, rank: int):
+        import torch
+
+        torch.manual_seed(100 + rank)
+        return torch.randn(self.total, device=self.me.device)
+
+    def rows(self) -> list:
+        from weft.runtime.fused import Row
+
+        rows = []
+        for k, offset in enumerate(self.offsets):
+            lo, hi = self.slices[k][self.me.rank]
+            at = {name: [a + 4 * (offset + lo) for a in b.addresses] for name, b in (("g", self.g), ("w", self.w))}
+            own = {x: t.data_ptr() + 4 * self.state_at[k] for x, t in (("m", self.m), ("v", self.v), ("s", self.s))}
+            rows.append(Row(hi - lo, {**at, **own}))
+        return rows
+
+    def spans(self) -> list[int]:
+        return [max(hi - lo for lo, hi in s) for s in self.slices]
+
+    def kernel(self, group, launch):
+        import math
+
+        from weft.codegen.kernel import compile_group
+        from weft.runtime.launched import DeviceKernel
+
+        kernel = compile_group(group, self.me.world, "triton")
+        bound = DeviceKernel(kernel, self.rows(), self.me.peers, launch, self.spans())
+        names = [x.strip() for x in kernel.scalars[7:].split(":")[0].split(",") if x.strip()]
+        given = {**HYPER, "step": 1, "world": self.me.world}
+        bound(eval(kernel.scalars, {"math": math})(**{x: given[x] for x in names}))
+        return kernel, bound
+
+
+def reference(case: Case, name: str):
+    """One step by torch on the averaged gradient, tensor by tensor."""
+    import torch
+
+    mean = sum(case.gradient(r).double() for r in range(case.me.world)) / case.me.world
+    torch.manual_seed(0)
+    start = torch.randn(case.total, device=case.me.device).double()
+    grads = [mean[o : o + n] for o, n in zip(case.offsets, case.sizes, strict=True)]
+    if name == "adamw_clip":
+        norm = torch.sqrt(sum((g * g).sum() for g in grads))
+        grads = [g * torch.clamp(1.0 / (norm + 1e-6), max=1.0) for g in grads]
+    out = []
+    for g, o, n in zip(grads, case.offsets, case.sizes, strict=True):
+        w, h = start[o : o + n], HYPER
+        m, v = (1 - h["beta1"]) * g, (1 - h["beta2"]) * g * g
+        way = (m / (torch.sqrt(v) / (1 - h["beta2"]) ** 0.5 + h["eps"])) / (1 - h["beta1"])
+        if name.startswith("adamw"):
+            out.append(w * (1 - h["lr"] * h["decay"]) - h["lr"] * way)
+        elif name == "lamb":
+            way = way + h["decay"] * w
+            out.append(w - h["lr"] * (w.norm() / way.norm()) * way)
+        else:
+            out.append(w - h["lr"] * g)
+    return out
+
+
+def wrong_by(case: Case, name: str) -> float:
+    got = [case.weight[o : o + n].double() for o, n in zip(case.offsets, case.sizes, strict=True)]
+    return max((a - b).abs().max().item() for a, b in zip(got, reference(case, name), strict=True))
+
+
+# -- stage: optimizer ------------------------------------------------------------------------------------------------
+
+
+def launches(me: Rank, elements: int, quick: bool) -> list:
+    """Ways to launch that are worth trying at this size."""
+    from weft.runtime.launched import Launch
+
+    resident = me.peers.resident_blocks(me.world) - 1
+    per_rank = -(-elements // me.world)
+    found = []
+    inside = [(2048, 16), (4096, 32), (8192, 32)] if elements <= 1 << 22 else [(4096, 16), (4096, 32), (8192, 32)]
+    for block, warps in inside:
+        chunk = max(block, min(4 * block, -(-per_rank // resident // block) * block))
+        found.append(Launch(block, chunk, warps, resident, True))
+    outside = [(1024, 1, 4), (2048, 1, 8), (2048, 2, 4), (4096, 1, 16), (4096, 4, 8)]
+    if elements > 1 << 18:
+        found += [Launch(block, times * block, warps, 1 << 20, False) for block, times, warps in outside]
+        found += [Launch(2048, 4 * 2048, 8, 33 * 4, False), Launch(4096, 4 * 4096, 8, 33 * 2, False)]
+    return found[:2] + found[3:5] if quick else found
+
+
+def best_of(me: Rank, case: Case, group, options, repeat: int, graph: bool):
+    tried = []
+    for launch in options:
+        kernel, bound = case.kernel(group, launch)
+        me.peers.barrier()
+        ms = me.time_ms(bound.launch_phases, repeat, graph)
+        bound.check()
+        tried.append((ms, launch, kernel))
+        del bound
+    return min(tried, key=lambda t: t[0]), tried
+
+
+def show(launch) -> str:
+    where = "inside" if launch.inside else "outside"
+    return f"block {launch.block} chunk {launch.chunk} warps {launch.warps} blocks {launch.blocks} {where}"
+
+
+def optimizer(args) -> None:
+    import torch
+
+    me = Rank(args.out)
+    speed = me.bandwidth()
+    me.say(case="probe", copy_TBps=round(speed / 1e12, 3), world=me.world, torch=torch.__version__, gpu=torch.cuda.get_device_name())
+    mixed = [int(2 ** (10 + 12 * (k * 37 % 100) / 100)) + k for k in range(100)]
+    cases = {"2^16": [1 << 16], "2^20": [1 << 20], "2^22": [1 << 22], "2^24": [1 << 24], "2^26": [1 << 26], "100 mixed": mixed}
+    if args.quick:
+        cases = {"2^20": cases["2^20"], "2^26": cases["2^26"]}
+    check(me, groups(), [1 << 16, 1000, 37, 100003, 5])
+    for label, sizes in cases.items():
+        time_case(me, label, sizes, speed, args.quick)
+
+
+def check(me: Rank, fused: dict, sizes: list[int]) -> None:
+    """Every kernel, both ways to synchronise, on sizes that divide badly."""
+    from weft.runtime.launched import Launch
+
+    for name in ("adamw", "adamw_clip", "lamb"):
+        for launch in (Launch(1024, 2048, 4, 16, True), Launch(1024, 1024, 4, 4096, False)):
+            case = Case(me, sizes)
+            _, bound = case.kernel(fused[name], launch)
+            me.peers.barrier()
+            bound.check()
+            error = me.worst(wrong_by(case, name))
+            me.say(case=f"check {name}", launch=show(launch), error=error, correct=error < 2e-6)
+            assert error < 2e-6, (name, launch, error)
+
+
+def time_case(me: Rank, label: str, sizes: list[int], speed: float, quick: bool) -> None:
+    import torch
+
+    elements, fused = sum(sizes), groups()
+    graph, repeat = elements <= 1 << 24, 20 if elements > 1 << 22 else 100
+    case = Case(me, sizes)
+    for name in ("adamw", "adamw_clip", "lamb"):
+        case.fill()
+        options = launches(me, elements, quick)
+        (ms, launch, kernel), tried = best_of(me, case, fused[name], options, repeat, graph)
+        limit = kernel.bytes_per_element * elements / speed * 1e3
+        row = {"case": f"{name} {label}", "weft_ms": round(ms, 5), "limit_ms": round(limit, 5), "of_limit": round(limit / ms, 3),
+               "bytes_per_element": kernel.bytes_per_element, "launch": show(launch),
+               "tried": {show(c): round(t, 5) for t, c, _ in tried}}  # fmt: skip
+        if name == "adamw":
+            row["peers_ms"] = {"sharded": round(sharded(me, case, fused, repeat, graph), 5), "ddp": round(ddp(me, case, repeat, graph), 5)}
+            row["ratios"] = {k: round(v / ms, 3) for k, v in row["peers_ms"].items()}
+        me.say(**row)
+    del case
+    torch.cuda.empty_cache()
+
+
+def sharded(me: Rank, case: Case, fused: dict, repeat: int, graph: bool) -> float:
+    """reduce_scatter, torch's fused AdamW on the slice, all_gather, over the same memory, each with its best launch."""
+    import torch
+
+    elements = sum(case.sizes)
+    (_, first, _), _ = best_of(me, case, fused["reduce_scatter"], launches(me, elements, True), repeat, graph)
+    (_, last, _), _ = best_of(me, case, fused["all_gather"], launches(me, elements, True), repeat, graph)
+    _, scatter = case.kernel(fused["reduce_scatter"], first)
+    _, gather = case.kernel(fused["all_gather"], last)
+    shard = torch.nn.Parameter(case.s.clone())
+    shard.grad = torch.randn_like(shard)
+    adamw = torch.optim.AdamW([shard], lr=1e-4, fused=True, capturable=True)
+
+    def step() -> None:
+        scatter.launch_phases()
+        adamw.step()
+        gather.launch_phases()
+
+    step()
+    return me.time_ms(step, repeat, graph)
+
+
+def ddp(me: Rank, case: Case, repeat: int, graph: bool) -> float:
+    """torch's two-shot all_reduce on symmetric memory, then its fused AdamW on everything, on every rank."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symm_mem
+
+    grad = symm_mem.empty(case.total, dtype=torch.float32, device=me.device)
+    symm_mem.rendezvous(grad, dist.group.WORLD)
+    grad.normal_()
+    whole = torch.nn.Parameter(case.weight.clone())
+    whole.grad = grad
+    adamw = torch.optim.AdamW([whole], lr=1e-4, fused=True, capturable=True)
+
+    def step() -> None:
+        torch.ops.symm_mem.two_shot_all_reduce_(grad, "sum", dist.group.WORLD.group_name)
+        adamw.step()
+
+    step()
+    return me.time_ms(step, repeat, graph)
+
+
+STAGES = {"optimizer": (optimizer, 240.0)}
+
+if __name__ == "__main__":
+    main()
