@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeAlias
@@ -153,54 +153,101 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(start + step, size)
 
 
-def _pieces(atom: Atom, mesh: Mesh) -> int:
-    return math.prod(mesh.sizes[a] for a in atom.cut)
+def canonical(dim: Dim, mesh: Mesh) -> Dim:
+    """The shortest list of atoms that gives each index of the dim to the same ranks; equal for all dims that do."""
+    return _canonical(tuple(dim), mesh)
 
 
-def _even(atom: Atom, mesh: Mesh) -> bool:
-    return atom.size % _pieces(atom, mesh) == 0
+@lru_cache(maxsize=65536)
+def _canonical(dim: Dim, mesh: Mesh) -> Dim:
+    if len(dim) == 1 and not dim[0].cut:
+        return dim
+    atoms, lone = finest(dim, mesh)
+    out: list[Atom] = []
+    for atom in atoms:
+        out.append(atom)
+        while len(out) > 1 and (joined := _join(out[-2], out[-1], mesh)) is not None:
+            out[-2:] = [joined]
+    for axis in lone:
+        out = _attach(out, axis, mesh)
+    return tuple(out) or (Atom(1),)
 
 
 def _join(left: Atom, right: Atom, mesh: Mesh) -> Atom | None:
     """One atom that gives each index to the same ranks as the two side by side, if there is one."""
-    if left.size == 1 and not left.cut:
-        return right
-    if right.size == 1 and not right.cut:
-        return left
-    if not right.cut and (not left.cut or _even(left, mesh)):
-        return Atom(left.size * right.size, left.cut)
-    if left.cut and right.cut and left.size == _pieces(left, mesh):
-        order = [mesh.axes.index(a) for a in left.cut + right.cut]
-        if order == sorted(order):
-            return Atom(left.size * right.size, left.cut + right.cut)
-    return None
+    joined = Atom(left.size * right.size, left.cut + right.cut)
+    in_order = list(joined.cut) == _in_order(joined.cut, mesh)
+    return joined if in_order and finest((joined,), mesh) == finest((left, right), mesh) else None
 
 
-def canonical(dim: Dim, mesh: Mesh) -> Dim:
-    """The shortest list of atoms that gives each index of the dim to the same ranks."""
+def _attach(atoms: list[Atom], axis: str, mesh: Mesh) -> list[Atom]:
+    """The dim with an axis that cuts single elements only: on the first atom where that is what it does, else on one of size 1."""
+    want = finest((*atoms, Atom(1, (axis,))), mesh)
+    for k, atom in enumerate(atoms):
+        new = [*atoms[:k], Atom(atom.size, tuple(_in_order((*atom.cut, axis), mesh))), *atoms[k + 1 :]]
+        if finest(tuple(new), mesh) == want:
+            return new
+    return [*atoms, Atom(1, (axis,))]
+
+
+def _in_order(axes: Iterable[str], mesh: Mesh) -> list[str]:
+    return sorted(axes, key=mesh.axes.index)
+
+
+@lru_cache(maxsize=65536)
+def finest(dim: Dim, mesh: Mesh) -> tuple[Dim, tuple[str, ...]]:
+    """The dim as a product of its smallest atoms, and the axes that cut single elements only.
+
+    Dims that give each index to the same ranks have the same smallest atoms. Of a lone axis only the first rank holds anything.
+    """
+    axes = _in_order((axis for atom in dim for axis in atom.cut), mesh)
+    if dim_size(dim) == 0:
+        return (Atom(0),), tuple(axes)
     out: list[Atom] = []
-    for atom in dim:
-        out.append(atom)
-        while len(out) > 1 and (joined := _join(out[-2], out[-1], mesh)) is not None:
-            out[-2:] = [joined]
-    return tuple(out) or (Atom(1),)
+    for atom in itertools.chain.from_iterable(_smallest(atom, mesh) for atom in dim):
+        if out and not atom.cut and not out[-1].cut:
+            out[-1] = Atom(out[-1].size * atom.size)
+        elif atom.size > 1:
+            out.append(atom)
+    kept = {axis for atom in out for axis in atom.cut}
+    return tuple(out), tuple(axis for axis in axes if axis not in kept)
+
+
+def _smallest(atom: Atom, mesh: Mesh) -> Iterator[Atom]:
+    """The atom as a product; axes that cut single elements only are left out."""
+    cut = _that_cut(atom, mesh)
+    if not cut:
+        yield Atom(atom.size)
+        return
+    step = -(-atom.size // mesh.sizes[cut[0]])
+    if len(cut) > 1 and atom.size % step == 0:
+        yield Atom(atom.size // step, cut[:1])
+        yield from _smallest(Atom(step, cut[1:]), mesh)
+        return
+    same = _common_piece(Atom(atom.size, cut), mesh)
+    yield Atom(atom.size // same, cut)
+    yield Atom(same)
+
+
+def _that_cut(atom: Atom, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that cut a piece of more than one element into more than one."""
+    left, cut = atom.size, []
+    for axis in atom.cut:
+        if left > 1 and mesh.sizes[axis] > 1:
+            cut.append(axis)
+            left = -(-left // mesh.sizes[axis])
+    return tuple(cut)
+
+
+def _common_piece(atom: Atom, mesh: Mesh) -> int:
+    """The largest run of indices that never parts."""
+    places = itertools.product(*(range(mesh.sizes[a]) for a in atom.cut))
+    coords = (tuple(zip(atom.cut, at, strict=True)) for at in places)
+    return math.gcd(atom.size, *(n for at in coords for n in _atom_positions(atom, mesh, at)))
 
 
 def dim_size(dim: Dim) -> int:
     return math.prod(a.size for a in dim)
-
-
-def split_atom(atom: Atom, outer: int, mesh: Mesh) -> tuple[Atom, Atom] | None:
-    """The atom as `outer` x rest, its cuts shared between the two; None when a cut straddles them."""
-    if outer == 0 or atom.size % outer:
-        return None
-    inner = atom.size // outer
-    for k in range(len(atom.cut), -1, -1):
-        left, right = Atom(outer, atom.cut[:k]), Atom(inner, atom.cut[k:])
-        fully = not right.cut or outer == _pieces(left, mesh)
-        if _even(left, mesh) and fully:
-            return left, right
-    return None
 
 
 @lru_cache(maxsize=65536)
@@ -296,7 +343,8 @@ class Layout:
         """R on the axis becomes S: its leading atom is cut, or the inner `within` indices of the dim."""
         self.mesh.require(axis)
         if not 0 <= dim < len(self.dims):
-            raise LayoutError(f"S({dim}) on a tensor of {len(self.dims)} dims", needed=f"a dim from 0 to {len(self.dims) - 1}", found=str(dim))
+            dims = f"a dim from 0 to {len(self.dims) - 1}"
+            raise LayoutError(f"S({dim}) on a tensor of {len(self.dims)} dims", needed=dims, found=str(dim))
         atoms, k = self._atom_to_cut(dim, within)
         atom = atoms[k]
         order = self.mesh.axes.index
@@ -322,7 +370,7 @@ class Layout:
                 found=f"{show_dim(atoms)}",
             )
         outer, inner = split
-        return (*outer, *inner), len(outer)
+        return (*outer, *canonical(inner, self.mesh)), len(outer)
 
     def with_dim(self, dim: int, atoms: Dim) -> Layout:
         return Layout(self.mesh, (*self.dims[:dim], canonical(atoms, self.mesh), *self.dims[dim + 1 :]), self.held)
@@ -332,27 +380,19 @@ class Layout:
         at = self.where_cut(axis)
         if at is None:
             return self
-        d, k = at
-        atom = self.dims[d][k]
-        if atom.cut[-1] == axis:
-            return self.with_dim(d, (*self.dims[d][:k], Atom(atom.size, atom.cut[:-1]), *self.dims[d][k + 1 :]))
-        return self._uncut_outer(axis, d, k)
+        atoms, lone = finest(self.dims[at[0]], self.mesh)
+        whole = tuple(self._without(axis, atom) for atom in atoms)
+        return self.with_dim(at[0], (*whole, Atom(1, tuple(a for a in lone if a != axis))))
 
-    def _uncut_outer(self, axis: str, d: int, k: int) -> Layout:
-        """An outer cut is taken away under an inner one: the pieces of the outer become an atom of their own."""
-        atom = self.dims[d][k]
-        i = atom.cut.index(axis)
-        outer = math.prod(self.mesh.sizes[a] for a in atom.cut[: i + 1])
-        if atom.size % outer:
+    def _without(self, axis: str, atom: Atom) -> Atom:
+        if axis in atom.cut[:-1]:
             raise LayoutError(
                 f"axis {axis} cannot be gathered under axis {atom.cut[-1]} of the same dim",
-                needed=f"a size divisible by {outer}",
-                found=str(atom.size),
+                needed="pieces of equal size",
+                found=f"an atom of {atom.size} cut by {', '.join(atom.cut)}",
                 try_=f"gather {atom.cut[-1]} first",
             )
-        pieces = [Atom(self.mesh.sizes[a], (a,) if a != axis else ()) for a in atom.cut[: i + 1]]
-        rest = Atom(atom.size // outer, atom.cut[i + 1 :])
-        return self.with_dim(d, (*self.dims[d][:k], *pieces, rest, *self.dims[d][k + 1 :]))
+        return Atom(atom.size, tuple(a for a in atom.cut if a != axis))
 
     # -- what one rank holds -----------------------------------------------------------------------------------------
 
@@ -382,20 +422,28 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        return all(_even(a, self.mesh) for d in self.dims for a in d)
+        return all(a.size % math.prod(self.mesh.sizes[x] for x in a.cut) == 0 for d in self.dims for a in d)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
     def reshape(self, shape: tuple[int, ...]) -> Layout:
         """The layout after a reshape: atoms are regrouped, and split where a dim ends inside one."""
         if math.prod(shape) != math.prod(self.shape):
-            raise LayoutError(f"cannot reshape {list(self.shape)} to {list(shape)}", needed="the same number of elements", found=f"{math.prod(self.shape)} and {math.prod(shape)}")
+            raise LayoutError(
+                f"cannot reshape {list(self.shape)} to {list(shape)}",
+                needed="the same number of elements",
+                found=f"{math.prod(self.shape)} and {math.prod(shape)}",
+            )
         if 0 in shape:
             return self._reshape_empty(shape)
-        left = list(itertools.chain.from_iterable(self.dims))
+        atoms, lone = finest(tuple(itertools.chain.from_iterable(self.dims)), self.mesh)
+        left = list(atoms)
         dims = [self._take(left, n, shape) for n in shape]
-        if any(a.size != 1 or a.cut for a in left):
-            raise self._straddle(shape, left[0])
+        if lone and not shape:
+            raise self._straddle(shape, Atom(1, lone))
+        for axis in lone:  # it cuts single elements only: of any dim, then
+            at = shape.index(1) if 1 in shape else 0
+            dims[at] = canonical((*dims[at], Atom(1, (axis,))), self.mesh)
         return Layout(self.mesh, tuple(dims), self.held)
 
     def _reshape_empty(self, shape: tuple[int, ...]) -> Layout:
@@ -404,8 +452,6 @@ class Layout:
         return Layout(self.mesh, tuple((Atom(n),) for n in shape), self.held)
 
     def _take(self, left: list[Atom], size: int, shape: tuple[int, ...]) -> Dim:
-        if size == 1:
-            return canonical((left.pop(0),) if left and left[0].size == 1 else (), self.mesh)
         got: list[Atom] = []
         need = size
         while need > 1:
@@ -413,9 +459,9 @@ class Layout:
             if need % atom.size == 0:
                 got.append(atom)
                 need //= atom.size
-            elif atom.size % need == 0 and (parts := split_atom(atom, need, self.mesh)) is not None:
-                got.append(parts[0])
-                left.insert(0, parts[1])
+            elif atom.size % need == 0 and not atom.cut:
+                got.append(Atom(need))
+                left.insert(0, Atom(atom.size // need))
                 need = 1
             else:
                 raise self._straddle(shape, atom)
@@ -437,22 +483,22 @@ class Layout:
         return show_layout(self)
 
 
-def split_at(atoms: Dim, within: int, mesh: Mesh) -> tuple[Dim, Dim] | None:
+def split_at(dim: Dim, within: int, mesh: Mesh) -> tuple[Dim, Dim] | None:
     """The dim as outer x `within`, no cut straddling; None where that cannot be."""
-    inner: list[Atom] = []
-    need = within
-    for k in range(len(atoms) - 1, -1, -1):
-        if need == 1:
-            return tuple(atoms[: k + 1]), tuple(inner)
-        atom = atoms[k]
+    atoms, lone = finest(dim, mesh)
+    outer, inner, need = list(atoms), [], within
+    while need > 1 and outer:
+        atom = outer.pop()
         if need % atom.size == 0:
             inner.insert(0, atom)
             need //= atom.size
-        elif atom.size % need == 0 and (parts := split_atom(atom, atom.size // need, mesh)) is not None:
-            return (*atoms[:k], parts[0]), (parts[1], *inner)
+        elif atom.size % need == 0 and not atom.cut:
+            outer.append(Atom(atom.size // need))
+            inner.insert(0, Atom(need))
+            need = 1
         else:
             return None
-    return ((), tuple(inner)) if need == 1 else None
+    return ((*outer, *(Atom(1, (a,)) for a in lone)), tuple(inner) or (Atom(1),)) if need == 1 else None
 
 
 def show_dim(dim: Dim) -> str:

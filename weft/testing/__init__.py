@@ -1,0 +1,1 @@
+"""What tests and the fuzzer stand on: layouts by enumeration, random programs, meanings compared."""
