@@ -17,7 +17,7 @@ PACKAGE = Path(weft.__file__).parent
 
 # Lower in the list may import higher, never the reverse.
 ORDER = (
-    "core", "ops", "interp", "autodiff", "frontend", "rewrite", "schedule", "cluster", "plan",
+    "core", "ops", "interp", "autodiff", "frontend", "rewrite", "schedule", "programs", "cluster", "plan",
     "codegen", "runtime", "tune", "dynamic", "optim", "nn", "api", "report", "cli",
 )  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(ORDER)}

@@ -13,10 +13,10 @@ from weft.core.errors import NotDifferentiable, TypeMismatch
 from weft.core.layout import Layout, O, P, Placement, R, Replicated
 from weft.core.node import Node, Type, constant, toposort
 from weft.core.program import Program, new_program
-from weft.frontend.trace import input_node
 from weft.ops.comm import reshard, settle
 from weft.ops.pointwise import add
 from weft.ops.shape import expand_like
+from weft.ops.source import input_node
 
 Slot = tuple[Node, int]  # one output of a node
 

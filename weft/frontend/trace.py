@@ -10,20 +10,9 @@ import torch
 
 from weft.core.errors import InvalidProgram, WeftError
 from weft.core.layout import Layout, Mesh, Placement
-from weft.core.node import DTYPE_NAMES, Node, Type, dtype_of, listening, make, user_line
+from weft.core.node import Node, Type, dtype_of, listening, user_line
 from weft.core.program import Program, new_program
-from weft.ops.registry import Kind, define
-
-
-def _input_type(types: Any, attrs: Mapping[str, Any]) -> Type:
-    return Type(dtype_of(attrs["dtype"]), attrs["layout"])
-
-
-def _unbound(**attrs: Any) -> torch.Tensor:
-    raise InvalidProgram(f"input {attrs['name']!r} was never given a value", needed="a value", found="none")
-
-
-input_op = define("input", kind=Kind.SOURCE, infer=_input_type, run=_unbound, vjp=lambda n, ct: ())
+from weft.ops.source import input_node
 
 
 @dataclass(frozen=True)
@@ -57,10 +46,6 @@ def bf16(*shape: int, **placements: Placement) -> Spec:
 
 def i64(*shape: int, **placements: Placement) -> Spec:
     return tensor("i64", *shape, **placements)
-
-
-def input_node(name: str, type_: Type) -> Node:
-    return make(input_op, (), {"name": name, "dtype": DTYPE_NAMES[type_.dtype], "layout": type_.layout})
 
 
 def trace(fn: Callable[..., Any], mesh: Mesh, *, name: str | None = None, state: Mapping[str, str] | None = None, **inputs: Any) -> Program:

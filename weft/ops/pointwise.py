@@ -256,28 +256,3 @@ def dropout(x: Any, seed: Any, *, p: float, site: int) -> Any:
     if isinstance(seed, int):
         seed = constant(seed, torch.int64, x.mesh)
     return _dropout_op(x, seed, p=float(p), site=site)
-
-
-# -- sources: a value from nothing, in any layout ------------------------------------------------------------------------------
-
-
-def _const_infer(types: Types, attrs: Attrs) -> Type:
-    from weft.core.layout import Mesh
-
-    return Type(dtype_of(attrs["dtype"]), Layout.of(Mesh(**dict(attrs["mesh"])), ()))
-
-
-def _residue(value: float, p: int) -> int:
-    """A float is a whole number over a power of two, and so has an exact place in the field."""
-    over, under = float(value).as_integer_ratio()
-    return over * pow(under, -1, p) % p
-
-
-const = define(
-    "const",
-    kind=Kind.SOURCE,
-    infer=_const_infer,
-    run=lambda value, dtype, mesh: torch.tensor(value, dtype=dtype_of(dtype)),
-    vjp=lambda n, ct: (),
-    field=lambda p, value, dtype, mesh: torch.tensor(_residue(value, p), dtype=torch.int64),
-)

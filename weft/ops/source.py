@@ -1,0 +1,47 @@
+"""Values from nothing: the inputs of a program, and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.core.errors import InvalidProgram
+from weft.core.layout import Layout, Mesh
+from weft.core.node import DTYPE_NAMES, Attrs, Node, Type, dtype_of, make
+from weft.ops.registry import Kind, Types, define
+
+
+def _input_type(types: Types, attrs: Attrs) -> Type:
+    return Type(dtype_of(attrs["dtype"]), attrs["layout"])
+
+
+def _unbound(**attrs: Any) -> torch.Tensor:
+    raise InvalidProgram(f"input {attrs['name']!r} was never given a value", needed="a value", found="none")
+
+
+input_op = define("input", kind=Kind.SOURCE, infer=_input_type, run=_unbound, vjp=lambda n, ct: ())
+
+
+def input_node(name: str, type_: Type) -> Node:
+    return make(input_op, (), {"name": name, "dtype": DTYPE_NAMES[type_.dtype], "layout": type_.layout})
+
+
+def _const_infer(types: Types, attrs: Attrs) -> Type:
+    return Type(dtype_of(attrs["dtype"]), Layout.of(Mesh(**dict(attrs["mesh"])), ()))
+
+
+def _residue(value: float, p: int) -> int:
+    """A float is a whole number over a power of two, and so has an exact place in the field."""
+    over, under = float(value).as_integer_ratio()
+    return over * pow(under, -1, p) % p
+
+
+const = define(
+    "const",
+    kind=Kind.SOURCE,
+    infer=_const_infer,
+    run=lambda value, dtype, mesh: torch.tensor(value, dtype=dtype_of(dtype)),
+    vjp=lambda n, ct: (),
+    field=lambda p, value, dtype, mesh: torch.tensor(_residue(value, p), dtype=torch.int64),
+)
