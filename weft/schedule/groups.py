@@ -1,0 +1,166 @@
+"""The verbs that only regroup: `fuse` makes one kernel, `overlap` one chunked pipeline. The nodes stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from weft.core.errors import InvalidTransform
+from weft.core.layout import P
+from weft.core.node import Node
+from weft.core.program import Group, Program
+from weft.core.spec import leaves_and_returns
+from weft.ops import comm
+from weft.ops.registry import Kind, equation_of
+from weft.schedule.verbs import Place, merge, name_in, refuse, works
+
+REDUCING = (comm.all_reduce, comm.reduce_scatter)
+FUSIBLE_COMM = (*REDUCING, comm.all_gather, comm.slice_, comm.send, comm.keep)
+FUSIBLE = (Kind.POINTWISE, Kind.REDUCE, Kind.VIEW, Kind.SOURCE)
+
+
+def fuse(p: Program, places: Iterable[Place] | str, *, name: str | None = None) -> Program:
+    """The nodes become one kernel.
+
+    Members: elementwise ops, reductions and views; at most one reduction collective over tensors (scalars may bring more),
+    the gathers and slices around it, all along one axis. Nothing outside may stand between two members.
+    """
+    nodes = [p.at(x) for x in ([places] if isinstance(places, (str, Node)) else places)]
+    nodes = [n for n in p.nodes if n in set(nodes)]
+    if len(nodes) < 2:
+        raise InvalidTransform("fuse of fewer than two nodes", needed="two or more nodes", found=str(len(nodes)))
+    _check_members(p, nodes)
+    _check_collectives(p, nodes)
+    _check_closed(p, nodes, "fuse")
+    _check_apart(p, nodes, "fuse")
+    group = Group("fuse", name or f"k{len(p.groups)}", tuple(nodes))
+    return _with_group(p, group, f"fuse {group.name}: {len(nodes)} nodes")
+
+
+def _with_group(p: Program, group: Group, step: str) -> Program:
+    if any(g.name == group.name for g in p.groups):
+        raise InvalidTransform(f"a group {group.name!r} exists", needed="a new name", found=group.name)
+    return replace(p, groups=(*p.groups, group), parent=p, step=step, moved={n: n for n in p.nodes})
+
+
+def _check_members(p: Program, nodes: Sequence[Node]) -> None:
+    for n in nodes:
+        if n.op.kind is Kind.COMM and n.op not in FUSIBLE_COMM:
+            raise refuse(p, n, f"fuse with {n.op.name}", f"collectives among {', '.join(o.name for o in FUSIBLE_COMM)}", n.op.name)
+        if n.op.kind is not Kind.COMM and n.op.kind not in FUSIBLE:
+            raise refuse(p, n, f"fuse with {n.op.name}", "elementwise ops, reductions and views around one collective", f"{n.op.name}, which {n.op.kind.value}", ["overlap(p, ...) pipelines it with the collective instead"])
+
+
+def is_scalar(n: Node) -> bool:
+    return all(t.shape == () or all(s == 1 for s in t.shape) for t in n.types)
+
+
+def _check_collectives(p: Program, nodes: Sequence[Node]) -> None:
+    axes = dict.fromkeys(n.attr("axis") for n in nodes if n.op.kind is Kind.COMM)
+    if len(axes) > 1:
+        raise refuse(p, next(n for n in nodes if n.attr("axis") == list(axes)[1]), "fuse", "collectives along one axis", " and ".join(axes))
+    big = [n for n in nodes if n.op in REDUCING and not is_scalar(n)]
+    if len(big) > 1:
+        repair = [f"merge(p, {', '.join(name_in(p, n) for n in big)}) first"] if works(lambda: merge(p, *big)) else []
+        raise refuse(p, big[1], "fuse", "at most one reduction of tensors in a kernel", f"{len(big)}: {', '.join(name_in(p, n) for n in big)}", repair)
+
+
+def _check_closed(p: Program, nodes: Sequence[Node], verb: str) -> None:
+    through = leaves_and_returns(p, set(nodes))
+    if through is not None:
+        more = [n for n in p.nodes if n in set(nodes) or _between(p, set(nodes), n)]
+        repair = [f"{verb} it together with {', '.join(name_in(p, n) for n in more if n not in nodes)}"] if leaves_and_returns(p, set(more)) is None else []
+        raise refuse(p, through, verb, "no node outside between two members", f"{name_in(p, through)} is computed from the group and needed by it", repair)
+
+
+def _between(p: Program, group: set[Node], node: Node) -> bool:
+    return bool(p.needs(node) & group) and any(node in p.needs(g) for g in group)
+
+
+def _check_apart(p: Program, nodes: Sequence[Node], kind: str) -> None:
+    for g in p.groups:
+        both = [n for n in nodes if n in g.nodes]
+        if g.kind == kind and both:
+            raise refuse(p, both[0], kind, "nodes in no other kernel", f"{name_in(p, both[0])} is in {g.name}")
+
+
+# -- overlap ---------------------------------------------------------------------------------------------------------------------
+
+
+def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | None = None) -> Program:
+    """Stages pipelined in chunks along dim `dim` of the first one's result: while one chunk is sent, the next is computed.
+
+    A stage is a node, or the name of a fused group. Each must read the one before, every node must treat the chunks alone,
+    and both computation and communication must be among them.
+    """
+    groups = {g.name: g for g in p.groups if g.kind == "fuse"}
+    parts = [list(groups[s].nodes) if isinstance(s, str) and s in groups else [p.at(s)] for s in stages]
+    nodes = [n for n in p.nodes if any(n in part for part in parts)]
+    what = "overlap"
+    if len(parts) < 2 or chunks < 2:
+        raise InvalidTransform("overlap of one stage or one chunk", needed="two or more stages and chunks", found=f"{len(parts)} stages, {chunks} chunks")
+    for before, after in zip(parts, parts[1:], strict=False):
+        if not any(a in before for n in after for a in n.args):
+            raise refuse(p, after[0], what, f"{name_in(p, after[0])} to read {name_in(p, before[-1])}", f"it reads {', '.join(name_in(p, a) for a in after[0].args) or 'nothing'}")
+    kinds = {n.op.kind is Kind.COMM and n.op.wire(2) > 0 for n in nodes}
+    if len(kinds) < 2:
+        raise refuse(p, nodes[0], what, "computation and communication among the stages", "only one of them" if not kinds or kinds == {False} else "only communication") if kinds != {True} else _only_comm(p, nodes)
+    _check_closed(p, nodes, what)
+    _check_apart(p, nodes, what)
+    _check_chunks(p, parts, nodes, dim, chunks)
+    group = Group("overlap", name or f"o{len(p.groups)}", tuple(nodes), (("chunks", chunks), ("dim", dim)))
+    return _with_group(p, group, f"overlap {', '.join(n.op.name for n in nodes[:3])}... in {chunks} chunks along dim {dim}")
+
+
+def _only_comm(p: Program, nodes: Sequence[Node]) -> InvalidTransform:
+    return refuse(p, nodes[0], "overlap", "computation and communication, or two kinds of link", "only collectives along one axis")
+
+
+def _check_chunks(p: Program, parts: Sequence[Sequence[Node]], nodes: Sequence[Node], dim: int, chunks: int) -> None:
+    """Follows the chunked dim through every node."""
+    first = parts[0][0]
+    if not 0 <= dim < len(first.types[0].shape) or first.types[0].shape[dim] < chunks:
+        raise refuse(p, first, "overlap", f"a dim of at least {chunks} indices", f"dim {dim} of {list(first.types[0].shape)}")
+    where: dict[Node, int] = {}
+    for n in nodes:
+        if not any(a in where for a in n.args):
+            where[n] = dim
+            if n.op.kind is not Kind.COMM and not _can_start(n, dim):
+                raise refuse(p, n, "overlap", f"{n.op.name} to make chunks of dim {dim} one at a time", f"it needs all of its operands for each, or cuts dim {dim} otherwise", _start_dims(n, dim))
+            continue
+        out = _follow_dim(n, where)
+        if out is None:
+            raise refuse(p, n, "overlap", f"{n.op.name} to treat each chunk alone", f"{n.op.name} needs the chunked dim whole")
+        where[n] = out
+
+
+def _can_start(n: Node, dim: int) -> bool:
+    eq = equation_of(n)
+    if eq is None:
+        return n.op.name in ("reshape", "expand")
+    label = eq.outs[0][dim]
+    return bool(eq.dims_of(label)) and label not in eq.whole
+
+
+def _start_dims(n: Node, dim: int) -> list[str]:
+    return [f"overlap(..., dim={d})" for d in range(len(n.types[0].shape)) if d != dim and _can_start(n, d)][:2]
+
+
+def _follow_dim(n: Node, where: dict[Node, int]) -> int | None:
+    """The dim along which the node's result comes in chunks, given its operands'."""
+    k = next(i for i, a in enumerate(n.args) if a in where)
+    d = where[n.args[k]]
+    if n.op.kind is Kind.COMM:
+        return d
+    eq = equation_of(n)
+    if eq is None:
+        same = n.args[k].shape[: d + 1] == n.types[0].shape[: d + 1]
+        return d if same else None
+    label = eq.label(k, d)
+    if label in eq.whole or label not in eq.outs[0]:
+        return None
+    agree = all(eq.ins[i][where[a]] == label for i, a in enumerate(n.args) if a in where and label in eq.ins[i])
+    return eq.outs[0].index(label) if agree else None
+
+
+__all__ = ["P", "fuse", "is_scalar", "overlap"]

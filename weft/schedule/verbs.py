@@ -1,0 +1,459 @@
+"""The verbs: each takes a program and a place and gives a program that denotes the same.
+
+A verb is a rule of `rewrite.communicate` applied at a place, or refused: with what was needed, what was found, and repairs
+that were tried and work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from weft.core.errors import InvalidTransform, LayoutError, TypeMismatch
+from weft.core.layout import P, Replicated, S
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.core.text import excerpt, node_names
+from weft.ops import comm
+from weft.ops.registry import Kind, equation_of, nbytes
+from weft.ops.source import input_node
+from weft.rewrite import communicate as rules
+from weft.rewrite.engine import apply_rule
+
+Place = Node | str
+
+
+def name_in(p: Program, node: Node) -> str:
+    return node_names(p).get(node, node.op.name)
+
+
+def refuse(p: Program, node: Node, what: str, needed: str, found: str, repairs: Iterable[str] = ()) -> InvalidTransform:
+    return InvalidTransform(
+        f"{what} is not valid here", needed=needed, found=found, try_=list(repairs), program=excerpt(p, node), where=p.lines.get(node) or None
+    )
+
+
+def works(attempt: Callable[[], Any]) -> bool:
+    """Whether a repair really passes."""
+    try:
+        attempt()
+    except (InvalidTransform, TypeMismatch, LayoutError):
+        return False
+    return True
+
+
+def expect(p: Program, place: Place, verb: str, *ops: Any) -> Node:
+    """The node at a place, which must be a single-tensor use of one of the ops."""
+    node = p.at(place)
+    names = " or ".join(op.name for op in ops)
+    if node.op not in ops:
+        others = [name_in(p, n) for op in ops for n in p.find_all(op.name)]
+        repairs = [f"{verb}(p, p.find_all({n.op.name!r})[{k}], ...)" for op in ops for k, n in enumerate(p.find_all(op.name)) if others][:2]
+        raise refuse(p, node, f"{verb} of {node.op.name}", f"a node of {names}", node.op.name, repairs)
+    if len(node.args) != 1:
+        raise refuse(p, node, f"{verb} of a merged {node.op.name}", f"{names} of one tensor", f"{len(node.args)} tensors")
+    return node
+
+
+# -- split ---------------------------------------------------------------------------------------------------------------------
+
+
+def split(p: Program, at: Place, *, dim: int | None = None, within: int | None = None, root: int | None = None) -> Program:
+    """An all_reduce in two halves.
+
+        all_reduce(x)   ->   all_gather(reduce_scatter(x, dim))        with dim
+        all_reduce(x)   ->   broadcast(reduce(x, root))                with root
+
+    Valid for any dim that no later mesh axis cuts.
+    """
+    node = expect(p, at, "split", comm.all_reduce)
+    if (dim is None) == (root is None):
+        raise refuse(p, node, "split", "dim= (reduce_scatter and all_gather) or root= (reduce and broadcast), and one of them", "both" if dim is not None else "neither")
+    if root is not None:
+        return apply_rule(p, rules.split_root(node, root), [node], f"split {name_in(p, node)} at root {root}")
+    assert dim is not None
+    step = f"split {name_in(p, node)} along dim {dim}"
+    try:
+        return apply_rule(p, rules.split_scatter(node, dim, within), [node], step)
+    except InvalidTransform as e:
+        fits = [d for d in range(node.ndim) if d != dim and works(lambda d=d: apply_rule(p, rules.split_scatter(node, d), [node], step))]
+        e2 = InvalidTransform(e.message, needed=e.needed, found=e.found, program=e.program, where=e.where,
+                              try_=[*[f"split(p, {name_in(p, node)}, dim={d})" for d in fits[:2]], *([] if fits else ["split(p, ..., root=0)"])])  # fmt: skip
+        raise e2 from e
+
+
+# -- sink and hoist ------------------------------------------------------------------------------------------------------------
+
+
+def sink(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None) -> Program:
+    """A gather, or a slice, moved after the ops that read it.
+
+        f(all_gather(x), y)      ->   all_gather(f(x, slice(y)))       f treats each slice alone
+        sum(all_gather(x))       ->   all_reduce(sum(x))               a reduction of the cut dim brings its own
+        f(slice(x), slice(y))    ->   slice(f(x, y))
+
+    `past` are the ops to pass, or all that can be passed when it is left out. A gather still read elsewhere stays there too.
+    """
+    node = expect(p, at, "sink", comm.all_gather, comm.slice_)
+    step = _sink_slice if node.op is comm.slice_ else _sink_gather
+    return _move(p, node, past, step, "sink")
+
+
+def _move(p: Program, node: Node, past: Any, step: Callable[[Program, Node, str], Program], verb: str) -> Program:
+    """One op after the other, in program order, as long as something moves."""
+    axis = node.attr("axis")
+    asked = None if past is None else [p.at(x) for x in (past if isinstance(past, (list, tuple, set)) else [past])]
+    q, moved, alive = p, 0, [node]
+    while True:
+        todo = [f for f in _readers(q, alive, node.op) if asked is None or any(q._follow(a) is f for a in asked)]
+        done = None
+        for f in todo:
+            try:
+                done = step(q, f, axis)
+                alive = [n for n in (*(done._follow(a) for a in alive), done.moved.get(f)) if n is not None]
+                break
+            except (InvalidTransform, TypeMismatch, LayoutError):
+                if asked is not None and not moved and len(asked) == 1:
+                    raise
+        if done is None:
+            break
+        q, moved = done, moved + 1
+    if not moved:
+        _nothing_moved(p, node, asked, step, axis, verb)
+    return _as_one_step(p, q, f"{verb} {name_in(p, node)} past {moved} op{'s' if moved > 1 else ''}")
+
+
+def _readers(p: Program, alive: Sequence[Node], op: Any) -> list[Node]:
+    found = [f for g in alive if g in p.node_set and g.op is op for f in p.users[g] if f.op.kind is not Kind.COMM and len(f.types) == 1]
+    order = {n: i for i, n in enumerate(p.nodes)}
+    return sorted(dict.fromkeys(found), key=order.__getitem__)
+
+
+def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, verb: str) -> None:
+    readers = [f for f in p.users[node] if f.op.kind is not Kind.COMM]
+    if asked is not None and not any(f in readers for f in asked):
+        raise refuse(p, node, f"{verb} {name_in(p, node)}", "an op in `past` that reads it", f"none of {', '.join(name_in(p, f) for f in asked) or 'nothing'} does",
+                     [f"{verb}(p, {name_in(p, node)}, past={name_in(p, f)})" for f in readers if works(lambda f=f: step(p, f, axis))][:2])  # fmt: skip
+    if not readers:
+        raise refuse(p, node, f"{verb} {name_in(p, node)}", "an op after it to pass", "only outputs or communication read it")
+    step(p, readers[0], axis)  # raises its own reason
+
+
+def _as_one_step(p: Program, q: Program, step: str) -> Program:
+    """The steps between two programs told as one."""
+    from dataclasses import replace
+
+    moved = {n: after for n in p.nodes if (after := _through(q, p, n)) is not None}
+    return replace(q, parent=p, step=step, moved=moved)
+
+
+def _through(q: Program, p: Program, node: Node) -> Node | None:
+    if q is p:
+        return node
+    before = _through(q.parent, p, node) if q.parent is not None else None
+    return None if before is None else q.moved.get(before)
+
+
+def _sink_gather(p: Program, f: Node, axis: str) -> Program:
+    gathered = [k for k, a in enumerate(f.args) if a.op is comm.all_gather and a.attr("axis") == axis and len(a.args) == 1]
+    first = f.args[gathered[0]]
+    cut = rules.cut_of(first.args[0].layout, axis)
+    assert cut is not None
+    what = f"sink {name_in(p, first)} past {f.op.name}"
+    eq = equation_of(f)
+    if eq is not None:
+        label = rules.label_of(eq, gathered[0], cut)
+        if label not in eq.outs[0] and f.op.kind is not Kind.REDUCE or label in eq.whole:
+            verb = "sums over" if label not in eq.whole else "needs the whole of"
+            raise refuse(p, f, what, f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone", f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}", _other_dims(p, first, f, axis))
+        gathered = [k for k in gathered if _cut_alike(f, eq, k, axis, label)]
+    return apply_rule(p, rules.sink_gather(f, gathered, axis), [f], what)
+
+
+def _cut_alike(f: Node, eq: Any, k: int, axis: str, label: str) -> bool:
+    cut = rules.cut_of(f.args[k].args[0].layout, axis)
+    return cut is not None and rules.label_of(eq, k, cut) == label
+
+
+def _other_dims(p: Program, gather: Node, f: Node, axis: str) -> list[str]:
+    """Splits along another dim after which the gather does pass."""
+    scatter = gather.args[0]
+    if scatter.op is not comm.reduce_scatter:
+        return []
+    whole = apply_rule(p, rules.unsplit(gather), [gather], "unsplit")
+    reduced = whole.at(whole.moved[gather])
+    out = []
+    for d in range(gather.ndim):
+        if d != scatter.attr("dim"):
+            def attempt(d: int = d) -> Program:
+                q = apply_rule(whole, rules.split_scatter(reduced, d), [reduced], "split")
+                return _sink_gather(q, q.at(whole.moved[f]), axis)
+
+            if works(attempt):
+                out.append(f"split(p, ..., dim={d})   # tried: the gather then sinks past this {f.op.name}")
+    return out[:2]
+
+
+def _sink_slice(p: Program, f: Node, axis: str) -> Program:
+    first = next(a for a in f.args if a.op is comm.slice_ and a.attr("axis") == axis)
+    what = f"sink {name_in(p, first)} past {f.op.name}"
+    whole = [k for k, a in enumerate(f.args) if isinstance(a.type.on(axis), S) and not (a.op is comm.slice_ and a.attr("axis") == axis)]
+    if whole:
+        raise refuse(p, f, what, f"every operand cut along {axis} to be a slice", f"operand {whole[0]} is {f.args[whole[0]].op.name}, cut already")
+    if not isinstance(f.types[0].on(axis), S):
+        raise refuse(p, f, what, f"{f.op.name} to keep the cut along {axis}", f"its result is {axis}:{f.types[0].on(axis)}")
+    return apply_rule(p, rules.sink_slice(f, axis), [f], what)
+
+
+def hoist(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None) -> Program:
+    """A gather, or a slice, moved before the op it reads.
+
+        all_gather(f(x, y))      ->   f(all_gather(x), all_gather(y))
+        slice(f(x, y))           ->   f(slice(x), slice(y))
+
+    `past` names how far: the ops to pass, or just the one it reads when it is left out.
+    """
+    node = expect(p, at, "hoist", comm.all_gather, comm.slice_)
+    asked = [node.args[0]] if past is None else [p.at(x) for x in (past if isinstance(past, (list, tuple, set)) else [past])]
+    q, todo, moved = p, [node], 0
+    while todo:
+        g = q._follow(todo.pop())
+        if g is None or g.op is not node.op or not any(q._follow(a) is g.args[0] for a in asked):
+            continue
+        q = _hoist_one(q, g)
+        moved += 1
+        new = q.moved[g]
+        todo += [a for a in new.args if a.op is node.op and a.attr("axis") == node.attr("axis")]
+    if not moved:
+        raise refuse(p, node, f"hoist {name_in(p, node)}", "`past` to name the op it reads", f"it reads {name_in(p, node.args[0])}", [f"hoist(p, {name_in(p, node)})"] if works(lambda: _hoist_one(p, node)) else [])
+    return _as_one_step(p, q, f"hoist {name_in(p, node)} past {moved} op{'s' if moved > 1 else ''}")
+
+
+def _hoist_one(p: Program, node: Node) -> Program:
+    f = node.args[0]
+    what = f"hoist {name_in(p, node)} past {f.op.name}"
+    if f.op.kind in (Kind.COMM, Kind.SOURCE) or len(f.types) != 1 or f.op.name == "item":
+        raise refuse(p, node, what, "an op that computes one value from others", f"{f.op.name}")
+    r = rules.hoist_slice(node) if node.op is comm.slice_ else rules.hoist_gather(node)
+    return apply_rule(p, r, [node], what)
+
+
+# -- delay ---------------------------------------------------------------------------------------------------------------------
+
+
+def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
+    """A reduction moved after a linear op that reads it.
+
+        f(all_reduce(x), w)                  ->   all_reduce(f(x, w))             f linear in x
+        all_reduce(x) + all_reduce(y)        ->   all_reduce(x + y)
+        f(reduce_scatter(x), slice(y))       ->   reduce_scatter(f(x, y))         f slice-wise too
+    """
+    node = expect(p, at, "delay", comm.all_reduce, comm.reduce_scatter)
+    readers = [f for f in p.users[node] if len(f.types) == 1]
+    f = p.at(past) if past is not None else next(iter(readers), None)
+    what = f"delay {name_in(p, node)}"
+    if f is None or f not in readers:
+        raise refuse(p, node, what, "an op that reads it", "none" if f is None else f"{name_in(p, f)} does not", [f"delay(p, {name_in(p, node)}, past={name_in(p, r)})" for r in readers][:2])
+    axis = node.attr("axis")
+    sets = rules.reducible_sets(f, axis, node.op)
+    make = rules.delay_sum if node.op is comm.all_reduce else rules.delay_scatter
+    for chosen in sets:
+        if works(lambda chosen=chosen: apply_rule(p, make(f, chosen), [f], what)):
+            return apply_rule(p, make(f, chosen), [f], f"{what} past {f.op.name}")
+    raise refuse(p, f, f"{what} past {f.op.name}", f"{f.op.name} to be linear in {name_in(p, node)} with its other operands whole along {axis}", _why_not_linear(p, f, node, bool(sets)))
+
+
+def _why_not_linear(p: Program, f: Node, node: Node, some: bool) -> str:
+    if some:
+        return f"another operand of {f.op.name} is cut along {node.attr('axis')}"
+    others = [name_in(p, a) if a.op.name != "const" else repr(a.attr("value")) for a in f.args if a is not node]
+    return f"{f.op.name} is not linear in it alone" + (f": {', '.join(others)} would be counted once per rank" if f.op.name in ("add", "sub") else "")
+
+
+# -- state ---------------------------------------------------------------------------------------------------------------------
+
+
+def shard_state(p: Program, *names: str) -> Program:
+    """State that is only ever used in slices, stored in slices.
+
+        m: R;  slice(m) ... m' = all_gather(u)     ->     m: S;  m ... m' = u
+
+    Valid when every use of the input is the same slice, or an elementwise op that is only read in such slices, and its next
+    value is the gather of a value cut alike.
+    """
+    q = p
+    for name in names:
+        if name not in [i for _, i in p.state]:
+            held = [i for _, i in p.state]
+            raise InvalidTransform(f"shard_state of {name!r}", needed=f"state of the program, one of {', '.join(held) or '(none)'}", found=name)
+        q = _shard_one(_slices_up(q, name), name)
+    return _as_one_step(p, q, f"shard_state {', '.join(names)}")
+
+
+def _slices_up(p: Program, name: str) -> Program:
+    """Slices of what is computed from the input hoisted until they slice the input itself, as far as that goes."""
+    while True:
+        m = p.input_names[name]
+        whole = [u for u in p.users[m] if u.op.kind in (Kind.POINTWISE, Kind.VIEW)]
+        near = [s for u in whole for s in p.users[u] if s.op is comm.slice_] or [
+            s for s in p.find_all("slice") if s.args[0] not in p.inputs and m in p.needs(s.args[0]) and s.args[0].op.kind in (Kind.POINTWISE, Kind.VIEW)
+        ]
+        q = next((q for s in near if (q := _try_hoist(p, s)) is not None), None)
+        if q is None:
+            return p
+        p = q
+
+
+def _try_hoist(p: Program, node: Node) -> Program | None:
+    try:
+        return _hoist_one(p, node)
+    except (InvalidTransform, TypeMismatch, LayoutError):
+        return None
+
+
+def _shard_one(p: Program, name: str) -> Program:
+    outs = [o for o, i in p.state if i == name]
+    m, out = p.input_names[name], p.output_names[outs[0]]
+    uses = p.users[m]
+    what = f"shard_state {name}"
+    whole = [u for u in uses if u.op is not comm.slice_]
+    if not uses or whole or len(set(uses)) != 1:
+        needed = f"every use of {name} to be one and the same slice"
+        found = f"{name_in(p, whole[0])} reads the whole of it" if whole else f"{len(uses)} different slices" if uses else "no use"
+        raise refuse(p, whole[0] if whole else m, what, needed, found, _sinkable(p, name) if whole else ())
+    (cut,) = uses
+    if out.op is not comm.all_gather or out.args[0].type != cut.type:
+        raise refuse(p, out, what, f"the next value of {name} to be gathered from {cut.type}", f"{out.op.name} of {', '.join(str(a.type) for a in out.args)}")
+    small = input_node(name, cut.type)
+    q = p.rewrite({cut: small}, what, inputs={m: small})
+    target = q.moved[out.args[0]]
+    outputs = [(o, target if o == outs[0] else n) for o, n in q.outputs]
+    return _as_one_step(p, q.with_outputs(outputs, what), what)
+
+
+def _sinkable(p: Program, name: str) -> list[str]:
+    gathers = [g for g in p.find_all("all_gather") if works(lambda g=g: shard_state(sink(p, g), name))]
+    return [f"shard_state(sink(p, {name_in(p, g)}), {name!r})" for g in gathers[:1]]
+
+
+# -- drop_dead -----------------------------------------------------------------------------------------------------------------
+
+
+def drop_dead(p: Program, *outputs: str) -> Program:
+    """What nothing reads, dropped: the outputs named, inverse pairs of layout changes, inputs no longer used.
+
+        slice(all_gather(x))   ->   x            all_gather(slice(x))   ->   x
+    """
+    unknown = [o for o in outputs if o not in p.output_names]
+    if unknown or (outputs and len(outputs) == len(p.outputs)):
+        raise InvalidTransform(f"drop_dead of {', '.join(outputs)}", needed=f"some, not all, of the outputs {', '.join(p.output_names)}", found=unknown[0] if unknown else "all of them")
+    q = p
+    if outputs:
+        state = [(o, i) for o, i in p.state if o not in outputs]
+        q = p.with_outputs([(o, n) for o, n in p.outputs if o not in outputs], "drop outputs", state=state)
+    q = _cancel_pairs(q)
+    kept_state = {i for _, i in q.state}
+    dead = [n for n in q.inputs if not q.users[n] and not q.outputs_of(n) and n.attr("name") not in kept_state]
+    if dead:
+        q = q.with_outputs(q.outputs, "drop inputs", inputs=[n for n in q.inputs if n not in dead])
+    if q is p:
+        raise InvalidTransform(f"drop_dead has nothing to drop in {p.name}", needed="an output to drop, an inverse pair, or an unread input", found="none")
+    return _as_one_step(p, q, "drop_dead" + (f" {', '.join(outputs)}" if outputs else ""))
+
+
+_PAIRS = ((comm.slice_, comm.all_gather, rules.cancel_slice_gather), (comm.all_gather, comm.slice_, rules.cancel_gather_slice))
+
+
+def _cancel_pairs(p: Program) -> Program:
+    """Every inverse pair taken out, one after the other."""
+    while True:
+        for node in p.nodes:
+            rule = next((r for outer, inner, r in _PAIRS if node.op is outer and len(node.args) == 1 and node.args[0].op is inner), None)
+            if rule is not None and len(node.args[0].args) == 1 and node.args[0].args[0].types == node.types:
+                p = apply_rule(p, rule(node), [node], "cancel")
+                break
+        else:
+            return p
+
+
+# -- several collectives at once -----------------------------------------------------------------------------------------------------
+
+MERGEABLE = (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.all_to_all, comm.broadcast, comm.reduce_, comm.send)
+
+
+def merge(p: Program, *places: Place) -> Program:
+    """Collectives of one kind over one axis, made one call over several tensors.
+
+        all_reduce(x), all_reduce(y)   ->   all_reduce(x, y)
+
+    Valid when none of them waits for another.
+    """
+    nodes = _alike(p, places, "merge", MERGEABLE)
+    return apply_rule(p, rules.merge_all(nodes), nodes, f"merge {', '.join(name_in(p, n) for n in nodes)}")
+
+
+def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
+    """All_reduces of several tensors, made one over their flattened concatenation; `max_bytes` bounds each bucket.
+
+        all_reduce(x), all_reduce(y)   ->   pieces of all_reduce(concat(x, y))
+    """
+    nodes = _alike(p, places, "bucket", (comm.all_reduce,))
+    q = p
+    for group in _by_size(nodes, max_bytes):
+        here = [q.at(n) for n in group]
+        if len(here) > 1:
+            q = apply_rule(q, rules.bucket_all(here), here, "bucket")
+    if q is p:
+        raise refuse(p, nodes[0], "bucket", "two tensors that fit one bucket", f"max_bytes={max_bytes}", ["bucket(p, ..., max_bytes=None)"])
+    return _as_one_step(p, q, f"bucket {', '.join(name_in(p, n) for n in nodes)}")
+
+
+def _by_size(nodes: Sequence[Node], max_bytes: int | None) -> list[list[Node]]:
+    groups: list[list[Node]] = [[]]
+    size = 0
+    for n in nodes:
+        if groups[-1] and max_bytes is not None and size + nbytes(n.type) > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(n)
+        size += nbytes(n.type)
+    return groups
+
+
+def _alike(p: Program, places: Sequence[Place], verb: str, ops: Sequence[Any]) -> list[Node]:
+    nodes = [expect(p, x, verb, *ops) for x in places]
+    if len(set(nodes)) < 2:
+        raise InvalidTransform(f"{verb} of {len(set(nodes))} collective", needed="two or more", found=str(len(set(nodes))))
+    for n in nodes[1:]:
+        if n.op is not nodes[0].op or n.attrs != nodes[0].attrs:
+            raise refuse(p, n, f"{verb} with {name_in(p, nodes[0])}", f"{nodes[0].op.name} with {dict(nodes[0].attrs)}", f"{n.op.name} with {dict(n.attrs)}")
+    for a in nodes:
+        waits = [b for b in nodes if b is not a and b in p.needs(a)]
+        if waits:
+            raise refuse(p, a, verb, "collectives that do not wait for one another", f"{name_in(p, a)} needs {name_in(p, waits[0])}")
+    return nodes
+
+
+def by_hierarchy(p: Program, at: Place, *, inside: str, dim: int = 0) -> Program:
+    """A sum over two axes, done inside the node first and across nodes on slices.
+
+        all_reduce(all_reduce(x, a), b)   ->   all_gather(all_reduce(reduce_scatter(x, inside), across), inside)
+    """
+    node = expect(p, at, "by_hierarchy", comm.all_reduce)
+    inner = node.args[0]
+    p.mesh.require(inside)
+    if inner.op is not comm.all_reduce or len(inner.args) != 1 or inside not in (node.attr("axis"), inner.attr("axis")):
+        after = [u for u in p.users[node] if u.op is comm.all_reduce]
+        raise refuse(p, node, "by_hierarchy", f"an all_reduce of an all_reduce, one of them along {inside}", f"{node.op.name} along {node.attr('axis')} of {inner.op.name}",
+                     [f"by_hierarchy(p, {name_in(p, u)}, inside={inside!r})" for u in after if works(lambda u=u: by_hierarchy(p, u, inside=inside, dim=dim))])  # fmt: skip
+    return apply_rule(p, rules.hierarchy(node, inside, dim), [node], f"by_hierarchy {name_in(p, node)} inside {inside}")
+
+
+def undo(p: Program) -> Program:
+    """The program before the last step."""
+    if p.parent is None:
+        raise InvalidTransform(f"{p.name} has no step to undo", needed="a program made by a verb", found="one as it was written")
+    return p.parent
+
+
+__all__ = ["P", "Replicated", "bucket", "by_hierarchy", "delay", "drop_dead", "hoist", "merge", "shard_state", "sink", "split", "undo"]
