@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weft.core.errors import InvalidProgram, WeftError
-from weft.core.layout import Layout, O, P, S
+from weft.core.layout import Layout, O, P, R, S
 from weft.core.node import Node, Type
 from weft.core.program import Program
 from weft.ops.comm import REDUCE
@@ -114,11 +114,15 @@ def distribute(value: torch.Tensor, type_: Type, seed: int = 0, prime: int | Non
     locals_: list[Any] = [take_local(value, layout, at).clone() if layout.present(at) else None for at in places]
     gen = torch.Generator().manual_seed(seed)
     for axis, place in layout.held:
-        if isinstance(place, P):
-            for group in layout.mesh.groups(axis):
-                if locals_[group[0]] is not None:
-                    for r, term in zip(group, _terms(locals_[group[0]], len(group), place.op, gen, prime), strict=True):
-                        locals_[r] = term
+        drawn: dict[Any, list[torch.Tensor]] = {}
+        for group in layout.mesh.groups(axis) if isinstance(place, P) else ():
+            x = locals_[group[0]]
+            if x is not None:
+                apart = tuple(c for a, c in places[group[0]].items() if layout.placement(a) != R)
+                if apart not in drawn:  # replicas hold the same terms
+                    drawn[apart] = _terms(x, len(group), place.op, gen, prime)
+                for r, term in zip(group, drawn[apart], strict=True):
+                    locals_[r] = term
     return locals_
 
 

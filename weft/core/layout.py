@@ -486,7 +486,8 @@ class Layout:
 def split_at(dim: Dim, within: int, mesh: Mesh) -> tuple[Dim, Dim] | None:
     """The dim as outer x `within`, no cut straddling; None where that cannot be."""
     atoms, lone = finest(dim, mesh)
-    outer, inner, need = list(atoms), [], within
+    outer, need = list(atoms), within
+    inner: list[Atom] = []
     while need > 1 and outer:
         atom = outer.pop()
         if need % atom.size == 0:
