@@ -234,3 +234,18 @@ def hierarchy(node: Node, inside: str, dim: int) -> Rule:
     across = next(a for a in (node.attr("axis"), inner.attr("axis")) if a != inside)
     part = comm.all_reduce(comm.reduce_scatter(x, axis=inside, dim=dim), axis=across)
     return rule("by_hierarchy", call(node, call(inner, x)), comm.all_gather(part, axis=inside))
+
+
+# -- cuts from nothing -------------------------------------------------------------------------------------------------------------
+
+
+def cut_whole(node: Node, axis: str, dim: int, within: int | None = None) -> Rule:
+    """x  ->  all_gather(slice(x))"""
+    x = Hole("x", node.type)
+    return rule("cut", x, comm.all_gather(comm.slice_(x, axis=axis, dim=dim, within=within), axis=axis))
+
+
+def turn_gather(node: Node, dim: int, within: int | None = None) -> Rule:
+    """all_gather(x)  ->  all_gather(all_to_all(x)), which leaves it cut along another dim"""
+    x, axis = Hole("x"), node.attr("axis")
+    return rule("turn", call(node, x), call(node, comm.all_to_all(x, axis=axis, dim=dim, within=within)))

@@ -102,9 +102,7 @@ def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | N
     for before, after in zip(parts, parts[1:], strict=False):
         if not any(a in before for n in after for a in n.args):
             raise refuse(p, after[0], what, f"{name_in(p, after[0])} to read {name_in(p, before[-1])}", f"it reads {', '.join(name_in(p, a) for a in after[0].args) or 'nothing'}")
-    kinds = {n.op.kind is Kind.COMM and n.op.wire(2) > 0 for n in nodes}
-    if len(kinds) < 2:
-        raise refuse(p, nodes[0], what, "computation and communication among the stages", "only one of them" if not kinds or kinds == {False} else "only communication") if kinds != {True} else _only_comm(p, nodes)
+    _check_resources(p, nodes)
     _check_closed(p, nodes, what)
     _check_apart(p, nodes, what)
     _check_chunks(p, parts, nodes, dim, chunks)
@@ -112,8 +110,11 @@ def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | N
     return _with_group(p, group, f"overlap {', '.join(n.op.name for n in nodes[:3])}... in {chunks} chunks along dim {dim}")
 
 
-def _only_comm(p: Program, nodes: Sequence[Node]) -> InvalidTransform:
-    return refuse(p, nodes[0], "overlap", "computation and communication, or two kinds of link", "only collectives along one axis")
+def _check_resources(p: Program, nodes: Sequence[Node]) -> None:
+    """Overlap pays only where two resources work at once: computation and a link, or links of two axes."""
+    resources = dict.fromkeys(f"axis {n.attr('axis')}" if n.op.kind is Kind.COMM else "computation" for n in nodes if n.op.kind is not Kind.COMM or n.op.wire(2) > 0)
+    if len(resources) < 2:
+        raise refuse(p, nodes[0], "overlap", "computation and communication, or communication along two axes", f"only {', '.join(resources) or 'slices'}")
 
 
 def _check_chunks(p: Program, parts: Sequence[Sequence[Node]], nodes: Sequence[Node], dim: int, chunks: int) -> None:

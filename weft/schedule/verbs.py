@@ -7,6 +7,8 @@ that were tried and work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from weft.core.errors import InvalidTransform, LayoutError, TypeMismatch
@@ -85,17 +87,18 @@ def split(p: Program, at: Place, *, dim: int | None = None, within: int | None =
 # -- sink and hoist ------------------------------------------------------------------------------------------------------------
 
 
-def sink(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None) -> Program:
+def sink(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None, summing: bool = False) -> Program:
     """A gather, or a slice, moved after the ops that read it.
 
         f(all_gather(x), y)      ->   all_gather(f(x, slice(y)))       f treats each slice alone
         sum(all_gather(x))       ->   all_reduce(sum(x))               a reduction of the cut dim brings its own
+        all_gather(x) @ y        ->   all_reduce(x @ slice(y))         likewise, where `summing` allows it
         f(slice(x), slice(y))    ->   slice(f(x, y))
 
     `past` are the ops to pass, or all that can be passed when it is left out. A gather still read elsewhere stays there too.
     """
     node = expect(p, at, "sink", comm.all_gather, comm.slice_)
-    step = _sink_slice if node.op is comm.slice_ else _sink_gather
+    step = _sink_slice if node.op is comm.slice_ else partial(_sink_gather, summing=summing)
     return _move(p, node, past, step, "sink")
 
 
@@ -124,13 +127,18 @@ def _move(p: Program, node: Node, past: Any, step: Callable[[Program, Node, str]
 
 
 def _readers(p: Program, alive: Sequence[Node], op: Any) -> list[Node]:
-    found = [f for g in alive if g in p.node_set and g.op is op for f in p.users[g] if f.op.kind is not Kind.COMM and len(f.types) == 1]
+    found = [f for g in alive if g in p.node_set and g.op is op for f in p.users[g] if _passable(f, g)]
     order = {n: i for i, n in enumerate(p.nodes)}
     return sorted(dict.fromkeys(found), key=order.__getitem__)
 
 
+def _passable(f: Node, comm_node: Node) -> bool:
+    """Computation, or communication along another axis."""
+    return len(f.types) == 1 and (f.op.kind is not Kind.COMM or f.attr("axis") != comm_node.attr("axis"))
+
+
 def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, verb: str) -> None:
-    readers = [f for f in p.users[node] if f.op.kind is not Kind.COMM]
+    readers = [f for f in p.users[node] if _passable(f, node)]
     if asked is not None and not any(f in readers for f in asked):
         raise refuse(p, node, f"{verb} {name_in(p, node)}", "an op in `past` that reads it", f"none of {', '.join(name_in(p, f) for f in asked) or 'nothing'} does",
                      [f"{verb}(p, {name_in(p, node)}, past={name_in(p, f)})" for f in readers if works(lambda f=f: step(p, f, axis))][:2])  # fmt: skip
@@ -141,8 +149,6 @@ def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, ver
 
 def _as_one_step(p: Program, q: Program, step: str) -> Program:
     """The steps between two programs told as one."""
-    from dataclasses import replace
-
     moved = {n: after for n in p.nodes if (after := _through(q, p, n)) is not None}
     return replace(q, parent=p, step=step, moved=moved)
 
@@ -154,7 +160,7 @@ def _through(q: Program, p: Program, node: Node) -> Node | None:
     return None if before is None else q.moved.get(before)
 
 
-def _sink_gather(p: Program, f: Node, axis: str) -> Program:
+def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Program:
     gathered = [k for k, a in enumerate(f.args) if a.op is comm.all_gather and a.attr("axis") == axis and len(a.args) == 1]
     first = f.args[gathered[0]]
     cut = rules.cut_of(first.args[0].layout, axis)
@@ -163,7 +169,7 @@ def _sink_gather(p: Program, f: Node, axis: str) -> Program:
     eq = equation_of(f)
     if eq is not None:
         label = rules.label_of(eq, gathered[0], cut)
-        if label not in eq.outs[0] and f.op.kind is not Kind.REDUCE or label in eq.whole:
+        if label in eq.whole or label not in eq.outs[0] and f.op.kind is not Kind.REDUCE and not summing:
             verb = "sums over" if label not in eq.whole else "needs the whole of"
             raise refuse(p, f, what, f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone", f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}", _other_dims(p, first, f, axis))
         gathered = [k for k in gathered if _cut_alike(f, eq, k, axis, label)]
@@ -273,21 +279,38 @@ def _why_not_linear(p: Program, f: Node, node: Node, some: bool) -> str:
 # -- state ---------------------------------------------------------------------------------------------------------------------
 
 
-def shard_state(p: Program, *names: str) -> Program:
-    """State that is only ever used in slices, stored in slices.
+def shard_state(p: Program, *names: str, gather: bool = False) -> Program:
+    """State that is only ever used in slices, stored in slices. Inputs that are no state, as weights to be read, likewise.
 
         m: R;  slice(m) ... m' = all_gather(u)     ->     m: S;  m ... m' = u
+        w: R;  f(w) ...     w' = all_gather(u)     ->     w: S;  f(all_gather(w)) ... w' = u       with gather=True
 
     Valid when every use of the input is the same slice, or an elementwise op that is only read in such slices, and its next
     value is the gather of a value cut alike.
     """
     q = p
     for name in names:
-        if name not in [i for _, i in p.state]:
-            held = [i for _, i in p.state]
-            raise InvalidTransform(f"shard_state of {name!r}", needed=f"state of the program, one of {', '.join(held) or '(none)'}", found=name)
-        q = _shard_one(_slices_up(q, name), name)
+        if name not in p.input_names:
+            raise InvalidTransform(f"shard_state of {name!r}", needed=f"an input, one of {', '.join(p.input_names)}", found=name)
+        q = _gather_at_use(q, name) if gather else _slices_up(q, name)
+        q = _shard_one(q, name)
     return _as_one_step(p, q, f"shard_state {', '.join(names)}")
+
+
+def _gather_at_use(p: Program, name: str) -> Program:
+    """The input cut as its next value is, and gathered where it is read; slices of it then are the cut itself."""
+    m = p.input_names[name]
+    cuts = [n for n in (*_next_value(p, name), *p.users[m]) if n.op in (comm.all_gather, comm.slice_)]
+    if not cuts:
+        raise refuse(p, m, f"shard_state {name}", f"a slice of {name}, or a gather that makes its next value, to say how it is cut", "neither")
+    axis = cuts[0].attr("axis")
+    cut = rules.cut_of(cuts[0].layout if cuts[0].op is comm.slice_ else cuts[0].args[0].layout, axis)
+    assert cut is not None
+    return _cancel_pairs(apply_rule(p, rules.cut_whole(m, axis, cut.dim, cut.within), [m], f"cut {name}"))
+
+
+def _next_value(p: Program, name: str) -> list[Node]:
+    return [p.output_names[o] for o, i in p.state if i == name]
 
 
 def _slices_up(p: Program, name: str) -> Program:
@@ -312,23 +335,29 @@ def _try_hoist(p: Program, node: Node) -> Program | None:
 
 
 def _shard_one(p: Program, name: str) -> Program:
-    outs = [o for o, i in p.state if i == name]
-    m, out = p.input_names[name], p.output_names[outs[0]]
-    uses = p.users[m]
+    m, outs = p.input_names[name], [o for o, i in p.state if i == name]
     what = f"shard_state {name}"
+    cut = _the_slice(p, m, name, what)
+    small = input_node(name, cut.type)
+    for out in _next_value(p, name):
+        if out.op is not comm.all_gather or out.args[0].type != cut.type:
+            raise refuse(p, out, what, f"the next value of {name} to be gathered from {cut.type}", f"{out.op.name} of {', '.join(str(a.type) for a in out.args)}")
+    q = p.rewrite({cut: small}, what, inputs={m: small})
+    outputs = [(o, q.moved[p.output_names[o].args[0]] if o in outs else n) for o, n in q.outputs]
+    return _as_one_step(p, q.with_outputs(outputs, what), what)
+
+
+def _the_slice(p: Program, m: Node, name: str, what: str) -> Node:
+    """The one slice through which the input is read."""
+    uses = p.users[m]
     whole = [u for u in uses if u.op is not comm.slice_]
+    if p.outputs_of(m):
+        raise refuse(p, m, what, f"{name} to be read in slices only", f"it is an output as it is: {', '.join(p.outputs_of(m))}")
     if not uses or whole or len(set(uses)) != 1:
         needed = f"every use of {name} to be one and the same slice"
         found = f"{name_in(p, whole[0])} reads the whole of it" if whole else f"{len(uses)} different slices" if uses else "no use"
         raise refuse(p, whole[0] if whole else m, what, needed, found, _sinkable(p, name) if whole else ())
-    (cut,) = uses
-    if out.op is not comm.all_gather or out.args[0].type != cut.type:
-        raise refuse(p, out, what, f"the next value of {name} to be gathered from {cut.type}", f"{out.op.name} of {', '.join(str(a.type) for a in out.args)}")
-    small = input_node(name, cut.type)
-    q = p.rewrite({cut: small}, what, inputs={m: small})
-    target = q.moved[out.args[0]]
-    outputs = [(o, target if o == outs[0] else n) for o, n in q.outputs]
-    return _as_one_step(p, q.with_outputs(outputs, what), what)
+    return uses[0]
 
 
 def _sinkable(p: Program, name: str) -> list[str]:

@@ -1,0 +1,40 @@
+"""Verbs that begin parallelism where there is none yet: `cut` a whole value, `turn` a gather to another dim."""
+
+from __future__ import annotations
+
+from weft.core.errors import InvalidTransform
+from weft.core.layout import Replicated
+from weft.core.program import Program
+from weft.ops import comm
+from weft.rewrite import communicate as rules
+from weft.rewrite.engine import apply_rule
+from weft.schedule.verbs import Place, expect, name_in, refuse, works
+
+
+def cut(p: Program, at: Place, *, axis: str, dim: int, within: int | None = None) -> Program:
+    """A whole value cut and gathered again, so that the gather may then sink.
+
+        x   ->   all_gather(slice(x))
+    """
+    node = p.input_names[at] if isinstance(at, str) and at in p.input_names else p.at(at)
+    p.mesh.require(axis)
+    if not isinstance(node.type.on(axis), Replicated):
+        raise refuse(p, node, f"cut {name_in(p, node)}", f"{axis}:R", str(node.type))
+    return apply_rule(p, rules.cut_whole(node, axis, dim, within), [node], f"cut {name_in(p, node)} along {axis}")
+
+
+def turn(p: Program, at: Place, *, dim: int, within: int | None = None) -> Program:
+    """A gather of another dim: what was cut along one dim is first cut along another.
+
+        all_gather(x)   ->   all_gather(all_to_all(x, dim))
+    """
+    node = expect(p, at, "turn", comm.all_gather)
+    step = f"turn {name_in(p, node)} to dim {dim}"
+    cut_now = rules.cut_of(node.args[0].layout, node.attr("axis"))
+    if cut_now is not None and cut_now.dim == dim and cut_now.within == within:
+        raise refuse(p, node, step, "another dim than it is cut along", f"dim {dim}")
+    try:
+        return apply_rule(p, rules.turn_gather(node, dim, within), [node], step)
+    except InvalidTransform as e:
+        others = [d for d in range(node.ndim) if d != dim and works(lambda d=d: turn(p, node, dim=d))]
+        raise refuse(p, node, step, e.needed or "a dim that may be cut", e.found or str(node.type), [f"turn(p, {name_in(p, node)}, dim={d})" for d in others[:2]]) from e
