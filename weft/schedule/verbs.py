@@ -292,8 +292,8 @@ def shard_state(p: Program, *names: str, gather: bool = False) -> Program:
     for name in names:
         if name not in p.input_names:
             raise InvalidTransform(f"shard_state of {name!r}", needed=f"an input, one of {', '.join(p.input_names)}", found=name)
-        q = _gather_at_use(q, name) if gather else _slices_up(q, name)
-        q = _shard_one(q, name)
+        q = _slices_up(q, name)
+        q = _shard_one(_gather_at_use(q, name) if gather else q, name)
     return _as_one_step(p, q, f"shard_state {', '.join(names)}")
 
 
@@ -306,7 +306,7 @@ def _gather_at_use(p: Program, name: str) -> Program:
     axis = cuts[0].attr("axis")
     cut = rules.cut_of(cuts[0].layout if cuts[0].op is comm.slice_ else cuts[0].args[0].layout, axis)
     assert cut is not None
-    return _cancel_pairs(apply_rule(p, rules.cut_whole(m, axis, cut.dim, cut.within), [m], f"cut {name}"))
+    return _cancel_pairs(apply_rule(p, rules.cut_whole(m, axis, cut.dim, cut.within), [m], f"cut {name}"), _PAIRS[:1])
 
 
 def _next_value(p: Program, name: str) -> list[Node]:
@@ -393,11 +393,11 @@ def drop_dead(p: Program, *outputs: str) -> Program:
 _PAIRS = ((comm.slice_, comm.all_gather, rules.cancel_slice_gather), (comm.all_gather, comm.slice_, rules.cancel_gather_slice))
 
 
-def _cancel_pairs(p: Program) -> Program:
+def _cancel_pairs(p: Program, pairs: Sequence[Any] = _PAIRS) -> Program:
     """Every inverse pair taken out, one after the other."""
     while True:
         for node in p.nodes:
-            rule = next((r for outer, inner, r in _PAIRS if node.op is outer and len(node.args) == 1 and node.args[0].op is inner), None)
+            rule = next((r for outer, inner, r in pairs if node.op is outer and len(node.args) == 1 and node.args[0].op is inner), None)
             if rule is not None and len(node.args[0].args) == 1 and node.args[0].args[0].types == node.types:
                 p = apply_rule(p, rule(node), [node], "cancel")
                 break

@@ -1,0 +1,103 @@
+"""The words of the language, as a user writes them: weft.all_reduce(g, "dp"), weft.sqrt(v), weft.sum(x, dims=0)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.core.node import op_named
+from weft.ops import comm as _comm
+from weft.ops.linalg import einsum, matmul
+from weft.ops.pointwise import (
+    abs_ as abs,
+    cos,
+    dropout,
+    erf,
+    exp,
+    floor,
+    gelu,
+    isfinite,
+    log,
+    maximum,
+    minimum,
+    relu,
+    rsqrt,
+    sigmoid,
+    sign,
+    silu,
+    sin,
+    sqrt,
+    square,
+    tanh,
+    where,
+)
+from weft.ops.reduce import amax, amin, mean
+from weft.ops.shape import concat, expand, narrow, pad, permute, reshape, transpose
+
+
+def sum(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
+    return op_named("sum")(x, dims=dims, keepdim=keepdim)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    return op_named("cast")(x, dtype=dtype)
+
+
+def clamp(x: Any, lo: float | None = None, hi: float | None = None) -> Any:
+    return op_named("clamp")(x, lo=lo, hi=hi)
+
+
+def norm(x: Any) -> Any:
+    """The L2 norm over all dims: the root of a reduced sum of squares. On a cut value its pending sum is reduced first."""
+    return sqrt(_comm.settle(sum(x * x)))
+
+
+def all_reduce(x: Any, *axes: str) -> Any:
+    """P -> R along each axis in turn."""
+    for axis in axes:
+        x = _comm.all_reduce(x, axis=axis)
+    return x
+
+
+def reduce_scatter(x: Any, axis: str, dim: int, within: int | None = None) -> Any:
+    """P -> S(dim)"""
+    return _comm.reduce_scatter(x, axis=axis, dim=dim, within=within)
+
+
+def all_gather(x: Any, axis: str) -> Any:
+    """S -> R"""
+    return _comm.all_gather(x, axis=axis)
+
+
+def all_to_all(x: Any, axis: str, dim: int, within: int | None = None) -> Any:
+    """S -> S(dim)"""
+    return _comm.all_to_all(x, axis=axis, dim=dim, within=within)
+
+
+def slice(x: Any, axis: str, dim: int, within: int | None = None) -> Any:
+    """R -> S(dim), nothing on the wire"""
+    return _comm.slice_(x, axis=axis, dim=dim, within=within)
+
+
+def reduce(x: Any, axis: str, root: int = 0) -> Any:
+    """P -> O(root)"""
+    return _comm.reduce_(x, axis=axis, root=root)
+
+
+def broadcast(x: Any, axis: str) -> Any:
+    """O -> R"""
+    return _comm.broadcast(x, axis=axis)
+
+
+def send(x: Any, axis: str, to: int) -> Any:
+    """O -> O(to): a value moves to another stage"""
+    return _comm.send(x, axis=axis, to=to)
+
+
+reshard, settle = _comm.reshard, _comm.settle
+
+__all__ = [
+    "abs", "all_gather", "all_reduce", "all_to_all", "amax", "amin", "broadcast", "cast", "clamp", "concat", "cos", "dropout", "einsum",
+    "erf", "exp", "expand", "floor", "gelu", "isfinite", "log", "matmul", "maximum", "mean", "minimum", "narrow", "norm", "pad", "permute",
+    "reduce", "reduce_scatter", "relu", "reshape", "reshard", "rsqrt", "send", "settle", "sigmoid", "sign", "silu", "sin", "slice", "sqrt",
+    "square", "sum", "tanh", "transpose", "where",
+]  # fmt: skip

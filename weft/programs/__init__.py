@@ -1,0 +1,1 @@
+"""Complete programs with their schedules: optimizers, transformer blocks, the pipeline boundary."""

@@ -1,0 +1,152 @@
+"""Well-known ways to run a program, each a few public verbs. Nothing here can do what a user could not write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.core.errors import InvalidTransform
+from weft.core.layout import P
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.registry import Kind
+from weft.schedule.groups import FUSIBLE, fuse, is_scalar, overlap
+from weft.schedule.parallel import cut, turn
+from weft.schedule.verbs import hoist, merge, shard_state, sink, split, undo
+
+
+def gradient_sums(p: Program, axis: str) -> list[Node]:
+    """The all_reduces along the axis of whole tensors: scalars, such as norms and losses, are left alone."""
+    return [n for n in p.find_all("all_reduce") if n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1]
+
+
+def scatter_compute_gather(p: Program, axis: str, dim: int = 0) -> Program:
+    """all_reduce ; compute  ->  reduce_scatter ; compute on slices ; all_gather"""
+    for node in gradient_sums(p, axis):
+        p = split(p, node, dim=dim)
+        gather = p.moved[p.parent.at(node)] if p.parent is not None else node
+        p = sink(p, gather)
+    return slice_early(p)
+
+
+def slice_early(p: Program) -> Program:
+    """Slices moved before the elementwise ops that only they read, so that nothing is computed whole and then cut."""
+    while True:
+        late = [s for s in p.find_all("slice") if s.args[0].op.kind is Kind.POINTWISE and all(u.op.name == "slice" for u in p.users[s.args[0]]) and not p.outputs_of(s.args[0])]
+        if not late:
+            return p
+        p = hoist(p, late[0])
+
+
+def states_of(p: Program, but: Sequence[str] = ()) -> list[str]:
+    """Tensors kept from step to step, less those named."""
+    return [i for _, i in p.state if i.split(".")[0] not in but and p.input_names[i].shape != ()]
+
+
+def zero1(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Program:
+    """Optimizer state in slices: each rank updates its slice, and the parameters are gathered."""
+    p = scatter_compute_gather(p, axis, dim)
+    return shard_state(p, *states_of(p, but=(params,)))
+
+
+def zero2(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Program:
+    """ZeRO-1 with gradients in slices too: none is ever whole after its sum. Accumulated gradients are state like any other."""
+    p = zero1(p, axis, params, dim)
+    left = gradient_sums(p, axis)
+    if left:
+        raise InvalidTransform("zero2 leaves a whole gradient", needed="every gradient sum to be scattered", found=f"{len(left)} all_reduces")
+    return p
+
+
+def zero3(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Program:
+    """ZeRO-2 with the parameters in slices too, gathered where they are read whole."""
+    p = zero2(p, axis, params, dim)
+    return shard_state(p, *[i for _, i in p.state if i.split(".")[0] == params], gather=True)
+
+
+def megatron(p: Program, first: Sequence[str], second: Sequence[str], axis: str = "tp") -> Program:
+    """Column then row: the weights in `first` are cut by columns, those in `second` by rows, and one sum is left at the end.
+
+        gelu(x @ w1) @ w2   ->   all_reduce(gelu(x @ w1) @ w2)        w1: S(1), w2: S(0)
+    """
+    for name in first:
+        w = p.input_names[name]
+        p = cut(p, name, axis=axis, dim=w.ndim - 1)
+        p = sink(p, _gather_of(p, name), summing=True)
+    return shard_state(p, *first, *second)
+
+
+def _gather_of(p: Program, name: str) -> Node:
+    """The gather that `cut` has put behind an input."""
+    slices = [s for s in p.users[p.input_names[name]] if s.op.name == "slice"]
+    return next(g for s in slices for g in p.users[s] if g.op.name == "all_gather")
+
+
+def sequence_parallel(p: Program, axis: str = "tp", dim: int = 1) -> Program:
+    """Between the sums and the next products, everything on slices of the sequence.
+
+        all_reduce ; dropout, residual, norm   ->   reduce_scatter ; dropout, residual, norm ; all_gather
+    """
+    return scatter_compute_gather(p, axis, dim)
+
+
+def ring_attention(p: Program, x: str, axis: str = "cp", dim: int = 1, chunks: int | None = None) -> Program:
+    """Context parallelism by ring: queries stay cut along the sequence, keys and values are gathered chunk by chunk under the attention."""
+    p = cut(p, x, axis=axis, dim=dim)
+    p = sink(p, _gather_of(p, x))
+    for att in p.find_all("attention"):
+        gathers = [a for a in att.args if a.op.name == "all_gather" and a.attr("axis") == axis]
+        if len(gathers) > 1:
+            p = merge(p, *gathers)
+    return shard_state(p, x)
+
+
+def all_to_all_attention(p: Program, x: str, axis: str = "cp", dim: int = 1, head_dim: int = 1) -> Program:
+    """Context parallelism by all_to_all: from slices of the sequence to slices of the heads, and back after the attention."""
+    p = ring_free_cut(p, x, axis, dim)
+    for att in p.find_all("attention"):
+        att = p.at(att)
+        for gather in [a for a in att.args if a.op.name == "all_gather" and a.attr("axis") == axis]:
+            p = turn(p, p.at(gather), dim=head_dim)
+        att = p.at(att)
+        first = next(a for a in att.args if a.op.name == "all_gather" and a.attr("axis") == axis)
+        p = sink(p, first, past=att)
+    return p
+
+
+def ring_free_cut(p: Program, x: str, axis: str, dim: int) -> Program:
+    """The input cut along the sequence and its gathers sunk as far as the attention, not into it."""
+    p = cut(p, x, axis=axis, dim=dim)
+    stop = set(p.find_all("attention"))
+    past = [n for n in p.nodes if n not in stop and not any(a in p.needs(n) for a in stop)]
+    return sink(p, _gather_of(p, x), past=past)
+
+
+def sliced_send(p: Program, axis: str = "tp", dim: int = 1) -> Program:
+    """The pipeline boundary in slices: each rank sends its part of the value, which is gathered on the far side.
+
+        all_reduce ; compute ; send   ->   reduce_scatter ; compute ; send ; all_gather
+    """
+    return scatter_compute_gather(p, axis, dim)
+
+
+def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gather") -> Program:
+    """Everything from the scatter to the gathers in one kernel; several scatters, or gathers, are merged first."""
+    for op in (first, last):
+        nodes = [n for n in p.find_all(op) if not is_scalar(n)]
+        if len(nodes) > 1:
+            p = merge(p, *nodes)
+    members = p.between(first, last)
+    states = [n for n in p.nodes if n not in members and (n.op.kind in FUSIBLE or n.op.name == "slice") and n.args and _feeds_only(p, n, members)]
+    return fuse(p, [*members, *states])
+
+
+def _feeds_only(p: Program, node: Node, members: Sequence[Node]) -> bool:
+    """A node the kernel alone reads, so that it may be computed inside."""
+    inside = set(members)
+    return bool(p.users[node]) and all(u in inside or _feeds_only(p, u, members) for u in p.users[node]) and not p.outputs_of(node)
+
+
+__all__ = [
+    "P", "all_to_all_attention", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention", "scatter_compute_gather",
+    "sequence_parallel", "sliced_send", "states_of", "undo", "zero1", "zero2", "zero3",
+]  # fmt: skip
