@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from weft.core.errors import NotDifferentiable, TypeMismatch
 from weft.core.layout import Layout, O, P, Placement, R, Replicated
-from weft.core.node import Node, Type, constant, toposort
+from weft.core.node import Node, Type, constant, make, toposort
 from weft.core.program import Program, new_program
-from weft.ops.comm import reshard, settle
+from weft.ops.comm import is_comm, reshard, settle
 from weft.ops.pointwise import add
 from weft.ops.shape import expand_like
 from weft.ops.source import input_node
@@ -153,7 +153,8 @@ def _push(node: Node, cts: list[Node | None], active: set[Node]) -> list[tuple[S
 
 
 def _pull(node: Node, cts: list[Node | None]) -> Sequence[Node | None]:
-    """The op's vjp; where it cannot take a pending cotangent, on reduced ones."""
+    """The op's vjp, on operands whose pending max or min is done; where it cannot take a pending cotangent, on reduced ones."""
+    node = _with_extremes_done(node)
     full = cts if len(cts) == 1 or node.op.facets.get("sparse_cotangents") else [_or_zero(ct, t) for ct, t in zip(cts, node.types, strict=True)]
     try:
         return node.op.vjp(node, *full)  # type: ignore[no-any-return]
@@ -161,6 +162,14 @@ def _pull(node: Node, cts: list[Node | None]) -> Sequence[Node | None]:
         if all(ct is None or not any(isinstance(p, P) for _, p in ct.layout.held) for ct in full):
             raise
         return node.op.vjp(node, *[settle(ct) if ct is not None else None for ct in full])  # type: ignore[no-any-return]
+
+
+def _with_extremes_done(node: Node) -> Node:
+    """A slope at a pending max is not the max of slopes, so the vjp sees the values themselves."""
+    pending = [len(a.types) == 1 and any(isinstance(p, P) and p.op != "sum" for _, p in a.layout.held) for a in node.args]
+    if is_comm(node) or not any(pending):
+        return node
+    return make(node.op, tuple(settle(a) if wait else a for a, wait in zip(node.args, pending, strict=True)), dict(node.attrs))
 
 
 def _or_zero(ct: Node | None, type_: Type) -> Node | None:

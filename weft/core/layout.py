@@ -436,15 +436,22 @@ class Layout:
             )
         if 0 in shape:
             return self._reshape_empty(shape)
-        atoms, lone = finest(tuple(itertools.chain.from_iterable(self.dims)), self.mesh)
-        left = list(atoms)
+        left = list(finest(tuple(itertools.chain.from_iterable(self.dims)), self.mesh)[0])
         dims = [self._take(left, n, shape) for n in shape]
-        if lone and not shape:
-            raise self._straddle(shape, Atom(1, lone))
-        for axis in lone:  # it cuts single elements only: of any dim, then
-            at = shape.index(1) if 1 in shape else 0
-            dims[at] = canonical((*dims[at], Atom(1, (axis,))), self.mesh)
+        for d, dim in enumerate(self.dims):
+            for axis in finest(dim, self.mesh)[1]:
+                at = self._lone_dim(d, axis, shape)
+                dims[at] = canonical((*dims[at], Atom(1, (axis,))), self.mesh)
         return Layout(self.mesh, tuple(dims), self.held)
+
+    def _lone_dim(self, d: int, axis: str, shape: tuple[int, ...]) -> int:
+        """Where an axis that cuts single elements of dim `d` stays near it: any dim would do."""
+        if not shape:
+            raise self._straddle(shape, Atom(1, (axis,)))
+        before, after = math.prod(self.shape[:d]), math.prod(self.shape[: d + 1])
+        ends = list(itertools.accumulate(shape, lambda x, y: x * y))
+        ones = [j for j, n in enumerate(shape) if n == 1 and ends[j] == before]
+        return ones[0] if before == after and ones else next(j for j, end in enumerate(ends) if end >= after)
 
     def _reshape_empty(self, shape: tuple[int, ...]) -> Layout:
         if any(a.cut for d in self.dims for a in d):

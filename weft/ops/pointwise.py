@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from weft.core.errors import TypeMismatch
-from weft.core.layout import Layout
-from weft.core.node import DTYPE_NAMES, Attrs, Node, Type, constant, dtype_of, op_named
+from weft.core.layout import P
+from weft.core.node import DTYPE_NAMES, Attrs, Node, constant, dtype_of, op_named, user_line
 from weft.ops.registry import ONE, ArgSets, Equation, Kind, Linear, Local, Types, define
 
 EACH: ArgSets = (frozenset({0}), frozenset({1}))
 FIRST: ArgSets = (frozenset({0}),)
+BOTH: ArgSets = (*EACH, frozenset({0, 1}))
 
 
 def elementwise(types: Types, attrs: Attrs) -> Equation:
@@ -80,8 +81,8 @@ def _extreme_vjp(better: str) -> Any:
     return vjp
 
 
-maximum = _binary("maximum", torch.maximum, _extreme_vjp("gt"), monotone=EACH)
-minimum = _binary("minimum", torch.minimum, _extreme_vjp("lt"), monotone=EACH)
+maximum = _binary("maximum", torch.maximum, _extreme_vjp("gt"), monotone={"max": BOTH, "min": EACH})
+minimum = _binary("minimum", torch.minimum, _extreme_vjp("lt"), monotone={"max": EACH, "min": BOTH})
 
 gt = _binary("gt", torch.gt, None, dtype=to_bool)
 ge = _binary("ge", torch.ge, None, dtype=to_bool)
@@ -108,7 +109,14 @@ def _where_vjp(n: Node, ct: Node) -> Any:
 
 
 where = define(
-    "where", kind=Kind.POINTWISE, equation=elementwise, run=torch.where, dtype=_where_dtype, vjp=_where_vjp, linear=(frozenset({1, 2}),), monotone=(frozenset({1}), frozenset({2}))
+    "where",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    run=torch.where,
+    dtype=_where_dtype,
+    vjp=_where_vjp,
+    linear=(frozenset({1, 2}),),
+    monotone=(frozenset({1}), frozenset({2}), frozenset({1, 2})),
 )
 
 
@@ -143,10 +151,12 @@ def _gelu(x: torch.Tensor, tanh: bool = False) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh" if tanh else "none")
 
 
+OF_POSITIVES = {"min": FIRST}  # a positive max may hide negative terms, and they give no number; a positive min hides none
+
 neg = define("neg", kind=Kind.POINTWISE, equation=elementwise, run=torch.neg, linear=Linear.FIRST, vjp=lambda n, ct: (-ct,), field=lambda p, a: (-a) % p)
 exp = _unary("exp", torch.exp, lambda n: n, monotone=FIRST)
-log = _unary("log", torch.log, lambda n: 1.0 / n.args[0], monotone=FIRST)
-sqrt = _unary("sqrt", torch.sqrt, lambda n: 0.5 / n, monotone=FIRST)
+log = _unary("log", torch.log, lambda n: 1.0 / n.args[0], monotone=OF_POSITIVES)
+sqrt = _unary("sqrt", torch.sqrt, lambda n: 0.5 / n, monotone=OF_POSITIVES)
 rsqrt = _unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
 tanh = _unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
 sigmoid = _unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
@@ -172,11 +182,27 @@ def _clamp_slope(n: Node) -> Node:
     return inside
 
 
-clamp = _unary("clamp", lambda x, lo=None, hi=None: torch.clamp(x, lo, hi), _clamp_slope, monotone=FIRST)
+clamp = _unary("clamp", lambda x, lo=None, hi=None: torch.clamp(x, lo, hi), _clamp_slope, monotone=FIRST, normal=lambda attrs: {k: v for k, v in attrs.items() if v is not None})
 
 
 def _cast_normal(attrs: Attrs) -> Attrs:
     return {"dtype": DTYPE_NAMES[dtype_of(attrs["dtype"])]}
+
+
+def _cast_dtype(types: Types, attrs: Attrs) -> torch.dtype:
+    """A pending sum passes where the cast is additive up to rounding; none of a bool, nor from fractions to whole numbers."""
+    here, to = types[0].dtype, dtype_of(attrs["dtype"])
+    pending = {p.op for _, p in types[0].layout.held if isinstance(p, P)}
+    truncates = here.is_floating_point and not to.is_floating_point
+    if pending and (torch.bool in (here, to) or (truncates and "sum" in pending)):
+        raise TypeMismatch(
+            f"a pending {min(pending)} cannot be cast from {DTYPE_NAMES[here]} to {DTYPE_NAMES[to]}",
+            needed="a reduced value, or a cast that keeps sums",
+            found=str(types[0]),
+            try_="all_reduce it first",
+            where=user_line(),
+        )
+    return to
 
 
 cast = define(
@@ -184,7 +210,7 @@ cast = define(
     kind=Kind.POINTWISE,
     equation=elementwise,
     run=lambda x, dtype: x.to(dtype_of(dtype)),
-    dtype=lambda types, attrs: dtype_of(attrs["dtype"]),
+    dtype=_cast_dtype,
     linear=Linear.FIRST,
     monotone=FIRST,
     vjp=lambda n, ct: (cast(ct, dtype=DTYPE_NAMES[n.args[0].dtype]) if n.args[0].dtype.is_floating_point else None,),

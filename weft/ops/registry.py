@@ -20,6 +20,7 @@ from weft.core.node import DTYPE_NAMES, OPS, Attrs, Node, Op, Type, user_line
 
 Types: TypeAlias = tuple[Type, ...]
 ArgSets: TypeAlias = tuple[frozenset[int], ...]
+Ordered: TypeAlias = "ArgSets | Mapping[str, ArgSets]"  # for every pending max and min, or by kind
 ONE = "1"  # the label of a dim of size 1 that is stretched over the others
 
 
@@ -99,7 +100,7 @@ def define(
     equation: str | Callable[[Types, Attrs], Equation] | None = None,
     infer: Callable[[Types, Attrs], Type | Types] | None = None,
     linear: Linear | ArgSets = Linear.NONE,
-    monotone: ArgSets = (),
+    monotone: Ordered = (),
     dtype: Callable[[Types, Attrs], Any] | None = None,
     local: Callable[..., Any] | None = None,
     vjp: Callable[..., Any] | None = None,
@@ -203,7 +204,7 @@ def _repair(types: Types, a: int, b: int) -> str:
     return f"bring operands {a} and {b} to one layout first"
 
 
-def _held(name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear: Linear | ArgSets, monotone: ArgSets) -> dict[str, Placement]:
+def _held(name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear: Linear | ArgSets, monotone: Ordered) -> dict[str, Placement]:
     """What every axis holds of the outputs apart from cuts they keep; a cut label is listed under its axis."""
     held: dict[str, Placement] = {}
     for axis in types[0].mesh.axes if types else ():
@@ -218,10 +219,11 @@ def _held(name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear:
     return held
 
 
-def _ordered(eq: Equation, monotone: ArgSets) -> dict[str, ArgSets]:
+def _ordered(eq: Equation, monotone: Ordered) -> dict[str, ArgSets]:
     """Which operands a pending max or min may pass; an op that reduces lets only its own kind through."""
     reduces = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE)
-    return {kind: monotone if not reduces or eq.reduce == kind else () for kind in ("max", "min")}
+    by_kind = monotone if isinstance(monotone, Mapping) else dict.fromkeys(("max", "min"), monotone)
+    return {kind: by_kind.get(kind, ()) if not reduces or eq.reduce == kind else () for kind in ("max", "min")}
 
 
 def _check_cut(name: str, eq: Equation, types: Types, axis: str, cutting: list[str], places: list[Placement]) -> None:

@@ -111,7 +111,10 @@ def _expand_infer(types: Types, attrs: Attrs) -> Type:
     (t,), shape = types, attrs["shape"]
     if len(shape) != len(t.shape) or any(n not in (1, m) for n, m in zip(t.shape, shape, strict=True)):
         raise TypeMismatch("expand repeats dims of size 1 only", needed=f"{list(t.shape)} with the 1s enlarged", found=str(list(shape)), where=user_line())
-    dims = tuple((Atom(m),) if n != m else dim for n, m, dim in zip(t.shape, shape, t.layout.dims, strict=True))
+    repeated = [d for d, (n, m) in enumerate(zip(t.shape, shape, strict=True)) if n != m]
+    if any(atom.cut for d in repeated for atom in t.layout.dims[d]):
+        raise TypeMismatch("expand cannot repeat a dim that some ranks do not hold", needed="dims to repeat uncut", found=str(t), where=user_line())
+    dims = tuple((Atom(shape[d]),) if d in repeated else dim for d, dim in enumerate(t.layout.dims))
     layout = Layout(t.mesh, dims, t.layout.held)
     for axis, dim, within in attrs["cuts"]:
         if t.shape[dim] == shape[dim] or not isinstance(t.on(axis), Replicated):
@@ -149,14 +152,14 @@ def expand(x: Any, shape: Any, cuts: Any = ()) -> Any:
 
 
 def expand_like(x: Any, like: Any) -> Any:
-    """Repeated to the shape of `like`, the repeated dims cut as there."""
+    """Repeated to the shape of `like`, the repeated dims, and those of size 1, cut as there."""
     here = reshape(x, (1,) * (like.ndim - x.ndim) + tuple(x.shape))
-    cuts = []
-    for axis in like.mesh.axes:
-        place = like.type.on(axis)
-        if isinstance(place, S) and here.shape[place.dim] != like.shape[place.dim] and isinstance(here.type.on(axis), Replicated):
-            cuts.append((axis, place.dim, place.within))
-    return expand(here, like.shape, cuts)
+    places = [(axis, like.type.on(axis)) for axis in like.mesh.axes if isinstance(here.type.on(axis), Replicated)]
+    cuts = [(axis, p.dim, p.within) for axis, p in places if isinstance(p, S) and here.shape[p.dim] == 1]
+    out = expand(here, like.shape, [c for c in cuts if like.shape[c[1]] != 1])
+    for axis, dim, within in cuts:
+        out = out if like.shape[dim] != 1 else op_named("slice")(out, axis=axis, dim=dim, within=within)
+    return out
 
 
 # -- one dim not whole: narrow, concat, pad -------------------------------------------------------------------------------------

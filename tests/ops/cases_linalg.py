@@ -1,0 +1,44 @@
+"""Products and reductions."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.ops.harness import Case, Input, case, distinct, index, normal
+from weft.ops import linalg, reduce
+
+
+def _einsum(equation: str, *shapes: tuple[int, ...]) -> Case:
+    return case(
+        f"einsum {equation}", lambda *xs: linalg.einsum(equation, *xs), lambda *xs: torch.einsum(equation, *xs),
+        *(normal(*s) for s in shapes), inner=len(shapes) < 3,
+    )  # fmt: skip
+
+
+def _few(gen: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randint(0, 2, shape, generator=gen).double()
+
+
+CASES = [
+    case("matmul", linalg.matmul, torch.matmul, normal(5, 4), normal(4, 3)),
+    case("matmul of a batch and a matrix", linalg.matmul, torch.matmul, normal(2, 5, 4), normal(4, 3)),
+    case("matmul of batches", linalg.matmul, torch.matmul, normal(4, 5, 3), normal(4, 3, 2)),
+    case("matmul by itself", lambda x: x @ x, lambda x: x @ x, normal(4, 4)),
+    _einsum("ik,kj->ij", (5, 4), (4, 3)),
+    _einsum("bik,bjk->bji", (2, 5, 4), (2, 3, 4)),
+    _einsum("ij->j", (5, 4)),
+    _einsum("ij,k->ik", (5, 4), (3,)),
+    _einsum("i,i->", (5,), (5,)),
+    _einsum("ab,bc,ca->ab", (2, 4), (4, 3), (3, 2)),
+    case("sum", lambda x: reduce.sum_(x, dims=1), lambda x: x.sum(1), normal(3, 4, 5)),
+    case("sum of all", reduce.sum_, torch.sum, normal(3, 4)),
+    case("sum kept", lambda x: reduce.sum_(x, dims=(0, 2), keepdim=True), lambda x: x.sum((0, 2), keepdim=True), normal(3, 4, 2)),
+    case("sum of whole numbers", lambda x: reduce.sum_(x, dims=0), lambda x: x.sum(0), index(9, 3, 4), smooth=False),
+    case("amax", lambda x: reduce.amax(x, dims=1), lambda x: x.amax(1), distinct(3, 5)),
+    case("amax kept", lambda x: reduce.amax(x, dims=(0, 1), keepdim=True), lambda x: x.amax((0, 1), keepdim=True), distinct(3, 4, 2)),
+    case("amax of ties", lambda x: reduce.amax(x, dims=0), lambda x: x.amax(0), Input((4, 5), _few)),
+    case("amax of one", lambda x: reduce.amax(x, dims=0), lambda x: x.amax(0), normal(1, 4), refused="of one value any sum is its own max"),
+    case("amax of whole numbers", lambda x: reduce.amax(x, dims=0), lambda x: x.amax(0), index(5, 3, 4), smooth=False),
+    case("amin", lambda x: reduce.amin(x, dims=0), lambda x: x.amin(0), distinct(4, 3)),
+    case("mean", lambda x: reduce.mean(x, dims=1), lambda x: x.mean(1), normal(3, 5)),
+]
