@@ -17,6 +17,16 @@ _PUBLIC = {
     "weft.core.program": ("Program",),
     "weft.core.text": ("parse",),
     "weft.ops.registry": ("Linear", "define"),
+    "weft.frontend.lang": (
+        "abs", "all_gather", "all_reduce", "all_to_all", "amax", "amin", "broadcast", "cast", "clamp", "concat", "cos", "dropout", "einsum",
+        "erf", "exp", "expand", "floor", "gelu", "isfinite", "log", "matmul", "maximum", "mean", "minimum", "narrow", "norm", "pad",
+        "permute", "reduce", "reduce_scatter", "relu", "reshape", "reshard", "rsqrt", "send", "settle", "sigmoid", "sign", "silu", "sin",
+        "slice", "sqrt", "square", "sum", "tanh", "transpose", "where",
+    ),
+    "weft.autodiff": ("grad", "vjp"),
+    "weft.schedule": (
+        "bucket", "by_hierarchy", "cut", "delay", "drop_dead", "fuse", "hoist", "merge", "overlap", "shard_state", "sink", "split", "turn", "undo",
+    ),
     "weft.frontend.trace": ("bf16", "f32", "f64", "i64", "tensor", "trace"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

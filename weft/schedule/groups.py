@@ -90,7 +90,7 @@ def _check_apart(p: Program, nodes: Sequence[Node], kind: str) -> None:
 def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | None = None) -> Program:
     """Stages pipelined in chunks along dim `dim` of the first one's result: while one chunk is sent, the next is computed.
 
-    A stage is a node, or the name of a fused group. Each must read the one before, every node must treat the chunks alone,
+    A stage is a node, or the name of a fused group. Each must read one before it, every node must treat the chunks alone,
     and both computation and communication must be among them.
     """
     groups = {g.name: g for g in p.groups if g.kind == "fuse"}
@@ -99,9 +99,11 @@ def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | N
     what = "overlap"
     if len(parts) < 2 or chunks < 2:
         raise InvalidTransform("overlap of one stage or one chunk", needed="two or more stages and chunks", found=f"{len(parts)} stages, {chunks} chunks")
-    for before, after in zip(parts, parts[1:], strict=False):
+    for k, after in enumerate(parts[1:], 1):
+        before = [n for part in parts[:k] for n in part]
         if not any(a in before for n in after for a in n.args):
-            raise refuse(p, after[0], what, f"{name_in(p, after[0])} to read {name_in(p, before[-1])}", f"it reads {', '.join(name_in(p, a) for a in after[0].args) or 'nothing'}")
+            reads = ", ".join(name_in(p, a) for a in after[0].args) or "nothing"
+            raise refuse(p, after[0], what, f"{name_in(p, after[0])} to read a stage before it", f"it reads {reads}")
     _check_resources(p, nodes)
     _check_closed(p, nodes, what)
     _check_apart(p, nodes, what)
@@ -129,6 +131,8 @@ def _check_chunks(p: Program, parts: Sequence[Sequence[Node]], nodes: Sequence[N
             if n.op.kind is not Kind.COMM and not _can_start(n, dim):
                 raise refuse(p, n, "overlap", f"{n.op.name} to make chunks of dim {dim} one at a time", f"it needs all of its operands for each, or cuts dim {dim} otherwise", _start_dims(n, dim))
             continue
+        if n is nodes[-1] and _streams(n, where):
+            continue
         out = _follow_dim(n, where)
         if out is None:
             raise refuse(p, n, "overlap", f"{n.op.name} to treat each chunk alone", f"{n.op.name} needs the chunked dim whole")
@@ -147,11 +151,18 @@ def _start_dims(n: Node, dim: int) -> list[str]:
     return [f"overlap(..., dim={d})" for d in range(len(n.types[0].shape)) if d != dim and _can_start(n, d)][:2]
 
 
+def _streams(n: Node, where: dict[Node, int]) -> bool:
+    """Whether the op can take the chunked dim piece by piece and merge its partial results; only the last stage may."""
+    eq = equation_of(n)
+    labels = n.op.facets.get("streams", frozenset())
+    return eq is not None and all(eq.label(k, where[a]) in labels for k, a in enumerate(n.args) if a in where)
+
+
 def _follow_dim(n: Node, where: dict[Node, int]) -> int | None:
     """The dim along which the node's result comes in chunks, given its operands'."""
     k = next(i for i, a in enumerate(n.args) if a in where)
     d = where[n.args[k]]
-    if n.op.kind is Kind.COMM:
+    if n.op.kind is Kind.COMM or n.op.name == "item":
         return d
     eq = equation_of(n)
     if eq is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.core.errors import InvalidTransform
-from weft.core.layout import P
+from weft.core.layout import S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import Kind
 from weft.schedule.groups import FUSIBLE, fuse, is_scalar, overlap
 from weft.schedule.parallel import cut, turn
-from weft.schedule.verbs import hoist, merge, shard_state, sink, split, undo
+from weft.schedule.verbs import drop_dead, hoist, merge, shard_state, sink, split, undo
 
 
 def gradient_sums(p: Program, axis: str) -> list[Node]:
@@ -29,12 +29,23 @@ def scatter_compute_gather(p: Program, axis: str, dim: int = 0) -> Program:
 
 
 def slice_early(p: Program) -> Program:
-    """Slices moved before the elementwise ops that only they read, so that nothing is computed whole and then cut."""
+    """Slices moved before the ops that only they read, so that nothing is computed whole and then cut."""
     while True:
-        late = [s for s in p.find_all("slice") if s.args[0].op.kind is Kind.POINTWISE and all(u.op.name == "slice" for u in p.users[s.args[0]]) and not p.outputs_of(s.args[0])]
-        if not late:
+        moved = next((q for s in p.find_all("slice") if _only_sliced(p, s.args[0]) and (q := _hoisted(p, s)) is not None), None)
+        if moved is None:
             return p
-        p = hoist(p, late[0])
+        p = moved
+
+
+def _only_sliced(p: Program, node: Node) -> bool:
+    return node.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.CONTRACT) and all(u.op.name == "slice" for u in p.users[node]) and not p.outputs_of(node)
+
+
+def _hoisted(p: Program, node: Node) -> Program | None:
+    try:
+        return hoist(p, node)
+    except InvalidTransform:
+        return None
 
 
 def states_of(p: Program, but: Sequence[str] = ()) -> list[str]:
@@ -63,16 +74,16 @@ def zero3(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Prog
     return shard_state(p, *[i for _, i in p.state if i.split(".")[0] == params], gather=True)
 
 
-def megatron(p: Program, first: Sequence[str], second: Sequence[str], axis: str = "tp") -> Program:
-    """Column then row: the weights in `first` are cut by columns, those in `second` by rows, and one sum is left at the end.
+def megatron(p: Program, *weights: str, axis: str = "tp") -> Program:
+    """Column then row: the first weight is cut by columns, the ones beside and after it follow, and one sum is left at the end.
 
         gelu(x @ w1) @ w2   ->   all_reduce(gelu(x @ w1) @ w2)        w1: S(1), w2: S(0)
     """
-    for name in first:
-        w = p.input_names[name]
-        p = cut(p, name, axis=axis, dim=w.ndim - 1)
-        p = sink(p, _gather_of(p, name), summing=True)
-    return shard_state(p, *first, *second)
+    for name in weights:
+        if not any(u.op.name == "slice" for u in p.users[p.input_names[name]]):
+            p = cut(p, name, axis=axis, dim=p.input_names[name].ndim - 1)
+            p = slice_early(sink(p, _gather_of(p, name), summing=True))
+    return shard_state(p, *weights)
 
 
 def _gather_of(p: Program, name: str) -> Node:
@@ -89,36 +100,58 @@ def sequence_parallel(p: Program, axis: str = "tp", dim: int = 1) -> Program:
     return scatter_compute_gather(p, axis, dim)
 
 
-def ring_attention(p: Program, x: str, axis: str = "cp", dim: int = 1, chunks: int | None = None) -> Program:
-    """Context parallelism by ring: queries stay cut along the sequence, keys and values are gathered chunk by chunk under the attention."""
+def ring_attention(p: Program, x: str, axis: str = "cp", dim: int = 1) -> Program:
+    """Context parallelism by ring: queries stay cut along the sequence; keys and values are gathered chunk by chunk under the attention."""
     p = cut(p, x, axis=axis, dim=dim)
     p = sink(p, _gather_of(p, x))
-    for att in p.find_all("attention"):
-        gathers = [a for a in att.args if a.op.name == "all_gather" and a.attr("axis") == axis]
-        if len(gathers) > 1:
-            p = merge(p, *gathers)
+    for k in range(len(p.find_all("attention"))):
+        gathers = _gathered(p, p.find_all("attention")[k], axis)
+        seq = cut_dim(gathers[0], axis)
+        p = merge(p, *gathers) if len(gathers) > 1 else p
+        att = p.find_all("attention")[k]
+        keys = dict.fromkeys(n for a in att.args[1:] for n in (*a.args, a) if n in p.needs(att) and _comes_from_gather(n, axis))
+        p = overlap(p, *keys, att, dim=seq, chunks=p.mesh.size(axis))
     return shard_state(p, x)
+
+
+def _gathered(p: Program, node: Node, axis: str) -> list[Node]:
+    return [a for a in node.args if a.op.name == "all_gather" and a.attr("axis") == axis]
+
+
+def _comes_from_gather(node: Node, axis: str) -> bool:
+    return node.op.name == "all_gather" and node.attr("axis") == axis or node.op.name == "item" and _comes_from_gather(node.args[0], axis)
+
+
+def cut_dim(gather: Node, axis: str) -> int:
+    """The dim a gather puts together."""
+    place = gather.args[0].type.on(axis)
+    assert isinstance(place, S)
+    return place.dim
 
 
 def all_to_all_attention(p: Program, x: str, axis: str = "cp", dim: int = 1, head_dim: int = 1) -> Program:
     """Context parallelism by all_to_all: from slices of the sequence to slices of the heads, and back after the attention."""
-    p = ring_free_cut(p, x, axis, dim)
-    for att in p.find_all("attention"):
-        att = p.at(att)
-        for gather in [a for a in att.args if a.op.name == "all_gather" and a.attr("axis") == axis]:
-            p = turn(p, p.at(gather), dim=head_dim)
-        att = p.at(att)
-        first = next(a for a in att.args if a.op.name == "all_gather" and a.attr("axis") == axis)
-        p = sink(p, first, past=att)
-    return p
-
-
-def ring_free_cut(p: Program, x: str, axis: str, dim: int) -> Program:
-    """The input cut along the sequence and its gathers sunk as far as the attention, not into it."""
     p = cut(p, x, axis=axis, dim=dim)
-    stop = set(p.find_all("attention"))
-    past = [n for n in p.nodes if n not in stop and not any(a in p.needs(n) for a in stop)]
-    return sink(p, _gather_of(p, x), past=past)
+    p = sink(p, _gather_of(p, x), past=[n for n in p.nodes if n.op.name != "attention"])
+    for k in range(len(p.find_all("attention"))):
+        gathers = _gathered(p, p.find_all("attention")[k], axis)
+        seq = cut_dim(gathers[0], axis)
+        for gather in gathers:
+            p = turn(p, gather, dim=head_dim)
+        att = p.find_all("attention")[k]
+        p = sink(p, _gathered(p, att, axis)[0], past=att)
+        result = next(g for i in p.users[p.find_all("attention")[k]] for g in p.users[i] if g.op.name == "all_gather")
+        p = turn(p, result, dim=seq)
+        p = sink(p, p.moved[result])
+    return tidy(shard_state(slice_early(p), x))
+
+
+def tidy(p: Program) -> Program:
+    """Without inverse pairs, where there are any."""
+    try:
+        return drop_dead(p)
+    except InvalidTransform:
+        return p
 
 
 def sliced_send(p: Program, axis: str = "tp", dim: int = 1) -> Program:
@@ -127,6 +160,14 @@ def sliced_send(p: Program, axis: str = "tp", dim: int = 1) -> Program:
         all_reduce ; compute ; send   ->   reduce_scatter ; compute ; send ; all_gather
     """
     return scatter_compute_gather(p, axis, dim)
+
+
+def fuse_compute(p: Program) -> Program:
+    """The elementwise ops and reductions that follow the last tensor-wide sum, in one kernel."""
+    sums = [n for n in p.find_all("all_reduce") if not is_scalar(n)]
+    after = [n for n in p.nodes if n.op.kind in (Kind.POINTWISE, Kind.REDUCE) and any(s in p.needs(n) for s in sums)]
+    scalars = [n for n in p.find_all("all_reduce") if is_scalar(n) and any(a in after for a in n.args)]
+    return fuse(p, [*after, *scalars])
 
 
 def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gather") -> Program:
@@ -147,6 +188,6 @@ def _feeds_only(p: Program, node: Node, members: Sequence[Node]) -> bool:
 
 
 __all__ = [
-    "P", "all_to_all_attention", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention", "scatter_compute_gather",
+    "all_to_all_attention", "cut_dim", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention", "scatter_compute_gather",
     "sequence_parallel", "sliced_send", "states_of", "undo", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -113,7 +113,7 @@ def _move(p: Program, node: Node, past: Any, step: Callable[[Program, Node, str]
         for f in todo:
             try:
                 done = step(q, f, axis)
-                alive = [n for n in (*(done._follow(a) for a in alive), done.moved.get(f)) if n is not None]
+                alive = [n for n in (*(done._follow(a) for a in alive), *(done.moved.get(r) for r in results(q, f))) if n is not None]
                 break
             except (InvalidTransform, TypeMismatch, LayoutError):
                 if asked is not None and not moved and len(asked) == 1:
@@ -134,7 +134,12 @@ def _readers(p: Program, alive: Sequence[Node], op: Any) -> list[Node]:
 
 def _passable(f: Node, comm_node: Node) -> bool:
     """Computation, or communication along another axis."""
-    return len(f.types) == 1 and (f.op.kind is not Kind.COMM or f.attr("axis") != comm_node.attr("axis"))
+    return f.op.name != "together" and (f.op.kind is not Kind.COMM or len(f.types) == 1 and f.attr("axis") != comm_node.attr("axis"))
+
+
+def results(p: Program, f: Node) -> list[Node]:
+    """What others read of a node: itself, or those of its items that are read."""
+    return [f] if len(f.types) == 1 else [u for u in p.users[f] if u.op.name == "item"]
 
 
 def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, verb: str) -> None:
@@ -169,11 +174,13 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Progr
     eq = equation_of(f)
     if eq is not None:
         label = rules.label_of(eq, gathered[0], cut)
-        if label in eq.whole or label not in eq.outs[0] and f.op.kind is not Kind.REDUCE and not summing:
+        lost = any(label not in out for out in eq.outs)
+        if label in eq.whole or lost and f.op.kind is not Kind.REDUCE and not summing:
             verb = "sums over" if label not in eq.whole else "needs the whole of"
             raise refuse(p, f, what, f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone", f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}", _other_dims(p, first, f, axis))
         gathered = [k for k in gathered if _cut_alike(f, eq, k, axis, label)]
-    return apply_rule(p, rules.sink_gather(f, gathered, axis), [f], what)
+    items = [] if len(f.types) == 1 else results(p, f)
+    return apply_rule(p, rules.sink_gather(f, gathered, axis, items), items or [f], what)
 
 
 def _cut_alike(f: Node, eq: Any, k: int, axis: str, label: str) -> bool:
@@ -203,6 +210,8 @@ def _other_dims(p: Program, gather: Node, f: Node, axis: str) -> list[str]:
 def _sink_slice(p: Program, f: Node, axis: str) -> Program:
     first = next(a for a in f.args if a.op is comm.slice_ and a.attr("axis") == axis)
     what = f"sink {name_in(p, first)} past {f.op.name}"
+    if len(f.types) > 1:
+        raise refuse(p, f, what, "an op of one result", f"{f.op.name} gives {len(f.types)}")
     whole = [k for k, a in enumerate(f.args) if isinstance(a.type.on(axis), S) and not (a.op is comm.slice_ and a.attr("axis") == axis)]
     if whole:
         raise refuse(p, f, what, f"every operand cut along {axis} to be a slice", f"operand {whole[0]} is {f.args[whole[0]].op.name}, cut already")

@@ -1,0 +1,337 @@
+"""Scaled dot-product attention with grouped queries, and its backward. Batch, heads and query rows may be cut.
+
+Labels: b batch, g key heads, r query heads per key head, s query rows, n blocks of keys, t keys in a block, d and e features.
+With blocks, every block of keys gives its own result and log-sum-exp; cut n, and they merge by two reductions over it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.core.errors import TypeMismatch
+from weft.core.node import Attrs, Node, constant, user_line
+from weft.ops.comm import settle
+from weft.ops.fill import full, stop_gradient, zeros_like
+from weft.ops.norm import need_float, to_dtype, wide, wide_dtype
+from weft.ops.pointwise import exp, log, maximum, where
+from weft.ops.reduce import amax, sum_
+from weft.ops.registry import ONE, Equation, Kind, Linear, Local, Types, define
+from weft.ops.shape import reshape
+
+SCORES = ("b", "g", "r", "s", "n", "t")
+
+
+class Where(NamedTuple):
+    """Global places of the query rows and, per block, of the keys that a rank holds."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+
+
+# -- labels --------------------------------------------------------------------------------------------------------------------
+
+
+def _labels(blocks: bool, *names: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(c for c in name if blocks or c != "n") for name in names)
+
+
+def _mask_labels(types: Types, mask: int, blocks: bool) -> tuple[str, ...]:
+    """Of a mask over the scores; a dim of size 1 is stretched."""
+    (labels,) = _labels(blocks, "".join(SCORES))
+    shape = types[mask].shape
+    if len(shape) != len(labels):
+        needed = f"[{', '.join(labels)}]"
+        raise TypeMismatch("attention takes a mask over its scores", needed=needed, found=str(types[mask]), where=user_line())
+    return tuple(ONE if n == 1 else x for n, x in zip(shape, labels, strict=True))
+
+
+def _forward_equation(types: Types, attrs: Attrs) -> Equation:
+    need_float("attention", types)
+    blocks = len(types[1].shape) == 5
+    q, k, v, out, lse = _labels(blocks, "bgrsd", "bgntd", "bgnte", "bgrsne", "bgrsn")
+    mask = (_mask_labels(types, 3, blocks),) if len(types) > 3 else ()
+    return Equation((q, k, v, *mask), (out, lse), whole=frozenset("tde"))
+
+
+def _forward_dtype(types: Types, attrs: Attrs) -> tuple[torch.dtype, torch.dtype]:
+    _one_dtype(types[:3])
+    return types[0].dtype, wide_dtype(types[0].dtype)
+
+
+def _one_dtype(types: Types) -> None:
+    if len({t.dtype for t in types}) > 1:
+        found = " and ".join(str(t) for t in types)
+        raise TypeMismatch("attention takes one dtype", needed="q, k and v alike", found=found, try_="cast(x, dtype)", where=user_line())
+
+
+def _backward_equation(first: str, results: Any) -> Any:
+    """ct of the result (and of the lse, by `first`), q, k, v, result, lse, mask -> what `results` picks of dq, dk, dv, dmask."""
+
+    def equation(types: Types, attrs: Attrs) -> Equation:
+        at = len(first.split())
+        blocks = len(types[at + 1].shape) == 5
+        cts = _labels(blocks, *first.split())
+        q, k, v, out, lse = _labels(blocks, "bgrsd", "bgntd", "bgnte", "bgrsne", "bgrsn")
+        mask = _mask_labels(types, at + 5, blocks) if len(types) > at + 5 else ()
+        return Equation((*cts, q, k, v, out, lse, *((mask,) if mask else ())), results(q, k, v, mask), whole=frozenset("tde"))
+
+    return equation
+
+
+def _mask_result(mask: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"one{i}" if x == ONE else x for i, x in enumerate(mask))
+
+
+# -- meaning -------------------------------------------------------------------------------------------------------------------
+
+
+def _global_places(q: torch.Tensor, k: torch.Tensor) -> Where:
+    n, t = k.shape[2:4]
+    return Where(torch.arange(q.shape[3]), torch.arange(n * t).reshape(n, t))
+
+
+def _local_places(ctx: Local, arg: int) -> Where:
+    """Of q, operand `arg`, and k, the next one."""
+    k = ctx.node.args[arg + 1]
+    t = k.shape[-2]
+    blocks = ctx.positions(arg + 1, 2) if k.ndim == 5 else torch.zeros(1, dtype=torch.int64)
+    return Where(ctx.positions(arg, 3), blocks[:, None] * t + torch.arange(t))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, at: Where, attrs: Attrs) -> torch.Tensor:
+    """[b, g, r, s, n, t], minus infinity where a row does not look."""
+    x = torch.einsum("bgrsd,bgntd->bgrsnt", wide(q), wide(k)) * attrs["scale"]
+    x = x if mask is None else x + mask.to(x.dtype)
+    rows, keys = at.rows[:, None, None].to(x.device) + attrs.get("offset", 0), at.keys.to(x.device)
+    seen = torch.ones((), dtype=torch.bool, device=x.device)
+    if attrs.get("causal"):
+        seen = seen & (keys <= rows)
+    if attrs.get("window"):
+        seen = seen & (keys > rows - attrs["window"])
+    return x.masked_fill(~seen, -math.inf)
+
+
+def _blocked(x: torch.Tensor | None, dim: int, rank: int) -> Any:
+    """With a dim of one block where the op has none."""
+    return x if x is None or x.ndim == rank else x.unsqueeze(dim)
+
+
+def _forward(at: Where | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, attrs: Attrs) -> Any:
+    blocks = k.ndim == 5
+    k, v, mask = _blocked(k, 2, 5), _blocked(v, 2, 5), _blocked(mask, 4, 6)
+    x = _scores(q, k, mask, at or _global_places(q, k), attrs)
+    lse = torch.logsumexp(x, -1)
+    p = torch.exp(x - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    out = torch.einsum("bgrsnt,bgnte->bgrsne", p, wide(v)).to(q.dtype)
+    return (out, lse) if blocks else (out.squeeze(4), lse.squeeze(4))
+
+
+class Kept(NamedTuple):
+    """What the backward has of the forward: operands, results and, last, the mask. Every one with a dim of blocks."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def _kept(q: Any, k: Any, v: Any, out: Any, lse: Any, mask: Any = None) -> Kept:
+    return Kept(q, _blocked(k, 2, 5), _blocked(v, 2, 5), _blocked(out, 4, 6), _blocked(lse, 4, 5), _blocked(mask, 4, 6))
+
+
+def _score_grads(at: Where | None, do: torch.Tensor, dlse: Any, kept: Kept, attrs: Attrs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights, and the cotangent of the scores."""
+    x = _scores(kept.q, kept.k, kept.mask, at or _global_places(kept.q, kept.k), attrs)
+    p = torch.exp(x - torch.where(kept.lse.isinf(), 0.0, kept.lse).unsqueeze(-1))
+    delta = (wide(do) * wide(kept.out)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    dp = torch.einsum("bgrsne,bgnte->bgrsnt", wide(do), wide(kept.v))
+    return p, p * (dp - delta.unsqueeze(-1))
+
+
+def _to_qkv(blocks: bool, p: torch.Tensor, ds: torch.Tensor, do: torch.Tensor, kept: Kept, scale: float) -> Any:
+    dq = torch.einsum("bgrsnt,bgntd->bgrsd", ds, wide(kept.k)) * scale
+    dk = torch.einsum("bgrsnt,bgrsd->bgntd", ds, wide(kept.q)) * scale
+    dv = torch.einsum("bgrsnt,bgrsne->bgnte", p, wide(do))
+    return tuple(x.to(kept.q.dtype) for x in ((dq, dk, dv) if blocks else (dq, dk.squeeze(2), dv.squeeze(2))))
+
+
+def _to_mask(blocks: bool, p: torch.Tensor, ds: torch.Tensor, do: torch.Tensor, kept: Kept, scale: float) -> Any:
+    assert kept.mask is not None
+    dims = [i for i, n in enumerate(kept.mask.shape) if n == 1]
+    dm = (ds.sum(dims, keepdim=True) if dims else ds).to(kept.mask.dtype)
+    return dm if blocks else dm.squeeze(4)
+
+
+# -- the entries -----------------------------------------------------------------------------------------------------------------
+
+
+def _score_flops(n: Node, q: int, each: float) -> float:
+    """`each` flops per score and feature; half where the mask is causal."""
+    b, g, r, s, d = n.args[q].type.layout.largest_local
+    keys = math.prod(n.args[q + 1].type.layout.largest_local[2:-1])
+    total = each * b * g * r * s * keys * (d + n.args[q + 2].shape[-1])
+    return total / 2 if n.attr("causal") else total
+
+
+def _define_backward(name: str, first: str, results: Any, finish: Any, dtype: int, linear: Any) -> Any:
+    """`first` are the labels of the cotangents; `dtype` the operand whose dtype the results have."""
+    cts = len(first.split())
+
+    def run(at: Where | None, xs: tuple[Any, ...], attrs: Attrs) -> Any:
+        do, dlse = _blocked(xs[0], 4, 6), _blocked(xs[1], 4, 5) if cts > 1 else None
+        kept = _kept(*xs[cts:])
+        p, ds = _score_grads(at, do, dlse, kept, attrs)
+        return finish(xs[cts + 1].ndim == 5, p, ds, do, kept, attrs["scale"])
+
+    return define(
+        name,
+        kind=Kind.WHOLE,
+        equation=_backward_equation(first, results),
+        run=lambda *xs, **attrs: run(None, xs, attrs),
+        local=lambda ctx, *xs, **attrs: run(_local_places(ctx, cts), xs, attrs),
+        dtype=lambda types, attrs: types[dtype].dtype,
+        linear=linear,
+        flops=lambda n: _score_flops(n, cts, 5.0),
+    )
+
+
+def _qkv(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    return q, k, v
+
+
+BOTH = (frozenset({0, 1}),)
+attention_backward = _define_backward("attention_backward", "bgrsne", _qkv, _to_qkv, 1, Linear.FIRST)
+attention_lse_backward = _define_backward("attention_lse_backward", "bgrsne bgrsn", _qkv, _to_qkv, 2, BOTH)
+attention_mask_backward = _define_backward(
+    "attention_mask_backward", "bgrsne bgrsn", lambda q, k, v, mask: (_mask_result(mask),), _to_mask, -1, BOTH
+)
+
+
+def _vjp(n: Node, do: Node | None, dlse: Node | None) -> Any:
+    out, lse = n
+    q, k, v, *mask = n.args
+    attrs = dict(n.attrs)
+    do = zeros_like(out) if do is None else do
+    back = attention_backward(do, q, k, v, out, lse, *mask, **attrs) if dlse is None else None
+    back = attention_lse_backward(do, dlse, q, k, v, out, lse, *mask, **attrs) if back is None else back
+    if not mask:
+        return tuple(back)
+    dlse = zeros_like(lse) if dlse is None else dlse
+    return *back, attention_mask_backward(do, dlse, q, k, v, out, lse, *mask, **attrs)
+
+
+def _normal(attrs: Attrs) -> Attrs:
+    return {k: v for k, v in attrs.items() if k == "scale" or v}
+
+
+_attention = define(
+    "attention",
+    kind=Kind.WHOLE,
+    equation=_forward_equation,
+    run=lambda q, k, v, *mask, **attrs: _forward(None, q, k, v, mask[0] if mask else None, attrs),
+    local=lambda ctx, q, k, v, *mask, **attrs: _forward(_local_places(ctx, 0), q, k, v, mask[0] if mask else None, attrs),
+    dtype=_forward_dtype,
+    vjp=_vjp,
+    normal=_normal,
+    flops=lambda n: _score_flops(n, 0, 2.0),
+    sparse_cotangents=True,
+    streams=frozenset({"t"}),  # keys may come piece by piece: partial results merge by log-sum-exp
+)
+
+
+# -- the functions ---------------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, scale: float | None = None, window: int = 0, offset: int = 0
+) -> tuple[Any, Any]:
+    """q [b, h, s, d], k [b, g, t, d], v [b, g, t, e], h a multiple of g -> result [b, h, s, e] and log-sum-exp [b, h, s].
+
+    Row i sees key j where j <= i + offset if causal, and j > i + offset - window if there is a window. A mask [b, h, s, t]
+    (sizes of 1 are stretched) is added to the scores or, being bool, says which keys are seen. A row that sees no key is 0.
+    """
+    _check_shapes(q, k, v)
+    (b, h, s, d), g = q.shape, k.shape[1]
+    q5 = reshape(q, (b, g, h // g, s, d))
+    masks = [] if mask is None else [_grouped_mask(_additive(mask, q), g, h)]
+    out, lse = _attention(q5, k, v, *masks, scale=_scale(scale, d), causal=causal, window=window, offset=offset)
+    return reshape(out, (b, h, s, v.shape[-1])), reshape(lse, (b, h, s))
+
+
+def attention_over_keys(
+    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, scale: float | None = None, window: int = 0, offset: int = 0
+) -> tuple[Any, Any]:
+    """`attention` where the keys are cut: each rank attends to the keys it holds, and the parts merge by log-sum-exp.
+
+    One all_reduce of a maximum and two of sums, of the size of the result; the keys never move.
+    """
+    _check_shapes(q, k, v)
+    (b, h, s, d), g, t, e = q.shape, k.shape[1], k.shape[2], v.shape[-1]
+    n = _blocks(k)
+    q5, k5, v5 = reshape(q, (b, g, h // g, s, d)), reshape(k, (b, g, n, t // n, d)), reshape(v, (b, g, n, t // n, e))
+    masks = [] if mask is None else [_blocked_mask(_grouped_mask(_additive(mask, q), g, h), n)]
+    out, lse = _attention(q5, k5, v5, *masks, scale=_scale(scale, d), causal=causal, window=window, offset=offset)
+    out, lse = merge_blocks(out, lse)
+    return reshape(out, (b, h, s, e)), reshape(lse, (b, h, s))
+
+
+def merge_blocks(out: Any, lse: Any) -> tuple[Any, Any]:
+    """Results [..., n, e] and log-sum-exps [..., n] of n blocks of keys, merged into those of all keys."""
+    peak = settle(amax(stop_gradient(lse), dims=-1, keepdim=True))
+    peak = maximum(peak, torch.finfo(lse.dtype).min / 2)  # a row that sees no key at all
+    w = exp(lse - peak)
+    total = settle(sum_(w, dims=-1, keepdim=True))
+    parts = to_dtype(out, lse.dtype) * reshape(w, (*w.shape, 1))
+    result = settle(sum_(parts, dims=-2)) / maximum(total, torch.finfo(lse.dtype).tiny)
+    return to_dtype(result, out.dtype), reshape(peak + log(total), lse.shape[:-1])
+
+
+def _check_shapes(q: Node, k: Node, v: Node) -> None:
+    fits = all(x.ndim == 4 for x in (q, k, v)) and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fits or q.shape[1] % k.shape[1]:
+        needed = "q [b, h, s, d], k [b, g, t, d], v [b, g, t, e], h a multiple of g"
+        found = f"q {q.type}, k {k.type}, v {v.type}"
+        raise TypeMismatch("attention does not fit its operands", needed=needed, found=found, where=user_line())
+
+
+def _scale(scale: float | None, d: int) -> float:
+    return 1 / math.sqrt(d) if scale is None else float(scale)
+
+
+def _blocks(k: Node) -> int:
+    """How many pieces the keys are cut into; they must be equal."""
+    n = math.prod(k.mesh.sizes[axis] for atom in k.layout.dims[2] for axis in atom.cut)
+    if k.shape[2] % n:
+        needed = f"a number of keys divisible by {n}, the pieces they are cut into"
+        repair = "pad the keys and mask them, or all_gather them"
+        raise TypeMismatch("attention_over_keys cuts keys evenly", needed=needed, found=str(k.type), try_=repair, where=user_line())
+    return n
+
+
+def _additive(mask: Node, q: Node) -> Any:
+    """A bool mask as numbers to add."""
+    if mask.dtype != torch.bool:
+        return mask
+    return where(mask, constant(0.0, q.dtype, q.mesh), full((), -math.inf, q.mesh, q.dtype))
+
+
+def _grouped_mask(mask: Node, g: int, h: int) -> Any:
+    """[b|1, h|1, s|1, t|1] (or fewer dims) as [b, g, r, s, t]."""
+    b, heads, s, t = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if heads not in (1, h):
+        raise TypeMismatch("the mask has other heads", needed=f"1 or {h} in dim 1", found=str(mask.type), where=user_line())
+    return reshape(mask, (b, 1, 1, s, t) if heads == 1 else (b, g, h // g, s, t))
+
+
+def _blocked_mask(mask: Node, n: int) -> Any:
+    *left, t = mask.shape
+    return reshape(mask, (*left, 1, 1) if t == 1 else (*left, n, t // n))
+
+
+__all__ = ["attention", "attention_over_keys", "merge_blocks"]
