@@ -33,29 +33,86 @@ def _embed_padded(w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
 
 
 _SOURCES = [
-    case("arange", lambda x: x + fill.arange(5, x.mesh, start=2, step=3, dtype="f64", cuts=fill.cuts_of(x)), lambda x: x + torch.arange(2, 17, 3).double(), normal(5), local=True),
-    case("indices", lambda x: op_named("cast")(fill.indices(x, 0), dtype="f64") * x, lambda x: torch.arange(5.0, dtype=torch.float64) * x, normal(5), local=True),
+    case(
+        "arange",
+        lambda x: x + fill.arange(5, x.mesh, start=2, step=3, dtype="f64", cuts=fill.cuts_of(x)),
+        lambda x: x + torch.arange(2, 17, 3).double(),
+        normal(5),
+        local=True,
+    ),
+    case(
+        "indices",
+        lambda x: op_named("cast")(fill.indices(x, 0), dtype="f64") * x,
+        lambda x: torch.arange(5.0, dtype=torch.float64) * x,
+        normal(5),
+        local=True,
+    ),
     case("full", lambda x: x * fill.full((5, 2), 1.5, x.mesh, "f64", fill.cuts_of(x)), lambda x: x * 1.5, normal(5, 2)),
     case("one_hot", lambda i: fill.one_hot(i, 4), lambda i: F.one_hot(i, 4), index(4, 5), smooth=False, local=True),
     case("stop_gradient", lambda x: fill.stop_gradient(x) * 2.0, lambda x: x.detach() * 2.0, normal(5, 2)),
-]  # fmt: skip
+]
 
 _LOOKUPS = [
     case("embedding", embed.embedding, lambda w, i: F.embedding(i, w), normal(5, 3), index(5, 2, 3), local=True),
     case("embedding of one row", embed.embedding, lambda w, i: F.embedding(i, w), normal(5, 3), index(5), local=True),
     case("embedding of few", embed.embedding, lambda w, i: F.embedding(i, w), normal(1, 3), index(1, 5), local=True),
     case("embedding with padding", lambda w, i: embed.embedding(w, i, padding_idx=2), _embed_padded, normal(5, 3), index(5, 7), local=True),
-    case("index_select", lambda x, i: embed.take(x, i, 1), lambda x, i: torch.index_select(x, 1, i), normal(2, 5, 3), index(5, 4), local=True),
-    case("put", lambda x, i: embed.put(x, i, fill.arange(4, x.mesh), 0), lambda x, i: _put(x, i, 4, 0), normal(5, 3), index(4, 5), local=True),
-    case("put along a later dim", lambda x, i: embed.put(x, i, fill.arange(3, x.mesh), 1), lambda x, i: _put(x, i, 3, 1), normal(2, 5, 3), index(3, 5), local=True),
-    case("index_add", lambda x, i, s: embed.index_add(x, i, s, 1), lambda x, i, s: x.index_add(1, i, s), normal(2, 5), index(5, 3), normal(2, 3), local=True, inner=False),
+    case(
+        "index_select", lambda x, i: embed.take(x, i, 1), lambda x, i: torch.index_select(x, 1, i), normal(2, 5, 3), index(5, 4), local=True
+    ),
+    case(
+        "put", lambda x, i: embed.put(x, i, fill.arange(4, x.mesh), 0), lambda x, i: _put(x, i, 4, 0), normal(5, 3), index(4, 5), local=True
+    ),
+    case(
+        "put along a later dim",
+        lambda x, i: embed.put(x, i, fill.arange(3, x.mesh), 1),
+        lambda x, i: _put(x, i, 3, 1),
+        normal(2, 5, 3),
+        index(3, 5),
+        local=True,
+    ),
+    case(
+        "index_add",
+        lambda x, i, s: embed.index_add(x, i, s, 1),
+        lambda x, i, s: x.index_add(1, i, s),
+        normal(2, 5),
+        index(5, 3),
+        normal(2, 3),
+        local=True,
+        inner=False,
+    ),
     case("gather", lambda x, i: embed.gather(x, i, 1), lambda x, i: x.gather(1, i), normal(3, 5), index(5, 3, 4), local=True),
     case("gather along dim 0", lambda x, i: embed.gather(x, i, 0), lambda x, i: x.gather(0, i), normal(2, 5), index(2, 3, 5), local=True),
     case("pick", embed.pick, lambda x, i: x.gather(-1, i[..., None])[..., 0], normal(2, 3, 5), index(5, 2, 3), local=True),
-    case("scatter_sum", lambda x, i: embed.scatter_sum(x, i, fill.arange(4, x.mesh), 0), lambda x, i: x.new_zeros(4, x.shape[1]).scatter_add(0, i, x), normal(5, 2), index(4, 5, 2), local=True),
-    case("scatter_add", lambda x, i, s: embed.scatter_add(x, i, s, 0), lambda x, i, s: x.scatter_add(0, i, s), normal(5, 2), index(5, 3, 2), normal(3, 2), local=True, inner=False),
-    case("scatter", lambda x, i, s: embed.scatter(x, i, s, 0), lambda x, i, s: x.scatter(0, i, s), normal(5, 2), permutations(3, 5), normal(3, 2), local=True, inner=False),
-]  # fmt: skip
+    case(
+        "scatter_sum",
+        lambda x, i: embed.scatter_sum(x, i, fill.arange(4, x.mesh), 0),
+        lambda x, i: x.new_zeros(4, x.shape[1]).scatter_add(0, i, x),
+        normal(5, 2),
+        index(4, 5, 2),
+        local=True,
+    ),
+    case(
+        "scatter_add",
+        lambda x, i, s: embed.scatter_add(x, i, s, 0),
+        lambda x, i, s: x.scatter_add(0, i, s),
+        normal(5, 2),
+        index(5, 3, 2),
+        normal(3, 2),
+        local=True,
+        inner=False,
+    ),
+    case(
+        "scatter",
+        lambda x, i, s: embed.scatter(x, i, s, 0),
+        lambda x, i, s: x.scatter(0, i, s),
+        normal(5, 2),
+        permutations(3, 5),
+        normal(3, 2),
+        local=True,
+        inner=False,
+    ),
+]
 
 _ORDERS = [
     case("cumsum", lambda x: order.cumsum(x, 1), lambda x: x.cumsum(1), normal(5, 4)),
@@ -93,11 +150,32 @@ def _ref_loss_back(ct: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.
 _LOSSES = [
     case("cross_entropy", loss.cross_entropy, _ref_loss(), normal(5, 7), targets(7, 5), local=True),
     case("cross_entropy of sequences", loss.cross_entropy, _ref_loss(), normal(2, 3, 5), targets(5, 2, 3), local=True),
-    case("cross_entropy smoothed", lambda x, t: loss.cross_entropy(x, t, label_smoothing=0.1), _ref_loss(label_smoothing=0.1), normal(5, 6), targets(6, 5), local=True),
-    case("cross_entropy summed", lambda x, t: loss.cross_entropy(x, t, reduction="sum"), _ref_loss(reduction="sum"), normal(5, 4), targets(4, 5), local=True),
-    case("cross_entropy of each", lambda x, t: loss.cross_entropy(x, t, reduction="none", ignore_index=1), _ref_loss(reduction="none", ignore_index=1), normal(5, 4), index(4, 5), local=True),
+    case(
+        "cross_entropy smoothed",
+        lambda x, t: loss.cross_entropy(x, t, label_smoothing=0.1),
+        _ref_loss(label_smoothing=0.1),
+        normal(5, 7),
+        targets(7, 5),
+        local=True,
+    ),
+    case(
+        "cross_entropy summed",
+        lambda x, t: loss.cross_entropy(x, t, reduction="sum"),
+        _ref_loss(reduction="sum"),
+        normal(5, 4),
+        targets(4, 5),
+        local=True,
+    ),
+    case(
+        "cross_entropy of each",
+        lambda x, t: loss.cross_entropy(x, t, reduction="none", ignore_index=1),
+        _ref_loss(reduction="none", ignore_index=1),
+        normal(5, 4),
+        index(4, 5),
+        local=True,
+    ),
     case("cross_entropy backward", _loss_back, _ref_loss_back, normal(5), normal(5, 4), targets(4, 5), smooth=False, inner=False),
-]  # fmt: skip
+]
 
 
 def _turned(x: torch.Tensor, at: torch.Tensor, dim: int, interleaved: bool = False, base: float = 10000.0) -> torch.Tensor:
@@ -115,11 +193,40 @@ def _turned(x: torch.Tensor, at: torch.Tensor, dim: int, interleaved: bool = Fal
 
 _ROTARY = [
     case("rotary", rotary, lambda x: _turned(x, torch.arange(5), -2), normal(2, 5, 4), local=True),
-    case("rotary by heads", lambda x: rotary(x, dim=1, start=3), lambda x: _turned(x, torch.arange(3, 8), 1), normal(2, 5, 2, 4), local=True),
-    case("rotary interleaved", lambda x: rotary(x, interleaved=True, base=100.0), lambda x: _turned(x, torch.arange(5), -2, True, 100.0), normal(5, 6), local=True),
-    case("rotary of some features", lambda x: rotary(x, rotated=4), lambda x: torch.cat([_turned(x[..., :4], torch.arange(5), -2), x[..., 4:]], -1), normal(5, 7), local=True),
-    case("rotary by positions", lambda x, at: rotary(x, positions=at), lambda x, at: _turned(x, at, -2), normal(2, 5, 4), index(9, 5), local=True),
-    case("rotary by positions of each", lambda x, at: rotary(x, positions=at), lambda x, at: _turned(x, at, -2), normal(2, 3, 5, 4), index(9, 2, 5), local=True, inner=False),
-]  # fmt: skip
+    case(
+        "rotary by heads", lambda x: rotary(x, dim=1, start=3), lambda x: _turned(x, torch.arange(3, 8), 1), normal(2, 5, 2, 4), local=True
+    ),
+    case(
+        "rotary interleaved",
+        lambda x: rotary(x, interleaved=True, base=100.0),
+        lambda x: _turned(x, torch.arange(5), -2, True, 100.0),
+        normal(5, 6),
+        local=True,
+    ),
+    case(
+        "rotary of some features",
+        lambda x: rotary(x, rotated=4),
+        lambda x: torch.cat([_turned(x[..., :4], torch.arange(5), -2), x[..., 4:]], -1),
+        normal(5, 7),
+        local=True,
+    ),
+    case(
+        "rotary by positions",
+        lambda x, at: rotary(x, positions=at),
+        lambda x, at: _turned(x, at, -2),
+        normal(2, 5, 4),
+        index(9, 5),
+        local=True,
+    ),
+    case(
+        "rotary by positions of each",
+        lambda x, at: rotary(x, positions=at),
+        lambda x, at: _turned(x, at, -2),
+        normal(2, 3, 5, 4),
+        index(9, 2, 5),
+        local=True,
+        inner=False,
+    ),
+]
 
 CASES = [*_SOURCES, *_LOOKUPS, *_ORDERS, *_LOSSES, *_ROTARY]

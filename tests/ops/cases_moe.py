@@ -56,18 +56,53 @@ def layer_by_hand(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down:
     e, c = router.shape[1], moe.capacity_of(x.shape[1], router.shape[1], 2, 0.75)
     kept = slots_by_hand(choice, e, c) >= 0
     every = torch.stack([F.silu(x @ up[i]) @ down[i] for i in range(e)], 2)
-    out = sum((gates[..., k] * kept[..., k])[..., None] * every.gather(2, choice[..., k, None, None].expand(*x.shape[:2], 1, x.shape[2]))[:, :, 0] for k in range(2))
+    out = sum(
+        (gates[..., k] * kept[..., k])[..., None] * every.gather(2, choice[..., k, None, None].expand(*x.shape[:2], 1, x.shape[2]))[:, :, 0]
+        for k in range(2)
+    )
     share = F.one_hot(choice[..., 0], e).double().mean(1)
     return out, (share * probs.mean(1)).sum() * e / x.shape[0]
 
 
 _PIECES = [
     case("expert slots", lambda i: moe.expert_slots(i, E, C), slots_by_hand, index(E, 5, 4, 2), smooth=False),
-    case("dispatch", lambda x, s: moe.dispatch(x, s, E, C), lambda x, s: torch.einsum("gtd,gtkec->gecd", x, hot(s)), normal(2, 5, 3), taken(5)),
-    case("dispatch gated", lambda x, s, w: moe.dispatch(x, s, E, C, w), lambda x, s, w: torch.einsum("gtd,gtkec,gtk->gecd", x, hot(s), w), normal(2, 4, 3), taken(4), normal(2, 4, 2), inner=False),
-    case("combine", moe.combine, lambda y, s, w: torch.einsum("gecd,gtkec,gtk->gtd", y, hot(s), w), normal(2, E, C, 3), taken(4), normal(2, 4, 2), local=True, inner=False),
-    case("slot dots", op_named("slot_dots"), lambda y, s, x: torch.einsum("gecd,gtkec,gtd->gtk", y, hot(s), x), normal(2, E, C, 3), taken(4), normal(2, 4, 3), local=True, inner=False),
-]  # fmt: skip
+    case(
+        "dispatch",
+        lambda x, s: moe.dispatch(x, s, E, C),
+        lambda x, s: torch.einsum("gtd,gtkec->gecd", x, hot(s)),
+        normal(2, 5, 3),
+        taken(5),
+    ),
+    case(
+        "dispatch gated",
+        lambda x, s, w: moe.dispatch(x, s, E, C, w),
+        lambda x, s, w: torch.einsum("gtd,gtkec,gtk->gecd", x, hot(s), w),
+        normal(2, 4, 3),
+        taken(4),
+        normal(2, 4, 2),
+        inner=False,
+    ),
+    case(
+        "combine",
+        moe.combine,
+        lambda y, s, w: torch.einsum("gecd,gtkec,gtk->gtd", y, hot(s), w),
+        normal(2, E, C, 3),
+        taken(4),
+        normal(2, 4, 2),
+        local=True,
+        inner=False,
+    ),
+    case(
+        "slot dots",
+        op_named("slot_dots"),
+        lambda y, s, x: torch.einsum("gecd,gtkec,gtd->gtk", y, hot(s), x),
+        normal(2, E, C, 3),
+        taken(4),
+        normal(2, 4, 3),
+        local=True,
+        inner=False,
+    ),
+]
 
 CASES = _PIECES
 

@@ -1,3 +1,3 @@
 """One entry per op. Importing this package defines them all."""
 
-from weft.ops import comm, fill, linalg, norm, pointwise, reduce, shape, source  # noqa: F401
+from weft.ops import attention, comm, embed, fill, linalg, loss, moe, norm, order, pointwise, reduce, rotary, shape, source  # noqa: F401

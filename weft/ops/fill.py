@@ -1,0 +1,148 @@
+"""Values made from nothing in any layout at no cost: a rank makes its own slice, knowing where it lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+from weft.core.errors import TypeMismatch
+from weft.core.layout import Layout, Mesh, S
+from weft.core.node import DTYPE_NAMES, Attrs, Node, Type, dtype_of, user_line
+from weft.ops.pointwise import cast, elementwise, eq
+from weft.ops.registry import Kind, Linear, Local, Types, define
+from weft.ops.shape import reshape
+
+Cuts: TypeAlias = tuple[tuple[str, int, int | None], ...]
+
+
+def is_cut(x: Node, dim: int) -> bool:
+    """Whether any axis cuts the dim."""
+    return any(atom.cut for atom in x.layout.dims[dim])
+
+
+def cuts_of(x: Node, dims: Iterable[int] | None = None) -> Cuts:
+    """How (some) dims of a value are cut, as (axis, dim, within)."""
+    wanted = range(x.ndim) if dims is None else [d % x.ndim for d in dims]
+    places = [(axis, x.type.on(axis)) for axis in x.mesh.axes]
+    return tuple((axis, p.dim, p.within) for axis, p in places if isinstance(p, S) and p.dim in wanted)
+
+
+def one_dim(dim: int, rank: int) -> int:
+    """The dim counted from 0, if the tensor has it."""
+    if not -rank <= dim < rank:
+        needed = f"a dim from {-rank} to {rank - 1}"
+        raise TypeMismatch(f"no dim {dim} in a tensor of {rank} dims", needed=needed, found=str(dim), where=user_line())
+    return dim % rank
+
+
+def _laid_out(shape: tuple[int, ...], attrs: Attrs) -> Type:
+    layout = Layout.of(Mesh(**dict(attrs["mesh"])), shape)
+    for axis, dim, within in attrs.get("cuts", ()):
+        layout = layout.cut(axis, dim, within)
+    return Type(dtype_of(attrs["dtype"]), layout)
+
+
+def _source_normal(attrs: Attrs) -> Attrs:
+    """Names and plain tuples only, so that the node prints and parses back."""
+    mesh = attrs["mesh"]
+    out = {**attrs, "dtype": DTYPE_NAMES[dtype_of(attrs["dtype"])], "mesh": mesh.key if isinstance(mesh, Mesh) else mesh}
+    return {k: v for k, v in out.items() if k != "cuts" or v}
+
+
+# -- full ----------------------------------------------------------------------------------------------------------------------
+
+
+def _full_normal(attrs: Attrs) -> Attrs:
+    value, shape = attrs["value"], tuple(int(n) for n in attrs["shape"])
+    plain = isinstance(value, (str, bool, int)) or math.isfinite(value)
+    return _source_normal({**attrs, "shape": shape, "value": value if plain else str(value)})
+
+
+def _filled(shape: tuple[int, ...], value: float | str, dtype: str) -> torch.Tensor:
+    return torch.full(shape, float(value) if isinstance(value, str) else value, dtype=dtype_of(dtype))
+
+
+_full = define(
+    "full",
+    kind=Kind.SOURCE,
+    infer=lambda types, attrs: _laid_out(attrs["shape"], attrs),
+    run=lambda shape, value, dtype, mesh, cuts=(): _filled(shape, value, dtype),
+    local=lambda ctx, shape, value, dtype, mesh, cuts=(): _filled(ctx.out_shape(), value, dtype),
+    vjp=lambda n, ct: (),
+    normal=_full_normal,
+)
+
+
+def full(shape: Iterable[int], value: float, mesh: Mesh, dtype: str | torch.dtype = "f32", cuts: Cuts = ()) -> Any:
+    """One number everywhere."""
+    return _full(shape=tuple(shape), value=value, dtype=dtype, mesh=mesh, cuts=cuts)
+
+
+def zeros_like(x: Any) -> Any:
+    """Zeros of the same type, whole along axes where `x` is pending."""
+    return full(x.shape, 0.0 if x.dtype.is_floating_point else 0, x.mesh, x.dtype, cuts_of(x))
+
+
+# -- arange --------------------------------------------------------------------------------------------------------------------
+
+
+def _arange_infer(types: Types, attrs: Attrs) -> Type:
+    if attrs["size"] < 0:
+        raise TypeMismatch("arange of a negative size", needed="a size of 0 or more", found=str(attrs["size"]), where=user_line())
+    return _laid_out((attrs["size"],), attrs)
+
+
+def _steps(at: torch.Tensor, start: float, step: float, dtype: str) -> torch.Tensor:
+    return (at * step + start).to(dtype_of(dtype))
+
+
+def _arange_local(ctx: Local, size: int, start: float, step: float, dtype: str, mesh: Any, cuts: Cuts = ()) -> torch.Tensor:
+    return _steps(ctx.out_positions(0), start, step, dtype)
+
+
+_arange = define(
+    "arange",
+    kind=Kind.SOURCE,
+    infer=_arange_infer,
+    run=lambda size, start, step, dtype, mesh, cuts=(): _steps(torch.arange(size), start, step, dtype),
+    local=_arange_local,
+    vjp=lambda n, ct: (),
+    normal=_source_normal,
+)
+
+
+def arange(size: int, mesh: Mesh, *, start: float = 0, step: float = 1, dtype: str | torch.dtype = "i64", cuts: Cuts = ()) -> Any:
+    """start, start + step, ...: `size` numbers, each rank making those it holds."""
+    return _arange(size=size, start=start, step=step, dtype=dtype, mesh=mesh, cuts=cuts)
+
+
+def indices(x: Any, dim: int) -> Any:
+    """The indices of a dim, held as the dim is."""
+    dim = one_dim(dim, x.ndim)
+    return arange(x.shape[dim], x.mesh, cuts=tuple((axis, 0, within) for axis, _, within in cuts_of(x, [dim])))
+
+
+def one_hot(index: Any, size: int, dtype: str | torch.dtype = "i64", cuts: Cuts = ()) -> Any:
+    """A new last dim of `size` with 1 at the index; `cuts` (axis, 0, within) of it cost nothing."""
+    hit = eq(reshape(index, (*index.shape, 1)), arange(size, index.mesh, dtype=index.dtype, cuts=cuts))
+    return cast(hit, dtype=dtype)
+
+
+# -- no gradient ---------------------------------------------------------------------------------------------------------------
+
+stop_gradient = define(
+    "stop_gradient",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    run=lambda x: x.clone(),
+    linear=Linear.FIRST,
+    monotone=(frozenset({0}),),
+    vjp=lambda n, ct: (None,),
+    field=lambda p, x: x.clone(),
+    doc="the value itself, taken as a constant",
+)
+
+__all__ = ["Cuts", "arange", "cuts_of", "full", "indices", "is_cut", "one_dim", "one_hot", "stop_gradient", "zeros_like"]

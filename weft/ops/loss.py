@@ -1,0 +1,106 @@
+"""cross_entropy: one op and its backward where the vocabulary is whole, three reductions where it is cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from weft.core.errors import TypeMismatch
+from weft.core.node import Attrs, Node, constant, user_line
+from weft.ops.comm import settle
+from weft.ops.embed import need_index, pick
+from weft.ops.fill import is_cut, stop_gradient
+from weft.ops.norm import need_float, to_dtype, wide, wide_dtype
+from weft.ops.pointwise import cast, exp, log, ne, where
+from weft.ops.reduce import amax, mean, sum_
+from weft.ops.registry import Equation, Kind, Linear, Types, define
+
+
+def _token_equation(types: Types, attrs: Attrs) -> Equation:
+    need_float("cross_entropy", types, 0)
+    need_index("cross_entropy", types, 1)
+    if not types[0].shape:
+        raise TypeMismatch("cross_entropy takes logits [..., v]", needed="a last dim of classes", found=str(types[0]), where=user_line())
+    rows = tuple(f"d{i}" for i in range(len(types[0].shape) - 1))
+    return Equation(((*rows, "v"), rows), (rows,), whole=frozenset("v"))
+
+
+def _token_run(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float) -> torch.Tensor:
+    logp = torch.log_softmax(wide(x), -1)
+    keep = target != ignore_index
+    at = torch.where(keep, target, 0).long()
+    loss = -logp.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+    if smoothing:
+        loss = (1 - smoothing) * loss - smoothing * logp.mean(-1)
+    return torch.where(keep, loss, torch.zeros((), dtype=loss.dtype, device=x.device))
+
+
+def _back_equation(types: Types, attrs: Attrs) -> Equation:
+    logits, rows = _token_equation(types[1:], attrs).ins
+    return Equation((rows, logits, rows), (logits,), whole=frozenset("v"))
+
+
+def _back_run(ct: torch.Tensor, x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float) -> torch.Tensor:
+    keep = target != ignore_index
+    at = torch.where(keep, target, 0).long().unsqueeze(-1)
+    p = torch.softmax(wide(x), -1)
+    slope = p.scatter_add(-1, at, torch.full_like(at, smoothing - 1, dtype=p.dtype)) - smoothing / x.shape[-1]
+    return (slope * torch.where(keep, ct, torch.zeros_like(ct)).unsqueeze(-1)).to(x.dtype)
+
+
+_cross_entropy_backward = define(
+    "cross_entropy_backward",
+    kind=Kind.WHOLE,
+    equation=_back_equation,
+    run=_back_run,
+    dtype=lambda types, attrs: types[1].dtype,
+    linear=Linear.FIRST,
+    flops=lambda n: 8.0 * math.prod(n.args[1].type.layout.largest_local),
+)
+
+_cross_entropy = define(
+    "cross_entropy",
+    kind=Kind.WHOLE,
+    equation=_token_equation,
+    run=_token_run,
+    dtype=lambda types, attrs: wide_dtype(types[0].dtype),
+    vjp=lambda n, ct: (_cross_entropy_backward(ct, *n.args, **dict(n.attrs)), None),
+    flops=lambda n: 6.0 * math.prod(n.args[0].type.layout.largest_local),
+    doc="the loss of every target, 0 where it is ignored",
+)
+
+
+def token_losses(logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
+    """logits [..., v], target [...] -> losses [...], 0 where ignored; a cut vocabulary costs three small all_reduces."""
+    if not is_cut(logits, -1):
+        return _cross_entropy(logits, target, ignore_index=ignore_index, smoothing=float(label_smoothing))
+    x = to_dtype(logits, wide_dtype(logits.dtype))
+    keep = ne(target, ignore_index)
+    peak = settle(amax(stop_gradient(x), dims=-1, keepdim=True))
+    y = x - peak
+    norm = log(settle(sum_(exp(y), dims=-1)))
+    loss = norm - settle(pick(y, where(keep, target, constant(0, target.dtype, target.mesh))))
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (norm - settle(mean(y, -1)))
+    return where(keep, loss, 0.0)
+
+
+def cross_entropy(logits: Any, target: Any, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean") -> Any:
+    """The classes in the last dim. The mean is over all kept targets of all ranks; where targets are cut it is a pending sum."""
+    losses = token_losses(logits, target, ignore_index, label_smoothing)
+    if reduction == "none":
+        return losses
+    if reduction not in ("mean", "sum"):
+        raise TypeMismatch("cross_entropy has no such reduction", needed="mean, sum or none", found=repr(reduction), where=user_line())
+    return sum_(losses) if reduction == "sum" else sum_(losses) / _kept(losses, target, ignore_index)
+
+
+def _kept(losses: Node, target: Node, ignore_index: int) -> Any:
+    """How many targets count, exactly: whole numbers are summed."""
+    count = settle(sum_(cast(ne(target, ignore_index), dtype="i64")))
+    return cast(count, dtype=losses.dtype)
+
+
+__all__ = ["cross_entropy", "token_losses"]

@@ -1,0 +1,119 @@
+"""Ops along an order: cumsum, sort, topk, argmax. The dim they run along is whole; ties are settled by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.core.errors import TypeMismatch
+from weft.core.node import Attrs, Node, user_line
+from weft.ops.embed import out_elements, scatter_sum
+from weft.ops.fill import indices, one_dim
+from weft.ops.registry import Equation, Kind, Linear, Types, define
+
+
+def _labels(types: Types) -> tuple[str, ...]:
+    return tuple(f"d{i}" for i in range(len(types[0].shape)))
+
+
+def _same(types: Types, attrs: Attrs) -> Equation:
+    labels = _labels(types)
+    return Equation((labels,), (labels,), whole=frozenset({labels[one_dim(attrs["dim"], len(labels))]}))
+
+
+def _cumsum_run(x: torch.Tensor, dim: int, reverse: bool = False) -> torch.Tensor:
+    y = (x.flip(dim) if reverse else x).cumsum(dim).to(x.dtype)
+    return y.flip(dim) if reverse else y
+
+
+_cumsum = define(
+    "cumsum",
+    kind=Kind.WHOLE,
+    equation=_same,
+    run=_cumsum_run,
+    linear=Linear.FIRST,
+    vjp=lambda n, ct: (cumsum(ct, n.attr("dim"), reverse=not n.attr("reverse", False)),),
+    field=lambda p, x, dim, reverse=False: _cumsum_run(x, dim, reverse) % p,
+)
+
+
+def cumsum(x: Any, dim: int, reverse: bool = False) -> Any:
+    """Sums of all up to and with each index along a dim; in reverse, from the end."""
+    return _cumsum(x, dim=one_dim(dim, x.ndim), **({"reverse": True} if reverse else {}))
+
+
+# -- sort and topk: values and where they stood ----------------------------------------------------------------------------------
+
+
+def _value_and_index(types: Types, attrs: Attrs) -> tuple[torch.dtype, torch.dtype]:
+    return types[0].dtype, torch.int64
+
+
+def _ordered_vjp(n: Node, ct: Node, _: Any) -> Any:
+    dim = n.attr("dim")
+    _, index = n
+    return (scatter_sum(ct, index, indices(n.args[0], dim), dim),)
+
+
+def _sort_equation(types: Types, attrs: Attrs) -> Equation:
+    eq = _same(types, attrs)
+    return Equation(eq.ins, eq.outs * 2, whole=eq.whole)
+
+
+def _sort_run(x: torch.Tensor, dim: int, descending: bool = False) -> Any:
+    return tuple(torch.sort(x, dim=dim, descending=descending, stable=True))
+
+
+_sort = define(
+    "sort", kind=Kind.WHOLE, equation=_sort_equation, run=_sort_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements
+)
+
+
+def sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
+    """Values in order and the indices they had; equal ones keep their order."""
+    return _sort(x, dim=one_dim(dim, x.ndim), descending=descending)
+
+
+def _topk_equation(types: Types, attrs: Attrs) -> Equation:
+    labels, k = _labels(types), attrs["k"]
+    dim = one_dim(attrs["dim"], len(labels))
+    if not 0 <= k <= types[0].shape[dim]:
+        raise TypeMismatch("topk asks for more than there is", needed=f"k from 0 to {types[0].shape[dim]}", found=str(k), where=user_line())
+    out = tuple("k" if i == dim else x for i, x in enumerate(labels))
+    return Equation((labels,), (out, out), whole=frozenset({labels[dim]}), sizes={"k": k})
+
+
+def _topk_run(x: torch.Tensor, k: int, dim: int) -> Any:
+    """By a stable sort, so that the choice among equals does not depend on how many rows a rank holds."""
+    values, index = torch.sort(x, dim=dim, descending=True, stable=True)
+    return values.narrow(dim, 0, k), index.narrow(dim, 0, k)
+
+
+_topk = define(
+    "topk", kind=Kind.WHOLE, equation=_topk_equation, run=_topk_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements
+)
+
+
+def topk(x: Any, k: int, dim: int = -1) -> Any:
+    """The k largest along a dim, largest first, and their indices; of equal ones the first."""
+    return _topk(x, k=k, dim=one_dim(dim, x.ndim))
+
+
+def _argmax_equation(types: Types, attrs: Attrs) -> Equation:
+    labels = _labels(types)
+    dim = one_dim(attrs["dim"], len(labels))
+    return Equation((labels,), (labels[:dim] + labels[dim + 1 :],), whole=frozenset({labels[dim]}))
+
+
+_argmax = define(
+    "argmax", kind=Kind.WHOLE, equation=_argmax_equation, run=lambda x, dim: torch.argmax(x, dim), dtype=lambda types, attrs: torch.int64
+)
+
+
+def argmax(x: Any, dim: int) -> Any:
+    """The index of the largest along a dim; of equal ones the first."""
+    return _argmax(x, dim=one_dim(dim, x.ndim))
+
+
+__all__ = ["argmax", "cumsum", "sort", "topk"]
