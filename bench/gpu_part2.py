@@ -301,7 +301,7 @@ def launches(me: Rank, elements: int, quick: bool) -> list:
     """Ways to launch that are worth trying at this size."""
     from weft.runtime.launched import Launch
 
-    resident = me.peers.resident_blocks(me.world) - 1
+    resident = me.peers.resident_blocks()
     per_rank = -(-elements // me.world)
     found = []
     inside = [(2048, 16), (4096, 32), (8192, 32)] if elements <= 1 << 22 else [(4096, 16), (4096, 32), (8192, 32)]

@@ -39,6 +39,7 @@ class Slot:
     spread: bool = False  # a copy on every rank, in peer memory
     disposable: bool = False  # this rank's own slice of it may be overwritten once it has been reduced
     inside: str = ""  # the spread slot whose own copy this one is
+    once: bool = False  # one element for the whole row
 
     @property
     def nbytes(self) -> int:

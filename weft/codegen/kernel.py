@@ -20,7 +20,8 @@ class Kernel:
     source: str
     slots: tuple[Slot, ...]
     scalars: str
-    scalar_count: int
+    scalar_names: tuple[str, ...]  # what the lambda takes
+    scalar_count: int  # what it gives
     totals: int
     phases: int
     bytes_per_element: int  # moved over all ranks, for each element of the whole
@@ -31,7 +32,7 @@ def compile_group(group: Group, world: int, target: str = "cpu") -> Kernel:
     parts = cut(group, world)
     source = to_cpu.emit(parts, world) if target == "cpu" else _triton(parts, world)
     hosted = host_scalars(v for _, v in group.stores)
-    return Kernel(group.name, target, world, source, tuple(to_cpu.columns(parts)), scalar_lambda(group),
+    return Kernel(group.name, target, world, source, tuple(to_cpu.columns(parts)), scalar_lambda(group), group.scalars,
                   len(hosted), len(parts.totals), len(parts.phases), bytes_moved(parts, world))  # fmt: skip
 
 

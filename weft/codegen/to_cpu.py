@@ -139,7 +139,7 @@ class _Emitter:
         slot = reader.slot
         assert slot is not None
         if reader.fn == "load":
-            return LOAD[slot.dtype].format(f"{slot.name}[i]")
+            return LOAD[slot.dtype].format(f"{slot.name}[{0 if slot.once else 'i'}]")
         text = LOAD[slot.dtype].format(f"{slot.name}_of[0][i]")
         for r in range(1, self.world):
             text = JOIN[reader.name].format(text, LOAD[slot.dtype].format(f"{slot.name}_of[{r}][i]"))

@@ -166,7 +166,7 @@ class _Emitter:
             return f"tl.load({pointer} + at, mask=inside, other=0.0){wide}"
 
         if reader.fn == "load":
-            return one(slot.name)
+            return f"tl.load({slot.name}){wide}" if slot.once else one(slot.name)
         text = one(f"{slot.name}_0")
         for r in range(1, self.world):
             text = JOIN[reader.name].format(text, one(f"{slot.name}_{r}"))

@@ -16,12 +16,14 @@ class DevicePeers:
         import torch.distributed._symmetric_memory as symm_mem
 
         self._symm_mem = symm_mem
-        self.group = group or dist.group.WORLD
+        self.group, self.target = group or dist.group.WORLD, "triton"
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.global_ranks = [dist.get_global_rank(self.group, r) for r in range(self.world)]
         self._handles: list[object] = []
-        self._first = self.empty(16)
+        here: list[object] = [None] * self.world
+        dist.all_gather_object(here, str(torch.cuda.get_device_properties(self.device).uuid), group=group)
+        self._sharing = here.count(here[self.rank])
 
     def empty(self, nbytes: int) -> PeerBuffer:
         """A new buffer on every rank. All ranks ask for the same size in the same order."""
@@ -44,6 +46,6 @@ class DevicePeers:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
 
-    def resident_blocks(self, ranks_per_device: int) -> int:
+    def resident_blocks(self) -> int:
         """Blocks of one rank that are sure to run at once when every rank launches as many."""
-        return torch.cuda.get_device_properties(self.device).multi_processor_count // ranks_per_device
+        return torch.cuda.get_device_properties(self.device).multi_processor_count // self._sharing - 1

@@ -50,9 +50,7 @@ class Row:
     scalars: int = 0
 
 
-def flatten_rows(
-    kernel: KernelLike, rows: Sequence[Row], rank: int, device: torch.device
-) -> tuple[list[list[int]], list[Tensor]]:
+def flatten_rows(kernel: KernelLike, rows: Sequence[Row], rank: int, device: torch.device) -> tuple[list[list[int]], list[Tensor]]:
     """Rows as the kernel's table has them, and the memory made for slots no row names."""
     made: list[Tensor] = []
     table = []
@@ -85,8 +83,8 @@ def _addresses(kernel: KernelLike, slot: SlotLike, row: Row, rank: int, device: 
 class HostKernel:
     """A compiled CPU kernel and the rows it works on. Made and called by all ranks together."""
 
-    def __init__(self, kernel: KernelLike, rows: Sequence[Row], peers: HostPeers) -> None:
-        self.peers, self.name = peers, kernel.name
+    def __init__(self, kernel: KernelLike, rows: Sequence[Row], peers: HostPeers, name: str = "") -> None:
+        self.peers, self.name = peers, name or kernel.name
         table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)
         width = len(table[0]) if table else 0
         self._table = (ctypes.c_int64 * (width * len(table)))(*(x for row in table for x in row))
@@ -100,7 +98,7 @@ class HostKernel:
         self._run = native.load(kernel.source).run
         pointers = (self._table, len(rows), self.scalars, self._sums, self.totals)
         self._args = (
-            ctypes.byref(peers.state), ctypes.c_uint32(peers.op(kernel.name)), pointers[0], ctypes.c_int64(pointers[1]),
+            ctypes.byref(peers.state), ctypes.c_uint32(peers.op(self.name)), pointers[0], ctypes.c_int64(pointers[1]),
             *pointers[2:], ctypes.c_int32(touched > CACHE_BYTES),
         )  # fmt: skip
 

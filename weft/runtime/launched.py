@@ -25,12 +25,24 @@ class Launch:
     inside: bool = True
 
 
+def choose_launch(lengths: Sequence[int], phases: int, peers: Peers) -> Launch:
+    """Small work meets inside one launch; large work runs as many blocks as it likes between two meetings."""
+    longest, whole = max(lengths, default=1), sum(lengths)
+    resident = peers.resident_blocks() if hasattr(peers, "resident_blocks") else 8
+    block = 2048 if whole < 1 << 20 else 4096
+    if whole <= 1 << 19:
+        chunk = max(block, min(longest, -(-whole // resident)) // block * block)
+        return Launch(block, chunk, block // 128, resident, True)
+    return Launch(block, block, block // 256, 1 << 20, False)
+
+
 class DeviceKernel:
     """A compiled Triton kernel and the rows it works on. Made and called by all ranks together."""
 
     def __init__(self, kernel: KernelLike, rows: Sequence[Row], peers: Peers, launch: Launch | None = None,
-                 spans: Sequence[int] | None = None) -> None:  # fmt: skip
-        self.peers, self.name = peers, kernel.name
+                 spans: Sequence[int] | None = None,
+        name: str = "") -> None:  # fmt: skip
+        self.peers, self.name = peers, name or kernel.name
         self.launch = launch or Launch()
         self._module = modules.load(kernel.source)
         table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)

@@ -53,6 +53,7 @@ class Peers(Protocol):
     rank: int
     world: int
     device: torch.device
+    target: str  # of the code that runs here
 
     def empty(self, nbytes: int) -> PeerBuffer: ...
 
@@ -75,7 +76,7 @@ class HostPeers:
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.device = torch.device("cpu")
+        self.device, self.target = torch.device("cpu"), os.environ.get("WEFT_TARGET", "cpu")
         self.global_ranks = dist.get_process_group_ranks(group)
         self._require_one_host()
         self._pages = self._share(PAGE + NAMES * NAME)

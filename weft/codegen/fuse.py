@@ -1,0 +1,443 @@
+"""A `fuse` group of a program as a fused group of expressions, and which memory each of its slots is.
+
+Every rank works on its slice: a reduction collective reads all ranks' terms of it, a gather writes it to all ranks.
+Parts of the group that are alike (the same formulas for each of many parameters) become rows of one body.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from weft.codegen import expr
+from weft.codegen.expr import Slot, Value
+from weft.core.errors import KernelError
+from weft.core.layout import Layout, Replicated, S
+from weft.core.node import DTYPE_NAMES, Node
+from weft.core.program import Group, Program
+from weft.ops.registry import Kind
+
+SAME = set(expr.ARITY) - {"reciprocal"}
+REDUCES = {"sum": "sum", "amax": "max", "amin": "min"}
+JOINS = {"add": "sum", "maximum": "max", "minimum": "min"}
+
+
+class NotFusable(KernelError):
+    """A group that must run unfused, and why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a slot of one row group lives: a value of the program, and the first element of each of its rows."""
+
+    node: Node
+    role: str  # terms, whole, own, out, gathered: how the ranks hold it
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor's share of the group: rows of equal length, and the places of its slots."""
+
+    length: int
+    places: dict[str, Place]
+    scalars: dict[str, Node]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A group ready for code: the body, and the parts that fill its rows on one rank."""
+
+    body: expr.Group
+    axis: str | None
+    parts: tuple[Part, ...]
+
+
+def fuse_group(program: Program, group: Group, rank: int, *, donate: bool = False, spend: frozenset[str] = frozenset()) -> list[Fused]:
+    """What `group` does on `rank`, one body for each kind of tensor in it.
+
+    With `donate`, the next value of a state overwrites the last one; inputs named in `spend` may be overwritten once read.
+    """
+    return _Lowering(program, group, rank, donate, spend).lower()
+
+
+class _Lowering:
+    def __init__(self, program: Program, group: Group, rank: int, donate: bool, spend: frozenset[str]) -> None:
+        self.program, self.group, self.donate, self.spend = program, group, donate, spend
+        items = [u for n in group.nodes for u in program.users[n] if u.op.name == "item"]
+        self.nodes = list(dict.fromkeys([*group.nodes, *items]))
+        self.members = set(self.nodes)
+        self.joined = False  # whether some total is over several parts
+        self.coords = program.mesh.coords(rank)
+        self.axis = self._axis()
+        self.outputs = [n for n in self.nodes if len(n.types) == 1 and self._leaves(n)]
+
+    def lower(self) -> list[Fused]:
+        components = self._components()
+        self.home = {n: k for k, (nodes, _) in enumerate(components) for n in nodes}
+        kinds: dict[Any, list[tuple[list[Node], list[Node]]]] = {}
+        for nodes, outputs in components:
+            kinds.setdefault(_Component(self, nodes, outputs).lower().signature, []).append((nodes, outputs))
+        if len(kinds) > 1 and self.joined:
+            raise NotFusable(
+                f"group {self.group.name} mixes formulas that share one total",
+                needed="one total over tensors with the same formulas and dtypes",
+                found=f"{len(kinds)} kinds of tensor",
+            )
+        suffixes = [""] if len(kinds) == 1 else [f"_{k}" for k in range(len(kinds))]
+        return [self._one_body(suffix, members) for suffix, members in zip(suffixes, kinds.values(), strict=True)]
+
+    def _one_body(self, suffix: str, members: list[tuple[list[Node], list[Node]]]) -> Fused:
+        names = _readable([node for node, _ in _Component(self, *members[0]).lower().slots], self.program)
+        lowered = [_Component(self, nodes, outputs, names).lower() for nodes, outputs in members]
+        body = expr.Group(self.group.name + suffix, tuple(lowered[0].stores))
+        return Fused(body, self.axis, tuple(c.part() for c in lowered))
+
+    def _axis(self) -> str | None:
+        axes = {n.attr("axis") for n in self.group.nodes if n.op.kind is Kind.COMM}
+        if len(axes) > 1:
+            raise NotFusable(
+                f"group {self.group.name} communicates along several axes", needed="one mesh axis", found=", ".join(sorted(axes))
+            )
+        return axes.pop() if axes else None
+
+    def _leaves(self, n: Node) -> bool:
+        return bool(self.program.outputs_of(n)) or any(u not in self.members for u in self.program.users[n])
+
+    def _components(self) -> list[tuple[list[Node], list[Node]]]:
+        """Nodes that share tensors belong together; scalars join nothing."""
+        near = {n: [n, *operands(n)] for n in self.nodes if len(n.types) == 1 and not is_scalar(n)}
+        near |= {n: list(operands(n)) for n in self.nodes if n.op.name in REDUCES}
+        parent = {x: x for xs in near.values() for x in xs if len(x.types) == 1 and not is_scalar(x)}
+
+        def find(n: Node) -> Node:
+            while parent[n] is not n:
+                n = parent[n]
+            return n
+
+        for xs in near.values():
+            tensors = [x for x in xs if x in parent]
+            for x in tensors[1:]:
+                parent[find(x)] = find(tensors[0])
+        found: dict[Node, list[Node]] = {}
+        for n in parent:
+            found.setdefault(find(n), []).append(n)
+        stray = [n for n in self.outputs if is_scalar(n)]
+        if stray:
+            raise NotFusable(
+                f"{stray[0].op.name} of group {self.group.name} leaves as a scalar", needed="tensors as outputs", found=str(stray[0].type)
+            )
+        return [(nodes, [n for n in self.outputs if n in nodes]) for nodes in found.values()]
+
+
+class _Component:
+    """One tensor's formulas as expressions over slots named in order of use."""
+
+    def __init__(self, whole: _Lowering, nodes: list[Node], outputs: list[Node], names: list[str] | None = None) -> None:
+        self.whole, self.nodes, self.outputs, self.names = whole, set(nodes), outputs, names
+        self.values: dict[Node, Value] = {}
+        self.slots: dict[tuple[Node, str], Slot] = {}
+        self.scalars: dict[str, Node] = {}
+        self.stores: list[tuple[Slot, Value]] = []
+
+    def lower(self) -> _Component:
+        self.domain = self._domain()
+        for n in self.outputs:
+            self.stores.append(self._store(n))
+        self.signature = _signature(self.stores)
+        return self
+
+    # -- which elements --------------------------------------------------------------------------------------------
+
+    def _domain(self) -> Layout:
+        """The layout all per-element values share: that of what is stored."""
+        layouts = {self._stored(n).type.layout for n in self.outputs}
+        if len(layouts) != 1:
+            raise NotFusable(
+                f"group {self.whole.group.name} works on differently held tensors", needed="one layout", found=", ".join(map(str, layouts))
+            )
+        return layouts.pop()
+
+    def _stored(self, n: Node) -> Node:
+        return operands(n)[0] if collective(n) == "all_gather" else n
+
+    def _store(self, n: Node) -> tuple[Slot, Value]:
+        value = self.value(self._stored(n))
+        if collective(n) == "all_gather":
+            reused = self._donated(n, "whole")
+            slot = reused or self.slot(n, "gathered", spread=True)
+            return (slot, value)
+        return (self._donated(n, "own") or self.slot(n, "out"), value)
+
+    def _donated(self, n: Node, role: str) -> Slot | None:
+        """The slot of the input whose next value this is, if it may be overwritten."""
+        program = self.whole.program
+        names = program.outputs_of(n)
+        olds = [program.input_names[i] for o, i in program.state if o in names] if self.whole.donate else []
+        for old in olds:
+            if role == "whole":
+                return self.slot(old, "whole", spread=True)
+            return self.slot(old, "own")
+        return None
+
+    def slot(self, node: Node, role: str, *, spread: bool = False) -> Slot:
+        key = (node, role)
+        if key not in self.slots:
+            terms, spent = role == "terms", node.attr("name") in self.whole.spend
+            once = role == "own" and self._aligned(node, role)[-1] < self._local()[-1]
+            name = self.names[len(self.slots)] if self.names else f"x{len(self.slots)}"
+            self.slots[key] = Slot(name, DTYPE_NAMES[node.dtype], spread or terms, terms and spent, "", once)
+        return self.slots[key]
+
+    # -- what is computed ------------------------------------------------------------------------------------------
+
+    def value(self, n: Node) -> Value:
+        if n not in self.values:
+            self.values[n] = self._lower(n)
+        return self.values[n]
+
+    def _lower(self, n: Node) -> Value:
+        if n.op.name == "const":
+            return expr.const(n.attr("value"))
+        if n not in self.whole.members:
+            return self._outside(n)
+        if collective(n):
+            return self._communicated(n)
+        if n.op.name in REDUCES:
+            return self._total(n)
+        if is_scalar(n) and n.op.name in JOINS and (terms := self._joined_totals(n)):
+            return terms
+        if n.op.kind is Kind.POINTWISE:
+            return _pointwise(n, self.value)
+        if n.op.name == "reshape" and is_scalar(n):
+            return self.value(n.args[0])
+        raise NotFusable(
+            f"{n.op.name} cannot be part of a fused group",
+            needed="pointwise ops, whole sums, and collectives along one axis",
+            found=n.op.name,
+        )
+
+    def _outside(self, n: Node) -> Value:
+        if is_scalar(n):
+            name = _identifier(n, len(self.scalars))
+            self.scalars.setdefault(name, n)
+            return expr.scalar(name)
+        if n.type.layout != self.domain and n.shape == self.domain.shape:
+            return self._slice_of(n)
+        return expr.load(self.slot(n, "own"))
+
+    def _slice_of(self, n: Node) -> Value:
+        """This rank's slice of a value that it holds whole."""
+        if self.whole.axis is None or not isinstance(n.type.on(self.whole.axis), Replicated):
+            raise NotFusable("a tensor held in another way than the rest of its group", needed=str(self.domain), found=str(n.type))
+        spread = self.whole.donate and any(n is self.whole.program.input_names[i] for _, i in self.whole.program.state)
+        return expr.load(self.slot(n, "whole", spread=spread))
+
+    def _communicated(self, n: Node) -> Value:
+        (x,), name = operands(n), collective(n)
+        if is_scalar(n):
+            if name == "all_reduce":
+                return self.value(x)  # a total is already over all ranks
+            raise NotFusable(f"{name} of a scalar inside a fused group", needed="all_reduce of a sum", found=str(x.type))
+        if name in ("reduce_scatter", "all_reduce"):
+            op = x.type.on(self.whole.axis or "").op
+            x = _skip_widening(x, self.whole.members)
+            if x in self.whole.members:
+                raise NotFusable(
+                    f"{name} of a value made in the same group", needed="its terms in memory before the group starts", found=x.op.name
+                )
+            return expr.reduce(self.slot(x, "terms"), op)
+        if name == "slice":
+            if x in self.whole.members:
+                raise NotFusable(
+                    "slice of a value made in the same group", needed="the whole value in memory before the group starts", found=x.op.name
+                )
+            return self._slice_of(x)
+        raise NotFusable(
+            f"{name} in the middle of a fused group", needed="reduce_scatter or all_reduce first, all_gather last", found=str(name)
+        )
+
+    def _total(self, n: Node) -> Value:
+        x = n.args[0]
+        if not is_scalar(n) or is_scalar(x):
+            raise NotFusable(f"{n.op.name} over some dims inside a fused group", needed="a sum over all elements", found=str(n.type))
+        if x not in self.nodes and x in self.whole.members:
+            raise NotFusable("a total of another tensor's values", needed="totals of this tensor, or one total over all", found=n.op.name)
+        if self.whole.axis is not None and not isinstance(self.domain.placement(self.whole.axis), S):
+            raise NotFusable(f"{n.op.name} over values every rank holds whole", needed="a sum over slices", found=str(x.type))
+        return expr.total(self.value(x), REDUCES[n.op.name])
+
+    def _joined_totals(self, n: Node) -> Value | None:
+        """A sum of every part's total is one total over all rows."""
+        tree = _flat(n, n.op.name, self.whole.members)
+        leaves = [operands(x)[0] if collective(x) == "all_reduce" else x for x in tree]
+        if not all(x in self.whole.members and REDUCES.get(x.op.name) == JOINS[n.op.name] for x in leaves):
+            return None
+        homes = [self.whole.home.get(x.args[0]) for x in leaves]
+        if len(set(homes)) == 1:
+            return None
+        if sorted(h for h in homes if h is not None) != list(range(1 + max(self.whole.home.values()))):
+            raise NotFusable(
+                "a total over some parts of the group", needed="one total of each part, over all of them", found=f"parts {homes}"
+            )
+        self.whole.joined = True
+        (mine,) = [x for x in leaves if x.args[0] in self.nodes]
+        return expr.total(self.value(mine.args[0]), JOINS[n.op.name], over_rows=True)
+
+    # -- where it lives --------------------------------------------------------------------------------------------
+
+    def _aligned(self, node: Node, role: str) -> tuple[int, ...]:
+        held = self._held(node, role)
+        return (1,) * (len(self._local()) - len(held)) + held
+
+    def _local(self) -> tuple[int, ...]:
+        return self.domain.local_shape(self.whole.coords)
+
+    def _held(self, node: Node, role: str) -> tuple[int, ...]:
+        return node.type.layout.local_shape(self.whole.coords)
+
+    def part(self) -> Part:
+        """Rows short enough that every slot runs straight through them."""
+        local, depth = self._local(), 0
+        for node, role in self.slots:
+            depth = max(depth, self._broken_at(node, role))
+        outer, length = local[:depth], math.prod(local[depth:])
+        places = {slot.name: Place(node, role, tuple(self._offsets(node, role, outer))) for (node, role), slot in self.slots.items()}
+        return Part(length, places, dict(self.scalars))
+
+    def _broken_at(self, node: Node, role: str) -> int:
+        """How many leading dims must be rows of their own for this slot."""
+        held, local = self._held(node, role), self._local()
+        if role in ("terms", "whole", "gathered"):
+            cut = self.domain.where_cut(self.whole.axis or "")
+            if cut is None or math.prod(held[: cut[0]]) == 1:
+                return 0
+            return cut[0]
+        if held == local:
+            return 0
+        aligned = self._aligned(node, role)
+        full = len(local)
+        while full and aligned[full - 1] == local[full - 1]:
+            full -= 1
+        ones = len(local)
+        while ones and aligned[ones - 1] == 1:
+            ones -= 1
+        return min(full, ones)
+
+    def _offsets(self, node: Node, role: str, outer: tuple[int, ...]) -> Iterable[int]:
+        local = self._local()
+        start = [0] * len(local)
+        shape = self._aligned(node, role)
+        if role in ("terms", "whole", "gathered"):
+            for d in range(len(local)):
+                here = self.domain.positions(d, self.whole.coords)
+                there = node.type.layout.positions(d, self.whole.coords)
+                start[d] = int((there < here[0]).sum()) if len(here) else 0
+                if len(here) and int(here[-1] - here[0]) + 1 != len(here):
+                    raise NotFusable("a slice that is not one run of its dim", needed="a dim cut once", found=str(node.type))
+        strides = [0] * len(local)
+        step = 1
+        for d in reversed(range(len(local))):
+            strides[d] = step if shape[d] > 1 or local[d] == 1 else 0
+            step *= shape[d]
+        base = sum(s * t for s, t in zip(start, strides, strict=True))
+        for index in _indices(outer):
+            yield base + sum(i * t for i, t in zip(index, strides, strict=False))
+
+
+def _flat(n: Node, op: str, members: set[Node]) -> list[Node]:
+    """The operands of a tree of one op; a reduction over ranks in between changes nothing."""
+    if n in members and n.op.name == op:
+        return [x for a in n.args for x in _flat(a, op, members)]
+    if n in members and collective(n) == "all_reduce" and operands(n)[0].op.name == op:
+        return _flat(operands(n)[0], op, members)
+    return [n]
+
+
+def collective(n: Node) -> str | None:
+    """The collective this is one result of, whether it moves one tensor or several."""
+    call = n.args[0] if n.op.name == "item" else n
+    return call.op.name if call.op.kind is Kind.COMM else None
+
+
+def operands(n: Node) -> tuple[Node, ...]:
+    """What this value is made from; of a collective over several tensors, the one it is."""
+    return (n.args[0].args[n.attr("index")],) if n.op.name == "item" and collective(n) else n.args
+
+
+def is_scalar(n: Node) -> bool:
+    return len(n.types) == 1 and math.prod(n.shape) == 1
+
+
+def _skip_widening(x: Node, members: set[Node]) -> Node:
+    """Terms are widened as they are read, so a cast to a wider float before a reduction costs nothing."""
+    while x in members and x.op.name == "cast" and x.dtype.is_floating_point and x.dtype.itemsize >= x.args[0].dtype.itemsize:
+        x = x.args[0]
+    return x
+
+
+def _pointwise(n: Node, value: Callable[[Node], Value]) -> Value:
+    args = [value(a) for a in n.args]
+    name = n.op.name
+    if name in COMPOUND:
+        return COMPOUND[name](n, *args)
+    if name == "cast":
+        return expr.cast(args[0], DTYPE_NAMES[n.dtype]) if DTYPE_NAMES[n.dtype] in expr.BYTES else args[0]
+    if name == "div" and args[1].level < args[0].level:
+        return args[0] * (1.0 / args[1])  # one division for the row, none per element
+    if name in SAME:
+        return expr.apply(name, *args)
+    raise NotFusable(f"{name} has no per-element formula", needed=f"one of {', '.join(sorted(SAME | set(COMPOUND)))}", found=name)
+
+
+def _clamp(n: Node, x: Value) -> Value:
+    for bound, fn in ((n.attr("lo"), "maximum"), (n.attr("hi"), "minimum")):
+        x = x if bound is None else expr.apply(fn, x, bound)
+    return x
+
+
+def _gelu(n: Node, x: Value) -> Value:
+    if n.attr("tanh"):
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+        return 0.5 * x * (1.0 + expr.apply("tanh", inner))
+    return 0.5 * x * (1.0 + expr.apply("erf", x * math.sqrt(0.5)))
+
+
+COMPOUND: dict[str, Callable[..., Value]] = {
+    "relu": lambda n, x: expr.apply("maximum", x, 0.0),
+    "square": lambda n, x: x * x,
+    "silu": lambda n, x: x * expr.apply("sigmoid", x),
+    "gelu": _gelu,
+    "clamp": _clamp,
+    "isfinite": lambda n, x: expr.apply("eq", x - x, 0.0),
+    "logical_and": lambda n, a, b: expr.apply("where", a, b, 0.0),
+    "logical_or": lambda n, a, b: expr.apply("where", a, 1.0, b),
+    "logical_not": lambda n, a: expr.apply("where", a, 0.0, 1.0),
+}
+
+
+def _readable(nodes: list[Node], program: Program) -> list[str]:
+    """A name for each slot after the input or output it is, without the numbers that tell parts apart."""
+    names: list[str] = []
+    for k, n in enumerate(nodes):
+        given = n.attr("name") if n.op.name == "input" else next(iter(program.outputs_of(n)), "x")
+        base = "".join(c if c.isalnum() else "_" for c in str(given)).strip("_0123456789") or "x"
+        names.append(base if base not in names and base.isidentifier() else f"{base}{k}")
+    return names
+
+
+def _identifier(n: Node, number: int) -> str:
+    name = str(n.attr("name") or f"scalar{number}").replace(".", "_")
+    return name if name.isidentifier() else f"scalar{number}"
+
+
+def _indices(shape: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
+    return itertools.product(*(range(n) for n in shape))
+
+
+def _signature(stores: list[tuple[Slot, Value]]) -> Any:
+    """Equal for two parts exactly if one body serves both; values are interned, so this is what they are."""
+    return tuple((slot, value) for slot, value in stores)
