@@ -1,0 +1,216 @@
+"""ATen ops that read and write by index, and those along an order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from weft.core.node import Node
+from weft.frontend.capture.aten.pointwise import as_node
+from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.frontend.capture.recorder import Recorder
+from weft.ops import embed, order
+from weft.ops import pointwise as w
+from weft.ops import reduce as wr
+from weft.ops.fill import arange
+from weft.ops.shape import expand, narrow, permute, reshape
+
+
+def _wrapped(index: Node, size: int) -> Node:
+    """Negative indices counted from the end, as torch counts them; known sources of whole numbers need none of it."""
+    if index.op.name in ("arange", "argmax", "topk", "sort"):
+        return index
+    return w.where(w.lt(index, 0), w.add(index, size), index)
+
+
+@function(F.embedding)
+def embedding(r: Recorder, index: Node, weight: Node, padding_idx: int | None = None, max_norm: Any = None,
+              norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> Node:  # fmt: skip
+    if max_norm is not None or scale_grad_by_freq:
+        return NotImplemented
+    return embed.embedding(weight, index, padding_idx)
+
+
+@aten("embedding")
+def _embedding(r: Recorder, weight: Node, index: Node, padding_idx: int = -1, *_: Any) -> Node:
+    return embed.embedding(weight, index, None if padding_idx < 0 else padding_idx)
+
+
+@function(F.embedding_bag)
+def _bag(r: Recorder, index: Node, weight: Node, offsets: Any = None, max_norm: Any = None, norm_type: float = 2,
+         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
+         include_last_offset: bool = False, padding_idx: int | None = None) -> Node:  # fmt: skip
+    """Bags of equal size, [bags, size]: rows looked up, then reduced. Bags by offsets stay with torch."""
+    if offsets is not None or max_norm is not None or scale_grad_by_freq or mode == "max" or padding_idx is not None:
+        return NotImplemented
+    rows = embed.take(weight, index, 0)
+    if per_sample_weights is not None:
+        rows = w.mul(rows, reshape(per_sample_weights, (*index.shape, 1)))
+    return wr.sum_(rows, dims=(1,)) if mode == "sum" else wr.mean(rows, (1,))
+
+
+@aten("index_select")
+def _index_select(r: Recorder, x: Node, dim: int, index: Node) -> Node:
+    return embed.take(x, index, dim)
+
+
+@aten("gather")
+def _gather(r: Recorder, x: Node, dim: int, index: Node, sparse_grad: bool = False) -> Node:
+    return embed.gather(_trimmed(x, index, dim), index, dim)
+
+
+def _trimmed(x: Node, like: Node, dim: int) -> Node:
+    """Torch lets the index be smaller along other dims; the rest of x is then never read."""
+    for d in range(x.ndim):
+        if d != dim % x.ndim:
+            x = narrow(x, d, 0, like.shape[d])
+    return x
+
+
+@aten("scatter.src", "scatter.value")
+def _scatter(r: Recorder, x: Node, dim: int, index: Node, source: Any) -> Node:
+    source = as_node(r, source, x.dtype)
+    source = expand(source, index.shape) if source.ndim == 0 else _trimmed_to(source, index)
+    return embed.scatter(x, index, source, dim) if _fits(x, index, dim) else NotImplemented
+
+
+@aten("scatter_add", "scatter_reduce.two")
+def _scatter_add(r: Recorder, x: Node, dim: int, index: Node, source: Node, reduce: str = "sum", include_self: bool = True) -> Node:
+    if reduce != "sum" or not include_self or not _fits(x, index, dim):
+        return NotImplemented
+    return embed.scatter_add(x, index, _trimmed_to(source, index), dim)
+
+
+def _trimmed_to(x: Node, like: Node) -> Node:
+    for d in range(x.ndim):
+        x = narrow(x, d, 0, like.shape[d])
+    return x
+
+
+def _fits(x: Node, index: Node, dim: int) -> bool:
+    return all(x.shape[d] == index.shape[d] for d in range(x.ndim) if d != dim % x.ndim)
+
+
+@aten("index_add")
+def _index_add(r: Recorder, x: Node, dim: int, index: Node, source: Node, alpha: float = 1) -> Node:
+    source = source if alpha == 1 else w.mul(source, float(alpha))
+    return embed.index_add(x, index, to_dtype(source, x.dtype), dim)
+
+
+@aten("index_copy")
+def _index_copy(r: Recorder, x: Node, dim: int, index: Node, source: Node) -> Node:
+    dim %= x.ndim
+    shape = tuple(n if d == dim else 1 for d, n in enumerate(source.shape))
+    return embed.scatter(x, expand(reshape(index, shape), source.shape), source, dim)
+
+
+# -- x[i, :, j]: neighbouring index tensors become one index over the joined dims ------------------------------------------
+
+
+@aten("index.Tensor", "_unsafe_index")
+def _index(r: Recorder, x: Node, indices: Any) -> Node:
+    found = [d for d, i in enumerate(indices) if i is not None]
+    if any(indices[d].dtype == torch.bool for d in found) or not found:
+        return NotImplemented
+    x, first, flat, shape = _joined(x, indices, found)
+    out = embed.take(x, flat, first)
+    return out if found == list(range(found[0], found[-1] + 1)) else _front(out, first, len(shape))
+
+
+def _front(x: Node, first: int, count: int) -> Node:
+    """Torch puts the indexed dims first when a slice stands between them."""
+    moved = tuple(range(first, first + count))
+    return permute(x, (*moved, *(d for d in range(x.ndim) if d not in moved)))
+
+
+def _joined(x: Node, indices: Any, found: list[int]) -> tuple[Node, int, Node, tuple[int, ...]]:
+    """The indexed dims of x next to each other and merged, and the one flat index into them."""
+    first = found[0]
+    order_ = [*range(first), *found, *(d for d in range(first, x.ndim) if d not in found)]
+    x = permute(x, order_)
+    sizes = x.shape[first : first + len(found)]
+    shape = torch.broadcast_shapes(*(indices[d].shape for d in found))
+    flat: Node | None = None
+    for d, size in zip(found, sizes, strict=True):
+        at = expand(_wrapped(indices[d], size), shape)
+        flat = at if flat is None else w.add(w.mul(flat, size), at)
+    x = reshape(x, (*x.shape[:first], math.prod(sizes), *x.shape[first + len(found) :]))
+    assert flat is not None
+    return x, first, flat, shape
+
+
+@aten("index_put", "_unsafe_index_put", "_index_put_impl")
+def _index_put(r: Recorder, x: Node, indices: Any, values: Node, accumulate: bool = False, *_: Any) -> Node:
+    found = [d for d, i in enumerate(indices) if i is not None]
+    if len(found) == 1 and indices[found[0]].dtype == torch.bool and not accumulate and values.ndim == 0:
+        mask = indices[found[0]]
+        return w.where(reshape(mask, (*mask.shape, *(1,) * (x.ndim - mask.ndim))), to_dtype(values, x.dtype), x)
+    if any(indices[d].dtype == torch.bool for d in found) or found != list(range(len(found))):
+        return NotImplemented
+    flat_x, _, flat, shape = _joined(x, indices, found)
+    rest = flat_x.shape[1:]
+    source = reshape(expand(to_dtype(values, x.dtype), (*shape, *rest)), (math.prod(shape), *rest))
+    flat = reshape(flat, (-1,))
+    if accumulate:
+        return reshape(embed.index_add(flat_x, flat, source, 0), x.shape)
+    return reshape(_index_copy(r, flat_x, 0, flat, source), x.shape)
+
+
+# -- along an order --------------------------------------------------------------------------------------------------------
+
+
+@aten("cumsum")
+def _cumsum(r: Recorder, x: Node, dim: int, dtype: Any = None) -> Node:
+    return order.cumsum(to_dtype(x, dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)), dim) if x.ndim else x
+
+
+@aten("topk")
+def _topk(r: Recorder, x: Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> list[Node]:
+    values, index = order.topk(x if largest else w.neg(x), k, dim)
+    return [values if largest else w.neg(values), index]
+
+
+@aten("sort.default", "sort.stable")
+def _sort(r: Recorder, x: Node, *given: Any, dim: int = -1, descending: bool = False, stable: Any = None) -> list[Node]:
+    for value in given:  # sort.default has them by place
+        dim, descending = (dim, value) if isinstance(value, bool) else (value, descending)
+    return list(order.sort(x, dim, descending))
+
+
+@aten("argmax")
+def _argmax(r: Recorder, x: Node, dim: int | None = None, keepdim: bool = False) -> Node:
+    flat = reshape(x, (-1,)) if dim is None else x
+    at = order.argmax(flat, 0 if dim is None else dim)
+    if not keepdim:
+        return at
+    return reshape(at, tuple(1 if dim is None or d == dim % x.ndim else n for d, n in enumerate(x.shape)))
+
+
+@aten("argmin")
+def _argmin(r: Recorder, x: Node, dim: int | None = None, keepdim: bool = False) -> Node:
+    return _argmax(r, w.neg(x), dim, keepdim)
+
+
+@aten("max.dim")
+def _max_dim(r: Recorder, x: Node, dim: int, keepdim: bool = False) -> list[Node]:
+    """The value at the first largest index, so that its gradient goes to that one alone, as torch's does."""
+    values, index = order.topk(x, 1, dim)
+    shape = tuple(n for d, n in enumerate(values.shape) if keepdim or d != dim % x.ndim)
+    return [reshape(values, shape), reshape(index, shape)]
+
+
+@aten("min.dim")
+def _min_dim(r: Recorder, x: Node, dim: int, keepdim: bool = False) -> list[Node]:
+    values, index = _max_dim(r, w.neg(x), dim, keepdim)
+    return [w.neg(values), index]
+
+
+@aten("flip")
+def _flip(r: Recorder, x: Node, dims: Any) -> Node:
+    for dim in dims:
+        size = x.shape[dim]
+        x = embed.take(x, arange(size, r.mesh, start=size - 1, step=-1), dim)
+    return x

@@ -1,0 +1,100 @@
+"""Products: matmul, linear, einsum, and their ATen forms."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+
+from weft.core.node import Node
+from weft.frontend.capture.aten.pointwise import promoted
+from weft.frontend.capture.modes import aten, function
+from weft.frontend.capture.precision import lowered
+from weft.frontend.capture.recorder import Recorder
+from weft.ops import pointwise as w
+from weft.ops.linalg import einsum, matmul
+from weft.ops.shape import reshape
+
+
+@aten("mm", "bmm")
+def _mm(r: Recorder, a: Node, b: Node, *_: Any) -> Node:
+    return matmul(a, b)
+
+
+@aten("addmm", "baddbmm")
+def _addmm(r: Recorder, c: Node, a: Node, b: Node, beta: float = 1, alpha: float = 1) -> Node:
+    out = matmul(a, b)
+    out = out if alpha == 1 else w.mul(out, float(alpha))
+    return w.add(out, c if beta == 1 else w.mul(c, float(beta)))
+
+
+@aten("mv")
+def _mv(r: Recorder, a: Node, b: Node) -> Node:
+    return einsum("ik,k->i", a, b)
+
+
+@aten("dot", "vdot")
+def _dot(r: Recorder, a: Node, b: Node) -> Node:
+    return einsum("k,k->", a, b)
+
+
+@aten("outer", "ger")
+def _outer(r: Recorder, a: Node, b: Node) -> Node:
+    return einsum("i,j->ij", a, b)
+
+
+@function(torch.nn.functional.linear)
+def linear(r: Recorder, x: Node, weight: Node, bias: Node | None = None) -> Node:
+    """x @ weight.T + bias, the transpose kept out of the program."""
+    x, weight, bias = lowered(r, x, weight, bias)
+    rows = "abcdefgh"[: x.ndim - 1]
+    y = einsum(f"{rows}k,nk->{rows}n" if weight.ndim == 2 else f"{rows}k,k->{rows}", x, weight)
+    return y if bias is None else w.add(y, bias)
+
+
+@function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm)
+def _matmul(r: Recorder, a: Node, b: Node, **more: Any) -> Node:
+    if more:
+        return NotImplemented
+    a, b = lowered(r, a, b)
+    if a.ndim >= 2 and (b.ndim == 2 or a.shape[:-2] == b.shape[:-2]):
+        return matmul(a, b)
+    return _contract(a, b)
+
+
+def _contract(a: Node, b: Node) -> Node:
+    """matmul with vectors and stretched batches: one einsum over the batch dims each operand really has."""
+    cores = "ik" if a.ndim > 1 else "k", "kj" if b.ndim > 1 else "k"
+    ranks = a.ndim - len(cores[0]), b.ndim - len(cores[1])
+    letters = string.ascii_uppercase[: max(ranks)]
+    (x, left), (y, right) = (_real_batch(v, letters, core) for v, core in zip((a, b), cores, strict=True))
+    batch = [c for c in letters if c in left or c in right]
+    rest = cores[0][:-1] + cores[1][1:]
+    out = einsum(f"{left},{right}->{''.join(batch)}{rest}", x, y)
+    sizes = torch.broadcast_shapes(a.shape[: ranks[0]], b.shape[: ranks[1]])
+    return reshape(out, (*sizes, *out.shape[len(batch) :]))
+
+
+def _real_batch(x: Node, letters: str, core: str) -> tuple[Node, str]:
+    """The operand without batch dims of size 1, and its labels."""
+    rank = x.ndim - len(core)
+    kept = [i for i in range(rank) if x.shape[i] != 1]
+    labels = letters[len(letters) - rank :]
+    return reshape(x, (*(x.shape[i] for i in kept), *x.shape[rank:])), "".join(labels[i] for i in kept) + core
+
+
+@function(torch.einsum)
+def _einsum(r: Recorder, equation: str, *operands: Any) -> Node:
+    """A plain einsum stays one op; ellipses and repeated labels go down to ATen."""
+    xs = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    if not isinstance(equation, str):
+        return NotImplemented
+    text = equation.replace(" ", "")
+    left, arrow, right = text.partition("->")
+    parts = left.split(",")
+    if "." in text or any(len(set(p)) < len(p) for p in parts):
+        return NotImplemented
+    if not arrow:
+        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+    return einsum(f"{left}->{right}", *lowered(r, *promoted(r, *xs)))

@@ -1,0 +1,135 @@
+"""Softmax, norms, losses and dropout, heard above ATen so that each stays one op."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from weft.core.node import Node
+from weft.frontend.capture.aten.reduce import reduced
+from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.frontend.capture.recorder import Recorder
+from weft.ops import loss as wl
+from weft.ops import norm as wn
+from weft.ops import pointwise as w
+from weft.ops import reduce as wr
+from weft.ops.embed import gather, take
+from weft.ops.fill import full
+from weft.ops.shape import permute, reshape
+
+# -- softmax -----------------------------------------------------------------------------------------------------------
+
+
+@aten("_softmax", "_safe_softmax")
+def _softmax(r: Recorder, x: Node, dim: int, half_to_float: Any = False, dtype: Any = None) -> Node:
+    kind = dtype or (torch.float32 if half_to_float is True else half_to_float or x.dtype)
+    return wn.softmax(to_dtype(x, kind), dim) if x.ndim else r.number(1, x.dtype)
+
+
+@aten("_log_softmax")
+def _log_softmax(r: Recorder, x: Node, dim: int, half_to_float: bool = False) -> Node:
+    return wn.log_softmax(to_dtype(x, torch.float32 if half_to_float else x.dtype), dim)
+
+
+# -- norms over the last dims, over groups of channels, over the batch -----------------------------------------------------
+
+
+def _over_last(x: Node, shape: Any, weight: Any, bias: Any, run: Any) -> Node:
+    """A norm over several last dims is one over their product."""
+    if len(shape) == 1:
+        return run(x, weight, bias)
+    lead = x.shape[: x.ndim - len(shape)]
+    flat = [None if v is None else reshape(v, (math.prod(shape),)) for v in (weight, bias)]
+    return reshape(run(reshape(x, (*lead, math.prod(shape))), *flat), x.shape)
+
+
+@function(F.layer_norm, torch.layer_norm)
+def _layer_norm(r: Recorder, x: Node, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Node:
+    weight, bias = (None if v is None else to_dtype(v, x.dtype) for v in (weight, bias))
+    if bias is not None and weight is None:
+        return w.add(_layer_norm(r, x, shape, eps=eps), bias)
+    return _over_last(x, shape, weight, bias, lambda y, g, b: wn.layer_norm(y, g, b, eps))
+
+
+@aten("native_layer_norm")
+def _native_layer_norm(r: Recorder, x: Node, shape: Any, weight: Any, bias: Any, eps: float) -> list[Node]:
+    dims = tuple(range(x.ndim - len(shape), x.ndim))
+    center = wr.mean(x, dims, True)
+    spread = w.rsqrt(w.add(wr.mean(w.square(w.sub(x, center)), dims, True), eps))
+    return [_layer_norm(r, x, shape, weight, bias, eps), center, spread]
+
+
+@function(F.rms_norm, torch.rms_norm)
+def _rms_norm(r: Recorder, x: Node, shape: Any, weight: Any = None, eps: float | None = None) -> Node:
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    kind = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    x, weight = to_dtype(x, kind), None if weight is None else to_dtype(weight, kind)
+    return _over_last(x, shape, weight, None, lambda y, g, _: wn.rms_norm(y, g, eps))
+
+
+@function(F.group_norm, torch.group_norm)
+def _group_norm(r: Recorder, x: Node, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Node:
+    """A layer norm without weights over each group, then the channels' own scale and shift."""
+    y = wn.layer_norm(reshape(x, (x.shape[0], groups, math.prod(x.shape[1:]) // groups)), eps=eps)
+    return _per_channel(reshape(y, x.shape), weight, bias)
+
+
+def _per_channel(y: Node, weight: Any, bias: Any) -> Node:
+    shape = (y.shape[1], *(1,) * (y.ndim - 2))
+    y = y if weight is None else w.mul(y, reshape(to_dtype(weight, y.dtype), shape))
+    return y if bias is None else w.add(y, reshape(to_dtype(bias, y.dtype), shape))
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------------
+
+
+@function(F.cross_entropy)
+def cross_entropy(r: Recorder, x: Node, target: Node, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+                  reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Node:  # fmt: skip
+    """Classes brought to the last dim. Weighted classes, and targets that are chances, go down to ATen."""
+    if weight is not None or size_average is not None or reduce is not None or target.dtype.is_floating_point:
+        return NotImplemented
+    if x.ndim > 2:
+        x = permute(x, (0, *range(2, x.ndim), 1))
+    return wl.cross_entropy(x, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
+
+
+@aten("nll_loss_forward", "nll_loss2d_forward")
+def _nll(r: Recorder, logp: Node, target: Node, weight: Any, reduction: int, ignore_index: int) -> list[Node]:
+    """The loss and the weight it was divided by."""
+    classes = 1 if logp.ndim > 1 else 0
+    keep = w.ne(target, ignore_index)
+    at = w.where(keep, target, 0)
+    shape = (*at.shape[:classes], 1, *at.shape[classes:])
+    picked = reshape(gather(logp, reshape(at, shape), classes), at.shape)
+    share = to_dtype(keep, logp.dtype)
+    share = share if weight is None else w.mul(share, take(weight, at, 0))
+    losses, total = w.neg(w.mul(picked, share)), wr.sum_(share, dims=tuple(range(share.ndim)))
+    if reduction == 0:
+        return [losses, total]
+    whole = reduced(losses, "sum")
+    return [w.div(whole, total) if reduction == 1 else whole, total]
+
+
+# -- dropout: keyed by the step's seed, the site and the global index --------------------------------------------------------
+
+
+@function(F.dropout, torch.dropout)
+def _dropout(r: Recorder, x: Node, p: float = 0.5, training: bool = True, inplace: bool = False) -> Node:
+    return drop(r, x, p if training else 0.0)
+
+
+@function(F.dropout1d, F.dropout2d, F.dropout3d)
+def _dropout_channels(r: Recorder, x: Node, p: float = 0.5, training: bool = True, inplace: bool = False) -> Node:
+    """Whole channels are dropped: the mask of one element each, stretched."""
+    if not training or p == 0:
+        return x
+    ones = full((*x.shape[:2], *(1,) * (x.ndim - 2)), 1.0, r.mesh, x.dtype)
+    return w.mul(x, drop(r, ones, p))
+
+
+def drop(r: Recorder, x: Node, p: float) -> Node:
+    return x if p == 0 else w.dropout(x, r.seed, p=p, site=r.next_site())

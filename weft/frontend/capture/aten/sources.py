@@ -1,0 +1,148 @@
+"""Tensors from nothing: filled, counted, random."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from weft.core.errors import CaptureError
+from weft.core.node import DTYPE_NAMES, Node, user_line
+from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.frontend.capture.ops import normal, uniform
+from weft.frontend.capture.recorder import Recorder
+from weft.ops import pointwise as w
+from weft.ops.fill import arange, full, one_hot
+from weft.ops.reduce import sum_
+from weft.ops.shape import expand, reshape
+
+
+def _kind(dtype: Any, default: torch.dtype | None = None) -> torch.dtype:
+    return dtype or default or torch.get_default_dtype()
+
+
+def _filled(r: Recorder, shape: Any, value: Any, dtype: torch.dtype) -> Node:
+    if isinstance(value, Node):
+        return expand(to_dtype(value, dtype), tuple(shape))
+    return full(tuple(shape), value, r.mesh, dtype)
+
+
+aten("zeros", "empty.memory_format", "empty_strided", "new_empty_strided")(
+    lambda r, size, *_, dtype=None, **__: _filled(r, size, 0, _kind(dtype))
+)
+aten("ones")(lambda r, size, dtype=None, **_: _filled(r, size, 1, _kind(dtype)))
+aten("zeros_like", "empty_like")(lambda r, x, dtype=None, **_: _filled(r, x.shape, 0, _kind(dtype, x.dtype)))
+aten("ones_like")(lambda r, x, dtype=None, **_: _filled(r, x.shape, 1, _kind(dtype, x.dtype)))
+aten("full_like")(lambda r, x, value, dtype=None, **_: _filled(r, x.shape, value, _kind(dtype, x.dtype)))
+aten("new_zeros", "new_empty")(lambda r, x, size, dtype=None, **_: _filled(r, size, 0, _kind(dtype, x.dtype)))
+aten("new_ones")(lambda r, x, size, dtype=None, **_: _filled(r, size, 1, _kind(dtype, x.dtype)))
+aten("new_full")(lambda r, x, size, value, dtype=None, **_: _filled(r, size, value, _kind(dtype, x.dtype)))
+aten("scalar_tensor")(lambda r, value, dtype=None, **_: r.number(value, _kind(dtype)))
+
+
+@aten("full")
+def _full(r: Recorder, size: Any, value: Any, dtype: Any = None, **_: Any) -> Node:
+    guess = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else None
+    return _filled(r, size, value, _kind(dtype, guess))
+
+
+@aten("arange")
+def _arange(r: Recorder, *bounds: Any, dtype: Any = None, **_: Any) -> Node:
+    start, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    whole = all(isinstance(x, int) for x in (start, end, step))
+    kind = dtype or (torch.int64 if whole else torch.get_default_dtype())
+    return arange(max(0, math.ceil((end - start) / step)), r.mesh, start=start, step=step, dtype=kind)
+
+
+@aten("linspace")
+def _linspace(r: Recorder, start: float, end: float, steps: int, dtype: Any = None, **_: Any) -> Node:
+    """Counted in float64, then rounded once."""
+    by = (end - start) / max(steps - 1, 1)
+    return to_dtype(arange(steps, r.mesh, start=float(start), step=float(by), dtype=torch.float64), _kind(dtype))
+
+
+@aten("eye.default", "eye.m")
+def _eye(r: Recorder, rows: int, columns: int | None = None, dtype: Any = None, **_: Any) -> Node:
+    return one_hot(arange(rows, r.mesh), rows if columns is None else columns, _kind(dtype))
+
+
+def _grid(r: Recorder, x: Node) -> tuple[Node, Node]:
+    """Row and column numbers of the last two dims."""
+    rows, columns = x.shape[-2:]
+    return reshape(arange(rows, r.mesh), (rows, 1)), arange(columns, r.mesh)
+
+
+@aten("tril")
+def _tril(r: Recorder, x: Node, diagonal: int = 0) -> Node:
+    row, column = _grid(r, x)
+    return w.where(w.le(w.sub(column, row), diagonal), x, r.number(0, x.dtype))
+
+
+@aten("triu")
+def _triu(r: Recorder, x: Node, diagonal: int = 0) -> Node:
+    row, column = _grid(r, x)
+    return w.where(w.ge(w.sub(column, row), diagonal), x, r.number(0, x.dtype))
+
+
+# -- random: keyed by the step's seed, the site and the global index, so every layout draws the same ---------------------
+
+
+def _draw(op: Any, r: Recorder, shape: Any, dtype: torch.dtype) -> Node:
+    return op(r.seed, shape=tuple(int(n) for n in shape), dtype=DTYPE_NAMES[dtype], site=r.next_site())
+
+
+aten("rand.default")(lambda r, size, dtype=None, **_: _draw(uniform, r, size, _kind(dtype)))
+aten("randn.default")(lambda r, size, dtype=None, **_: _draw(normal, r, size, _kind(dtype)))
+aten("rand_like")(lambda r, x, dtype=None, **_: _draw(uniform, r, x.shape, _kind(dtype, x.dtype)))
+aten("randn_like")(lambda r, x, dtype=None, **_: _draw(normal, r, x.shape, _kind(dtype, x.dtype)))
+aten("bernoulli.p")(lambda r, x, p=0.5, generator=None: _coin(r, x.shape, r.number(p, torch.float32), x.dtype))
+aten("bernoulli.default", "bernoulli.Tensor")(lambda r, x, p=None, generator=None: _coin(r, x.shape, x if p is None else p, x.dtype))
+
+
+def _coin(r: Recorder, shape: Any, chance: Node, dtype: torch.dtype) -> Node:
+    return to_dtype(w.lt(_draw(uniform, r, shape, torch.float32), to_dtype(chance, torch.float32)), dtype)
+
+
+@aten("uniform")
+def _uniform(r: Recorder, x: Node, low: float = 0, high: float = 1, generator: Any = None) -> Node:
+    u = _draw(uniform, r, x.shape, x.dtype)
+    return w.add(w.mul(u, float(high - low)), float(low))
+
+
+@aten("normal_functional")
+def _normal(r: Recorder, x: Node, mean: float = 0, std: float = 1, generator: Any = None) -> Node:
+    return w.add(w.mul(_draw(normal, r, x.shape, x.dtype), float(std)), float(mean))
+
+
+@aten("randperm", "randint", "randint_like", "multinomial", "poisson", "exponential")
+def _refuse_random(r: Recorder, *_: Any, **__: Any) -> Node:
+    raise CaptureError(
+        "weft has no such random number",
+        needed="uniform, normal, bernoulli or dropout, which every rank can draw alike",
+        found="another distribution",
+        try_="draw it outside the step and pass it in the batch",
+        where=user_line(),
+    )
+
+
+@function(torch.nn.functional.one_hot)
+def _one_hot(r: Recorder, index: Node, num_classes: int = -1) -> Node:
+    if num_classes < 0:
+        raise CaptureError(
+            "one_hot without the number of classes has a shape that depends on data",
+            needed="num_classes",
+            found="-1",
+            try_="F.one_hot(index, num_classes=N)",
+            where=user_line(),
+        )
+    return one_hot(index, num_classes)
+
+
+@function(torch.bincount)
+def _bincount(r: Recorder, x: Node, weights: Any = None, minlength: int = 0) -> Node:
+    """Counts up to `minlength`, as a sum of one-hot rows; beyond it torch would grow the result."""
+    if weights is not None or not minlength:
+        return NotImplemented
+    r.assume(f"torch.bincount(minlength={minlength}) counts no value of {minlength} or more")
+    return sum_(one_hot(x, minlength), dims=(0,))

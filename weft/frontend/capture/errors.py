@@ -1,0 +1,55 @@
+"""The user's line in an error of capture, and what torch says when control flow would depend on data."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from weft.core.errors import CaptureError, WeftError
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's: neither torch's nor of this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if not f.filename.startswith((_TORCH, _HERE, "<"))]
+    return mine[-1] if mine else None
+
+
+def _shown(error: BaseException) -> dict[str, Any]:
+    frame = user_frame(error)
+    if frame is None:
+        return {}
+    return {"where": f"{Path(frame.filename).name}, line {frame.lineno}", "program": f"  > {frame.line}"}
+
+
+@contextmanager
+def explained():
+    """Turn what torch raises while tracing into a CaptureError that shows the user's line."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except DataDependentOutputException as error:
+        raise CaptureError(
+            "the model asks for a number that is only known when it runs",
+            needed="control flow that depends on shapes and settings only",
+            found=f"{error.func} turns a tensor into a Python number",
+            try_=("torch.where(condition, a, b) instead of if", "keep the value a tensor, without .item()"),
+            **_shown(error),
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise CaptureError(
+            "the model makes a tensor whose shape depends on data",
+            needed="shapes that follow from the shapes of the inputs",
+            found=f"{error.func}",
+            try_="a mask and torch.where instead of selecting elements; one_hot and sum instead of counting",
+            **_shown(error),
+        ) from error

@@ -1,0 +1,247 @@
+"""Where torch calls are heard: above ATen for ops that must stay whole, at ATen for all the rest.
+
+`FUNCTIONS` maps torch functions (F.layer_norm) to handlers, `ATEN` maps ATen ops. A handler takes the recorder, then what
+the op was given with tensors replaced by nodes, and gives nodes; NotImplemented passes the call on downwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from weft.core.errors import CaptureError
+from weft.core.node import DTYPE_NAMES, Node, user_line
+from weft.frontend.capture.ops import opaque
+from weft.frontend.capture.precision import widened
+from weft.frontend.capture.recorder import Handler, Recorder
+from weft.frontend.capture.values import TAG, Ref, Step, view
+from weft.ops.pointwise import cast
+from weft.ops.shape import expand
+
+ATEN: dict[Any, Handler] = {}
+VIEWS: dict[Any, Callable[..., list[Step] | list[list[Step]]]] = {}
+FUNCTIONS: dict[Any, Handler] = {}
+CPU = torch.device("cpu")
+
+
+def _overloads(names: tuple[str, ...]) -> list[Any]:
+    """`add.Tensor` is one overload; `add` all of them. A name this torch does not have is passed over."""
+    found = []
+    for name in names:
+        base, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, base, None)
+        if packet is not None:
+            found += [getattr(packet, o) for o in packet.overloads() if not overload or o == overload]
+    return found
+
+
+def aten(*names: str) -> Callable[[Handler], Handler]:
+    """Register how ATen ops become weft ops: `handler(recorder, *args, **kwargs)` on nodes."""
+
+    def add(handler: Handler) -> Handler:
+        ATEN.update(dict.fromkeys(_overloads(names), handler))
+        return handler
+
+    return add
+
+
+def views(*names: str) -> Callable[[Any], Any]:
+    """Register view ops: `steps(shape, *args)` gives the steps from the operand, or one list of steps per result."""
+
+    def add(steps: Any) -> Any:
+        VIEWS.update(dict.fromkeys(_overloads(names), steps))
+        return steps
+
+    return add
+
+
+def function(*functions: Any) -> Callable[[Handler], Handler]:
+    """Register a torch function to be heard above ATen: `handler(recorder, *args, **kwargs)` on nodes."""
+
+    def add(handler: Handler) -> Handler:
+        FUNCTIONS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return add
+
+
+def teach(op: Any) -> Callable[[Handler], Handler]:
+    """Teach capture a torch op: `handler(*args)` takes nodes and gives nodes of weft ops."""
+
+    def add(handler: Handler) -> Handler:
+        table = ATEN if isinstance(op, torch._ops.OpOverload) else FUNCTIONS
+        table[op] = lambda recorder, *args, **kwargs: handler(*args, **kwargs)
+        return handler
+
+    return add
+
+
+class Above(TorchFunctionMode):
+    """Hears torch functions before they fall apart into ATen."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, args = _on_cpu(kwargs or {}), widened(func, args)
+        handler = FUNCTIONS.get(func)
+        if handler is None:
+            return func(*_places_on_cpu(func, args), **kwargs)
+        return hear(self.recorder, func, handler, args, kwargs)
+
+
+def hear(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs: Any) -> Any:
+    """Call a handler on the nodes behind tensors and wrap what it gives; fall through where it declines."""
+    nodes = tree_map_only(Tensor, recorder.node, (args, kwargs))
+    result = handler(recorder, *nodes[0], **nodes[1])
+    if result is NotImplemented:
+        return func(*args, **kwargs)
+    return tree_map_only(Node, recorder.wrap, result)
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Capture is always on the CPU: fake tensors elsewhere abort a process without the hardware."""
+    return {**kwargs, "device": CPU} if kwargs.get("device") is not None else kwargs
+
+
+def _places_on_cpu(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if func is Tensor.to:
+        return tuple(CPU if isinstance(a, torch.device) or (isinstance(a, str) and i) else a for i, a in enumerate(args))
+    return args[:1] if func is Tensor.cuda else args
+
+
+class Below(TorchDispatchMode):
+    """Hears ATen ops and keeps fake tensors and nodes in step."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return CPU
+        out = func(*args, **kwargs)
+        if func in VIEWS:
+            return self._view(func, out, args, kwargs)
+        if func._schema.is_mutable:
+            return self._write(func, out, args, kwargs)
+        if not _tensors(out):
+            return out
+        self._bind(func, out, self._nodes(func, out, args, kwargs))
+        return out
+
+    def _nodes(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        recorder = self.recorder
+        given, named = tree_map_only(Tensor, recorder.node, (args, kwargs))
+        handler = ATEN.get(func)
+        nodes = handler(recorder, *given, **named) if handler else NotImplemented
+        return unknown(recorder, func, out, given, named) if nodes is NotImplemented else nodes
+
+    def _bind(self, func: Any, out: Any, nodes: Any) -> None:
+        """Tie results to nodes; a handler that gives another shape or dtype than torch is a mistake in weft."""
+        tensors, found = _tensors(out), [nodes] if isinstance(nodes, Node) else [n for n in nodes if n is not None]
+        for tensor, node in zip(tensors, found, strict=True):
+            if node.shape != tuple(tensor.shape):
+                raise CaptureError(f"weft mistook {func}", needed=f"{tuple(tensor.shape)}", found=str(node.type))
+            self.recorder.bind(tensor, node if node.dtype == tensor.dtype else to_dtype(node, tensor.dtype))
+
+    def _view(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        base = self.recorder.ref(args[0])
+        steps: Any = VIEWS[func](tuple(args[0].shape), *args[1:], **kwargs)
+        several = isinstance(out, (tuple, list))
+        for tensor, path in zip(out, steps, strict=True) if several else [(out, steps)]:
+            node = base.read()
+            for step in path:
+                node = view(node, step)
+            ref = base.then(tuple(path), node)
+            ref.stopped = ref.stopped or not torch.is_grad_enabled() or func is torch.ops.aten.detach.default
+            setattr(tensor, TAG, ref)
+        return out
+
+    def _write(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        """An in-place op is its functional twin, then a write."""
+        recorder, (name, overload) = self.recorder, _name(func)
+        target = kwargs.get("out", args[0] if args else None)
+        twin = _twin(name, overload)
+        if twin is None or not isinstance(target, Tensor):
+            raise CaptureError(
+                f"weft cannot follow the in-place op {name}",
+                needed="an in-place op with a functional twin",
+                found=str(func),
+                try_="write it out of place",
+                where=user_line(),
+            )
+        rest = {k: v for k, v in kwargs.items() if k != "out"}
+        new = self._nodes(twin, target, args, rest) if twin in ATEN or twin in VIEWS else None
+        if new is None:
+            given, named = tree_map_only(Tensor, recorder.node, (args, rest))
+            new = unknown(recorder, twin, target, given, named)
+        recorder.ref(target).write(expand(to_dtype(new, target.dtype), tuple(target.shape)))
+        return out
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+
+
+def _name(func: Any) -> tuple[str, str]:
+    return func._schema.name.split("::")[1], func._overloadname
+
+
+def _twin(name: str, overload: str) -> Any:
+    """`add_.Tensor` -> `add.Tensor`; `add.out` -> `add`'s overload that takes the same arguments."""
+    packet = getattr(torch.ops.aten, re.sub(r"_$", "", name), None)
+    if packet is None:
+        return None
+    wanted = "Tensor" if overload == "out" and "Tensor" in packet.overloads() else re.sub(r"_?out$", "", overload) or "default"
+    return getattr(packet, wanted, None)
+
+
+def to_dtype(node: Node, dtype: torch.dtype) -> Node:
+    return node if node.dtype == dtype else cast(node, dtype=DTYPE_NAMES[dtype])
+
+
+def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+    """An op without an entry: one opaque node, noted with the line that asked for it."""
+    nodes: list[Node] = []
+
+    def template(x: Any) -> Any:
+        if isinstance(x, Node):
+            nodes.append(x)
+            return "tensor", len(nodes) - 1
+        if isinstance(x, (list, tuple)):
+            return tuple(template(y) for y in x)
+        if isinstance(x, torch.dtype):
+            return "dtype", DTYPE_NAMES[x]
+        if isinstance(x, (torch.device, torch.layout, torch.memory_format)):
+            return None
+        return x
+
+    call = tuple(template(a) for a in args)
+    keys = tuple((k, template(v)) for k, v in kwargs.items())
+    gives = tuple((DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in _tensors(out))
+    name = str(func)
+    recorder.opaque.setdefault(name, []).append(user_line() or "")
+    more = {} if nodes else {"mesh": recorder.mesh.key}
+    made = opaque(*nodes, target=name, call=call, keys=keys, gives=gives, **more)
+    return made if len(gives) == 1 else list(made)
+
+
+@contextmanager
+def listening_to_torch(recorder: Recorder) -> Iterator[None]:
+    """Inside, every torch call on traced tensors is heard."""
+    with recorder.fake, Below(recorder), Above(recorder):
+        yield
+
+
+__all__ = ["ATEN", "FUNCTIONS", "VIEWS", "Ref", "aten", "function", "hear", "listening_to_torch", "teach", "to_dtype", "views"]

@@ -1,0 +1,106 @@
+"""Compositions people write out by hand, seen as they are made and kept as one op: rotary embedding and RMS norm.
+
+A match looks at nodes, not at names, so it finds them in any model. What it replaces computes the same number; in half
+precision an RMS norm is rounded once instead of twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.core.node import Node
+from weft.frontend.capture.ops import rope
+from weft.frontend.capture.recorder import Recorder
+from weft.ops.norm import rms_norm
+
+
+def improved(r: Recorder, node: Node) -> Node:
+    """The node, or the one op that it finishes."""
+    if node.op.name == "add":
+        return _rope(r, node) or node
+    return _rms_norm(node) or node if node.op.name == "mul" else node
+
+
+def _either(node: Node, op: str) -> Iterator[tuple[Node, Node]]:
+    """Both orders of a binary node of that op."""
+    if node.op.name == op:
+        yield node.args[0], node.args[1]
+        yield node.args[1], node.args[0]
+
+
+# -- x cos + (-x2, x1) sin ---------------------------------------------------------------------------------------------
+
+
+def _rope(r: Recorder, node: Node) -> Node | None:
+    for straight, crossed in _either(node, "add"):
+        for swapped, sin in _either(crossed, "mul"):
+            x = _swapped_halves(swapped)
+            for same, cos in _either(straight, "mul") if x is not None else ():
+                if same is x and not r.moves(cos) and not r.moves(sin) and cos.shape == sin.shape and x.shape == node.shape:
+                    return rope(x, cos, sin)
+    return None
+
+
+def _swapped_halves(node: Node) -> Node | None:
+    """x, where the node is (-x2, x1) along the last dim."""
+    if node.op.name != "concat" or len(node.args) != 2 or node.attr("dim") != node.ndim - 1:
+        return None
+    left, right = node.args
+    if left.op.name != "neg":
+        return None
+    (a, first), (b, second) = _half(left.args[0]), _half(right)
+    return a if a is not None and a is b and (first, second) == (1, 0) else None
+
+
+def _half(node: Node) -> tuple[Node | None, int]:
+    """Which half of the last dim of which tensor it is; a slice, or a part of that dim split in two."""
+    if node.op.name == "reshape":
+        node, split = node.args[0], True
+    else:
+        split = False
+    if node.op.name != "narrow":
+        return None, -1
+    x, dim, start, stop = node.args[0], node.attr("dim"), node.attr("start"), node.attr("stop")
+    if split:
+        whole = x.args[0] if x.op.name == "reshape" else None
+        fits = whole is not None and dim == x.ndim - 2 and x.shape[dim] == 2 and whole.shape[:-1] == x.shape[:-2]
+        return (whole, start) if fits and stop == start + 1 else (None, -1)
+    size = x.shape[dim]
+    fits = dim == x.ndim - 1 and 2 * (stop - start) == size and node.attr("step") == 1
+    return (x, int(start > 0)) if fits else (None, -1)
+
+
+# -- weight * x / sqrt(mean(x^2) + eps) --------------------------------------------------------------------------------
+
+
+def _rms_norm(node: Node) -> Node | None:
+    for scaled, weight in _either(node, "mul"):
+        found = _unweighted(_uncast(scaled)) if weight.ndim == 1 and weight.shape == scaled.shape[-1:] else None
+        if found is not None and found[0].dtype == weight.dtype == node.dtype:
+            return rms_norm(found[0], weight, found[1])
+    return None
+
+
+def _unweighted(node: Node) -> tuple[Node, float] | None:
+    """(x, eps), where the node is x * rsqrt(mean(x^2) + eps) over the last dim."""
+    for x, root in _either(node, "mul"):
+        if root.op.name == "rsqrt":
+            for square, eps in _either(root.args[0], "add"):
+                if eps.op.name == "const" and _mean_square(square) is x:
+                    return _uncast(x), float(eps.attr("value"))
+    return None
+
+
+def _mean_square(node: Node) -> Node | None:
+    """x, where the node is the mean of x^2 over the last dim, that dim kept."""
+    for total, share in _either(node, "mul"):
+        if share.op.name == "const" and total.op.name == "sum" and total.attr("keepdim"):
+            square = total.args[0]
+            whole = total.attr("dims") == (square.ndim - 1,) and abs(share.attr("value") * square.shape[-1] - 1) < 1e-6
+            if whole and square.op.name == "square":
+                return square.args[0]
+    return None
+
+
+def _uncast(node: Node) -> Node:
+    return node.args[0] if node.op.name == "cast" and node.args[0].dtype.is_floating_point else node

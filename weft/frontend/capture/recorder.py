@@ -1,0 +1,159 @@
+"""The state of one capture: which node each traced tensor stands for, and what was noted on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from weft.core.errors import CaptureError
+from weft.core.layout import Layout, Mesh
+from weft.core.node import DTYPE_NAMES, Node, Type, constant, user_line
+from weft.frontend.capture.values import TAG, Cell, Ref
+from weft.ops.fill import full, stop_gradient
+from weft.ops.source import input_node
+
+MESH = Mesh()
+
+
+@dataclass
+class Recorder:
+    """Tensors are fake and on the CPU; each carries a Ref. Nodes are made by weft's ops as torch is called."""
+
+    fake: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    mesh: Mesh = MESH
+    inputs: dict[str, Node] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    opaque: dict[str, list[str]] = field(default_factory=dict)  # torch op -> the user's lines that call it
+    assumed: dict[str, None] = field(default_factory=dict)  # what was taken for granted, in words
+    differentiable: dict[Node, bool] = field(default_factory=dict)
+    lines: dict[Node, str] = field(default_factory=dict)
+    sites: int = 0
+    placeholders: int = 0
+    joint: bool = False  # autograd runs too, so it stops gradients itself
+
+    # -- tensors to nodes ----------------------------------------------------------------------------------------------
+
+    def ref(self, tensor: Tensor) -> Ref:
+        found = getattr(tensor, TAG, None)
+        if found is None:
+            found = Ref(Cell(self._constant(tensor)))
+            setattr(tensor, TAG, found)
+        return found
+
+    def node(self, tensor: Tensor) -> Node:
+        """What a tensor stands for now, its gradient stopped if it was made where gradients were off."""
+        ref = self.ref(tensor)
+        node = ref.read()
+        if ref.stopped and torch.is_grad_enabled() and not self.joint and self.moves(node):
+            return stop_gradient(node)
+        return node
+
+    def moves(self, node: Node) -> bool:
+        """Whether any gradient could flow through it."""
+        if not node.types[0].dtype.is_floating_point:
+            return False
+        known = self.differentiable
+        stack = [node]
+        while stack:
+            n = stack[-1]
+            waiting = [a for a in n.args if a not in known]
+            if n in known or not waiting:
+                known.setdefault(n, any(known[a] for a in n.args) and n.op is not stop_gradient)
+                stack.pop()
+            else:
+                stack.extend(waiting)
+        return known[node]
+
+    def _constant(self, tensor: Tensor) -> Node:
+        """A tensor that came from outside: a number is a constant, anything larger an input that keeps its value."""
+        if isinstance(tensor, FakeTensor):
+            if tensor.constant is None:
+                raise CaptureError(
+                    "a tensor made outside the capture reached it",
+                    needed="parameters, buffers, the batch, and tensors made from them",
+                    found=f"{tuple(tensor.shape)} {tensor.dtype}",
+                    where=user_line(),
+                )
+            tensor = tensor.constant
+        if tensor.ndim == 0 and tensor.device.type != "meta":
+            return self.number(tensor.item(), tensor.dtype)
+        for name, known in self.constants.items():
+            if known is tensor:
+                return self.inputs[name]
+        name = f"constant.{len(self.constants)}"
+        self.constants[name] = tensor.detach()
+        return self.declare(name, tensor.shape, tensor.dtype)
+
+    def number(self, value: float, dtype: torch.dtype) -> Node:
+        """A 0-d constant; an infinite one is a fill, which can be printed."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return full((), value, self.mesh, dtype)
+        return constant(value, dtype, self.mesh)
+
+    def declare(self, name: str, shape: Sequence[int], dtype: torch.dtype, moves: bool = False) -> Node:
+        """A new input of the program."""
+        node = self.inputs[name] = input_node(name, self.type(shape, dtype))
+        self.differentiable[node] = moves
+        return node
+
+    def type(self, shape: Sequence[int], dtype: torch.dtype) -> Type:
+        if dtype not in DTYPE_NAMES:
+            raise CaptureError(
+                f"weft has no dtype {dtype}", needed=", ".join(DTYPE_NAMES.values()), found=str(dtype), where=user_line()
+            )
+        return Type(dtype, Layout.of(self.mesh, tuple(shape)))
+
+    # -- nodes to tensors ----------------------------------------------------------------------------------------------
+
+    def wrap(self, node: Node) -> Tensor:
+        """A new fake tensor that stands for the node."""
+        with self.fake:
+            tensor = torch.empty(node.shape, dtype=node.dtype)
+        return self.bind(tensor, node)
+
+    def bind(self, tensor: Tensor, node: Node) -> Tensor:
+        ref = Ref(Cell(node))
+        ref.stopped = not torch.is_grad_enabled()
+        setattr(tensor, TAG, ref)
+        return tensor
+
+    def placeholder(self, tensor: Tensor) -> Tensor:
+        """A tensor that stands for another while a block is traced; it is no input of the program."""
+        node = input_node(f"placeholder.{self.placeholders}", self.type(tensor.shape, tensor.dtype))
+        self.placeholders += 1
+        self.differentiable[node] = self.moves(self.ref(tensor).read())
+        fresh = self.wrap(node)
+        self.ref(fresh).stopped = False
+        return fresh
+
+    def fresh_input(self, name: str, like: Tensor, moves: bool = False) -> Tensor:
+        with torch.no_grad():
+            tensor = self.wrap(self.declare(name, like.shape, like.dtype, moves))
+        self.ref(tensor).stopped = False
+        return tensor
+
+    # -- notes ---------------------------------------------------------------------------------------------------------
+
+    def next_site(self) -> int:
+        """A new place of randomness: two dropouts never share one."""
+        self.sites += 1
+        return self.sites - 1
+
+    @property
+    def seed(self) -> Node:
+        """The step's seed, an input that only programs with randomness have."""
+        if "seed" not in self.inputs:
+            self.declare("seed", (), torch.int64)
+        return self.inputs["seed"]
+
+    def assume(self, what: str) -> None:
+        self.assumed[what] = None
+
+
+Handler = Callable[..., Any]

@@ -1,0 +1,95 @@
+"""One tracing session: a module's tensors and a batch as inputs of a program to be, and torch listened to meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
+from weft.core.node import listening, user_line
+from weft.frontend.capture.blocks import Blocks, Instance, candidates, heard
+from weft.frontend.capture.errors import explained
+from weft.frontend.capture.modes import listening_to_torch
+from weft.frontend.capture.precision import autocast_on_cpu
+from weft.frontend.capture.recorder import Recorder
+
+
+@dataclass
+class Tape:
+    """What is traced now: the recorder, and the traced tensors of the module by the names of their inputs."""
+
+    model: nn.Module
+    recorder: Recorder
+    blocks: Blocks
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    traced: dict[int, Tensor]  # a real tensor's id -> what stands for it
+
+    def batch(self, example: Any) -> Any:
+        """The batch as inputs: the same structure, of traced tensors."""
+        if isinstance(example, Mapping):
+            return {k: self._field(str(k), v) for k, v in example.items()}
+        if isinstance(example, (tuple, list)):
+            return type(example)(self._field(str(i), v) for i, v in enumerate(example))
+        return self._field("0", example)
+
+    def _field(self, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self.recorder.fresh_input(f"batch.{key}", value, moves=value.is_floating_point())
+
+    def found_blocks(self) -> tuple[tuple[Instance, ...], ...]:
+        return tuple(tuple(group) for group in self.blocks.found.values() if len(group) > 1)
+
+
+@contextmanager
+def tracing(model: nn.Module, joint: bool = False) -> Iterator[Tape]:
+    """Inside, the module computes on traced tensors; afterwards it is as it was."""
+    recorder = Recorder(joint=joint)
+    with ExitStack() as stack:
+        stack.enter_context(explained())
+        tape = stack.enter_context(_swapped(model, recorder))
+        stack.enter_context(autocast_on_cpu())
+        stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
+        stack.enter_context(heard(tape.blocks))
+        stack.enter_context(listening_to_torch(recorder))
+        yield tape
+
+
+@contextmanager
+def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
+    """Inside, parameters and buffers are traced tensors, tied ones still tied."""
+    kept = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__)) for m in model.modules()]
+    paths = {m: path for path, m in model.named_modules()}
+    alike = {} if recorder.joint else candidates(model)
+    tape = Tape(model, recorder, Blocks(recorder, alike, paths), {}, {}, {})
+    try:
+        for m, parameters, buffers, _ in kept:
+            _enter(tape, f"param.{paths[m]}", m._parameters, parameters, tape.parameters)
+            _enter(tape, f"buffer.{paths[m]}", m._buffers, buffers, tape.buffers)
+        yield tape
+    finally:
+        for m, parameters, buffers, attributes in kept:
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            m._parameters.update(parameters)
+            m._buffers.update(buffers)
+
+
+def _enter(tape: Tape, path: str, table: dict[str, Any], real: Mapping[str, Tensor | None], named: dict[str, Tensor]) -> None:
+    for name, tensor in real.items():
+        if tensor is None:
+            continue
+        if id(tensor) not in tape.traced:
+            full = f"{path.rstrip('.')}.{name}"
+            moves = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            traced = tape.recorder.fresh_input(full, tensor, moves=moves)
+            named[full] = tape.traced[id(tensor)] = traced.requires_grad_(moves and tape.recorder.joint)
+        table[name] = tape.traced[id(tensor)]
+
+
+
