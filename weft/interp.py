@@ -18,6 +18,7 @@ from weft.core.node import Node, Type
 from weft.core.program import Program
 from weft.ops.comm import REDUCE
 from weft.ops.registry import Kind, Local
+from weft.ops.shape import together
 
 Value = Any  # a tensor, or a tuple of them
 PRIME = 2**31 - 1
@@ -47,9 +48,14 @@ def _meaning(node: Node, args: list[Value], prime: int | None) -> Value:
         return node.op.run(*args, **attrs)
     if node.op.name == "item":
         return args[0][attrs["index"]]
-    if node.op.field is None:
-        raise WeftError(f"{node.op.name} is no polynomial", needed="an op with a meaning over a prime field", found=node.op.name, try_="run it in floats")
+    _require_field(node)
     return node.op.field(prime, *args, **attrs)
+
+
+def _require_field(node: Node) -> None:
+    if node.op.field is None:
+        needed = "an op with a meaning over a prime field"
+        raise WeftError(f"{node.op.name} is no polynomial", needed=needed, found=node.op.name, try_="run it in floats")
 
 
 # -- the same, rank by rank ----------------------------------------------------------------------------------------------------
@@ -62,7 +68,7 @@ def run_ranks(program: Program, inputs: Mapping[str, list[Any]], *, prime: int |
         if node.op.name == "input":
             values[node] = _take(inputs, node)
         elif node.op.kind is Kind.COMM:
-            values[node] = _communicate(node, [values[a] for a in node.args])
+            values[node] = _communicate(node, [values[a] for a in node.args], prime)
         else:
             values[node] = _compute(node, [values[a] for a in node.args], prime)
     return {name: values[n] for name, n in program.outputs}
@@ -73,15 +79,19 @@ def _compute(node: Node, args: list[list[Value]], prime: int | None) -> list[Val
 
 
 def _on_rank(node: Node, at: Mapping[str, int], args: list[Value], prime: int | None) -> Value:
+    if node.op is together:  # each value has its own ranks
+        return tuple(args)
     if not node.types[0].layout.present(at) or any(a is None for a in args):
         return None
     attrs = dict(node.attrs)
     if node.op.local is not None:
+        if prime is not None:
+            _require_field(node)
         return node.op.local(Local(node, at), *args, **attrs)
     return _meaning(node, args, prime)
 
 
-def _communicate(node: Node, args: list[list[Value]]) -> list[Value]:
+def _communicate(node: Node, args: list[list[Value]], prime: int | None) -> list[Value]:
     axis = node.attr("axis")
     places = list(node.mesh.places())
     parts: list[list[Value]] = [[None] * len(places) for _ in node.args]
@@ -92,7 +102,7 @@ def _communicate(node: Node, args: list[list[Value]]) -> list[Value]:
             gone = all(x is None for x in mine)
             out = mine if gone else node.op.exchange(mine, at, arg.type.layout, type_.layout, dict(node.attrs))
             for r, x in zip(group, out, strict=True):
-                parts[k][r] = x
+                parts[k][r] = x if x is None or prime is None else x % prime
     return parts[0] if len(parts) == 1 else list(zip(*parts, strict=True))
 
 

@@ -20,7 +20,7 @@ import torch
 from weft import interp
 from weft.autodiff import vjp
 from weft.core.errors import InvalidProgram, LayoutError, TypeMismatch
-from weft.core.layout import Layout, Mesh, O, P
+from weft.core.layout import Layout, Mesh, O, P, Placement
 from weft.core.node import Node, Type
 from weft.core.program import Program, new_program
 from weft.frontend.trace import input_node
@@ -75,6 +75,7 @@ class Case:
     smooth: bool = True  # whether its gradient is compared
     refused: str = ""  # why weft refuses layouts that hold, where it does
     partial: bool = True  # whether pending inputs are tried
+    roots: bool = True  # whether inputs at one rank only are tried
     inner: bool = True  # whether cuts of parts of a dim are tried
     local: bool = False  # whether a rank must know its slice, so that the raw function on slices says nothing
     rtol: float = 1e-9
@@ -116,9 +117,10 @@ def operand_layouts(c: Case, mesh: Mesh) -> list[list[Layout]]:
 
 
 def _makes_sense(x: Input, layout: Layout, c: Case) -> bool:
-    """A sum of bools is no bool."""
+    """What the case asks for; a sum of bools is no bool."""
     pending = any(isinstance(p, P) for _, p in layout.held)
-    return not pending or (c.partial and x.value(0).dtype != torch.bool)
+    at_root = any(isinstance(p, O) for _, p in layout.held)
+    return (not pending or (c.partial and x.value(0).dtype != torch.bool)) and (not at_root or c.roots)
 
 
 def one_axis(c: Case, mesh: Mesh) -> Iterator[Combo]:
@@ -126,15 +128,24 @@ def one_axis(c: Case, mesh: Mesh) -> Iterator[Combo]:
 
 
 def two_axes(c: Case, count: int = PAIRS) -> Iterator[Combo]:
-    """Combinations on two axes, each axis holding the operands in a way that types alone."""
-    holds = [[lay.placement("a") for lay in combo] for combo in one_axis(c, ONE_AXIS[0]) if typed(c, combo)]
+    """Combinations on two axes that weft types: one axis holds the operands as it may alone, the other in any way."""
+    every = [[lay.placement("a") for lay in combo] for combo in one_axis(c, ONE_AXIS[0])]
+    holds = [places for places, combo in zip(every, one_axis(c, ONE_AXIS[0]), strict=True) if typed(c, combo)]
     pick = random.Random(zlib.crc32(c.name.encode()))
-    pairs = [(pick.choice(holds), pick.choice(holds)) for _ in range(count)]
-    for a, b in pairs:
-        try:
-            yield tuple(Layout.of(TWO_AXES, x.shape, {"a": p, "b": q}) for x, p, q in zip(c.inputs, a, b, strict=True))
-        except LayoutError:
-            continue
+    for _ in range(20 * count):
+        combo = _pair(c, pick.choice(holds), pick.choice(pick.choice([every, holds])))
+        if combo is not None and typed(c, combo) is not None:
+            yield combo
+            count -= 1
+        if count == 0:
+            return
+
+
+def _pair(c: Case, a: Sequence[Placement], b: Sequence[Placement]) -> Combo | None:
+    try:
+        return tuple(Layout.of(TWO_AXES, x.shape, {"a": p, "b": q}) for x, p, q in zip(c.inputs, a, b, strict=True))
+    except LayoutError:
+        return None
 
 
 # -- forward and gradient ------------------------------------------------------------------------------------------------------
@@ -193,6 +204,39 @@ def torch_gradients(c: Case, values: Sequence[torch.Tensor], cotangents: Sequenc
     pairs = [(y, ct) for y, ct in zip(outs, cotangents, strict=True) if y.requires_grad]
     grads = torch.autograd.grad([y for y, _ in pairs], floats, [ct for _, ct in pairs], allow_unused=True)
     return [torch.zeros_like(v) if g is None else g for v, g in zip(floats, grads, strict=True)]
+
+
+# -- exactly ---------------------------------------------------------------------------------------------------------------------
+
+
+def exact_combos(c: Case, mesh: Mesh) -> Iterator[Combo]:
+    """Combinations that weft types as polynomials of the inputs."""
+    if all(v.is_floating_point() for v in c.values()):
+        for combo in one_axis(c, mesh):
+            program = typed(c, combo)
+            if program is not None and all(n.op.name in ("input", "item") or n.op.field is not None for n in program.nodes):
+                yield combo
+            elif program is not None:
+                return
+
+
+def check_exactly(c: Case, combo: Combo) -> None:
+    """One set of small whole numbers, in floats and mod a prime; then large ones, globally and rank by rank."""
+    if any(p.op != "sum" for lay in combo for _, p in lay.held if isinstance(p, P)):
+        return  # a field has no order
+    program = typed(c, combo)
+    assert program is not None
+    draw = torch.Generator().manual_seed(3)
+    small = {n: torch.randint(-9, 9, node.shape, generator=draw) for n, node in program.input_names.items()}
+    floats = interp.run_global(program, {n: v.double() for n, v in small.items()})
+    field = interp.run_global(program, {n: v % interp.PRIME for n, v in small.items()}, prime=interp.PRIME)
+    large = {n: torch.randint(0, interp.PRIME, node.shape, generator=draw) for n, node in program.input_names.items()}
+    ranks = interp.run(program, large, prime=interp.PRIME)
+    whole = interp.run_global(program, large, prime=interp.PRIME)
+    for name in program.output_names:
+        if torch.equal(floats[name], floats[name].round()):
+            assert torch.equal(floats[name].long() % interp.PRIME, field[name]), program
+        assert torch.equal(ranks[name], whole[name]), program
 
 
 # -- the oracle ----------------------------------------------------------------------------------------------------------------

@@ -53,3 +53,13 @@ def test_what_holds_is_accepted(c: Case) -> None:
     """A layout that the raw function on slices shows to hold, and weft refuses, needs a reason."""
     found = harness.missed(c, ONE_AXIS[0])
     assert bool(found) == bool(c.refused), f"{c.refused or 'these hold and are refused'}:\n{harness.show(found)}"
+
+
+@pytest.mark.parametrize("c", CASES, ids=str)
+def test_exactly(c: Case) -> None:
+    """Over a prime field, where all ops of the case are polynomials: rank by rank as globally, and as in whole floats."""
+    exact = list(harness.exact_combos(c, ONE_AXIS[0]))[:40]
+    if not exact:
+        pytest.skip("no polynomial")
+    for combo in exact:
+        harness.check_exactly(c, combo)

@@ -1,3 +1,21 @@
 """One entry per op. Importing this package defines them all."""
 
-from weft.ops import attention, comm, embed, fill, linalg, loss, moe, norm, order, pointwise, reduce, rotary, shape, source  # noqa: F401
+from weft.ops import (  # noqa: F401
+    attention,
+    batchnorm,
+    comm,
+    conv,
+    embed,
+    fill,
+    linalg,
+    loss,
+    moe,
+    norm,
+    order,
+    pointwise,
+    pool,
+    reduce,
+    rotary,
+    shape,
+    source,
+)
