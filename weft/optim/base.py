@@ -86,28 +86,27 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # -- step ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; the same ones on every rank."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        for before in self._optimizer_step_pre_hooks.values():
+            before(self, (closure,), {})
+        loss = None if closure is None else closure()
         active = tuple(p for g in self.param_groups for p in g["params"] if p.grad is not None)
         for p in active:
             self._steps[p] += 1
         for kernel, scalars in self._calls(active):
-            kernel([x for group, step, expand in scalars for x in expand(**self._numbers(group, step()))])
+            kernel([x for group, p, expand in scalars for x in expand(self.scalars(group, self._steps[p]))])
+        for after in self._optimizer_step_post_hooks.values():
+            after(self, (closure,), {})
         return loss
 
-    def _numbers(self, group: dict[str, Any], step: int) -> dict[str, float]:
-        clip = {} if self._max_norm is None else {"max_norm": self._max_norm}
-        return {**self.scalars(group, step), **clip}
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it in a profiler record that costs as much as a small step
 
     def _calls(self, active: tuple[Tensor, ...]) -> list[Any]:
         """The kernels for these parameters, bound to their memory the first time they occur together."""
-        lags = [self._steps[p] - self._steps[active[0]] for p in active]
-        key = (*map(id, active), *lags) if any(lags) else tuple(map(id, active))
+        steps = [self._steps[p] for p in active]
+        together = not steps or steps.count(steps[0]) == len(steps)
+        key = active if together else (*active, *(step - steps[0] for step in steps))
         if key not in self._bound:
             self._bound[key] = self._bind(active)
         return self._bound[key]
@@ -135,17 +134,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         kernel = kernel_of(rule, peers.world, Numbers(dtype, dtype, master), self._max_norm is not None, peers.target)
         places: dict[Any, int] = {}
         rows, spans, scalars = [], [], []
-        expand = eval(kernel.scalars, {"math": math, "__builtins__": {"min": min, "max": max, "abs": abs, "float": float}})
-        names = kernel.scalar_names
+        expand = self._expander(kernel)
         for p, group in members:
             where = (id(group), self._steps[p])
             if where not in places:
                 places[where] = len(places)
-                scalars.append((group, lambda p=p: self._steps[p], lambda **h: expand(**{n: h[n] for n in names})))
+                scalars.append((group, p, expand))
             bank, k = self._home[p]
             rows.append(self._banks[bank].row(k, places[where]))
             spans.append(self._banks[bank].span(k))
         return bind(kernel, rows, peers, spans, name=f"{rule.name} step of {len(members)} {dtype} parameters"), scalars
+
+    def _expander(self, kernel: Kernel) -> Callable[[dict[str, float]], tuple[float, ...]]:
+        """From a group's hyper-parameters to the numbers the kernel wants."""
+        call = eval(kernel.scalars, {"math": math})
+        names, fixed = [n for n in kernel.scalar_names if n != "max_norm"], self._max_norm
+        if len(names) == len(kernel.scalar_names):
+            return lambda h: call(*[h[n] for n in names])
+        return lambda h: call(**{n: h[n] for n in names}, max_norm=fixed)
 
     # -- state dicts in torch's form -------------------------------------------------------------------------------
 
