@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from tests.ops.harness import Input, case, index, normal
-from weft.core.layout import Replicated
 from weft.core.node import op_named
 from weft.ops import moe
 
@@ -39,32 +36,7 @@ def taken(tokens: int, k: int = 2) -> Input:
     return Input((2, tokens, k), lambda g, s: slots_by_hand(torch.rand(2, tokens, E, generator=g).argsort(-1)[..., :k]))
 
 
-def _layer(x: Any, router: Any, up: Any, down: Any, axis: str | None = None) -> Any:
-    return tuple(moe.moe(x, router, up, down, k=2, factor=0.75, axis=axis))
-
-
-def _travelling(x: Any, router: Any, up: Any, down: Any) -> Any:
-    """Tokens travel along a where it cuts groups and experts; elsewhere the layer stays on its rank."""
-    cut = not isinstance(up.type.on("a"), Replicated) and up.layout.where_cut("a") == (0, 0)
-    return _layer(x, router, up, down, "a" if cut else None)
-
-
-def layer_by_hand(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
-    probs = torch.softmax(x @ router, -1)
-    gates, choice = probs.topk(2)
-    gates = gates / gates.sum(-1, keepdim=True)
-    e, c = router.shape[1], moe.capacity_of(x.shape[1], router.shape[1], 2, 0.75)
-    kept = slots_by_hand(choice, e, c) >= 0
-    every = torch.stack([F.silu(x @ up[i]) @ down[i] for i in range(e)], 2)
-    out = sum(
-        (gates[..., k] * kept[..., k])[..., None] * every.gather(2, choice[..., k, None, None].expand(*x.shape[:2], 1, x.shape[2]))[:, :, 0]
-        for k in range(2)
-    )
-    share = F.one_hot(choice[..., 0], e).double().mean(1)
-    return out, (share * probs.mean(1)).sum() * e / x.shape[0]
-
-
-_PIECES = [
+CASES = [
     case("expert slots", lambda i: moe.expert_slots(i, E, C), slots_by_hand, index(E, 5, 4, 2), smooth=False),
     case(
         "dispatch",
@@ -103,7 +75,3 @@ _PIECES = [
         inner=False,
     ),
 ]
-
-CASES = _PIECES
-
-__all__ = ["CASES", "layer_by_hand", "slots_by_hand"]

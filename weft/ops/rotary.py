@@ -78,7 +78,7 @@ _rotary = define(
 
 def frequencies(d: int, like: Any, base: float = 10000.0) -> Any:
     """base^(-2i/d) for i < d/2."""
-    dtype = DTYPE_NAMES[wide_dtype(like.dtype)]
+    dtype = DTYPE_NAMES[wide_dtype(like.dtype)] if like.dtype.is_floating_point else "f32"
     return exp(arange(d // 2, like.mesh, dtype=dtype) * (-2 * math.log(base) / d))
 
 
