@@ -68,7 +68,7 @@ def _take_equation(types: Types, attrs: Attrs) -> Equation:
 
 def _take_run(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
     rows = x.index_select(dim, index.reshape(-1))
-    return rows.reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+    return rows.reshape((*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]))
 
 
 def _take_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:

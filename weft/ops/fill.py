@@ -137,7 +137,7 @@ stop_gradient = define(
     "stop_gradient",
     kind=Kind.POINTWISE,
     equation=elementwise,
-    run=lambda x: x.clone(),
+    run=lambda x: x.detach().clone(),
     linear=Linear.FIRST,
     monotone=(frozenset({0}),),
     vjp=lambda n, ct: (None,),
