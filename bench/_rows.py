@@ -1,0 +1,244 @@
+"""Rows of measured and published runs, read into a model, a setting and a cluster. What a row leaves out is assumed, and said.
+
+Two formats: iteration times of GPT models (`# GPUs`, `hidden size`, ...), and published throughput (`source`, `gpu`, ...).
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.cluster.profile import Constant, Profile, load
+from weft.cluster.spec import Cluster, Nodes, _with_network
+from weft.core.errors import WeftError
+from weft.plan.setting import Setting
+from weft.plan.simulate import Step, simulate
+from weft.plan.transformer import Shape, workload
+
+Cells = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: what was run, where, what was measured, and how a foreseen step is turned into the same measure."""
+
+    case: str
+    group: str
+    shape: Shape
+    setting: Setting
+    cluster: Cluster
+    measured: float
+    metric: Callable[[Step], float]
+    assumed: Mapping[str, str]
+
+    def predict(self) -> float:
+        return self.metric(self.step())
+
+    def step(self) -> Step:
+        return simulate(workload(self.shape, self.setting), self.setting, self.cluster)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    case: str
+    reason: str
+
+
+def read(path: str | Path) -> list[Row | Unreadable]:
+    """Every row of a file, in order."""
+    with open(path, newline="") as file:
+        return [_row(cells, f"{Path(path).stem}:{n}") for n, cells in enumerate(csv.DictReader(file), 2)]
+
+
+def _row(cells: Cells, case: str) -> Row | Unreadable:
+    """A row by the columns it has."""
+    try:
+        return _published(cells, case) if "source" in cells else _iteration(cells, case)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError, WeftError) as error:
+        return Unreadable(case, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+# --- iteration times of GPT models
+
+
+def _iteration(cells: Cells, case: str) -> Row:
+    def number(key: str) -> int:
+        return int(cells[key])
+
+    gpus, node = number("# GPUs"), 8
+    shape = Shape(number("# layers"), number("hidden size"), number("attention heads"), WORDS, number("sequence length"), dropout=True)
+    setting = Setting(
+        global_batch=number("global batch"), micro_batch=number("micro batch"), dp=number("data parallelism"),
+        tp=number("tensor parallelism"), pp=number("pipeline parallelism"), **CLASSIC,
+    )  # fmt: skip
+    assumed = {
+        "gpu": "A100 of 80 GB", "kernels": "Megatron of 2021: scores in memory, fused pointwise, fp16",
+        "network": "800 Gb/s per node",
+    }  # fmt: skip
+    if gpus > node:
+        shape = dataclasses.replace(shape, vocab=_padded(WORDS, setting.tp))
+        assumed["vocab"] = f"{WORDS} padded to a multiple of 128 x tp: {shape.vocab}"
+    else:
+        assumed["vocab"] = f"{WORDS}, not padded: rows of one node with tp 1 are slow by what unaligned logits cost"
+    profile = _with_network(load("A100"), 100)
+    setting, assumed["recompute"] = _with_recompute(shape, setting, profile)
+    cluster = Cluster(f"{gpus}xA100", (Nodes(max(1, gpus // node), min(gpus, node), profile),))
+    group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}"
+    measured = float(cells["iteration time (ms)"])
+    return Row(case, group, shape, setting, cluster, measured, lambda step: step.seconds * 1e3, assumed)
+
+
+WORDS = 50257
+CLASSIC = {"kernels": "classic", "dtype": "fp16", "grad_dtype": "fp16", "overlap_grads": False, "overlap_params": False}
+
+
+def _padded(words: int, tp: int) -> int:
+    unit = 128 * tp
+    return -(-words // unit) * unit
+
+
+def _with_recompute(shape: Shape, setting: Setting, profile: Profile) -> tuple[Setting, str]:
+    """A model that trains on one device needs no recompute; larger ones of that time were trained with all of it."""
+    alone = dataclasses.replace(setting, dp=1, tp=1, pp=1, global_batch=setting.micro_batch)
+    step = simulate(workload(shape, alone), alone, Cluster("one", (Nodes(1, 1, profile),)))
+    if step.peak_memory.total <= profile.device.memory:
+        return setting, "none: the model with this micro-batch fits on one device"
+    return dataclasses.replace(setting, recompute="full"), "full: the model with this micro-batch does not fit on one device"
+
+
+# --- published throughput
+
+
+def _published(cells: Cells, case: str) -> Row:
+    assumed: dict[str, str] = {}
+
+    def cell(key: str, default: str | None = None, why: str = "not stated") -> str:
+        value = (cells.get(key) or "").strip()
+        if value:
+            return value
+        if default is None:
+            raise ValueError(f"{key} is blank")
+        assumed[key] = f"{default} ({why})"
+        return default
+
+    modern = cell("dtype", "bf16") != "fp16"
+    profile = _device(cell("gpu"), assumed)
+    profile = _with_network(profile, float(cell("network_gbps_per_gpu", str(_usual(profile)), "usual for this device")))
+    gpus = int(cell("gpus"))
+    hidden, heads = int(cell("hidden")), int(cell("heads"))
+    ffn = int(cell("ffn", str(4 * hidden)))
+    kv = int(cell("kv_heads", str(heads)))
+    vocab = int(cell("vocab", "51200", "Megatron's padded GPT-2 words"))
+    shape = Shape(int(cell("layers")), hidden, heads, vocab, int(cell("seq")), kv, ffn, case, bias=not modern, dropout=not modern)
+    shape = _of_size(shape, cells["source"], assumed) if modern else shape
+    setting = _setting(cell, modern, shape, profile, gpus, cells, assumed)
+    cluster = Cluster(f"{gpus}x{profile.name}", (Nodes(max(1, gpus // 8), min(gpus, 8), profile),))
+    group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}x{profile.name}"
+    metric = _metric(cell("metric"), shape, setting, gpus)
+    return Row(f"{case} {cells['source']}", group, shape, setting, cluster, float(cell("value")), metric, assumed)
+
+
+def _of_size(shape: Shape, source: str, assumed: dict[str, str]) -> Shape:
+    """Gated or plain feed-forward, words shared or not: whichever gives the size the source names, else as Llama."""
+    forms = [dataclasses.replace(shape, gated=g, rotary=g, tied=t) for g in (True, False) for t in (False, True)]
+    stated = re.search(r"(\d+(?:\.\d+)?)\s*([BT])\b", source)
+    if stated is None:
+        assumed["feed-forward"] = "gated, words not shared (no size stated)"
+        return forms[0]
+    size = float(stated.group(1)) * (1e12 if stated.group(2) == "T" else 1e9)
+    best = min(forms, key=lambda form: abs(form.params - size))
+    words = "shared" if best.tied else "not shared"
+    assumed["feed-forward"] = f"{'gated' if best.gated else 'plain'}, words {words}, for a size of {stated.group()}"
+    return best
+
+
+def _usual(profile: Profile) -> float:
+    return profile.links[-1].get("bandwidth") * 8 / 1e9
+
+
+def _device(text: str, assumed: dict[str, str]) -> Profile:
+    """`H100-96 HBM2e 500W`: a kind, and what differs from its profile."""
+    kind = re.match(r"[A-Za-z]+\d+", text)
+    profile = load(kind.group() if kind else text)
+    changes: dict[str, Constant] = {}
+    if size := re.search(r"-(\d+)", text):
+        changes["memory.bytes"] = Constant(float(size.group(1)) * 1.07e9, "datasheet: memory of the row's device")
+    if "HBM2e" in text and profile.device.get("memory.bandwidth") > 2.4e12:
+        changes["memory.bandwidth"] = Constant(2.4e12, "datasheet: HBM2e in place of HBM3")
+    if power := re.search(r"(\d+)\s*W", text):
+        usual = profile.device.get("power", float(power.group(1)))
+        slower = (float(power.group(1)) / usual) ** 0.5
+        changes |= {k: Constant(c.value * slower, c.origin) for k, c in profile.device.constants.items() if k.startswith("peak.")}
+        assumed["power"] = f"rates scaled by {slower:.2f}, the square root of the share of power"
+    device = dataclasses.replace(profile.device, constants={**profile.device.constants, **changes})
+    return dataclasses.replace(profile, device=device)
+
+
+def _setting(
+    cell: Callable[..., str], modern: bool, shape: Shape, profile: Profile, gpus: int, cells: Cells, assumed: dict[str, str]
+) -> Setting:
+    tp, pp, cp = (int(cell(key, "1")) for key in ("tp", "pp", "cp"))
+    dp = int(cell("dp", str(max(1, gpus // (tp * pp * cp))), "what is left of the devices"))
+    batch = int(cell("global_batch"))
+    micro = int(cell("micro_batch", "1"))
+    zero = cell("zero", "1" if modern and dp > 1 else "0", "usual of its time")
+    virtual = _virtual(cell("layers_per_virtual_stage", "0", "stages are not interleaved") if pp > 1 else "0", shape.layers, pp)
+    setting = Setting(
+        batch, micro, dp, tp, pp, cp, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
+        zero=int(m.group()) if (m := re.match(r"\d", zero)) else 3, keep_gathered="without reshard" in zero,
+        **({"kernels": "compiled", "dtype": cells["dtype"] or "bf16"} if modern else CLASSIC),
+    )  # fmt: skip
+    if modern:
+        sharded = setting.zero == 3
+        setting = dataclasses.replace(setting, overlap_grads=sharded, overlap_params=sharded, batch_first=sharded)
+        assumed["overlap"] = f"parameters and gradients {'beside' if sharded else 'apart from'} compute"
+        assumed["kernels"] = "attention in one kernel, pointwise chains fused"
+        if tp > 1:
+            assumed["sequence parallel"] = "yes, usual since 2022"
+            setting = dataclasses.replace(setting, sequence_parallel=True)
+    recompute = (cells.get("recompute") or "").lower()
+    if "sequence parallel" in recompute:
+        setting = dataclasses.replace(setting, sequence_parallel=True)
+    return _recomputed(setting, recompute, shape, profile, modern, assumed)
+
+
+def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, modern: bool, assumed: dict[str, str]) -> Setting:
+    if "selective" in text and setting.zero == 3:
+        assumed["recompute"] = "per op: attention, reductions and every second product are kept"
+        return dataclasses.replace(setting, recompute="per-op")
+    for name in ("full", "selective", "none"):
+        if name in text:
+            return dataclasses.replace(setting, recompute=name)
+    if modern:
+        assumed["recompute"] = "none (not stated)"
+        return setting
+    setting, assumed["recompute"] = _with_recompute(shape, setting, profile)
+    return setting
+
+
+def _virtual(per: str, layers: int, pp: int) -> int:
+    """Chunks per stage, of layers per chunk."""
+    return max(1, layers // (pp * int(per))) if int(per) else 1
+
+
+def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[Step], float]:
+    tokens = setting.global_batch * shape.seq
+    model = shape.flops_per_token * tokens
+    s, h, n, v = shape.seq, shape.hidden, shape.layers, shape.vocab
+    megatron = 96 * tokens * n * h * h * (1 + s / (6 * h) + v / (16 * n * h))
+    known: dict[str, Callable[[Step], float]] = {
+        "iteration_s": lambda step: step.seconds,
+        "iteration_ms": lambda step: step.seconds * 1e3,
+        "tokens_per_s_per_gpu": lambda step: tokens / step.seconds / gpus,
+        "MFU_percent": lambda step: 100 * model / step.seconds / step.peak_flops,
+        "TFLOPs_per_gpu(model)": lambda step: model / step.seconds / gpus / 1e12,
+    }
+    if name.startswith("TFLOPs_per_gpu(96"):
+        return lambda step: megatron / step.seconds / gpus / 1e12
+    if name not in known:
+        raise ValueError(f"no metric named {name!r}; known are {', '.join(known)} and TFLOPs_per_gpu(96BslH^2(...))")
+    return known[name]

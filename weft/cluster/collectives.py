@@ -1,0 +1,104 @@
+"""Time of a collective over ranks that lie in nodes.
+
+Each level l of links moves the wire bytes W of the collective out of every block of the level below, m_{l-1} ranks of which
+send side by side; the levels work as one pipeline. A level offers two ways to send, as NCCL's protocols do:
+
+    t_l = min(low_l + steps_l * step_l + W / (m_{l-1} * B_l * f_l),   bulk_l + steps_l * bulk_step_l + W / (m_{l-1} * B_l))
+    B_l = bandwidth_l * efficiency_l * (1 - small_l / n_l),     t = launch + max_l (bytes part) + sum_l (waiting part)
+
+Few ranks fill fewer channels, hence `small`; `f` is the share of bandwidth the low-latency way reaches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.cluster.profile import Link
+from weft.cluster.spec import Cluster
+from weft.core.errors import ClusterError
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "send")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a collective: how many lie within one block of each level, innermost first."""
+
+    members: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.members[-1]
+
+
+def wire(kind: str, size: int) -> float:
+    """Bytes a rank sends for each byte of the whole tensor (of its own part, for all_to_all and send)."""
+    share = (size - 1) / size
+    factors = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, "all_to_all": share}
+    if kind not in KINDS:
+        raise ClusterError(f"no collective named {kind!r}", needed=", ".join(KINDS), found=kind)
+    return factors.get(kind, 1.0)
+
+
+def seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks) -> float:
+    """Time of one collective of `size` bytes: the whole tensor, or one rank's part for all_to_all and send."""
+    if ranks.size == 1 or size == 0:
+        return 0.0
+    used = _levels(cluster.links, ranks.members)
+    launch = max(link.get("launch") for link, _, _ in used)
+    return launch + min(_ring(kind, size, ranks.size, used, bulk) for bulk in (False, True))
+
+
+def send_seconds(cluster: Cluster, size: float, stride: int) -> float:
+    """Time to send `size` bytes to the rank `stride` further on."""
+    level = next((link for link in cluster.links if link.span > stride), cluster.links[-1])
+    bulk = level.get("bulk") + size / _bandwidth(level, 2)
+    low = level.get("low") + size / (_bandwidth(level, 2) * level.get("low_share"))
+    return level.get("launch") + min(bulk, low)
+
+
+Level = tuple[Link, int, int]  # the link, ranks below that send side by side, blocks that it joins
+
+
+def _levels(links: Sequence[Link], members: tuple[int, ...]) -> list[Level]:
+    """The levels that this group crosses."""
+    below = (1, *members[:-1])
+    return [(link, b, -(-m // b)) for link, m, b in zip(links, members, below, strict=True) if m > b]
+
+
+def _ring(kind: str, size: float, ranks: int, used: list[Level], bulk: bool) -> float:
+    waiting, moving = 0.0, 0.0
+    for link, below, blocks in used:
+        wait, rate = (link.get("bulk"), 1.0) if bulk else (link.get("low"), link.get("low_share"))
+        step = link.get("bulk_step" if bulk else "low_step")
+        waiting += wait + step * _steps(kind, blocks)
+        speed = _bandwidth(link, blocks * below) * rate * _in_switch(kind, link, blocks)
+        moving = max(moving, _out_of_block(kind, size, ranks, below) / speed)
+    return waiting + moving
+
+
+def _out_of_block(kind: str, size: float, ranks: int, below: int) -> float:
+    """Bytes each rank's own link carries out of a block of `below` ranks."""
+    if kind == "all_to_all":
+        return size * (ranks - below) / ranks
+    return size * wire(kind, ranks) / below
+
+
+def _steps(kind: str, blocks: int) -> float:
+    """Hops one byte waits for: around the ring, or up and down a tree where that is shorter."""
+    rounds = 2 if kind == "all_reduce" else 1
+    if kind == "all_to_all":
+        return math.log2(blocks)
+    ring = rounds * (blocks - 1)
+    return min(ring, rounds * 2 * math.log2(blocks)) if kind in ("all_reduce", "broadcast", "reduce") else ring
+
+
+def _bandwidth(link: Link, ranks: int) -> float:
+    return link.get("bandwidth") * link.get("efficiency") * (1 - link.get("small", 0.0) / ranks)
+
+
+def _in_switch(kind: str, link: Link, blocks: int) -> float:
+    """What summing inside the switch gains, where all devices of the level take part."""
+    return link.get("in_switch", 1.0) if kind == "all_reduce" and blocks == link.span else 1.0

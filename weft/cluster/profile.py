@@ -1,0 +1,178 @@
+"""A profile: what is known of one kind of device and of the node it sits in, as constants that each say their origin.
+
+An origin begins with `datasheet`, `table`, `measured`, `fitted` or `assumed`. Seconds, bytes and flop/s throughout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import ClusterError, UnknownName
+
+FOLDER = Path(__file__).parent / "profiles"
+KINDS_OF_ORIGIN = ("datasheet", "table", "measured", "fitted", "assumed")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number and where it comes from."""
+
+    value: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the cores that one process computes on."""
+
+    name: str
+    constants: Mapping[str, Constant]
+
+    def get(self, key: str, default: float | None = None) -> float:
+        if key in self.constants:
+            return self.constants[key].value
+        if default is not None:
+            return default
+        raise _missing(f"device {self.name}", key, self.constants)
+
+    @property
+    def memory(self) -> float:
+        return self.get("memory.bytes")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a streaming kernel moves, both ways together."""
+        return self.get("memory.bandwidth") * self.get("memory.efficiency")
+
+    def peak(self, dtype: str) -> float:
+        """Flop/s of the datasheet in a dtype."""
+        return self.get(f"peak.{dtype}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network: what joins devices of a node, or nodes, or groups of nodes."""
+
+    name: str
+    span: int  # devices that reach one another at this level or below; 0: all of them
+    constants: Mapping[str, Constant]
+
+    def get(self, key: str, default: float | None = None) -> float:
+        if key in self.constants:
+            return self.constants[key].value
+        if default is not None:
+            return default
+        raise _missing(f"link {self.name}", key, self.constants)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A kind of device, the links inside its node, and the network its nodes usually have."""
+
+    name: str
+    device: Device
+    node_size: int
+    links: tuple[Link, ...]
+
+    def constants(self) -> Iterator[tuple[str, Constant]]:
+        """Every constant with its full name."""
+        yield from self.device.constants.items()
+        for link in self.links:
+            for key, constant in link.constants.items():
+                yield f"{link.name}.{key}", constant
+
+
+@cache
+def load(name: str) -> Profile:
+    """The profile of a name or alias, or of a `.json` file."""
+    path = Path(name) if name.endswith(".json") else _index().get(name.lower())
+    if path is None:
+        near = get_close_matches(name.lower(), _index(), n=3, cutoff=0.4)
+        raise UnknownName(
+            f"no profile named {name!r}", needed=", ".join(names()), found=name, try_=near or "weft calibrate --out FILE.json"
+        )
+    return parse(_read(path), str(path))
+
+
+def names() -> list[str]:
+    return sorted(p.stem for p in FOLDER.glob("*.json"))
+
+
+@cache
+def _index() -> Mapping[str, Path]:
+    found: dict[str, Path] = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        for alias in (path.stem, *_read(path).get("aliases", ())):
+            found[alias.lower()] = path
+    return found
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    """The file, laid over the one it extends."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ClusterError(f"cannot read the profile {path}", found=str(error), try_="check the path") from error
+    except json.JSONDecodeError as error:
+        raise ClusterError(f"{path} is not JSON", found=str(error), try_="weft calibrate --out FILE.json") from error
+    if not isinstance(data, dict):
+        raise ClusterError(f"{path} is not a profile", needed="a JSON object", found=type(data).__name__)
+    base = data.get("extends")
+    return data if base is None else _over(_read(FOLDER / f"{base}.json"), data)
+
+
+def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**base, "aliases": (), **data}
+    merged["device"] = {**base["device"], **data.get("device", {})}
+    merged["links"] = data.get("links", base["links"])
+    return merged
+
+
+def parse(data: Mapping[str, Any], where: str = "profile") -> Profile:
+    """A profile of its JSON form; anything missing or without origin is refused by name."""
+    for key in ("name", "device", "node_size", "links"):
+        if key not in data:
+            raise ClusterError(f"the profile lacks {key!r}", needed="name, device, node_size, links", found=", ".join(data), where=where)
+    device = Device(data["name"], _constants(data["device"], where))
+    links = tuple(
+        Link(item["name"], int(item["span"]), _constants(item["constants"], where)) for item in data["links"]
+    )
+    return Profile(data["name"], device, int(data["node_size"]), links)
+
+
+def _constants(data: Mapping[str, Any], where: str) -> dict[str, Constant]:
+    return {key: _constant(key, item, where) for key, item in data.items()}
+
+
+def _constant(key: str, item: Any, where: str) -> Constant:
+    if not isinstance(item, Mapping) or "value" not in item or not str(item.get("origin", "")).startswith(KINDS_OF_ORIGIN):
+        raise ClusterError(
+            f"the constant {key!r} does not say where it comes from",
+            needed='{"value": number, "origin": text beginning with ' + " or ".join(KINDS_OF_ORIGIN) + "}",
+            found=json.dumps(item),
+            where=where,
+        )
+    return Constant(float(item["value"]), str(item["origin"]))
+
+
+def dump(profile: Profile) -> dict[str, Any]:
+    """The JSON form of a profile."""
+
+    def plain(constants: Mapping[str, Constant]) -> dict[str, Any]:
+        return {key: {"value": c.value, "origin": c.origin} for key, c in constants.items()}
+
+    links = [{"name": link.name, "span": link.span, "constants": plain(link.constants)} for link in profile.links]
+    return {"name": profile.name, "device": plain(profile.device.constants), "node_size": profile.node_size, "links": links}
+
+
+def _missing(owner: str, key: str, known: Mapping[str, Constant]) -> ClusterError:
+    return ClusterError(
+        f"{owner} has no constant {key!r}", needed=key, found=", ".join(known), try_="add it to the profile, with its origin"
+    )

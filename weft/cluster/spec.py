@@ -1,0 +1,184 @@
+"""A cluster: groups of equal nodes, and the links between their devices by level.
+
+Written `16x8xH100` (nodes x devices x kind), `8xA100`, `H200`, with `@400` for 400 Gb/s of network per device, and with
+`+` between groups of unequal nodes; or a YAML file. Ranks count through a node first, then through the nodes in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from weft.cluster.profile import Constant, Device, Link, Profile, load
+from weft.core.errors import ClusterError
+
+EXAMPLES = "16x8xH100, 8xA100, 2x8xA100@100, 2x8xH100+2x8xA100, cluster.yaml"
+GBIT = 1e9 / 8
+_PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?:(?P<devices>\d+)x)?(?P<kind>[A-Za-z][\w.-]*?)(?:@(?P<gbps>\d+(?:\.\d+)?))?$")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Some equal nodes."""
+
+    count: int
+    size: int
+    profile: Profile
+
+    @property
+    def devices(self) -> int:
+        return self.count * self.size
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Groups of nodes. Links are those of the first group unless the network is slower in another."""
+
+    text: str
+    groups: tuple[Nodes, ...]
+
+    @cached_property
+    def devices(self) -> int:
+        return sum(g.devices for g in self.groups)
+
+    @cached_property
+    def node_size(self) -> int:
+        """Devices that share the fastest links: the smallest node counts."""
+        return min(g.size for g in self.groups)
+
+    @cached_property
+    def uniform(self) -> bool:
+        return len({g.profile.name for g in self.groups}) == 1
+
+    def profile_of(self, rank: int) -> Profile:
+        for group in self.groups:
+            if rank < group.devices:
+                return group.profile
+            rank -= group.devices
+        raise ClusterError("no such rank", needed=f"a rank below {self.devices}", found=str(rank))
+
+    def device_of(self, rank: int) -> Device:
+        return self.profile_of(rank).device
+
+    @property
+    def device(self) -> Device:
+        return self.groups[0].profile.device
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """From the innermost level out; at each level the slowest of the groups, since a collective waits for it."""
+        depth = max(len(g.profile.links) for g in self.groups)
+        return tuple(self._level(i) for i in range(depth))
+
+    def _level(self, index: int) -> Link:
+        here = [g.profile.links[min(index, len(g.profile.links) - 1)] for g in self.groups]
+        slowest = min(here, key=lambda link: link.get("bandwidth") * link.get("efficiency"))
+        return dataclasses.replace(slowest, span=self.node_size) if index == 0 else slowest
+
+    def members(self, stride: int, size: int) -> tuple[int, ...]:
+        """Of `size` ranks that lie `stride` apart, how many lie within one block of each level."""
+        spans = [link.span or self.devices for link in self.links]
+        return tuple(min(size, max(1, span // stride)) for span in spans[:-1]) + (size,)
+
+    def slice(self, first: int, count: int) -> Cluster:
+        """The cluster of `count` ranks from `first` on, which must be whole nodes or lie in one."""
+        kept, start = [], 0
+        for group in self.groups:
+            low, high = max(first, start), min(first + count, start + group.devices)
+            if low < high:
+                kept.append(_cut(group, high - low))
+            start += group.devices
+        return Cluster(f"{self.text}[{first}:{first + count}]", tuple(kept))
+
+
+def _cut(group: Nodes, devices: int) -> Nodes:
+    if devices <= group.size:
+        return Nodes(1, devices, group.profile)
+    if devices % group.size:
+        raise ClusterError("a part of a cluster must be whole nodes", needed=f"a multiple of {group.size}", found=str(devices))
+    return Nodes(devices // group.size, group.size, group.profile)
+
+
+def cluster(text: str | Cluster) -> Cluster:
+    """Read a cluster from its short form or from a YAML (or JSON) file."""
+    if isinstance(text, Cluster):
+        return text
+    if text.endswith((".yaml", ".yml")) or (text.endswith(".json") and "groups" in _load_file(text)):
+        return _of_data(_load_file(text), text)
+    return Cluster(text, tuple(_part(part.strip()) for part in text.split("+")))
+
+
+def _part(text: str) -> Nodes:
+    if text.endswith(".json"):
+        return _nodes(1, None, text, None)
+    found = _PART.fullmatch(text)
+    if found is None:
+        raise ClusterError(f"cannot read the cluster {text!r}", needed="NODESxDEVICESxKIND", found=text, try_=f"for example {EXAMPLES}")
+    nodes, devices, kind, gbps = found.group("nodes", "devices", "kind", "gbps")
+    if nodes is not None and devices is None:  # 8xA100 is eight devices, whole nodes where they are more than one holds
+        return _spread(int(nodes), load(kind), gbps and float(gbps))
+    return _nodes(int(nodes or 1), devices and int(devices), kind, gbps and float(gbps))
+
+
+def _spread(devices: int, profile: Profile, gbps: Any) -> Nodes:
+    size = profile.node_size
+    if devices > size and devices % size:
+        raise ClusterError(
+            f"{devices} x {profile.name} are not whole nodes", needed=f"a multiple of {size}", found=str(devices),
+            try_=f"{devices // size + 1}x{size}x{profile.name}",
+        )  # fmt: skip
+    return _nodes(max(1, devices // size), min(devices, size), profile.name, gbps, profile)
+
+
+def _nodes(count: int, size: int | None, kind: str, gbps: float | None, profile: Profile | None = None) -> Nodes:
+    profile = profile or load(kind)
+    if count < 1 or (size is not None and size < 1):
+        raise ClusterError("a cluster needs a device", needed="1 node of 1 device or more", found=f"{count}x{size}x{kind}")
+    return Nodes(count, size or (profile.node_size if count > 1 else 1), _with_network(profile, gbps))
+
+
+def _with_network(profile: Profile, gbps: float | None) -> Profile:
+    """The profile with its outer levels at a given rate per device."""
+    if gbps is None or len(profile.links) < 2:
+        return profile
+    rate = Constant(gbps * GBIT, f"datasheet: {gbps:g} Gb/s per device, given with the cluster")
+    outer = tuple(dataclasses.replace(link, constants={**link.constants, "bandwidth": rate}) for link in profile.links[1:])
+    return dataclasses.replace(profile, links=(profile.links[0], *outer))
+
+
+def _of_data(data: Mapping[str, Any], where: str) -> Cluster:
+    """`groups: [{nodes, devices, kind, network_gbps_per_device}]`."""
+    groups = data.get("groups")
+    if not isinstance(groups, list) or not groups:
+        raise ClusterError(f"{where} has no groups", needed="groups: [{nodes: 2, devices: 8, kind: A100}]", found=str(list(data)))
+    known = {"nodes", "devices", "kind", "network_gbps_per_device"}
+    for group in groups:
+        if "kind" not in group or set(group) - known:
+            raise ClusterError(f"a group of {where} cannot be read", needed=", ".join(sorted(known)), found=str(dict(group)))
+    made = [_nodes(g.get("nodes", 1), g.get("devices"), g["kind"], g.get("network_gbps_per_device")) for g in groups]
+    return Cluster(where, tuple(made))
+
+
+def _load_file(path: str) -> Mapping[str, Any]:
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ClusterError(f"cannot read {path}", found=str(error), try_=f"for example {EXAMPLES}") from error
+    try:
+        import yaml
+    except ImportError:  # JSON is the part of YAML that needs no package
+        import json
+
+        return _mapping(json.loads(text), path)
+    return _mapping(yaml.safe_load(text), path)
+
+
+def _mapping(data: Any, path: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{path} does not describe a cluster", needed="a mapping with `groups`", found=type(data).__name__)
+    return data

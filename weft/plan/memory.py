@@ -1,0 +1,115 @@
+"""Peak memory of a stage's device: what it holds all the time, and what is alive at the worst moment of its order.
+
+Activations are followed through the order of the pipeline: a forward adds what its backward will need, that backward frees
+it. On top come the largest passing buffers, and an allowance for fragmentation and for what the driver and library hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from weft.plan.phase import Part
+from weft.plan.pipeline import Order
+from weft.plan.setting import Setting
+from weft.plan.workload import WIDTH, Block
+
+FRAGMENTATION = 0.04  # of what is allocated; the caching allocator keeps blocks it cannot hand out again
+RESIDENT = 1.5e9  # context, kernels, and buffers of the communication library, none of it seen by the allocator
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device by what they are for."""
+
+    params: float
+    grads: float
+    optimizer: float
+    activations: float
+    passing: float
+    buffers: float
+
+    @property
+    def allocated(self) -> float:
+        """What the allocator counts."""
+        return self.params + self.grads + self.optimizer + self.activations + self.passing + self.buffers
+
+    @property
+    def total(self) -> float:
+        """What the device must have."""
+        return self.allocated * (1 + FRAGMENTATION) + RESIDENT
+
+    def parts(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def stage_memory(setting: Setting, chunks: Sequence[Sequence[Part]], order: Order) -> Memory:
+    """Of one device of a stage that holds `chunks` of layers and works in `order`."""
+    parts = [part for chunk in chunks for part in chunk]
+    held = _State.of(setting, parts)
+    return Memory(
+        params=held.params, grads=held.grads, optimizer=held.optimizer,
+        activations=_peak_activations(setting, chunks, order),
+        passing=max(_passing(setting, part.block) for part in parts),
+        buffers=_buffers(setting, parts),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _State:
+    params: float
+    grads: float
+    optimizer: float
+
+    @staticmethod
+    def of(setting: Setting, parts: Sequence[Part]) -> _State:
+        dense = sum(p.block.params * p.count for p in parts)
+        expert = sum(p.block.expert_params * p.count for p in parts)
+        width = _width(setting)
+
+        def over(sharded: bool) -> float:
+            return dense / (setting.size("data") if sharded else 1) + expert / (setting.size("edp") if sharded else 1)
+
+        adam = 12 if setting.master and width < 4 else 8
+        grads = over(setting.zero >= 2) * WIDTH[setting.grad_dtype]
+        return _State(over(setting.zero == 3) * width, grads, over(setting.zero >= 1) * adam)
+
+
+def _width(setting: Setting) -> float:
+    return 2.0 if setting.dtype == "fp8" else float(WIDTH[setting.dtype])
+
+
+def saved(setting: Setting, block: Block) -> float:
+    """Bytes of one layer that wait for its backward."""
+    if setting.recompute == "full" and block.kept:
+        return block.kept
+    return block.saved - block.not_kept(setting.recompute)
+
+
+def _peak_activations(setting: Setting, chunks: Sequence[Sequence[Part]], order: Order) -> float:
+    sizes = [sum(saved(setting, p.block) * p.count for p in chunk) for chunk in chunks]
+    frees = "weight" if any(a.kind == "weight" for a in order) else "backward"
+    most = now = 0.0
+    for action in order:
+        if action.kind == "forward":
+            now += sizes[action.chunk]
+        elif action.kind == frees:
+            now -= sizes[action.chunk]
+        most = max(most, now)
+    return most
+
+
+def _passing(setting: Setting, block: Block) -> float:
+    """The layer at work: what it recomputed, and its largest buffer with that buffer's gradient."""
+    again = block.saved if setting.recompute == "full" and block.kept else block.not_kept(setting.recompute)
+    return again + 2 * block.work
+
+
+def _buffers(setting: Setting, parts: Sequence[Part]) -> float:
+    """Parameters gathered for two layers at a time, and gradients on their way to their shards."""
+    if setting.size("data") == 1:
+        return 0.0
+    largest = max(p.block.params + p.block.expert_params for p in parts)
+    gathered = 2 * largest * _width(setting) if setting.zero == 3 else 0.0
+    leaving = largest * WIDTH[setting.grad_dtype] if setting.zero >= 2 else 0.0
+    return gathered + leaving

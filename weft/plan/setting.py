@@ -1,0 +1,84 @@
+"""How a model is run: how it is cut over devices, what is kept or computed again, and by which kind of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.core.errors import PlanError
+
+RECOMPUTE = ("none", "selective", "per-op", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+KERNELS = ("classic", "eager", "compiled")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a training step.
+
+    `kernels`: `classic` is Megatron of 2021 (scores and softmax in memory, dropout, fused pointwise), `eager` one kernel per
+    torch op with fused attention, `compiled` pointwise chains in one kernel each.
+    """
+
+    global_batch: int = 8
+    micro_batch: int = 1
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    virtual: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
+    keep_gathered: bool = False  # under ZeRO-3, gather parameters once a step and not again in the backward
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    kernels: str = "compiled"
+    dtype: str = "bf16"
+    grad_dtype: str = "fp32"
+    overlap_grads: bool = True
+    overlap_params: bool = True
+    overlap_sends: bool = False
+    batch_first: bool = False  # [batch, sequence, hidden] in memory: gathering along the sequence takes a copy
+    master: bool = True  # parameters and optimizer kept in fp32 beside those computed with
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch // (self.dp * self.micro_batch)
+
+    def stride(self, axis: str) -> int:
+        """Ranks between neighbours of an axis: tp innermost, then cp, dp, and pp outermost. ep runs along dp.
+
+        `data` are all copies of a parameter (cp and dp together), `edp` the copies of one expert.
+        """
+        inner = {"tp": 1, "cp": self.tp, "data": self.tp, "dp": self.tp * self.cp, "ep": self.tp * self.cp}
+        outer = {"edp": self.tp * self.cp * self.ep, "pp": self.tp * self.cp * self.dp}
+        return {**inner, **outer}[axis]
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis."""
+        if axis in ("data", "edp"):
+            return self.dp * self.cp if axis == "data" else max(1, self.dp // self.ep)
+        return int(getattr(self, axis))
+
+    def check(self) -> None:
+        """Refuse what cannot be run, by name."""
+        for name, known in (("recompute", RECOMPUTE), ("schedule", SCHEDULES), ("kernels", KERNELS)):
+            if getattr(self, name) not in known:
+                raise PlanError(f"no {name} named {getattr(self, name)!r}", needed=" or ".join(known), found=getattr(self, name))
+        if self.zero not in (0, 1, 2, 3):
+            raise PlanError("ZeRO has stages 0 to 3", needed="0, 1, 2 or 3", found=str(self.zero))
+        if self.global_batch % (self.dp * self.micro_batch):
+            raise PlanError(
+                "the batch does not divide",
+                needed=f"global batch a multiple of dp x micro-batch = {self.dp * self.micro_batch}",
+                found=str(self.global_batch),
+                try_=f"--batch {-(-self.global_batch // (self.dp * self.micro_batch)) * self.dp * self.micro_batch}",
+            )
+        if self.virtual > 1 and self.schedule != "interleaved":
+            raise PlanError("several chunks per stage need the interleaved schedule", found=self.schedule, try_="--schedule interleaved")
+        if self.dp % self.ep:
+            raise PlanError("experts are spread over data-parallel ranks", needed=f"ep a divisor of dp = {self.dp}", found=str(self.ep))

@@ -1,0 +1,300 @@
+"""A training step on a cluster: stages of a pipeline, each one device standing for all that do the same.
+
+Step = pipeline of passes, then gradients over the copies, then the optimizer. Data-, tensor- and context-parallel ranks of
+a stage are alike, so a step on any number of devices costs as much to simulate as its stages times its micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from weft.cluster.profile import Device
+from weft.cluster.spec import Cluster
+from weft.core.errors import PlanError
+from weft.plan.cost import Costs
+from weft.plan.memory import Memory, stage_memory
+from weft.plan.phase import Part, Pass, Phase, gathers, minus, phase, reductions
+from weft.plan.pipeline import Action, Order, orders
+from weft.plan.setting import Setting
+from weft.plan.timeline import Task, Timeline, run
+from weft.plan.workload import WIDTH, Collective, Touch, Workload
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is foreseen of one step."""
+
+    seconds: float
+    tokens: int
+    model_flops: float  # of the step, over all devices
+    peak_flops: float  # per second, over all devices
+    causes: Mapping[str, float]  # seconds of the busiest stage by what they were for; they sum to `seconds`
+    hidden: Mapping[str, float]  # communication of that stage that ran beside compute
+    memory: tuple[Memory, ...]  # per stage
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops / self.seconds / self.peak_flops
+
+    @property
+    def peak_memory(self) -> Memory:
+        return max(self.memory, key=lambda m: m.total)
+
+
+def simulate(work: Workload, setting: Setting, cluster: Cluster) -> Step:
+    """Foresee one step."""
+    setting.check()
+    if setting.devices != cluster.devices:
+        raise PlanError(
+            "the setting does not fill the cluster",
+            needed=f"dp x tp x pp x cp = {cluster.devices} devices of {cluster.text}",
+            found=f"{setting.dp} x {setting.tp} x {setting.pp} x {setting.cp} = {setting.devices}",
+            try_=f"--dp {max(1, cluster.devices // (setting.tp * setting.pp * setting.cp))}",
+        )
+    return _Simulation(work, setting, cluster).step()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A task of a stage and the phase it stands for."""
+
+    stage: int
+    task: Task
+    phase: Phase
+
+
+@dataclass
+class _Simulation:
+    work: Workload
+    setting: Setting
+    cluster: Cluster
+    _phases: dict[object, Phase] = field(default_factory=dict)
+
+    def step(self) -> Step:
+        s = self.setting
+        pieces = list(self._passes())
+        pieces += self._finish(pieces)
+        line = run(self._with_links([p.task for p in pieces]))
+        causes, hidden = self._busiest(pieces, line.seconds)
+        tokens = self.work.tokens * s.dp * s.micro_batches
+        peak = sum(costs.device.peak(s.dtype) for costs in self.costs) * s.devices / s.pp
+        memory = tuple(stage_memory(s, self.parts[i :: s.pp], order) for i, order in enumerate(self.orders))
+        return Step(line.seconds, tokens, self.work.model_flops * tokens, peak, causes, hidden, memory, line)
+
+    # --- what each stage holds
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        return orders(self.setting.schedule, self.setting.pp, self.setting.micro_batches, self.setting.virtual)
+
+    @cached_property
+    def parts(self) -> list[list[Part]]:
+        """Layers of each virtual stage; the first also looks up words, the last also computes the loss."""
+        cuts = self.setting.pp * self.setting.virtual
+        if cuts > self.work.depth:
+            raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(cuts))
+        stages = [[Part(self.work.layer, n)] for n in share(self.work.depth, cuts)]
+        stages[0].insert(0, Part(self.work.first, 1))
+        stages[-1].append(Part(self.work.last, 1))
+        return stages
+
+    @cached_property
+    def costs(self) -> list[Costs]:
+        """Of each stage, on the slowest kind of device among its ranks."""
+        per = self.setting.devices // self.setting.pp
+        known: dict[str, Costs] = {}
+        found = []
+        for first in range(0, self.setting.devices, per):
+            device = self._slowest(first, per)
+            found.append(known.setdefault(device.name, Costs(self.cluster, self.setting, device)))
+        return found
+
+    def _slowest(self, first: int, count: int) -> Device:
+        if self.cluster.uniform:
+            return self.cluster.device
+        kinds = {d.name: d for d in (self.cluster.device_of(r) for r in range(first, first + count))}
+        return min(kinds.values(), key=lambda d: d.peak(self.setting.dtype) * d.get("gemm.efficiency"))
+
+    def stage_parts(self, stage: int) -> list[Part]:
+        return [part for chunk in self.parts[stage :: self.setting.pp] for part in chunk]
+
+    @property
+    def copies(self) -> int:
+        return self.setting.size("data")
+
+    # --- passes
+
+    @cached_property
+    def how(self) -> Pass:
+        s = self.setting
+        width = 2.0 if s.dtype == "fp8" else float(WIDTH[s.dtype])
+        reduce = "all_reduce" if s.zero == 0 else "reduce_scatter"
+        return Pass("forward", s.recompute, param_bytes=width, grad_bytes=float(WIDTH[s.grad_dtype]), reduce=reduce)
+
+    def _passes(self) -> Iterator[_Piece]:
+        s = self.setting
+        heads = [self._head(stage) for stage in range(s.pp)]
+        yield from heads
+        keys = [(a.kind, a.chunk * s.pp + stage, a.micro) for stage, order in enumerate(self.orders) for a in order]
+        index: dict[tuple[str, int, int], int] = {key: i for i, key in enumerate(keys, len(heads))}
+        send = self.costs[0].send(self.work.boundary) if s.pp > 1 else 0.0
+        for stage, order in enumerate(self.orders):
+            for action in order:
+                g = action.chunk * s.pp + stage
+                made = self._phase(g, self._way(action.kind))
+                blocked = 0.0 if s.overlap_sends or not self._sends(action.kind, g) else send
+                name = f"{action.kind} {action.micro}" + (f" of chunk {action.chunk}" if s.virtual > 1 else "")
+                after = self._after(action, g, index)
+                yield _Piece(stage, Task(name, f"stage {stage}", made.seconds + blocked, after, action.kind), made)
+
+    def _after(self, action: Action, g: int, index: Mapping[tuple[str, int, int], int]) -> tuple[int, ...]:
+        j = action.micro
+        if action.kind == "forward":
+            return (index["forward", g - 1, j],) if g else ()
+        if action.kind == "weight":
+            return (index["backward", g, j],)
+        later = (index["backward", g + 1, j],) if g + 1 < len(self.parts) else ()
+        return (*later, index["forward", g, j])
+
+    def _sends(self, kind: str, g: int) -> bool:
+        """Whether the result of a pass goes to another stage."""
+        return self.setting.pp > 1 and {"forward": g + 1 < len(self.parts), "backward": g > 0}.get(kind, False)
+
+    def _way(self, kind: str) -> Pass:
+        """How a pass is made in the middle of the step. Sharded parameters are gathered and gradients reduced in each."""
+        s = self.setting
+        split = s.schedule == "zero-bubble"
+        direction = "input" if split and kind == "backward" else kind
+        gather = self.copies > 1 and s.zero == 3 and not s.keep_gathered and kind != "weight"
+        ends = kind == ("weight" if split else "backward")
+        reduce = self.copies > 1 and ends and s.overlap_grads and s.zero >= 2
+        return replace(self.how, direction=direction, gather=gather, reduce=self.how.reduce if reduce else "")
+
+    def _phase(self, g: int, how: Pass) -> Phase:
+        costs = self.costs[g % self.setting.pp]
+        key = (tuple((id(p.block), p.count) for p in self.parts[g]), id(costs), how)
+        if key not in self._phases:
+            self._phases[key] = phase(costs, self.parts[g], how)
+        return self._phases[key]
+
+    def _beyond(self, stage: int, plain: Pass, fuller: Pass) -> Phase:
+        """What the fuller pass over all chunks of a stage costs more than the plain one."""
+        chunks = range(stage, len(self.parts), self.setting.pp)
+        return sum((minus(self._phase(g, fuller), self._phase(g, plain)) for g in chunks), Phase(0.0))
+
+    def _head(self, stage: int) -> _Piece:
+        """Gathering of updated parameters that the first forward does not hide; it needs nothing of other stages."""
+        s, way = self.setting, self._way("forward")
+        once = s.zero in (1, 2) and s.overlap_params or s.zero == 3 and s.keep_gathered
+        made = self._beyond(stage, way, replace(way, gather=True)) if once and self.copies > 1 else Phase(0.0)
+        return _Piece(stage, Task("gather parameters", f"stage {stage}", made.seconds, (), "dp"), made)
+
+    def _tail(self, stage: int) -> Phase:
+        """Reduction of gradients that the last backward does not hide."""
+        s, way = self.setting, self._way("weight" if self.setting.schedule == "zero-bubble" else "backward")
+        if self.copies == 1 or not s.overlap_grads or way.reduce:
+            return Phase(0.0)
+        return self._beyond(stage, way, replace(way, reduce=self.how.reduce))
+
+    def _with_links(self, tasks: list[Task]) -> list[Task]:
+        """Put each send that may overlap on its own link, so that it runs beside the next pass."""
+        s = self.setting
+        if not s.overlap_sends or s.pp == 1:
+            return tasks
+        send = self.costs[0].send(self.work.boundary)
+        made, carried = list(tasks), {}  # type: tuple[list[Task], dict[tuple[int, str], int]]
+        for i, task in enumerate(tasks):
+            for j in task.after:
+                source = tasks[j]
+                if source.stream != task.stream and source.cause in ("forward", "backward") and source.cause == task.cause:
+                    carried[i, source.stream] = len(made)
+                    made.append(Task(source.name, f"{source.stream} to {task.stream}", send, (j,), "pp"))
+        for i, task in enumerate(tasks):
+            after = tuple(carried.get((i, tasks[j].stream), j) for j in task.after)
+            made[i] = replace(task, after=after)
+        return made
+
+    # --- the end of the step
+
+    def _finish(self, passes: list[_Piece]) -> list[_Piece]:
+        """Gradients that were not hidden, then the optimizer once every stage is done, since it needs the norm."""
+        s, base = self.setting, len(passes)
+        last = {p.stage: i for i, p in enumerate(passes)}
+        everyone = tuple(range(base, base + s.pp))
+        reduced = [self._piece(st, "reduce gradients", self._reduced(st), (last[st],), "dp") for st in range(s.pp)]
+        updated = [self._piece(st, "optimizer", self._optimizer(st), everyone, "optimizer") for st in range(s.pp)]
+        spread = [
+            self._piece(st, "gather parameters", self._spread(st), (base + s.pp + st,), "dp") for st in range(s.pp)
+        ]
+        return reduced + updated + spread
+
+    def _piece(self, stage: int, name: str, made: Phase, after: tuple[int, ...], cause: str) -> _Piece:
+        return _Piece(stage, Task(name, f"stage {stage}", made.seconds, after, cause), made)
+
+    def _reduced(self, stage: int) -> Phase:
+        seconds = self._gradients(stage)
+        return self._tail(stage) + Phase(seconds, {"dp": seconds})
+
+    def _gradients(self, stage: int) -> float:
+        """Reduction left when the backward is done, and the word gradients that first and last stage share."""
+        s, costs = self.setting, self.costs[stage]
+        seconds = 0.0
+        if self.copies > 1 and not s.overlap_grads:
+            sizes: dict[str, float] = {}
+            for part in self.stage_parts(stage):
+                for op in reductions(part.block, self.how):
+                    sizes[op.axis] = sizes.get(op.axis, 0.0) + op.bytes * part.count
+            seconds = sum(costs.seconds(Collective(self.how.reduce, size, axis)) for axis, size in sizes.items())
+        if s.pp > 1 and stage in (0, s.pp - 1) and self.work.shared:
+            seconds += 2 * costs.send(self.work.shared * self.how.grad_bytes)
+        return seconds
+
+    def _optimizer(self, stage: int) -> Phase:
+        """Adam on what this rank holds: state read and written, gradient read for the norm and for the update."""
+        s, parts = self.setting, self.stage_parts(stage)
+        dense = sum(p.block.params * p.count for p in parts)
+        expert = sum(p.block.expert_params * p.count for p in parts)
+        held = dense / (self.copies if s.zero else 1) + expert / (s.size("edp") if s.zero else 1)
+        touched = held * (26 + 2 * WIDTH[s.grad_dtype])
+        seconds = self.costs[stage].seconds(Touch("optimizer", touched, 0, launches=4))
+        return Phase(seconds, {"optimizer": seconds})
+
+    def _spread(self, stage: int) -> Phase:
+        """Gathering of updated parameters that the next forward does not hide."""
+        s = self.setting
+        if s.zero not in (1, 2) or self.copies == 1 or s.overlap_params:
+            return Phase(0.0)
+        costs = self.costs[stage]
+        seconds = sum(costs.seconds(op) * p.count for p in self.stage_parts(stage) for op in gathers(p.block, self.how))
+        return Phase(seconds, {"dp": seconds})
+
+    def _busiest(self, pieces: list[_Piece], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Causes of the stage that works longest; what is missing from its step is the bubble."""
+        busy = [sum(p.task.seconds for p in pieces if p.stage == st) for st in range(self.setting.pp)]
+        stage = busy.index(max(busy))
+        causes: dict[str, float] = {}
+        hidden: dict[str, float] = {}
+        for piece in pieces:
+            if piece.stage == stage:
+                sent = {"pp": piece.task.seconds - piece.phase.seconds}
+                for total, parts in ((causes, piece.phase.causes), (hidden, piece.phase.hidden), (causes, sent)):
+                    for key, value in parts.items():
+                        total[key] = total.get(key, 0.0) + value
+        causes["bubble"] = max(0.0, seconds - busy[stage])
+        return causes, hidden
+
+
+def share(layers: int, stages: int) -> list[int]:
+    """Layers per stage; what is left over goes to the middle ones, since the outer two do more."""
+    counts = [layers // stages] * stages
+    middle = sorted(range(stages), key=lambda i: abs(i - (stages - 1) / 2))
+    for i in middle[: layers % stages]:
+        counts[i] += 1
+    return counts

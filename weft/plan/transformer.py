@@ -1,0 +1,296 @@
+"""The work of a transformer on one device: from a few sizes and a setting to the records of `plan.workload`.
+
+The cuts are the usual ones: heads and feed-forward columns over tp, tokens over cp (and, between the products, over tp
+where sequence parallel), experts over ep, vocabulary over tp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from weft.core.errors import PlanError
+from weft.plan.setting import Setting
+from weft.plan.style import STYLES, Style
+from weft.plan.workload import WIDTH, Attention, Block, Collective, Gemm, Op, Touch, Workload
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a transformer. `chosen` of `experts` feed-forwards serve a token, in every `moe_every`-th layer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    kv_heads: int = 0
+    ffn: int = 0
+    name: str = "transformer"
+    gated: bool = False
+    causal: bool = True
+    rotary: bool = False
+    bias: bool = True
+    tied: bool = True
+    dropout: bool = False
+    experts: int = 0
+    chosen: int = 1
+    moe_every: int = 1
+    cross_entropy: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def attention_params(self) -> int:
+        return self.hidden * (2 * self.heads + 2 * self.kv) * self.head_dim
+
+    @property
+    def ffn_params(self) -> int:
+        """Of one feed-forward, or of one expert."""
+        return self.hidden * self.inner * (3 if self.gated else 2)
+
+    @property
+    def norm_params(self) -> int:
+        """Norms and biases of a layer."""
+        biases = (2 * self.hidden + self.inner + (self.heads + 2 * self.kv) * self.head_dim) if self.bias else 0
+        return self.hidden * (4 if self.bias else 2) + biases
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab * self.hidden + (0 if self.rotary else self.seq * self.hidden)
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers // self.moe_every if self.experts else 0
+
+    @property
+    def params(self) -> float:
+        dense = self.layers * (self.attention_params + self.norm_params) + self.embedding_params
+        mixed = self.moe_layers * (self.ffn_params * self.experts + self.hidden * self.experts)
+        head = 0 if self.tied else self.vocab * self.hidden
+        return dense + mixed + (self.layers - self.moe_layers) * self.ffn_params + head
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of forward and backward as utilisation is usually counted: six per parameter met, and all scores, masked or not."""
+        met = self.layers * self.attention_params + (self.layers - self.moe_layers + self.moe_layers * self.chosen) * self.ffn_params
+        scores = 12 * self.layers * self.seq * self.heads * self.head_dim
+        return 6.0 * (met + self.vocab * self.hidden) + scores
+
+
+def workload(shape: Shape, setting: Setting) -> Workload:
+    """What one device does for one micro-batch."""
+    return _Builder(shape, setting).build()
+
+
+@dataclass(frozen=True)
+class _Builder:
+    shape: Shape
+    setting: Setting
+
+    @cached_property
+    def style(self) -> Style:
+        return STYLES[self.setting.kernels]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens a device holds inside the products."""
+        return max(1, self.setting.micro_batch * self.shape.seq // self.setting.cp)
+
+    @cached_property
+    def width(self) -> int:
+        return 2 if self.setting.dtype == "fp8" else WIDTH[self.setting.dtype]
+
+    @cached_property
+    def stream(self) -> float:
+        """Bytes of the residual stream inside the products."""
+        return float(self.tokens * self.shape.hidden * self.width)
+
+    @cached_property
+    def between(self) -> float:
+        """Bytes of the residual stream between the products."""
+        return self.stream / (self.setting.tp if self.setting.sequence_parallel else 1)
+
+    def build(self) -> Workload:
+        s, t = self.shape, self.setting
+        for name, count in (("heads", s.heads), ("ffn", s.inner)):
+            if count % t.tp:
+                raise PlanError(f"{name} cannot be cut", needed=f"tp a divisor of {name} = {count}", found=f"tp = {t.tp}")
+        return Workload(
+            s.name, self.first(), self.repeated(), s.layers // (s.moe_every if s.experts else 1), self.last(),
+            tokens=t.micro_batch * s.seq, model_flops=s.flops_per_token, total_params=s.params,
+            boundary=self.stream / t.tp,
+            shared=s.vocab * s.hidden / t.tp if s.tied else 0.0,
+        )  # fmt: skip
+
+    def repeated(self) -> Block:
+        """The layer, or the run of layers of which one has experts."""
+        if not self.shape.experts:
+            return self.layer(False)
+        dense, moe = self.layer(False), self.layer(True)
+        others = self.shape.moe_every - 1
+        return replace(
+            moe, forward=dense.forward * others + moe.forward, params=moe.params + others * dense.params,
+            kept=moe.kept, redo=dense.redo * others + moe.redo,
+        )  # fmt: skip
+
+    # --- blocks
+
+    def layer(self, moe: bool) -> Block:
+        s, t = self.shape, self.setting
+        ffn = self.experts() if moe else self.feed_forward()
+        ops = (*self.attention(), *self.leave(), *ffn, *([] if moe and t.tp == 1 else self.leave()))
+        expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
+        params = (s.attention_params + (0 if moe else s.ffn_params)) / t.tp + s.norm_params + (s.hidden * s.experts if moe else 0)
+        work = self.tokens * max(s.inner * (2 if s.gated else 1), 3 * s.hidden) * self.width / t.tp
+        return Block("moe layer" if moe else "layer", ops, params, expert, kept=self.between, work=work, redo=self.redo())
+
+    def first(self) -> Block:
+        """Look up words and positions."""
+        s, t = self.shape, self.setting
+        table = s.vocab // t.tp * s.hidden * self.width
+        n, b = self.style.embed
+        lookup = Touch("embedding", n * self.stream, b * self.stream + table, *self.style.embed_launches)
+        cut = (self.meet("reduce_scatter" if t.sequence_parallel else "all_reduce"),) if t.tp > 1 else ()
+        return Block("embedding", (lookup, *cut), s.embedding_params / t.tp, work=table)
+
+    def last(self) -> Block:
+        """Final norm, logits and loss."""
+        s, t = self.shape, self.setting
+        columns = s.vocab // t.tp
+        logits = self.tokens * columns * self.width
+        f, b = self.style.loss
+        loss = Touch("cross entropy", f * logits, b * logits, *self.style.loss_launches, saved=self.style.loss_saved * logits)
+        norms = self.norm()
+        head = Gemm(self.tokens, columns, s.hidden, dtype=self.setting.dtype, name="logits", saved=self.between)
+        params = 0 if s.tied and t.pp == 1 else s.vocab * s.hidden / t.tp
+        sums = [Collective("all_reduce", self.tokens * 4.0, "tp", "loss") for _ in range(2)] if t.tp > 1 else []
+        return Block("head", (*norms, *self.enter(), head, loss, *sums), params, work=self.style.loss_work * logits)
+
+    # --- parts of a layer
+
+    def norm(self) -> tuple[Op, ...]:
+        f, b = self.style.norm
+        return (Touch("norm", f * self.between, b * self.between, *self.style.norm_launches, saved=self.style.norm_saved * self.between),)
+
+    def enter(self) -> tuple[Op, ...]:
+        """Bring the tokens together before a product cut by columns."""
+        t = self.setting
+        return (self.meet("all_gather"), *self.copied()) if t.tp > 1 and t.sequence_parallel else ()
+
+    def leave(self) -> tuple[Op, ...]:
+        """Sum the terms of a product cut by rows, then add to the residual."""
+        t, style = self.setting, self.style
+        meet: tuple[Op, ...] = ()
+        if t.tp > 1:
+            meet = (*self.copied(), self.meet("reduce_scatter")) if t.sequence_parallel else (self.meet("all_reduce"),)
+        f, b = style.residual_dropout if self.shape.dropout else style.residual
+        kept = 0.5 * self.between if self.shape.dropout else 0.0
+        return (*meet, Touch("residual", f * self.between, b * self.between, *style.residual_launches, saved=kept))
+
+    def copied(self) -> tuple[Op, ...]:
+        """Slices of a sequence are not contiguous where the batch comes first."""
+        strided = self.setting.batch_first and self.setting.micro_batch > 1
+        return (Touch("copy slices", 2 * self.stream, 2 * self.stream),) if strided else ()
+
+    def meet(self, kind: str) -> Collective:
+        return Collective(kind, self.stream, "tp", kind.replace("_", " "))
+
+    def product(self, name: str, n: int, k: int, saved: float) -> Gemm:
+        return Gemm(self.tokens, n, k, dtype=self.setting.dtype, name=name, saved=saved, bias=self.shape.bias)
+
+    def attention(self) -> tuple[Op, ...]:
+        s, t = self.shape, self.setting
+        wide = (s.heads + 2 * max(s.kv, t.tp)) * s.head_dim // t.tp
+        qkv = self.tokens * wide * self.width
+        out = self.tokens * s.heads * s.head_dim // t.tp * self.width
+        f, b = self.style.rotary if s.rotary else self.style.heads
+        turn = Touch("rotary" if s.rotary else "heads", f * qkv, b * qkv, *self.style.rotary_launches)
+        core = self.core() if self.style.attention_in_memory else self.flash(qkv + out)
+        return (
+            *self.norm(), *self.enter(), self.product("qkv", wide, s.hidden, self.between), turn, *self.ring(qkv), *core,
+            self.product("projection", s.hidden, s.heads * s.head_dim // t.tp, 0.0 if not self.style.attention_in_memory else out),
+        )  # fmt: skip
+
+    def flash(self, saved: float) -> tuple[Op, ...]:
+        s, t = self.shape, self.setting
+        local = s.seq // t.cp
+        kv = max(1, s.kv // t.tp)
+        # along cp a causal ring is balanced: every rank meets half of all pairs
+        return (Attention(t.micro_batch, s.heads // t.tp, kv, local, s.seq, s.head_dim, s.causal, self.wide_dtype, saved=saved),)
+
+    @property
+    def wide_dtype(self) -> str:
+        """Attention is not computed in fp8."""
+        return "bf16" if self.setting.dtype == "fp8" else self.setting.dtype
+
+    def ring(self, qkv: float) -> tuple[Op, ...]:
+        """Keys and values travel around cp while attention works on those at hand."""
+        s, t = self.shape, self.setting
+        if t.cp == 1:
+            return ()
+        share = 2 * s.kv / (s.heads + 2 * s.kv)
+        return (Collective("all_gather", qkv * share * t.cp, "cp", "keys and values", hidden=True),)
+
+    def core(self) -> tuple[Op, ...]:
+        """Attention with its scores in memory: product, softmax, dropout, product."""
+        s, t, style = self.shape, self.setting, self.style
+        heads = t.micro_batch * s.heads // t.tp
+        local = s.seq // t.cp
+        scores = heads * local * s.seq * self.width
+        qkv = 3 * self.tokens * s.heads * s.head_dim // t.tp * self.width
+        first = Gemm(local, s.seq, s.head_dim, heads, self.setting.dtype, "scores", saved=2 * qkv / 3, weight=False)
+        second = Gemm(local, s.head_dim, s.seq, heads, self.setting.dtype, "context", saved=qkv / 3, weight=False)
+        # the fused kernel takes groups of four heads x samples of one row; others fall back to one kernel per step
+        fused = heads % 4 == 0
+        f, b = style.softmax if fused else style.softmax_apart
+        launches = style.softmax_launches if fused else style.softmax_apart_launches
+        soft = Touch("softmax", f * scores, b * scores, *launches, saved=scores)
+        drop = (Touch("attention dropout", 2.5 * scores, 2.5 * scores, 1, 1, saved=1.5 * scores),) if s.dropout else ()
+        return first, soft, *drop, second
+
+    def redo(self) -> tuple[Op, ...]:
+        """What selective recompute runs again: the middle of attention, whose memory grows with the square of the sequence."""
+        if self.style.attention_in_memory:
+            return self.core()
+        return self.flash(0.0) + self.activation()
+
+    def activation(self) -> tuple[Op, ...]:
+        s = self.shape
+        inner = self.tokens * s.inner // self.setting.tp * self.width
+        f, b = self.style.gate if s.gated else self.style.activation
+        return (Touch("activation", f * inner, b * inner, *self.style.activation_launches, saved=inner * (2 if s.gated else 1)),)
+
+    def feed_forward(self) -> tuple[Op, ...]:
+        s, t = self.shape, self.setting
+        inner = s.inner // t.tp
+        up = self.product("up", inner * (2 if s.gated else 1), s.hidden, self.between)
+        down = self.product("down", s.hidden, inner, self.tokens * inner * self.width)
+        return (*self.norm(), *self.enter(), up, *self.activation(), down)
+
+    def experts(self) -> tuple[Op, ...]:
+        """Route, exchange, compute the experts at hand, exchange back."""
+        s, t = self.shape, self.setting
+        local = max(1, s.experts // t.ep)
+        rows = max(1, self.tokens * s.chosen // local)
+        sent = self.between * s.chosen
+        route = Gemm(self.tokens, s.experts, s.hidden, dtype=self.wide_dtype, name="router", saved=self.between)
+        place = Touch("dispatch", 2 * sent, 2 * sent, 4, 4, saved=sent)
+        swap = (Collective("all_to_all", sent, "ep", "tokens to experts"),) if t.ep > 1 else ()
+        inner = s.inner // t.tp
+        up = Gemm(rows, inner * (2 if s.gated else 1), s.hidden, local, t.dtype, "experts up", saved=sent)
+        wide = rows * local * inner * self.width
+        f, b = self.style.gate
+        act = Touch("expert activation", f * wide, b * wide, *self.style.activation_launches, saved=2 * wide)
+        down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide)
+        return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, Touch("combine", 3 * sent, 3 * sent, 3, 3))

@@ -1,0 +1,185 @@
+"""What one device has to do for one micro-batch, as neutral records: products, attention, memory-bound passes, collectives.
+
+A block is one distinct layer with the number of times it occurs. Its backward is derived from its forward, op by op.
+Sizes are those of one device, after every cut. Bytes and flops are counted, never timed: `plan.cost` prices them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+WIDTH = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """[m, k] x [k, n], `batch` times over. `saved` bytes of its inputs are kept for the backward."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: str = "bf16"
+    name: str = "matmul"
+    saved: float = 0
+    weight: bool = True  # the second operand is a parameter; its gradient may be put off
+    launches: int = 1
+    bias: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * WIDTH[self.dtype]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention in one kernel: scores never reach memory."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool = True
+    dtype: str = "bf16"
+    name: str = "attention"
+    saved: float = 0
+    back: bool = False
+    launches: int = 1
+
+    @property
+    def flops(self) -> float:
+        """What must be computed: half of the scores under a causal mask. The backward has five products for two."""
+        pairs = self.queries * self.keys * (0.5 if self.causal else 1.0)
+        return 4.0 * self.batch * self.heads * pairs * self.head_dim * (2.5 if self.back else 1.0)
+
+    @property
+    def bytes(self) -> float:
+        q = self.batch * self.queries * self.heads * self.head_dim
+        kv = 2 * self.batch * self.keys * self.kv_heads * self.head_dim
+        return (2 * q + kv) * WIDTH[self.dtype] * (2 if self.back else 1)
+
+
+@dataclass(frozen=True)
+class Touch:
+    """Passes over memory: `bytes` read and written forward, `back` in the backward."""
+
+    name: str
+    bytes: float
+    back: float
+    launches: int = 1
+    back_launches: int = 1
+    saved: float = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective over one mesh axis. `bytes` is the whole tensor, or one rank's part for all_to_all and send."""
+
+    kind: str
+    bytes: float
+    axis: str
+    name: str = ""
+    launches: int = 1
+    hidden: bool = False  # runs beside the compute that does not need it
+    flops: float = 0.0
+    saved: float = 0
+
+
+Op: TypeAlias = Gemm | Attention | Touch | Collective
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer. `params` of one device, `kept` when the layer is recomputed (its input), `work` the largest passing buffer."""
+
+    name: str
+    forward: tuple[Op, ...]
+    params: float = 0
+    expert_params: float = 0
+    kept: float = 0
+    work: float = 0
+    redo: tuple[Op, ...] = ()  # ops run again before the backward under selective recompute
+
+    @property
+    def saved(self) -> float:
+        return sum(op.saved for op in self.forward)
+
+    def not_kept(self, recompute: str) -> float:
+        """Bytes that recompute does not keep."""
+        again = {"selective": self.redo, "per-op": tuple(per_op(self.forward))}.get(recompute, ())
+        return sum(op.saved for op in again)
+
+    def backward(self, recompute: str = "none") -> tuple[Op, ...]:
+        """Ops of the backward, with what is run again before it."""
+        again = {"none": (), "selective": self.redo, "per-op": tuple(per_op(self.forward)), "full": self.forward}[recompute]
+        return again + tuple(b for op in reversed(self.forward) for b in backward(op))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One device's work for a micro-batch: `depth` times `layer` between `first` and `last`."""
+
+    name: str
+    first: Block
+    layer: Block
+    depth: int
+    last: Block
+    tokens: int  # of one micro-batch, over all devices that share it
+    model_flops: float  # per token, forward and backward, as utilisation counts them
+    total_params: float
+    boundary: float  # bytes one device hands to the next stage
+    shared: float = 0  # parameters that first and last stage both hold
+
+
+def per_op(ops: Iterable[Op]) -> Iterator[Op]:
+    """What is run again when attention, sums over ranks and every second product are kept, and nothing else."""
+    products = 0
+    for op in ops:
+        products += isinstance(op, Gemm)
+        kept = isinstance(op, Attention) or (isinstance(op, Collective) and op.kind != "all_gather")
+        if not kept and not (isinstance(op, Gemm) and products % 2):
+            yield op
+
+
+def backward(op: Op) -> Iterator[Op]:
+    """What the backward of one op does."""
+    if isinstance(op, Gemm):
+        yield from _of_gemm(op)
+    elif isinstance(op, Attention):
+        yield replace(op, back=True, saved=0, name=f"{op.name} backward", launches=2)
+    elif isinstance(op, Touch):
+        if op.back:
+            yield Touch(f"{op.name} backward", op.back, 0, op.back_launches)
+    else:
+        yield replace(op, kind=_ADJOINT.get(op.kind, op.kind))
+
+
+_ADJOINT = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+def _of_gemm(op: Gemm) -> Iterator[Op]:
+    yield replace(op, n=op.k, k=op.n, saved=0, weight=False, bias=False, name=f"{op.name} input gradient")
+    yield replace(op, m=op.k, k=op.m, saved=0, bias=False, name=f"{op.name} weight gradient")
+    if op.bias:
+        size = op.m * op.n * WIDTH[op.dtype]
+        yield Touch(f"{op.name} bias gradient", size, 0)
+
+
+def split_weight(ops: Iterable[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """The backward cut in two: what the previous stage waits for, and weight gradients that may be put off."""
+    ops = tuple(ops)
+    late = tuple(op for op in ops if isinstance(op, Gemm) and op.weight and op.name.endswith("weight gradient"))
+    return tuple(op for op in ops if op not in late), late
+
+
+def flops(ops: Iterable[Op]) -> float:
+    return sum(op.flops for op in ops)
