@@ -1,0 +1,23 @@
+"""Dynamic models: one vertex function, a graph per sample, batched by structure.
+
+    class Sum(nn.Module):
+        def forward(self, v):                      # v stands for many vertices at once
+            h = v.pull("x", optional=True) + v.gather("h", reduce="sum")
+            v.scatter(h=h), v.push(h=h)
+
+    model = weft.dynamic.Model(Sum(), states={"h": 64})
+    out = model(weft.dynamic.trees([((0, 1), 2), (3, 4)]), x)      # one row per root
+"""
+
+from __future__ import annotations
+
+from weft.dynamic.model import Model
+from weft.dynamic.policy import lower_bound
+from weft.dynamic.schedule import Reads, Schedule
+from weft.dynamic.structure import Builder, Structure, chains, edges, join, networkx, parents, trees
+from weft.dynamic.vertex import Vertex
+
+__all__ = [
+    "Builder", "Model", "Reads", "Schedule", "Structure", "Vertex", "chains", "edges", "join", "lower_bound", "networkx",
+    "parents", "trees",
+]  # fmt: skip

@@ -1,0 +1,218 @@
+"""One class of a vertex function, ready to run: phases cut into steps, every value given its buffer.
+
+A step is a fused kernel, a product, or any other op of torch; all work on a range of rows of the class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, fx
+
+from weft.dynamic import ops
+from weft.dynamic.kernel import Kernel, access, finish, fusible, group, lane_shape
+from weft.dynamic.phases import BACKWARD, FORWARD, Phased, assign, base, domain, is_view
+from weft.dynamic.simplify import narrow
+from weft.dynamic.store import Home, Key, Row, Stores, Via, home_of
+from weft.dynamic.trace import Traced, aten
+
+Step = Kernel | fx.Node
+
+
+@dataclass
+class Copy:
+    """A result that is a view, an input or another result as well: copied to its buffer when its phase ends."""
+
+    node: fx.Node
+    home: Home
+
+
+@dataclass
+class Cell:
+    """A class ready to run."""
+
+    traced: Traced
+    phased: Phased
+    stores: Stores
+    steps: dict[str, list[Step]] = field(default_factory=dict)
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+
+
+def address(traced: Traced) -> Traced:
+    """Say how the gradients of gathered states travel to the children: (state, how) -> value.
+
+    Through a slot they travel by place of the parent. To the rest of the children they travel by edge, unless every child
+    of a vertex gets the same, as under a sum: then by place of the parent too, and nothing is stored per edge.
+    """
+    for source in [s for s in traced.grads if s.role in ("slot", "edge")]:
+        node = traced.grads.pop(source)
+        if source.role == "slot":
+            traced.messages[source.name, f"slot{source.slot}"] = node
+        else:
+            traced.messages |= _terms(source.name, node)
+    traced.prune()
+    return traced
+
+
+def _terms(state: str, node: fx.Node) -> dict[tuple[str, str], fx.Node]:
+    if node.target is ops.spread:
+        return {(state, "vertex"): node.args[0]}
+    if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
+        for same, other in (node.args, node.args[::-1]):
+            if same.target is ops.spread and other.target is not ops.spread:
+                return {(state, "vertex"): same.args[0], (state, "edge"): other}
+    return {(state, "edge"): node}
+
+
+def vias(keys: set[Key], state: str) -> tuple[Via, ...]:
+    """How the gradient of a state is summed up from the messages sent to it."""
+    out = []
+    for name, how in sorted(k for k in keys if k[0] == state):
+        if how.startswith("slot"):
+            out.append(Via((name, how), f"{how}_first", f"{how}_reader"))
+        else:
+            out.append(Via((name, how), "reader_first", "reader_edge" if how == "edge" else "reader_vertex"))
+    return tuple(out)
+
+
+def compile_cell(traced: Traced, sent: set[Key], fuse: bool) -> Cell:
+    """Cut a (differentiated) function into steps. `sent` are the messages of all classes together."""
+    _collect_where_needed(traced)
+    phased = assign(narrow(traced))
+    if fuse:
+        _sink(phased)
+    cell = Cell(traced, phased, Stores())
+    _sources(cell, sent)
+    for phase in (*FORWARD, *BACKWARD):
+        cell.steps[phase] = _steps(phased, phase, fuse)
+    _results(cell)
+    _homes(cell)
+    return cell
+
+
+def _sink(phased: Phased) -> None:
+    """Cheap ops that only gradients need run where they are read, rather than being stored until then."""
+    order = (*FORWARD, *BACKWARD)
+    for node in reversed(phased.traced.graph.nodes):
+        if phased.phase.get(node) in ("eager", "rounds", "late", "before") and fusible(node):
+            readers = {phased.phase[r] for r in _readers(node)}
+            if readers and node not in phased.traced.results() and min(map(order.index, readers)) >= order.index("before"):
+                phased.phase[node] = min(readers, key=order.index)
+
+
+def _collect_where_needed(traced: Traced) -> None:
+    """A gradient of a state that a kernel cannot sum up as it goes is summed into a buffer first, by a clone."""
+    for source, node in list(traced.sources.items()):
+        if source.role == "d_state" and node.users and not all(_reads_whole(u, node) for u in node.users):
+            last = [n for n in traced.graph.nodes if n.op == "placeholder"][-1]
+            with traced.graph.inserting_after(last):
+                clone = traced.graph.call_function(aten.clone.default, (node,))
+            clone.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(clone, delete_user_cb=lambda u, c=clone: u is not c)
+            for kind in (traced.grads, traced.messages):
+                kind.update({key: clone for key, value in kind.items() if value is node})
+
+
+def _reads_whole(user: fx.Node, node: fx.Node) -> bool:
+    return user.op == "call_function" and fusible(user) and lane_shape(user) == lane_shape(node) and domain(user) == "row"
+
+
+def _sources(cell: Cell, sent: set[Key]) -> None:
+    """Where values that are not computed here come from."""
+    stores = cell.stores
+    for source, node in cell.traced.sources.items():
+        if source.role in ("slot", "edge"):
+            row = Row("v", f"slot{source.slot}") if source.role == "slot" else Row("e", "edge_child")
+            stores.children[node] = replace(home_of(node, "state", (source.name,)), domain="row"), row
+        elif source.role in ("pull", "d_push"):
+            stores.homes[node] = home_of(node, source.role.removeprefix("d_"), (source.name,))
+        elif source.role == "d_state":
+            stores.gradients[node] = vias(sent, source.name)
+
+
+def _steps(phased: Phased, phase: str, fuse: bool) -> list[Step]:
+    """Kernels and single ops of a phase in order; a kernel that cannot be read in place falls apart into single ops."""
+    nodes = phased.nodes(phase)
+    refused: set[fx.Node] = set()
+    while True:
+        inside = {n for n in nodes if fuse and n not in refused and fusible(n)}
+        steps = list(group(nodes, inside))
+        bad = [k for k in steps if isinstance(k, Kernel) and finish(k, _read_outside(phased, k)) is None]
+        if not bad:
+            return steps
+        for kernel in bad:
+            refused |= {n for n in kernel.nodes if _unreadable(n)} or set(kernel.nodes)
+
+
+def _unreadable(node: fx.Node) -> bool:
+    return any(access(a, lane_shape(node)) is None for a in node.all_input_nodes if domain(a) or is_view(a))
+
+
+def _read_outside(phased: Phased, kernel: Kernel) -> set[fx.Node]:
+    """Values of the kernel that something else reads, looking through views."""
+    own, traced = set(kernel.nodes), phased.traced
+    results = {base(n) for n in traced.results()}
+    out = own & results
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and not is_view(node) and node not in own:
+            out |= own & {base(a) for a in node.all_input_nodes}
+        elif node in own:
+            out |= {base(a) for a in node.all_input_nodes if a is not base(a)} & own
+    return out
+
+
+def _results(cell: Cell) -> None:
+    """States, messages and gradients of inputs get their buffers; a value with two of them is copied to the second."""
+    traced, homes = cell.traced, cell.stores.homes
+    wanted = [(node, "state", (name,)) for name, node in traced.states.items()]
+    wanted += [(node, "message", key) for key, node in traced.messages.items()]
+    wanted += [(node, "full", (f"d_{s.name}",)) for s, node in traced.grads.items() if s.role == "pull"]
+    wanted += [(node, "full", (f"out_{name}",)) for name, node in traced.outputs.items() if node not in homes]
+    for node, kind, key in wanted:
+        if kind == "full" and key[0].startswith("out_") and node in homes:
+            continue
+        home = home_of(node, kind, key)
+        if node in cell.phased.phase and node not in homes and domain(node):
+            homes[node] = home
+        else:
+            cell.copies.setdefault(_ends(cell, node, kind), []).append(Copy(node, home))
+
+
+def _ends(cell: Cell, node: fx.Node, kind: str) -> str:
+    """The phase at whose end a result is there."""
+    known = cell.phased.phase.get(base(node))
+    if known and known != "weights":
+        return known
+    of_child = base(node) in cell.stores.children
+    if kind == "message":
+        return "back"
+    return "rounds" if of_child else "eager"
+
+
+def _homes(cell: Cell) -> None:
+    """Buffers for what a kernel or another phase reads."""
+    phase, homes = cell.phased.phase, cell.stores.homes
+    place: dict[fx.Node, Kernel | None] = {}
+    for steps in cell.steps.values():
+        for step in steps:
+            for node in step.nodes if isinstance(step, Kernel) else [step]:
+                place[node] = step if isinstance(step, Kernel) else None
+    for node, kernel in place.items():
+        if node in homes or not domain(node) or not isinstance(node.meta["val"], Tensor):
+            continue
+        readers = _readers(node)
+        across = any(phase[r] != phase[node] for r in readers)
+        if across or kernel is not None and node in kernel.stored or any(place[r] is not None for r in readers):
+            homes[node] = home_of(node, "full" if across else "scratch", (node.name,))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Computed ops that read a value, looking through views."""
+    out, todo = [], list(node.users)
+    while todo:
+        user = todo.pop()
+        if is_view(user):
+            todo += user.users
+        elif user.op == "call_function":
+            out.append(user)
+    return out

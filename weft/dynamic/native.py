@@ -1,0 +1,147 @@
+"""The few linear passes over vertices that numpy cannot say in one call, in C++ where there is a compiler.
+
+Each function has two forms with the same answer; the numpy one takes a step per level, never one per vertex.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.errors import KernelError
+from weft.runtime import native
+
+Ints = NDArray[np.int64]
+I64 = ctypes.c_int64
+SOURCE = Path(__file__).with_name("structure.cpp")
+
+
+@functools.cache
+def library() -> Any | None:
+    """The compiled passes, or None: no compiler, or an interpreter whose objects they do not know."""
+    known = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    if not known or not native.available():
+        return None
+    try:
+        found = ctypes.PyDLL(str(native.build(SOURCE.read_text())))
+    except (KernelError, OSError):
+        return None
+    for name, result, count in (("count", I64, 0), ("flatten", I64, 4), ("depth", I64, 4)):
+        function = getattr(found, f"weft_{name}")
+        function.restype = result
+        function.argtypes = [ctypes.py_object] + [ctypes.c_void_p] * count
+    found.weft_depth.argtypes = [I64] + [ctypes.c_void_p] * 3
+    found.weft_order.argtypes = [I64, I64] + [ctypes.c_void_p] * 5
+    found.weft_reverse.argtypes = [I64, I64] + [ctypes.c_void_p] * 3
+    return found
+
+
+def flatten(trees: Sequence[Any]) -> tuple[Ints, Ints, Ints, Ints] | None:
+    """(first, child, row, sample) of nested tuples, or None where only the slow reader can say what is wrong."""
+    lib = library()
+    if lib is None or not isinstance(trees, (list, tuple)):
+        return None
+    count = lib.weft_count(trees)
+    if count < 0:
+        return None
+    first, child, row = np.empty(count + 1, np.int64), np.empty(max(count, 1), np.int64), np.empty(count, np.int64)
+    sample = np.empty(len(trees) + 1, np.int64)
+    if lib.weft_flatten(trees, _at(first), _at(child), _at(row), _at(sample)) < 0:
+        return None
+    return first, child[: first[-1]], row, sample
+
+
+def depth(first: Ints, child: Ints) -> tuple[Ints, int]:
+    """The longest path below each vertex, and a vertex on a cycle or -1."""
+    lib = library()
+    if lib is None:
+        return _depth(first, child)
+    out = np.empty(len(first) - 1, np.int64)
+    return out, lib.weft_depth(len(out), _at(first), _at(child), _at(out))
+
+
+def order(first: Ints, child: Ints, rounds: Ints, start: Ints) -> Ints:
+    """The vertices, round after round, each round in the order in which later rounds read it."""
+    lib = library()
+    if lib is None:
+        return _order(first, child, rounds, start)
+    out = np.empty(len(rounds), np.int64)
+    lib.weft_order(len(rounds), len(start) - 1, _at(first), _at(child), _at(rounds), _at(start), _at(out))
+    return out
+
+
+def reverse(to: Ints, places: int) -> tuple[Ints, Ints]:
+    """The edges that end in each place, as (first, edge)."""
+    lib = library()
+    if lib is None:
+        first = np.concatenate(([0], np.cumsum(np.bincount(to, minlength=places))))
+        return first.astype(np.int64), np.argsort(to, kind="stable")
+    first, edge = np.empty(places + 1, np.int64), np.empty(len(to), np.int64)
+    lib.weft_reverse(len(to), places, _at(to), _at(first), _at(edge))
+    return first, edge
+
+
+def parents(first: Ints, child: Ints) -> tuple[Ints, Ints]:
+    """The vertices that read each vertex, once for each time they read it, as (first, vertex)."""
+    n = len(first) - 1
+    above_first, edge = reverse(np.where(child < 0, n, child), n + 1)
+    return above_first[:-1], np.repeat(np.arange(n), np.diff(first))[edge[: above_first[n]]]
+
+
+def spans(start: Ints, count: Ints) -> Ints:
+    """start[0], start[0]+1, ... (count[0] of them), start[1], ...: the concatenation of ranges."""
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(start - (ends - count), count)
+
+
+def _depth(first: Ints, child: Ints) -> tuple[Ints, int]:
+    n = len(first) - 1
+    above_first, above = parents(first, child)
+    waiting, out = np.bincount(above, minlength=n), np.full(n, -1, np.int64)
+    ready, level = np.flatnonzero(waiting == 0), 0
+    while len(ready):
+        out[ready] = level
+        readers = above[spans(above_first[ready], above_first[ready + 1] - above_first[ready])]
+        waiting -= np.bincount(readers, minlength=n)
+        ready = np.unique(readers)
+        ready, level = ready[waiting[ready] == 0], level + 1
+    stuck = np.flatnonzero(out < 0)
+    return out, _on_cycle(first, child, out, int(stuck[0])) if len(stuck) else -1
+
+
+def _on_cycle(first: Ints, child: Ints, done: Ints, v: int) -> int:
+    """Follow unfinished children until one is met again."""
+    seen: set[int] = set()
+    while v not in seen:
+        seen.add(v)
+        v = next(int(c) for c in child[first[v] : first[v + 1]] if c >= 0 and done[c] < 0)
+    return v
+
+
+def _order(first: Ints, child: Ints, rounds: Ints, start: Ints) -> Ints:
+    n, unseen = len(rounds), np.iinfo(np.int64).max
+    key = np.full(n, unseen, np.int64)  # the first edge, in the order of parents, that reads this vertex
+    by_round = np.argsort(rounds, kind="stable")
+    out, edges = np.empty(n, np.int64), 0
+    for r in range(len(start) - 2, -1, -1):
+        here = by_round[start[r] : start[r + 1]]
+        here = here[np.argsort(key[here], kind="stable")]
+        out[start[r] : start[r + 1]] = here
+        below = child[spans(first[here], first[here + 1] - first[here])]
+        below = below[below >= 0]
+        np.minimum.at(key, below, np.arange(edges, edges + len(below)))
+        edges += len(below)
+    return out
+
+
+def _at(array: Ints) -> int:
+    return int(array.ctypes.data)

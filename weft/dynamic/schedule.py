@@ -1,0 +1,200 @@
+"""A structure laid out for running: rounds, the place of every vertex, and who reads whom, all as arrays.
+
+A class is a type of vertex with or without children. Each class owns one block of rows in every buffer; inside it the
+vertices lie round after round, and inside a round in the order in which later rounds read them. So a round is a
+slice, all vertices of a class are a slice, and the children of a round are often one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from weft.core.errors import StructureError
+from weft.dynamic import native
+from weft.dynamic.native import Ints
+from weft.dynamic.policy import batches, lower_bound, policy
+from weft.dynamic.structure import NO_CHILD, Structure
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a vertex function reads of its children: the first `slots` one by one, and perhaps the rest together."""
+
+    slots: int = 0
+    rest: bool = False
+    optional: bool = False  # a slot may be empty; it then reads zeros
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of one class."""
+
+    kind: int
+    has_children: bool
+    start: int
+    count: int
+    edge_start: int
+    edge_count: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """One batch: rows and edges counted from the beginning of the class's block."""
+
+    klass: int
+    start: int
+    stop: int
+    edge_start: int
+    edge_stop: int
+
+
+class Schedule:
+    """Where every vertex is and when it runs. Place `vertices` (one past the last) is a row of zeros: no child."""
+
+    def __init__(self, structure: Structure, reads: Mapping[str, Reads], policy_name: str = "auto") -> None:
+        s = self.structure = structure
+        self.reads = [reads[k] if k in reads else _unknown(s, i, reads) for i, k in enumerate(s.kinds)]
+        self.policy = policy_name
+        _check_arity(s, self.reads)
+        self.klass = s.kind * 2 + (s.arity > 0)
+        self.batch = policy(policy_name)(s, self.klass)
+        self._lay_out()
+        self._edges()
+
+    def _lay_out(self) -> None:
+        """Order the vertices, then place them: the blocks of the classes, in each the rounds in the order they run."""
+        s, count = self.structure, batches(self.batch)
+        sizes = np.bincount(self.batch, minlength=count) if count else np.empty(0, np.int64)
+        start = np.zeros(count + 1, np.int64)
+        np.cumsum(sizes, out=start[1:])
+        by_round = native.order(s.first, s.child, self.batch, start)
+        of_round = self.klass[by_round[start[:-1]]] if count else np.empty(0, np.int64)  # the class each round runs
+        runs = np.argsort(of_round, kind="stable")
+        self.vertex = by_round[native.spans(start[runs], sizes[runs])]
+        self.place = np.empty(s.vertices + 1, np.int64)
+        self.place[self.vertex] = np.arange(s.vertices)
+        self.place[s.vertices] = s.vertices  # absent children (-1) index this
+        placed = np.zeros(count, np.int64)
+        placed[runs] = np.cumsum(sizes[runs]) - sizes[runs]
+        self._round = of_round, placed, sizes
+
+    def _edges(self) -> None:
+        """Edges to the rest of the children, by place of the parent; and one array per slot."""
+        s, v = self.structure, self.vertex
+        slots = np.array([r.slots for r in self.reads], np.int64)[s.kind]
+        rest = np.array([r.rest for r in self.reads], bool)[s.kind]
+        arity, fixed = s.arity[v], np.minimum(slots, s.arity)[v]
+        degree = np.where(rest[v], arity - fixed, 0)
+        self.edge_first = np.zeros(s.vertices + 1, np.int64)
+        np.cumsum(degree, out=self.edge_first[1:])
+        self.edge_child = self.place[s.child[native.spans(s.first[v] + fixed, degree)]]
+        self.edge_parent = np.repeat(np.arange(s.vertices), degree)
+        self.slot_child = [self._slot(k, arity, slots[v]) for k in range(int(slots.max(initial=0)))]
+
+    def _slot(self, k: int, arity: Ints, slots: Ints) -> Ints:
+        s, v = self.structure, self.vertex
+        has = (arity > k) & (slots > k)
+        at = np.where(has, s.first[v] + k, 0)
+        child = np.where(has, s.child[at], NO_CHILD) if len(s.child) else np.full(len(v), NO_CHILD)
+        return self.place[child]
+
+    @cached_property
+    def blocks(self) -> dict[int, Block]:
+        """The rows and edges of every class that occurs."""
+        counts = np.bincount(self.klass) if len(self.klass) else np.empty(0, np.int64)
+        ends = np.cumsum(counts)
+        out = {}
+        for k in np.flatnonzero(counts).tolist():
+            low, high = int(ends[k] - counts[k]), int(ends[k])
+            edges = int(self.edge_first[low]), int(self.edge_first[high])
+            out[k] = Block(k // 2, bool(k % 2), low, high - low, edges[0], edges[1] - edges[0])
+        return out
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """The batches in the order they run."""
+        of_round, placed, sizes = self._round
+        base = np.zeros(int(of_round.max(initial=0)) + 1, np.int64)
+        for k, block in self.blocks.items():
+            base[k] = block.start
+        low = placed - base[of_round]
+        edges = self.edge_first - 0
+        edge_base = edges[base[of_round]]
+        columns = (of_round, low, low + sizes, edges[placed] - edge_base, edges[placed + sizes] - edge_base)
+        return [Round(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
+    @cached_property
+    def lower_bound(self) -> int:
+        return lower_bound(self.structure, self.klass)
+
+    @cached_property
+    def readers(self) -> tuple[Ints, Ints]:
+        """The edges that read each place, as (first, edge)."""
+        return native.reverse(self.edge_child, self.structure.vertices + 1)
+
+    def slot_readers(self, k: int) -> tuple[Ints, Ints]:
+        """The places whose slot k reads each place, as (first, place)."""
+        return native.reverse(self.slot_child[k], self.structure.vertices + 1)
+
+    @cached_property
+    def gathered(self) -> int:
+        """Rows a round must copy together because the children it reads one by one do not already lie in order."""
+        copied = 0
+        for r in self.rounds:
+            low = self.blocks[r.klass].start
+            for child in self.slot_child[: self.reads[self.blocks[r.klass].kind].slots]:
+                at = child[low + r.start : low + r.stop]
+                copied += 0 if len(at) == 0 or (np.diff(at) == 1).all() else len(at)
+        return copied
+
+
+def _check_arity(s: Structure, reads: list[Reads]) -> None:
+    """A vertex has no children, or as many as its function reads."""
+    slots = np.array([r.slots for r in reads], np.int64)[s.kind]
+    rest = np.array([r.rest for r in reads], bool)[s.kind]
+    loose = np.array([r.optional for r in reads], bool)[s.kind]
+    few = (s.arity > 0) & (s.arity < slots) & ~loose
+    many = (s.arity > slots) & ~rest
+    bad = np.flatnonzero(few | many)
+    if len(bad):
+        v = int(bad[0])
+        sample, number = s.sample_of(v)
+        wanted = f"{slots[v]}{' or more' if rest[v] else ''}"
+        raise StructureError(
+            f"sample {sample}: vertex {number} has {s.arity[v]} children",
+            needed=f"{wanted} children, as its type {s.kinds[s.kind[v]]!r} reads, or none",
+            found=f"{s.arity[v]}",
+            try_="read any number with v.gather(name) and v.reduce, or allow absent ones with optional=True",
+        )
+    if not loose.all():
+        _check_absent(s, loose)
+
+
+def _check_absent(s: Structure, loose: Ints) -> None:
+    absent = np.flatnonzero(s.child == NO_CHILD)
+    if len(absent):
+        owners = np.searchsorted(s.first, absent, side="right") - 1
+        strict = owners[~loose[owners]]
+        if len(strict):
+            sample, number = s.sample_of(int(strict[0]))
+            raise StructureError(
+                f"sample {sample}: vertex {number} lacks a child",
+                needed=f"all children that type {s.kinds[s.kind[strict[0]]]!r} reads",
+                found="an absent child (None or -1)",
+                try_="gather it with optional=True, which reads zeros",
+            )
+
+
+def _unknown(s: Structure, kind: int, reads: Mapping[str, Reads]) -> Reads:
+    of_kind = np.flatnonzero(s.kind == kind)
+    if not len(of_kind):
+        return Reads()
+    sample, number = s.sample_of(int(of_kind[0]))
+    raise StructureError(
+        f"sample {sample}: vertex {number} has a type the model does not know",
+        needed=" or ".join(repr(k) for k in reads), found=repr(s.kinds[kind]),
+    )  # fmt: skip

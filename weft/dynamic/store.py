@@ -1,0 +1,124 @@
+"""Where the values of a class live.
+
+full      one buffer for all vertices (or edges) of the class, rounds after each other: for what another phase reads
+scratch   one buffer as long as the longest round: for what only the same round reads
+state     what parents gather: one buffer over all classes, by place
+message   gradients on their way to children: one buffer over all classes, by place or by edge
+pull      rows of an input in the order of the class; push: gradients of outputs, likewise
+fixed     values without rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from weft.dynamic.phases import domain
+from weft.dynamic.trace import EDGES, ROWS, shape_of
+
+_CTYPES = {torch.float32: "float", torch.float64: "double", torch.bool: "bool"}
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Home:
+    """The buffer of a value: its kind, its name within the kind, one row per vertex or per edge."""
+
+    kind: str
+    key: Key
+    domain: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    at: int = 0  # the dim of the value that holds the rows
+    folded: bool = False  # that dim holds several slices per row
+
+    @property
+    def columns(self) -> int:
+        return prod(self.shape)
+
+    def show(self, rows: Tensor) -> Tensor:
+        """The value as its readers expect it, from rows of the buffer."""
+        if self.folded:
+            rows = rows.flatten(0, 1)
+        return rows.movedim(0, self.at) if self.at else rows
+
+    def keep(self, rows: Tensor, value: Tensor) -> None:
+        """Write a value into rows of the buffer."""
+        value = value.movedim(self.at, 0) if self.at else value
+        rows.copy_(value.reshape(rows.shape))
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """An entry of a kernel's table: the address of a buffer (already moved to the class's own rows), or an index array."""
+
+    kind: str
+    key: Key | str
+    domain: str = "row"
+    dtype: torch.dtype = torch.int64
+    own: bool = False  # row 0 is the first row of the class, not of the buffer
+
+    def element(self) -> str:
+        return _CTYPES.get(self.dtype, "i64")
+
+    def ctype(self) -> str:
+        return f"{self.element()} *"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Which row of a buffer: `of` itself, or what an index array says at `of`."""
+
+    of: str
+    index: str = ""
+
+
+@dataclass(frozen=True)
+class Via:
+    """One way in which gradients reach a state: the rows index[first[v]] .. index[first[v+1]] of a message buffer."""
+
+    key: Key
+    first: str
+    index: str
+
+
+@dataclass
+class Stores:
+    """The homes of one class's values, and how to find a value in them."""
+
+    homes: dict[fx.Node, Home] = field(default_factory=dict)
+    children: dict[fx.Node, tuple[Home, Row]] = field(default_factory=dict)  # gathered states: (state, which row)
+    gradients: dict[fx.Node, Sequence[Via]] = field(default_factory=dict)  # d_state sources: where they are summed from
+    fixed: dict[fx.Node, Key] = field(default_factory=dict)
+
+    def where(self, node: fx.Node) -> tuple[Pointer, Row]:
+        """The buffer and row in which a kernel finds a value of its vertex `v` or edge `e`."""
+        if node in self.children:
+            home, row = self.children[node]
+            return Pointer("state", home.key, dtype=home.dtype), row
+        if not domain(node):
+            return Pointer("fixed", (node.name,), "", node.meta["val"].dtype), Row("0")
+        home = self.homes[node]
+        row = Row("v") if home.domain == "row" else Row("e")
+        if home.kind == "scratch":
+            row = Row("v - lo") if home.domain == "row" else Row("e - e0")
+        return Pointer(home.kind, home.key, home.domain, home.dtype, own=True), row
+
+    def columns(self, node: fx.Node) -> int:
+        if node in self.children:
+            return self.children[node][0].columns
+        return self.homes[node].columns if node in self.homes else prod(shape_of(node))
+
+
+def home_of(node: fx.Node, kind: str, key: Key) -> Home:
+    """Rows come first in a buffer: a value [a, vertices * k, b] is kept as rows of [k, a, b]."""
+    value: Any = node.meta["val"]
+    shape, unit = tuple(value.shape), ROWS if domain(node) == "row" else EDGES
+    at = next(i for i, n in enumerate(shape) if n and n % unit == 0)
+    inner = () if shape[at] == unit else (shape[at] // unit,)
+    return Home(kind, key, domain(node), (*inner, *shape[:at], *shape[at + 1 :]), value.dtype, at, bool(inner))

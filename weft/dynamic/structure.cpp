@@ -1,0 +1,146 @@
+// Linear passes over the vertices of a batch. Each has a numpy twin in native.py, used where there is no compiler.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+typedef int64_t i64;
+
+// The few names of CPython used below, declared here so that no header is needed to build.
+struct PyObject { intptr_t count; void *type; };
+extern "C" {
+extern char PyTuple_Type, PyList_Type, PyLong_Type, _Py_NoneStruct;
+intptr_t PyTuple_Size(PyObject *);
+PyObject *PyTuple_GetItem(PyObject *, intptr_t);
+intptr_t PyList_Size(PyObject *);
+PyObject *PyList_GetItem(PyObject *, intptr_t);
+long long PyLong_AsLongLong(PyObject *);
+}
+
+static inline bool is_tuple(PyObject *o) { return o->type == &PyTuple_Type; }
+static inline bool is_list(PyObject *o) { return o->type == &PyList_Type; }
+static inline intptr_t size(PyObject *o) { return is_tuple(o) ? PyTuple_Size(o) : is_list(o) ? PyList_Size(o) : 0; }
+static inline PyObject *item(PyObject *o, intptr_t i) { return is_tuple(o) ? PyTuple_GetItem(o, i) : PyList_GetItem(o, i); }
+
+struct Open { PyObject *node; intptr_t next, size; };
+
+extern "C" {
+
+// Vertices of a list of nested tuples; -1 when a tree is deeper than any sane one (a list that contains itself).
+i64 weft_count(PyObject *trees) {
+    std::vector<Open> stack;
+    i64 count = 0;
+    for (intptr_t s = 0, samples = size(trees); s < samples; ++s) {
+        PyObject *root = item(trees, s);
+        stack.push_back({root, 0, size(root)});
+        ++count;
+        while (!stack.empty()) {
+            Open &top = stack.back();
+            if (top.next == top.size) { stack.pop_back(); continue; }
+            PyObject *kid = item(top.node, top.next++);
+            ++count;
+            if (intptr_t n = size(kid)) {
+                if (stack.size() > 1000000) return -1;
+                stack.push_back({kid, 0, n});
+            }
+        }
+    }
+    return count;
+}
+
+// Number the vertices children first; 0 when every leaf was an integer or None, else -1 and Python looks again.
+i64 weft_flatten(PyObject *trees, i64 *first, i64 *child, i64 *row, i64 *sample) {
+    std::vector<Open> stack;
+    std::vector<i64> done;  // numbers of finished vertices whose parent is still open
+    i64 v = 0, e = 0;
+    for (intptr_t s = 0, samples = size(trees); s < samples; ++s) {
+        sample[s] = v;
+        PyObject *node = item(trees, s);
+        for (;;) {
+            if (intptr_t n = size(node)) {
+                stack.push_back({node, 1, n});
+                node = item(node, 0);
+                continue;
+            }
+            if (node->type == &PyLong_Type) {
+                row[v] = PyLong_AsLongLong(node);
+                if (row[v] < 0) return -1;
+            } else if ((void *)node == (void *)&_Py_NoneStruct || is_tuple(node) || is_list(node)) row[v] = -1;
+            else return -1;
+            first[v] = e;
+            done.push_back(v++);
+            while (!stack.empty() && stack.back().next == stack.back().size) {
+                const intptr_t n = stack.back().size;
+                first[v] = e;
+                row[v] = -1;
+                for (intptr_t k = 0; k < n; ++k) child[e++] = done[done.size() - n + k];
+                done.resize(done.size() - n);
+                done.push_back(v++);
+                stack.pop_back();
+            }
+            if (stack.empty()) break;
+            node = item(stack.back().node, stack.back().next++);
+        }
+        done.clear();
+    }
+    sample[size(trees)] = v;
+    first[v] = e;
+    return 0;
+}
+
+// Longest path below each vertex; -1 if all is well, else a vertex on a cycle.
+i64 weft_depth(i64 n, const i64 *first, const i64 *child, i64 *depth) {
+    std::vector<i64> next(first, first + n), stack;
+    for (i64 v = 0; v < n; ++v) depth[v] = -1;  // -1 untouched, -2 open
+    for (i64 root = 0; root < n; ++root) {
+        if (depth[root] >= 0) continue;
+        stack.push_back(root);
+        depth[root] = -2;
+        while (!stack.empty()) {
+            const i64 v = stack.back();
+            if (next[v] < first[v + 1]) {
+                const i64 c = child[next[v]++];
+                if (c < 0) continue;
+                if (depth[c] == -2) return c;
+                if (depth[c] == -1) { depth[c] = -2; stack.push_back(c); }
+                continue;
+            }
+            i64 below = -1;
+            for (i64 e = first[v]; e < first[v + 1]; ++e)
+                if (child[e] >= 0 && depth[child[e]] > below) below = depth[child[e]];
+            depth[v] = below + 1;
+            stack.pop_back();
+        }
+    }
+    return -1;
+}
+
+// Order the vertices of each round after their parents: children of the first parent first, roots last.
+// start[r] .. start[r + 1] are the places of round r; vertex[place] is the answer.
+void weft_order(i64 n, i64 rounds, const i64 *first, const i64 *child, const i64 *round, const i64 *start, i64 *vertex) {
+    std::vector<i64> front(start, start + rounds), back(start + 1, start + rounds + 1);
+    std::vector<char> seen(n, 0);
+    for (i64 e = 0, edges = first[n]; e < edges; ++e)
+        if (child[e] >= 0) seen[child[e]] = 1;
+    for (i64 v = n - 1; v >= 0; --v)
+        if (!seen[v]) vertex[--back[round[v]]] = v;
+    std::fill(seen.begin(), seen.end(), 0);
+    for (i64 r = rounds - 1; r >= 0; --r)
+        for (i64 p = start[r]; p < start[r + 1]; ++p) {
+            const i64 v = vertex[p];
+            for (i64 e = first[v]; e < first[v + 1]; ++e)
+                if (child[e] >= 0 && !seen[child[e]]) {
+                    seen[child[e]] = 1;
+                    vertex[front[round[child[e]]]++] = child[e];
+                }
+        }
+}
+
+// The edges that end in each place, in order: edge[first[p]] .. edge[first[p + 1]] have to[e] == p.
+void weft_reverse(i64 edges, i64 places, const i64 *to, i64 *first, i64 *edge) {
+    std::fill(first, first + places + 1, 0);
+    for (i64 e = 0; e < edges; ++e) ++first[to[e] + 1];
+    for (i64 p = 0; p < places; ++p) first[p + 1] += first[p];
+    std::vector<i64> fill(first, first + places);
+    for (i64 e = 0; e < edges; ++e) edge[fill[to[e]]++] = e;
+}
+}
