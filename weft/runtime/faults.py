@@ -8,6 +8,8 @@ from typing import Any
 
 from weft.core.errors import RuntimeFault
 
+LOST_A_PEER = 75  # exit status of a rank that could not go on because of another one
+
 
 class Outcome(enum.IntEnum):
     """How a wait ended; the numbers are those of weft_sync.h."""
@@ -26,17 +28,26 @@ def timeout_s() -> float:
 
 def describe(peers: Any, outcome: Outcome, blamed: int, op: int) -> RuntimeFault:
     """The same message on every rank, from what all ranks can see."""
-    rank, name = peers.global_ranks[blamed], peers.op_name(op)
+    rank, name = peers.global_ranks[blamed], peers.board.op_name(op)
     if outcome == Outcome.DEAD:
         return _dead(peers, blamed, rank, name)
     if outcome == Outcome.LATE:
         return RuntimeFault(
             f"rank {rank} did not reach {name}",
             needed=f"every rank to enter {name} within {peers.state.timeout_ms / 1000:g} s",
-            found=f"rank {rank} is alive; the last op it entered is {peers.last_op(blamed) or 'none'}",
+            found=f"rank {rank} is alive; the last op it entered is {peers.board.last_op(blamed) or 'none'}",
             try_="look for a rank that branches differently or waits for input; WEFT_TIMEOUT sets the limit in seconds",
         )
     return _odd_one_out(peers)
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether a process group failed because a peer went away."""
+    text = str(error).lower()
+    return any(
+        sign in text
+        for sign in ("connection closed by peer", "connection reset", "broken pipe", "connection was closed", "timed out waiting")
+    )
 
 
 def late(ranks: list[int], name: str) -> RuntimeFault:
@@ -50,7 +61,7 @@ def late(ranks: list[int], name: str) -> RuntimeFault:
 
 
 def _odd_one_out(peers: Any) -> RuntimeFault:
-    at = [peers.last_op(r) for r in range(peers.world)]
+    at = [peers.board.last_op(r) for r in range(peers.world)]
     usual = max(at, key=at.count)
     odd = [peers.global_ranks[r] for r, name in enumerate(at) if name != usual]
     tied = 2 * len(odd) >= peers.world
@@ -66,6 +77,6 @@ def _dead(peers: Any, blamed: int, rank: int, name: str) -> RuntimeFault:
     return RuntimeFault(
         f"rank {rank} died before {name}",
         needed=f"every rank to enter {name}",
-        found=f"process {peers.pid(blamed)} has ended; the last op it entered is {peers.last_op(blamed) or 'none'}",
+        found=f"process {peers.pid(blamed)} has ended; the last op it entered is {peers.board.last_op(blamed) or 'none'}",
         try_=f"see the output of rank {rank}: it was killed, ran out of memory, or raised",
     )

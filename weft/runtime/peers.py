@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,10 +16,9 @@ from torch import Tensor
 
 from weft.core.errors import RuntimeFault
 from weft.runtime import faults, native
+from weft.runtime.board import SIZE, Board, doing, world_board
 from weft.runtime.shm import Segment, host_identity
 
-PAGE = 4096
-NAMES, NAME = 512, 128  # op names each rank can leave for its peers, and bytes of one
 SYNC = """#include "weft_sync.h"
 extern "C" {
 int32_t weft_barrier(weft::World *w, uint32_t op) { return weft::barrier(w, op); }
@@ -79,12 +77,12 @@ class HostPeers:
         self.device, self.target = torch.device("cpu"), os.environ.get("WEFT_TARGET", "cpu")
         self.global_ranks = dist.get_process_group_ranks(group)
         self._require_one_host()
-        self._pages = self._share(PAGE + NAMES * NAME)
-        self._pidfds = [os.pidfd_open(page.key[0]) for page in self._pages]
-        self._names: dict[str, int] = {}
+        self.board = self._open_board()
+        self._pids = _exchange(os.getpid(), group)
+        self._pidfds = [os.pidfd_open(pid) for pid in self._pids]
         self._sync = native.load(SYNC)
         self._keep = (
-            (ctypes.c_void_p * self.world)(*(page.address for page in self._pages)),
+            (ctypes.c_void_p * self.world)(*map(_address, self.board.pages)),
             (ctypes.c_int32 * self.world)(*self._pidfds),
         )
         timeout = faults.timeout_s() if timeout_s is None else timeout_s
@@ -106,36 +104,15 @@ class HostPeers:
 
     def op(self, name: str) -> int:
         """A number for `name`, which peers can turn back into the name."""
-        if name not in self._names:
-            if len(self._names) == NAMES:
-                self._names.clear()
-            number, text = zlib.crc32(name.encode()), name.encode()[: NAME - 5]
-            at = PAGE + len(self._names) * NAME
-            page = self._pages[self.rank].memory
-            page[at : at + NAME] = number.to_bytes(4, "little") + text.ljust(NAME - 4, b"\0")
-            self._names[name] = number
-        return self._names[name]
+        return self.board.op(name)
 
     def check(self, outcome: int) -> None:
         """Raise what a failed wait found."""
         if outcome:
             raise faults.describe(self, faults.Outcome(self.state.outcome), self.state.blamed, self.state.op)
 
-    def op_name(self, number: int) -> str:
-        """What any rank called op `number`."""
-        for page in self._pages:
-            for at in range(PAGE, PAGE + NAMES * NAME, NAME):
-                if page.memory[at : at + 4] == number.to_bytes(4, "little") and page.memory[at + 4]:
-                    return page.memory[at + 4 : at + NAME].rstrip(b"\0").decode(errors="replace")
-        return "an op it never named"
-
-    def last_op(self, rank: int) -> str | None:
-        """The op at which `rank` last waited or was about to."""
-        words = (ctypes.c_uint32 * 8).from_buffer(self._pages[rank].memory)  # epoch, sleepers, verdict (2), ops (4)
-        return self.op_name(words[4 + words[0] % 4]) if words[0] else None
-
     def pid(self, rank: int) -> int:
-        return self._pages[rank].key[0]
+        return self._pids[rank]
 
     def _share(self, nbytes: int) -> list[Segment]:
         mine = Segment.create(nbytes)
@@ -144,6 +121,13 @@ class HostPeers:
         _exchange(None, self.group)  # everyone has opened mine
         mine.seal()
         return parts
+
+    def _open_board(self) -> Board:
+        """The launcher's pages for the world, else pages of this group's own."""
+        world = world_board()
+        if world is not None and self.group in (None, dist.group.WORLD) and len(world.pages) == self.world:
+            return world
+        return Board([memoryview(page.memory) for page in self._share(SIZE)], self.rank)
 
     def _require_one_host(self) -> None:
         hosts = _exchange(host_identity(), self.group)
@@ -157,9 +141,14 @@ class HostPeers:
             )
 
 
+def _address(page: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(page))
+
+
 def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    with doing("the sharing of peer memory"):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 

@@ -1,0 +1,158 @@
+"""Start a script on several ranks with torch's elastic agent, watch over them, and say once what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.core.errors import RuntimeFault
+from weft.runtime import faults
+from weft.runtime.board import Board, open_for_launch
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many processes, and how they find each other when there are several hosts."""
+
+    per_host: int
+    hosts: int = 1
+    host: int = 0
+    meet_at: str = "localhost:0"
+
+    @property
+    def world(self) -> int:
+        return self.per_host * self.hosts
+
+
+def launch(script: Sequence[str], ranks: Ranks) -> None:
+    """Run `script` with its arguments on all ranks; return when all have ended well, else raise what happened."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    board, segment, key = open_for_launch(ranks.world)
+    with _environment(WEFT_BOARD=key), _quiet(), Watch(board) as watch:
+        try:
+            elastic_launch(_config(ranks), sys.executable)("-u", "-m", "weft.runtime.worker", *script)
+        except ChildFailedError as failed:
+            raise _what_happened(failed.failures, board, watch) from None
+        finally:
+            segment.seal()
+
+
+def _config(ranks: Ranks) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    alone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": f"weft-{os.getpid()}"}
+    several = {"rdzv_backend": "static", "rdzv_endpoint": ranks.meet_at, "rdzv_configs": {"rank": ranks.host}, "run_id": "weft"}
+    wanted = {
+        "min_nodes": ranks.hosts, "max_nodes": ranks.hosts, "nproc_per_node": ranks.per_host, "max_restarts": 0,
+        "monitor_interval": 0.1, "logs_specs": DefaultLogsSpecs(), "shutdown_timeout": 10, **(alone if ranks.hosts == 1 else several),
+    }  # fmt: skip
+    return LaunchConfig(**{k: v for k, v in wanted.items() if k in known})
+
+
+def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch) -> RuntimeFault:
+    """The rank that failed first, and where it was. Ranks that only lost a peer, or that the agent stopped, are not it."""
+    if watch.verdict is not None:
+        return watch.verdict
+    by_signal = {r: f for r, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+    spoken = board.last_word()
+    own = {r: f for r, f in failures.items() if f.exitcode not in (faults.LOST_A_PEER, -signal.SIGTERM)}
+    culprits = by_signal or own or dict(failures)
+    rank = min(culprits, key=lambda r: culprits[r].timestamp)
+    how = signal.Signals(-culprits[rank].exitcode).name if culprits[rank].exitcode < 0 else f"status {culprits[rank].exitcode}"
+    if not by_signal and not own and spoken:
+        return RuntimeFault(spoken)
+    op = board.last_op(rank) if board.noted(rank)[0] else None
+    return RuntimeFault(
+        f"rank {rank} ended with {how} at {op}" if op and op != "start" else f"rank {rank} ended with {how}",
+        needed=f"{len(board.pages)} ranks that end well",
+        found=f"rank {rank} (process {culprits[rank].pid}); {_others(board, rank)}",
+        try_=f"see what rank {rank} printed above"
+        if culprits[rank].exitcode > 0
+        else "it was killed: look for a lack of memory, or who sent the signal",
+    )
+
+
+def _others(board: Board, rank: int) -> str:
+    at = {r: board.last_op(r) for r in range(len(board.pages)) if r != rank and board.noted(r)[0]}
+    named = [f"rank {r} at {op}" for r, op in at.items() if op and op != "start"]
+    return "the others were stopped" + (f": {', '.join(named[:8])}" if named else "")
+
+
+class Watch:
+    """Looks at the board while ranks run: a rank that all others wait for, for too long, ends the run."""
+
+    def __init__(self, board: Board) -> None:
+        self.board, self.verdict = board, None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        limit = faults.timeout_s() + 5  # ranks that meet in memory notice first, and say more
+        while not self._stop.wait(0.5):
+            notes = [self.board.noted(r) for r in range(len(self.board.pages))]
+            waiting = [r for r, (pid, _, waits, since) in enumerate(notes) if pid and waits and time.monotonic() - since > limit]
+            if waiting:
+                self._end(notes, waiting)
+                return
+
+    def _end(self, notes: Sequence[Any], waiting: Sequence[int]) -> None:
+        op = notes[waiting[0]][1]
+        missing = [r for r, note in enumerate(notes) if note[1] != op or not note[2]]
+        late = ", ".join(map(str, missing)) or "some rank"
+        self.verdict = RuntimeFault(
+            f"rank {late} did not reach {op}",
+            needed=f"every rank at {op} within {faults.timeout_s():g} s",
+            found="; ".join(f"rank {r} at {notes[r][1] or 'nothing yet'}" for r in missing[:8]) or "all there, and none goes on",
+            try_="look for a rank that branches differently or waits for input; WEFT_TIMEOUT sets the limit in seconds",
+        )
+        for pid, *_ in notes:
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {k: os.environ.get(k) for k in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for k, v in before.items():
+            os.environ.pop(k, None) if v is None else os.environ.update({k: v})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The agent's own report of a failure repeats ours in thirty lines."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.distributed.run")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,38 @@
+"""What `weft run` starts on each rank: the user's script, with failures told to the launcher in one message."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from weft.core.errors import RuntimeFault
+from weft.runtime import faults
+from weft.runtime.board import world_board
+
+
+def main() -> None:
+    board = world_board()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except RuntimeFault as fault:
+        if board is not None:
+            board.say_last(str(fault))
+        leave(faults.LOST_A_PEER)
+    except RuntimeError as error:
+        if board is None or not faults.is_lost_connection(error):
+            raise
+        leave(faults.LOST_A_PEER)
+
+
+def leave(status: int) -> None:
+    """End now: a process group that has lost a rank can wait for it for minutes while it is taken down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
