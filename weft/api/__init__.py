@@ -1,0 +1,1 @@
+"""What a torch user calls."""

@@ -1,0 +1,78 @@
+"""`weft.compile(program)`: one rank's share of a program as a function on its local tensors."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import interp
+from weft.codegen.pipeline import lower
+from weft.core.errors import RuntimeFault
+from weft.core.program import Program
+from weft.runtime import comm
+
+
+class Compiled:
+    """A program made callable on this rank. Inputs and outputs are local tensors, by name."""
+
+    def __init__(self, program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> None:
+        self.program = program
+        self.device = torch.device(device)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        _check_world(program)
+        self.groups = _groups(program, device_mesh, self.device)
+        self.coords = program.mesh.coords(self.rank)
+        self.code = lower(program, self.rank)
+        names: dict[str, Any] = {"torch": torch, "comm": comm, "on": types.SimpleNamespace(**self.groups), "device": self.device, **self.code.names}
+        exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
+        self._step = names["step"]
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self._check(inputs)
+        return self._step(inputs)  # type: ignore[no-any-return]
+
+    def _check(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        for name, node in self.program.input_names.items():
+            if not node.layout.present(self.coords):
+                continue
+            shape = node.layout.local_shape(self.coords)
+            x = inputs.get(name)
+            if x is None or tuple(x.shape) != shape or x.dtype != node.dtype:
+                found = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
+                raise RuntimeFault(f"input {name!r} of {self.program.name} on rank {self.rank}", needed=f"{node.dtype} {list(shape)}, this rank's part of {node.type}", found=found)
+
+    def scatter(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's part of global input values. A Partial input is taken as a term already."""
+        out = {}
+        for name, node in self.program.input_names.items():
+            if node.layout.present(self.coords):
+                out[name] = interp.take_local(values[name], node.layout, self.coords).to(self.device)
+        return out
+
+
+def _check_world(program: Program) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != program.mesh.ranks:
+        raise RuntimeFault(
+            f"{program.name} is for {program.mesh.ranks} ranks", needed=f"{program.mesh}", found=f"{world} running", try_=f"weft run -n {program.mesh.ranks} SCRIPT"
+        )
+
+
+def _groups(program: Program, device_mesh: Any, device: torch.device) -> dict[str, Any]:
+    """The process group along every axis."""
+    if not dist.is_initialized():
+        return dict.fromkeys(program.mesh.axes)
+    if device_mesh is None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes, names = tuple(program.mesh.sizes.values()), program.mesh.axes
+        device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return {axis: device_mesh.get_group(axis) for axis in program.mesh.axes}
+
+
+def compile_program(program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> Compiled:
+    return Compiled(program, device_mesh, device)

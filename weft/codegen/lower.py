@@ -1,0 +1,131 @@
+"""A program as the list of things one rank does: local shapes, spans of what is cut, groups, and who waits when.
+
+Every rank derives its own list from the same program, in the same order, so collectives meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.core.layout import Atom, Layout, O, P, _atom_positions
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.registry import Kind
+
+PREFETCH = 8  # how many computations ahead a gather of inputs may be started
+
+
+@dataclass(frozen=True)
+class Step:
+    """One statement of a rank: a node to compute, or to start, and the collectives to finish first."""
+
+    node: Node
+    waits: tuple[Node, ...]  # started earlier, first needed here
+    frees: tuple[Node, ...]  # not needed after
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank does, in order."""
+
+    program: Program
+    coords: Mapping[str, int]
+    steps: tuple[Step, ...]
+    last_waits: tuple[Node, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_wire(node: Node) -> bool:
+    """A collective that really sends."""
+    return node.op.kind is Kind.COMM and node.op.wire(2) > 0 and node.mesh.size(node.attr("axis")) > 1
+
+
+def takes_part(node: Node, coords: Mapping[str, int]) -> bool:
+    """Whether the rank has anything to do with the node: it holds the result, or an operand that is sent."""
+    here = any(t.layout.present(coords) for t in node.types)
+    return here or (is_wire(node) and any(t.layout.present(coords) for a in node.args for t in a.types))
+
+
+def order(program: Program) -> list[Node]:
+    """Collectives as soon as their operands are there, those of inputs a little ahead, the rest as written."""
+    nodes = [n for n in program.nodes if n.op.name != "input"]
+    at = {n: float(i) for i, n in enumerate(nodes)}
+    for i, n in enumerate(nodes):
+        if is_wire(n):
+            made = [at[a] for a in n.args if a in at]
+            at[n] = max(made) + 0.5 if made else max(-0.5, i - PREFETCH - 0.5)
+    return sorted(nodes, key=lambda n: (at[n], program.nodes.index(n)) if is_wire(n) else (at[n], -1))
+
+
+def rank_program(program: Program, rank: int) -> RankProgram:
+    """The steps of one rank."""
+    coords = program.mesh.coords(rank)
+    nodes = [n for n in order(program) if takes_part(n, coords)]
+    last, mine = _last_use(program, nodes), set(nodes)
+    pending: dict[Node, None] = {}
+    steps = []
+    for i, n in enumerate(nodes):
+        waits = tuple(a for a in dict.fromkeys(n.args) if a in pending)
+        for a in waits:
+            del pending[a]
+        if is_wire(n):
+            pending[n] = None
+        steps.append(Step(n, waits, tuple(a for a in dict.fromkeys(n.args) if last.get(a) == i and a in mine and a.op.name != "const")))
+    return RankProgram(program, coords, tuple(steps), tuple(pending))
+
+
+def _last_use(program: Program, nodes: Sequence[Node]) -> dict[Node, int]:
+    kept = {n for _, n in program.outputs}
+    last = {a: i for i, n in enumerate(nodes) for a in n.args}
+    return {a: i for a, i in last.items() if a not in kept}
+
+
+# -- how cut things lie in local memory ------------------------------------------------------------------------------------------
+
+
+def local_size(atom: Atom, layout: Layout, coords: Mapping[str, int], without: str | None = None) -> int:
+    """Indices of the atom that the rank holds, as if one axis did not cut it."""
+    bare = Atom(atom.size, tuple(a for a in atom.cut if a != without))
+    start, stop = _atom_positions(bare, layout.mesh, tuple(coords.items()))
+    return stop - start
+
+
+@dataclass(frozen=True)
+class Lie:
+    """How the part an axis cuts lies in a rank's local tensor: [before, mine, after], of `whole` were it not cut."""
+
+    before: int
+    mine: int
+    after: int
+    whole: int
+    start: int  # of this rank's piece within the whole part
+
+
+def lie_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> Lie:
+    at = layout.where_cut(axis)
+    assert at is not None
+    d, k = at
+    local = layout.local_shape(coords)
+    atoms = layout.dims[d]
+    before = math.prod(local[:d]) * math.prod(local_size(a, layout, coords) for a in atoms[:k])
+    after = math.prod(local_size(a, layout, coords) for a in atoms[k + 1 :]) * math.prod(local[d + 1 :])
+    mine = local_size(atoms[k], layout, coords)
+    innermost = atoms[k].cut[-1] == axis
+    whole = local_size(atoms[k], layout, coords, without=axis) if innermost else mine * layout.mesh.size(axis)
+    step = -(-whole // layout.mesh.size(axis))
+    return Lie(before, mine, after, whole, min(coords[axis] * step, whole))
+
+
+def pending_op(layout: Layout, axis: str) -> str:
+    place = layout.placement(axis)
+    assert isinstance(place, P)
+    return place.op
+
+
+def root_of(layout: Layout, axis: str) -> int:
+    place = layout.placement(axis)
+    assert isinstance(place, O)
+    return place.root

@@ -1,0 +1,188 @@
+"""One rank's steps as readable torch code over process groups. The unfused form: every program can be run by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.codegen.lower import Lie, RankProgram, Step, is_wire, lie_of, local_size, pending_op, root_of
+from weft.core.layout import Layout
+from weft.core.node import Node
+from weft.core.text import node_names
+from weft.ops.registry import Kind, Local
+
+INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}
+
+
+@dataclass
+class Code:
+    """Source of a function `step(inputs)` and the objects its names stand for."""
+
+    text: str
+    names: dict[str, Any] = field(default_factory=dict)
+
+
+def emit(rp: RankProgram) -> Code:
+    """The rank's function. `inputs` maps names to local tensors; the result maps output names to local tensors."""
+    return _Writer(rp).write()
+
+
+class _Writer:
+    def __init__(self, rp: RankProgram) -> None:
+        self.rp = rp
+        self.at: Mapping[str, int] = rp.coords
+        names = node_names(rp.program)
+        self.var = {n: _variable(names.get(n, "")) for n in rp.program.nodes if n in names}
+        self.names: dict[str, Any] = {}
+        self.lines: list[str] = []
+
+    def write(self) -> Code:
+        where = ", ".join(f"{a} {i}" for a, i in self.at.items()) or "alone"
+        self.lines = [f"def step(inputs):  # {self.rp.program.name}, rank at {where}"]
+        for n in self.rp.program.inputs:
+            if n.type.layout.present(self.at):
+                self.line(f"{self.var[n]} = inputs[{n.attr('name')!r}]", n)
+        for step in self.rp.steps:
+            self.step(step)
+        for n in self.rp.last_waits:
+            self.line(f"{self.var[n]} = {self.var[n]}.wait()")
+        outs = [f"{name!r}: {self.value(n)}" for name, n in self.rp.program.outputs if n.types[0].layout.present(self.at)]
+        self.line("return {" + ", ".join(outs) + "}")
+        return Code("\n".join(self.lines) + "\n", self.names)
+
+    def line(self, text: str, node: Node | None = None) -> None:
+        shape = "" if node is None else "  # " + ", ".join(f"{list(t.layout.local_shape(self.at))}" for t in node.types)
+        self.lines.append(f"    {text}{shape}")
+
+    def step(self, step: Step) -> None:
+        for n in step.waits:
+            self.line(f"{self.var[n]} = {self.var[n]}.wait()")
+        if step.node in self.var:
+            self.line(f"{self.var[step.node]} = {self.expression(step.node)}", step.node)
+        frees = [self.var[n] for n in step.frees if n in self.var and n.op.name != "input"]
+        if frees:
+            self.line(f"del {', '.join(frees)}")
+
+    def value(self, n: Node) -> str:
+        return self.var[n] if n in self.var else repr(n.attr("value"))
+
+    def bind(self, name: str, value: Any) -> str:
+        self.names[name] = value
+        return name
+
+    def expression(self, n: Node) -> str:
+        if n.op.kind is Kind.COMM:
+            return self.communicate(n)
+        args = [self.value(a) for a in n.args]
+        if n.op.name in INFIX:
+            return f"{args[0]} {INFIX[n.op.name]} {args[1]}"
+        writer = SPECIAL.get(n.op.name)
+        if writer is not None:
+            return writer(self, n, args)
+        if n.op.local is not None:
+            fn = self.bind(f"{n.op.name}_at", n.op.local)
+            args = [self.bind(f"here{self.var[n][1:]}", Local(n, self.at)), *args]
+        else:
+            fn = self.function(n)
+        return f"{fn}({', '.join(args + [f'{k}={v!r}' for k, v in n.attrs])})"
+
+    def function(self, n: Node) -> str:
+        run = n.op.run
+        name = getattr(run, "__name__", "")
+        return f"torch.{name}" if getattr(torch, name, None) is run else self.bind(f"{n.op.name}_op", run)
+
+    # -- communication -----------------------------------------------------------------------------------------------------------
+
+    def communicate(self, n: Node) -> str:
+        if len(n.args) == 1:
+            return self.one(n, n.args[0], n.types[0].layout)
+        parts = ", ".join(self.one(n, a, t.layout) for a, t in zip(n.args, n.types, strict=True))
+        return f"comm.together([{parts}])" if is_wire(n) else f"({parts})"
+
+    def one(self, n: Node, arg: Node, want: Layout) -> str:
+        x, axis, have = self.value(arg), n.attr("axis"), arg.type.layout
+        if n.op.name == "slice":
+            lie = lie_of(want, axis, self.at)
+            return f"comm.cut({x}, span={(lie.before, lie.whole, lie.after)}, start={lie.start}, stop={lie.start + lie.mine}, shape={want.local_shape(self.at)})"
+        if not is_wire(n):
+            return x
+        return getattr(self, f"_{n.op.name}")(n, x, axis, have, want)  # type: ignore[no-any-return]
+
+    def _all_reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
+        return f"comm.all_reduce({x}, on.{axis}, {pending_op(have, axis)!r})"
+
+    def _all_gather(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
+        lie = lie_of(have, axis, self.at)
+        return f"comm.all_gather({x}, on.{axis}, span={(lie.before, lie.mine, lie.after)}, whole={lie.whole}, shape={want.local_shape(self.at)})"
+
+    def _reduce_scatter(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
+        lie = lie_of(want, axis, self.at)
+        return f"comm.reduce_scatter({x}, on.{axis}, {pending_op(have, axis)!r}, span={(lie.before, lie.whole, lie.after)}, mine={lie.mine}, shape={want.local_shape(self.at)})"
+
+    def _all_to_all(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
+        old, new = have.where_cut(axis), want.where_cut(axis)
+        assert old is not None and new is not None
+        if old[0] == new[0]:
+            lie, cut = lie_of(have, axis, self.at), lie_of(want, axis, self.at)
+            whole = f"comm.all_gather({x}, on.{axis}, span={(lie.before, lie.mine, lie.after)}, whole={lie.whole}, shape={have.uncut(axis).local_shape(self.at)}).wait()"
+            return f"comm.done(comm.cut({whole}, span={(cut.before, cut.whole, cut.after)}, start={cut.start}, stop={cut.start + cut.mine}, shape={want.local_shape(self.at)}))"
+        view, where = _expanded(have, want, axis, self.at)
+        was, now = lie_of(have, axis, self.at), lie_of(want, axis, self.at)
+        return f"comm.all_to_all({x}, on.{axis}, view={view}, old={where[0]}, new={where[1]}, whole={was.whole}, mine={now.mine}, shape={want.local_shape(self.at)})"
+
+    def _reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
+        return f"comm.reduce({x}, on.{axis}, {pending_op(have, axis)!r}, root={n.attr('root')})"
+
+    def _broadcast(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
+        mine = x if have.present(self.at) else None
+        return f"comm.broadcast({mine}, on.{axis}, root={root_of(have, axis)}, shape={want.local_shape(self.at)}, like={self.like(n)})"
+
+    def _send(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
+        if root_of(have, axis) == n.attr("to"):
+            return f"comm.done({x})"
+        if have.present(self.at):
+            return f"comm.send({x}, on.{axis}, to={n.attr('to')})"
+        return f"comm.recv(on.{axis}, source={root_of(have, axis)}, shape={want.local_shape(self.at)}, like={self.like(n)})"
+
+    def like(self, n: Node) -> str:
+        return f"(torch.{str(n.types[0].dtype).removeprefix('torch.')}, device)"
+
+
+def _variable(name: str) -> str:
+    bare = name.lstrip("%").replace(".", "_").replace("-", "_")
+    return f"t{bare}" if bare[:1].isdigit() else f"i_{bare}"
+
+
+def _expanded(have: Layout, want: Layout, axis: str, at: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """The local operand with both cut dims written as [before, part, after], and where the two parts are."""
+    old, new = have.where_cut(axis), want.where_cut(axis)
+    assert old is not None and new is not None
+    local, view, where = have.local_shape(at), list[int](), dict[int, int]()
+    for d in range(have.rank):
+        if d not in (old[0], new[0]):
+            view.append(local[d])
+            continue
+        layout, k, without = (have, old[1], None) if d == old[0] else (want, new[1], axis)
+        parts = [local_size(a, layout, at, without) for a in layout.dims[d]]
+        where[d] = len(view) + 1
+        view += [math.prod(parts[:k]), parts[k], math.prod(parts[k + 1 :])]
+    return tuple(view), (where[old[0]], where[new[0]])
+
+
+SPECIAL: dict[str, Callable[[_Writer, Node, list[str]], str]] = {
+    "reshape": lambda w, n, a: f"{a[0]}.reshape({n.types[0].layout.local_shape(w.at)})",
+    "expand": lambda w, n, a: f"{a[0]}.expand({n.types[0].layout.local_shape(w.at)})",
+    "permute": lambda w, n, a: f"{a[0]}.permute({n.attr('order')})",
+    "item": lambda w, n, a: f"{a[0]}[{n.attr('index')}]",
+    "together": lambda w, n, a: f"({', '.join(a)},)",
+    "cast": lambda w, n, a: f"{a[0]}.to(torch.{str(n.types[0].dtype).removeprefix('torch.')})",
+    "const": lambda w, n, a: f"torch.tensor({n.attr('value')!r}, dtype=torch.{str(n.types[0].dtype).removeprefix('torch.')}, device=device)",
+    "neg": lambda w, n, a: f"-{a[0]}",
+    "einsum": lambda w, n, a: f"torch.einsum({n.attr('equation')!r}, {', '.join(a)})",
+}
+
+__all__ = ["Code", "Lie", "emit"]
