@@ -27,6 +27,7 @@ CASES = [
     _move("slice within", comm.slice_, 5, 4, dim=1, within=2),
     _move("reduce", comm.reduce_, 5, 4, root=1),
     _move("broadcast", comm.broadcast, 5, 4),
+    _move("keep", comm.keep, 5, 4, root=1),
     _move("send", comm.send, 5, 4, to=1),
     case(
         "all_reduce of two", lambda x, y: comm.all_reduce(x, y, axis="a"), lambda x, y: (x.clone(), y.clone()),

@@ -11,8 +11,9 @@ import itertools
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from weft import interp
 from weft.autodiff import vjp
 from weft.core.errors import InvalidProgram, LayoutError, TypeMismatch
-from weft.core.layout import Layout, Mesh, O, P, Placement
+from weft.core.layout import Layout, Mesh, O, P
 from weft.core.node import Node, Type
 from weft.core.program import Program, new_program
 from weft.frontend.trace import input_node
@@ -28,7 +29,7 @@ from weft.testing.layouts import layouts
 
 ONE_AXIS = (Mesh(a=2), Mesh(a=3))
 TWO_AXES = Mesh(a=2, b=2)
-PAIRS = 60  # two-axis combinations tried per case
+PAIRS = 40  # two-axis combinations tried per case
 Combo = tuple[Layout, ...]
 
 
@@ -123,27 +124,42 @@ def _makes_sense(x: Input, layout: Layout, c: Case) -> bool:
     return (not pending or (c.partial and x.value(0).dtype != torch.bool)) and (not at_root or c.roots)
 
 
-def one_axis(c: Case, mesh: Mesh) -> Iterator[Combo]:
-    yield from itertools.product(*operand_layouts(c, mesh))
+@cache
+def one_axis(c: Case, mesh: Mesh) -> tuple[list[Program], list[Combo]]:
+    """Every combination along one axis: the programs weft types, and the combinations it refuses."""
+    programs, refused = [], []
+    for combo in itertools.product(*operand_layouts(c, mesh)):
+        program = typed(c, combo)
+        if program is None:
+            refused.append(combo)
+        else:
+            programs.append(program)
+    return programs, refused
 
 
-def two_axes(c: Case, count: int = PAIRS) -> Iterator[Combo]:
-    """Combinations on two axes that weft types: one axis holds the operands as it may alone, the other in any way."""
-    every = [[lay.placement("a") for lay in combo] for combo in one_axis(c, ONE_AXIS[0])]
-    holds = [places for places, combo in zip(every, one_axis(c, ONE_AXIS[0]), strict=True) if typed(c, combo)]
+def two_axes(c: Case, count: int = PAIRS) -> Iterator[Program]:
+    """Some programs on two axes: one axis holds the operands as it may alone, the other in any way that types."""
+    holds = [_combo(p) for p in one_axis(c, ONE_AXIS[0])[0]]
+    every = holds + one_axis(c, ONE_AXIS[0])[1]
     pick = random.Random(zlib.crc32(c.name.encode()))
     for _ in range(20 * count):
         combo = _pair(c, pick.choice(holds), pick.choice(pick.choice([every, holds])))
-        if combo is not None and typed(c, combo) is not None:
-            yield combo
+        program = None if combo is None else typed(c, combo)
+        if program is not None:
+            yield program
             count -= 1
         if count == 0:
             return
 
 
-def _pair(c: Case, a: Sequence[Placement], b: Sequence[Placement]) -> Combo | None:
+def _combo(program: Program) -> Combo:
+    return tuple(n.layout for n in program.inputs)
+
+
+def _pair(c: Case, a: Combo, b: Combo) -> Combo | None:
+    places = [{"a": x.placement("a"), "b": y.placement("a")} for x, y in zip(a, b, strict=True)]
     try:
-        return tuple(Layout.of(TWO_AXES, x.shape, {"a": p, "b": q}) for x, p, q in zip(c.inputs, a, b, strict=True))
+        return tuple(Layout.of(TWO_AXES, x.shape, p) for x, p in zip(c.inputs, places, strict=True))
     except LayoutError:
         return None
 
@@ -151,19 +167,14 @@ def _pair(c: Case, a: Sequence[Placement], b: Sequence[Placement]) -> Combo | No
 # -- forward and gradient ------------------------------------------------------------------------------------------------------
 
 
-def check_forward(c: Case, combos: Iterator[Combo]) -> list[Combo]:
-    """The combinations that weft types; each means what torch computes, globally and rank by rank."""
+def check_forward(c: Case, programs: Iterable[Program]) -> None:
+    """Each program means what torch computes, globally and rank by rank."""
     values = c.values()
     expected = c.expected(values)
-    accepted = []
-    for combo in combos:
-        program = typed(c, combo)
-        if program is not None:
-            accepted.append(combo)
-            inputs = dict(zip(program.input_names, values, strict=True))
-            agree(program, expected, interp.run_global(program, inputs), "global", c.rtol)
-            agree(program, expected, by_ranks(program, inputs, c.rtol), "rank by rank", c.rtol)
-    return accepted
+    for program in programs:
+        inputs = dict(zip(program.input_names, values, strict=True))
+        agree(program, expected, interp.run_global(program, inputs), "global", c.rtol)
+        agree(program, expected, by_ranks(program, inputs, c.rtol), "rank by rank", c.rtol)
 
 
 def by_ranks(program: Program, inputs: dict[str, torch.Tensor], rtol: float) -> dict[str, torch.Tensor]:
@@ -179,22 +190,16 @@ def agree(program: Program, expected: Sequence[torch.Tensor], got: dict[str, tor
         assert same, f"{how}:\n{program}\nwanted {want}\nfound {have}"
 
 
-def check_gradient(c: Case, combos: Iterator[Combo] | Sequence[Combo]) -> int:
-    """The vjp of every combination equals torch's, in programs of weft ops run rank by rank."""
+def check_gradient(c: Case, programs: Iterable[Program]) -> None:
+    """The vjp of each program equals torch's, in programs of weft ops run rank by rank."""
     values = c.values()
     draw = torch.Generator().manual_seed(5)
     cotangents = [torch.randn(y.shape, dtype=y.dtype, generator=draw) for y in c.expected(values) if y.is_floating_point()]
     wanted = torch_gradients(c, values, cotangents)
-    count = 0
-    for combo in combos:
-        program = typed(c, combo)
-        assert program is not None
+    for program in programs:
         back = vjp(program)
-        given = [*values, *cotangents]
-        got = by_ranks(back, dict(zip(back.input_names, given, strict=True)), c.rtol)
+        got = by_ranks(back, dict(zip(back.input_names, [*values, *cotangents], strict=True)), c.rtol)
         agree(back, wanted, got, "gradient", 10 * c.rtol)
-        count += 1
-    return count
 
 
 def torch_gradients(c: Case, values: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -209,23 +214,27 @@ def torch_gradients(c: Case, values: Sequence[torch.Tensor], cotangents: Sequenc
 # -- exactly ---------------------------------------------------------------------------------------------------------------------
 
 
-def exact_combos(c: Case, mesh: Mesh) -> Iterator[Combo]:
-    """Combinations that weft types as polynomials of the inputs."""
-    if all(v.is_floating_point() for v in c.values()):
-        for combo in one_axis(c, mesh):
-            program = typed(c, combo)
-            if program is not None and all(n.op.name in ("input", "item") or n.op.field is not None for n in program.nodes):
-                yield combo
-            elif program is not None:
-                return
+def polynomial(c: Case) -> bool:
+    """Whether the case, on whole operands where it takes them, is made of polynomials of floats."""
+    program = typed(c, tuple(Layout.of(ONE_AXIS[0], x.shape) for x in c.inputs))
+    return all(v.is_floating_point() for v in c.values()) and (program is None or _in_field(program))
 
 
-def check_exactly(c: Case, combo: Combo) -> None:
-    """One set of small whole numbers, in floats and mod a prime; then large ones, globally and rank by rank."""
-    if any(p.op != "sum" for lay in combo for _, p in lay.held if isinstance(p, P)):
-        return  # a field has no order
-    program = typed(c, combo)
-    assert program is not None
+def _in_field(program: Program) -> bool:
+    return all(n.op.name in ("input", "item") or n.op.field is not None for n in program.nodes)
+
+
+def exact_programs(c: Case, mesh: Mesh) -> list[Program]:
+    """Programs that are polynomials of the inputs; a field has no order, so none with a pending max."""
+    return [p for p in one_axis(c, mesh)[0] if _in_field(p) and not _has_order(p)]
+
+
+def _has_order(program: Program) -> bool:
+    return any(isinstance(p, P) and p.op != "sum" for n in program.nodes for t in n.types for _, p in t.layout.held)
+
+
+def check_exactly(program: Program) -> None:
+    """Small whole numbers in floats and mod a prime; then large ones, globally and rank by rank."""
     draw = torch.Generator().manual_seed(3)
     small = {n: torch.randint(-9, 9, node.shape, generator=draw) for n, node in program.input_names.items()}
     floats = interp.run_global(program, {n: v.double() for n, v in small.items()})
@@ -247,7 +256,7 @@ def missed(c: Case, mesh: Mesh) -> list[Combo]:
 
     A pending max is left out: whether one passes hangs on the signs of the values drawn.
     """
-    return [combo for combo in one_axis(c, mesh) if _plain(combo) and typed(c, combo) is None and holds(c, combo)]
+    return [combo for combo in one_axis(c, mesh)[1] if _plain(combo) and holds(c, combo)]
 
 
 def _plain(combo: Combo) -> bool:
