@@ -98,13 +98,23 @@ class Program:
         return [lines[n] for n in nodes]
 
     def at(self, place: Node | str) -> Node:
-        """The node a place names here: an op's name, an output's name, a node, or a node of an ancestor."""
+        """The node a place names here: its printed name (`%3`), an op's name, an output's name, a node, or one of an ancestor."""
+        if isinstance(place, str) and place.startswith("%"):
+            return self._printed(place)
         if isinstance(place, str):
             return self.output_names[place] if place in self.output_names else self.find(place)
         node = self._follow(place)
         if node is None:
             raise AmbiguousPlace(f"{place!r} is no place in {self.name}", needed="a node of this program or of one it came from", found=repr(place))
         return node
+
+    def _printed(self, name: str) -> Node:
+        from weft.core.text import node_names
+
+        named = {text: node for node, text in node_names(self).items()}
+        if name not in named:
+            raise AmbiguousPlace(f"{name} is no place in {self.name}", needed=f"one of {', '.join(named)}", found=name)
+        return named[name]
 
     def _follow(self, node: Node) -> Node | None:
         if node in self.node_set:
@@ -167,7 +177,7 @@ class Program:
         return node if all(a is b for a, b in zip(args, node.args, strict=True)) else make(node.op, args, dict(node.attrs))
 
     def _live_groups(self) -> tuple[Group, ...]:
-        live = (replace(g, nodes=tuple(n for n in g.nodes if n in self.node_set)) for g in self.groups)
+        live = (replace(g, nodes=tuple(n for n in g.nodes if n in self.node_set and n not in self.inputs)) for g in self.groups)
         return tuple(g for g in live if g.nodes)
 
     def with_groups(self, groups: Iterable[Group], parent: Program | None, step: str) -> Program:

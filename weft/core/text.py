@@ -75,8 +75,8 @@ def _options(group: Group) -> str:
 
 def excerpt(program: Program, marked: Node, around: int = 3) -> str:
     """A few lines of the program with one node marked."""
-    lines = node_lines(program)
-    order = [n for n in program.nodes if n in node_names(program)]
+    lines, named = node_lines(program), node_names(program)
+    order = [n for n in program.nodes if n in named]
     near = set(marked.args) | {marked, *program.users.get(marked, ())}
     at = order.index(marked) if marked in order else 0
     keep = [n for i, n in enumerate(order) if n in near or abs(i - at) < around]
@@ -146,7 +146,7 @@ class _Reader:
             self.inputs.append(node)
         else:
             args, attrs = self.arguments(inside)
-            node = make(op_named("const"), (), {**attrs, "mesh": self.mesh.key}) if op == "const" else apply(op_named(op), tuple(args), attrs)
+            node = apply(op_named(op), tuple(args), attrs if args else {**attrs, "mesh": self.mesh.key})
         found = ", ".join(map(str, node.types))
         if found != types.strip():
             raise ParseError(f"{name} does not have the type written", needed=found, found=types.strip())

@@ -14,6 +14,7 @@ from weft.core.errors import InvalidTransform, WeftError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, make, op_named
 from weft.core.program import Program
+from weft.core.spec import groups_are_apart, leaves_and_returns
 from weft.core.text import excerpt
 from weft.rewrite.pattern import Bindings, Call, Expr, Hole, build, holes_of, match
 
@@ -83,7 +84,27 @@ def apply_rule(program: Program, r: Rule, places: Sequence[Node], step: str, *, 
         raise InvalidTransform(f"{step}: the rule {r.name} does not match here", needed=", ".join(map(str, r.left)), found=repr(places[0]), program=excerpt(program, places[0]))
     bound = {**bound, **(params or {})}
     new = [_built(program, r, e, bound, node, step) for e, node in zip(r.right, places, strict=True)]
-    return program.rewrite(dict(zip(places, new, strict=True)), step)
+    after = program.rewrite(dict(zip(places, new, strict=True)), step)
+    _require_groups_kept(program, after, step)
+    return after
+
+
+def _require_groups_kept(before: Program, after: Program, step: str) -> None:
+    """A group is a decision about its members as they are: a step may change what they read, not them, nor come between them."""
+    for g in before.groups:
+        changed = next((n for n in g.nodes if (n.op, n.attrs) != (after.moved[n].op, after.moved[n].attrs)), None)
+        through = leaves_and_returns(after, {after.moved[n] for n in g.nodes}) if changed is None else None
+        if changed is not None or through is not None:
+            raise InvalidTransform(
+                f"{step} would break the {g.kind} group {g.name}",
+                needed=f"the members of {g.name} as they are, and nothing between them",
+                found=f"{changed.op.name} becomes {after.moved[changed].op.name}" if changed is not None else f"{through.op.name} comes between",  # type: ignore[union-attr]
+                try_=f"the same before {g.kind}",
+                program=excerpt(before, changed or g.nodes[0]),
+            )
+    apart = groups_are_apart(after)
+    if apart is not None:
+        raise InvalidTransform(f"{step} would join two groups", needed="a node in one group of a kind", found=apart, try_="the same before grouping")
 
 
 def _built(program: Program, r: Rule, expr: Any, bound: Bindings, node: Node, step: str) -> Node:
@@ -114,10 +135,16 @@ def erase(program: Program) -> dict[str, Node]:
     Communication is the identity on global values, and an op that types computes its global value under every layout; so two
     programs that erase to the same nodes and agree in the types of inputs and outputs denote the same.
     """
+    gone = erase_nodes(program)
+    return {name: gone[n] for name, n in program.outputs}
+
+
+def erase_nodes(program: Program) -> dict[Node, Node]:
+    """What every node becomes when communication and layouts are taken out."""
     gone: dict[Node, Node] = {}
     for node in program.nodes:
         gone[node] = _erased(node, [gone[a] for a in node.args])
-    return {name: gone[n] for name, n in program.outputs}
+    return gone
 
 
 def _erased(node: Node, args: list[Node]) -> Node:
@@ -140,4 +167,4 @@ def same_erased(a: Program, b: Program) -> bool:
     return all(left[name] is right[name] for name in left if name in right)
 
 
-__all__ = ["Call", "Expr", "Rule", "apply_rule", "erase", "find_matches", "match_rule", "rule", "same_erased"]
+__all__ = ["Call", "Expr", "Rule", "apply_rule", "erase", "erase_nodes", "find_matches", "match_rule", "rule", "same_erased"]

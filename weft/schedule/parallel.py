@@ -36,5 +36,5 @@ def turn(p: Program, at: Place, *, dim: int, within: int | None = None) -> Progr
     try:
         return apply_rule(p, rules.turn_gather(node, dim, within), [node], step)
     except InvalidTransform as e:
-        others = [d for d in range(node.ndim) if d != dim and works(lambda d=d: turn(p, node, dim=d))]
+        others = [d for d in range(node.ndim) if d != dim and works(lambda d=d: apply_rule(p, rules.turn_gather(node, d), [node], step))]
         raise refuse(p, node, step, e.needed or "a dim that may be cut", e.found or str(node.type), [f"turn(p, {name_in(p, node)}, dim={d})" for d in others[:2]]) from e

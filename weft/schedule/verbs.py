@@ -165,7 +165,7 @@ def _through(q: Program, p: Program, node: Node) -> Node | None:
     return None if before is None else q.moved.get(before)
 
 
-def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Program:
+def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False, repairs: bool = True) -> Program:
     gathered = [k for k, a in enumerate(f.args) if a.op is comm.all_gather and a.attr("axis") == axis and len(a.args) == 1]
     first = f.args[gathered[0]]
     cut = rules.cut_of(first.args[0].layout, axis)
@@ -177,7 +177,7 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Progr
         lost = any(label not in out for out in eq.outs)
         if label in eq.whole or lost and f.op.kind is not Kind.REDUCE and not summing:
             verb = "sums over" if label not in eq.whole else "needs the whole of"
-            raise refuse(p, f, what, f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone", f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}", _other_dims(p, first, f, axis))
+            raise refuse(p, f, what, f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone", f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}", _other_dims(p, first, f, axis) if repairs else ())
         gathered = [k for k in gathered if _cut_alike(f, eq, k, axis, label)]
     items = [] if len(f.types) == 1 else results(p, f)
     return apply_rule(p, rules.sink_gather(f, gathered, axis, items), items or [f], what)
@@ -193,18 +193,15 @@ def _other_dims(p: Program, gather: Node, f: Node, axis: str) -> list[str]:
     scatter = gather.args[0]
     if scatter.op is not comm.reduce_scatter:
         return []
-    whole = apply_rule(p, rules.unsplit(gather), [gather], "unsplit")
-    reduced = whole.at(whole.moved[gather])
-    out = []
-    for d in range(gather.ndim):
-        if d != scatter.attr("dim"):
-            def attempt(d: int = d) -> Program:
-                q = apply_rule(whole, rules.split_scatter(reduced, d), [reduced], "split")
-                return _sink_gather(q, q.at(whole.moved[f]), axis)
 
-            if works(attempt):
-                out.append(f"split(p, ..., dim={d})   # tried: the gather then sinks past this {f.op.name}")
-    return out[:2]
+    def attempt(d: int) -> Program:
+        whole = apply_rule(p, rules.unsplit(gather), [gather], "unsplit")
+        reduced = whole.moved[gather]
+        q = apply_rule(whole, rules.split_scatter(reduced, d), [reduced], "split")
+        return _sink_gather(q, q.at(whole.moved[f]), axis, repairs=False)
+
+    fits = [d for d in range(gather.ndim) if d != scatter.attr("dim") and works(partial(attempt, d))]
+    return [f"split(p, ..., dim={d})   # tried: the gather then sinks past this {f.op.name}" for d in fits[:2]]
 
 
 def _sink_slice(p: Program, f: Node, axis: str) -> Program:
@@ -343,10 +340,10 @@ def _try_hoist(p: Program, node: Node) -> Program | None:
         return None
 
 
-def _shard_one(p: Program, name: str) -> Program:
+def _shard_one(p: Program, name: str, repairs: bool = True) -> Program:
     m, outs = p.input_names[name], [o for o, i in p.state if i == name]
     what = f"shard_state {name}"
-    cut = _the_slice(p, m, name, what)
+    cut = _the_slice(p, m, name, what, repairs)
     small = input_node(name, cut.type)
     for out in _next_value(p, name):
         if out.op is not comm.all_gather or out.args[0].type != cut.type:
@@ -356,7 +353,7 @@ def _shard_one(p: Program, name: str) -> Program:
     return _as_one_step(p, q.with_outputs(outputs, what), what)
 
 
-def _the_slice(p: Program, m: Node, name: str, what: str) -> Node:
+def _the_slice(p: Program, m: Node, name: str, what: str, repairs: bool) -> Node:
     """The one slice through which the input is read."""
     uses = p.users[m]
     whole = [u for u in uses if u.op is not comm.slice_]
@@ -365,12 +362,15 @@ def _the_slice(p: Program, m: Node, name: str, what: str) -> Node:
     if not uses or whole or len(set(uses)) != 1:
         needed = f"every use of {name} to be one and the same slice"
         found = f"{name_in(p, whole[0])} reads the whole of it" if whole else f"{len(uses)} different slices" if uses else "no use"
-        raise refuse(p, whole[0] if whole else m, what, needed, found, _sinkable(p, name) if whole else ())
+        raise refuse(p, whole[0] if whole else m, what, needed, found, _sinkable(p, name) if whole and repairs else ())
     return uses[0]
 
 
 def _sinkable(p: Program, name: str) -> list[str]:
-    gathers = [g for g in p.find_all("all_gather") if works(lambda g=g: shard_state(sink(p, g), name))]
+    def shard_after_sink(g: Node) -> Program:
+        return _shard_one(_slices_up(sink(p, g), name), name, repairs=False)
+
+    gathers = [g for g in p.find_all("all_gather") if works(partial(shard_after_sink, g))]
     return [f"shard_state(sink(p, {name_in(p, g)}), {name!r})" for g in gathers[:1]]
 
 

@@ -1,0 +1,240 @@
+"""Random programs x layouts x schedules, judged by the interpreter. What differs is cut down to the first wrong step and
+printed as a script that repeats it."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft import interp
+from weft.autodiff import vjp
+from weft.core.errors import NotDifferentiable, WeftError
+from weft.core.program import Program
+from weft.testing.programs import Sample, random_program
+from weft.testing.same import MeaningChanged, check_form, check_values, close
+from weft.testing.schedules import Step, propose
+
+STEPS = 9  # verb calls tried per program
+EVERY_GRADIENT = 4  # one program in so many is differentiated too
+EVERY_FIELD = 2
+
+
+@dataclass(frozen=True)
+class Focus:
+    """What a run looks at more closely; nothing means everything."""
+
+    ops: Sequence[str] = ()
+    verbs: Sequence[str] | None = None
+    motifs: Sequence[str] | None = None
+    gradients: int = EVERY_GRADIENT
+
+
+@dataclass
+class Tally:
+    """What a run did and found."""
+
+    programs: int = 0
+    applied: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    ops: Counter[str] = field(default_factory=Counter)
+    gradients: int = 0
+    exact: int = 0
+    scripts: list[str] = field(default_factory=list)
+
+    @property
+    def mismatches(self) -> int:
+        return len(self.scripts)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "programs": self.programs, "applied": dict(sorted(self.applied.items())), "refused": sum(self.refused.values()), "mismatches": self.mismatches,
+            "gradients": self.gradients, "exact": self.exact, "refused_by": dict(sorted(self.refused.items())), "ops": dict(sorted(self.ops.items())),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trail:
+    """A program, the calls that went through, and the program after each."""
+
+    sample: Sample
+    steps: tuple[Step, ...] = ()
+    programs: tuple[Program, ...] = ()
+
+    @property
+    def last(self) -> Program:
+        return self.programs[-1] if self.programs else self.sample.program
+
+    def then(self, step: Step, p: Program) -> Trail:
+        return Trail(self.sample, (*self.steps, step), (*self.programs, p))
+
+
+class StepFailed(Exception):
+    """A verb neither gave a program nor refused."""
+
+    def __init__(self, trail: Trail, step: Step) -> None:
+        super().__init__(f"{step} fails after {len(trail.steps)} steps")
+        self.step = step
+
+
+def fuzz(programs: int, seed: int, focus: Focus = Focus(), *, tell: Callable[[int], None] | None = None, stop_at: int | None = None) -> Tally:
+    """Runs so many programs; every failure becomes a script in the tally."""
+    tally = Tally()
+    for index in range(programs):
+        one_program(tally, seed, index, focus)
+        if tell is not None:
+            tell(index + 1)
+        if stop_at is not None and tally.mismatches >= stop_at:
+            break
+    return tally
+
+
+def one_program(tally: Tally, seed: int, index: int, focus: Focus = Focus()) -> None:
+    rng = random.Random(f"weft {seed} {index}")
+    label = f"seed {seed}, program {index}"
+    trail: Trail | None = None
+    try:
+        sample = random_program(rng, focus.ops, focus.motifs)
+        trail = Trail(sample)
+        for trail in _scheduled(trail, rng, focus, tally):
+            pass
+        tally.programs += 1
+        tally.ops.update({n.op.name for p in (sample.program, trail.last) for n in p.nodes})
+        _judge(trail, index, focus, tally)
+    except Exception as e:  # whatever it is, it is a finding
+        tally.scripts.append(_script(trail, e, label))
+
+
+def _scheduled(trail: Trail, rng: random.Random, focus: Focus, tally: Tally) -> Iterator[Trail]:
+    for _ in range(STEPS):
+        step = propose(trail.last, rng, focus.verbs)
+        if step is None:
+            continue
+        try:
+            after = step.apply(trail.last)
+        except WeftError:
+            tally.refused[step.verb] += 1
+            continue
+        except Exception as e:
+            raise StepFailed(trail, step) from e
+        if after.text == trail.last.text:
+            continue
+        tally.applied[step.verb] += 1
+        trail = trail.then(step, after)
+        yield trail
+
+
+# -- the judgement -----------------------------------------------------------------------------------------------------------------
+
+
+def _judge(trail: Trail, index: int, focus: Focus, tally: Tally) -> None:
+    before, after, inputs = trail.sample.program, trail.last, trail.sample.inputs()
+    check_form(before, after)
+    check_values(interp.run_global(before, inputs), after, inputs)
+    if index % EVERY_FIELD == 0:
+        tally.exact += check_exact(before, after)
+    if focus.gradients and index % focus.gradients == 0:
+        tally.gradients += check_gradient(before, after, inputs)
+
+
+def check_exact(before: Program, after: Program) -> bool:
+    """Over a prime field, where nothing is rounded; False where some op is no polynomial."""
+    if not all(_is_polynomial(p) for p in (before, after)):
+        return False
+    gen = torch.Generator().manual_seed(1)
+    inputs = {name: torch.randint(0, interp.PRIME, n.shape, generator=gen) for name, n in before.input_names.items()}
+    expected, got = interp.run_global(before, inputs, prime=interp.PRIME), interp.run(after, inputs, prime=interp.PRIME)
+    for name, value in got.items():
+        if not torch.equal(value, expected[name]):
+            raise MeaningChanged(f"output {name} differs over the field")
+    return True
+
+
+def _is_polynomial(p: Program) -> bool:
+    def fits(n: Any) -> bool:
+        floats = all(t.dtype == torch.float64 and all(getattr(place, "op", "sum") == "sum" for _, place in t.layout.held) for t in n.types)
+        return floats and (n.op.name in ("input", "item") or n.op.field is not None)
+
+    return all(fits(n) for n in p.nodes)
+
+
+def check_gradient(before: Program, after: Program, inputs: dict[str, torch.Tensor]) -> bool:
+    """The vjp of the scheduled program, rank by rank, against torch's gradient of the unscheduled one; False where there is none."""
+    wrt = [n for n, node in after.input_names.items() if node.dtype.is_floating_point]
+    outs = [(name, n) for name, n in after.outputs if n.dtype.is_floating_point]
+    if not wrt or not outs:
+        return False
+    try:
+        back = vjp(after, wrt)
+    except NotDifferentiable:
+        return False
+    gen = torch.Generator().manual_seed(2)
+    cts = {name: torch.randn(n.shape, generator=gen, dtype=torch.float64) for name, n in outs}
+    wanted = torch_gradient(before, inputs, wrt, cts)
+    got = interp.run(back, {**inputs, **{f"ct.{k}": v for k, v in cts.items()}}, tolerance=1e-7)
+    for name in wrt:
+        if not close(got[f"d.{name}"], wanted[name], 1e-7):
+            raise MeaningChanged(f"the gradient of {name} differs\nneeded {wanted[name]}\nfound  {got[f'd.{name}']}\n{back}")
+    return True
+
+
+def torch_gradient(p: Program, inputs: dict[str, torch.Tensor], wrt: Sequence[str], cts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    leaves = {k: v.clone().requires_grad_(k in wrt) for k, v in inputs.items()}
+    outs = interp.run_global(p, leaves)
+    pairs = [(outs[k], ct) for k, ct in cts.items() if outs[k].requires_grad]
+    if not pairs:
+        return {k: torch.zeros_like(inputs[k]) for k in wrt}
+    grads = torch.autograd.grad([y for y, _ in pairs], [leaves[k] for k in wrt], [ct for _, ct in pairs], allow_unused=True)
+    return {k: torch.zeros_like(inputs[k]) if g is None else g for k, g in zip(wrt, grads, strict=True)}
+
+
+# -- a script for what differs -----------------------------------------------------------------------------------------------------
+
+
+def first_wrong(trail: Trail) -> Trail:
+    """The trail up to the first program that is wrong."""
+    inputs = trail.sample.inputs()
+    expected = interp.run_global(trail.sample.program, inputs)
+    for k, p in enumerate((trail.sample.program, *trail.programs)):
+        try:
+            check_form(trail.sample.program, p)
+            check_values(expected, p, inputs)
+        except Exception:
+            return Trail(trail.sample, trail.steps[:k], trail.programs[:k])
+    return trail
+
+
+def _script(trail: Trail | None, error: Exception, label: str) -> str:
+    if trail is None:
+        return f"# {label}: no program came of it\n{_comment(error)}"
+    steps = [*first_wrong(trail).steps, *([error.step] if isinstance(error, StepFailed) else [])]
+    return SCRIPT.format(label=label, why=_comment(error), text=trail.sample.program.text, seed=trail.sample.seed, kinds=trail.sample.kinds, steps="\n".join(map(str, steps)))
+
+
+def _comment(error: Exception) -> str:
+    text = str(error) if isinstance(error, MeaningChanged) else "".join(traceback.format_exception(error))
+    lines = text.splitlines()
+    shown = lines if len(lines) < 40 else [*lines[:20], "...", *lines[-20:]]
+    return "\n".join(f"# {line}" for line in shown)
+
+
+SCRIPT = '''# {label}
+{why}
+from weft.core.text import parse
+from weft.schedule import *  # noqa: F403
+from weft.testing.same import assert_same_meaning
+from weft.testing.values import draw_inputs
+
+p = before = parse("""
+{text}
+""")
+inputs = draw_inputs(p, seed={seed}, kinds={kinds!r})
+{steps}
+print(p)
+assert_same_meaning(before, p, inputs)
+'''
