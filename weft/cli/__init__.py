@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 COMMANDS = (
     "bench",
     "doctor",
+    "fuzz",
     "run",
     "show",
 )

@@ -96,12 +96,18 @@ class Replicated(Placement):
         return "R"
 
 
+Within: TypeAlias = "int | tuple[int, int] | None"
+
+
 @dataclass(frozen=True, slots=True)
 class S(Placement):
-    """Each rank holds its chunk of dim `dim`; with `within`, of the inner `within` indices of that dim."""
+    """Each rank holds its chunk of dim `dim`; with `within`, of the inner `within` indices of that dim.
+
+    `within=(n, k)` cuts the inner n indices as k pieces that stay whole: 3 rows of 2 over 2 ranks is (6, 3), not 6.
+    """
 
     dim: int
-    within: int | None = None
+    within: Within = None
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.within is None else f"S({self.dim}, within={self.within})"
@@ -305,8 +311,19 @@ class Layout:
         at = self.where_cut(axis)
         if at is None:
             return R
-        d, k = at
-        return S(d) if k == 0 else S(d, within=dim_size(self.dims[d][k:]))
+        return S(at[0], self._within(axis, *at))
+
+    def _within(self, axis: str, d: int, k: int) -> Within:
+        """What to say of a cut beside its dim: as little as cuts the same when the axis comes after those before it in the mesh."""
+        atom, size = self.dims[d][k], dim_size(self.dims[d][k:])
+        plain = None if k == 0 else size
+        if k == len(self.dims[d]) - 1:
+            return plain
+        before = self.mesh.axes[: self.mesh.axes.index(axis)]
+        head, *tail = (Atom(a.size, tuple(x for x in a.cut if x in before)) for a in self.dims[d][k:])
+        lead, *rest = canonical((head, *tail), self.mesh)
+        said = finest((Atom(lead.size, (*lead.cut, axis)), *rest), self.mesh)
+        return plain if said == finest((Atom(atom.size, (*head.cut, axis)), *tail), self.mesh) else (size, atom.size)
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
@@ -339,8 +356,8 @@ class Layout:
         """P or O on the axis becomes R."""
         return Layout(self.mesh, self.dims, tuple((a, p) for a, p in self.held if a != axis))
 
-    def cut(self, axis: str, dim: int, within: int | None = None) -> Layout:
-        """R on the axis becomes S: its leading atom is cut, or the inner `within` indices of the dim."""
+    def cut(self, axis: str, dim: int, within: Within = None) -> Layout:
+        """R on the axis becomes S: its leading atom is cut, or the inner `within` indices of the dim, as `S` says."""
         self.mesh.require(axis)
         if not 0 <= dim < len(self.dims):
             dims = f"a dim from 0 to {len(self.dims) - 1}"
@@ -358,19 +375,22 @@ class Layout:
         new = (*atoms[:k], Atom(atom.size, (*atom.cut, axis)), *atoms[k + 1 :])
         return self.with_dim(dim, new)
 
-    def _atom_to_cut(self, dim: int, within: int | None) -> tuple[Dim, int]:
+    def _atom_to_cut(self, dim: int, within: Within) -> tuple[Dim, int]:
         atoms = self.dims[dim]
         if within is None:
             return atoms, 0
-        split = split_at(atoms, within, self.mesh)
-        if split is None:
+        size, pieces = within if isinstance(within, tuple) else (within, within)
+        split = split_at(atoms, size, self.mesh)
+        parts = split_at(split[1], size // pieces, self.mesh) if split is not None and pieces > 0 and size % pieces == 0 else None
+        if split is None or parts is None:
             raise LayoutError(
                 f"dim {dim} of size {dim_size(atoms)} has no inner part of {within}",
                 needed="a size that divides the dim and does not straddle another cut",
                 found=f"{show_dim(atoms)}",
             )
-        outer, inner = split
-        return (*outer, *canonical(inner, self.mesh)), len(outer)
+        (outer, inner), (lead, tail) = split, parts
+        new = canonical(inner, self.mesh) if pieces == size else (*canonical(lead, self.mesh), *tail)
+        return (*outer, *new), len(outer)
 
     def with_dim(self, dim: int, atoms: Dim) -> Layout:
         return Layout(self.mesh, (*self.dims[:dim], canonical(atoms, self.mesh), *self.dims[dim + 1 :]), self.held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.core.layout import Within
 from weft.core.node import op_named
 from weft.ops import comm as _comm
 from weft.ops.linalg import einsum, matmul
@@ -58,7 +59,7 @@ def all_reduce(x: Any, *axes: str) -> Any:
     return x
 
 
-def reduce_scatter(x: Any, axis: str, dim: int, within: int | None = None) -> Any:
+def reduce_scatter(x: Any, axis: str, dim: int, within: Within = None) -> Any:
     """P -> S(dim)"""
     return _comm.reduce_scatter(x, axis=axis, dim=dim, within=within)
 
@@ -68,12 +69,12 @@ def all_gather(x: Any, axis: str) -> Any:
     return _comm.all_gather(x, axis=axis)
 
 
-def all_to_all(x: Any, axis: str, dim: int, within: int | None = None) -> Any:
+def all_to_all(x: Any, axis: str, dim: int, within: Within = None) -> Any:
     """S -> S(dim)"""
     return _comm.all_to_all(x, axis=axis, dim=dim, within=within)
 
 
-def slice(x: Any, axis: str, dim: int, within: int | None = None) -> Any:
+def slice(x: Any, axis: str, dim: int, within: Within = None) -> Any:
     """R -> S(dim), nothing on the wire"""
     return _comm.slice_(x, axis=axis, dim=dim, within=within)
 

@@ -191,6 +191,8 @@ def reshard(x: Any, target: Layout) -> Any:
         x = _undo(x, axis, target)
     for axis in target.mesh.axes:
         x = _redo(x, axis, target.placement(axis))
+    if x.layout != target:
+        raise TypeMismatch("no way to this layout is known", needed=str(target), found=str(x.layout), where=user_line())
     return x
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from weft.core.errors import TypeMismatch
+from weft.core.layout import Atom, Layout
 from weft.core.node import DTYPE_NAMES, Attrs, Node, op_named
-from weft.ops.comm import settle
+from weft.ops.comm import reshard, settle
 from weft.ops.registry import Equation, Kind, Linear, Types, define
 from weft.ops.shape import expand_like
 
@@ -40,11 +41,13 @@ def _normal(attrs: Attrs) -> Attrs:
 
 
 def stretch(x: Node, like: Node, dims: Any, keepdim: bool) -> Node:
-    """A reduced value put back over the dims it was reduced along, ready to be stretched."""
+    """A reduced value put back over the dims it was reduced along, ready to be stretched; the others are cut as in `like`."""
     if keepdim:
         return x
     gone = norm_dims(dims, like.ndim)
-    return op_named("reshape")(x, shape=tuple(1 if i in gone else n for i, n in enumerate(like.shape)))  # type: ignore[no-any-return]
+    y = op_named("reshape")(x, shape=tuple(1 if i in gone else n for i, n in enumerate(like.shape)))
+    kept = Layout(like.mesh, tuple((Atom(1),) if i in gone else dim for i, dim in enumerate(like.layout.dims)), y.layout.held)
+    return reshard(y, kept)  # type: ignore[no-any-return]
 
 
 def _sum(x: torch.Tensor, dims: Any = None, keepdim: bool = False) -> torch.Tensor:

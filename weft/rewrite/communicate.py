@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.core.layout import Layout, S
+from weft.core.layout import Layout, S, Within
 from weft.core.node import Node
 from weft.ops import comm
 from weft.ops.registry import ONE, Equation, arg_sets, equation_of
@@ -41,7 +41,7 @@ def call(node: Node, *args: Any) -> Call:
 # -- split ---------------------------------------------------------------------------------------------------------------------
 
 
-def split_scatter(node: Node, dim: int, within: int | None = None) -> Rule:
+def split_scatter(node: Node, dim: int, within: Within = None) -> Rule:
     """all_reduce(x)  ->  all_gather(reduce_scatter(x))"""
     x, axis = Hole("x"), node.attr("axis")
     return rule("split_scatter", comm.all_reduce(x, axis=axis), comm.all_gather(comm.reduce_scatter(x, axis=axis, dim=dim, within=within), axis=axis))
@@ -87,28 +87,36 @@ def _arg_dims(eq: Equation, label: str) -> dict[int, int]:
 # -- sink and hoist ------------------------------------------------------------------------------------------------------------
 
 
-def sink_gather(node: Node, gathered: Sequence[int], axis: str) -> Rule:
-    """f(all_gather(x), y)  ->  all_gather(f(x, slice(y)));  where f reduces the cut dim, the result is all_reduced instead."""
+def sink_gather(node: Node, gathered: Sequence[int], axis: str, items: Sequence[Node] = ()) -> Rule:
+    """f(all_gather(x), y)  ->  all_gather(f(x, slice(y)));  where f reduces the cut dim, the result is all_reduced instead.
+
+    Of an op with several results, `items` are those that are read, each with a gather or a sum of its own.
+    """
     holes = Holes()
-    left, inner, after = _gather_sides(node, gathered, axis, holes)
-    return rule("sink_gather", left, after(inner, axis=axis))
+    left, inner, label = _gather_sides(node, gathered, axis, holes)
+    eq = equation_of(node)
+    lost = [eq is not None and label not in out for out in (eq.outs if eq is not None else ((),))]
+    after = [comm.all_reduce if gone else comm.all_gather for gone in lost]
+    if not items:
+        return rule("sink_gather", left, after[0](inner, axis=axis))
+    at = [n.attr("index") for n in items]
+    return rule("sink_gather", tuple(item(left, index=k) for k in at), tuple(after[k](item(inner, index=k), axis=axis) for k in at))
 
 
-def _gather_sides(node: Node, gathered: Sequence[int], axis: str, holes: Holes) -> tuple[Call, Call, Callable[..., Any]]:
+def _gather_sides(node: Node, gathered: Sequence[int], axis: str, holes: Holes) -> tuple[Call, Call, str]:
+    """The op on gathered operands, the op on cut ones, and the label that is cut."""
     outer = {k: call(a, *(holes(x) for x in a.args)) for k, a in enumerate(node.args) if a.op is comm.all_gather and a.attr("axis") == axis}
     left = [outer[k] if k in outer else holes(a) for k, a in enumerate(node.args)]
     eq = equation_of(node)
     first = gathered[0]
-    source = node.args[first].args[0]
-    cut = cut_of(source.layout, axis)
+    cut = cut_of(node.args[first].args[0].layout, axis)
     assert cut is not None
     if eq is None:
-        return call(node, *left), call(node, *(outer[k].args[0] if k in gathered else left[k] for k in range(len(left)))), comm.all_gather
+        return call(node, *left), call(node, *(outer[k].args[0] if k in gathered else left[k] for k in range(len(left)))), ""
     label = label_of(eq, first, cut)
     dims = _arg_dims(eq, label)
     inner = [_inner(left[k], a, k, gathered, dims, axis, cut) for k, a in enumerate(node.args)]
-    lost = label not in eq.outs[0]
-    return call(node, *left), call(node, *inner), comm.all_reduce if lost else comm.all_gather
+    return call(node, *left), call(node, *inner), label
 
 
 def _inner(x: Any, node: Node, k: int, gathered: Sequence[int], dims: dict[int, int], axis: str, cut: S) -> Any:
@@ -239,13 +247,13 @@ def hierarchy(node: Node, inside: str, dim: int) -> Rule:
 # -- cuts from nothing -------------------------------------------------------------------------------------------------------------
 
 
-def cut_whole(node: Node, axis: str, dim: int, within: int | None = None) -> Rule:
+def cut_whole(node: Node, axis: str, dim: int, within: Within = None) -> Rule:
     """x  ->  all_gather(slice(x))"""
     x = Hole("x", node.type)
     return rule("cut", x, comm.all_gather(comm.slice_(x, axis=axis, dim=dim, within=within), axis=axis))
 
 
-def turn_gather(node: Node, dim: int, within: int | None = None) -> Rule:
+def turn_gather(node: Node, dim: int, within: Within = None) -> Rule:
     """all_gather(x)  ->  all_gather(all_to_all(x)), which leaves it cut along another dim"""
     x, axis = Hole("x"), node.attr("axis")
     return rule("turn", call(node, x), call(node, comm.all_to_all(x, axis=axis, dim=dim, within=within)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.core.errors import InvalidTransform
-from weft.core.layout import Replicated
+from weft.core.layout import Replicated, Within
 from weft.core.program import Program
 from weft.ops import comm
 from weft.rewrite import communicate as rules
@@ -11,7 +11,7 @@ from weft.rewrite.engine import apply_rule
 from weft.schedule.verbs import Place, expect, name_in, refuse, works
 
 
-def cut(p: Program, at: Place, *, axis: str, dim: int, within: int | None = None) -> Program:
+def cut(p: Program, at: Place, *, axis: str, dim: int, within: Within = None) -> Program:
     """A whole value cut and gathered again, so that the gather may then sink.
 
         x   ->   all_gather(slice(x))
@@ -23,7 +23,7 @@ def cut(p: Program, at: Place, *, axis: str, dim: int, within: int | None = None
     return apply_rule(p, rules.cut_whole(node, axis, dim, within), [node], f"cut {name_in(p, node)} along {axis}")
 
 
-def turn(p: Program, at: Place, *, dim: int, within: int | None = None) -> Program:
+def turn(p: Program, at: Place, *, dim: int, within: Within = None) -> Program:
     """A gather of another dim: what was cut along one dim is first cut along another.
 
         all_gather(x)   ->   all_gather(all_to_all(x, dim))

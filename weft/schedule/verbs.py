@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from weft.core.errors import InvalidTransform, LayoutError, TypeMismatch
-from weft.core.layout import P, Replicated, S
+from weft.core.layout import P, Replicated, S, Within
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.text import excerpt, node_names
@@ -60,7 +60,7 @@ def expect(p: Program, place: Place, verb: str, *ops: Any) -> Node:
 # -- split ---------------------------------------------------------------------------------------------------------------------
 
 
-def split(p: Program, at: Place, *, dim: int | None = None, within: int | None = None, root: int | None = None) -> Program:
+def split(p: Program, at: Place, *, dim: int | None = None, within: Within = None, root: int | None = None) -> Program:
     """An all_reduce in two halves.
 
         all_reduce(x)   ->   all_gather(reduce_scatter(x, dim))        with dim

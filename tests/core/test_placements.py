@@ -1,0 +1,37 @@
+"""What a layout says of each axis is enough to make it again."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.core.layout import Layout, Mesh, S
+from weft.core.node import Type, dtype_of
+from weft.ops.comm import reshard
+from weft.ops.source import input_node
+from weft.testing.layouts import layouts
+
+MESHES = (Mesh(a=2), Mesh(a=3), Mesh(a=4), Mesh(a=2, b=3), Mesh(a=3, b=2))
+CASES = [(mesh, shape) for mesh in MESHES for shape in ((6,), (5,), (1,), (12,), (6, 2), (9,))]
+
+
+@pytest.mark.parametrize(("mesh", "shape"), CASES, ids=str)
+def test_a_layout_follows_from_its_placements(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    for layout in layouts(mesh, shape, held=False):
+        assert Layout.of(mesh, shape, layout.placements) == layout, layout
+
+
+def test_rows_that_stay_whole_are_told_apart_from_elements() -> None:
+    """3 rows of 2 over 2 ranks, flattened, is not 6 elements over 2 ranks."""
+    mesh = Mesh(a=2)
+    rows = Layout.of(mesh, (3, 2), {"a": S(0)}).reshape((6,))
+    assert rows.placement("a") == S(0, (6, 3))
+    assert rows != Layout.of(mesh, (6,), {"a": S(0)})
+    assert [rows.local_shape(at) for at in mesh.places()] == [(4,), (2,)]
+
+
+def test_reshard_reaches_the_layout_asked_for() -> None:
+    mesh = Mesh(a=2, b=3)
+    every = layouts(mesh, (6, 2), held=False)
+    for target in every:
+        x = input_node("x", Type(dtype_of("f64"), every[len(every) // 2]))
+        assert reshard(x, target).layout == target
