@@ -1,0 +1,119 @@
+"""Lower bounds by messages on edges and prices on memory.
+
+For any messages mu and any prices lambda >= 0 every feasible x costs at least
+
+    L(mu, lambda) = sum_v min_a theta_v[a] + sum_e min_ab (w_e[a, b] - mu_eu[a] - mu_ev[b]) - sum_t lambda_t M_t
+    theta_v[a]    = c_v[a] + sum_{q of v} lambda(q) m_q[a] + sum_{e at v} mu_ev[a],     lambda(q) = sum_{t in q} lambda_t
+
+A sweep visits the nodes in order. At v it first pulls all it can out of each edge, mu_ev[b] = min_a (w_e[a, b] - mu_eu[a]),
+then hands equal shares of theta_v to the edges ahead (sequential tree-reweighted message passing). Neither step lowers L.
+Prices follow the gradient of L softened over near-best strategies, with momentum and Polyak's step length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from weft.plan.assignment.budget import Budget
+from weft.plan.assignment.kernel import Kernel, kernel
+from weft.plan.assignment.problem import Floats, Ints, Problem
+
+MOMENTUM = 0.7
+PATIENCE = 6  # steps without progress before the step length shrinks
+SHRINK = 0.7
+PROGRESS = 1e-5  # a smaller relative rise of the bound is none
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """Prices and messages, the bound they prove, and what each node believes of its strategies under them."""
+
+    bound: float
+    prices: Floats
+    messages: Floats
+    beliefs: Floats
+    step: float = 0.3  # Polyak's factor, less as it converges
+
+
+class Relaxation:
+    """A problem with its kernel and the maps between strategies, claims and times."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        self.kernel: Kernel = kernel(p)
+        self.work = 3 * len(p.w) + 20 * (len(p.c) + len(p.m) + p.times)  # of one step
+
+    @cached_property
+    def node(self) -> Ints:
+        """The node of each strategy."""
+        return np.repeat(np.arange(self.p.nodes), self.p.k)
+
+    @cached_property
+    def claim(self) -> Ints:
+        """The claim of each entry of m."""
+        return np.repeat(np.arange(len(self.p.owner)), self.p.k[self.p.owner])
+
+    @cached_property
+    def strategy(self) -> Ints:
+        """The strategy that makes use of each entry of m, counted through all nodes."""
+        first = self.p.c_at[self.p.owner] - self.p.m_at[:-1]
+        return np.repeat(first, self.p.k[self.p.owner]) + np.arange(len(self.p.m))
+
+    def charge(self, prices: Floats) -> Floats:
+        """What each strategy pays for what it uses."""
+        running = np.concatenate([np.zeros(1), np.cumsum(prices)])
+        per_claim = running[self.p.stop] - running[self.p.start]
+        return np.bincount(self.strategy, self.p.m * per_claim[self.claim], len(self.p.c))
+
+    def rent(self, prices: Floats) -> float:
+        """What the limits themselves would pay."""
+        return float((prices * self.p.limit).sum())
+
+    def usage(self, weights: Floats) -> Floats:
+        """What is in use at every time when strategies are taken by weight."""
+        per_claim = np.bincount(self.claim, self.p.m * weights[self.strategy], len(self.p.owner))
+        return self.p.spread(per_claim)
+
+    def least(self, values: Floats) -> Floats:
+        """The least of each node's values."""
+        return np.minimum.reduceat(values, self.p.c_at[:-1]) if len(values) else values
+
+    def soften(self, beliefs: Floats, temperature: float) -> Floats:
+        """Weights that fall off with how far a strategy is from its node's best."""
+        weights = np.exp((self.least(beliefs)[self.node] - beliefs) / temperature)
+        return np.asarray(weights / np.add.reduceat(weights, self.p.c_at[:-1])[self.node])
+
+    def start(self) -> Dual:
+        return Dual(-np.inf, np.zeros(self.p.times), self.kernel.silence(), self.p.c.copy())
+
+
+def ascend(r: Relaxation, dual: Dual, c: Floats, ceiling: float, steps: int, budget: Budget) -> Dual:
+    """Raise the bound for node costs c, until it reaches the ceiling or `steps` are done. Never returns a lower one."""
+    scale = np.maximum(r.p.limit, r.p.limit.max(initial=1.0) * 1e-6)
+    best, prices, messages, step = replace(dual, bound=-np.inf), dual.prices, dual.messages.copy(), dual.step
+    velocity, stalled = np.zeros(r.p.times), 0
+    for _ in range(steps):
+        cost = c + r.charge(prices)
+        r.kernel.sweep(cost, messages, up=True)
+        beliefs = r.kernel.sweep(cost, messages, up=False)
+        bound = r.kernel.bound(cost, messages) - r.rent(prices)
+        stalled = 0 if bound > best.bound + PROGRESS * abs(bound) else stalled + 1
+        if bound > best.bound:
+            best = Dual(bound, prices, messages.copy(), beliefs, step)
+        if best.bound >= ceiling or not budget.spend(r.work):
+            break
+        gap = min(max(ceiling - bound, 1e-9 * abs(bound)), abs(bound))
+        over = r.usage(r.soften(beliefs, 0.3 * gap / r.p.nodes)) / scale - r.p.limit / scale
+        velocity = _ahead(MOMENTUM * velocity + _ahead(over, prices), prices)
+        if stalled > PATIENCE:
+            step, stalled, prices, velocity = step * SHRINK, 0, best.prices, np.zeros(r.p.times)
+        prices = np.maximum(prices + step * gap / max(float((velocity * velocity).sum()), 1e-12) * velocity / scale, 0.0)
+    return replace(best, step=step)
+
+
+def _ahead(direction: Floats, prices: Floats) -> Floats:
+    """The part of a direction that does not push a price below zero."""
+    return np.where((prices <= 0) & (direction < 0), 0.0, direction)

@@ -1,0 +1,83 @@
+"""Better solutions by moves on trees.
+
+A move takes a random region of the graph, thins it to nodes F that close no cycle, and holds all others where they are.
+On the forest F the best choice is exact, by dynamic programming from the leaves to the roots:
+
+    s_v[a] = c_v[a] + sigma lambda(v, a) + sum_{u not in F} w_vu[a, x_u] + sum_{u below v} min_b (w_vu[a, b] + s_u[b])
+
+with lambda(v, a) what the dual prices charge for the memory a uses, and sigma drawn between 0 and 5/4. From the roots
+down each node then takes the cheapest strategy that still fits under the limits. The move stands if the cost rises by at
+most -T ln U, U uniform: simulated annealing, T falling to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.plan.assignment.bound import Dual, Relaxation
+from weft.plan.assignment.budget import Budget
+from weft.plan.assignment.problem import Floats, Ints
+
+HEAT = 0.3  # T at first, as a part of the mean cost of a node
+SLICE = 2e7  # work between two looks at the clock
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A choice within the limits, and its cost."""
+
+    cost: float
+    x: Ints
+
+
+def better(a: Found | None, b: Found | None) -> Found | None:
+    """The cheaper of two; the first of equals."""
+    return b if a is None or (b is not None and b.cost < a.cost) else a
+
+
+def decode(r: Relaxation, dual: Dual, c: Floats) -> Found | None:
+    """The best choice read off the messages, up and down the nodes."""
+    cost = c + r.charge(dual.prices)
+    found = None
+    for up in (True, False):
+        x = r.kernel.decode(cost, dual.messages, up)
+        found = better(found, Found(r.p.cost(x), x) if x is not None else None)
+    return found
+
+
+def walk(r: Relaxation, charge: Floats, c: Floats, x: Ints, seed: Ints, heat: float, work: float) -> tuple[Found, Ints]:
+    """Walk from x; the best met and the last."""
+    last = x.copy()
+    _, best = r.kernel.walk(c, charge, last, seed, heat, int(work))
+    return Found(r.p.cost(best), best), last
+
+
+def anneal(
+    r: Relaxation, dual: Dual, start: Found, seeds: Sequence[int], rounds: int, pool: ThreadPoolExecutor, budget: Budget
+) -> Found:
+    """One walker per seed, cooling over the rounds; the first stays cold. They meet after each round, where one that has
+    fallen far behind joins the best."""
+    charge, best = r.charge(dual.prices), start
+    states = [seeding(s) for s in seeds]
+    places = [start.x for _ in seeds]
+    heat = HEAT * abs(start.cost) / max(r.p.nodes, 1)
+    for i in range(rounds):
+        warmth = [heat * (1 - i / rounds) ** 2 * (j > 0) for j in range(len(seeds))]
+        results = list(pool.map(lambda *a: walk(r, charge, r.p.c, *a, SLICE), places, states, warmth))
+        for found, _ in results:
+            best = better(best, found) or best
+        behind = 1 + 4 * heat * (1 - i / rounds) ** 2 * r.p.nodes**0.5 / abs(best.cost)
+        places = [last if r.p.cost(last) <= best.cost * behind else best.x for _, last in results]
+        if not budget.spend(SLICE * len(seeds)):
+            break
+    return best
+
+
+def seeding(seed: int) -> Ints:
+    """The state of a random generator, far from that of the next seed and never zero."""
+    mixed = (seed + 1) * 0x9E3779B97F4A7C15 % (1 << 63)
+    return np.array([mixed | 1], np.int64)

@@ -1,0 +1,199 @@
+"""The anytime solver: shrink, bound, search, prove, in turns until the gap is closed or the budget spent.
+
+    1. reduce       the steps of reduce.py, exact
+    2. ascend       messages and prices, with a solution decoded and improved every few steps
+    3. fix          drop a where L - min theta_v + theta_v[a] reaches the best cost known, and reduce again
+    4. prove        HiGHS, while the core is small enough for it
+    5. improve      annealing on trees and branch and bound, by turns
+
+A solution is checked against the whole problem before it is returned. No solution is an answer too, with a reason.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.plan.assignment import exact
+from weft.plan.assignment.bound import Dual, Relaxation, ascend
+from weft.plan.assignment.branch import Tree
+from weft.plan.assignment.budget import Budget
+from weft.plan.assignment.problem import Ints, Problem, assemble
+from weft.plan.assignment.reduce import Reduced, reduce
+from weft.plan.assignment.search import SLICE, Found, anneal, better, decode, seeding, walk
+
+CLOSED = 1e-9  # relative gap at which a solution counts as optimal
+EXACT_ENTRIES = 200_000  # edge table entries that HiGHS is trusted with
+WORK = 4e9  # of a solve that was given no limit
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A choice for every node with its cost, and the bound below which no choice can be. None, and a reason, if there is none."""
+
+    x: Ints | None
+    cost: float
+    bound: float
+    reason: str | None = None
+    work: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def feasible(self) -> bool:
+        return self.x is not None
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may be above the optimum, as a part of it; infinite without a solution."""
+        if self.x is None:
+            return np.inf
+        return max(self.cost - self.bound, 0.0) / max(abs(self.cost), 1e-30)
+
+    @property
+    def optimal(self) -> bool:
+        return self.gap <= CLOSED
+
+
+def solve(p: Problem, *, work: float = WORK, seconds: float = np.inf, threads: int = 2, seed: int = 0) -> Answer:
+    """The best choice found within `work` table entries read. `seconds` can only cut it short."""
+    budget = Budget(work, seconds)
+    reduced = reduce(p)
+    if reduced.reason is not None:
+        return Answer(None, np.inf, np.inf, reduced.reason, budget.spent, time.monotonic() - budget.begun)
+    with ThreadPoolExecutor(threads) as pool:
+        state = _Solve(reduced.core, budget, pool, threads, seed)
+        state.run()
+    return _answer(p, reduced, state, budget)
+
+
+def _answer(p: Problem, reduced: Reduced, state: _Solve, budget: Budget) -> Answer:
+    bound, spent, seconds = reduced.paid + state.bound, budget.spent, time.monotonic() - budget.begun
+    if state.best is None:
+        proved = np.isinf(state.bound)
+        reason = "no choice fits under the limits" if proved else "no choice that fits under the limits was found in time"
+        return Answer(None, np.inf, bound, reason, spent, seconds)
+    x = reduced.lift(state.best.x)
+    cost = p.cost(x)
+    assert p.feasible(x), "a solution of the core must be one of the whole problem"
+    return Answer(x, cost, min(_rounded(p, bound), cost), None, spent, seconds)
+
+
+def _rounded(p: Problem, bound: float) -> float:
+    """A bound on whole costs may be rounded up, with some room for rounding errors."""
+    finite = np.concatenate([p.c, p.w])
+    finite = finite[np.isfinite(finite)]
+    whole = bool((finite == np.floor(finite)).all())
+    return float(np.ceil(bound - 1e-6 - 1e-10 * abs(bound))) if whole and np.isfinite(bound) else bound
+
+
+@dataclass
+class _Solve:
+    """What is known of a core problem while it is solved."""
+
+    p: Problem
+    budget: Budget
+    pool: ThreadPoolExecutor
+    threads: int
+    seed: int
+    best: Found | None = None
+    bound: float = -np.inf
+    turns: int = field(default=0)
+
+    def run(self) -> None:
+        if not self.p.nodes:
+            self._prove(Found(0.0, np.zeros(0, np.int64)))
+            return
+        r = Relaxation(self.p)
+        dual = self._root(r)
+        if self._closed() or self.budget.over:
+            return
+        smaller = fix(r, dual, self.best)
+        if smaller is not None:
+            self._inside(smaller)
+        else:
+            self._finish(r, dual)
+
+    def _prove(self, best: Found) -> None:
+        self.best, self.bound = best, best.cost
+
+    def _closed(self) -> bool:
+        return self.best is not None and self.best.cost - self.bound <= CLOSED * abs(self.best.cost)
+
+    def _root(self, r: Relaxation) -> Dual:
+        """Raise the bound in rounds, each with a solution; until a round brings little."""
+        dual, seed = r.start(), seeding(self.seed)
+        for round_ in range(12):
+            before, ceiling = dual.bound, self.best.cost if self.best else np.inf
+            dual = ascend(r, dual, r.p.c, ceiling, 20 + 10 * round_, self.budget)
+            found = decode(r, dual, r.p.c)
+            if found is not None:
+                work = min(30 * r.work, 2 * SLICE)
+                found, _ = walk(r, r.charge(dual.prices), r.p.c, found.x, seed, 0.0, work)
+                self.budget.spend(work)
+            self.best, self.bound = better(self.best, found), max(self.bound, dual.bound)
+            if self._closed() or self.budget.over or dual.bound - before < 1e-4 * abs(dual.bound):
+                break
+        return dual
+
+    def _inside(self, smaller: Reduced) -> None:
+        """Solve what is left after fixing. If nothing is, the best known is optimal."""
+        if smaller.reason is not None:
+            assert self.best is not None
+            self._prove(self.best)
+            return
+        inner = _Solve(smaller.core, self.budget, self.pool, self.threads, self.seed)
+        inner.run()
+        if inner.best is not None:
+            x = smaller.lift(inner.best.x)
+            self.best = better(self.best, Found(self.p.cost(x), x))
+        assert self.best is not None
+        self.bound = max(self.bound, min(smaller.paid + inner.bound, self.best.cost))
+
+    def _finish(self, r: Relaxation, dual: Dual) -> None:
+        if len(r.p.w) <= EXACT_ENTRIES and _has_highs():
+            part = self.budget.share(0.5)
+            outcome = exact.solve(r.p, self.best, part)
+            self.budget.spend(part.spent)
+            self.best = better(self.best, outcome.best)
+            self.bound = max(self.bound, min(outcome.bound, self.best.cost if self.best else np.inf))
+        if not self._closed():
+            self._improve(r, dual)
+
+    def _improve(self, r: Relaxation, dual: Dual) -> None:
+        tree = Tree(r, dual, self.best, self.pool)
+        while not self.budget.over and not self._closed():
+            self.turns += 1
+            if self.best is not None:
+                seeds = [self.seed + 100 * self.turns + i for i in range(self.threads)]
+                tree.best = anneal(r, dual, self.best, seeds, 10 * self.turns, self.pool, self.budget)
+            part = Budget(SLICE * 20 * self.turns * self.threads, self.budget.left)
+            self.best = tree.grow(part)
+            self.budget.spend(part.spent)
+            self.bound = max(self.bound, tree.bound)
+
+
+def fix(r: Relaxation, dual: Dual, best: Found | None) -> Reduced | None:
+    """The problem without strategies that cannot be in a better choice, reduced; None if that takes too little away."""
+    if best is None:
+        return None
+    cost, messages = r.p.c + r.charge(dual.prices), dual.messages.copy()
+    bound = r.kernel.bound(cost, messages) - r.rent(dual.prices)
+    beliefs = r.kernel.sweep(cost, messages, up=True)  # the bound only rises along the sweep, so it holds at every visit
+    out = bound + beliefs - r.least(beliefs)[r.node] >= best.cost * (1 + 1e-9)
+    if out.mean() < 0.1:
+        return None
+    p = r.p
+    c = np.where(out, np.inf, p.c)
+    return reduce(Problem(p.name, p.k, c, p.tail, p.head, p.w, p.owner, p.start, p.stop, p.m, p.limit))
+
+
+def _has_highs() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("highspy") is not None
+
+
+__all__ = ["Answer", "Problem", "assemble", "solve"]
