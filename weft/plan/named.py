@@ -1,0 +1,234 @@
+"""Plans given by name: `dp2,tp2,zero1,sp`. A name says how the inputs of a training step are held; `place` does the rest.
+
+Tensor parallelism is found, not configured: a weight is cut by columns, the cut is followed through the ops that keep it, and
+where it ends in a product with another weight, that one is cut by rows. Where it ends anywhere else the weight stays whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from weft.core.errors import LayoutError, PlanError
+from weft.core.layout import Layout, Mesh, Placement, S
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.registry import ONE, Kind, equation_of
+from weft.plan.place import Options, Placements
+
+AXES = ("dp", "cp", "ep", "tp")
+
+
+@dataclass(frozen=True)
+class Named:
+    """Degrees of parallelism, and what is stored in slices."""
+
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+    zero: int = 0
+    sp: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Named:
+        values: dict[str, int | bool] = {}
+        for word in filter(None, re.split(r"[,\s]+", text.strip())):
+            m = re.fullmatch(r"(dp|cp|ep|tp|zero)(\d+)|(sp)", word)
+            if m is None:
+                raise PlanError(f"no plan {text!r}", needed="words such as dp2, tp2, cp2, ep2, zero1, sp, joined by commas", found=word)
+            values[m[3] or m[1]] = True if m[3] else int(m[2])
+        if values.get("zero", 0) > 3 or any(v == 0 for k, v in values.items() if k != "zero"):
+            raise PlanError(f"no plan {text!r}", needed="degrees of 1 or more, and zero0 to zero3", found=text)
+        return Named(**values)  # type: ignore[arg-type]
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(**{a: getattr(self, a) for a in AXES if getattr(self, a) > 1 or a == "dp"})
+
+    def __str__(self) -> str:
+        words = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if f.name in AXES and getattr(self, f.name) > 1]
+        return ",".join(words + ([f"zero{self.zero}"] if self.zero else []) + (["sp"] if self.sp else [])) or "dp1"
+
+
+def input_layouts(program: Program, named: Named, states: Mapping[str, str]) -> tuple[dict[str, Placements], Options]:
+    """How every input is held. `states` tells of which parameter an optimizer's tensor is."""
+    held: dict[str, dict[str, Placement]] = {}
+    for name, node in program.input_names.items():
+        if name.startswith("batch.") and node.ndim:
+            held[name] = _batch(node, named)
+    loss = program.output_names["loss"] if "loss" in program.output_names else program.outputs[0][1]
+    weights = {n: node for n, node in program.input_names.items() if n.startswith("param.")}
+    if named.tp > 1:
+        held |= {n: {"tp": cut} for n, cut in tensor_cuts(program, loss, weights, named.tp).items()}
+    if named.ep > 1:
+        held |= {n: {"ep": S(0)} for n, w in weights.items() if _stacked(program, w, named.ep)}
+    for state, param in states.items():
+        held[state] = dict(held.get(param, {}))
+    if named.zero and named.dp > 1:
+        sharded = [*states, *(weights if named.zero == 3 else ())]
+        for name in sharded:
+            held[name] = _also_cut(program.input_names[name], held.get(name, {}), named)
+    scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
+    return held, Options(scatter)  # type: ignore[return-value]
+
+
+def _batch(node: Node, named: Named) -> dict[str, Placement]:
+    places: dict[str, Placement] = {"dp": S(0)} if named.dp > 1 else {}
+    if named.cp > 1 and node.ndim > 1:
+        places["cp"] = S(1)
+    if named.ep > 1 and node.shape[0] >= named.dp * named.ep:
+        places["ep"] = S(0)
+    return places
+
+
+def _stacked(program: Program, weight: Node, n: int) -> bool:
+    """A weight whose first dim runs over experts: every product that reads it keeps that dim."""
+    users = program.users[weight]
+    if weight.ndim < 3 or weight.shape[0] % n or not users:
+        return False
+    return all((eq := equation_of(u)) is not None and u.op.kind in (Kind.CONTRACT, Kind.WHOLE) and eq.label(u.args.index(weight), 0) in eq.outs[0] for u in users if u.op.kind is Kind.CONTRACT)
+
+
+def _also_cut(node: Node, places: Mapping[str, Placement], named: Named) -> dict[str, Placement]:
+    """Cut along dp too, on the first dim that is long enough and not cut already; tensors without one stay as they are."""
+    taken = {p.dim for p in places.values() if isinstance(p, S)}
+    dim = next((d for d, n in enumerate(node.shape) if n >= named.dp and d not in taken), None)
+    return {**places, "dp": S(dim)} if dim is not None else dict(places)
+
+
+# -- columns and rows ----------------------------------------------------------------------------------------------------------
+
+
+class _Stop(Exception):
+    """The cut cannot be followed further."""
+
+
+def tensor_cuts(program: Program, loss: Node, weights: Mapping[str, Node], n: int) -> dict[str, S]:
+    """The cut of every weight that can be cut by columns or by rows without a collective in between."""
+    forward = program.needs(loss)
+    names = {node: name for name, node in weights.items()}
+    found: dict[Node, S] = {}
+    for node in program.nodes:
+        if node in forward and node.op.kind is Kind.CONTRACT and len(node.args) == 2:
+            for k, w in enumerate(node.args):
+                if w in names and w not in found:
+                    found |= _columns(program, forward, names, found, node, k, n)
+    return {names[w]: cut for w, cut in found.items()}
+
+
+def _columns(program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int) -> dict[Node, S]:
+    """The cuts that follow from cutting this weight by its columns; none where they cannot all be had."""
+    eq = equation_of(node)
+    assert eq is not None
+    other = set(eq.ins[1 - k])
+    dims = [d for d, x in enumerate(eq.ins[k]) if x not in other and x in eq.outs[0] and node.args[k].shape[d] % n == 0]
+    for d in dims:
+        flow = _Flow(program, forward, names, found, n)
+        try:
+            flow.require(node.args[k], S(d))
+            flow.follow()
+            if flow.ended:
+                return flow.cuts
+        except (_Stop, LayoutError):
+            continue
+    return {}
+
+
+class _Flow:
+    """Follows one cut forward to the products that end it, and back to whatever must be cut alike."""
+
+    def __init__(self, program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], n: int) -> None:
+        self.program, self.forward, self.names, self.found = program, forward, names, found
+        self.mesh = Mesh(tp=n)
+        self.at: dict[Node, S] = {}
+        self.cuts: dict[Node, S] = {}
+        self.todo: list[Node] = []
+        self.ended = False
+
+    def require(self, node: Node, cut: S) -> None:
+        """The node must be cut so: a weight is, anything else is because its operands are."""
+        if node in self.at:
+            if self.at[node] != cut:
+                raise _Stop
+            return
+        if node in self.names:
+            if node in self.found or self._local(node, cut) is None:
+                raise _Stop
+            self.cuts[node] = cut
+        elif node.op.name in ("input", "const") or len(node.types) != 1:
+            raise _Stop
+        else:
+            self._require_operands(node, cut)
+        self.at[node] = cut
+        self.todo.append(node)
+
+    def _local(self, node: Node, cut: S) -> Layout | None:
+        layout = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within)
+        return layout if layout.is_even else None
+
+    def _require_operands(self, node: Node, cut: S) -> None:
+        eq = equation_of(node)
+        if node.op.name == "reshape":
+            self.require(node.args[0], self._reshaped(node, cut, node.args[0].shape))
+            return
+        if eq is None or eq.outs[0][cut.dim] in eq.whole:
+            raise _Stop
+        places = eq.dims_of(eq.outs[0][cut.dim])
+        if not places:
+            raise _Stop
+        for k, d in places:
+            self.require(node.args[k], S(d, cut.within))
+
+    def _reshaped(self, node: Node, cut: S, shape: Iterable[int]) -> S:
+        layout = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within).reshape(tuple(shape))
+        place = layout.placement("tp")
+        if not isinstance(place, S):
+            raise _Stop
+        return place
+
+    def follow(self) -> None:
+        while self.todo:
+            node = self.todo.pop()
+            for user in self.program.users[node]:
+                if user in self.forward and user not in self.at:
+                    self._pass(node, user)
+
+    def _pass(self, node: Node, user: Node) -> None:
+        cut, eq = self.at[node], equation_of(user)
+        if user.op.name == "reshape":
+            new = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within).reshape(user.shape).placement("tp")
+            assert isinstance(new, S)
+            self._reach(user, new)
+            return
+        if user.op.name == "item":
+            return
+        if eq is None:
+            raise _Stop
+        label = eq.label(user.args.index(node), cut.dim)
+        if label in eq.whole or label == ONE:
+            raise _Stop
+        for k, d in eq.dims_of(label):
+            self.require(user.args[k], S(d, cut.within))
+        self._results(user, label, cut)
+
+    def _results(self, user: Node, label: str, cut: S) -> None:
+        eq = equation_of(user)
+        assert eq is not None
+        for i, out in enumerate(eq.outs):
+            results = [user] if len(eq.outs) == 1 else [u for u in self.program.users[user] if u.op.name == "item" and u.attr("index") == i and u in self.forward]
+            for r in results:
+                if label in out:
+                    self._reach(r, S(out.index(label), cut.within))
+                elif user.op.kind is Kind.CONTRACT:
+                    self.ended = True
+                else:
+                    raise _Stop
+        if len(eq.outs) > 1:
+            self.at[user] = cut
+
+    def _reach(self, node: Node, cut: S) -> None:
+        if node not in self.at:
+            self.at[node] = cut
+            self.todo.append(node)
