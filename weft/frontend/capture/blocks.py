@@ -8,6 +8,7 @@ different after all. So capture time does not grow with depth, and a block is on
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weft.core.node import Node, make, toposort
+from weft.frontend.capture.experts import MODULES
 from weft.frontend.capture.recorder import Recorder
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,11 +54,19 @@ def shape_key(module: nn.Module, known: dict[nn.Module, Any]) -> Any:
         for n, t in itertools.chain(module._parameters.items(), module._buffers.items())
         if t is not None
     ]
-    hooked = "forward" in module.__dict__ or any(getattr(module, h) for h in _HOOKS)
-    bad = hooked or any(key is None for _, key in children)
+    bad = _hooked_here(module) or any(key is None for _, key in children)
     key = None if bad else (type(module), module.training, module.extra_repr(), tuple(own), tuple(children))
     known[module] = key
     return key
+
+
+def _hooked_here(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or any(getattr(module, h) for h in _HOOKS)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether anyone listens inside: hooks may come after the classes were made."""
+    return any(map(_hooked_here, module.modules()))
 
 
 def candidates(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
@@ -93,6 +103,8 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, functools.partial):
+        return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     return isinstance(a, _PLAIN) and a == b
@@ -189,8 +201,11 @@ class Blocks:
     differing: dict[int, set[tuple[str, str]]] = field(default_factory=dict)
 
     def call(self, plain: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        whole = MODULES.get(type(module))
+        if whole is not None:
+            return whole(self.recorder, module, *args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        if module not in self.alike or not self._simple(leaves):
+        if module not in self.alike or _hooked(module) or not self._simple(leaves):
             return plain(module, *args, **kwargs)
         key = id(self.alike[module]), spec, tuple(map(_leaf_key, leaves)), _tying(module), torch.is_grad_enabled(), _cast()
         for template in self.templates.setdefault(key, []):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, user_line
+from weft.frontend.capture.joint import enter
 from weft.frontend.capture.ops import opaque
 from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
@@ -29,6 +30,7 @@ from weft.ops.shape import expand
 ATEN: dict[Any, Handler] = {}
 VIEWS: dict[Any, Callable[..., list[Step] | list[list[Step]]]] = {}
 FUNCTIONS: dict[Any, Handler] = {}
+ON_TENSORS: set[Handler] = set()
 CPU = torch.device("cpu")
 
 
@@ -63,11 +65,13 @@ def views(*names: str) -> Callable[[Any], Any]:
     return add
 
 
-def function(*functions: Any) -> Callable[[Handler], Handler]:
-    """Register a torch function to be heard above ATen: `handler(recorder, *args, **kwargs)` on nodes."""
+def function(*functions: Any, tensors: bool = False) -> Callable[[Handler], Handler]:
+    """Register a torch function to be heard above ATen, on nodes; with `tensors`, on the traced tensors themselves."""
 
     def add(handler: Handler) -> Handler:
         FUNCTIONS.update(dict.fromkeys(functions, handler))
+        if tensors:
+            ON_TENSORS.add(handler)
         return handler
 
     return add
@@ -101,6 +105,11 @@ class Above(TorchFunctionMode):
 
 def hear(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs: Any) -> Any:
     """Call a handler on the nodes behind tensors and wrap what it gives; fall through where it declines."""
+    if handler in ON_TENSORS:
+        return handler(recorder, *args, **kwargs)
+    if recorder.joint and torch.is_grad_enabled():
+        result = enter(recorder, handler, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
     nodes = tree_map_only(Tensor, recorder.node, (args, kwargs))
     result = handler(recorder, *nodes[0], **nodes[1])
     if result is NotImplemented:
@@ -130,6 +139,8 @@ class Below(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return CPU
+        if func._schema.name.startswith("aten::_foreach_"):
+            return self._foreach(func, args)
         out = func(*args, **kwargs)
         if func in VIEWS:
             return self._view(func, out, args, kwargs)
@@ -139,6 +150,14 @@ class Below(TorchDispatchMode):
             return out
         self._bind(func, out, self._nodes(func, out, args, kwargs))
         return out
+
+    def _foreach(self, func: Any, args: Any) -> Any:
+        """An op over lists is the op on each; lists beside the first go along with it."""
+        name = func._schema.name.removeprefix("aten::_foreach_")
+        each = torch.ops.aten.linalg_vector_norm if name == "norm" else getattr(torch.ops.aten, name)
+        with self:
+            out = [each(x, *(a[i] if isinstance(a, (list, tuple)) else a for a in args[1:])) for i, x in enumerate(args[0])]
+        return None if name.endswith("_") else out
 
     def _nodes(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
         recorder = self.recorder

@@ -35,6 +35,8 @@ class Recorder:
     lines: dict[Node, str] = field(default_factory=dict)
     sites: int = 0
     placeholders: int = 0
+    step: Any = None  # who answers when a gradient is asked for
+    capacity: float | None = None  # of experts; None drops no token
     joint: bool = False  # autograd runs too, so it stops gradients itself
 
     # -- tensors to nodes ----------------------------------------------------------------------------------------------
@@ -50,9 +52,11 @@ class Recorder:
         """What a tensor stands for now, its gradient stopped if it was made where gradients were off."""
         ref = self.ref(tensor)
         node = ref.read()
-        if ref.stopped and torch.is_grad_enabled() and not self.joint and self.moves(node):
-            return stop_gradient(node)
-        return node
+        return self.stopped(node) if ref.stopped and torch.is_grad_enabled() and not self.joint else node
+
+    def stopped(self, node: Node) -> Node:
+        """The node as a constant, where a gradient could flow through it."""
+        return stop_gradient(node) if self.moves(node) else node
 
     def moves(self, node: Node) -> bool:
         """Whether any gradient could flow through it."""

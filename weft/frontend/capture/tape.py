@@ -13,6 +13,8 @@ import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
 from weft.core.node import listening, user_line
 from weft.frontend.capture.blocks import Blocks, Instance, candidates, heard
 from weft.frontend.capture.errors import explained
+from weft.frontend.capture.huggingface import interfaces
+from weft.frontend.capture.joint import own_gradients
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
@@ -47,12 +49,14 @@ class Tape:
 
 
 @contextmanager
-def tracing(model: nn.Module, joint: bool = False) -> Iterator[Tape]:
+def tracing(model: nn.Module, joint: bool = False, capacity: float | None = None) -> Iterator[Tape]:
     """Inside, the module computes on traced tensors; afterwards it is as it was."""
-    recorder = Recorder(joint=joint)
+    recorder = Recorder(joint=joint, capacity=capacity)
     with ExitStack() as stack:
         stack.enter_context(explained())
         tape = stack.enter_context(_swapped(model, recorder))
+        stack.enter_context(own_gradients(joint))
+        stack.enter_context(interfaces(model, recorder))
         stack.enter_context(autocast_on_cpu())
         stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
         stack.enter_context(heard(tape.blocks))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, register
+from weft.frontend.zoo.entry import Batch, Field, ids, register, wide
 from weft.frontend.zoo.gpt import _start
 
 IGNORE = -100  # a label at a position that was not masked
@@ -86,8 +86,8 @@ class Bert(nn.Module):
 
 def pretraining(model: nn.Module, batch: Batch) -> Tensor:
     words, follows = model(batch["words"], batch["kinds"], batch["keep"])
-    masked = F.cross_entropy(words.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORE)
-    return masked + F.cross_entropy(follows.float(), batch["follows"])
+    masked = F.cross_entropy(wide(words.flatten(0, 1)), batch["labels"].flatten(), ignore_index=IGNORE)
+    return masked + F.cross_entropy(wide(follows), batch["follows"])
 
 
 def fields(s: Settings, batch: int) -> dict[str, Field]:

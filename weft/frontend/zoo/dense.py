@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, reals, register
+from weft.frontend.zoo.entry import Batch, Field, ids, reals, register, wide
 from weft.frontend.zoo.recommend import stack
 
 
@@ -33,7 +33,7 @@ class MLP(nn.Module):
 
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch["x"]).float(), batch["labels"])
+    return F.cross_entropy(wide(model(batch["x"])), batch["labels"])
 
 
 def mlp_fields(s: MLPSettings, batch: int) -> dict[str, Field]:

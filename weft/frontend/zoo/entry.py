@@ -24,20 +24,28 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a batch: integers below `high`, or numbers drawn from a unit normal when `high` is None."""
+    """One tensor of a batch: whole numbers below `high`, or numbers drawn from a unit normal when `high` is None.
+
+    Without a dtype, drawn numbers have the model's.
+    """
 
     shape: tuple[int, ...]
     high: int | None = None
-    dtype: torch.dtype = torch.int64
+    dtype: torch.dtype | None = None
 
-    def make(self, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        if self.high is None:
-            kind = self.dtype if self.dtype.is_floating_point else torch.get_default_dtype()
-            return torch.empty(self.shape, device=device, dtype=kind) if generator is None else torch.randn(
-                self.shape, generator=generator, dtype=kind).to(device)
+    def make(self, device: torch.device, generator: torch.Generator | None, floats: torch.dtype) -> Tensor:
+        kind = self.dtype or (floats if self.high is None else torch.int64)
+        kind = floats if kind.is_floating_point else kind
         if generator is None:
-            return torch.empty(self.shape, device=device, dtype=self.dtype)
-        return torch.randint(0, self.high, self.shape, generator=generator).to(device, self.dtype)
+            return torch.empty(self.shape, device=device, dtype=kind)
+        if self.high is None:
+            return torch.randn(self.shape, generator=generator, dtype=torch.float64).to(device, kind)
+        return torch.randint(0, self.high, self.shape, generator=generator).to(device, kind)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision brought to float32, where sums over many elements begin."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def ids(*shape: int, high: int) -> Field:
@@ -76,7 +84,9 @@ class Workload:
         """A batch of `batch` samples; on `meta` it has shapes only."""
         place = torch.device(device)
         generator = None if place.type == "meta" else torch.Generator().manual_seed(seed)
-        return {k: f.make(place, generator) for k, f in self.fields(self.batch if batch is None else batch).items()}
+        floats = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        size = self.batch if batch is None else batch
+        return {k: f.make(place, generator, floats) for k, f in self.fields(size).items()}
 
 
 _entries: dict[str, Entry] = {}

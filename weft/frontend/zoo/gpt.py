@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, register
+from weft.frontend.zoo.entry import Batch, Field, ids, register, wide
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _start(module: nn.Module) -> None:
 
 def next_token(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy of the next token."""
-    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1).float(), batch["targets"].flatten())
+    return F.cross_entropy(wide(model(batch["tokens"]).flatten(0, 1)), batch["targets"].flatten())
 
 
 def fields(s: Settings, batch: int) -> dict[str, Field]:

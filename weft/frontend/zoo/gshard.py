@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.frontend.zoo import bert
-from weft.frontend.zoo.entry import Batch, Field, ids, register
+from weft.frontend.zoo.entry import Batch, Field, ids, register, wide
 from weft.frontend.zoo.gpt import _start
 
 
@@ -72,7 +72,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         size = math.gcd(self.group, x.shape[0] * x.shape[1])
         tokens = x.reshape(-1, size, x.shape[-1])
-        chances = F.softmax(self.router(tokens).float(), -1)
+        chances = F.softmax(wide(self.router(tokens)), -1)
         weights, imbalance = top2(chances, max(1, 2 * size // self.experts))
         weights = weights.to(x.dtype)
         sent = torch.einsum("gsec,gsm->egcm", (weights > 0).to(x.dtype), tokens)
@@ -127,7 +127,7 @@ class GShard(nn.Module):
 
 def balanced_words(model: nn.Module, batch: Batch) -> Tensor:
     logits, uneven = model(batch["words"])
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+    loss = F.cross_entropy(wide(logits.flatten(0, 1)), batch["labels"].flatten())
     return loss + model.settings.balance * uneven
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, reals, register
+from weft.frontend.zoo.entry import Batch, Field, ids, reals, register, wide
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def _auxiliary(n: int, c: Settings) -> nn.Sequential:
 def classify_twice(model: nn.Module, batch: Batch) -> Tensor:
     """The main loss, and 0.4 of the auxiliary head's."""
     main, side = model(batch["images"])
-    loss = F.cross_entropy(main.float(), batch["labels"])
-    return loss if side is None else loss + 0.4 * F.cross_entropy(side.float(), batch["labels"])
+    loss = F.cross_entropy(wide(main), batch["labels"])
+    return loss if side is None else loss + 0.4 * F.cross_entropy(wide(side), batch["labels"])
 
 
 def fields(s: Settings, batch: int) -> dict[str, Field]:
@@ -171,5 +171,5 @@ def fields(s: Settings, batch: int) -> dict[str, Field]:
 
 register(
     "inception-v3", Settings(), Inception, classify_twice, fields, batch=64,
-    small={"image": 75, "classes": 10, "width": 0.0625, "dropout": 0.0, "auxiliary": False},
+    small={"image": 107, "classes": 10, "width": 0.125, "dropout": 0.0, "auxiliary": False},
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, register
+from weft.frontend.zoo.entry import Batch, Field, ids, register, wide
 from weft.frontend.zoo.gpt import _start
 from weft.frontend.zoo.llama import Attention, rotary_tables
 from weft.frontend.zoo.llama import Settings as LlamaSettings
@@ -65,7 +65,7 @@ class Sparse(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         flat = x.flatten(0, -2)
-        chances = F.softmax(self.router(flat).float(), -1)
+        chances = F.softmax(wide(self.router(flat)), -1)
         weights, picks = chances.topk(self.chosen, -1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         return self.experts(flat, picks, weights).view_as(x), _imbalance(chances, picks)
@@ -114,7 +114,7 @@ def balanced_next_token(model: nn.Module, batch: Batch) -> Tensor:
     """Next-token loss plus the price of uneven experts."""
     logits, uneven = model(batch["tokens"])
     price = model.settings.balance
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten()) + price * uneven
+    return F.cross_entropy(wide(logits.flatten(0, 1)), batch["targets"].flatten()) + price * uneven
 
 
 def fields(s: Settings, batch: int) -> dict[str, Field]:

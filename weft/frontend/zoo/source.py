@@ -143,7 +143,7 @@ def _build(config: Any, device: Any, dtype: torch.dtype | None, seed: int, chang
 
 def _by_task(transformers: Any, config: Any) -> nn.Module:
     """The first of the usual training heads that knows this kind of config."""
-    tasks = ["AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"]
+    tasks = ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"]
     if getattr(config, "is_encoder_decoder", False):
         tasks.insert(0, tasks.pop(2))
     for task in tasks:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, reals, register
+from weft.frontend.zoo.entry import Batch, Field, ids, reals, register, wide
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ViT(nn.Module):
 
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch["images"]).float(), batch["labels"])
+    return F.cross_entropy(wide(model(batch["images"])), batch["labels"])
 
 
 def fields(s: Settings, batch: int) -> dict[str, Field]:

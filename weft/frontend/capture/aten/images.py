@@ -1,0 +1,92 @@
+"""Convolution, pooling and batch norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.core.node import Node
+from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.frontend.capture.recorder import Recorder
+from weft.ops import batchnorm, conv, pool
+from weft.ops.fill import full
+from weft.ops.norm import wide_dtype
+from weft.ops.shape import reshape
+
+
+@aten("convolution")
+def _convolution(r: Recorder, x: Node, weight: Node, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+                 output_padding: Any, groups: int) -> Node:  # fmt: skip
+    """Two window dims, or one as a row of pixels; transposed and three-dimensional ones are left opaque."""
+    if transposed or x.ndim not in (3, 4):
+        return NotImplemented
+    if x.ndim == 4:
+        return conv.conv2d(x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups)
+    row, kernel = (reshape(v, (*v.shape[:2], 1, v.shape[2])) for v in (x, weight))
+    y = conv.conv2d(row, kernel, bias, stride=(1, *stride), padding=(0, *padding), dilation=(1, *dilation), groups=groups)
+    return reshape(y, (*y.shape[:2], y.shape[3]))
+
+
+@function(F.max_pool2d, torch.max_pool2d)
+def _max_pool(r: Recorder, x: Node, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+              ceil_mode: bool = False, return_indices: bool = False) -> Node:  # fmt: skip
+    if x.ndim != 4 or conv.pair(dilation) != (1, 1) or ceil_mode or return_indices:
+        return NotImplemented
+    return pool.max_pool2d(x, kernel_size, stride or None, padding)
+
+
+@aten("avg_pool2d")
+def _avg_pool(r: Recorder, x: Node, kernel: Any, stride: Any = (), padding: Any = (0, 0), ceil_mode: bool = False,
+              count_include_pad: bool = True, divisor_override: Any = None) -> Node:  # fmt: skip
+    if x.ndim != 4 or ceil_mode or divisor_override is not None:
+        return NotImplemented
+    pairs = [tuple(v) * 2 if len(v) == 1 else v for v in (kernel, stride or kernel, padding)]
+    return pool.avg_pool2d(x, *pairs, count_pad=count_include_pad)
+
+
+@aten("_adaptive_avg_pool2d")
+def _adaptive_avg_pool(r: Recorder, x: Node, size: Any) -> Node:
+    return pool.adaptive_avg_pool2d(x, size) if x.ndim == 4 else NotImplemented
+
+
+@function(F.batch_norm, torch.batch_norm, tensors=True)
+def _batch_norm(r: Recorder, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+                bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any) -> Tensor:  # fmt: skip
+    """The new running statistics are values like any other, written into the buffers they belong to."""
+    if r.joint:
+        return _batch_norm_by_parts(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    kind = wide_dtype(x.dtype)
+    xs = to_dtype(r.node(x), kind)
+    channels = xs.shape[1]
+
+    def vector(tensor: Tensor | None, default: float) -> Node:
+        return full((channels,), default, r.mesh, kind) if tensor is None else to_dtype(r.node(tensor), kind)
+
+    scale, shift, mean, var = (vector(t, d) for t, d in ((weight, 1.0), (bias, 0.0), (running_mean, 0.0), (running_var, 1.0)))
+    if not training:
+        return r.wrap(to_dtype(batchnorm.batch_norm_eval(xs, scale, shift, mean, var, eps=eps), x.dtype))
+    y, new_mean, new_var = batchnorm.batch_norm(xs, scale, shift, mean, var, momentum=momentum, eps=eps)
+    for buffer, new in ((running_mean, new_mean), (running_var, new_var)):
+        if buffer is not None:
+            r.ref(buffer).write(r.stopped(to_dtype(new, buffer.dtype)))
+    return r.wrap(to_dtype(y, x.dtype))
+
+
+def _batch_norm_by_parts(x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float,
+                         eps: float) -> Tensor:  # fmt: skip
+    """The same in torch's own ops, for autograd to go through; its statistics too are written where they can be seen."""
+    dims, shape = [0, *range(2, x.ndim)], (1, -1, *(1,) * (x.ndim - 2))
+    mean, var = (x.mean(dims), None) if training else (running_mean, running_var)
+    off = x - mean.view(shape)
+    var = off.square().mean(dims) if var is None else var
+    if training and running_mean is not None:
+        count = x.numel() // x.shape[1]
+        with torch.no_grad():
+            running_mean.mul_(1 - momentum).add_(momentum * mean)
+            running_var.mul_(1 - momentum).add_(momentum * count / (count - 1) * var)
+    y = off * torch.rsqrt(var + eps).view(shape)
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)

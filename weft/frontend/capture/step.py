@@ -1,0 +1,235 @@
+"""A step while it is traced: gradients asked for, parameters updated, and at the end the program of it all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.autodiff import backward
+from weft.core.errors import CaptureError
+from weft.core.node import Node, constant, toposort, user_line
+from weft.core.program import Program, new_program
+from weft.frontend.capture.blocks import Instance
+from weft.frontend.capture.modes import function
+from weft.frontend.capture.optimizers import Rule, rule_of
+from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.tape import Tape
+from weft.ops import pointwise as w
+from weft.ops.fill import zeros_like
+from weft.ops.source import input_op
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A program, and how its inputs and outputs hang together with the module and the optimizer it came from.
+
+    Inputs are named by what they are: `param.NAME`, `buffer.NAME`, `batch.KEY`, `constant.0`, the optimizer's `exp_avg.NAME`
+    and so on, `lr.0` per parameter group, `step`, `seed`. An output of the same name is the input's next value.
+    """
+
+    program: Program
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+    blocks: tuple[tuple[Instance, ...], ...]
+    opaque: Mapping[str, Sequence[str]]
+    assumed: tuple[str, ...]
+    states: Mapping[str, str] = field(default_factory=dict)  # `exp_avg.NAME` -> `param.NAME`
+    rates: tuple[float, ...] = ()
+
+    def inputs(self, batch: Any, seed: int = 0, step: int = 0, rates: Sequence[float] | None = None) -> dict[str, Tensor]:
+        """A value for every input: the module's tensors, the batch, zeros for a new optimizer's state."""
+        values = {**self.parameters, **self.buffers, **self.constants, **named_batch(batch)}
+        values = {k: v.detach() for k, v in values.items()}
+        values |= {k: torch.zeros_like(self.parameters[p].detach()) for k, p in self.states.items()}
+        values |= {f"lr.{i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(rates or self.rates)}
+        values |= {"seed": torch.tensor(seed), "step": torch.tensor(step)}
+        return {name: values[name] for name in self.program.input_names}
+
+    def report(self) -> str:
+        """What a user should know: ops weft does not know, with the lines that would teach them, and what was assumed."""
+        told = [f"assumed: {what}" for what in self.assumed]
+        for target, lines in self.opaque.items():
+            places = ", ".join(dict.fromkeys(line for line in lines if line)) or "the model"
+            told.append(f"{target} has no entry: it stays whole on every rank ({len(lines)} times, {places}). To teach it:\n{lesson(target)}")
+        return "\n".join(told)
+
+
+def lesson(target: str) -> str:
+    """The lines that teach weft a torch op."""
+    name = target.split(".")[1]
+    return f"""
+    import torch, weft
+    from weft.frontend.capture import teach
+    from weft.ops.registry import Kind
+
+    {name} = weft.define(
+        "{name}", kind=Kind.WHOLE,
+        equation="a b -> a b",              # the dims of every operand and result; what may be cut follows
+        run=torch.ops.{target},
+        vjp=lambda n, ct: (...,),           # one gradient per operand, in weft ops
+    )
+    teach(torch.ops.{target})({name})
+"""
+
+
+def named_batch(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch by the names their inputs have."""
+    if isinstance(batch, Tensor):
+        return {"batch.0": batch}
+    pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return {f"batch.{k}": v for k, v in pairs if isinstance(v, Tensor)}
+
+
+class Step:
+    """Puts a program together while torch is listened to. Gradients live where torch has them, in `.grad`."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.outputs: dict[str, Node] = {}
+        self.states: dict[str, Node] = {}  # optimizer state by input name, its value now
+        self.owners: dict[str, str] = {}
+        self.rates: list[float] = []
+        tape.recorder.step = self
+
+    @property
+    def recorder(self) -> Recorder:
+        return self.tape.recorder
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
+        """loss.backward(): gradients of the parameters that move and are reached, added to `.grad`."""
+        moving = {n: t for n, t in self.tape.parameters.items() if self.recorder.differentiable[self.recorder.inputs[n]]}
+        for tensor, grad in zip(moving.values(), self.gradients([loss], moving.values(), [gradient]), strict=True):
+            if grad is not None:
+                tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+
+    def gradients(self, of: Iterable[Tensor], wrt: Iterable[Tensor], cts: Iterable[Tensor | None]) -> list[Tensor | None]:
+        recorder = self.recorder
+        if recorder.joint:
+            return list(torch.autograd.grad(list(of), list(wrt), list(cts), allow_unused=True))
+        seeds: dict[Node, Node] = {}
+        for loss, ct in zip(of, cts, strict=True):
+            node = recorder.node(loss)
+            one = recorder.node(ct) if ct is not None else constant(1.0, node.dtype, recorder.mesh)
+            seeds[node] = w.add(seeds[node], one) if node in seeds else one
+        found = backward(seeds, [recorder.ref(t).read() for t in wrt])
+        return [recorder.wrap(found[n]) if (n := recorder.ref(t).read()) in found else None for t in wrt]
+
+    def give_gradients(self) -> None:
+        for name, tensor in self.tape.parameters.items():
+            if tensor.grad is not None:
+                self.outputs[f"d.{name}"] = self.recorder.ref(tensor.grad).read()
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """optimizer.step(): the next value of every parameter that has a gradient, by one op each."""
+        names = {id(t): name for name, t in self.tape.parameters.items()}
+        step = self.states["step"] = w.add(self._held("step", (), torch.int64), 1)
+        for i, group in enumerate(optimizer.param_groups):
+            rule = rule_of(optimizer, group)
+            rate = self._held(f"lr.{i}", (), torch.float64)
+            self.rates = [*self.rates[:i], float(group["lr"]), *self.rates[i + 1 :]]
+            for p in group["params"]:
+                traced = self.tape.traced.get(id(p))
+                if traced is not None and traced.grad is not None:
+                    self._update_one(names[id(traced)], traced, rule, rate, step)
+
+    def _held(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Node:
+        """The value now of something the optimizer keeps."""
+        if name not in self.states:
+            self.states[name] = self.recorder.declare(name, shape, dtype)
+        return self.states[name]
+
+    def _update_one(self, name: str, traced: Tensor, rule: Rule, rate: Node, step: Node) -> None:
+        ref, grad = self.recorder.ref(traced), self.recorder.ref(traced.grad).read()
+        keys = [f"{s}.{name.removeprefix('param.')}" for s in rule.state]
+        held = [self._held(key, traced.shape, traced.dtype) for key in keys]
+        made = rule.op(ref.read(), grad, *held, rate, step, **rule.attrs)
+        new, *states = [made] if len(made.types) == 1 else list(made)
+        ref.write(new)
+        self.states |= dict(zip(keys, states, strict=True))
+        self.owners |= dict.fromkeys(keys, name)
+
+    def zero_grad(self) -> None:
+        for tensor in self.tape.parameters.values():
+            tensor.grad = None
+
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, the optimizer's own methods are this step's."""
+        mine = {"step": lambda closure=None: self.update(optimizer), "zero_grad": lambda set_to_none=True: self.zero_grad()}
+        kept = {k: optimizer.__dict__[k] for k in mine if k in optimizer.__dict__}
+        try:
+            optimizer.__dict__.update(mine)
+            yield
+        finally:
+            for k in mine:
+                del optimizer.__dict__[k]
+            optimizer.__dict__.update(kept)
+
+    # -- the program ---------------------------------------------------------------------------------------------------
+
+    def give(self, key: str, value: Any) -> None:
+        """The tensors in what the user's code returned, named by their place in it."""
+        for name, tensor in _named(key, value):
+            self.outputs[name] = self.recorder.node(tensor)
+
+    def finish(self, name: str) -> Captured:
+        tape, recorder = self.tape, self.recorder
+        for key, tensor in (*tape.parameters.items(), *tape.buffers.items()):
+            if recorder.ref(tensor).cell.version:
+                self.outputs[key] = recorder.ref(tensor).read()
+        self.outputs |= {k: n for k, n in self.states.items() if n.op is not input_op}
+        if not self.outputs:
+            raise CaptureError("nothing was computed", needed="a result, a loss or an update", found="none", where=user_line())
+        used = set(toposort(self.outputs.values()))
+        inputs = [n for n in recorder.inputs.values() if n in used]
+        kept = {n.attr("name") for n in inputs}
+        lines = {n: line for n, line in recorder.lines.items() if n in used and line}
+        state = tuple((k, k) for k in self.outputs if k in kept)
+        program = new_program(name, recorder.mesh, inputs, self.outputs, state=state, lines=lines)
+        real = {f"param.{k}": v for k, v in tape.model.named_parameters()} | {f"buffer.{k}": v for k, v in tape.model.named_buffers()}
+        return Captured(
+            program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
+            tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
+        )  # fmt: skip
+
+
+def _named(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from _named(f"{key}.{k}", v)
+    elif isinstance(value, (tuple, list)):
+        for i, v in enumerate(value):
+            yield from _named(f"{key}.{i}", v)
+    elif dataclasses.is_dataclass(value):
+        for f in dataclasses.fields(value):
+            yield from _named(f"{key}.{f.name}", getattr(value, f.name))
+
+
+@function(Tensor.backward, tensors=True)
+def _backward(r: Recorder, loss: Tensor, gradient: Any = None, *_: Any, **__: Any) -> None:
+    r.step.backward(loss, gradient)
+
+
+@function(torch.autograd.grad, tensors=True)
+def _grad(r: Recorder, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **more: Any) -> Any:
+    of = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    wrt = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    cts = [None] * len(of) if grad_outputs is None else [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+    found = r.step.gradients(of, wrt, cts)
+    if more.get("allow_unused") or more.get("materialize_grads"):
+        return tuple(found)
+    return tuple(r.wrap(zeros_like(r.node(t))) if g is None else g for g, t in zip(found, wrt, strict=True))
+
