@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 import torch.distributed as dist
 
 from weft import interp
+from weft.codegen.blocks import Call
 from weft.codegen.pipeline import lower
 from weft.core.errors import RuntimeFault
 from weft.core.program import Program
-from weft.runtime import comm
+from weft.runtime import comm, native, pipeline
+from weft.runtime.fused_call import FusedCall, Plan, Use
+from weft.runtime.peers import Alone, connect
 
 
 class Compiled:
@@ -26,8 +30,11 @@ class Compiled:
         _check_world(program)
         self.groups = _groups(program, device_mesh, self.device)
         self.coords = program.mesh.coords(self.rank)
-        self.code = lower(program, self.rank)
+        peers = _peers(program, self.groups, self.device)
+        self.code = lower(program, self.rank, fuse=peers)
         names: dict[str, Any] = {"torch": torch, "comm": comm, "on": types.SimpleNamespace(**self.groups), "device": self.device, **self.code.names}
+        names |= {"in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
+        names |= {name: FusedCall(_plan(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
         self._step = names["step"]
 
@@ -72,6 +79,31 @@ def _groups(program: Program, device_mesh: Any, device: torch.device) -> dict[st
         sizes, names = tuple(program.mesh.sizes.values()), program.mesh.axes
         device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     return {axis: device_mesh.get_group(axis) for axis in program.mesh.axes}
+
+
+def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) -> dict[str | None, Any]:
+    """For every axis with a fused group, the peers along it, where they can reach each other's memory."""
+    axes = dict.fromkeys(n.attr("axis") for g in program.groups if g.kind == "fuse" for n in g.nodes if n.attr("axis"))
+    if device.type != "cpu" or not native.available():
+        return {}
+    found: dict[str | None, Any] = {None: Alone(device)}
+    for axis in axes if dist.is_initialized() else ():
+        with contextlib.suppress(RuntimeFault):  # several hosts: the group runs node by node
+            found[axis] = connect(groups[axis], device)
+    return found
+
+
+def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
+    """A call of codegen's as the runtime's plain data."""
+    arguments = {n: k for k, n in enumerate(call.given)}
+    results = {n: k for k, n in enumerate(call.made)}
+    parts = []
+    for part in call.fused.parts:
+        uses = [Use(slot, p.role, (results if p.node in results else arguments)[p.node], p.offsets) for slot, p in part.places.items()]
+        parts.append((part.length, tuple(uses)))
+    shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in call.made)
+    scalars = {name: arguments[n] for part in call.fused.parts for name, n in part.scalars.items()}
+    return Plan(call.kernel, tuple(parts), shapes, tuple(scalars.items()))
 
 
 def compile_program(program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> Compiled:

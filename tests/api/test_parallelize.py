@@ -1,0 +1,108 @@
+"""Training under every kind of plan over real processes gives the losses of one-process torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.api.ranks import on_ranks
+from weft.api.parallelize import parallelize
+from weft.core.errors import PlanError, RuntimeFault
+from weft.frontend import zoo
+
+STEPS = 4
+
+
+def workload(name: str) -> Any:
+    w = zoo.small(name, dtype=torch.float64)
+    for m in w.model.modules():
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.0
+    return w
+
+
+def torch_losses(name: str, batch: int = 8) -> list[float]:
+    w = workload(name)
+    opt = torch.optim.AdamW(w.model.parameters(), lr=1e-2)
+    out = []
+    for i in range(STEPS):
+        opt.zero_grad()
+        loss = w.loss(w.model, w.example(batch, seed=i))
+        loss.backward()
+        opt.step()
+        out.append(loss.item())
+    return out
+
+
+def weft_losses(name: str, plan: str, batch: int = 8) -> list[float]:
+    w = workload(name)
+    opt = torch.optim.AdamW(w.model.parameters(), lr=1e-2)
+    step = parallelize(w.model, w.loss, opt, w.example(batch), plan=plan)
+    return [step(w.example(batch, seed=i)).item() for i in range(STEPS)]
+
+
+PLANS = {2: ["dp2", "dp2,zero1", "dp2,zero3", "tp2", "tp2,sp", "cp2"], 4: ["dp2,tp2,zero1", "dp4,zero2", "dp2,cp2,zero3"]}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "dlrm", "resnext50"])
+def test_losses_equal_one_process(name: str, tmp_path: Path) -> None:
+    want = torch_losses(name)
+    for world, plans in PLANS.items():
+        chosen = [p for p in plans if "cp" not in p or name in ("gpt2", "llama3-8b")]
+
+        def job(rank: int, chosen: list[str] = chosen) -> None:
+            for plan in chosen:
+                torch.testing.assert_close(weft_losses(name, plan), want, rtol=1e-8, atol=1e-8, msg=lambda m, plan=plan: f"{plan}: {m}")
+
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        on_ranks(world, job, folder)
+
+
+def test_one_process_needs_no_launcher() -> None:
+    torch.testing.assert_close(weft_losses("gpt2", "dp1"), torch_losses("gpt2"), rtol=1e-8, atol=1e-8)
+
+
+def test_check_eval_and_state_move_between_plans(tmp_path: Path) -> None:
+    w = workload("gpt2")
+    state = tmp_path / "state.pt"
+
+    def save(rank: int) -> None:
+        step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-2), w.example(8), plan="dp2,zero1")
+        step(w.example(8, seed=1))
+        assert step.check(w.example(8, seed=2)) < 1e-6
+        whole = step.state_dict()
+        if rank == 0:
+            torch.save(whole, state)
+
+    folder = tmp_path / "a"
+    folder.mkdir()
+    on_ranks(2, save, folder)
+    one = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-2), w.example(8))
+    one.load_state_dict(torch.load(state))
+    assert one.steps == 1
+    torch.testing.assert_close(one.eval(w.example(8, seed=1)).item(), float(one(w.example(8, seed=1))), rtol=1e-8, atol=1e-8)
+
+
+def test_a_plan_for_other_ranks_is_refused() -> None:
+    w = workload("mlp")
+    with pytest.raises(PlanError, match="is for 4 processes") as e:
+        parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan="dp2,tp2")
+    assert "weft run -n 4" in str(e.value)
+
+
+def test_an_unknown_word_in_a_plan_is_refused() -> None:
+    w = workload("mlp")
+    with pytest.raises(PlanError, match="no plan 'dp2,xx3'"):
+        parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan="dp2,xx3")
+
+
+def test_a_batch_of_another_shape_is_refused() -> None:
+    w = workload("mlp")
+    step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8))
+    with pytest.raises(RuntimeFault, match="batch") as e:
+        step(w.example(6))
+    assert "this rank's" in str(e.value)

@@ -1,0 +1,205 @@
+"""`weft.parallelize(model, loss, optimizer, example, plan)`: a plain torch training step, run on all ranks under a plan.
+
+The model is captured as one program, placed on the mesh, lowered to this rank's code, and given this rank's part of the state.
+The user's optimizer keeps its role as the holder of learning rates, so schedulers work as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft import interp
+from weft.api.compiled import Compiled
+from weft.core.errors import PlanError, RuntimeFault
+from weft.core.layout import R
+from weft.core.program import Program
+from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.step import named_batch
+from weft.plan.named import Named, input_layouts
+from weft.plan.place import place
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def parallelize(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    example: Any,
+    plan: str = "dp1",
+    *,
+    clip: float | None = None,
+    accumulate: int = 1,
+    precision: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Step:
+    """A training step under the plan. `example` is one global batch; `loss(model, batch)` gives a number.
+
+    `plan` is a name such as "dp2,tp2,zero1". The degrees must multiply to the number of processes.
+    """
+    named = Named.parse(plan)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if named.mesh.ranks != world:
+        raise PlanError(f"plan {plan!r} is for {named.mesh.ranks} processes", needed=f"{world} processes' worth of degrees", found=str(named), try_=f"weft run -n {named.mesh.ranks} SCRIPT")
+    captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
+    layouts, options = input_layouts(captured.program, named, captured.states)
+    program = place(captured.program, named.mesh, layouts, options)
+    return Step(captured, program, named, model, loss, optimizer, torch.device(device), seed)
+
+
+class Step:
+    """Forward, backward and update as one call; its state is held as the plan says."""
+
+    def __init__(
+        self, captured: Captured, program: Program, plan: Named, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, device: torch.device, seed: int
+    ) -> None:
+        self.captured, self.program, self.plan = captured, program, plan
+        self.model, self.loss, self.optimizer, self.seed = model, loss, optimizer, seed
+        self.compiled = Compiled(program, device=device)
+        self.steps = 0
+        self.grad_norm: Tensor | None = None
+        self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
+        self._state = self._initial_state()
+        self._eval: Compiled | None = None
+
+    def _initial_state(self) -> dict[str, Tensor]:
+        """This rank's part of parameters, buffers, constants and fresh optimizer state."""
+        values = {**self.captured.parameters, **self.captured.buffers, **self.captured.constants}
+        out = {}
+        for name, node in self.program.input_names.items():
+            shape = node.layout.local_shape(self.compiled.coords)
+            if name in self.captured.states:
+                out[name] = torch.zeros(shape, dtype=node.dtype, device=self.compiled.device)
+            elif name in values:
+                out[name] = self._local(name, values[name].detach()).clone()
+        return out
+
+    def _local(self, name: str, value: Tensor) -> Tensor:
+        node = self.program.input_names[name]
+        if value.is_meta:
+            return torch.empty(node.layout.local_shape(self.compiled.coords), dtype=node.dtype, device=self.compiled.device)
+        return interp.take_local(value, node.layout, self.compiled.coords).to(self.compiled.device)
+
+    # -- running ---------------------------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
+        out = self.compiled({**self._state, **self._batch(batch), **self._numbers()})
+        for name, inp in self.program.state:
+            if inp in self._state:
+                self._state[inp] = out[name]
+        self.steps += 1
+        self.grad_norm = out.get("grad_norm")
+        return out["loss"]
+
+    def eval(self, batch: Any) -> Tensor:
+        """The loss alone, in evaluation mode; nothing changes."""
+        if self._eval is None:
+            self._eval = self._evaluation(batch)
+        values = {**self._state, **self._batch(batch), **self._numbers()}
+        return self._eval({n: values[n] for n in self._eval.program.input_names})["loss"]
+
+    def _evaluation(self, batch: Any) -> Compiled:
+        training = self.model.training
+        self.model.eval()
+        try:
+            captured = capture(self.model, batch, self.loss)
+        finally:
+            self.model.train(training)
+        held = {n: self.program.input_names[n].layout.placements for n in captured.program.input_names if n in self.program.input_names}
+        held = {n: {a: p for a, p in places.items() if p != R} for n, places in held.items()}
+        return Compiled(place(captured.program, self.program.mesh, held), device=self.compiled.device)
+
+    def _batch(self, batch: Any) -> dict[str, Tensor]:
+        given = named_batch(batch)
+        out = {}
+        for name, type_ in self._batch_types.items():
+            if name not in given:
+                raise RuntimeFault(f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given))
+            x = given[name]
+            local = type_.layout.local_shape(self.compiled.coords)
+            if tuple(x.shape) == type_.shape:
+                x = interp.take_local(x, type_.layout, self.compiled.coords)
+            elif tuple(x.shape) != local:
+                raise RuntimeFault(f"batch {name.removeprefix('batch.')!r}", needed=f"{list(type_.shape)}, or this rank's {list(local)}", found=str(list(x.shape)))
+            out[name] = x.to(self.compiled.device)
+        return out
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """What changes from step to step by itself: learning rates, the step count, the seed of dropout."""
+        rates = {f"lr.{i}": g["lr"] for i, g in enumerate(self.optimizer.param_groups)}
+        values = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in rates.items()}
+        values |= {"step": torch.tensor(self.steps), "seed": torch.tensor(self.seed + self.steps)}
+        return {n: v.to(self.compiled.device) for n, v in values.items() if n in self.program.input_names}
+
+    # -- state -----------------------------------------------------------------------------------------------------------------
+
+    def full(self, name: str) -> Tensor:
+        """A state tensor whole, on every rank. Every rank must ask."""
+        node = self.program.input_names[name]
+        return gathered(node.layout, self._state[name], self.compiled)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
+        names = [n for n in self._state if not n.startswith("constant.")]
+        return {n: self.full(n) for n in names} | {"steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        missing = [n for n in self._state if not n.startswith("constant.") and n not in state]
+        if missing:
+            raise RuntimeFault("the state does not belong to this model", needed=f"{missing[0]} and {len(missing) - 1} more", found=f"{len(state)} other tensors")
+        for n in self._state:
+            if n in state:
+                self._state[n] = self._local(n, state[n]).clone()
+        self.steps = int(state["steps"])
+
+    def sync_model(self) -> nn.Module:
+        """The user's module with the trained values in it; every rank must ask."""
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name in self._state:
+                kind, _, key = name.partition(".")
+                if kind in ("param", "buffer"):
+                    own[key].copy_(self.full(name))
+        return self.model
+
+    # -- trust -----------------------------------------------------------------------------------------------------------------
+
+    def check(self, batch: Any, tolerance: float = 1e-4) -> float:
+        """The largest relative difference between this step and one-device torch, over the loss and every updated tensor.
+
+        The step is tried on a copy of the state; nothing changes. The batch must be a global one.
+        """
+        whole = {n: self.full(n) for n in self._state}
+        inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in named_batch(batch).items()}, **self._numbers()}
+        want = interp.run_global(self.captured.program, {n: inputs[n] for n in self.captured.program.input_names})
+        got = self.compiled({**self._state, **self._batch(batch), **self._numbers()})
+        worst = 0.0
+        for name, node in self.program.outputs:
+            value = gathered(node.layout, got[name], self.compiled)
+            if value.is_floating_point():
+                worst = max(worst, float((value - want[name]).abs().max() / want[name].abs().max().clamp(min=1e-12)))
+        if not worst <= tolerance:
+            raise RuntimeFault(f"the step under {self.plan} does not equal one device", needed=f"a relative difference up to {tolerance:g}", found=f"{worst:.3g}")
+        return worst
+
+
+def gathered(layout: Any, local: Tensor, compiled: Compiled) -> Tensor:
+    """A value whole on every rank, from what each holds."""
+    if not dist.is_initialized() or all(layout.where_cut(a) is None for a in layout.mesh.axes):
+        return local
+    parts: list[Any] = [None] * layout.mesh.ranks
+    dist.all_gather_object(parts, local.cpu())
+    return interp.denote(parts, _typed(layout, local), tolerance=1e-5).to(local.device)
+
+
+def _typed(layout: Any, local: Tensor) -> Any:
+    from weft.core.node import Type
+
+    return Type(local.dtype, layout)
