@@ -77,7 +77,7 @@ def _take_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, dim: int) -> t
     if x.shape[dim] == 0:
         return x.new_zeros(ctx.out_shape())
     at, hit = find(index, ctx.positions(0, dim))
-    hit = hit.reshape(*index.shape, *(1,) * (x.ndim - 1 - dim))
+    hit = hit.reshape((*index.shape, *(1,) * (x.ndim - 1 - dim)))
     return torch.where(hit, _take_run(x, at, dim), torch.zeros((), dtype=x.dtype, device=x.device))
 
 

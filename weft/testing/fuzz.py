@@ -20,7 +20,7 @@ from weft.testing.programs import Sample, random_program
 from weft.testing.same import MeaningChanged, check_form, check_values, close
 from weft.testing.schedules import Step, propose
 
-STEPS = 9  # verb calls tried per program
+STEPS = 10  # verb calls tried per program
 EVERY_GRADIENT = 4  # one program in so many is differentiated too
 EVERY_FIELD = 2
 

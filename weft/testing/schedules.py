@@ -197,8 +197,8 @@ def weights(p: Program) -> dict[str, float]:
     ready = any(p.output_names[o].op.name == "all_gather" for o, _ in p.state)
     twice = any(n.args[0].op.name == "all_reduce" for n in sums)
     return {
-        "split": 2.0 if sums else 0, "sink": 3.0 if gathers else 0.5, "hoist": 1.5, "delay": 2.0 if sums else 0.3, "shard_state": 5.0 if ready else 0.2,
-        "drop_dead": 0.5, "merge": 1.5, "bucket": 2.0 if len(sums) > 1 else 0, "by_hierarchy": 4.0 if twice else 0, "cut": 1.0,
+        "split": 2.0 if sums else 0, "sink": 3.0 if gathers else 0.5, "hoist": 1.5, "delay": 2.0 if sums else 0.3, "shard_state": 8.0 if ready else 0.2,
+        "drop_dead": 0.5, "merge": 1.5, "bucket": 2.0 if len(sums) > 1 else 0, "by_hierarchy": 6.0 if twice else 0, "cut": 1.0,
         "turn": 1.5 if gathers else 0, "fuse": 1.0, "overlap": 1.0, "undo": 0.2,
     }  # fmt: skip
 
