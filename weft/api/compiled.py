@@ -97,13 +97,14 @@ def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
     """A call of codegen's as the runtime's plain data."""
     arguments = {n: k for k, n in enumerate(call.given)}
     results = {n: k for k, n in enumerate(call.made)}
+    sets: dict[Any, int] = {}
     parts = []
     for part in call.fused.parts:
         uses = [Use(slot, p.role, (results if p.node in results else arguments)[p.node], p.offsets) for slot, p in part.places.items()]
-        parts.append((part.length, tuple(uses)))
+        numbers = tuple((name, arguments[n]) for name, n in part.scalars.items())
+        parts.append((part.length, tuple(uses), sets.setdefault(numbers, len(sets))))
     shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in call.made)
-    scalars = {name: arguments[n] for part in call.fused.parts for name, n in part.scalars.items()}
-    return Plan(call.kernel, tuple(parts), shapes, tuple(scalars.items()))
+    return Plan(call.kernel, tuple(parts), shapes, tuple(sets))
 
 
 def compile_program(program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> Compiled:

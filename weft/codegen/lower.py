@@ -6,10 +6,10 @@ Every rank derives its own list from the same program, in the same order, so col
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from weft.codegen.blocks import Block, blocks_of, in_blocks
 from weft.core.layout import Atom, Layout, O, P, _atom_positions
 from weft.core.node import Node
 from weft.core.program import Program
@@ -20,9 +20,9 @@ PREFETCH = 8  # how many computations ahead a gather of inputs may be started
 
 @dataclass(frozen=True)
 class Step:
-    """One statement of a rank: a node to compute, or to start, and the collectives to finish first."""
+    """One statement of a rank: a node to compute, or to start, or a whole group, and the collectives to finish first."""
 
-    node: Node
+    what: Node | Block
     waits: tuple[Node, ...]  # started earlier, first needed here
     frees: tuple[Node, ...]  # not needed after
 
@@ -35,7 +35,7 @@ class RankProgram:
     coords: Mapping[str, int]
     steps: tuple[Step, ...]
     last_waits: tuple[Node, ...] = ()
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why a group is not one step
 
 
 def is_wire(node: Node) -> bool:
@@ -60,26 +60,34 @@ def order(program: Program) -> list[Node]:
     return sorted(nodes, key=lambda n: (at[n], program.nodes.index(n)) if is_wire(n) else (at[n], -1))
 
 
-def rank_program(program: Program, rank: int) -> RankProgram:
-    """The steps of one rank."""
+def rank_program(program: Program, rank: int, fuse: Collection[str | None] = (), donate: bool = False) -> RankProgram:
+    """The steps of one rank. Groups along an axis in `fuse` become kernels over peer memory."""
     coords = program.mesh.coords(rank)
-    nodes = [n for n in order(program) if takes_part(n, coords)]
-    last, mine = _last_use(program, nodes), set(nodes)
+    blocks, reasons = blocks_of(program, rank, fuse, donate)
+    grouped = {n for b in blocks for n in b.group.nodes}
+    nodes = [n for n in order(program) if n in grouped or takes_part(n, coords)]
+    units = in_blocks(nodes, blocks)
+    last, mine = _last_use(program, units), {n for n in nodes if takes_part(n, coords)}
     pending: dict[Node, None] = {}
     steps = []
-    for i, n in enumerate(nodes):
-        waits = tuple(a for a in dict.fromkeys(n.args) if a in pending)
+    for i, unit in enumerate(units):
+        args = dict.fromkeys(_args(unit))
+        waits = tuple(a for a in args if a in pending)
         for a in waits:
             del pending[a]
-        if is_wire(n):
-            pending[n] = None
-        steps.append(Step(n, waits, tuple(a for a in dict.fromkeys(n.args) if last.get(a) == i and a in mine and a.op.name != "const")))
-    return RankProgram(program, coords, tuple(steps), tuple(pending))
+        if isinstance(unit, Node) and is_wire(unit):
+            pending[unit] = None
+        steps.append(Step(unit, waits, tuple(a for a in args if last.get(a) == i and a in mine and a.op.name != "const")))
+    return RankProgram(program, coords, tuple(steps), tuple(pending), reasons)
 
 
-def _last_use(program: Program, nodes: Sequence[Node]) -> dict[Node, int]:
+def _args(unit: Node | Block) -> tuple[Node, ...]:
+    return unit.inputs if isinstance(unit, Block) else unit.args
+
+
+def _last_use(program: Program, units: Sequence[Node | Block]) -> dict[Node, int]:
     kept = {n for _, n in program.outputs}
-    last = {a: i for i, n in enumerate(nodes) for a in n.args}
+    last = {a: i for i, unit in enumerate(units) for a in _args(unit)}
     return {a: i for a, i in last.items() if a not in kept}
 
 

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from weft.codegen.lower import rank_program
+from weft.codegen.lower import RankProgram, rank_program
 from weft.codegen.to_torch import Code, emit
 from weft.core.program import Program
 from weft.core.spec import validate
 
 
 @dataclass(frozen=True)
+class Target:
+    """What the code is for: a rank, the axes along which its peers' memory can be reached, and whether state is reused."""
+
+    rank: int = 0
+    fuse: Collection[str | None] = ()
+    donate: bool = False
+
+
+@dataclass(frozen=True)
 class Pass:
     name: str
     why: str
-    run: Callable[[Any, int], Any]
+    run: Callable[[Any, Target], Any]
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("check", "a program that is not valid would hang or lie on real ranks", lambda p, rank: validate(p)),
-    Pass("localise", "one rank's steps, collectives started as early as their operands allow", rank_program),
-    Pass("write", "readable torch code, one line per node", lambda rp, rank: emit(rp)),
+    Pass("check", "a program that is not valid would hang or lie on real ranks", lambda p, to: validate(p)),
+    Pass("localise", "one rank's steps: collectives start early, groups are kernels or pipelines", lambda p, to: _localise(p, to)),
+    Pass("write", "readable torch code, one line per node, one call per group", lambda rp, to: emit(rp)),
 )
 
 
-def lower(program: Program, rank: int = 0) -> Code:
-    """One rank's code."""
+def _localise(program: Program, to: Target) -> RankProgram:
+    return rank_program(program, to.rank, to.fuse, to.donate)
+
+
+def lower(program: Program, rank: int = 0, fuse: Collection[str | None] = (), donate: bool = False) -> Code:
+    """One rank's code. Groups along the axes in `fuse` become kernels; with `donate`, state is updated in place."""
     value: Any = program
     for step in PASSES:
-        value = step.run(value, rank)
+        value = step.run(value, Target(rank, fuse, donate))
     assert isinstance(value, Code)
     return value
 
 
 def show_code(program: Program, rank: int = 0) -> str:
-    return lower(program, rank).text
+    """What a rank would run where peers share memory: its code, then the kernels that the code calls."""
+    code = lower(program, rank, fuse=(None, *program.mesh.axes))
+    kernels = [f"# kernel {name}, in C++\n{call.kernel.source}" for name, call in code.calls.items()]
+    return "\n".join([code.text, *kernels])

@@ -157,6 +157,8 @@ class _Emitter:
             "                       const double *scalars, double *const *sums_of, double *totals, int32_t past_caches) {",
             "  if (int32_t outcome = weft::barrier(world, op)) return outcome;",
         ]
+        alone = self.world == 1
+        lines = lines[:-1] if alone else lines
         for phase in self.cut.phases:
             sums = ", sums_of[world->rank] + k * TOTALS" if phase.totals else ""
             lines += [
@@ -165,8 +167,9 @@ class _Emitter:
                 f"totals + k * TOTALS{sums}, world->rank, past_caches);",
             ]
             if phase.totals:
-                lines += ["  if (int32_t outcome = weft::barrier(world, op)) return outcome;", *self._join(phase)]
-        return [*lines, "  weft::drain();", "  return weft::barrier(world, op);", "}"]
+                meet = ["  if (int32_t outcome = weft::barrier(world, op)) return outcome;"]
+                lines += [*([] if alone else meet), *self._join(phase)]
+        return [*lines, "  weft::drain();", "  return 0;" if alone else "  return weft::barrier(world, op);", "}"]
 
     def _join(self, phase: Phase) -> list[str]:
         """Combine the sums of all ranks, in the same order on each; a total over rows is put into every row."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from weft.codegen.lower import Lie, RankProgram, Step, is_wire, lie_of, local_size, pending_op, root_of
+from weft.codegen.blocks import Block, Call, Chunked, ChunkLocal
+from weft.codegen.lower import Lie, RankProgram, Step, is_wire, lie_of, local_size, pending_op, rank_program, root_of
 from weft.core.layout import Layout
 from weft.core.node import Node
 from weft.core.text import node_names
@@ -24,6 +25,7 @@ class Code:
 
     text: str
     names: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)  # fused kernels, by the name the text calls them
 
 
 def emit(rp: RankProgram) -> Code:
@@ -32,17 +34,20 @@ def emit(rp: RankProgram) -> Code:
 
 
 class _Writer:
-    def __init__(self, rp: RankProgram) -> None:
-        self.rp = rp
+    def __init__(self, rp: RankProgram, prefix: str = "", chunked: Chunked | None = None) -> None:
+        self.rp, self.prefix, self.chunked = rp, prefix, chunked
         self.at: Mapping[str, int] = rp.coords
         names = node_names(rp.program)
         self.var = {n: _variable(names.get(n, "")) for n in rp.program.nodes if n in names}
         self.names: dict[str, Any] = {}
+        self.calls: dict[str, Call] = {}
         self.lines: list[str] = []
 
     def write(self) -> Code:
         where = ", ".join(f"{a} {i}" for a, i in self.at.items()) or "alone"
         self.lines = [f"def step(inputs):  # {self.rp.program.name}, rank at {where}"]
+        for group, why in self.rp.reasons.items():
+            self.line(f"# group {group} runs node by node: {why}")
         for n in self.rp.program.inputs:
             if n.type.layout.present(self.at):
                 self.line(f"{self.var[n]} = inputs[{n.attr('name')!r}]", n)
@@ -52,7 +57,7 @@ class _Writer:
             self.line(f"{self.var[n]} = {self.var[n]}.wait()")
         outs = [f"{name!r}: {self.value(n)}" for name, n in self.rp.program.outputs if n.types[0].layout.present(self.at)]
         self.line("return {" + ", ".join(outs) + "}")
-        return Code("\n".join(self.lines) + "\n", self.names)
+        return Code("\n".join(self.lines) + "\n", self.names, self.calls)
 
     def line(self, text: str, node: Node | None = None) -> None:
         shape = "" if node is None else "  # " + ", ".join(f"{list(t.layout.local_shape(self.at))}" for t in node.types)
@@ -61,8 +66,10 @@ class _Writer:
     def step(self, step: Step) -> None:
         for n in step.waits:
             self.line(f"{self.var[n]} = {self.var[n]}.wait()")
-        if step.node in self.var:
-            self.line(f"{self.var[step.node]} = {self.expression(step.node)}", step.node)
+        if isinstance(step.what, Block):
+            self.block(step.what)
+        elif step.what in self.var:
+            self.line(f"{self.var[step.what]} = {self.expression(step.what)}", step.what)
         frees = [self.var[n] for n in step.frees if n in self.var and n.op.name != "input"]
         if frees:
             self.line(f"del {', '.join(frees)}")
@@ -71,6 +78,7 @@ class _Writer:
         return self.var[n] if n in self.var else repr(n.attr("value"))
 
     def bind(self, name: str, value: Any) -> str:
+        name = self.prefix + name
         self.names[name] = value
         return name
 
@@ -85,15 +93,69 @@ class _Writer:
             return writer(self, n, args)
         if n.op.local is not None:
             fn = self.bind(f"{n.op.name}_at", n.op.local)
-            args = [self.bind(f"here{self.var[n][1:]}", Local(n, self.at)), *args]
+            args = [self.here(n), *args]
         else:
             fn = self.function(n)
         return f"{fn}({', '.join(args + [f'{k}={v!r}' for k, v in n.attrs])})"
+
+    def here(self, n: Node) -> str:
+        """What the rank knows of its place when it runs `n`; on a chunk, for each chunk."""
+        name = f"here{self.var[n][1:]}"
+        if self.chunked is None:
+            return self.bind(name, Local(n, self.at))
+        c = self.chunked
+        each = [ChunkLocal(c.origin[n], self.at, c.hows, k, c.chunks) for k in range(c.chunks)]
+        return f"{self.bind(name, each)}[chunk]"
 
     def function(self, n: Node) -> str:
         run = n.op.run
         name = getattr(run, "__name__", "")
         return f"torch.{name}" if getattr(torch, name, None) is run else self.bind(f"{n.op.name}_op", run)
+
+    # -- groups ------------------------------------------------------------------------------------------------------------------
+
+    def block(self, block: Block) -> None:
+        if block.chunked is not None:
+            self.pipeline(block, block.chunked)
+            return
+        for call in block.calls:
+            name = call.kernel.name
+            self.calls[name] = call
+            args = ", ".join(map(self.value, call.given))
+            self.line(f"{''.join(f'{self.var[n]}, ' for n in call.made) or '_'} = {name}({args})")
+
+    def pipeline(self, block: Block, chunked: Chunked) -> None:
+        """One chunk as a generator that gives way before it waits; the chunks in turn."""
+        inner = _Writer(rank_program(chunked.program, chunked.program.mesh.rank(self.at)), f"{block.group.name}_", chunked)
+        names = dict(zip(block.inputs, chunked.program.inputs, strict=True))
+        cut = [n for n in chunked.cut if n.types[0].layout.present(self.at)]
+        whole = [n for n in chunked.whole if n.types[0].layout.present(self.at)]
+        params = ", ".join(inner.var[names[n]] for n in [*cut, *whole])
+        self.line(f"def {block.group.name}(chunk{', ' if params else ''}{params}):  # one of {chunked.chunks} chunks")
+        for text in inner.body():
+            self.line(f"    {text}")
+        outs = [n for n in block.outputs if n.types[0].layout.present(self.at)]
+        results = [inner.value(n) for (_, n), out in zip(chunked.program.outputs, block.outputs, strict=True) if out in outs]
+        self.line(f"    return ({''.join(f'{r}, ' for r in results)})")
+        self.names.update(inner.names)
+        cuts = ", ".join(f"({self.value(n)}, Chunks{chunked.cut[n]})" for n in cut)
+        wholes = ", ".join(map(self.value, whole))
+        joins = ", ".join(f"Chunks{chunked.joins[n]}" for n in outs)
+        call = f"in_chunks({block.group.name}, {chunked.chunks}, [{cuts}], [{wholes}], [{joins}])"
+        self.line(f"{''.join(f'{self.var[n]}, ' for n in outs) or '_'} = {call}")
+
+    def body(self) -> list[str]:
+        """The steps of a chunk, with a `yield` before each wait."""
+        self.lines = []
+        for step in self.rp.steps:
+            if step.waits:
+                self.line("yield")
+            self.step(step)
+        if self.rp.last_waits:
+            self.line("yield")
+        for n in self.rp.last_waits:
+            self.line(f"{self.var[n]} = {self.var[n]}.wait()")
+        return [line.removeprefix("    ") for line in self.lines]
 
     # -- communication -----------------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,26 @@ class Peers(Protocol):
     def barrier(self, op: str = "barrier") -> None: ...
 
 
+class Alone:
+    """No peers: for kernels that do not communicate."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.world, self.device, self.target = 0, 1, device, "cpu"
+        self.state = World(0, 1, 0, 0, None, None)
+
+    def empty(self, nbytes: int) -> PeerBuffer:
+        return PeerBuffer(0, (torch.empty(nbytes, dtype=torch.uint8, device=self.device),))
+
+    def barrier(self, op: str = "barrier") -> None:
+        """Nobody to wait for."""
+
+    def op(self, name: str) -> int:
+        return 0
+
+    def check(self, outcome: int) -> None:
+        assert outcome == 0
+
+
 class World(ctypes.Structure):
     """`weft::World` of weft_sync.h."""
 

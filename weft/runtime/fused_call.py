@@ -1,0 +1,107 @@
+"""A fused kernel as a function on tensors: inputs are found or put where peers can read them, outputs come back as tensors.
+
+Terms of a reduction must lie in peer memory. A tensor that `peer_tensor` made is used where it is; any other is copied there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.fused import HostKernel, KernelLike, Row
+from weft.runtime.peers import PeerBuffer, Peers
+
+
+@dataclass
+class Held:
+    """Peer memory for one value, and the tensor of this rank in it."""
+
+    buffer: PeerBuffer
+    own: Tensor
+
+
+@dataclass(frozen=True)
+class Use:
+    """One slot of one part: which argument or result it is, how ranks hold it, where its rows start."""
+
+    slot: str
+    role: str  # terms, whole, own, out, gathered
+    value: int  # index among the arguments, or among the results
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call needs to know, in plain data."""
+
+    kernel: KernelLike
+    parts: tuple[tuple[int, tuple[Use, ...], int], ...]  # length of a row, its slots, which scalars it uses
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # local shape and dtype
+    scalars: tuple[tuple[tuple[str, int], ...], ...]  # name in the kernel, index among the arguments
+    spans: tuple[int, ...] = field(default=())
+
+
+class FusedCall:
+    """A plan bound to peers. Called by all ranks of the group together, with tensors of the same local shapes each time."""
+
+    def __init__(self, plan: Plan, peers: Peers) -> None:
+        self.plan, self.peers = plan, peers
+        self._held: dict[tuple[str, int], Held] = {}
+        self._expand = eval(plan.kernel.scalars, {"math": math})  # type: ignore[attr-defined]
+        self._bound: dict[tuple[int, ...], HostKernel] = {}
+
+    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
+        tensors = [a.contiguous() if isinstance(a, Tensor) and a.ndim else a for a in args]
+        results = [torch.empty(shape, dtype=dtype, device=self.peers.device) for shape, dtype in self.plan.results]
+        places = {(use.role, use.value): self._place(use, tensors, results) for _, uses, _ in self.plan.parts for use in uses}
+        key = tuple(a for where in places.values() for a in where)
+        if key not in self._bound:
+            if len(self._bound) > 16:
+                self._bound.clear()
+            self._bound[key] = self._bind(places, tensors, results)
+        numbers = [x for names in self.plan.scalars for x in self._expand(**{name: float(args[k]) for name, k in names})]
+        self._bound[key](numbers)
+        return tuple(self._result(k, r) for k, r in enumerate(results))
+
+    def _place(self, use: Use, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[int, ...]:
+        """Addresses of a value: one, or one per rank."""
+        if use.role == "terms":
+            held = self._hold("terms", use.value, args[use.value])
+            if args[use.value].data_ptr() != held.own.data_ptr():
+                held.own.copy_(args[use.value])
+            return held.buffer.addresses
+        if use.role == "gathered":
+            return self._hold("gathered", use.value, results[use.value]).buffer.addresses
+        return ((results if use.role == "out" else args)[use.value].data_ptr(),)
+
+    def _hold(self, role: str, value: int, like: Tensor) -> Held:
+        if (role, value) not in self._held:
+            buffer = self.peers.empty(like.numel() * like.element_size())
+            self._held[role, value] = Held(buffer, buffer.view(0, tuple(like.shape), like.dtype))
+        return self._held[role, value]
+
+    def peer_tensor(self, argument: int, like: Tensor) -> Tensor:
+        """The tensor in peer memory to fill for an argument, so that no copy is made."""
+        return self._hold("terms", argument, like).own
+
+    def _bind(self, places: dict[tuple[str, int], tuple[int, ...]], args: Sequence[Any], results: Sequence[Tensor]) -> HostKernel:
+        rows = []
+        for length, uses, scalars in self.plan.parts:
+            for k in range(len(uses[0].offsets)):
+                at: dict[str, Any] = {}
+                for use in uses:
+                    source = results if use.role in ("out", "gathered") else args
+                    shift = use.offsets[k] * source[use.value].element_size()
+                    where = [a + shift for a in places[use.role, use.value]]
+                    at[use.slot] = where if use.role in ("terms", "gathered") else where[0]
+                rows.append(Row(length, at, scalars))
+        return HostKernel(self.plan.kernel, rows, self.peers)  # type: ignore[arg-type]
+
+    def _result(self, k: int, made: Tensor) -> Tensor:
+        held = self._held.get(("gathered", k))
+        return made if held is None else made.copy_(held.own)
