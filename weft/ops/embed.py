@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from weft.core.errors import TypeMismatch
+from weft.core.errors import NotDifferentiable, TypeMismatch
 from weft.core.layout import P
 from weft.core.node import Attrs, Node, Type, user_line
-from weft.ops.comm import all_reduce
+from weft.ops.comm import all_reduce, is_comm
 from weft.ops.fill import indices, one_dim, stop_gradient, zeros_like
 from weft.ops.pointwise import eq, where
 from weft.ops.registry import Equation, Kind, Linear, Local, Types, define
@@ -144,11 +144,22 @@ _put = define(
 
 def _all_rows(n: Node) -> Node:
     """The index of a put, if its rows count from 0: only then do the rows of the result go by their index."""
-    rows = n.args[2]
+    rows = _before_comm(n.args[2])
     if rows.op.name != "arange" or (rows.attr("start"), rows.attr("step")) != (0, 1):
         needed = "rows made by indices(...)"
-        raise TypeMismatch(f"{n.op.name} has no gradient for rows of one's own", needed=needed, found=rows.op.name, where=user_line())
+        raise NotDifferentiable(f"{n.op.name} has no gradient for rows of one's own", needed=needed, found=rows.op.name, where=user_line())
     return n.args[1]
+
+
+def _before_comm(x: Node) -> Node:
+    """What a value was before it was communicated; the value is the same."""
+    while True:
+        if is_comm(x) and len(x.args) == 1:
+            x = x.args[0]
+        elif x.op.name == "item" and is_comm(x.args[0]):
+            x = x.args[0].args[x.attr("index")]
+        else:
+            return x
 
 
 def put(x: Any, index: Any, rows: Any, dim: int = 0) -> Any:

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 import torch
 
 from weft.core.errors import TypeMismatch
-from weft.core.layout import Layout, Mesh, S
+from weft.core.layout import Layout, Mesh, S, Within
 from weft.core.node import DTYPE_NAMES, Attrs, Node, Type, dtype_of, user_line
 from weft.ops.pointwise import cast, elementwise, eq
 from weft.ops.registry import Kind, Linear, Local, Types, define
 from weft.ops.shape import reshape
 
-Cuts: TypeAlias = tuple[tuple[str, int, int | None], ...]
+Cuts: TypeAlias = tuple[tuple[str, int, Within], ...]
 
 
 def is_cut(x: Node, dim: int) -> bool:
