@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime import faults, modules
-from weft.runtime.fused import KernelLike, Row, flatten_rows
+from weft.runtime.fused import KernelLike, Row, columns_of, flatten_rows
 from weft.runtime.peers import Peers
 
 
@@ -39,21 +39,27 @@ def choose_launch(lengths: Sequence[int], phases: int, peers: Peers) -> Launch:
 class DeviceKernel:
     """A compiled Triton kernel and the rows it works on. Made and called by all ranks together."""
 
-    def __init__(self, kernel: KernelLike, rows: Sequence[Row], peers: Peers, launch: Launch | None = None,
-                 spans: Sequence[int] | None = None,
-        name: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        kernel: KernelLike,
+        rows: Sequence[Row],
+        peers: Peers,
+        launch: Launch | None = None,
+        spans: Sequence[int] | None = None,
+        name: str = "",
+    ) -> None:
         self.peers, self.name = peers, name or kernel.name
         self.launch = launch or Launch()
         self._module = modules.load(kernel.source)
         table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)
         self._table = torch.tensor(table, dtype=torch.int64, device=peers.device)
+        self._columns, self._places = columns_of(kernel), dict[str, int]()
         work = _work(spans or [row.length for row in rows], self.launch.chunk)
         self.pieces = len(work)
         self._work = torch.tensor(work, dtype=torch.int64, device=peers.device)
         groups = 1 + max((row.scalars for row in rows), default=0)
         real = torch.float64 if any(slot.nbytes == 8 for slot in kernel.slots) else torch.float32
         self.scalars = torch.zeros(max(1, groups * kernel.scalar_count), dtype=real, device=peers.device)
-        self._staging = torch.zeros_like(self.scalars, device="cpu", pin_memory=peers.device.type == "cuda")
         self._sums, self._sums_keep = _peer_table(peers, max(1, self.pieces * kernel.totals) * real.itemsize)
         blocks = min(self.launch.blocks, self.pieces) if self.launch.inside else 1
         self._pads, self._pads_keep = _peer_table(peers, 4 * blocks * (peers.world + 1))
@@ -67,12 +73,13 @@ class DeviceKernel:
     def __call__(self, scalars: Sequence[float] | None = None) -> None:
         """Run the kernel on the current stream; `scalars` are those of all groups, one group after the other."""
         if scalars is not None:
-            self._staging[: len(scalars)] = torch.tensor(scalars, dtype=self._staging.dtype)
-            self.scalars.copy_(self._staging, non_blocking=True)
+            numbers = torch.tensor(scalars, dtype=self.scalars.dtype)  # not pinned, so it is read before the copy returns
+            self.scalars[: len(scalars)].copy_(numbers, non_blocking=True)
         self.launch_phases()
 
-    def launch_phases(self) -> None:
-        """The launches alone, with the scalars of the last call: what a CUDA graph records."""
+    def launch_phases(self, *, leave: bool = True) -> None:
+        """The launches alone, with the scalars of the last call: what a graph records. Without `leave`, peers may still
+        be reading when this returns."""
         inside = self.launch.inside
         for number, phase in enumerate(self._phases):
             if not inside:
@@ -82,15 +89,24 @@ class DeviceKernel:
                 self._table, self._work, self.pieces, self.scalars, self._sums, self._pads, self._limit,
                 **self._meta, **self._tiles, ENTER=inside, LEAVE=inside and last, num_warps=self.launch.warps,
             )  # fmt: skip
-        if not inside:
+        if not inside and leave:
             self._meet()
 
     def _meet(self) -> None:
-        self._module.meet_alone[(1,)](self._pads, self._limit, **self._meta, num_warps=1)
+        if self.peers.world > 1:
+            self._module.meet_alone[(1,)](self._pads, self._limit, **self._meta, num_warps=1)
+
+    def move(self, slot: str, address: int) -> None:
+        """Let a slot of the only row be somewhere else from the next call on."""
+        column = self._columns[slot]
+        if self._places.get(slot) != address:
+            self._places[slot] = address
+            self._table[0, column] = address
 
     def check(self) -> None:
         """Fail if in some call a rank never came."""
-        counts = self._pads_keep.parts[self.peers.rank].view(torch.int32).view(-1, self.peers.world + 1)
+        words, width = self._pads_keep.parts[self.peers.rank].view(torch.int32), self.peers.world + 1
+        counts = words[: len(words) // width * width].view(-1, width)
         if bool((counts[:, -1] < 0).any()):
             newest = counts[:, : self.peers.world].max()
             late = (counts[:, : self.peers.world] < newest).any(dim=0).nonzero().flatten().tolist()
