@@ -85,6 +85,19 @@ def test_a_batch_equals_one_vertex_at_a_time(kind: str, fuse: bool) -> None:
         _compare(cell, model, s)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_replayed_equals_one_vertex_at_a_time(kind: str) -> None:
+    """Graphs put into the rows of a template recorded for other graphs; spare rows change nothing."""
+    torch.manual_seed(0)
+    make, shapes, words = KINDS[kind]
+    cell, model = make()
+    model.replay = True
+    for seed, count in enumerate((40, 30, 20, 38, 25)):
+        _compare(cell, model, graphs(100 + seed, count, shapes, words, largest=6))
+    recorded = [t for templates in model._templates.values() for t in templates.kept]
+    assert 1 <= len(recorded) < 5
+
+
 @pytest.mark.parametrize("make", [lstm, gru, child_sum, dag])
 def test_long_chains(make: object) -> None:
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ A step is a fused kernel, a product, or any other op of torch; all work on a ran
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
@@ -75,7 +76,7 @@ def vias(keys: set[Key], state: str) -> tuple[Via, ...]:
     return tuple(out)
 
 
-def compile_cell(traced: Traced, sent: set[Key], fuse: bool) -> Cell:
+def compile_cell(traced: Traced, sent: set[Key], outputs: Mapping[str, Home], fuse: bool) -> Cell:
     """Cut a (differentiated) function into steps. `sent` are the messages of all classes together."""
     _collect_where_needed(traced)
     phased = assign(narrow(traced))
@@ -85,7 +86,7 @@ def compile_cell(traced: Traced, sent: set[Key], fuse: bool) -> Cell:
     _sources(cell, sent)
     for phase in (*FORWARD, *BACKWARD):
         cell.steps[phase] = _steps(phased, phase, fuse)
-    _results(cell)
+    _results(cell, outputs)
     _homes(cell)
     return cell
 
@@ -161,17 +162,29 @@ def _read_outside(phased: Phased, kernel: Kernel) -> set[fx.Node]:
     return out
 
 
-def _results(cell: Cell) -> None:
+def output_homes(functions: Iterable[Traced]) -> dict[str, Home]:
+    """Where outputs lie, over all classes: with a state if they are the same value everywhere, else in a buffer of their own."""
+    out: dict[str, Home] = {}
+    made = list(functions)
+    for name in dict.fromkeys(o for f in made for o in f.outputs):
+        pushing = [f for f in made if name in f.outputs]
+        same = [s for s in pushing[0].states if all(f.states.get(s) is f.outputs[name] for f in pushing)]
+        node = pushing[0].outputs[name]
+        out[name] = home_of(node, "state", (same[0],)) if same else home_of(node, "output", (name,))
+    return out
+
+
+def _results(cell: Cell, outputs: Mapping[str, Home]) -> None:
     """States, messages and gradients of inputs get their buffers; a value with two of them is copied to the second."""
     traced, homes = cell.traced, cell.stores.homes
     wanted = [(node, "state", (name,)) for name, node in traced.states.items()]
     wanted += [(node, "message", key) for key, node in traced.messages.items()]
     wanted += [(node, "full", (f"d_{s.name}",)) for s, node in traced.grads.items() if s.role == "pull"]
-    wanted += [(node, "full", (f"out_{name}",)) for name, node in traced.outputs.items() if node not in homes]
+    wanted += [(node, outputs[name].kind, outputs[name].key) for name, node in traced.outputs.items()]
     for node, kind, key in wanted:
-        if kind == "full" and key[0].startswith("out_") and node in homes:
-            continue
         home = home_of(node, kind, key)
+        if homes.get(node) == home:
+            continue
         if node in cell.phased.phase and node not in homes and domain(node):
             homes[node] = home
         else:

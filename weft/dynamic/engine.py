@@ -1,4 +1,4 @@
-"""Runs a scheduled batch: what is eager at once, then round by round, then what may wait; backwards likewise.
+"""Runs a batch: what is eager at once, then round by round, then what may wait; backwards likewise.
 
 The whole batch is one node of autograd. Its backward replays the rounds from the last to the first and forms every weight
 gradient at the end, in one product over all vertices of a class.
@@ -7,21 +7,18 @@ gradient at the end, in one product over all vertices of a class.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from weft.dynamic.cell import Cell
 from weft.dynamic.frame import Compiled, Frame
-from weft.dynamic.native import Ints
-from weft.dynamic.schedule import Block, Schedule
+from weft.dynamic.layout import Layout
 from weft.dynamic.store import Home, Key
 from weft.dynamic.vertex import Source
-from weft.dynamic.workspace import Pool, Workspace
+from weft.dynamic.workspace import Workspace
 
 CellKey = tuple[str, bool]  # type, has children
 
@@ -32,96 +29,93 @@ class Plan:
 
     cells: dict[CellKey, Cell]
     states: dict[str, tuple[int, ...]]
-    outputs: tuple[str, ...]
+    outputs: dict[str, Home]
     compiled: Compiled
     weights: list[Tensor]
     sent: set[Key]
     dtype: torch.dtype
     backward: bool
+    inputs_with_grad: tuple[str, ...]
 
 
-@dataclass
 class Batch:
-    """One run of a plan on one schedule."""
+    """Buffers and bound steps for one layout. `load` gives it graphs, then it runs forward and, once, backward."""
 
-    plan: Plan
-    schedule: Schedule
-    pool: Pool
-    inputs: Mapping[str, Tensor]
-    wanted: Mapping[str, Ints]  # output -> places whose rows are returned
-    frames: dict[int, Frame] = field(default_factory=dict)
+    def __init__(self, plan: Plan, layout: Layout, kinds: tuple[str, ...], workspace: Workspace, weights: list[Tensor]) -> None:
+        self.plan, self.layout, self.workspace = plan, layout, workspace
+        self.index: dict[str, Tensor] = {}
+        self.frames: dict[int, Frame] = {}
+        self.kinds = kinds
+        self._weights = {id(w): v for w, v in zip(plan.weights, weights, strict=True)}
 
-    def __post_init__(self) -> None:
-        self.workspace: Workspace = self.pool.take()
-        self.index = {k: torch.from_numpy(v) for k, v in _arrays(self.schedule, self.plan.sent).items()}
-        s = self.schedule
-        for k, block in s.blocks.items():
-            name = s.structure.kinds[block.kind]
+    def load(self, index: Mapping[str, Tensor], inputs: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+        """Index arrays, inputs and the rows to return, all on the device; `wanted` gives rows by output."""
+        self.index, self.inputs, self.wanted = dict(index), inputs, wanted
+        for k, block in self.layout.blocks.items():
+            name = self.kinds[block.kind]
             cell = self.plan.cells[name, block.has_children]
-            label = f"{name}{'+' if block.has_children else ''}"
-            self.frames[k] = Frame(
-                label, cell, block, s.structure.vertices + 1, len(s.edge_child), (0, 0), self.index, self.workspace,
-                self.plan.compiled,
+            frame = self.frames[k] = Frame(
+                f"{name}{'+' if block.has_children else ''}", cell, block, self.layout.rows + 1, self.layout.edges, self.index,
+                self.workspace, self.plan.compiled,
             )  # fmt: skip
+            frame.supply({Source("weight", str(i)): self._weights[id(w)] for i, w in enumerate(cell.traced.weights)})
 
-    def forward(self, weights: list[Tensor]) -> list[Tensor]:
-        known = {id(w): v for w, v in zip(self.plan.weights, weights, strict=True)}
-        for frame in self.frames.values():
-            own = frame.cell.traced.weights
-            frame.supply({Source("weight", str(i)): known[id(w)] for i, w in enumerate(own)})
-            self._pull(frame)
-            self._clear(frame)
+    def forward(self) -> list[Tensor]:
+        """The wanted rows of every output."""
+        self._clear_states()
+        for k, frame in self.frames.items():
+            self._pull(frame, k in self.layout.gaps)
             frame.whole("weights")
             frame.whole("eager")
-        for r in self.schedule.rounds:
-            self.frames[r.klass].run("rounds", r.start, r.stop)
+        for r in self.layout.rounds:
+            self.frames[r.klass].run("rounds", r.span)
         for frame in self.frames.values():
             frame.whole("late")
-        return [self._output(name) for name in self.plan.outputs]
+        return [self._whole(home).index_select(0, self.wanted[name]) for name, home in self.plan.outputs.items()]
 
     def backward(self, grads: list[Tensor]) -> dict[Source | int, Tensor]:
         """Gradients of inputs (by source) and of weights (by identity)."""
+        for (name, home), grad in zip(self.plan.outputs.items(), grads, strict=True):
+            self._whole(Home("push", (name,), "row", home.shape, home.dtype)).zero_().index_add_(0, self.wanted[name], grad)
         for frame in self.frames.values():
-            for name, grad in zip(self.plan.outputs, grads, strict=True):
-                self._push(frame, name, grad)
             self._clear_messages(frame)
             frame.whole("before")
-        for r in reversed(self.schedule.rounds):
-            self.frames[r.klass].run("back", r.start, r.stop)
+        for r in reversed(self.layout.rounds):
+            self.frames[r.klass].run("back", r.span)
         out: dict[Source | int, Tensor] = {}
         for frame in self.frames.values():
             frame.whole("after")
             self._gradients(frame, out)
         return out
 
-    def release(self) -> None:
-        """Give the memory back; the batch cannot run again."""
-        if self.frames:
-            self.pool.give(self.workspace)
-            self.frames = {}
+    def _whole(self, home: Home) -> Tensor:
+        """A buffer over all classes."""
+        return self.workspace.take((home.kind, home.key), (self.layout.rows + 1, *home.shape), home.dtype)
 
-    def _pull(self, frame: Frame) -> None:
-        """Rows of the inputs in the order of the class."""
+    def _pull(self, frame: Frame, gaps: bool) -> None:
+        """Rows of the inputs in the order of the class; vertices without one read zeros."""
+        block = frame.block
         for source, node in frame.cell.traced.sources.items():
-            if source.role != "pull":
-                continue
-            home, block = frame.cell.stores.homes[node], frame.block
-            rows = self.index["row"][block.start : block.start + block.count]
-            buffer = frame.buffer(home)
-            if block.count and int(rows.min()) < 0:
-                has = (rows >= 0).nonzero().flatten()
-                buffer.zero_()
-                buffer.index_copy_(0, has, self.inputs[source.name].index_select(0, rows[has]))
-            else:
-                torch.index_select(self.inputs[source.name], 0, rows, out=buffer)
+            if source.role == "pull":
+                given, rows = self.inputs[source.name], self._rows(block.start, block.count)
+                buffer = frame.buffer(frame.cell.stores.homes[node])
+                if gaps:
+                    keep = (rows >= 0).to(given.dtype).reshape(-1, *[1] * (given.dim() - 1))
+                    torch.mul(given.index_select(0, rows.clamp(min=0)), keep, out=buffer)
+                else:
+                    torch.index_select(given, 0, rows, out=buffer)
 
-    def _clear(self, frame: Frame) -> None:
-        """States this class does not scatter are zero, and so is the row that stands for an absent child."""
+    def _rows(self, start: int, count: int) -> Tensor:
+        return self.index["row"][start : start + count]
+
+    def _clear_states(self) -> None:
+        """The row that stands for an absent child is zero, and so is what a class does not scatter."""
         for name, shape in self.plan.states.items():
             home = Home("state", (name,), "row", shape, self.plan.dtype)
-            frame._buffer(home)[-1].zero_()
-            if name not in frame.cell.traced.states:
-                frame.buffer(home).zero_()
+            self._whole(home)[-1].zero_()
+            for frame in self.frames.values():
+                if name not in frame.cell.traced.states:
+                    frame.buffer(home).zero_()
 
     def _clear_messages(self, frame: Frame) -> None:
         """Messages that other classes send and this one does not."""
@@ -129,83 +123,21 @@ class Batch:
             home = Home("message", (state, how), "edge" if how == "edge" else "row", self.plan.states[state], self.plan.dtype)
             frame.buffer(home).zero_()
 
-    def _output(self, name: str) -> Tensor:
-        """The asked-for rows of an output, in the order asked for."""
-        places = self.wanted[name]
-        like = next(c.traced.outputs[name].meta["val"] for c in self.plan.cells.values() if name in c.traced.outputs)
-        out = torch.empty((len(places), *like.shape[1:]), dtype=like.dtype)
-        for frame in self.frames.values():
-            node = frame.cell.traced.outputs.get(name)
-            inside, rows = _within(places, frame.block)
-            if node is not None and len(inside):
-                values = frame.fetch(node, 0, frame.block.count)
-                if len(inside) == len(places):
-                    return torch.index_select(values, 0, rows, out=out)
-                out.index_copy_(0, inside, values.index_select(0, rows))
-        return out
-
-    def _push(self, frame: Frame, name: str, grad: Tensor) -> None:
-        """The gradient of an output, at the rows of the class that gave it; zero elsewhere."""
-        node = frame.cell.traced.sources.get(Source("d_push", name))
-        if node is None:
-            return
-        buffer = frame.buffer(frame.cell.stores.homes[node]).zero_()
-        inside, rows = _within(self.wanted[name], frame.block)
-        if len(inside):
-            buffer.index_add_(0, rows, grad if len(inside) == len(grad) else grad.index_select(0, inside))
-
     def _gradients(self, frame: Frame, out: dict[Source | int, Tensor]) -> None:
         block = frame.block
         for source, node in frame.cell.traced.grads.items():
-            value = frame.fetch(node, 0, block.count)
+            value = frame.fetch(node, frame.span)
             if source.role == "weight":
                 weight = id(frame.cell.traced.weights[int(source.name)])
                 out[weight] = out[weight] + value if weight in out else value
             elif source.role == "pull":
-                rows = self.index["row"][block.start : block.start + block.count]
-                total = out.setdefault(source, torch.zeros_like(self.inputs[source.name]))
-                has = (rows >= 0).nonzero().flatten()
-                total.index_add_(0, rows[has], value[has])
+                given = self.inputs[source.name]
+                if source not in out:  # one row more, for vertices without input
+                    out[source] = torch.zeros((len(given) + 1, *given.shape[1:]), dtype=given.dtype, device=given.device)
+                rows = self._rows(block.start, block.count)
+                out[source].index_add_(0, torch.where(rows < 0, len(given), rows), value)
 
 
-class Run(torch.autograd.Function):
-    """A batch as one node of autograd."""
+def host_index(layout: Layout) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in layout.arrays.items()}
 
-    @staticmethod
-    def forward(ctx: Any, batch: Batch, names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.batch, ctx.names = batch, names
-        outputs = batch.forward([t.detach() for t in tensors[len(names) :]])
-        if not batch.plan.backward:
-            batch.release()
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = ctx.batch.backward([g.contiguous() for g in grads])
-        inputs = [found.get(Source("pull", name)) for name in ctx.names]
-        weights = [found.get(id(w)) for w in ctx.batch.plan.weights]
-        ctx.batch.release()
-        return None, None, *inputs, *weights
-
-
-def _within(places: Ints, block: Block) -> tuple[Tensor, Tensor]:
-    """Which of the places are in a block, and their rows in it."""
-    inside = np.flatnonzero((places >= block.start) & (places < block.start + block.count))
-    return torch.from_numpy(inside), torch.from_numpy(places[inside] - block.start)
-
-
-def _arrays(s: Schedule, sent: set[Key]) -> dict[str, Ints]:
-    """The index arrays of a schedule, by the names kernels use."""
-    out = {
-        "edge_first": s.edge_first, "edge_child": s.edge_child, "edge_vertex": s.edge_parent,
-        "row": s.structure.row[s.vertex],
-    }  # fmt: skip
-    out |= {f"slot{k}": child for k, child in enumerate(s.slot_child)}
-    if any(how in ("edge", "vertex") for _, how in sent):
-        first, edge = s.readers
-        out |= {"reader_first": first, "reader_edge": edge, "reader_vertex": s.edge_parent[edge]}
-    for k in range(len(s.slot_child)):
-        if any(how == f"slot{k}" for _, how in sent):
-            out[f"slot{k}_first"], out[f"slot{k}_reader"] = s.slot_readers(k)
-    return out

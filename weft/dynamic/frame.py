@@ -11,29 +11,31 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from weft.dynamic import emit_triton
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.phases import domain, fill_in, is_sized
+from weft.dynamic.phases import base, domain, fill_in, is_sized
 from weft.dynamic.schedule import Block
 from weft.dynamic.store import Home, Pointer
 from weft.dynamic.trace import aten
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
 
-Bound = Callable[[int, int], None]
-Compiled = Mapping[int, tuple[Callable[[int, int, int], None], list[Pointer]]]  # id of a Kernel -> function, its table
+GLOBAL = ("state", "message", "push", "output")  # buffers over all classes
+Span = tuple[int, int, int, int]  # rows [0]:[1] of the class and their edges [2]:[3]
+Bound = Callable[[Span], None]
+Compiled = Mapping[int, Any]  # id of a Kernel -> Code of emit_cpp or emit_triton
 
 
 @dataclass
 class Frame:
-    """`rows` is a range of the class's rows; edges follow from it."""
+    """Its buffers come from the workspace when they are first asked for."""
 
     name: str
     cell: Cell
     block: Block
-    places: int  # rows of the state buffers: all vertices and one row of zeros
+    places: int  # rows of buffers over all classes: all vertices and one row of zeros
     edges: int
-    longest: tuple[int, int]  # rows and edges of the longest round
     index: Mapping[str, Tensor]
     workspace: Workspace
     compiled: Compiled
@@ -41,21 +43,24 @@ class Frame:
     def __post_init__(self) -> None:
         self.fixed: dict[fx.Node, Tensor] = {}
         self.local: dict[fx.Node, Any] = {}
+        self.constants: dict[fx.Node, Tensor] = {}
         self.tables: list[np.ndarray[Any, Any]] = []
-        low, high = self.block.start, self.block.start + self.block.count
-        self._edge_first = self.index["edge_first"][low : high + 1]
+        self.span: Span = (0, self.block.count, 0, self.block.edge_count)
         self._bound: dict[str, list[Bound]] = {}
 
-    def run(self, phase: str, lo: int, hi: int) -> None:
-        """All steps of a phase on rows [lo, hi)."""
+    def run(self, phase: str, span: Span) -> None:
+        """All steps of a phase on a range of rows."""
         if phase not in self._bound:
             self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *self._copies(phase)]
         for step in self._bound[phase]:
-            step(lo, hi)
+            step(span)
+        if phase == "weights":
+            for node, copy in self.constants.items():
+                copy.copy_(self.fetch(node, span))
 
     def whole(self, phase: str) -> None:
         if self.block.count or phase in ("weights", "after"):
-            self.run(phase, 0, self.block.count)
+            self.run(phase, self.span)
 
     def has(self, phase: str) -> bool:
         return bool(self.cell.steps[phase] or self.cell.copies.get(phase))
@@ -65,7 +70,7 @@ class Frame:
     def buffer(self, home: Home) -> Tensor:
         """The rows of a home that belong to this class (or, for scratch, to the current round)."""
         whole = self._buffer(home)
-        if home.kind not in ("state", "message"):
+        if home.kind not in GLOBAL:
             return whole
         block = self.block
         start, count = (block.start, block.count) if home.domain == "row" else (block.edge_start, block.edge_count)
@@ -73,58 +78,52 @@ class Frame:
 
     def _buffer(self, home: Home) -> Tensor:
         edges = home.domain == "edge"
-        if home.kind in ("state", "message"):
+        if home.kind in GLOBAL:
             rows = self.edges if edges else self.places
             return self.workspace.take((home.kind, home.key), (rows, *home.shape), home.dtype)
         rows = self.block.edge_count if edges else self.block.count
         return self.workspace.take((self.name, home.kind, home.key), (rows, *home.shape), home.dtype)
 
-    def slice(self, home: Home, lo: int, hi: int) -> Tensor:
-        """The rows of a home for rows [lo, hi) of the class."""
-        if home.domain == "edge":
-            lo, hi = self.edge_range(lo, hi)
+    def slice(self, home: Home, span: Span) -> Tensor:
+        """The rows of a home for a range of rows."""
+        lo, hi = span[:2] if home.domain == "row" else span[2:]
         buffer = self.buffer(home)
         return buffer[: hi - lo] if home.kind == "scratch" else buffer[lo:hi]
 
-    def edge_range(self, lo: int, hi: int) -> tuple[int, int]:
-        base = self.block.edge_start
-        return int(self._edge_first[lo]) - base, int(self._edge_first[hi]) - base
-
-    def fetch(self, node: fx.Node, lo: int, hi: int) -> Tensor:
-        """The value of a node for rows [lo, hi)."""
+    def fetch(self, node: fx.Node, span: Span) -> Tensor:
+        """The value of a node for a range of rows."""
         if node in self.fixed:
             return self.fixed[node]
         stores = self.cell.stores
         if node in stores.homes:
-            return stores.homes[node].show(self.slice(stores.homes[node], lo, hi))
+            return stores.homes[node].show(self.slice(stores.homes[node], span))
         if node in self.local:
             return self.local[node]
         if node in stores.children:
-            return self._gather(node, lo, hi)
+            return self._gather(node, span)
         if node in stores.gradients:
-            return self._collect(node, lo, hi)
+            return self._collect(node, span)
         if node.op == "placeholder":
-            return self._edge_rows(lo, hi)
-        out = self._call(node, lo, hi)
-        if not domain(node):
-            self.fixed[node] = out
+            return self._edge_rows(span)
+        out = self._call(node, span)
+        if base(node).op == "placeholder" and not domain(node):
+            self.fixed[node] = out  # a view of a weight stays what it is
         return out
 
-    def _gather(self, node: fx.Node, lo: int, hi: int) -> Tensor:
+    def _gather(self, node: fx.Node, span: Span) -> Tensor:
         """States of children; a view where they already lie in order."""
         home, row = self.cell.stores.children[node]
-        if row.index == "edge_child":
-            low, high = (e + self.block.edge_start for e in self.edge_range(lo, hi))
-        else:
-            low, high = lo + self.block.start, hi + self.block.start
-        at = self.index[row.index][low:high]
+        edges = row.index == "edge_child"
+        start = self.block.edge_start if edges else self.block.start
+        lo, hi = span[2:] if edges else span[:2]
+        at = self.index[row.index][start + lo : start + hi]
         states = self._buffer(home)
         first = _run(at)
         return states.index_select(0, at) if first is None else states[first : first + len(at)]
 
-    def _collect(self, node: fx.Node, lo: int, hi: int) -> Tensor:
+    def _collect(self, node: fx.Node, span: Span) -> Tensor:
         """The gradient of a state: the sum of the messages its readers sent."""
-        like = node.meta["val"]
+        like, (lo, hi) = node.meta["val"], span[:2]
         out = torch.zeros((hi - lo, *like.shape[1:]), dtype=like.dtype, device=self.workspace.device)
         for via in self.cell.stores.gradients[node]:
             first = self.index[via.first][self.block.start + lo : self.block.start + hi + 1]
@@ -136,9 +135,10 @@ class Frame:
             out.index_add_(0, to, self._buffer(home).index_select(0, at))
         return out
 
-    def _edge_rows(self, lo: int, hi: int) -> Tensor:
-        low, high = (e + self.block.edge_start for e in self.edge_range(lo, hi))
-        return self.index["edge_vertex"][low:high] - (self.block.start + lo)
+    def _edge_rows(self, span: Span) -> Tensor:
+        """For each edge the row it belongs to, counted from the first of the range."""
+        start = self.block.edge_start
+        return self.index["edge_vertex"][start + span[2] : start + span[3]] - (self.block.start + span[0])
 
     # --- steps
 
@@ -151,39 +151,42 @@ class Frame:
         return self._other(step, home)
 
     def _kernel(self, kernel: Kernel) -> Bound:
-        function, pointers = self.compiled[id(kernel)]
-        table = np.array([self._address(p) for p in pointers], np.int64)
+        code, first_edge = self.compiled[id(kernel)], self.block.edge_start
+        if isinstance(code, emit_triton.Code):
+            tensors = [self._argument(p) for p in code.pointers]
+            return lambda span: code.launch(tensors, span[0], span[1], first_edge)
+        function, pointers = code
+        table = np.array([self._argument(p).data_ptr() for p in pointers], np.int64)
         self.tables.append(table)
         at = table.ctypes.data
-        return lambda lo, hi: function(at, lo, hi)
+        return lambda span: function(at, span[0], span[1], first_edge)
 
     def _product(self, node: fx.Node, home: Home) -> Bound:
         left, right = node.args
         shape = (-1, node.meta["val"].shape[1])
 
-        def step(lo: int, hi: int) -> None:
-            out = self.slice(home, lo, hi).view(shape)
-            torch.mm(self.fetch(left, lo, hi), self.fetch(right, lo, hi), out=out)
+        def step(span: Span) -> None:
+            out = self.slice(home, span).view(shape)
+            torch.mm(self.fetch(left, span), self.fetch(right, span), out=out)
 
         return step
 
     def _other(self, node: fx.Node, home: Home | None) -> Bound:
-        def step(lo: int, hi: int) -> None:
-            value = self._call(node, lo, hi)
+        def step(span: Span) -> None:
+            value = self._call(node, span)
             if not domain(node):
                 self.fixed[node] = value
             elif home is None:
                 self.local[node] = value
             else:
-                home.keep(self.slice(home, lo, hi), value)
+                home.keep(self.slice(home, span), value)
 
         return step
 
-    def _call(self, node: fx.Node, lo: int, hi: int) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.fetch(n, lo, hi))
+    def _call(self, node: fx.Node, span: Span) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.fetch(n, span))
         if is_sized(node):
-            low, high = self.edge_range(lo, hi)
-            args, kwargs = tuple(fill_in(a, hi - lo, high - low) for a in args), dict(kwargs)
+            args = tuple(fill_in(a, span[1] - span[0], span[3] - span[2]) for a in args)
         if node.target in _VIEWS_OF_ROWS:
             return args[0].reshape(args[1])
         return node.target(*args, **kwargs)
@@ -192,33 +195,33 @@ class Frame:
         return [self._copy(c.node, c.home) for c in self.cell.copies.get(phase, ())]
 
     def _copy(self, node: fx.Node, home: Home) -> Bound:
-        def step(lo: int, hi: int) -> None:
-            rows = self.slice(home, lo, hi)
-            value = self.fetch(node, lo, hi)
+        def step(span: Span) -> None:
+            rows = self.slice(home, span)
+            value = self.fetch(node, span)
             home.keep(rows, value.expand(node.meta["val"].shape) if not domain(node) else value)
 
         return step
 
-    def _address(self, pointer: Pointer) -> int:
-        """What a kernel's table holds for a pointer."""
-        block = self.block
+    def _argument(self, pointer: Pointer) -> Tensor:
+        """What a kernel gets for a pointer."""
+        start = self.block.start
         if pointer.kind == "index":
-            array = self.index[str(pointer.key)]
-            by_place = pointer.key in ("edge_first", "reader_first") or str(pointer.key).startswith("slot")
-            by_place = by_place and not str(pointer.key).endswith("_reader")
-            return array.data_ptr() + 8 * block.start * by_place
+            name = str(pointer.key)
+            by_place = name in ("edge_first", "reader_first") or (name.startswith("slot") and not name.endswith("_reader"))
+            return self.index[name][start:] if by_place else self.index[name]
         if pointer.kind == "fixed":
-            node = next(n for n in self.cell.traced.graph.nodes if n.name == pointer.key[0])
-            value = self.fixed[node] = self.fetch(node, 0, 0).contiguous()
-            return value.data_ptr()
+            return self._constant(next(n for n in self.cell.traced.graph.nodes if n.name == pointer.key[0]))
         home = self._home(pointer)
-        buffer = self._buffer(home)
-        shift = 0
-        if pointer.own and home.kind in ("state", "message") and home.domain == "row":
-            shift = block.start
-        elif pointer.own and home.kind not in ("state", "message", "scratch") and home.domain == "edge":
-            shift = -block.edge_start  # kernels count edges through all classes
-        return buffer.data_ptr() + shift * home.columns * buffer.element_size()
+        return self.buffer(home) if pointer.own else self._buffer(home)
+
+    def _constant(self, node: fx.Node) -> Tensor:
+        """A value without rows where kernels can find it in every run: the weight itself, or a copy made in each run."""
+        value = self.fetch(node, self.span)
+        if base(node).op == "placeholder" and value.is_contiguous():
+            return value
+        if node not in self.constants:
+            self.constants[node] = value.clone(memory_format=torch.contiguous_format)
+        return self.constants[node]
 
     def _home(self, pointer: Pointer) -> Home:
         if pointer.kind == "state" and not pointer.own:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import StructureError
-from weft.dynamic import emit_cpp, simplify
-from weft.dynamic.cell import address, compile_cell
-from weft.dynamic.engine import Batch, CellKey, Plan, Run
+from weft.dynamic import emit_cpp, emit_triton, simplify
+from weft.dynamic.captured import Templates
+from weft.dynamic.cell import Cell, address, compile_cell, output_homes
+from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.frame import Compiled
 from weft.dynamic.kernel import Kernel
 from weft.dynamic.native import Ints
+from weft.dynamic.run import Again, Once, Run
 from weft.dynamic.schedule import Reads, Schedule
 from weft.dynamic.structure import Structure
 from weft.dynamic.trace import Function, Traced, differentiate, pretence, trace
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Pool
-from weft.runtime import native
+from weft.runtime import native, replay
 
 Inputs = Mapping[str, Tensor]
 
@@ -41,6 +42,8 @@ class Model(nn.Module):
         *,
         policy: str = "auto",
         fuse: bool | None = None,
+        replay: bool | None = None,
+        target: str | None = None,
     ) -> None:
         super().__init__()
         named = dict(functions) if isinstance(functions, Mapping) else {"vertex": functions}
@@ -48,10 +51,11 @@ class Model(nn.Module):
         self.cells = nn.ModuleDict({k: f for k, f in named.items() if isinstance(f, nn.Module)})
         self.states = {k: (n,) if isinstance(n, int) else tuple(n) for k, n in states.items()}
         self.policy = policy
-        self.fuse = native.available() if fuse is None else fuse
+        self.fuse, self.replay, self.target = fuse, replay, target
         self._traced: dict[Any, tuple[dict[str, Traced], dict[str, tuple[int, ...]]]] = {}
         self._plans: dict[Any, Plan] = {}
         self._pools: dict[torch.device, Pool] = {}
+        self._templates: dict[tuple[int, torch.device], Templates] = {}
 
     def forward(
         self, graphs: Structure | Schedule, inputs: Inputs | Tensor | None = None, *, at: str | Ints = "roots"
@@ -64,13 +68,17 @@ class Model(nn.Module):
         functions, _ = self._functions(given)
         schedule = graphs if isinstance(graphs, Schedule) else self.schedule(graphs, given)
         plan = self._plan(schedule, given)
-        where = _places(schedule, at)
-        outputs = {name: _pushing(schedule, functions, name, where) for name in plan.outputs}
-        names = tuple(given)
-        pool = self._pools.setdefault(torch.device("cpu"), Pool(torch.device("cpu")))
-        batch = Batch(plan, schedule, pool, {k: v.detach() for k, v in given.items()}, outputs)
-        results = Run.apply(batch, names, *given.values(), *plan.weights)
+        wanted = {name: _pushing(schedule.structure, functions, name, at) for name in plan.outputs}
+        call = self._call(plan, schedule, given, wanted)
+        results = Run.apply(call, tuple(given), wanted, *given.values(), *plan.weights)
         return results[0] if len(results) == 1 else dict(zip(plan.outputs, results, strict=True))
+
+    def _call(self, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints]) -> Once | Again:
+        device = self._device(inputs)
+        if self.replay if self.replay is not None else replay.is_accelerator(device):
+            templates = self._templates.setdefault((id(plan), device), Templates(plan, device))
+            return Again(*templates.take(schedule, inputs, wanted))
+        return Once(plan, schedule, self._pools.setdefault(device, Pool(device)))
 
     def schedule(self, graphs: Structure, inputs: Inputs | Tensor | None = None) -> Schedule:
         """Batches and places of the graphs, to keep or to show; `inputs` are needed before the first run only."""
@@ -87,9 +95,9 @@ class Model(nn.Module):
         """The traced functions, and all states with those that tracing added."""
         dtype = self._dtype(inputs)
         pulls = {k: (tuple(v.shape[1:]), v.dtype) for k, v in inputs.items()}
-        key = dtype, tuple(sorted(pulls.items(), key=lambda item: item[0]))
+        key = dtype, self._device(inputs), tuple(sorted(pulls.items(), key=lambda item: item[0]))
         if key not in self._traced:
-            device, mode = torch.device("cpu"), pretence()
+            device, mode = self._device(inputs), pretence()
             made = {n: trace(f, n, self.states, pulls, dtype, device, mode) for n, f in self.functions.items()}
             for traced in made.values():
                 simplify.clean(simplify.slices_to_splits(traced))
@@ -103,6 +111,16 @@ class Model(nn.Module):
         tensors = [t for f in self.functions.values() for t in _held_by(f)] + [*inputs.values()]
         return next((t.dtype for t in tensors if t.dtype.is_floating_point), torch.get_default_dtype())
 
+    def _device(self, inputs: Inputs) -> torch.device:
+        tensors = [*inputs.values(), *(t for f in self.functions.values() for t in _held_by(f))]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def _target(self, device: torch.device) -> str:
+        """What kernels are written in: "" leaves every op to torch."""
+        if self.fuse is False:
+            return ""
+        return self.target or ("triton" if replay.is_accelerator(device) else "cpp" if native.available() else "")
+
     def _plan(self, schedule: Schedule, inputs: Inputs) -> Plan:
         functions, states = self._functions(inputs)
         grads = frozenset(k for k, v in inputs.items() if v.requires_grad)
@@ -110,10 +128,11 @@ class Model(nn.Module):
         needs = torch.is_grad_enabled() and (bool(grads) or any(w.requires_grad for w in weights))
         absent = frozenset(_absent(schedule, functions, inputs))
         shapes = tuple((k, tuple(v.shape[1:]), v.dtype) for k, v in inputs.items())
-        key = shapes, grads, needs, absent, self._dtype(inputs), tuple(w.requires_grad for w in weights)
+        target = self._target(self._device(inputs))
+        key = shapes, grads, needs, absent, self._dtype(inputs), tuple(w.requires_grad for w in weights), target
         if key not in self._plans:
             dtype = self._dtype(inputs)
-            self._plans[key] = _compile(functions, states, absent, grads, needs, weights, dtype, self.fuse)
+            self._plans[key] = _compile(functions, states, absent, grads, needs, weights, dtype, target)
         return self._plans[key]
 
 
@@ -128,10 +147,9 @@ def _held_by(function: Any) -> list[Tensor]:
 
 def _compile(
     functions: Mapping[str, Traced], states: dict[str, tuple[int, ...]], absent: frozenset[tuple[CellKey, Source]],
-    grads: frozenset[str], needs: bool, weights: list[Tensor], dtype: torch.dtype, fuse: bool,
+    grads: frozenset[str], needs: bool, weights: list[Tensor], dtype: torch.dtype, target: str,
 ) -> Plan:  # fmt: skip
     """Specialise every type to its two classes, differentiate, cut into steps, and compile the kernels."""
-    outputs = tuple(dict.fromkeys(o for f in functions.values() for o in f.outputs))
     made: dict[CellKey, Traced] = {}
     for name, function in functions.items():
         for has_children in (False, True):
@@ -140,8 +158,10 @@ def _compile(
             one = simplify.specialise(function, gone)
             made[name, has_children] = _with_gradients(one, grads) if needs else one
     sent = _settle(made)
-    cells = {key: compile_cell(one, sent, fuse) for key, one in made.items()}
-    return Plan(cells, states, outputs, _kernels(cells.values()), weights, sent, dtype, needs)
+    outputs = output_homes(made.values())
+    cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in made.items()}
+    kernels = _kernels(cells.values(), target)
+    return Plan(cells, states, outputs, kernels, weights, sent, dtype, needs, tuple(grads))
 
 
 def _with_gradients(one: Traced, grads: frozenset[str]) -> Traced:
@@ -164,25 +184,10 @@ def _settle(made: dict[CellKey, Traced]) -> set[tuple[str, ...]]:
             return sent
 
 
-def _kernels(cells: Any) -> Compiled:
-    """Compile the kernels of all classes as one library."""
-    written, made = [], []
-    for number, cell in enumerate(cells):
-        for phase, steps in cell.steps.items():
-            for i, step in enumerate(steps):
-                if isinstance(step, Kernel):
-                    emitter = emit_cpp.Emitter(step, cell.stores, f"weft_{number}_{phase}_{i}")
-                    written.append((emitter.name, emitter.text()))
-                    made.append((id(step), emitter))
-    if not written:
-        return {}
-    library = native.load(emit_cpp.source(written))
-    out = {}
-    for key, emitter in made:
-        function = getattr(library, emitter.name)
-        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64], None
-        out[key] = function, emitter.pointers
-    return out
+def _kernels(cells: Iterable[Cell], target: str) -> Compiled:
+    """Compile the kernels of all classes together."""
+    found = [(step, cell.stores) for cell in cells for steps in cell.steps.values() for step in steps if isinstance(step, Kernel)]
+    return emit_triton.build(found) if target == "triton" else emit_cpp.build(found)
 
 
 def _absent(schedule: Schedule, functions: Mapping[str, Traced], inputs: Inputs) -> list[tuple[CellKey, Source]]:
@@ -225,18 +230,17 @@ def _inputs(inputs: Inputs | Tensor | None) -> dict[str, Tensor]:
     return {"x": inputs} if isinstance(inputs, Tensor) else dict(inputs)
 
 
-def _places(schedule: Schedule, at: str | Ints) -> Ints:
-    """Places of the vertices whose outputs are asked for."""
-    s = schedule.structure
-    if isinstance(at, str) and at == "all":
-        return schedule.place[:-1]
-    if isinstance(at, str) and at != "roots":
+def _vertices(s: Structure, at: Any) -> Ints:
+    """The vertices whose outputs are asked for."""
+    if isinstance(at, str) and at in ("all", "roots"):
+        return np.arange(s.vertices) if at == "all" else s.roots
+    if isinstance(at, str):
         raise StructureError("unknown choice of vertices", needed='"roots", "all" or vertex numbers', found=repr(at))
-    return schedule.place[s.roots if isinstance(at, str) else np.asarray(at, np.int64)]
+    return np.asarray(at, np.int64)
 
 
-def _pushing(schedule: Schedule, functions: Mapping[str, Traced], name: str, places: Ints) -> Ints:
-    """Those places whose type pushes the output."""
-    s = schedule.structure
-    pushes = np.array([name in functions[k].outputs if k in functions else False for k in s.kinds], bool)
-    return places if pushes.all() else places[pushes[s.kind[schedule.vertex[places]]]]
+def _pushing(s: Structure, functions: Mapping[str, Traced], name: str, at: Any) -> Ints:
+    """Those of the vertices asked for whose type pushes the output."""
+    vertices = _vertices(s, at[name] if isinstance(at, Mapping) else at)
+    pushes = np.array([k in functions and name in functions[k].outputs for k in s.kinds], bool)
+    return vertices if pushes.all() else vertices[pushes[s.kind[vertices]]]

@@ -51,6 +51,10 @@ class Round:
     edge_start: int
     edge_stop: int
 
+    @property
+    def span(self) -> tuple[int, int, int, int]:
+        return self.start, self.stop, self.edge_start, self.edge_stop
+
 
 class Schedule:
     """Where every vertex is and when it runs. Place `vertices` (one past the last) is a row of zeros: no child."""
@@ -80,7 +84,7 @@ class Schedule:
         self.place[s.vertices] = s.vertices  # absent children (-1) index this
         placed = np.zeros(count, np.int64)
         placed[runs] = np.cumsum(sizes[runs]) - sizes[runs]
-        self._round = of_round, placed, sizes
+        self.round_klass, self.round_start, self.round_size = of_round, placed, sizes
 
     def _edges(self) -> None:
         """Edges to the rest of the children, by place of the parent; and one array per slot."""
@@ -117,12 +121,12 @@ class Schedule:
     @cached_property
     def rounds(self) -> list[Round]:
         """The batches in the order they run."""
-        of_round, placed, sizes = self._round
+        of_round, placed, sizes = self.round_klass, self.round_start, self.round_size
         base = np.zeros(int(of_round.max(initial=0)) + 1, np.int64)
         for k, block in self.blocks.items():
             base[k] = block.start
         low = placed - base[of_round]
-        edges = self.edge_first - 0
+        edges = self.edge_first
         edge_base = edges[base[of_round]]
         columns = (of_round, low, low + sizes, edges[placed] - edge_base, edges[placed + sizes] - edge_base)
         return [Round(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]

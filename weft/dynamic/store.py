@@ -4,7 +4,8 @@ full      one buffer for all vertices (or edges) of the class, rounds after each
 scratch   one buffer as long as the longest round: for what only the same round reads
 state     what parents gather: one buffer over all classes, by place
 message   gradients on their way to children: one buffer over all classes, by place or by edge
-pull      rows of an input in the order of the class; push: gradients of outputs, likewise
+output    what is pushed and is no state; push: gradients of outputs. Over all classes, by place
+pull      rows of an input in the order of the class
 fixed     values without rows
 """
 
@@ -21,7 +22,6 @@ from torch import Tensor, fx
 from weft.dynamic.phases import domain
 from weft.dynamic.trace import EDGES, ROWS, shape_of
 
-_CTYPES = {torch.float32: "float", torch.float64: "double", torch.bool: "bool"}
 Key = tuple[str, ...]
 
 
@@ -55,19 +55,13 @@ class Home:
 
 @dataclass(frozen=True)
 class Pointer:
-    """An entry of a kernel's table: the address of a buffer (already moved to the class's own rows), or an index array."""
+    """An argument of a kernel: a buffer, from its start or from the class's own rows on, or an index array."""
 
     kind: str
     key: Key | str
     domain: str = "row"
     dtype: torch.dtype = torch.int64
     own: bool = False  # row 0 is the first row of the class, not of the buffer
-
-    def element(self) -> str:
-        return _CTYPES.get(self.dtype, "i64")
-
-    def ctype(self) -> str:
-        return f"{self.element()} *"
 
 
 @dataclass(frozen=True)
@@ -104,10 +98,11 @@ class Stores:
         if not domain(node):
             return Pointer("fixed", (node.name,), "", node.meta["val"].dtype), Row("0")
         home = self.homes[node]
-        row = Row("v") if home.domain == "row" else Row("e")
-        if home.kind == "scratch":
-            row = Row("v - lo") if home.domain == "row" else Row("e - e0")
-        return Pointer(home.kind, home.key, home.domain, home.dtype, own=True), row
+        if home.domain == "row":
+            row = Row("v - lo" if home.kind == "scratch" else "v")
+        else:  # edges count through all classes; e0 and eb are the first of this call and of this class
+            row = Row({"scratch": "e - e0", "message": "e"}.get(home.kind, "e - eb"))
+        return Pointer(home.kind, home.key, home.domain, home.dtype, own=home.domain == "row" or home.kind != "message"), row
 
     def columns(self, node: fx.Node) -> int:
         if node in self.children:

@@ -1,0 +1,143 @@
+"""Batches whose shapes are fixed by a template, so that a run is two replays: one forward, one backward.
+
+A new batch of graphs is put into the rows of a template that has room; its index arrays go to the device in one copy. When none
+has room a wider template is recorded, so after a few batches of a kind all fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from weft.dynamic.engine import Batch, Plan
+from weft.dynamic.layout import Layout, Template, padded, template
+from weft.dynamic.native import Ints
+from weft.dynamic.schedule import Schedule
+from weft.dynamic.vertex import Source
+from weft.dynamic.workspace import Workspace
+from weft.runtime import replay
+
+KEPT = 4  # templates per plan
+
+
+class Captured:
+    """One template, recorded."""
+
+    def __init__(self, plan: Plan, t: Template, s: Schedule, layout: Layout, device: torch.device, sizes: Mapping[str, Tensor]) -> None:
+        self.template, self.plan, self.device, self.busy = t, plan, device, False
+        kinds = s.structure.kinds
+        self.rows = {name: _room(len(x)) for name, x in sizes.items()}
+        self.inputs = {n: torch.zeros((self.rows[n], *x.shape[1:]), dtype=x.dtype, device=device) for n, x in sizes.items()}
+        self.asked = {name: _room(0) for name in plan.outputs}
+        lengths = {name: len(a) for name, a in layout.arrays.items()}
+        self._slices = _slices(lengths)
+        self._host = replay.pinned(sum(lengths.values()), torch.int64, device)
+        self._device = torch.empty(len(self._host), dtype=torch.int64, device=device)
+        self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights])
+        self._weights_at = [w.data_ptr() for w in plan.weights]
+        self._forward = self._backward = None
+        self._wanted: dict[str, Tensor] = {}
+
+    def has_room(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> bool:
+        """Whether inputs and outputs fit, and the weights are still where they were."""
+        enough = all(len(x) <= self.rows[n] for n, x in inputs.items())
+        enough = enough and self._weights_at == [w.data_ptr() for w in self.plan.weights]
+        return enough and all(len(w) <= self.asked[n] for n, w in wanted.items() if self._forward is not None)
+
+    def forward(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> list[Tensor]:
+        """Load a batch of graphs and replay."""
+        self.busy, self.counts = True, {n: len(w) for n, w in wanted.items()}
+        self._load(layout, inputs, wanted)
+        if self._forward is None:
+            self._forward = replay.record(self._run_forward, self.device)
+        self._forward()
+        return [out[: self.counts[n]].clone() for n, out in zip(self.plan.outputs, self._outputs, strict=True)]
+
+    def backward(self, grads: list[Tensor]) -> dict[Source | int, Tensor]:
+        for name, grad, into in zip(self.plan.outputs, grads, self._grads, strict=True):
+            into[: self.counts[name]].copy_(grad)
+            into[self.counts[name] :].zero_()
+        if self._backward is None:
+            self._backward = replay.record(self._run_backward, self.device)
+        self._backward()
+        self.busy = False
+        return {key: value.clone() for key, value in self._found.items()}
+
+    def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
+        host = self._host.numpy()
+        for name, (low, high) in self._slices.items():
+            host[low:high] = layout.arrays[name]
+        self._device.copy_(self._host, non_blocking=True)
+        for name, x in inputs.items():
+            self.inputs[name][: len(x)].copy_(x)
+        if not self._wanted:
+            self._prepare(wanted)
+        for name, vertices in wanted.items():
+            rows = layout.place[vertices]
+            padding = torch.full((self.asked[name] - len(rows),), layout.rows, dtype=torch.int64)
+            self._wanted[name].copy_(torch.cat([torch.from_numpy(rows), padding]), non_blocking=True)
+
+    def _prepare(self, wanted: Mapping[str, Ints]) -> None:
+        """Buffers for outputs, and the batch bound to all buffers."""
+        self.asked = {name: _room(len(v)) for name, v in wanted.items()}
+        self._wanted = {n: torch.zeros(size, dtype=torch.int64, device=self.device) for n, size in self.asked.items()}
+        shapes = {n: (self.asked[n], *h.shape) for n, h in self.plan.outputs.items()}
+        self._grads = [torch.zeros(shapes[n], dtype=h.dtype, device=self.device) for n, h in self.plan.outputs.items()]
+        index = {name: self._device[low:high] for name, (low, high) in self._slices.items()}
+        self.batch.load(index, self.inputs, self._wanted)
+
+    def _run_forward(self) -> None:
+        self._outputs = self.batch.forward()
+
+    def _run_backward(self) -> None:
+        self._found = self.batch.backward(self._grads)
+
+
+class Templates:
+    """The recorded templates of one plan on one device."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device, self.kept = plan, device, list[Captured]()
+
+    def take(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> tuple[Captured, Layout]:
+        """A free template with room for the schedule, the smallest there is, or a new one."""
+        fitting = []
+        for captured in self.kept:
+            taken = None if captured.busy or not captured.has_room(inputs, wanted) else captured.template.holds(s)
+            if taken is not None:
+                fitting.append((captured.template.cost(), captured, taken))
+        if fitting:
+            _, captured, taken = min(fitting, key=lambda found: found[0])
+            return captured, padded(s, captured.template, taken, self.plan.sent)
+        return self._new(s, inputs)
+
+    def _new(self, s: Schedule, inputs: Mapping[str, Tensor]) -> tuple[Captured, Layout]:
+        latest = self.kept[-1].template if self.kept else None
+        wider = template(s, latest)
+        taken = wider.holds(s)
+        if taken is None:  # two kinds of sequence that do not join well
+            wider = template(s)
+            taken = wider.holds(s)
+        assert taken is not None
+        layout = padded(s, wider, taken, self.plan.sent)
+        made = Captured(self.plan, wider, s, layout, self.device, inputs)
+        idle = [c for c in self.kept if not c.busy]
+        if len(self.kept) >= KEPT and idle:
+            self.kept.remove(idle[0])
+        self.kept.append(made)
+        return made, layout
+
+
+def _room(size: int) -> int:
+    return -(-int(size * 1.1 + 1) // 64) * 64
+
+
+def _slices(lengths: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    out, at = dict[str, tuple[int, int]](), 0
+    for name, size in lengths.items():
+        out[name] = (at, at + size)
+        at += size
+    return out
+

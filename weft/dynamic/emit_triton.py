@@ -1,0 +1,175 @@
+"""Fused kernels as Triton: one program per vertex and block of lanes; values are vectors over the lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from weft.dynamic.emit import Emitter, column, is_bool
+from weft.dynamic.kernel import SEGMENT, Kernel, cat_parts, statement
+from weft.dynamic.store import Pointer, Stores
+from weft.runtime import modules
+
+TYPES = {torch.float32: "tl.float32", torch.float64: "tl.float64"}
+LARGEST = 512  # lanes of a program
+HEADER = '''\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def w_tanh(x):
+    z = x * x
+    p = ((((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z - 3.33332819422e-1)
+    e = tl.exp(-2.0 * tl.abs(x))
+    big = (1.0 - e) / (1.0 + e)
+    big = tl.where(x < 0, -big, big)
+    if x.dtype == tl.float64:
+        return big
+    return tl.where(tl.abs(x) < 0.625, p * z * x + x, big)
+
+
+@triton.jit
+def w_sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def w_max(a, b):
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def w_min(a, b):
+    return tl.where((a < b) | (a != a), a, b)
+'''
+
+
+class Code:
+    """A kernel ready to launch."""
+
+    def __init__(self, function: Any, pointers: list[Pointer], lanes: int) -> None:
+        self.function, self.pointers, self.lanes = function, pointers, lanes
+        self.block = min(LARGEST, 1 << (lanes - 1).bit_length())
+        self.across = -(-lanes // self.block)
+
+    def launch(self, tensors: list[torch.Tensor], lo: int, hi: int, first_edge: int) -> None:
+        if hi > lo:
+            warps = max(1, min(8, self.block // 64))
+            self.function[(hi - lo, self.across)](*tensors, lo, first_edge, BLOCK=self.block, num_warps=warps)
+
+
+def build(kernels: list[tuple[Kernel, Stores]]) -> dict[int, Code]:
+    """Write kernels into one module: id of the kernel -> how to launch it."""
+    writers = [TritonEmitter(kernel, stores, f"weft_{i}") for i, (kernel, stores) in enumerate(kernels)]
+    texts = [w.text() for w in writers]
+    module = modules.load("\n\n".join([HEADER, *texts])) if writers else None
+    return {id(w.kernel): Code(getattr(module, w.name), w.pointers, w.kernel.lanes) for w in writers}
+
+
+class TritonEmitter(Emitter):
+    calls: ClassVar[dict[str, str]] = {
+        "max": "w_max({}, {})", "min": "w_min({}, {})", "exp": "tl.exp({})", "tanh": "w_tanh({})", "sigmoid": "w_sigmoid({})",
+        "abs": "tl.abs({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "sin": "tl.sin({})", "cos": "tl.cos({})",
+        "erf": "tl.erf({})", "pow": "tl.exp({1} * tl.log({0}))", "where": "tl.where({}, {}, {})", "not": "({} == 0)",
+        "and": "({} & {})", "or": "({} | {})",
+    }  # fmt: skip
+
+    def number(self, x: float) -> str:
+        return repr(x) if abs(x) != float("inf") else f'float("{"-" if x < 0 else ""}inf")'
+
+    def text(self) -> str:
+        """The whole function."""
+        body = [f"    {line}" for line in self._body()]
+        if any(" - e0" in line for line in body):
+            body.insert(0, f"    e0 = tl.load({self.index('edge_first')} + lo)")
+        arguments = ", ".join([*(f"p{i}" for i in range(len(self.pointers))), "lo", "eb"])
+        return "\n".join([
+            "@triton.jit(do_not_specialize=['lo', 'eb'])",
+            f"def {self.name}({arguments}, BLOCK: tl.constexpr):",
+            "    v = lo + tl.program_id(0)",
+            "    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)",
+            f"    m = j < {self.kernel.lanes}",
+            *body,
+        ])  # fmt: skip
+
+    def _body(self) -> Iterator[str]:
+        self.made: dict[fx.Node, str] = {}
+        for node in self.gradients():
+            yield from self._collect(node)
+        for level in self.levels():
+            for node in self.vertices(level):
+                yield from self._statement(node, node in self.kernel.stored)
+            for node in self.kernel.stored:
+                if node.target in SEGMENT and self.level[node] == level:
+                    yield self._store(node, node.name)
+            yield from self._edges(level)
+
+    def _collect(self, node: fx.Node) -> Iterator[str]:
+        yield f"{node.name} = tl.zeros([BLOCK], {TYPES[self.dtype]})"
+        for via in self.stores.gradients[node]:
+            first, index = self.index(via.first), self.index(via.index)
+            rows = self.at(Pointer("message", via.key, dtype=self.dtype))
+            yield f"for k in range(tl.load({first} + v), tl.load({first} + v + 1)):"
+            yield f"    {node.name} += tl.load({rows} + tl.load({index} + k) * {self.kernel.lanes} + j, mask=m, other=0.0)"
+        self.made[node] = node.name
+
+    def _edges(self, level: int) -> Iterator[str]:
+        sums, ends = self.sums(level), self.edge_ends(level)
+        if not sums and not ends:
+            return
+        first = self.index("edge_first")
+        for node in sums:
+            start = "0.0" if SEGMENT[node.target] == "sum" else 'float("-inf")'
+            yield f"{node.name} = tl.full([BLOCK], {start}, {TYPES[self.dtype]})"
+        yield f"for e in range(tl.load({first} + v), tl.load({first} + v + 1)):"
+        outside, lines = dict(self.made), list[str]()
+        for node in self.needed([*ends, *[n.args[0] for n in sums]]):
+            lines += self._statement(node, node in ends)
+        for node in sums:
+            value = self._value(node.args[0], lines)
+            total = f"{node.name} + {value}" if SEGMENT[node.target] == "sum" else f"w_max({node.name}, {value})"
+            lines.append(f"{node.name} = {total}")
+        self.made = outside
+        yield from (f"    {line}" for line in lines)
+        for node in sums:
+            self.made[node] = node.name
+            if SEGMENT[node.target] == "max":
+                yield f"{node.name} = tl.where(tl.load({first} + v) == tl.load({first} + v + 1), 0.0, {node.name})"
+
+    def _statement(self, node: fx.Node, stored: bool) -> list[str]:
+        lines: list[str] = []
+        if parts := cat_parts(node):
+            for i, part in enumerate(parts if stored else ()):
+                value = self._value(part, lines)
+                lines.append(self._store(node, value, i * self.kernel.lanes))
+            return lines
+        text = self.write(statement(node), lambda n: self._value(n, lines))
+        if isinstance(statement(node), (int, float)):
+            text = f"tl.full([BLOCK], {text}, {TYPES[self.dtype]})"
+        lines.append(f"{node.name} = {text}")
+        self.made[node] = node.name
+        return [*lines, self._store(node, node.name)] if stored else lines
+
+    def _value(self, node: fx.Node, lines: list[str]) -> str:
+        if node not in self.made:
+            access = self.kernel.loads[node]
+            if access.source in self.stores.gradients:
+                return access.source.name
+            at, _, row, columns = self.place(access.source)
+            where = column(access, "j", "//")
+            if access.has_rows:
+                index = f"tl.load({self.index(row.index)} + {row.of})" if row.index else f"({row.of})"
+                where = f"{index} * {columns} + {where}"
+            guard = ", mask=m, other=0" if any(stride for _, _, stride in access.dims) else ""
+            load = f"tl.load({at} + {where}{guard})"
+            lines.append(f"{node.name} = {load}{' != 0' if is_bool(node) else ''}")
+            self.made[node] = node.name
+        return self.made[node]
+
+    def _store(self, node: fx.Node, value: str, at_column: int = 0) -> str:
+        at, _, row, columns = self.place(node)
+        return f"tl.store({at} + ({row.of}) * {columns} + {at_column} + j, {value}, mask=m)"

@@ -1,0 +1,170 @@
+"""A schedule as the index arrays kernels read, exact or padded to a template.
+
+A template fixes how many rows every round may have, so that all shapes are known before the graphs are: what was recorded for one
+batch can be replayed for the next. Rows that no vertex takes have no readers, so their gradient is zero and they change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.dynamic import native
+from weft.dynamic.native import Ints
+from weft.dynamic.schedule import Block, Round, Schedule
+from weft.dynamic.store import Key
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Blocks and rounds of rows, and the arrays that say who is where. `place` maps vertices to rows."""
+
+    blocks: dict[int, Block]
+    rounds: Sequence[Round]
+    rows: int  # row `rows`, one past the last, stands for an absent child: it is zero
+    edges: int
+    arrays: dict[str, Ints]
+    place: Ints
+    gaps: frozenset[int]  # classes in which some row has no input
+
+
+def exact(s: Schedule, sent: set[Key]) -> Layout:
+    """No row too many."""
+    arrays = {
+        "edge_first": s.edge_first, "edge_child": s.edge_child, "edge_vertex": s.edge_parent,
+        "row": s.structure.row[s.vertex],
+    }  # fmt: skip
+    arrays |= {f"slot{k}": child for k, child in enumerate(s.slot_child)}
+    n = s.structure.vertices
+    gaps = (k for k, b in s.blocks.items() if arrays["row"][b.start : b.start + b.count].min(initial=0) < 0)
+    return Layout(s.blocks, s.rounds, n, len(s.edge_child), arrays | _readers(arrays, n, sent), s.place, frozenset(gaps))
+
+
+def _readers(arrays: dict[str, Ints], rows: int, sent: set[Key]) -> dict[str, Ints]:
+    """Who reads each row, in the ways in which gradients travel."""
+    out: dict[str, Ints] = {}
+    hows = {how for _, how in sent}
+    if hows & {"edge", "vertex"}:
+        first, edge = native.reverse(arrays["edge_child"], rows + 1)
+        out |= {"reader_first": first, "reader_edge": edge, "reader_vertex": arrays["edge_vertex"][edge]}
+    for name in [a for a in arrays if a.startswith("slot") and a in hows]:
+        out[f"{name}_first"], out[f"{name}_reader"] = native.reverse(arrays[name], rows + 1)
+    return out
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one round may hold."""
+
+    klass: int
+    rows: int
+    edges: int
+
+    def holds(self, r: Round) -> bool:
+        return self.klass == r.klass and self.rows >= r.stop - r.start and self.edges >= r.edge_stop - r.edge_start
+
+
+@dataclass(frozen=True)
+class Template:
+    """How many rows and edges each round may have."""
+
+    rooms: tuple[Room, ...]
+    slots: int
+
+    def holds(self, s: Schedule) -> list[int] | None:
+        """For each round of a schedule the room that takes it, or None if it does not fit."""
+        taken, at = [], 0
+        for r in s.rounds:
+            while at < len(self.rooms) and not self.rooms[at].holds(r):
+                at += 1
+            if at == len(self.rooms):
+                return None
+            taken.append(at)
+            at += 1
+        return taken if len(s.slot_child) <= self.slots else None
+
+    def cost(self) -> int:
+        return sum(room.rows for room in self.rooms)
+
+    def lay_out(self) -> tuple[dict[int, Block], list[Round]]:
+        """Blocks and rounds, each class with its own run of rows."""
+        rounds, used = list[Round](), dict[int, tuple[int, int]]()
+        for room in self.rooms:
+            row, edge = used.get(room.klass, (0, 0))
+            used[room.klass] = row + room.rows, edge + room.edges
+            rounds.append(Round(room.klass, row, row + room.rows, edge, edge + room.edges))
+        blocks, at, edge = dict[int, Block](), 0, 0
+        for k in sorted(used):
+            blocks[k] = Block(k // 2, bool(k % 2), at, used[k][0], edge, used[k][1])
+            at, edge = at + used[k][0], edge + used[k][1]
+        return blocks, rounds
+
+
+def template(s: Schedule, before: Template | None = None, slack: float = 0.12) -> Template:
+    """A template with room for this schedule, others like it, and all that fitted `before`."""
+    rooms = [Room(r.klass, _more(r.stop - r.start, slack), _more(r.edge_stop - r.edge_start, slack)) for r in s.rounds]
+    if rooms:  # graphs a little deeper than these
+        rooms += [Room(rooms[-1].klass, 8, _more(8 * rooms[-1].edges // rooms[-1].rows, 0))] * 3
+    if before is not None:
+        rooms = _join(rooms, list(before.rooms))
+    return Template(tuple(rooms), max(len(s.slot_child), before.slots if before else 0))
+
+
+def _more(size: int, slack: float) -> int:
+    """A little more than `size`, in eights: there are always spare rows to take the spare edges."""
+    return -(-int(size * (1 + slack) + 3) // 8) * 8 if size else 0
+
+
+def _join(a: list[Room], b: list[Room]) -> list[Room]:
+    """A sequence of rooms that holds what either holds."""
+    out, i, j = list[Room](), 0, 0
+    while i < len(a) or j < len(b):
+        if i < len(a) and j < len(b) and a[i].klass == b[j].klass:
+            out.append(Room(a[i].klass, max(a[i].rows, b[j].rows), max(a[i].edges, b[j].edges)))
+            i, j = i + 1, j + 1
+        elif j == len(b) or (i < len(a) and a[i].klass in {room.klass for room in b[j:]}):
+            out.append(a[i])
+            i += 1
+        else:
+            out.append(b[j])
+            j += 1
+    return out
+
+
+def padded(s: Schedule, t: Template, taken: list[int], sent: set[Key]) -> Layout:
+    """The schedule in the rows of a template."""
+    blocks, rounds = t.lay_out()
+    rows, edges = sum(b.count for b in blocks.values()), sum(b.edge_count for b in blocks.values())
+    starts = np.array([blocks[rounds[at].klass].start + rounds[at].start for at in taken], np.int64)
+    order = np.argsort(s.round_start, kind="stable")
+    new = np.append(native.spans(starts[order], s.round_size[order]), rows)  # old place -> new, and the row of zeros
+    degree, old_degree = np.zeros(rows, np.int64), np.diff(s.edge_first)
+    degree[new[:-1]] = old_degree
+    _spare_edges(degree, new[:-1], blocks, rounds)
+    first = np.zeros(rows + 1, np.int64)
+    np.cumsum(degree, out=first[1:])
+    child = np.full(edges, rows, np.int64)
+    child[native.spans(first[new[:-1]], old_degree)] = new[s.edge_child]
+    row = np.full(rows, -1, np.int64)
+    row[new[:-1]] = s.structure.row[s.vertex]
+    arrays = {"edge_first": first, "edge_child": child, "edge_vertex": np.repeat(np.arange(rows), degree), "row": row}
+    for k in range(t.slots):
+        arrays[f"slot{k}"] = np.full(rows, rows, np.int64)
+        if k < len(s.slot_child):
+            arrays[f"slot{k}"][new[:-1]] = new[s.slot_child[k]]
+    return Layout(blocks, rounds, rows, edges, arrays | _readers(arrays, rows, sent), new[s.place], frozenset(blocks))
+
+
+def _spare_edges(degree: Ints, used: Ints, blocks: dict[int, Block], rounds: Sequence[Round]) -> None:
+    """Edges no vertex has go to rows of the same round that no vertex has, evenly, so that no row is slow."""
+    free = np.ones(len(degree), bool)
+    free[used] = False
+    for r in rounds:
+        start = blocks[r.klass].start
+        here = slice(start + r.start, start + r.stop)
+        rows = np.flatnonzero(free[here]) + here.start
+        spare = r.edge_stop - r.edge_start - int(degree[here].sum())
+        if spare:
+            degree[rows] = spare // len(rows) + (np.arange(len(rows)) < spare % len(rows))

@@ -1,0 +1,79 @@
+"""One call of a model as one node of autograd, on whatever device its inputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.dynamic.captured import Captured
+from weft.dynamic.engine import Batch, Plan, host_index
+from weft.dynamic.layout import Layout, exact
+from weft.dynamic.native import Ints
+from weft.dynamic.schedule import Schedule
+from weft.dynamic.vertex import Source
+from weft.dynamic.workspace import Pool
+
+
+class Once:
+    """A batch run in place, with memory borrowed from a pool: nothing is recorded, so any shape will do."""
+
+    def __init__(self, plan: Plan, s: Schedule, pool: Pool) -> None:
+        self.plan, self.pool, self.workspace = plan, pool, pool.take()
+        self.layout = exact(s, plan.sent)
+        self.kinds = s.structure.kinds
+
+    def forward(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
+        self.batch = Batch(self.plan, self.layout, self.kinds, self.workspace, weights)
+        rows = {name: torch.from_numpy(self.layout.place[v]) for name, v in wanted.items()}
+        device = self.workspace.device
+        index = {name: a.to(device) for name, a in host_index(self.layout).items()}
+        self.batch.load(index, inputs, {name: r.to(device) for name, r in rows.items()})
+        return self.batch.forward()
+
+    def backward(self, grads: list[Tensor]) -> dict[Source | int, Tensor]:
+        return self.batch.backward(grads)
+
+    def release(self) -> None:
+        self.pool.give(self.workspace)
+
+
+class Again:
+    """A batch that replays a template."""
+
+    def __init__(self, captured: Captured, layout: Layout) -> None:
+        self.captured, self.layout, self.plan = captured, layout, captured.plan
+
+    def forward(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
+        return self.captured.forward(self.layout, inputs, wanted)
+
+    def backward(self, grads: list[Tensor]) -> dict[Source | int, Tensor]:
+        return self.captured.backward(grads)
+
+    def release(self) -> None:
+        self.captured.busy = False
+
+
+class Run(torch.autograd.Function):
+    """The node. Its inputs are the model's inputs and weights."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Once | Again, names: tuple[str, ...], wanted: Mapping[str, Ints], *tensors: Tensor) -> Any:
+        inputs = {name: t.detach() for name, t in zip(names, tensors, strict=False)}
+        ctx.call, ctx.rows = call, {name: len(x) for name, x in inputs.items()}
+        outputs = call.forward(inputs, wanted, [t.detach() for t in tensors[len(names) :]])
+        if not call.plan.backward:
+            call.release()
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = ctx.call.backward([g.contiguous() for g in grads])
+        inputs = [(found.get(Source("pull", name)), rows) for name, rows in ctx.rows.items()]
+        weights = [found.get(id(w)) for w in ctx.call.plan.weights]
+        ctx.call.release()
+        return None, None, None, *(x if x is None else x[:rows] for x, rows in inputs), *weights
