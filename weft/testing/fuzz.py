@@ -16,6 +16,7 @@ from weft import interp
 from weft.autodiff import vjp
 from weft.core.errors import NotDifferentiable, WeftError
 from weft.core.program import Program
+from weft.testing.groups import check_groups
 from weft.testing.programs import Sample, random_program
 from weft.testing.same import MeaningChanged, check_form, check_values, close
 from weft.testing.schedules import Step, propose
@@ -136,6 +137,7 @@ def _judge(trail: Trail, index: int, focus: Focus, tally: Tally) -> None:
     before, after, inputs = trail.sample.program, trail.last, trail.sample.inputs()
     check_form(before, after)
     check_values(interp.run_global(before, inputs), after, inputs)
+    check_groups(after, inputs)
     if index % EVERY_FIELD == 0:
         tally.exact += check_exact(before, after)
     if focus.gradients and index % focus.gradients == 0:
@@ -204,6 +206,7 @@ def first_wrong(trail: Trail) -> Trail:
         try:
             check_form(trail.sample.program, p)
             check_values(expected, p, inputs)
+            check_groups(p, inputs)
         except Exception:
             return Trail(trail.sample, trail.steps[:k], trail.programs[:k])
     return trail
@@ -227,6 +230,7 @@ SCRIPT = '''# {label}
 {why}
 from weft.core.text import parse
 from weft.schedule import *  # noqa: F403
+from weft.testing.groups import check_groups
 from weft.testing.same import assert_same_meaning
 from weft.testing.values import draw_inputs
 
@@ -237,4 +241,5 @@ inputs = draw_inputs(p, seed={seed}, kinds={kinds!r})
 {steps}
 print(p)
 assert_same_meaning(before, p, inputs)
+check_groups(p, inputs)
 '''

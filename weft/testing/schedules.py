@@ -175,7 +175,9 @@ def _overlap(s: Scene) -> Step | None:
     if not pairs:
         return None
     a, b = s.rng.choice(pairs)
-    more = [u for u in s.readers(b)] if s.rng.random() < 0.3 else []
+    if s.rng.random() < 0.1:  # any stranger
+        b = s.rng.choice([x for x in s.names if x is not a])
+    more = s.readers(b) if s.rng.random() < 0.3 else []
     stages = [a, b, *([s.rng.choice(more)] if more else [])]
     return s.step("overlap", *stages, dim=s.dim(a), chunks=2)
 
