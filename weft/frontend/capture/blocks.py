@@ -8,8 +8,6 @@ different after all. So capture time does not grow with depth, and a block is on
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,133 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weft.core.node import Node, make, toposort
+from weft.frontend.capture.alike import MISSING, PLAIN, Key, attributes, differing, hooked, restore, same, tensors_of, tying, watched
 from weft.frontend.capture.experts import MODULES
 from weft.frontend.capture.recorder import Recorder
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OWN = {"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set", "_is_full_backward_hook",
-        "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-        "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-        *_HOOKS}  # fmt: skip
 RESULT = object()  # stands for a tensor in what a block returned
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-# -- which modules are alike -------------------------------------------------------------------------------------------
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """Parameters and buffers with the module path and name they hang at, shared ones as often as they stand."""
-    found = []
-    for path, m in module.named_modules(remove_duplicate=False):
-        for table in (m._parameters, m._buffers):
-            found += [(path, name, t) for name, t in table.items() if t is not None]
-    return found
-
-
-def shape_key(module: nn.Module, known: dict[nn.Module, Any]) -> Any:
-    """What two blocks must share before they are compared in use; None where a hook or an own forward forbids it."""
-    if module in known:
-        return known[module]
-    children = [(name, shape_key(m, known)) for name, m in module._modules.items() if m is not None]
-    own = [
-        (n, tuple(t.shape), t.dtype, t.requires_grad)
-        for n, t in itertools.chain(module._parameters.items(), module._buffers.items())
-        if t is not None
-    ]
-    bad = _hooked_here(module) or any(key is None for _, key in children)
-    key = None if bad else (type(module), module.training, module.extra_repr(), tuple(own), tuple(children))
-    known[module] = key
-    return key
-
-
-def _hooked_here(module: nn.Module) -> bool:
-    return "forward" in module.__dict__ or any(getattr(module, h) for h in _HOOKS)
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether anyone listens inside: hooks may come after the classes were made."""
-    return any(map(_hooked_here, module.modules()))
-
-
-def candidates(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-    """Every module that has another like it, with its whole class; leaves are not worth it."""
-    keys: dict[nn.Module, Any] = {}
-    classes: dict[Any, list[nn.Module]] = {}
-    for m in model.modules():
-        key = shape_key(m, keys)
-        if key is not None and m._modules and not isinstance(m, (nn.ModuleList, nn.ModuleDict)):
-            classes.setdefault(key, []).append(m)
-    return {m: group for group in classes.values() if len(group) > 1 for m in group}
-
-
-def _tying(module: nn.Module) -> tuple[int, ...]:
-    """Which of the tensors are the same one."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(t), i) for i, (_, _, t) in enumerate(_tensors(module)))
-
-
-def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    return {
-        (path, name): value
-        for path, m in module.named_modules(remove_duplicate=False)
-        for name, value in m.__dict__.items()
-        if name not in _OWN
-    }
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Surely the same: one object, or plain values that are equal."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, functools.partial):
-        return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    return isinstance(a, _PLAIN) and a == b
-
-
-def _differing(group: list[nn.Module]) -> set[tuple[str, str]]:
-    """Attributes that are not surely alike in all of a class."""
-    first, *rest = map(_attributes, group)
-    return {k for k, v in first.items() if not all(k in r and _same(v, r[k]) for r in rest)}
-
-
-# -- watching reads ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _watched(module: nn.Module, names: set[tuple[str, str]]) -> Iterator[set[tuple[str, str]]]:
-    """Inside, reads of these attributes are noted: they are taken out, so that looking them up falls to __getattr__."""
-    read: set[tuple[str, str]] = set()
-    hidden: dict[tuple[int, str], tuple[tuple[str, str], Any]] = {}
-    paths = dict(module.named_modules(remove_duplicate=False))
-    for path, name in names:
-        owner = paths[path]
-        if hasattr(type(owner), name):  # the class would answer instead
-            read.add((path, name))
-        else:
-            hidden[id(owner), name] = (path, name), owner.__dict__.pop(name)
-    plain = nn.Module.__getattr__
-
-    def look(self: nn.Module, name: str) -> Any:
-        if (id(self), name) in hidden:
-            key, value = hidden[id(self), name]
-            read.add(key)
-            return value
-        return plain(self, name)
-
-    nn.Module.__getattr__ = look  # type: ignore[method-assign]
-    try:
-        yield read
-    finally:
-        nn.Module.__getattr__ = plain  # type: ignore[method-assign]
-        for (path, name), value in hidden.values():
-            paths[path].__dict__.setdefault(name, value)
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
@@ -162,7 +38,7 @@ class Template:
     body: list[Node]
     spec: Any  # of what the block returned; leaves are results by number, or plain values
     leaves: list[Any]
-    read: dict[tuple[str, str], Any]
+    read: dict[Key, Any]
 
     def instance(self, actual: list[Node], recorder: Recorder) -> dict[Node, Node]:
         """The body made again over other nodes; every random site anew."""
@@ -198,16 +74,16 @@ class Blocks:
     templates: dict[Any, list[Template]] = field(default_factory=dict)
     found: dict[Any, list[Instance]] = field(default_factory=dict)
     depth: int = 0
-    differing: dict[int, set[tuple[str, str]]] = field(default_factory=dict)
+    differing: dict[int, set[Key]] = field(default_factory=dict)
 
     def call(self, plain: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         whole = MODULES.get(type(module))
         if whole is not None:
             return whole(self.recorder, module, *args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        if module not in self.alike or _hooked(module) or not self._simple(leaves):
+        if module not in self.alike or hooked(module) or not self._simple(leaves):
             return plain(module, *args, **kwargs)
-        key = id(self.alike[module]), spec, tuple(map(_leaf_key, leaves)), _tying(module), torch.is_grad_enabled(), _cast()
+        key = id(self.alike[module]), spec, tuple(map(_leaf_key, leaves)), tying(module), torch.is_grad_enabled(), _cast()
         for template in self.templates.setdefault(key, []):
             if self._reusable(template, module):
                 return self._again(key, template, module, leaves)
@@ -221,53 +97,50 @@ class Blocks:
         """Tensors of cells of their own, and plain values."""
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         cells = {id(self.recorder.ref(t).cell) for t in tensors}
-        return len(cells) == len(tensors) and all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves)
+        return len(cells) == len(tensors) and all(isinstance(x, (Tensor, *PLAIN)) for x in leaves)
 
     def _reusable(self, template: Template, module: nn.Module) -> bool:
-        here = _attributes(module) if template.read else {}
-        return all(_same(value, here.get(k, template)) for k, value in template.read.items())
+        """Whether all the trace read of its module is the same here; a block around this one has then read it too."""
+        here = attributes(module) if template.read else {}
+        if not all(same(value, here.get(k, MISSING)) for k, value in template.read.items()):
+            return False
+        for path, name in template.read:
+            getattr(module.get_submodule(path), name, None)
+        return True
 
     # -- tracing the first of a kind -----------------------------------------------------------------------------------
 
     def _trace(self, plain: Any, module: nn.Module, leaves: list[Any], spec: Any) -> Template | None:
         recorder = self.recorder
         stand_ins = tree_map_only(Tensor, recorder.placeholder, leaves)
-        own = _tensors(module)
+        own = tensors_of(module)
         inner = {i: recorder.placeholder(t) for i, t in {id(t): t for _, _, t in own}.items()}
         slots = [t for t in stand_ins if isinstance(t, Tensor)] + list(inner.values())
         nodes = [recorder.ref(t).read() for t in slots]
-        before = _attributes(module)
+        before = attributes(module)
         args, kwargs = tree_unflatten(stand_ins, spec)
         self.depth += 1
         try:
-            with _swapped(own, inner, module), _watched(module, self._differing(module)) as read:
+            with _swapped(own, inner, module), watched(module, self._differing(module)) as read:
                 result = plain(module, *args, **kwargs)
         finally:
             self.depth -= 1
-        after = _attributes(module)
+        after = attributes(module)
         if after.keys() != before.keys() or any(after[k] is not before[k] for k in after):
-            return self._undo(module, before)
-        return self._template(result, slots, nodes, {k: before[k] for k in read})
+            restore(module, before)
+            return None
+        return self._template(result, slots, nodes, {k: before.get(k, MISSING) for k in read})
 
-    def _differing(self, module: nn.Module) -> set[tuple[str, str]]:
+    def _differing(self, module: nn.Module) -> set[Key]:
         group = self.alike[module]
         if id(group) not in self.differing:
-            self.differing[id(group)] = _differing(group)
+            self.differing[id(group)] = differing(group)
         return self.differing[id(group)]
-
-    def _undo(self, module: nn.Module, before: dict[tuple[str, str], Any]) -> None:
-        """The block leaves something in its attributes: it is not reused, and what it left is taken back."""
-        for path, m in module.named_modules(remove_duplicate=False):
-            for name in [n for n in m.__dict__ if n not in _OWN]:
-                if (path, name) in before:
-                    m.__dict__[name] = before[path, name]
-                else:
-                    del m.__dict__[name]
 
     def _template(self, result: Any, slots: list[Tensor], nodes: list[Node], read: dict[Any, Any]) -> Template | None:
         recorder = self.recorder
         leaves, spec = tree_flatten(result)
-        if not all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves):
+        if not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
             return None
         results = [recorder.node(x) for x in leaves if isinstance(x, Tensor)]
         written = {i: recorder.ref(t).cell.node for i, t in enumerate(slots) if recorder.ref(t).cell.version}
@@ -278,7 +151,7 @@ class Blocks:
 
     def _again(self, key: Any, template: Template, module: nn.Module, leaves: list[Any]) -> Any:
         recorder = self.recorder
-        tensors = [x for x in leaves if isinstance(x, Tensor)] + list({id(t): t for _, _, t in _tensors(module)}.values())
+        tensors = [x for x in leaves if isinstance(x, Tensor)] + list({id(t): t for _, _, t in tensors_of(module)}.values())
         actual = [recorder.node(t) for t in tensors]
         made = template.instance(actual, recorder)
         for i, node in template.written.items():
@@ -290,7 +163,7 @@ class Blocks:
         return tree_unflatten(out, template.spec)
 
     def _note(self, key: Any, module: nn.Module, template: Template, made: dict[Node, Node], actual: list[Node]) -> None:
-        inputs = len(actual) - len({id(t) for _, _, t in _tensors(module)})
+        inputs = len(actual) - len({id(t) for _, _, t in tensors_of(module)})
         instance = Instance(
             self.names.get(module, type(module).__name__),
             tuple(actual[:inputs]),

@@ -22,6 +22,7 @@ from weft.frontend.capture.recorder import Recorder
 from weft.frontend.zoo.mixtral import Experts
 from weft.ops import moe
 from weft.ops import pointwise as w
+from weft.ops.comm import settle
 from weft.ops.norm import to_dtype
 from weft.ops.registry import Equation, Kind, Local, Types, define
 from weft.ops.shape import permute, reshape
@@ -61,7 +62,8 @@ def _back(held: Tensor, ct: Tensor, *xs: Tensor, act: str) -> tuple[Tensor, ...]
     with torch.enable_grad():
         given = [x.detach().requires_grad_(i != 1) for i, x in enumerate(xs)]
         wrt = [given[0], *given[2:]]
-        grads = torch.autograd.grad(_through(held, *given, act=act), wrt, ct, allow_unused=True)
+        y = _through(held, *given, act=act)
+        grads = torch.autograd.grad(y, wrt, ct, allow_unused=True) if y.requires_grad else [None] * len(wrt)  # no expert here
     return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, wrt, strict=True))
 
 
@@ -94,7 +96,7 @@ experts_backward = define(
 
 
 def _vjp(n: Node, ct: Node) -> Any:
-    dx, *rest = experts_backward(ct, *n.args, act=n.attr("act"))
+    dx, *rest = experts_backward(ct, *map(settle, n.args), act=n.attr("act"))
     return dx, None, *rest
 
 

@@ -117,7 +117,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
 def experts(r: Recorder, module: nn.Module, x: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
     """Experts stored as [experts, 2 x hidden, features] (gate then up) or their transposes."""
     act = _ACTIVATIONS.get(getattr(module.config, "hidden_act", ""))
-    odd = getattr(module, "has_bias", False) or not getattr(module, "is_concatenated", True) or getattr(module, "has_post_expert_norm", False)
+    odd = any(getattr(module, k, False) for k in ("has_bias", "has_post_expert_norm")) or not getattr(module, "is_concatenated", True)
     from transformers.integrations.moe import _default_apply_gate
 
     if act is None or odd or type(module)._apply_gate is not _default_apply_gate:

@@ -47,7 +47,8 @@ def capture(
     def run(step: Step, batch: Any) -> None:
         with torch.autocast("cpu", precision, enabled=precision is not None):
             if loss is None:
-                return step.give("out", _forward(model, batch))
+                step.give("out", _forward(model, batch))
+                return
             value = _losses(step.tape, model, loss, batch, accumulate)
         step.give("loss", value)
         if learns:

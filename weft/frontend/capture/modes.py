@@ -98,6 +98,8 @@ class Above(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, args = _on_cpu(kwargs or {}), widened(func, args)
         handler = FUNCTIONS.get(func)
+        if func in _MOVES:
+            return args[0]
         if handler is None:
             return func(*_places_on_cpu(func, args), **kwargs)
         return hear(self.recorder, func, handler, args, kwargs)
@@ -125,7 +127,11 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _places_on_cpu(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if func is Tensor.to:
         return tuple(CPU if isinstance(a, torch.device) or (isinstance(a, str) and i) else a for i, a in enumerate(args))
-    return args[:1] if func is Tensor.cuda else args
+    return args
+
+
+# A method of Tensor with the name of a device's module moves to that device.
+_MOVES = {getattr(Tensor, n) for n in dir(Tensor) if hasattr(getattr(torch, n, None), "is_available")}
 
 
 class Below(TorchDispatchMode):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.errors import CaptureError
 from weft.core.layout import Layout, Mesh
@@ -29,6 +30,7 @@ class Recorder:
     mesh: Mesh = MESH
     inputs: dict[str, Node] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
+    outside: dict[int, tuple[Tensor, Ref]] = field(default_factory=dict)  # tensors that came from outside, kept alive
     opaque: dict[str, list[str]] = field(default_factory=dict)  # torch op -> the user's lines that call it
     assumed: dict[str, None] = field(default_factory=dict)  # what was taken for granted, in words
     differentiable: dict[Node, bool] = field(default_factory=dict)
@@ -43,10 +45,11 @@ class Recorder:
 
     def ref(self, tensor: Tensor) -> Ref:
         found = getattr(tensor, TAG, None)
-        if found is None:
-            found = Ref(Cell(self._constant(tensor)))
-            setattr(tensor, TAG, found)
-        return found
+        if found is not None:
+            return found
+        if id(tensor) not in self.outside:
+            self.outside[id(tensor)] = tensor, Ref(Cell(self._constant(tensor)))
+        return self.outside[id(tensor)][1]
 
     def node(self, tensor: Tensor) -> Node:
         """What a tensor stands for now, its gradient stopped if it was made where gradients were off."""
@@ -85,13 +88,11 @@ class Recorder:
                     where=user_line(),
                 )
             tensor = tensor.constant
-        if tensor.ndim == 0 and tensor.device.type != "meta":
-            return self.number(tensor.item(), tensor.dtype)
-        for name, known in self.constants.items():
-            if known is tensor:
-                return self.inputs[name]
-        name = f"constant.{len(self.constants)}"
-        self.constants[name] = tensor.detach()
+        with _disable_current_modes():
+            if tensor.ndim == 0 and tensor.device.type != "meta":
+                return self.number(tensor.item(), tensor.dtype)
+            name = f"constant.{len(self.constants)}"
+            self.constants[name] = tensor.detach().clone()
         return self.declare(name, tensor.shape, tensor.dtype)
 
     def number(self, value: float, dtype: torch.dtype) -> Node:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
 from weft.core.node import listening, user_line
-from weft.frontend.capture.blocks import Blocks, Instance, candidates, heard
+from weft.frontend.capture.alike import candidates
+from weft.frontend.capture.blocks import Blocks, Instance, heard
 from weft.frontend.capture.errors import explained
 from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.joint import own_gradients

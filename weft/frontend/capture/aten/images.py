@@ -54,7 +54,8 @@ def _adaptive_avg_pool(r: Recorder, x: Node, size: Any) -> Node:
 
 @function(F.batch_norm, torch.batch_norm, tensors=True)
 def _batch_norm(r: Recorder, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
-                bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any) -> Tensor:  # fmt: skip
+                bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+                *_: Any) -> Tensor:  # fmt: skip
     """The new running statistics are values like any other, written into the buffers they belong to."""
     if r.joint:
         return _batch_norm_by_parts(x, running_mean, running_var, weight, bias, training, momentum, eps)
