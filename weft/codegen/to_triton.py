@@ -15,31 +15,6 @@ TYPES = {"f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16":
 START = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}
 JOIN = {"sum": "{0} + {1}", "max": "tl.maximum({0}, {1})", "min": "tl.minimum({0}, {1})"}
 FOLD = {"sum": "tl.sum", "max": "tl.max", "min": "tl.min"}
-MEET = '''\
-@triton.jit
-def meet(pads, block, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
-    """This block on every rank: what was written before is seen after. A pad has flags and a count for each block."""
-    lane = tl.arange(0, LANES)
-    real = lane < WORLD
-    mine = tl.load(pads + RANK).to(tl.pointer_type(tl.int32)) + block * (WORLD + 1)
-    tl.debug_barrier()  # this block's writes, the last count among them, come before its signal
-    epoch = tl.load(mine + WORLD) + 1
-    theirs = tl.load(pads + lane, mask=real, other=0).to(tl.pointer_type(tl.int32)) + block * (WORLD + 1) + RANK
-    tl.atomic_xchg(theirs, epoch, mask=real, sem="release", scope="sys")
-    waits = 0
-    late = WORLD
-    while (late > 0) & (waits < LIMIT):
-        seen = tl.atomic_add(mine + lane, 0, mask=real, sem="acquire", scope="sys")
-        late = tl.sum((real & (seen < epoch)).to(tl.int32))
-        waits += 1
-    tl.debug_barrier()
-    tl.store(mine + WORLD, tl.where(late > 0, -(1 << 30), epoch))  # a count below zero: someone never came
-
-
-@triton.jit
-def meet_alone(pads, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
-    meet(pads, tl.program_id(0), LIMIT, RANK, WORLD, LANES)
-'''
 TOTAL = '''\
 @triton.jit
 def total_{op}(sums_of, first, count, WORLD: tl.constexpr):
@@ -55,7 +30,7 @@ def total_{op}(sums_of, first, count, WORLD: tl.constexpr):
 
 
 def emit(cut: Cut, world: int) -> str:
-    """The Triton source of a group: `phase0`, `phase1`, ... and `meet_alone`."""
+    """The Triton source of a group: `phase0`, `phase1`, ..."""
     return _Emitter(cut, world).source()
 
 
@@ -73,9 +48,10 @@ class _Emitter:
         self.width = at
 
     def source(self) -> str:
-        head = [f'"""{headline(self.cut)}."""', "", "import triton", "import triton.language as tl", "", ""]
+        head = [f'"""{headline(self.cut)}."""', "", "import triton", "import triton.language as tl", ""]
+        head += ["from weft.runtime.device_sync import meet, meet_alone  # noqa: F401", ""]
         phases = [line for phase in self.cut.phases for line in ["", *self.tile(phase), "", "", *self.phase(phase), ""]]
-        return "\n".join([*head, MEET, *self._helpers(), *phases])
+        return "\n".join([*head, *self._helpers(), *phases])
 
     def _helpers(self) -> list[str]:
         seen = "tl.load(theirs + lane, mask=lane < count, other={0})"

@@ -62,6 +62,15 @@ def flatten_rows(kernel: KernelLike, rows: Sequence[Row], rank: int, device: tor
     return table, made
 
 
+def columns_of(kernel: KernelLike) -> dict[str, int]:
+    """The first column of each slot in a row of the table."""
+    columns, at = {}, 2
+    for slot in kernel.slots:
+        columns[slot.name] = at
+        at += kernel.world if slot.spread else 1
+    return columns
+
+
 def _addresses(kernel: KernelLike, slot: SlotLike, row: Row, rank: int, device: torch.device,
                made: list[Tensor]) -> list[int]:  # fmt: skip
     if slot.inside:
@@ -88,6 +97,7 @@ class HostKernel:
         table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)
         width = len(table[0]) if table else 0
         self._table = (ctypes.c_int64 * (width * len(table)))(*(x for row in table for x in row))
+        self._columns = columns_of(kernel)
         groups = 1 + max((row.scalars for row in rows), default=0)
         self.scalars = (ctypes.c_double * max(1, groups * kernel.scalar_count))()
         sums = peers.empty(8 * max(1, kernel.totals * len(rows))) if kernel.totals else None
@@ -101,6 +111,14 @@ class HostKernel:
             ctypes.byref(peers.state), ctypes.c_uint32(peers.op(self.name)), pointers[0], ctypes.c_int64(pointers[1]),
             *pointers[2:], ctypes.c_int32(touched > CACHE_BYTES),
         )  # fmt: skip
+
+    def move(self, slot: str, address: int) -> None:
+        """Let a slot of the only row be somewhere else from the next call on."""
+        self._table[self._columns[slot]] = address
+
+    def launch_phases(self, *, leave: bool = True) -> None:
+        """Run with the scalars of the last call."""
+        self()
 
     def __call__(self, scalars: Sequence[float] | None = None) -> None:
         """Run the kernel; `scalars` are those of all groups, one group after the other."""

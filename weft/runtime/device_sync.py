@@ -1,0 +1,31 @@
+"""How blocks of several ranks meet inside device kernels. Generated kernels import this; it also runs interpreted, on CPU."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def meet(pads, block, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
+    """This block on every rank: what was written before is seen after. A pad has flags and a count for each block."""
+    lane = tl.arange(0, LANES)
+    real = lane < WORLD
+    mine = tl.load(pads + RANK).to(tl.pointer_type(tl.int32)) + block * (WORLD + 1)
+    tl.debug_barrier()  # this block's writes, the last count among them, come before its signal
+    epoch = tl.load(mine + WORLD) + 1
+    theirs = tl.load(pads + lane, mask=real, other=0).to(tl.pointer_type(tl.int32)) + block * (WORLD + 1) + RANK
+    tl.atomic_xchg(theirs, epoch, mask=real, sem="release", scope="sys")
+    waits = 0
+    late = WORLD
+    while (late > 0) & (waits < LIMIT):
+        seen = tl.atomic_add(mine + lane, 0, mask=real, sem="acquire", scope="sys")
+        late = tl.sum((real & (seen < epoch)).to(tl.int32))
+        waits += 1
+    tl.debug_barrier()
+    tl.store(mine + WORLD, tl.where(late > 0, -(1 << 30), epoch))  # a count below zero: someone never came
+
+
+@triton.jit
+def meet_alone(pads, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
+    meet(pads, tl.program_id(0), LIMIT, RANK, WORLD, LANES)
