@@ -1,0 +1,128 @@
+"""Layouts to DTensor placements and back, in mesh-axis order; what one side cannot say is a LayoutError, not a guess.
+
+DTensor cuts what a rank holds, axis after axis: Shard(d) into chunks, _StridedShard(d, k) each of k blocks into chunks.
+So an atom becomes a Shard when nothing whole stands before it in its dim by then, and a _StridedShard otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from weft.core.errors import LayoutError
+from weft.core.layout import Atom, Layout, Mesh, O, P, S, canonical, finest
+
+
+def to_placements(layout: Layout) -> tuple[Any, ...]:
+    """One DTensor placement per mesh axis."""
+    return tuple(_placement(layout, axis) for axis in layout.mesh.axes)
+
+
+def _placement(layout: Layout, axis: str) -> Any:
+    from torch.distributed.tensor import Partial, Replicate
+
+    place = layout.placement(axis)
+    if isinstance(place, O):
+        needed = "a value every rank of the axis has a part in"
+        raise LayoutError(f"DTensor cannot say {axis}:{place}", needed=needed, found=str(layout), try_="broadcast it first")
+    if isinstance(place, P):
+        return Partial(place.op)
+    return _shard(layout, axis, place.dim) if isinstance(place, S) else Replicate()
+
+
+def _shard(layout: Layout, axis: str, dim: int) -> Any:
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = layout.mesh
+    before = mesh.axes[: mesh.axes.index(axis)]
+    smallest, lone = finest(layout.dims[dim], mesh)
+    atoms = (*smallest, *(Atom(1, (a,)) for a in lone))
+    k = next(i for i, atom in enumerate(atoms) if axis in atom.cut)
+    blocks, rest = (math.prod(_left(atom, before, mesh) for atom in part) for part in (atoms[:k], atoms[k + 1 :]))
+    cut = Atom(atoms[k].size, tuple(a for a in atoms[k].cut if a in before or a == axis))
+    if blocks == 1 and len(canonical((cut, Atom(rest)), mesh)) == 1:
+        return Shard(dim)
+    if cut.size % math.prod(mesh.sizes[a] for a in cut.cut):
+        raise LayoutError(
+            f"DTensor cannot say how {axis} cuts dim {dim}",
+            needed="equal pieces, where a cut is not of all a rank holds of the dim",
+            found=str(layout),
+            try_=f"gather it along {axis} first",
+        )
+    return _StridedShard(dim, split_factor=blocks)
+
+
+def _left(atom: Atom, before: Sequence[str], mesh: Mesh) -> int:
+    """What the first rank holds of the atom once the axes before have cut it."""
+    size = atom.size
+    for axis in atom.cut:
+        size = -(-size // mesh.sizes[axis]) if axis in before else size
+    return size
+
+
+def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Any]) -> Layout:
+    """The layout that DTensor placements, one per mesh axis, give a tensor of the shape."""
+    if len(placements) != len(mesh.axes):
+        raise LayoutError("not one placement per axis", needed=f"{len(mesh.axes)} for {mesh}", found=str(len(placements)))
+    layout = Layout.of(mesh, tuple(shape))
+    for axis, placement in zip(mesh.axes, placements, strict=True):
+        layout = _placed(layout, axis, placement)
+    _require_same(layout, placements)
+    return layout
+
+
+def _placed(layout: Layout, axis: str, placement: Any) -> Layout:
+    from torch.distributed.tensor import Partial
+
+    if placement.is_replicate():
+        return layout
+    if type(placement) is Partial:
+        return layout.place(axis, P(placement.reduce_op))
+    if not hasattr(placement, "dim"):
+        needed = "Shard, _StridedShard, Replicate or Partial"
+        raise LayoutError(f"weft has no placement like {placement!r}", needed=needed, found=type(placement).__name__)
+    dim = placement.dim % layout.rank
+    return layout.cut(axis, dim, _within(layout, axis, dim, getattr(placement, "split_factor", 1)))
+
+
+def _within(layout: Layout, axis: str, dim: int, blocks: int) -> int:
+    """The inner part of the dim that is cut when each of `blocks` blocks of what a rank holds is."""
+    atoms, need = list(finest(layout.dims[dim], layout.mesh)[0]), blocks
+    while atoms and (need > 1 or _left(atoms[0], layout.mesh.axes, layout.mesh) == 1):
+        atom = atoms.pop(0)
+        held = _left(atom, layout.mesh.axes, layout.mesh)
+        if need > 1 and not atom.cut and held % need == 0:
+            held, atoms = need, [Atom(atom.size // need), *atoms]
+        if need % held:
+            break
+        need //= held
+    if need > 1:
+        raise LayoutError(f"dim {dim} has no {blocks} blocks to cut along {axis}", needed="blocks made of whole atoms", found=str(layout))
+    return math.prod(a.size for a in atoms)
+
+
+def _require_same(layout: Layout, placements: Sequence[Any]) -> None:
+    """What the layout says must be what was given: an axis that cuts across atoms has no layout."""
+    try:
+        said = to_placements(layout)
+    except LayoutError:
+        said = ()
+    if [_key(p, layout) for p in said] != [_key(p, layout) for p in placements]:
+        found = f"{list(placements)} of {list(layout.shape)}"
+        raise LayoutError("weft cannot say these placements", needed="every axis to cut one atom, evenly inside a dim", found=found)
+
+
+def _key(placement: Any, layout: Layout) -> Any:
+    return (placement.dim % layout.rank, getattr(placement, "split_factor", 1)) if hasattr(placement, "dim") else repr(placement)
+
+
+def device_mesh(mesh: Mesh, device: str = "cpu") -> Any:
+    """The DeviceMesh of the same axes; the process group must be there."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, tuple(mesh.sizes.values()), mesh_dim_names=mesh.axes)
+
+
+__all__ = ["device_mesh", "from_placements", "to_placements"]
