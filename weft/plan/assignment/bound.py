@@ -19,7 +19,7 @@ import numpy as np
 
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.kernel import Kernel, kernel
-from weft.plan.assignment.problem import Floats, Ints, Problem
+from weft.plan.assignment.problem import Floats, Ints, Problem, summed
 
 MOMENTUM = 0.7
 PATIENCE = 6  # steps without progress before the step length shrinks
@@ -39,12 +39,24 @@ class Dual:
 
 
 class Relaxation:
-    """A problem with its kernel and the maps between strategies, claims and times."""
+    """A problem with its kernel and the maps between strategies, claims and times. `c` and `w` are its costs, all finite."""
 
     def __init__(self, p: Problem) -> None:
         self.p = p
-        self.kernel: Kernel = kernel(p)
+        self.c, self.w = _finite(p)
+        self.kernel: Kernel = kernel(replace(p, c=self.c, w=self.w))
         self.work = 3 * len(p.w) + 20 * (len(p.c) + len(p.m) + p.times)  # of one step
+
+    @cached_property
+    def typical(self) -> float:
+        """About what a choice made blindly would cost."""
+        c, w = (costs[np.isfinite(costs)] for costs in (self.p.c, self.p.w))
+        return float(np.abs(c).mean() * self.p.nodes + (np.abs(w).mean() * self.p.edges if len(w) else 0.0)) or 1.0
+
+    @cached_property
+    def going_rate(self) -> Floats:
+        """A price that makes memory matter about as much as all else."""
+        return self.typical / max(self.p.times, 1) / np.maximum(self.p.limit, self.p.limit.max(initial=1.0) * 1e-6)
 
     @cached_property
     def node(self) -> Ints:
@@ -66,7 +78,7 @@ class Relaxation:
         """What each strategy pays for what it uses."""
         running = np.concatenate([np.zeros(1), np.cumsum(prices)])
         per_claim = running[self.p.stop] - running[self.p.start]
-        return np.bincount(self.strategy, self.p.m * per_claim[self.claim], len(self.p.c))
+        return summed(self.strategy, self.p.m * per_claim[self.claim], len(self.p.c))
 
     def rent(self, prices: Floats) -> float:
         """What the limits themselves would pay."""
@@ -74,8 +86,7 @@ class Relaxation:
 
     def usage(self, weights: Floats) -> Floats:
         """What is in use at every time when strategies are taken by weight."""
-        per_claim = np.bincount(self.claim, self.p.m * weights[self.strategy], len(self.p.owner))
-        return self.p.spread(per_claim)
+        return self.p.spread(summed(self.claim, self.p.m * weights[self.strategy], len(self.p.owner)))
 
     def least(self, values: Floats) -> Floats:
         """The least of each node's values."""
@@ -87,7 +98,7 @@ class Relaxation:
         return np.asarray(weights / np.add.reduceat(weights, self.p.c_at[:-1])[self.node])
 
     def start(self) -> Dual:
-        return Dual(-np.inf, np.zeros(self.p.times), self.kernel.silence(), self.p.c.copy())
+        return Dual(-np.inf, np.zeros(self.p.times), self.kernel.silence(), self.c.copy())
 
 
 def ascend(r: Relaxation, dual: Dual, c: Floats, ceiling: float, steps: int, budget: Budget) -> Dual:
@@ -105,13 +116,23 @@ def ascend(r: Relaxation, dual: Dual, c: Floats, ceiling: float, steps: int, bud
             best = Dual(bound, prices, messages.copy(), beliefs, step)
         if best.bound >= ceiling or not budget.spend(r.work):
             break
-        gap = min(max(ceiling - bound, 1e-9 * abs(bound)), abs(bound))
+        size = max(abs(bound), 1e-3 * r.typical)
+        gap = min(max(ceiling - bound, 1e-9 * size), size)
         over = r.usage(r.soften(beliefs, 0.3 * gap / r.p.nodes)) / scale - r.p.limit / scale
         velocity = _ahead(MOMENTUM * velocity + _ahead(over, prices), prices)
         if stalled > PATIENCE:
             step, stalled, prices, velocity = step * SHRINK, 0, best.prices, np.zeros(r.p.times)
         prices = np.maximum(prices + step * gap / max(float((velocity * velocity).sum()), 1e-12) * velocity / scale, 0.0)
     return replace(best, step=step)
+
+
+def _finite(p: Problem) -> tuple[Floats, Floats]:
+    """Costs with infinity replaced by more than any choice that does without can cost."""
+    most = [
+        np.maximum.reduceat(np.where(np.isfinite(v), np.abs(v), 0.0), at[:-1]).sum() for v, at in ((p.c, p.c_at), (p.w, p.w_at)) if len(v)
+    ]
+    beyond = 1.0 + 2.0 * float(sum(most))
+    return np.where(np.isfinite(p.c), p.c, beyond), np.where(np.isfinite(p.w), p.w, beyond)
 
 
 def _ahead(direction: Floats, prices: Floats) -> Floats:

@@ -46,7 +46,6 @@ class Tree:
         self.r, self.best, self.pool = r, best, pool
         self.made = 0
         self.open: list[tuple[float, int, Box]] = []
-        self.stuck = np.inf  # least bound of boxes that could not be split
         self._push(Box(np.ones(len(r.p.c), bool), root))
 
     @property
@@ -55,7 +54,7 @@ class Tree:
 
     @property
     def bound(self) -> float:
-        return min(self.stuck, self.open[0][0] if self.open else np.inf, self.ceiling)
+        return min(self.open[0][0] if self.open else np.inf, self.ceiling)
 
     def grow(self, budget: Budget) -> Found | None:
         """Split boxes while any could hold something better and the budget lasts; the best found so far."""
@@ -63,7 +62,7 @@ class Tree:
             _, _, box = heapq.heappop(self.open)
             halves = split(self.r, box, self.ceiling)
             if not halves:
-                self.stuck = min(self.stuck, box.dual.bound)
+                self.best = better(self.best, self._point(box))
                 continue
             tasks = [(half, box.dual, budget.share(1.0), self.made + i) for i, half in enumerate(halves)]
             for new, found in self.pool.map(lambda task: self._evaluate(*task), tasks):
@@ -72,6 +71,11 @@ class Tree:
                     self._push(new)
             budget.spend(sum(part.spent for _, _, part, _ in tasks))
         return self.best
+
+    def _point(self, box: Box) -> Found | None:
+        """The one choice left in a box that cannot be split, if it fits."""
+        x = np.flatnonzero(box.allowed) - self.r.p.c_at[:-1]
+        return Found(self.r.p.cost(x), x) if self.r.p.excess(x) == 0 else None
 
     def _push(self, box: Box) -> None:
         self.made += 1
@@ -82,7 +86,7 @@ class Tree:
         if not starve(r, allowed):
             return None, None
         height = self.ceiling if np.isfinite(self.ceiling) else 4 * abs(parent.bound) + 1
-        c = np.where(allowed, r.p.c, r.p.c + 2 * height)
+        c = np.where(allowed, r.c, r.c + 2 * height)
         dual = ascend(r, replace(parent, step=STEP), c, self.ceiling, STEPS, budget)
         dual = replace(dual, bound=max(dual.bound, parent.bound))
         found = decode(r, dual, c) if dual.bound < self.ceiling else None
@@ -96,17 +100,17 @@ class Tree:
 def split(r: Relaxation, box: Box, ceiling: float) -> list[Mask]:
     """Two halves of a box; none if every node has one strategy left."""
     beliefs = np.where(box.allowed, box.dual.beliefs, np.inf)
-    gap = min(ceiling - box.dual.bound, abs(box.dual.bound) + 1e-9)
-    weights = r.soften(beliefs, max(gap / r.p.nodes, 1e-9))
+    gap = min(ceiling - box.dual.bound, max(abs(box.dual.bound), 1e-3 * r.typical))
+    weights = r.soften(beliefs, gap / r.p.nodes)
     high = box.allowed & _dearer(r, weights, r.charge(box.dual.prices))
     doubt = _doubt(r, weights, high, r.charge(box.dual.prices))
     if doubt.max(initial=0.0) <= 0:
         first = _first(r, weights)
-        high, doubt = box.allowed & ~first, 1 - np.maximum.reduceat(weights, r.p.c_at[:-1])
-        doubt *= np.add.reduceat(box.allowed, r.p.c_at[:-1]) > 1
+        several = np.add.reduceat(box.allowed, r.p.c_at[:-1], dtype=np.int64) > 1
+        high, doubt = box.allowed & ~first, several * (1 + 1e-9 - np.maximum.reduceat(weights, r.p.c_at[:-1]))
+        if not several.any():
+            return []
     v = int(doubt.argmax())
-    if np.add.reduceat(box.allowed, r.p.c_at[:-1])[v] < 2:
-        return []
     own = r.node == v
     return [box.allowed & ~(own & high), box.allowed & ~(own & ~high)]
 

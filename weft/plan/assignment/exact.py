@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.plan.assignment.budget import Budget
-from weft.plan.assignment.problem import Floats, Ints, Problem, offsets
+from weft.plan.assignment.problem import Floats, Ints, Problem, offsets, summed
 from weft.plan.assignment.search import Found, better
 
 WHOLE = 1e-6
@@ -61,6 +61,7 @@ class _Model:
 
         self.p, self.hp = p, highspy
         costs = np.concatenate([p.c, p.w])
+        costs = costs[np.isfinite(costs)]
         self.ceiling = best.cost if best is not None and costs.min(initial=0.0) >= 0 else np.inf
         self.scale = max(abs(best.cost) if best is not None else float(np.median(costs)), 1e-30) * 1e-5
         self.columns = len(p.c) + len(p.w)
@@ -76,8 +77,9 @@ class _Model:
         lp = self.hp.HighsLp()
         lp.num_col_, lp.num_row_ = self.columns, count
         cost = np.concatenate([self.p.c, self.p.w])
-        lp.col_cost_ = np.minimum(cost, self.ceiling) / self.scale
-        lp.col_lower_, lp.col_upper_ = np.zeros(self.columns), np.where(cost > self.ceiling, 0.0, 1.0)
+        useful = np.isfinite(cost) & (cost <= self.ceiling)
+        lp.col_cost_ = np.where(useful, cost, 0.0) / self.scale
+        lp.col_lower_, lp.col_upper_ = np.zeros(self.columns), useful.astype(float)
         lp.row_lower_ = lp.row_upper_ = np.where(np.arange(count) < self.p.nodes, 1.0, 0.0)
         lp.a_matrix_.format_ = self.hp.MatrixFormat.kColwise
         lp.a_matrix_.start_ = offsets(np.bincount(columns, minlength=self.columns)).astype(np.int32)
@@ -112,7 +114,7 @@ class _Model:
         p = self.p
         entry = np.repeat(p.c_at[p.owner] - p.m_at[:-1], p.k[p.owner]) + np.arange(len(p.m))
         claim = np.repeat(np.arange(len(p.owner)), p.k[p.owner])
-        return p.spread(np.bincount(claim, p.m * self.x[entry], len(p.owner)))
+        return p.spread(summed(claim, p.m * self.x[entry], len(p.owner)))
 
     def add_overrun(self, x: Ints) -> int:
         return self._cut(self.p.profile(x))
@@ -149,7 +151,7 @@ class _Model:
         """Solve with whole x, `fixed` nodes held at their place in the last solution; the bound proved."""
         n = len(self.p.c)
         held = np.repeat(fixed, self.p.k)
-        low, high = np.where(held, self.x.round(), 0.0), np.where(held, self.x.round(), self.p.c <= self.ceiling)
+        low, high = np.where(held, self.x.round(), 0.0), np.where(held, self.x.round(), np.isfinite(self.p.c) & (self.p.c <= self.ceiling))
         self.h.changeColsBounds(n, np.arange(n, dtype=np.int32), low, high)
         self.h.changeColsIntegrality(n, np.arange(n, dtype=np.int32), np.full(n, self.hp.HighsVarType.kInteger))
         if best is not None and not fixed.any():

@@ -172,7 +172,7 @@ class Graph:
 def _facts(shape: tuple[int, int], data: bytes) -> Facts:
     w = np.frombuffer(data).reshape(shape)
     finite = np.isfinite(w)
-    rows, columns = finite.any(1), finite.any(0)
+    rows, columns = np.asarray(finite.any(1)), np.asarray(finite.any(0))
     return Facts(
         None if rows.all() else rows,
         None if columns.all() else columns,

@@ -6,7 +6,6 @@ A kernel holds a problem as the loops want it: for each node its edges and its c
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ class Kernel:
     head_at: Ints
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_record", _Record(*(_plain(getattr(self, name)) for name, _ in _Record._fields_)))
+        object.__setattr__(self, "_record", _Record(*(_plain(getattr(self, name)) for name in (*_COUNTS, *_ARRAYS))))
 
     def silence(self) -> Floats:
         """Messages that say nothing."""
@@ -72,25 +71,23 @@ class Kernel:
         library = native.library()
         if library is None:
             return getattr(loops, name)(self, *args)
-        function: Callable[..., Any] = getattr(library, name)
+        function: Any = getattr(library, name)
         function.restype = _RESULT[name]
         return function(ctypes.byref(self._record), *(_plain(a) for a in args))  # type: ignore[attr-defined]
 
 
-_INTS, _FLOATS = ctypes.c_void_p, ctypes.c_void_p
+_COUNTS = ("nodes", "edges", "times")
+_ARRAYS = (
+    "k", "c_at", "tail", "head", "w_at", "w", "near_at", "near",
+    "claim_at", "start", "stop", "m_at", "m", "limit", "tail_at", "head_at",
+)  # fmt: skip
 _RESULT = {"sweep": None, "bound": ctypes.c_double, "decode": ctypes.c_int64, "walk": ctypes.c_double}
 
 
 class _Record(ctypes.Structure):
     """struct Problem of native.cpp."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("nodes", "edges", "times")] + [  # noqa: RUF012
-        (name, ctypes.c_void_p)
-        for name in (
-            "k", "c_at", "tail", "head", "w_at", "w", "near_at", "near",
-            "claim_at", "start", "stop", "m_at", "m", "limit", "tail_at", "head_at",
-        )
-    ]  # fmt: skip
+    _fields_ = (*((name, ctypes.c_int64) for name in _COUNTS), *((name, ctypes.c_void_p) for name in _ARRAYS))
 
 
 def _plain(value: Any) -> Any:

@@ -22,6 +22,11 @@ Floats = NDArray[np.float64]
 TOLERANCE = 1e-12  # relative, so that whole bytes below a terabyte are held exactly
 
 
+def summed(places: Ints, values: Floats, length: int) -> Floats:
+    """The sum of the values that fall on each place."""
+    return np.bincount(places, values, length).astype(np.float64, copy=False)  # of nothing, bincount makes integers
+
+
 def offsets(lengths: Ints) -> Ints:
     """Where each of several runs laid end to end begins, and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
@@ -91,9 +96,8 @@ class Problem:
 
     def spread(self, amounts: Floats) -> Floats:
         """One amount per claim, summed over the times at which it is live."""
-        rise = np.bincount(self.start, amounts, self.times + 1)
-        fall = np.bincount(self.stop, amounts, self.times + 1)
-        return np.cumsum(rise - fall)[: self.times]
+        change = summed(self.start, amounts, self.times + 1) - summed(self.stop, amounts, self.times + 1)
+        return np.asarray(np.cumsum(change)[: self.times])
 
     def excess(self, x: ArrayLike) -> float:
         """How far the worst time is beyond its limit; zero when x fits."""

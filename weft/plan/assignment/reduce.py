@@ -92,9 +92,7 @@ class _Usage:
         room = limit - fixed - _total(spans, np.min, len(limit))
         if (room < -TOLERANCE * limit).any():
             t = int(room.argmin())
-            self.reason = (
-                f"at time {t} the least that can be in use is {limit[t] - room[t]:.0f}, beyond the limit {limit[t]:.0f}"
-            )
+            self.reason = f"at time {t} the least that can be in use is {limit[t] - room[t]:.0f}, beyond the limit {limit[t]:.0f}"
         return np.maximum(room, 0.0)
 
     def _tight(self, spans: dict[int, Span]) -> dict[int, Span]:
@@ -110,7 +108,7 @@ class _Usage:
         padded = np.append(self.room * (1 + TOLERANCE), np.inf)
         for v, (times, usage) in self.spans.items():
             least = np.minimum.reduceat(padded, times)[:-1]
-            self._keep(v, (usage[:-1] <= least[:, None]).all(0))
+            self._keep(v, np.asarray((usage[:-1] <= least[:, None]).all(0)))
 
     def dominate(self) -> None:
         """Drop strategies that another does as well as in every company."""
@@ -148,7 +146,7 @@ class _Usage:
             worse[b, a] += (w[b] - w[a]).max(1) if np.isfinite(w).all() else _most(w[b], w[a])
         beaten = worse <= 0
         beaten &= ~beaten.T | np.tri(k, k, -1, dtype=bool).T  # of equals the first stays
-        return ~beaten.any(0)
+        return np.asarray(~beaten.any(0))
 
 
 def _most(w_b: Floats, w_a: Floats) -> Floats:
@@ -257,7 +255,8 @@ def _at_times(p: Problem, times: Ints) -> Problem:
 def _merged(p: Problem) -> Problem:
     """Claims of one owner and one usage that have come to touch, made one. Claims of an owner lie in order of time."""
     touches = np.zeros(len(p.owner), bool)
-    for q in np.flatnonzero((p.owner[1:] == p.owner[:-1]) & (p.start[1:] == p.stop[:-1])) + 1:
+    beside = (p.owner[1:] == p.owner[:-1]) & (p.start[1:] == p.stop[:-1])
+    for q in (np.flatnonzero(beside) + 1).tolist():
         touches[q] = (p.usage(q) == p.usage(q - 1)).all()
     first = np.flatnonzero(~touches)
     m = p.m[np.repeat(~touches, p.k[p.owner])]
@@ -275,4 +274,4 @@ def _unimplied(p: Problem, times: Ints) -> Mask:
     by_last = np.append(False, ~begins[1:] & (limit[1:] >= limit[:-1]))
     by_next = np.append(~ends[1:] & (limit[:-1] >= limit[1:]), False)
     by_next &= ~np.append(by_last[1:], False)  # two times that imply each other do not both go
-    return ~(by_last | by_next)
+    return np.asarray(~(by_last | by_next))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -35,18 +36,18 @@ class Found:
 
 
 def better(a: Found | None, b: Found | None) -> Found | None:
-    """The cheaper of two; the first of equals."""
-    return b if a is None or (b is not None and b.cost < a.cost) else a
+    """The cheaper of two; the first of equals. What takes a forbidden choice is none."""
+    return b if b is not None and b.cost < (a.cost if a else np.inf) else a
 
 
 def decode(r: Relaxation, dual: Dual, c: Floats) -> Found | None:
-    """The best choice read off the messages, up and down the nodes."""
-    cost = c + r.charge(dual.prices)
-    found = None
-    for up in (True, False):
-        x = r.kernel.decode(cost, dual.messages, up)
-        found = better(found, Found(r.p.cost(x), x) if x is not None else None)
-    return found
+    """The best choice within the limits read off the messages, up and down the nodes; it may be forbidden, and so cost infinity."""
+    for dearer in (0.0, 1.0, 4.0, 16.0, 64.0):
+        cost = c + r.charge(dual.prices * (1 + dearer) + dearer * r.going_rate)
+        xs = [x for up in (True, False) if (x := r.kernel.decode(cost, dual.messages, up)) is not None]
+        if xs:
+            return min((Found(r.p.cost(x), x) for x in xs), key=lambda found: found.cost)
+    return None
 
 
 def walk(r: Relaxation, charge: Floats, c: Floats, x: Ints, seed: Ints, heat: float, work: float) -> tuple[Found, Ints]:
@@ -56,9 +57,7 @@ def walk(r: Relaxation, charge: Floats, c: Floats, x: Ints, seed: Ints, heat: fl
     return Found(r.p.cost(best), best), last
 
 
-def anneal(
-    r: Relaxation, dual: Dual, start: Found, seeds: Sequence[int], rounds: int, pool: ThreadPoolExecutor, budget: Budget
-) -> Found:
+def anneal(r: Relaxation, dual: Dual, start: Found, seeds: Sequence[int], rounds: int, pool: ThreadPoolExecutor, budget: Budget) -> Found:
     """One walker per seed, cooling over the rounds; the first stays cold. They meet after each round, where one that has
     fallen far behind joins the best."""
     charge, best = r.charge(dual.prices), start
@@ -67,7 +66,7 @@ def anneal(
     heat = HEAT * abs(start.cost) / max(r.p.nodes, 1)
     for i in range(rounds):
         warmth = [heat * (1 - i / rounds) ** 2 * (j > 0) for j in range(len(seeds))]
-        results = list(pool.map(lambda *a: walk(r, charge, r.p.c, *a, SLICE), places, states, warmth))
+        results = list(pool.map(partial(walk, r, charge, r.c, work=SLICE), places, states, warmth))
         for found, _ in results:
             best = better(best, found) or best
         behind = 1 + 4 * heat * (1 - i / rounds) ** 2 * r.p.nodes**0.5 / abs(best.cost)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from weft.plan.assignment import exact
 from weft.plan.assignment.bound import Dual, Relaxation, ascend
 from weft.plan.assignment.branch import Tree
 from weft.plan.assignment.budget import Budget
-from weft.plan.assignment.problem import Ints, Problem, assemble
+from weft.plan.assignment.problem import Ints, Problem
 from weft.plan.assignment.reduce import Reduced, reduce
 from weft.plan.assignment.search import SLICE, Found, anneal, better, decode, seeding, walk
 
@@ -127,11 +127,11 @@ class _Solve:
         dual, seed = r.start(), seeding(self.seed)
         for round_ in range(12):
             before, ceiling = dual.bound, self.best.cost if self.best else np.inf
-            dual = ascend(r, dual, r.p.c, ceiling, 20 + 10 * round_, self.budget)
-            found = decode(r, dual, r.p.c)
+            dual = ascend(r, dual, r.c, ceiling, 20 + 10 * round_, self.budget)
+            found = decode(r, dual, r.c)
             if found is not None:
                 work = min(30 * r.work, 2 * SLICE)
-                found, _ = walk(r, r.charge(dual.prices), r.p.c, found.x, seed, 0.0, work)
+                found, _ = walk(r, r.charge(dual.prices), r.c, found.x, seed, 0.0, work)
                 self.budget.spend(work)
             self.best, self.bound = better(self.best, found), max(self.bound, dual.bound)
             if self._closed() or self.budget.over or dual.bound - before < 1e-4 * abs(dual.bound):
@@ -179,21 +179,17 @@ def fix(r: Relaxation, dual: Dual, best: Found | None) -> Reduced | None:
     """The problem without strategies that cannot be in a better choice, reduced; None if that takes too little away."""
     if best is None:
         return None
-    cost, messages = r.p.c + r.charge(dual.prices), dual.messages.copy()
+    cost, messages = r.c + r.charge(dual.prices), dual.messages.copy()
     bound = r.kernel.bound(cost, messages) - r.rent(dual.prices)
     beliefs = r.kernel.sweep(cost, messages, up=True)  # the bound only rises along the sweep, so it holds at every visit
     out = bound + beliefs - r.least(beliefs)[r.node] >= best.cost * (1 + 1e-9)
     if out.mean() < 0.1:
         return None
     p = r.p
-    c = np.where(out, np.inf, p.c)
-    return reduce(Problem(p.name, p.k, c, p.tail, p.head, p.w, p.owner, p.start, p.stop, p.m, p.limit))
+    return reduce(replace(p, c=np.where(out, np.inf, p.c)))
 
 
 def _has_highs() -> bool:
     from importlib.util import find_spec
 
     return find_spec("highspy") is not None
-
-
-__all__ = ["Answer", "Problem", "assemble", "solve"]
