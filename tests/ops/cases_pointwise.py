@@ -53,6 +53,8 @@ _UNARY = [
     case("floor", pw.floor, torch.floor, normal(5, 4)),
     case("silu", pw.silu, F.silu, normal(5, 4)),
     case("gelu", pw.gelu, F.gelu, normal(5, 4)),
+    case("gelu_backward", pw.gelu_backward, torch.ops.aten.gelu_backward, normal(5, 4), normal(5, 4), smooth=False),
+    case("silu_backward", pw.silu_backward, torch.ops.aten.silu_backward, normal(5, 4), normal(5, 4), smooth=False),
     case("gelu by tanh", lambda x: pw.gelu(x, tanh=True), lambda x: F.gelu(x, approximate="tanh"), normal(5, 4)),
     case("clamp", lambda x: pw.clamp(x, lo=-0.5, hi=1.0), lambda x: torch.clamp(x, -0.5, 1.0), normal(5, 4)),
     case("clamp below", lambda x: pw.clamp(x, lo=0.1), lambda x: torch.clamp(x, 0.1), normal(5, 4)),

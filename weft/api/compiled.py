@@ -15,7 +15,7 @@ from weft.codegen.blocks import Call
 from weft.codegen.pipeline import lower
 from weft.core.errors import RuntimeFault
 from weft.core.program import Program
-from weft.runtime import comm, native, pipeline
+from weft.runtime import comm, native, pipeline, quick
 from weft.runtime.fused_call import FusedCall, Plan, Use
 from weft.runtime.peers import Alone, connect
 
@@ -23,7 +23,7 @@ from weft.runtime.peers import Alone, connect
 class Compiled:
     """A program made callable on this rank. Inputs and outputs are local tensors, by name."""
 
-    def __init__(self, program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> None:
+    def __init__(self, program: Program, device_mesh: Any = None, device: str | torch.device = "cpu", *, donate: bool = False) -> None:
         self.program = program
         self.device = torch.device(device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -31,9 +31,9 @@ class Compiled:
         self.groups = _groups(program, device_mesh, self.device)
         self.coords = program.mesh.coords(self.rank)
         peers = _peers(program, self.groups, self.device)
-        self.code = lower(program, self.rank, fuse=peers)
+        self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type)
         names: dict[str, Any] = {"torch": torch, "comm": comm, "on": types.SimpleNamespace(**self.groups), "device": self.device, **self.code.names}
-        names |= {"in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
+        names |= {"quick": quick, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(_plan(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
         self._step = names["step"]

@@ -61,7 +61,7 @@ class Step:
     ) -> None:
         self.captured, self.program, self.plan = captured, program, plan
         self.model, self.loss, self.optimizer, self.seed = model, loss, optimizer, seed
-        self.compiled = Compiled(program, device=device)
+        self.compiled = Compiled(program, device=device, donate=True)
         self.steps = 0
         self.grad_norm: Tensor | None = None
         self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
@@ -179,7 +179,8 @@ class Step:
         whole = {n: self.full(n) for n in self._state}
         inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in named_batch(batch).items()}, **self._numbers()}
         want = interp.run_global(self.captured.program, {n: inputs[n] for n in self.captured.program.input_names})
-        got = self.compiled({**self._state, **self._batch(batch), **self._numbers()})
+        copies = {n: x.clone() for n, x in self._state.items()}
+        got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
         worst = 0.0
         for name, node in self.program.outputs:
             value = gathered(node.layout, got[name], self.compiled)

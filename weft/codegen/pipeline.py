@@ -19,6 +19,7 @@ class Target:
     rank: int = 0
     fuse: Collection[str | None] = ()
     donate: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Pass:
 PASSES: tuple[Pass, ...] = (
     Pass("check", "a program that is not valid would hang or lie on real ranks", lambda p, to: validate(p)),
     Pass("localise", "one rank's steps: collectives start early, groups are kernels or pipelines", lambda p, to: _localise(p, to)),
-    Pass("write", "readable torch code, one line per node, one call per group", lambda rp, to: emit(rp)),
+    Pass("write", "readable torch code, one line per node, one call per group", lambda rp, to: emit(rp, to.device, to.donate)),
 )
 
 
@@ -39,11 +40,11 @@ def _localise(program: Program, to: Target) -> RankProgram:
     return rank_program(program, to.rank, to.fuse, to.donate)
 
 
-def lower(program: Program, rank: int = 0, fuse: Collection[str | None] = (), donate: bool = False) -> Code:
+def lower(program: Program, rank: int = 0, fuse: Collection[str | None] = (), donate: bool = False, device: str = "cpu") -> Code:
     """One rank's code. Groups along the axes in `fuse` become kernels; with `donate`, state is updated in place."""
     value: Any = program
     for step in PASSES:
-        value = step.run(value, Target(rank, fuse, donate))
+        value = step.run(value, Target(rank, fuse, donate, device))
     assert isinstance(value, Code)
     return value
 

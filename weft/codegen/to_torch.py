@@ -11,6 +11,7 @@ import torch
 
 from weft.codegen.blocks import Block, Call, Chunked, ChunkLocal
 from weft.codegen.lower import Lie, RankProgram, Step, is_wire, lie_of, local_size, pending_op, rank_program, root_of
+from weft.codegen.quick import quick_call
 from weft.core.layout import Layout
 from weft.core.node import Node
 from weft.core.text import node_names
@@ -28,14 +29,17 @@ class Code:
     calls: dict[str, Call] = field(default_factory=dict)  # fused kernels, by the name the text calls them
 
 
-def emit(rp: RankProgram) -> Code:
-    """The rank's function. `inputs` maps names to local tensors; the result maps output names to local tensors."""
-    return _Writer(rp).write()
+def emit(rp: RankProgram, device: str = "cpu", own: bool = False) -> Code:
+    """The rank's function. `inputs` maps names to local tensors; the result maps output names to local tensors.
+
+    `device` says whose fused kernels may be called, `own` that state may be overwritten.
+    """
+    return _Writer(rp, device=device, own=own).write()
 
 
 class _Writer:
-    def __init__(self, rp: RankProgram, prefix: str = "", chunked: Chunked | None = None) -> None:
-        self.rp, self.prefix, self.chunked = rp, prefix, chunked
+    def __init__(self, rp: RankProgram, prefix: str = "", chunked: Chunked | None = None, device: str = "cpu", own: bool = False) -> None:
+        self.rp, self.prefix, self.chunked, self.device, self.own = rp, prefix, chunked, device, own
         self.at: Mapping[str, int] = rp.coords
         names = node_names(rp.program)
         self.var = {n: _variable(names.get(n, "")) for n in rp.program.nodes if n in names}
@@ -91,6 +95,9 @@ class _Writer:
         writer = SPECIAL.get(n.op.name)
         if writer is not None:
             return writer(self, n, args)
+        quick = quick_call(n, args, self.device, self.own) if self.chunked is None else None
+        if quick is not None:
+            return quick
         if n.op.local is not None:
             fn = self.bind(f"{n.op.name}_at", n.op.local)
             args = [self.here(n), *args]

@@ -133,18 +133,13 @@ def _as_float(cond: Node, like: Node) -> Node:
     return cast(cond, dtype=DTYPE_NAMES[like.dtype])  # type: ignore[no-any-return]
 
 
-def _gelu_slope(n: Node) -> Node:
-    x = n.args[0]
-    if n.attr("tanh"):
-        c = math.sqrt(2 / math.pi)
-        t = tanh(c * (x + 0.044715 * (x * x * x)))
-        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * (c * (1.0 + 3 * 0.044715 * (x * x)))  # type: ignore[no-any-return]
-    return 0.5 * (1.0 + erf(x * math.sqrt(0.5))) + x * exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))  # type: ignore[no-any-return]
+def _slope_op(name: str, run: Any) -> Any:
+    """ct times a slope at x, as torch computes it in one pass; linear in ct."""
+    return define(name, kind=Kind.POINTWISE, equation=elementwise, run=run, linear=Linear.FIRST, doc="(ct, x) -> ct * slope(x)")
 
 
-def _silu_slope(n: Node) -> Node:
-    s = sigmoid(n.args[0])
-    return s * (1.0 + n.args[0] * (1.0 - s))  # type: ignore[no-any-return]
+gelu_backward = _slope_op("gelu_backward", lambda ct, x, tanh=False: torch.ops.aten.gelu_backward(ct, x, approximate="tanh" if tanh else "none"))
+silu_backward = _slope_op("silu_backward", torch.ops.aten.silu_backward)
 
 
 def _gelu(x: torch.Tensor, tanh: bool = False) -> torch.Tensor:
@@ -161,8 +156,10 @@ rsqrt = _unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
 tanh = _unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
 sigmoid = _unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
 relu = _unary("relu", torch.relu, lambda n: _as_float(gt(n.args[0], 0.0), n), monotone=FIRST)
-gelu = _unary("gelu", _gelu, _gelu_slope)
-silu = _unary("silu", torch.nn.functional.silu, _silu_slope)
+gelu = define("gelu", kind=Kind.POINTWISE, equation=elementwise, run=_gelu, vjp=lambda n, ct: (gelu_backward(ct, n.args[0], **dict(n.attrs)),))
+silu = define(
+    "silu", kind=Kind.POINTWISE, equation=elementwise, run=torch.nn.functional.silu, vjp=lambda n, ct: (silu_backward(ct, n.args[0]),)
+)
 erf = _unary("erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST)
 sin = _unary("sin", torch.sin, lambda n: cos(n.args[0]))
 cos = _unary("cos", torch.cos, lambda n: -sin(n.args[0]))
