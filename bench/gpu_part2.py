@@ -1,6 +1,6 @@
-"""Fused optimizers on one GPU shared by several ranks: correct first, then timed against the sharded and the DDP way.
+"""Fused optimizers and overlapped products on one GPU shared by several ranks: correct first, then timed against the rest.
 
-    python bench/gpu_part2.py [--ranks 4] [--stages optimizer] [--quick]
+    python bench/gpu_part2.py [--ranks 4] [--stages optimizer,overlap] [--quick]
 
 Starts MPS and its own ranks, ends within a few minutes whatever happens, and prints one JSON object on the last line.
 """
@@ -62,7 +62,7 @@ def run_stage(stage: str, ranks: int, env: dict, seconds: float, extra: list[str
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--stages", default="optimizer")
+    parser.add_argument("--stages", default="optimizer,overlap")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--stage")
     parser.add_argument("--out")
@@ -429,7 +429,188 @@ def ddp(me: Rank, case: Case, repeat: int, graph: bool) -> float:
     return me.time_ms(step, repeat, graph)
 
 
-STAGES = {"optimizer": (optimizer, 240.0)}
+# -- stage: overlap --------------------------------------------------------------------------------------------------
+
+SHAPES = [(512, 4096, 14336), (2048, 8192, 8192), (8192, 8192, 8192), (8192, 4096, 28672)]
+
+
+def overlap(args) -> None:
+    """Products with a collective, bf16: K/R per rank for sums, N/R for the gather. First right, then timed, plain and overlapped."""
+    import torch
+
+    me = Rank(args.out)
+    me.say(case="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__, world=me.world)
+    for shape in SHAPES[-1:] if args.quick else SHAPES:
+        for op in ("product_reduce_scatter", "product_all_reduce", "gather_product"):
+            overlap_case(me, op, shape, args.quick)
+        torch.cuda.empty_cache()
+    trace_overlap(me, args)
+
+
+def operands(me: Rank, op: str, shape: tuple[int, int, int]):
+    """This rank's x [rows, k] and w [n, k]."""
+    import torch
+
+    m, n, k = shape
+    gen = torch.Generator(me.device).manual_seed(5 + me.rank)
+    rows, cols, deep = (m // me.world, n // me.world, k) if op == "gather_product" else (m, n, k // me.world)
+    x = torch.randn(rows, deep, generator=gen, device=me.device, dtype=torch.bfloat16)
+    w = torch.randn(cols, deep, generator=gen, device=me.device, dtype=torch.bfloat16) / deep**0.5
+    return x, w
+
+
+def ways_for(op: str, quick: bool) -> list:
+    from weft.nn.ways import Way
+
+    if op == "gather_product":
+        found = [Way("peers", c) for c in (1, 2, 4)] + [Way("peers", c, b, False) for c in (1, 2, 4) for b in (8, 16, 32)]
+    elif op == "product_all_reduce":
+        found = [Way("peers", c, b, e) for c in (1, 2, 4) for b, e in ((16, True), (16, False), (32, False))]
+    else:
+        found = [Way("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 16, 32)]
+    return found[::3] if quick else found
+
+
+def overlap_case(me: Rank, op: str, shape: tuple[int, int, int], quick: bool) -> None:
+    """`unfused` is the product, then the collective, over the same symmetric memory, with its best launch."""
+    import torch
+    from weft.nn import over_peers
+
+    x, w = operands(me, op, shape)
+    run = getattr(over_peers, op)
+    times, wrong = {}, {}
+    for way in ways_for(op, quick):
+        if x.shape[0] % (way.chunks * me.world):
+            continue
+        got = run(x, w, None, way)
+        wrong[way] = me.worst(product_error(me, op, shape, x, w, got))
+        times[way] = me.time_ms(lambda way=way: run(x, w, None, way), 20, graph=True)
+    whole = torch.randn(shape[0], x.shape[1], device=me.device, dtype=x.dtype) if op == "gather_product" else x
+    alone = me.time_ms(lambda: whole @ w.T, 20, graph=True)
+    plain = {way: t for way, t in times.items() if way.chunks == 1 and (op != "gather_product" or way.chunks == 1)}
+    unfused = me.time_ms(lambda: unfused_case(op, x, w), 20, graph=True) if op == "gather_product" else min(plain.values())
+    torch_ms = torch_fused(me, op, x, w)
+    best = min(times, key=times.get)
+    limit = 0.02
+    assert max(wrong.values()) < limit, wrong
+    peers = {"unfused": round(unfused, 4), "gemm_alone": round(alone, 4), **({"torch_fused": round(torch_ms, 4)} if torch_ms else {})}
+    me.say(case=f"{op} {shape}", weft_ms=round(min(times[best], unfused), 4), way=f"{best} blocks {best.blocks} engine {best.engine}",
+           peers_ms=peers, ratios={k: round(v / min(times[best], unfused), 3) for k, v in peers.items()},
+           correct=f"largest relative error {max(wrong.values()):.1e}",
+           tried={f"{c} blocks {c.blocks} engine {c.engine}": round(t, 4) for c, t in times.items()})  # fmt: skip
+
+
+def unfused_case(op: str, x, w):
+    """Gather all rows, then one product."""
+    from weft.nn.over_peers import space_of
+    from weft.nn.ways import Way
+
+    import torch
+
+    space = space_of(None, x.device)
+    world, rank = space.peers.world, space.peers.rank
+    shards = space.buffer("gather", tuple(x.shape), x.dtype)
+    gathered = torch.empty(world, *x.shape, dtype=x.dtype, device=x.device)
+    shards[rank].copy_(x)
+    space.meet()
+    for turn in range(world):
+        source = (rank + turn) % world
+        space.copy(gathered[source], shards[source], Way("peers"))
+    space.meet()
+    return gathered.view(-1, x.shape[1]) @ w.T
+
+
+def product_error(me: Rank, op: str, shape, x, w, got) -> float:
+    """Largest relative error on 32 rows, against float32 products of every rank's operands."""
+    import torch
+
+    parts = []
+    for r in range(me.world):
+        other = object.__new__(Rank)
+        other.rank, other.world, other.device = r, me.world, me.device
+        parts.append(operands(other, op, shape))
+    m = shape[0]
+    if op == "gather_product":
+        rows = torch.arange(0, m, max(1, m // 32), device=me.device)
+        whole = torch.cat([a for a, _ in parts])[rows].float()
+        want, have = whole @ w.float().T, got[0][rows].float()
+    else:
+        lo = me.rank * m // me.world if op == "product_reduce_scatter" else 0
+        count = m // me.world if op == "product_reduce_scatter" else m
+        rows = torch.arange(0, count, max(1, count // 32), device=me.device)
+        want = sum(a[lo + rows].float() @ b.float().T for a, b in parts)
+        have = got[rows].float()
+    return ((have - want).abs().max() / want.abs().max()).item()
+
+
+def torch_fused(me: Rank, op: str, x, w) -> float | None:
+    """torch's own fused ops, where there is one."""
+    import torch
+    import torch.distributed as dist
+
+    name = dist.group.WORLD.group_name
+    calls = {
+        "product_reduce_scatter": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.T, "sum", 0, name),
+        "gather_product": lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [w.T], 0, name),
+    }
+    if op not in calls:
+        return None
+    try:
+        return me.time_ms(calls[op], 10, graph=False)
+    except Exception as error:
+        me.say(case=f"torch {op}", error=str(error)[:300])
+        return None
+
+
+def trace_overlap(me: Rank, args) -> None:
+    """How much of the moving of data ran while a product ran, read off a profile of rank 0."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from weft.nn import over_peers
+    from weft.nn.ways import Way
+
+    op, shape = "gather_product", SHAPES[-1]
+    x, w = operands(me, op, shape)
+    way = Way("peers", 2)
+    over_peers.gather_product(x, w, None, way)
+    me.peers.barrier()
+    try:
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            for _ in range(3):
+                over_peers.gather_product(x, w, None, way)
+            torch.cuda.synchronize()
+        spans = {"gemm": [], "move": []}
+        for event in seen.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.elapsed_us() > 2:
+                name = event.name.lower()
+                kind = (
+                    "gemm"
+                    if any(s in name for s in ("gemm", "nvjet", "cutlass", "xmma"))
+                    else "move"
+                    if any(s in name for s in ("memcpy", "phase0", "copy"))
+                    else None
+                )
+                if kind:
+                    spans[kind].append((event.time_range.start, event.time_range.end))
+        moved = sum(b - a for a, b in spans["move"])
+        both = sum(max(0, min(b, d) - max(a, c)) for a, b in spans["move"] for c, d in spans["gemm"])
+        me.say(
+            case="trace gather_product",
+            moves=len(spans["move"]),
+            gemms=len(spans["gemm"]),
+            moved_us=moved,
+            hidden_us=both,
+            hidden=round(both / max(moved, 1), 3),
+        )
+        if me.rank == 0 and os.environ.get("OUT"):
+            seen.export_chrome_trace(os.path.join(os.environ["OUT"], "overlap_trace.json"))
+    except Exception as error:
+        me.say(case="trace", error=str(error)[:300])
+    me.peers.barrier()
+
+
+STAGES = {"optimizer": (optimizer, 200.0), "overlap": (overlap, 150.0)}
 
 if __name__ == "__main__":
     main()

@@ -116,6 +116,10 @@ class HostKernel:
         """Let a slot of the only row be somewhere else from the next call on."""
         self._table[self._columns[slot]] = address
 
+    def meet(self) -> None:
+        """Only meet: all ranks' writes so far are seen by all."""
+        self.peers.barrier(self.name)
+
     def launch_phases(self, *, leave: bool = True) -> None:
         """Run with the scalars of the last call."""
         self()

@@ -83,16 +83,17 @@ class DeviceKernel:
         inside = self.launch.inside
         for number, phase in enumerate(self._phases):
             if not inside:
-                self._meet()
+                self.meet()
             last = number == len(self._phases) - 1
             phase[(self._blocks,)](
                 self._table, self._work, self.pieces, self.scalars, self._sums, self._pads, self._limit,
                 **self._meta, **self._tiles, ENTER=inside, LEAVE=inside and last, num_warps=self.launch.warps,
             )  # fmt: skip
         if not inside and leave:
-            self._meet()
+            self.meet()
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Only meet: all ranks' work on this line so far is seen by all."""
         if self.peers.world > 1:
             self._module.meet_alone[(1,)](self._pads, self._limit, **self._meta, num_warps=1)
 

@@ -61,8 +61,8 @@ class Peers(Protocol):
 class Alone:
     """No peers: for kernels that do not communicate."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.world, self.device, self.target = 0, 1, device, "cpu"
+    def __init__(self, device: torch.device, target: str = "cpu") -> None:
+        self.rank, self.world, self.device, self.target = 0, 1, device, target
         self.state = World(0, 1, 0, 0, None, None)
 
     def empty(self, nbytes: int) -> PeerBuffer:

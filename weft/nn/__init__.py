@@ -1,0 +1,10 @@
+"""Linear layers whose product and collective run at the same time, with gradients that overlap the same way."""
+
+from weft.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
+from weft.nn.layers import AllGatherLinear, LinearAllReduce, LinearReduceScatter
+from weft.nn.ways import Way, choose, set_way
+
+__all__ = [
+    "AllGatherLinear", "LinearAllReduce", "LinearReduceScatter", "Way",
+    "all_gather_linear", "choose", "linear_all_reduce", "linear_reduce_scatter", "set_way",
+]  # fmt: skip

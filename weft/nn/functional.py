@@ -1,0 +1,110 @@
+"""Linear maps with a collective, differentiable. The gradient of a scatter is a gather, so backward overlaps as forward does.
+
+linear_reduce_scatter   y = reduce_scatter(x w^T)      dx = all_gather(dy) w      dw = all_gather(dy)^T x
+all_gather_linear       y = all_gather(x) w^T          dx = reduce_scatter(dy w)  dw = dy^T all_gather(x)
+linear_all_reduce       y = all_reduce(x w^T)          dx = dy w                  dw = dy^T x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.core.errors import TypeMismatch
+from weft.nn import over_group, over_peers
+from weft.nn.ways import PLAIN, Way, choose, divides, key_of
+
+
+def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Way | None) -> Any:
+    """The product `op` in the way asked for, or chosen for these shapes; plainly where the rows cannot be cut so."""
+    chosen = way or choose(key_of(op, x.shape[0], w.shape[0], x.shape[1], x.dtype, group))
+    if not divides(rows, dist.get_world_size(group), chosen):
+        chosen = Way(chosen.over) if divides(rows, dist.get_world_size(group), Way(chosen.over)) else PLAIN
+    module: Any = over_peers if chosen.over == "peers" else over_group
+    return getattr(module, op)(x, w, group, chosen)
+
+
+def product_reduce_scatter(x: Tensor, w: Tensor, group: Any = None, way: Way | None = None) -> Tensor:
+    _require_even(x.shape[0], group, "rows of x")
+    return _run("product_reduce_scatter", x.shape[0], x, w, group, way)  # type: ignore[no-any-return]
+
+
+def product_all_reduce(x: Tensor, w: Tensor, group: Any = None, way: Way | None = None) -> Tensor:
+    return _run("product_all_reduce", x.shape[0], x, w, group, way)  # type: ignore[no-any-return]
+
+
+def gather_product(x: Tensor, w: Tensor, group: Any = None, way: Way | None = None) -> tuple[Tensor, Tensor]:
+    return _run("gather_product", x.shape[0] * dist.get_world_size(group), x, w, group, way)  # type: ignore[no-any-return]
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, way: Way | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.group, ctx.way = group, way
+        return product_reduce_scatter(x, w, group, way)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        dx, whole = gather_product(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.way)
+        return dx, whole.T @ x, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, way: Way | None) -> Tensor:
+        y, whole = gather_product(x, w, group, way)
+        ctx.save_for_backward(whole, w)
+        ctx.group, ctx.way = group, way
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        whole, w = ctx.saved_tensors
+        dx = product_reduce_scatter(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.way)
+        return dx, dy.T @ whole, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, way: Way | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return product_all_reduce(x, w, group, way)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return dy @ w, dy.T @ x, None, None
+
+
+def linear_reduce_scatter(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, way: Way | None = None) -> Tensor:
+    """Rows of x times w^T, summed over the ranks; each rank keeps its slice of the rows. `bias` is added once, after the sum."""
+    return _flat(lambda flat: _ReduceScatter.apply(flat, w, group, way), x, bias)
+
+
+def all_gather_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, way: Way | None = None) -> Tensor:
+    """The rows of all ranks times this rank's w^T."""
+    return _flat(lambda flat: _AllGather.apply(flat, w, group, way), x, bias)
+
+
+def linear_all_reduce(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, way: Way | None = None) -> Tensor:
+    """x w^T summed over the ranks. `bias` is added once, after the sum."""
+    return _flat(lambda flat: _AllReduce.apply(flat, w, group, way), x, bias)
+
+
+def _flat(run: Callable[[Tensor], Tensor], x: Tensor, bias: Tensor | None) -> Tensor:
+    """Leading dims as rows: the first is the one that is scattered or gathered."""
+    y = run(x.reshape(-1, x.shape[-1]))
+    y = y if bias is None else y + bias
+    return y.reshape(-1, *x.shape[1:-1], y.shape[-1])
+
+
+def _require_even(rows: int, group: Any, what: str) -> None:
+    world = dist.get_world_size(group)
+    if rows % world:
+        raise TypeMismatch(f"{rows} {what} over {world} ranks", needed=f"a multiple of {world}", found=str(rows), try_="pad the sequence")

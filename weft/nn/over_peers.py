@@ -1,0 +1,169 @@
+"""The three products with a collective, over memory all ranks can reach: a side line moves one chunk while the main line
+multiplies the next. Every remote byte is read once, into memory of the rank that needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.codegen.expr import Group, Slot, load, reduce
+from weft.codegen.kernel import Kernel, compile_group
+from weft.core.node import DTYPE_NAMES
+from weft.nn.ways import Way
+from weft.runtime.bind import bind
+from weft.runtime.fused import Row
+from weft.runtime.peers import Alone, PeerBuffer, connect
+from weft.runtime.streams import Side
+
+
+@functools.cache
+def _sum_kernel(dtype: str, world: int, target: str) -> Kernel:
+    terms, out = Slot("terms", dtype, spread=True), Slot("out", dtype)
+    return compile_group(Group("sum of terms", ((out, reduce(terms)),)), world, target)
+
+
+@functools.cache
+def _copy_kernel(dtype: str, target: str) -> Kernel:
+    source, out = Slot("source", dtype), Slot("out", dtype)
+    return compile_group(Group("copy", ((out, load(source)),)), 1, target)
+
+
+class Space:
+    """Peer memory and bound kernels of one group, kept from call to call. All ranks use it in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.peers: Any = connect(group, device)
+        self.side = Side(device)
+        self._buffers: dict[Any, PeerBuffer] = {}
+        self._sums: dict[Any, Any] = {}
+        self._meeting = bind(compile_group(Group("meet", ((Slot("to", "f32", spread=True), load(Slot("of", "f32"))),)), self.peers.world,
+                                           self.peers.target), [self._nothing()], self.peers)  # fmt: skip
+
+    def _nothing(self) -> Row:
+        """A row without elements: a kernel on it only meets."""
+        self._empty = self.peers.empty(64)
+        return Row(0, {"to": list(self._empty.addresses), "of": self._empty.parts[self.peers.rank].data_ptr()})
+
+    def meet(self) -> None:
+        """All ranks' work on this line so far is seen by all."""
+        self._meeting.meet()
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """A tensor of this name on every rank, in peer memory."""
+        key = (name, shape, dtype)
+        if key not in self._buffers:
+            self._buffers[key] = self.peers.empty(torch.Size(shape).numel() * dtype.itemsize)
+        return [self._buffers[key].view(0, shape, dtype, rank) for rank in range(self.peers.world)]
+
+    def sum_into(self, out: Tensor, terms: list[Tensor], way: Way, name: str) -> None:
+        """out = sum of the ranks' terms, on the current line; `name` tells apart what is kept for it."""
+        key = (name, tuple(t.data_ptr() for t in terms), out.numel())
+        if key not in self._sums:
+            kernel = _sum_kernel(DTYPE_NAMES[out.dtype], self.peers.world, self.peers.target)
+            row = Row(out.numel(), {"terms": [t.data_ptr() for t in terms], "out": out.data_ptr()})
+            self._sums[key] = bind(kernel, [row], self.peers, name=name, blocks=way.blocks)
+        self._sums[key].move("out", out.data_ptr())
+        self._sums[key].launch_phases(leave=False)
+
+    def copy(self, out: Tensor, source: Tensor, way: Way) -> None:
+        """out = source, on the current line, by the copy engine or by a kernel of few blocks."""
+        if way.engine:
+            out.copy_(source)
+            return
+        key = ("copy", out.numel(), out.dtype, way.blocks)
+        if key not in self._sums:
+            row = Row(out.numel(), {"source": source.data_ptr(), "out": out.data_ptr()})
+            alone = Alone(out.device, self.peers.target)
+            self._sums[key] = bind(_copy_kernel(DTYPE_NAMES[out.dtype], alone.target), [row], alone, blocks=way.blocks)
+        self._sums[key].move("source", source.data_ptr())
+        self._sums[key].move("out", out.data_ptr())
+        self._sums[key].launch_phases()
+
+
+_spaces: dict[Any, Space] = {}
+
+
+def space_of(group: dist.ProcessGroup | None, device: torch.device) -> Space:
+    key = (group or dist.group.WORLD, device)
+    if key not in _spaces:
+        _spaces[key] = Space(group, device)
+    return _spaces[key]
+
+
+def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
+    """x @ w.T summed over the ranks, each keeping its slice of the rows."""
+    space = space_of(group, x.device)
+    world, rank, n = space.peers.world, space.peers.rank, w.shape[0]
+    rows = x.shape[0] // (world * way.chunks)
+    parts = space.buffer("scatter", (way.chunks, world, rows, n), x.dtype)
+    out = torch.empty(way.chunks, rows, n, dtype=x.dtype, device=x.device)
+    taken = x.view(world, way.chunks, rows, x.shape[1])
+    for c in range(way.chunks):
+        if way.chunks == 1:
+            torch.mm(x, w.T, out=parts[rank][0].view(world * rows, n))
+        else:
+            torch.matmul(taken[:, c], w.T, out=parts[rank][c])
+        space.side.after_main()
+        with space.side.work():
+            space.sum_into(out[c], [p[c, rank] for p in parts], way, f"scatter {c}")
+    with space.side.work():
+        space.meet()  # nobody writes its terms again before all have read them
+    space.side.main_after()
+    return out.view(way.chunks * rows, n)
+
+
+def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
+    """x @ w.T summed over the ranks: each sums its share of a chunk, and takes the others' shares from them."""
+    space = space_of(group, x.device)
+    world, rank, n = space.peers.world, space.peers.rank, w.shape[0]
+    rows = x.shape[0] // (world * way.chunks)
+    parts = space.buffer("reduce", (way.chunks, world, rows, n), x.dtype)
+    sums = space.buffer("sums", (way.chunks, rows, n), x.dtype)
+    out = torch.empty(way.chunks, world, rows, n, dtype=x.dtype, device=x.device)
+    pieces = x.view(way.chunks, world * rows, x.shape[1])
+    for c in range(way.chunks):
+        torch.mm(pieces[c], w.T, out=parts[rank][c].view(world * rows, n))
+        space.side.after_main()
+        with space.side.work():
+            space.sum_into(sums[rank][c], [p[c, rank] for p in parts], way, f"reduce {c}")
+            space.meet()
+            for turn in range(world):
+                source = (rank + turn) % world
+                space.copy(out[c, source], sums[source][c], way)
+    with space.side.work():
+        space.meet()
+    space.side.main_after()
+    return out.view(x.shape[0], n)
+
+
+def gather_product(x: Tensor, w: Tensor, group: Any, way: Way) -> tuple[Tensor, Tensor]:
+    """All ranks' rows times w.T, and the rows themselves: this rank's own first, then each as it arrives."""
+    space = space_of(group, x.device)
+    world, rank, (rows, k) = space.peers.world, space.peers.rank, x.shape
+    shards = space.buffer("gather", (rows, k), x.dtype)
+    gathered = torch.empty(world, rows, k, dtype=x.dtype, device=x.device)
+    out = torch.empty(world, rows, w.shape[0], dtype=x.dtype, device=x.device)
+    marks = []
+    space.side.after_main()
+    with space.side.work():
+        shards[rank].copy_(x)
+        space.meet()
+        for turn in range(1, world):
+            source = (rank + turn) % world
+            for c in range(way.chunks):
+                part = slice(c * rows // way.chunks, (c + 1) * rows // way.chunks)
+                space.copy(gathered[source, part], shards[source][part], way)
+                marks.append((source, part, space.side.mark()))
+        gathered[rank].copy_(x)
+        space.meet()
+    torch.mm(x, w.T, out=out[rank])
+    for source, part, mark in marks:
+        space.side.main_after(mark)
+        torch.mm(gathered[source, part], w.T, out=out[source, part])
+    space.side.main_after()
+    return out.view(world * rows, -1), gathered.view(world * rows, k)
