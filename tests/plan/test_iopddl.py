@@ -83,11 +83,11 @@ def test_what_is_wrong_is_said(path: str, value: object, message: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ProblemError, match="cannot read .*nowhere.json"):
+    with pytest.raises(ProblemError, match=r"cannot read .*nowhere\.json"):
         iopddl.load(tmp_path / "nowhere.json")
 
 
 def test_a_file_that_is_not_json(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text("{")
-    with pytest.raises(ProblemError, match="cannot read .*odd.json(.|\n)*an assignment problem as JSON"):
+    with pytest.raises(ProblemError, match=r"cannot read .*odd\.json(.|\n)*an assignment problem as JSON"):
         iopddl.load(tmp_path / "odd.json")

@@ -56,7 +56,7 @@ class Relaxation:
     @cached_property
     def going_rate(self) -> Floats:
         """A price that makes memory matter about as much as all else."""
-        return self.typical / max(self.p.times, 1) / np.maximum(self.p.limit, self.p.limit.max(initial=1.0) * 1e-6)
+        return np.asarray(self.typical / max(self.p.times, 1) / np.maximum(self.p.limit, self.p.limit.max(initial=1.0) * 1e-6))
 
     @cached_property
     def node(self) -> Ints:
@@ -128,10 +128,8 @@ def ascend(r: Relaxation, dual: Dual, c: Floats, ceiling: float, steps: int, bud
 
 def _finite(p: Problem) -> tuple[Floats, Floats]:
     """Costs with infinity replaced by more than any choice that does without can cost."""
-    most = [
-        np.maximum.reduceat(np.where(np.isfinite(v), np.abs(v), 0.0), at[:-1]).sum() for v, at in ((p.c, p.c_at), (p.w, p.w_at)) if len(v)
-    ]
-    beyond = 1.0 + 2.0 * float(sum(most))
+    tables = [(np.where(np.isfinite(v), np.abs(v), 0.0), at[:-1]) for v, at in ((p.c, p.c_at), (p.w, p.w_at)) if len(v)]
+    beyond = 1.0 + 2.0 * float(sum(np.maximum.reduceat(v, at).sum() for v, at in tables))
     return np.where(np.isfinite(p.c), p.c, beyond), np.where(np.isfinite(p.w), p.w, beyond)
 
 
