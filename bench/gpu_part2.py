@@ -474,6 +474,7 @@ def ways_for(op: str, quick: bool) -> list:
 def overlap_case(me: Rank, op: str, shape: tuple[int, int, int], quick: bool) -> None:
     """`unfused` is the product, then the collective, over the same symmetric memory, with its best launch."""
     import torch
+
     from weft.nn import over_peers
 
     x, w = operands(me, op, shape)
@@ -502,10 +503,10 @@ def overlap_case(me: Rank, op: str, shape: tuple[int, int, int], quick: bool) ->
 
 def unfused_case(op: str, x, w):
     """Gather all rows, then one product."""
+    import torch
+
     from weft.nn.over_peers import space_of
     from weft.nn.ways import Way
-
-    import torch
 
     space = space_of(None, x.device)
     world, rank = space.peers.world, space.peers.rank

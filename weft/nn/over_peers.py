@@ -107,7 +107,7 @@ def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor
         if way.chunks == 1:
             torch.mm(x, w.T, out=parts[rank][0].view(world * rows, n))
         else:
-            torch.matmul(taken[:, c], w.T, out=parts[rank][c])
+            torch.bmm(taken[:, c], w.T.expand(world, -1, -1), out=parts[rank][c])
         space.side.after_main()
         with space.side.work():
             space.sum_into(out[c], [p[c, rank] for p in parts], way, f"scatter {c}")
