@@ -100,7 +100,11 @@ def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
     sets: dict[Any, int] = {}
     parts = []
     for part in call.fused.parts:
-        uses = [Use(slot, p.role, (results if p.node in results else arguments)[p.node], p.offsets) for slot, p in part.places.items()]
+        spread = {slot.name for slot in call.kernel.slots if slot.spread}
+        uses = []
+        for slot, p in part.places.items():
+            role = "shared" if p.role == "whole" and slot in spread else p.role
+            uses.append(Use(slot, role, (results if p.node in results else arguments)[p.node], p.offsets))
         numbers = tuple((name, arguments[n]) for name, n in part.scalars.items())
         parts.append((part.length, tuple(uses), sets.setdefault(numbers, len(sets))))
     shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in call.made)

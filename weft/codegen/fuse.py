@@ -54,6 +54,7 @@ class Fused:
     body: expr.Group
     axis: str | None
     parts: tuple[Part, ...]
+    reused: dict[Node, Node]  # results that overwrite an input, and that input
 
 
 def fuse_group(program: Program, group: Group, rank: int, *, donate: bool = False, spend: frozenset[str] = frozenset()) -> list[Fused]:
@@ -94,7 +95,8 @@ class _Lowering:
         names = _readable([node for node, _ in _Component(self, *members[0]).lower().slots], self.program)
         lowered = [_Component(self, nodes, outputs, names).lower() for nodes, outputs in members]
         body = expr.Group(self.group.name + suffix, tuple(lowered[0].stores))
-        return Fused(body, self.axis, tuple(c.part() for c in lowered))
+        reused = {n: old for c in lowered for n, old in c.reused.items()}
+        return Fused(body, self.axis, tuple(c.part() for c in lowered), reused)
 
     def _axis(self) -> str | None:
         axes = {n.attr("axis") for n in self.group.nodes if n.op.kind is Kind.COMM}
@@ -142,6 +144,7 @@ class _Component:
         self.slots: dict[tuple[Node, str], Slot] = {}
         self.scalars: dict[str, Node] = {}
         self.stores: list[tuple[Slot, Value]] = []
+        self.reused: dict[Node, Node] = {}
 
     def lower(self) -> _Component:
         self.domain = self._domain()
@@ -178,6 +181,7 @@ class _Component:
         names = program.outputs_of(n)
         olds = [program.input_names[i] for o, i in program.state if o in names] if self.whole.donate else []
         for old in olds:
+            self.reused[n] = old
             if role == "whole":
                 return self.slot(old, "whole", spread=True)
             return self.slot(old, "own")

@@ -130,6 +130,8 @@ class _Writer:
             self.calls[name] = call
             args = ", ".join(map(self.value, call.given))
             self.line(f"{''.join(f'{self.var[n]}, ' for n in call.made) or '_'} = {name}({args})")
+            for new, old in call.fused.reused.items():
+                self.line(f"{self.var[new]} = {self.value(old)}  # updated in place")
 
     def pipeline(self, block: Block, chunked: Chunked) -> None:
         """One chunk as a generator that gives way before it waits; the chunks in turn."""

@@ -30,7 +30,7 @@ class Use:
     """One slot of one part: which argument or result it is, how ranks hold it, where its rows start."""
 
     slot: str
-    role: str  # terms, whole, own, out, gathered
+    role: str  # terms, whole, own, out, gathered; "shared" is whole, and its next value is written to all ranks' copies
     value: int  # index among the arguments, or among the results
     offsets: tuple[int, ...]
 
@@ -66,12 +66,15 @@ class FusedCall:
             self._bound[key] = self._bind(places, tensors, results)
         numbers = [x for names in self.plan.scalars for x in self._expand(**{name: float(args[k]) for name, k in names})]
         self._bound[key](numbers)
+        for value, held in ((v, h) for (role, v), h in self._held.items() if role == "shared"):
+            if args[value].data_ptr() != held.own.data_ptr():
+                args[value].copy_(held.own)
         return tuple(self._result(k, r) for k, r in enumerate(results))
 
     def _place(self, use: Use, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[int, ...]:
         """Addresses of a value: one, or one per rank."""
-        if use.role == "terms":
-            held = self._hold("terms", use.value, args[use.value])
+        if use.role in ("terms", "shared"):
+            held = self._hold(use.role, use.value, args[use.value])
             if args[use.value].data_ptr() != held.own.data_ptr():
                 held.own.copy_(args[use.value])
             return held.buffer.addresses
@@ -98,7 +101,7 @@ class FusedCall:
                     source = results if use.role in ("out", "gathered") else args
                     shift = use.offsets[k] * source[use.value].element_size()
                     where = [a + shift for a in places[use.role, use.value]]
-                    at[use.slot] = where if use.role in ("terms", "gathered") else where[0]
+                    at[use.slot] = where if use.role in ("terms", "gathered", "shared") else where[0]
                 rows.append(Row(length, at, scalars))
         return HostKernel(self.plan.kernel, rows, self.peers)  # type: ignore[arg-type]
 
