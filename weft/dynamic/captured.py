@@ -48,7 +48,7 @@ class Captured:
 
     def forward(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> list[Tensor]:
         """Load a batch of graphs and replay."""
-        self.busy, self.counts = True, {n: len(w) for n, w in wanted.items()}
+        self.counts = {n: len(w) for n, w in wanted.items()}
         self._load(layout, inputs, wanted)
         if self._forward is None:
             self._forward = replay.record(self._run_forward, self.device)
@@ -62,7 +62,6 @@ class Captured:
         if self._backward is None:
             self._backward = replay.record(self._run_backward, self.device)
         self._backward()
-        self.busy = False
         return {key: value.clone() for key, value in self._found.items()}
 
     def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
@@ -103,31 +102,29 @@ class Templates:
 
     def take(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> tuple[Captured, Layout]:
         """A free template with room for the schedule, the smallest there is, or a new one."""
-        fitting = []
-        for captured in self.kept:
-            taken = None if captured.busy or not captured.has_room(inputs, wanted) else captured.template.holds(s)
-            if taken is not None:
-                fitting.append((captured.template.cost(), captured, taken))
-        if fitting:
-            _, captured, taken = min(fitting, key=lambda found: found[0])
-            return captured, padded(s, captured.template, taken, self.plan.sent)
-        return self._new(s, inputs)
+        free = [c for c in self.kept if not c.busy and c.has_room(inputs, wanted) and c.template.holds(s) is not None]
+        captured = min(free, key=lambda c: c.template.cost()) if free else self._new(s, inputs)
+        return captured, self._padded(s, captured.template)
 
-    def _new(self, s: Schedule, inputs: Mapping[str, Tensor]) -> tuple[Captured, Layout]:
-        latest = self.kept[-1].template if self.kept else None
-        wider = template(s, latest)
-        taken = wider.holds(s)
-        if taken is None:  # two kinds of sequence that do not join well
-            wider = template(s)
-            taken = wider.holds(s)
-        assert taken is not None
-        layout = padded(s, wider, taken, self.plan.sent)
-        made = Captured(self.plan, wider, s, layout, self.device, inputs)
+    def fit(self, s: Schedule, inputs: Mapping[str, Tensor]) -> None:
+        """Put the schedule into the rows of the template that `take` would choose, ahead of time."""
+        fitting = [c for c in self.kept if c.template.holds(s) is not None]
+        if fitting:
+            self._padded(s, min(fitting, key=lambda c: c.template.cost()).template)
+
+    def _padded(self, s: Schedule, t: Template) -> Layout:
+        return s.keep(("padded", t), lambda: padded(s, t, t.holds(s) or [], self.plan.sent))
+
+    def _new(self, s: Schedule, inputs: Mapping[str, Tensor]) -> Captured:
+        """Record a template wider than the last one, or one of its own where the two do not join."""
+        wider = template(s, self.kept[-1].template if self.kept else None)
+        wider = wider if wider.holds(s) is not None else template(s)
+        made = Captured(self.plan, wider, s, self._padded(s, wider), self.device, inputs)
         idle = [c for c in self.kept if not c.busy]
         if len(self.kept) >= KEPT and idle:
             self.kept.remove(idle[0])
         self.kept.append(made)
-        return made, layout
+        return made
 
 
 def _room(size: int) -> int:

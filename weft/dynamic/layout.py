@@ -32,6 +32,10 @@ class Layout:
 
 def exact(s: Schedule, sent: set[Key]) -> Layout:
     """No row too many."""
+    return s.keep(("exact", frozenset(sent)), lambda: _exact(s, sent))
+
+
+def _exact(s: Schedule, sent: set[Key]) -> Layout:
     arrays = {
         "edge_first": s.edge_first, "edge_child": s.edge_child, "edge_vertex": s.edge_parent,
         "row": s.structure.row[s.vertex],

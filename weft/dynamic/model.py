@@ -16,6 +16,7 @@ from weft.dynamic.cell import Cell, address, compile_cell, output_homes
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.frame import Compiled
 from weft.dynamic.kernel import Kernel
+from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
 from weft.dynamic.run import Again, Once, Run
 from weft.dynamic.schedule import Reads, Schedule
@@ -74,15 +75,32 @@ class Model(nn.Module):
         return results[0] if len(results) == 1 else dict(zip(plan.outputs, results, strict=True))
 
     def _call(self, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints]) -> Once | Again:
+        if self._replays(inputs):
+            return Again(*self._templates_of(plan, inputs).take(schedule, inputs, wanted))
         device = self._device(inputs)
-        if self.replay if self.replay is not None else replay.is_accelerator(device):
-            templates = self._templates.setdefault((id(plan), device), Templates(plan, device))
-            return Again(*templates.take(schedule, inputs, wanted))
         return Once(plan, schedule, self._pools.setdefault(device, Pool(device)))
+
+    def _replays(self, inputs: Inputs) -> bool:
+        return replay.is_accelerator(self._device(inputs)) if self.replay is None else self.replay
+
+    def _templates_of(self, plan: Plan, inputs: Inputs) -> Templates:
+        device = self._device(inputs)
+        return self._templates.setdefault((id(plan), device), Templates(plan, device))
 
     def schedule(self, graphs: Structure, inputs: Inputs | Tensor | None = None) -> Schedule:
         """Batches and places of the graphs, to keep or to show; `inputs` are needed before the first run only."""
         return Schedule(graphs, self.reads(_inputs(inputs) if inputs is not None else None), self.policy)
+
+    def prepare(self, graphs: Structure, inputs: Inputs | Tensor | None = None) -> Schedule:
+        """The schedule with all that can be worked out before the run, as a data loader would do ahead of time."""
+        given = _inputs(inputs)
+        schedule = self.schedule(graphs, given)
+        plan = self._plan(schedule, given)
+        if self._replays(given):
+            self._templates_of(plan, given).fit(schedule, given)
+        else:
+            exact(schedule, plan.sent)
+        return schedule
 
     def reads(self, inputs: Inputs | None = None) -> dict[str, Reads]:
         """What each vertex function reads of its children."""

@@ -23,6 +23,7 @@ class Once:
 
     def __init__(self, plan: Plan, s: Schedule, pool: Pool) -> None:
         self.plan, self.pool, self.workspace = plan, pool, pool.take()
+        self._held = True
         self.layout = exact(s, plan.sent)
         self.kinds = s.structure.kinds
 
@@ -38,7 +39,13 @@ class Once:
         return self.batch.backward(grads)
 
     def release(self) -> None:
-        self.pool.give(self.workspace)
+        """Give the memory back: after backward, or when a result is dropped without one."""
+        if self._held:
+            self._held = False
+            self.pool.give(self.workspace)
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class Again:
@@ -46,6 +53,7 @@ class Again:
 
     def __init__(self, captured: Captured, layout: Layout) -> None:
         self.captured, self.layout, self.plan = captured, layout, captured.plan
+        self._held = captured.busy = True
 
     def forward(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
         return self.captured.forward(self.layout, inputs, wanted)
@@ -54,7 +62,11 @@ class Again:
         return self.captured.backward(grads)
 
     def release(self) -> None:
-        self.captured.busy = False
+        if self._held:
+            self._held = self.captured.busy = False
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class Run(torch.autograd.Function):

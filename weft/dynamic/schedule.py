@@ -7,9 +7,10 @@ slice, all vertices of a class are a slice, and the children of a round are ofte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from weft.dynamic import native
 from weft.dynamic.native import Ints
 from weft.dynamic.policy import batches, lower_bound, policy
 from weft.dynamic.structure import NO_CHILD, Structure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Schedule:
 
     def __init__(self, structure: Structure, reads: Mapping[str, Reads], policy_name: str = "auto") -> None:
         s = self.structure = structure
+        self._kept: dict[Hashable, Any] = {}
         self.reads = [reads[k] if k in reads else _unknown(s, i, reads) for i, k in enumerate(s.kinds)]
         self.policy = policy_name
         _check_arity(s, self.reads)
@@ -143,6 +147,12 @@ class Schedule:
     def slot_readers(self, k: int) -> tuple[Ints, Ints]:
         """The places whose slot k reads each place, as (first, place)."""
         return native.reverse(self.slot_child[k], self.structure.vertices + 1)
+
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once: layouts for this or that run are kept with their schedule."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     @cached_property
     def gathered(self) -> int:
