@@ -29,9 +29,9 @@ def test_rows_that_stay_whole_are_told_apart_from_elements() -> None:
     assert [rows.local_shape(at) for at in mesh.places()] == [(4,), (2,)]
 
 
-def test_reshard_reaches_the_layout_asked_for() -> None:
-    mesh = Mesh(a=2, b=3)
-    every = layouts(mesh, (6, 2), held=False)
-    for target in every:
-        x = input_node("x", Type(dtype_of("f64"), every[len(every) // 2]))
-        assert reshard(x, target).layout == target
+@pytest.mark.parametrize(("mesh", "shape"), [(Mesh(a=2, b=2), (4, 3)), (Mesh(a=2, b=3), (6,)), (Mesh(a=3, b=2), (5, 2))], ids=str)
+def test_reshard_reaches_the_layout_asked_for(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    every = layouts(mesh, shape, held=False)
+    for here in every:
+        x = input_node("x", Type(dtype_of("f64"), here))
+        assert all(reshard(x, there).layout == there for there in every), here

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def typed(c: Case, combo: Combo) -> Program | None:
         outs = as_list(c.fn(*nodes))
     except (TypeMismatch, LayoutError):
         return None
-    return new_program(c.name.replace(" ", "_"), combo[0].mesh, nodes, {f"y{k}": out for k, out in enumerate(outs)})
+    return new_program(re.sub(r"\W+", "_", c.name), combo[0].mesh, nodes, {f"y{k}": out for k, out in enumerate(outs)})
 
 
 def operand_layouts(c: Case, mesh: Mesh) -> list[list[Layout]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -16,6 +17,13 @@ def _names_are_unique(p: Program) -> str | None:
     twice = [n for n, k in Counter([i.attr("name") for i in p.inputs]).items() if k > 1]
     twice += [n for n, k in Counter([name for name, _ in p.outputs]).items() if k > 1]
     return f"the name {twice[0]!r} stands twice" if twice else None
+
+
+def _names_can_be_read_back(p: Program) -> str | None:
+    names = [i.attr("name") for i in p.inputs] + [name for name, _ in p.outputs]
+    odd = [n for n in names if not re.fullmatch(r"[\w.]+", n)]
+    odd += [n for n in (p.name, *(g.name for g in p.groups)) if not re.fullmatch(r"[\w.\-]+", n)]
+    return f"the name {odd[0]!r} has more than letters, digits, _ and dots" if odd else None
 
 
 def _inputs_are_declared(p: Program) -> str | None:
@@ -69,7 +77,8 @@ def _groups_are_closed(p: Program) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _names_are_unique, _inputs_are_declared, _one_mesh, _outputs_are_tensors, _state_fits, _types_follow, groups_are_apart, _groups_are_closed,
+    _names_are_unique, _names_can_be_read_back, _inputs_are_declared, _one_mesh, _outputs_are_tensors, _state_fits, _types_follow,
+    groups_are_apart, _groups_are_closed,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.core.errors import ParseError, WeftError
-from weft.core.layout import Atom, Layout, Mesh, O, P, canonical
+from weft.core.layout import Atom, Layout, Mesh, O, P, Placement, canonical
 from weft.core.node import DTYPE_NAMES, Node, Type, _number_dtype, apply, dtype_of, make, op_named
 from weft.core.program import Group, Program
 
@@ -88,23 +88,28 @@ def excerpt(program: Program, marked: Node, around: int = 3) -> str:
 _HEAD = re.compile(r"program\s+([\w.\-]+)\s*\((.*)\)\s*$")
 _NODE = re.compile(r"(%[\w.]+)\s*=\s*(\w+)\((.*?)\)\s{2,}(.*)$")
 _GROUP = re.compile(r"(fuse|overlap)\s+([\w.\-]+)(?:\((.*)\))?:\s*(.*)$")
-_TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?:\s+\w+:[A-Z](?:\([^)]*\))?)*)")
+_TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?:\s+\w+:\S+)*)")
+_PLACE = re.compile(r"(?P<letter>R|P|S(?=\()|O(?=\())(?:\((?P<what>\w+)(?:\.(?P<atom>\d+))?\))?")
 
 
 def parse(text: str) -> Program:
     """The program a text denotes; a text that denotes none is refused with its line."""
     lines = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.strip().startswith("#")]
     if not lines or not (head := _HEAD.match(lines[0][1])):
-        raise ParseError("this is not a program", needed="a first line 'program NAME(axis=size, ...)'", found=repr(lines[0][1] if lines else ""))
+        needed, found = "a first line 'program NAME(axis=size, ...)'", repr(lines[0][1] if lines else "")
+        raise ParseError("this is not a program", needed=needed, found=found)
     reader = _Reader(head[1], Mesh(**{k: int(v) for k, v in re.findall(r"(\w+)\s*=\s*(\d+)", head[2])}))
     for i, line in lines[1:]:
         try:
             reader.line(line)
-        except ParseError:
-            raise
         except (WeftError, KeyError, ValueError, SyntaxError, TypeError) as e:
-            raise ParseError(f"line {i} of program {head[1]}: {getattr(e, 'message', e)}", needed=getattr(e, "needed", None), found=getattr(e, "found", None) or line) from e
+            raise _on_line(i, line, head[1], e) from e
     return reader.program()
+
+
+def _on_line(i: int, line: str, program: str, e: Exception) -> ParseError:
+    needed, found = getattr(e, "needed", None), getattr(e, "found", None) or line
+    return ParseError(f"line {i} of program {program}: {getattr(e, 'message', e)}", needed=needed, found=found)
 
 
 class _Reader:
@@ -135,7 +140,7 @@ class _Reader:
     def value(self, text: str) -> Any:
         text = text.strip()
         if not text.startswith("%"):
-            return ast.literal_eval(text)
+            return _literal(text)
         if text not in self.named:
             raise ParseError(f"{text} is used before it is made", needed=f"one of {', '.join(self.named) or '(none yet)'}", found=text)
         return self.named[text]
@@ -187,7 +192,11 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 
 
 def _keywords(text: str) -> dict[str, Any]:
-    return {k: ast.literal_eval(v) for k, v in _pairs(text)}
+    return {k: _literal(v) for k, v in _pairs(text)}
+
+
+def _literal(text: str) -> Any:
+    return float(text) if text.lstrip("-") in ("inf", "nan") else ast.literal_eval(text)
 
 
 def read_type(text: str, mesh: Mesh) -> Type:
@@ -196,22 +205,27 @@ def read_type(text: str, mesh: Mesh) -> Type:
     if not m:
         raise ParseError("not a type", needed="dtype[dims] axis:placement ...", found=text)
     dims = [[Atom(int(n)) for n in d.split("*")] for d in m[2].split(",") if d.strip()]
-    held = {}
-    places = dict(p.split(":", 1) for p in re.findall(r"\w+:[A-Z](?:\([^)]*\))?", m[3]))
-    for axis in mesh.axes:
-        letter, inside = places.get(axis, "R")[0], places.get(axis, "R")[2:-1]
+    places = dict(p.split(":", 1) for p in m[3].split() if ":" in p)
+    held: dict[str, Placement] = {}
+    for axis, place in places.items():
+        mesh.require(axis)
+        if not (known := _PLACE.fullmatch(place)):
+            raise ParseError(f"axis {axis} holds nothing known", needed="R, S(dim), S(dim.atom), P, P(max), P(min) or O(root)", found=place)
+        letter, what = known["letter"], known["what"]
         if letter == "S":
-            d, _, k = inside.partition(".")
-            atom = dims[int(d)][int(k or 0)]
-            dims[int(d)][int(k or 0)] = Atom(atom.size, (*atom.cut, axis))
-        elif letter == "P":
-            held[axis] = P(inside or "sum")
-        elif letter == "O":
-            held[axis] = O(int(inside))
+            _cut(dims, axis, int(what), int(known["atom"] or 0), text)
+        elif letter != "R":
+            held[axis] = P(what or "sum") if letter == "P" else O(int(what))
     layout = Layout(mesh, tuple(canonical(tuple(d), mesh) for d in dims))
-    for axis, place in held.items():
-        layout = layout.hold(axis, place)
+    for axis, pending in held.items():
+        layout = layout.hold(axis, pending)
     return Type(dtype_of(m[1]), layout)
+
+
+def _cut(dims: list[list[Atom]], axis: str, dim: int, k: int, text: str) -> None:
+    if dim >= len(dims) or k >= len(dims[dim]):
+        raise ParseError(f"axis {axis} cuts what is not there", needed=f"an atom of the {len(dims)} dims", found=text)
+    dims[dim][k] = Atom(dims[dim][k].size, (*dims[dim][k].cut, axis))
 
 
 __all__ = ["DTYPE_NAMES", "excerpt", "node_lines", "node_names", "parse", "print_program", "read_type"]
