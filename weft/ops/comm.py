@@ -212,19 +212,11 @@ def _undo(x: Any, axis: str, target: Layout) -> Any:
 
 
 def _may_cut(layout: Layout, axis: str, place: S, target: Layout) -> bool:
-    """Whether the cut may be made now: no outer axis still has to cut the same atom."""
-    later = [a for a in target.mesh.axes[: target.mesh.axes.index(axis)] if layout.where_cut(a) != target.where_cut(a)]
-    if any(_shares_atom(target, a, axis) for a in later):
-        return False
+    """Whether the cut may be made now: it makes its dim what it has to be in the end."""
     try:
-        layout.place(axis, place)
+        return layout.place(axis, place).dims[place.dim] == target.dims[place.dim]
     except LayoutError:  # the cut does not fit yet
         return False
-    return True
-
-
-def _shares_atom(layout: Layout, a: str, b: str) -> bool:
-    return layout.where_cut(a) is not None and layout.where_cut(a) == layout.where_cut(b)
 
 
 def _same_cut(a: Layout, b: Layout, axis: str) -> bool:

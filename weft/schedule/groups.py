@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 
 from weft.core.errors import InvalidTransform
 from weft.core.layout import P
@@ -12,7 +13,7 @@ from weft.core.program import Group, Program
 from weft.core.spec import leaves_and_returns
 from weft.ops import comm
 from weft.ops.registry import Kind, equation_of
-from weft.schedule.verbs import Place, merge, name_in, refuse, works
+from weft.schedule.verbs import Place, name_in, quoted, refuse, tried
 
 REDUCING = (comm.all_reduce, comm.reduce_scatter)
 FUSIBLE_COMM = (*REDUCING, comm.all_gather, comm.slice_, comm.send, comm.keep)
@@ -33,8 +34,13 @@ def fuse(p: Program, places: Iterable[Place] | str, *, name: str | None = None) 
     _check_collectives(p, nodes)
     _check_closed(p, nodes, "fuse")
     _check_apart(p, nodes, "fuse")
-    group = Group("fuse", name or f"k{len(p.groups)}", tuple(nodes))
+    group = Group("fuse", name or _new_name(p, "k"), tuple(nodes))
     return _with_group(p, group, f"fuse {group.name}: {len(nodes)} nodes")
+
+
+def _new_name(p: Program, letter: str) -> str:
+    taken = {g.name for g in p.groups}
+    return next(name for k in count() if (name := f"{letter}{k}") not in taken)
 
 
 def _with_group(p: Program, group: Group, step: str) -> Program:
@@ -48,7 +54,15 @@ def _check_members(p: Program, nodes: Sequence[Node]) -> None:
         if n.op.kind is Kind.COMM and n.op not in FUSIBLE_COMM:
             raise refuse(p, n, f"fuse with {n.op.name}", f"collectives among {', '.join(o.name for o in FUSIBLE_COMM)}", n.op.name)
         if n.op.kind is not Kind.COMM and n.op.kind not in FUSIBLE:
-            raise refuse(p, n, f"fuse with {n.op.name}", "elementwise ops, reductions and views around one collective", f"{n.op.name}, which {n.op.kind.value}", ["overlap(p, ...) pipelines it with the collective instead"])
+            raise refuse(p, n, f"fuse with {n.op.name}", "elementwise ops, reductions and views around one collective", f"{n.op.name}, which {n.op.kind.value}", tried(p, _as_overlap(p, n, nodes), most=1))
+
+
+def _as_overlap(p: Program, n: Node, nodes: Sequence[Node]) -> Iterator[str]:
+    """Pipelines of the node with a collective beside it."""
+    pairs = [(n, c) for c in nodes if n in c.args] + [(a, n) for a in n.args if a in nodes]
+    for a, b in pairs:
+        for d in range(len(a.types[0].shape)):
+            yield f'overlap(p, "{name_in(p, a)}", "{name_in(p, b)}", dim={d}, chunks=2)'
 
 
 def is_scalar(n: Node) -> bool:
@@ -61,7 +75,7 @@ def _check_collectives(p: Program, nodes: Sequence[Node]) -> None:
         raise refuse(p, next(n for n in nodes if n.attr("axis") == list(axes)[1]), "fuse", "collectives along one axis", " and ".join(axes))
     big = [n for n in nodes if n.op in REDUCING and not is_scalar(n)]
     if len(big) > 1:
-        repair = [f"merge(p, {', '.join(name_in(p, n) for n in big)}) first"] if works(lambda: merge(p, *big)) else []
+        repair = tried(p, [f"merge(p, {', '.join(quoted(p, big))})"])
         raise refuse(p, big[1], "fuse", "at most one reduction of tensors in a kernel", f"{len(big)}: {', '.join(name_in(p, n) for n in big)}", repair)
 
 
@@ -69,7 +83,7 @@ def _check_closed(p: Program, nodes: Sequence[Node], verb: str) -> None:
     through = leaves_and_returns(p, set(nodes))
     if through is not None:
         more = [n for n in p.nodes if n in set(nodes) or _between(p, set(nodes), n)]
-        repair = [f"{verb} it together with {', '.join(name_in(p, n) for n in more if n not in nodes)}"] if leaves_and_returns(p, set(more)) is None else []
+        repair = tried(p, [f"fuse(p, [{', '.join(quoted(p, more))}])"]) if verb == "fuse" else ()
         raise refuse(p, through, verb, "no node outside between two members", f"{name_in(p, through)} is computed from the group and needed by it", repair)
 
 
@@ -107,8 +121,8 @@ def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | N
     _check_resources(p, nodes)
     _check_closed(p, nodes, what)
     _check_apart(p, nodes, what)
-    _check_chunks(p, parts, nodes, dim, chunks)
-    group = Group("overlap", name or f"o{len(p.groups)}", tuple(nodes), (("chunks", chunks), ("dim", dim)))
+    _check_chunks(p, nodes, dim, chunks, [f'"{s}"' if isinstance(s, str) else f'"{name_in(p, p.at(s))}"' for s in stages])
+    group = Group("overlap", name or _new_name(p, "o"), tuple(nodes), (("chunks", chunks), ("dim", dim)))
     return _with_group(p, group, f"overlap {', '.join(n.op.name for n in nodes[:3])}... in {chunks} chunks along dim {dim}")
 
 
@@ -119,9 +133,9 @@ def _check_resources(p: Program, nodes: Sequence[Node]) -> None:
         raise refuse(p, nodes[0], "overlap", "computation and communication, or communication along two axes", f"only {', '.join(resources) or 'slices'}")
 
 
-def _check_chunks(p: Program, parts: Sequence[Sequence[Node]], nodes: Sequence[Node], dim: int, chunks: int) -> None:
+def _check_chunks(p: Program, nodes: Sequence[Node], dim: int, chunks: int, stages: Sequence[str]) -> None:
     """Follows the chunked dim through every node."""
-    first = parts[0][0]
+    first = nodes[0]
     if not 0 <= dim < len(first.types[0].shape) or first.types[0].shape[dim] < chunks:
         raise refuse(p, first, "overlap", f"a dim of at least {chunks} indices", f"dim {dim} of {list(first.types[0].shape)}")
     where: dict[Node, int] = {}
@@ -129,7 +143,8 @@ def _check_chunks(p: Program, parts: Sequence[Sequence[Node]], nodes: Sequence[N
         if not any(a in where for a in n.args):
             where[n] = dim
             if n.op.kind is not Kind.COMM and not _can_start(n, dim):
-                raise refuse(p, n, "overlap", f"{n.op.name} to make chunks of dim {dim} one at a time", f"it needs all of its operands for each, or cuts dim {dim} otherwise", _start_dims(n, dim))
+                again = [f"overlap(p, {', '.join(stages)}, dim={d}, chunks={chunks})" for d in range(len(n.types[0].shape)) if d != dim]
+                raise refuse(p, n, "overlap", f"{n.op.name} to make chunks of dim {dim} one at a time", f"it needs all of its operands for each, or cuts dim {dim} otherwise", tried(p, again))
             continue
         if n is nodes[-1] and _streams(n, where):
             continue
@@ -145,10 +160,6 @@ def _can_start(n: Node, dim: int) -> bool:
         return n.op.name in ("reshape", "expand")
     label = eq.outs[0][dim]
     return bool(eq.dims_of(label)) and label not in eq.whole
-
-
-def _start_dims(n: Node, dim: int) -> list[str]:
-    return [f"overlap(..., dim={d})" for d in range(len(n.types[0].shape)) if d != dim and _can_start(n, d)][:2]
 
 
 def _streams(n: Node, where: dict[Node, int]) -> bool:
@@ -169,10 +180,11 @@ def _follow_dim(n: Node, where: dict[Node, int]) -> int | None:
         same = n.args[k].shape[: d + 1] == n.types[0].shape[: d + 1]
         return d if same else None
     label = eq.label(k, d)
-    if label in eq.whole or label not in eq.outs[0]:
+    if label in eq.whole or any(label not in out for out in eq.outs):
         return None
-    agree = all(eq.ins[i][where[a]] == label for i, a in enumerate(n.args) if a in where and label in eq.ins[i])
-    return eq.outs[0].index(label) if agree else None
+    agree = all(eq.ins[i][where[a]] == label for i, a in enumerate(n.args) if a in where)
+    dims = {out.index(label) for out in eq.outs}
+    return dims.pop() if agree and len(dims) == 1 else None
 
 
 __all__ = ["P", "fuse", "is_scalar", "overlap"]

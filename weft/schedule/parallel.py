@@ -8,7 +8,7 @@ from weft.core.program import Program
 from weft.ops import comm
 from weft.rewrite import communicate as rules
 from weft.rewrite.engine import apply_rule
-from weft.schedule.verbs import Place, expect, name_in, refuse, works
+from weft.schedule.verbs import Place, expect, name_in, refuse, tried
 
 
 def cut(p: Program, at: Place, *, axis: str, dim: int, within: Within = None) -> Program:
@@ -28,7 +28,7 @@ def turn(p: Program, at: Place, *, dim: int, within: Within = None) -> Program:
 
         all_gather(x)   ->   all_gather(all_to_all(x, dim))
     """
-    node = expect(p, at, "turn", comm.all_gather)
+    node = expect(p, at, "turn", comm.all_gather, options=f", dim={dim}")
     step = f"turn {name_in(p, node)} to dim {dim}"
     cut_now = rules.cut_of(node.args[0].layout, node.attr("axis"))
     if cut_now is not None and cut_now.dim == dim and cut_now.within == within:
@@ -36,5 +36,5 @@ def turn(p: Program, at: Place, *, dim: int, within: Within = None) -> Program:
     try:
         return apply_rule(p, rules.turn_gather(node, dim, within), [node], step)
     except InvalidTransform as e:
-        others = [d for d in range(node.ndim) if d != dim and works(lambda d=d: apply_rule(p, rules.turn_gather(node, d), [node], step))]
-        raise refuse(p, node, step, e.needed or "a dim that may be cut", e.found or str(node.type), [f"turn(p, {name_in(p, node)}, dim={d})" for d in others[:2]]) from e
+        others = (f'turn(p, "{name_in(p, node)}", dim={d})' for d in range(node.ndim) if d != dim)
+        raise refuse(p, node, step, e.needed or "a dim that may be cut", e.found or str(node.type), tried(p, others)) from e

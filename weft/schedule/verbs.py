@@ -7,8 +7,10 @@ that were tried and work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from weft.core.errors import InvalidTransform, LayoutError, TypeMismatch
@@ -35,23 +37,46 @@ def refuse(p: Program, node: Node, what: str, needed: str, found: str, repairs: 
     )
 
 
+_trying: ContextVar[bool] = ContextVar("trying", default=False)  # while a repair is tried, no repairs of it are sought
+
+
+def quoted(p: Program, nodes: Iterable[Node]) -> list[str]:
+    """Printed names as they are written in a call."""
+    return [f'"{name_in(p, n)}"' for n in nodes]
+
+
 def works(attempt: Callable[[], Any]) -> bool:
     """Whether a repair really passes."""
+    before = _trying.set(True)
     try:
         attempt()
     except (InvalidTransform, TypeMismatch, LayoutError):
         return False
+    finally:
+        _trying.reset(before)
     return True
 
 
-def expect(p: Program, place: Place, verb: str, *ops: Any) -> Node:
-    """The node at a place, which must be a single-tensor use of one of the ops."""
+def tried(p: Program, texts: Iterable[str], most: int = 2) -> list[str]:
+    """Of these repairs, written as calls on `p`, the first few that pass when run as written."""
+    if _trying.get():
+        return []
+    return list(islice((text for text in texts if works(lambda text=text: _run(p, text))), most))
+
+
+def _run(p: Program, text: str) -> Any:
+    from weft import schedule
+
+    return eval(text, {name: getattr(schedule, name) for name in schedule.__all__}, {"p": p})
+
+
+def expect(p: Program, place: Place, verb: str, *ops: Any, options: str = "") -> Node:
+    """The node at a place, which must be a single-tensor use of one of the ops; `options` are what else the verb was told."""
     node = p.at(place)
     names = " or ".join(op.name for op in ops)
     if node.op not in ops:
-        others = [name_in(p, n) for op in ops for n in p.find_all(op.name)]
-        repairs = [f"{verb}(p, p.find_all({n.op.name!r})[{k}], ...)" for op in ops for k, n in enumerate(p.find_all(op.name)) if others][:2]
-        raise refuse(p, node, f"{verb} of {node.op.name}", f"a node of {names}", node.op.name, repairs)
+        others = (f'{verb}(p, "{name_in(p, n)}"{options})' for op in ops for n in p.find_all(op.name))
+        raise refuse(p, node, f"{verb} of {node.op.name}", f"a node of {names}", node.op.name, tried(p, others))
     if len(node.args) != 1:
         raise refuse(p, node, f"{verb} of a merged {node.op.name}", f"{names} of one tensor", f"{len(node.args)} tensors")
     return node
@@ -68,20 +93,23 @@ def split(p: Program, at: Place, *, dim: int | None = None, within: Within = Non
 
     Valid for any dim that no later mesh axis cuts.
     """
-    node = expect(p, at, "split", comm.all_reduce)
+    node = expect(p, at, "split", comm.all_reduce, options=f", dim={dim}" if root is None else f", root={root}")
     if (dim is None) == (root is None):
         raise refuse(p, node, "split", "dim= (reduce_scatter and all_gather) or root= (reduce and broadcast), and one of them", "both" if dim is not None else "neither")
+    name = name_in(p, node)
     if root is not None:
-        return apply_rule(p, rules.split_root(node, root), [node], f"split {name_in(p, node)} at root {root}")
+        return apply_rule(p, rules.split_root(node, root), [node], f"split {name} at root {root}")
     assert dim is not None
-    step = f"split {name_in(p, node)} along dim {dim}"
     try:
-        return apply_rule(p, rules.split_scatter(node, dim, within), [node], step)
+        return apply_rule(p, rules.split_scatter(node, dim, within), [node], f"split {name} along dim {dim}")
     except InvalidTransform as e:
-        fits = [d for d in range(node.ndim) if d != dim and works(lambda d=d: apply_rule(p, rules.split_scatter(node, d), [node], step))]
-        e2 = InvalidTransform(e.message, needed=e.needed, found=e.found, program=e.program, where=e.where,
-                              try_=[*[f"split(p, {name_in(p, node)}, dim={d})" for d in fits[:2]], *([] if fits else ["split(p, ..., root=0)"])])  # fmt: skip
-        raise e2 from e
+        others = [f'split(p, "{name}", dim={d})' for d in range(node.ndim) if d != dim]
+        raise with_repairs(e, tried(p, [*others, f'split(p, "{name}", root=0)'])) from e
+
+
+def with_repairs(e: InvalidTransform, repairs: Sequence[str]) -> InvalidTransform:
+    """The same refusal, with other advice."""
+    return InvalidTransform(e.message, needed=e.needed, found=e.found, program=e.program, where=e.where, try_=repairs)
 
 
 # -- sink and hoist ------------------------------------------------------------------------------------------------------------
@@ -146,7 +174,7 @@ def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, ver
     readers = [f for f in p.users[node] if _passable(f, node)]
     if asked is not None and not any(f in readers for f in asked):
         raise refuse(p, node, f"{verb} {name_in(p, node)}", "an op in `past` that reads it", f"none of {', '.join(name_in(p, f) for f in asked) or 'nothing'} does",
-                     [f"{verb}(p, {name_in(p, node)}, past={name_in(p, f)})" for f in readers if works(lambda f=f: step(p, f, axis))][:2])  # fmt: skip
+                     tried(p, (f'{verb}(p, "{name_in(p, node)}", past="{name_in(p, f)}")' for f in readers)))  # fmt: skip
     if not readers:
         raise refuse(p, node, f"{verb} {name_in(p, node)}", "an op after it to pass", "only outputs or communication read it")
     step(p, readers[0], axis)  # raises its own reason
@@ -165,7 +193,7 @@ def _through(q: Program, p: Program, node: Node) -> Node | None:
     return None if before is None else q.moved.get(before)
 
 
-def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False, repairs: bool = True) -> Program:
+def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Program:
     gathered = [k for k, a in enumerate(f.args) if a.op is comm.all_gather and a.attr("axis") == axis and len(a.args) == 1]
     first = f.args[gathered[0]]
     cut = rules.cut_of(first.args[0].layout, axis)
@@ -177,7 +205,7 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False, repairs:
         lost = any(label not in out for out in eq.outs)
         if label in eq.whole or lost and f.op.kind is not Kind.REDUCE and not summing:
             verb = "sums over" if label not in eq.whole else "needs the whole of"
-            raise refuse(p, f, what, f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone", f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}", _other_dims(p, first, f, axis) if repairs else ())
+            raise refuse(p, f, what, f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone", f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}", _other_dims(p, first, f, axis))
         gathered = [k for k in gathered if _cut_alike(f, eq, k, axis, label)]
     items = [] if len(f.types) == 1 else results(p, f)
     return apply_rule(p, rules.sink_gather(f, gathered, axis, items), items or [f], what)
@@ -191,14 +219,14 @@ def _cut_alike(f: Node, eq: Any, k: int, axis: str, label: str) -> bool:
 def _other_dims(p: Program, gather: Node, f: Node, axis: str) -> list[str]:
     """Splits along another dim after which the gather does pass."""
     scatter = gather.args[0]
-    if scatter.op is not comm.reduce_scatter:
+    if scatter.op is not comm.reduce_scatter or _trying.get():
         return []
 
     def attempt(d: int) -> Program:
         whole = apply_rule(p, rules.unsplit(gather), [gather], "unsplit")
         reduced = whole.moved[gather]
         q = apply_rule(whole, rules.split_scatter(reduced, d), [reduced], "split")
-        return _sink_gather(q, q.at(whole.moved[f]), axis, repairs=False)
+        return _sink_gather(q, q.at(whole.moved[f]), axis)
 
     fits = [d for d in range(gather.ndim) if d != scatter.attr("dim") and works(partial(attempt, d))]
     return [f"split(p, ..., dim={d})   # tried: the gather then sinks past this {f.op.name}" for d in fits[:2]]
@@ -237,7 +265,7 @@ def hoist(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None)
         new = q.moved[g]
         todo += [a for a in new.args if a.op is node.op and a.attr("axis") == node.attr("axis")]
     if not moved:
-        raise refuse(p, node, f"hoist {name_in(p, node)}", "`past` to name the op it reads", f"it reads {name_in(p, node.args[0])}", [f"hoist(p, {name_in(p, node)})"] if works(lambda: _hoist_one(p, node)) else [])
+        raise refuse(p, node, f"hoist {name_in(p, node)}", "`past` to name the op it reads", f"it reads {name_in(p, node.args[0])}", tried(p, [f'hoist(p, "{name_in(p, node)}")']))
     return _as_one_step(p, q, f"hoist {name_in(p, node)} past {moved} op{'s' if moved > 1 else ''}")
 
 
@@ -265,7 +293,7 @@ def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
     f = p.at(past) if past is not None else next(iter(readers), None)
     what = f"delay {name_in(p, node)}"
     if f is None or f not in readers:
-        raise refuse(p, node, what, "an op that reads it", "none" if f is None else f"{name_in(p, f)} does not", [f"delay(p, {name_in(p, node)}, past={name_in(p, r)})" for r in readers][:2])
+        raise refuse(p, node, what, "an op that reads it", "none" if f is None else f"{name_in(p, f)} does not", tried(p, (f'delay(p, "{name_in(p, node)}", past="{name_in(p, r)}")' for r in readers)))
     axis = node.attr("axis")
     sets = rules.reducible_sets(f, axis, node.op)
     make = rules.delay_sum if node.op is comm.all_reduce else rules.delay_scatter
@@ -340,10 +368,10 @@ def _try_hoist(p: Program, node: Node) -> Program | None:
         return None
 
 
-def _shard_one(p: Program, name: str, repairs: bool = True) -> Program:
+def _shard_one(p: Program, name: str) -> Program:
     m, outs = p.input_names[name], [o for o, i in p.state if i == name]
     what = f"shard_state {name}"
-    cut = _the_slice(p, m, name, what, repairs)
+    cut = _the_slice(p, m, name, what)
     small = input_node(name, cut.type)
     for out in _next_value(p, name):
         if out.op is not comm.all_gather or out.args[0].type != cut.type:
@@ -353,7 +381,7 @@ def _shard_one(p: Program, name: str, repairs: bool = True) -> Program:
     return _as_one_step(p, q.with_outputs(outputs, what), what)
 
 
-def _the_slice(p: Program, m: Node, name: str, what: str, repairs: bool) -> Node:
+def _the_slice(p: Program, m: Node, name: str, what: str) -> Node:
     """The one slice through which the input is read."""
     uses = p.users[m]
     whole = [u for u in uses if u.op is not comm.slice_]
@@ -362,16 +390,9 @@ def _the_slice(p: Program, m: Node, name: str, what: str, repairs: bool) -> Node
     if not uses or whole or len(set(uses)) != 1:
         needed = f"every use of {name} to be one and the same slice"
         found = f"{name_in(p, whole[0])} reads the whole of it" if whole else f"{len(uses)} different slices" if uses else "no use"
-        raise refuse(p, whole[0] if whole else m, what, needed, found, _sinkable(p, name) if whole and repairs else ())
+        after = (f'shard_state(sink(p, "{name_in(p, g)}"), {name!r})' for g in p.find_all("all_gather"))
+        raise refuse(p, whole[0] if whole else m, what, needed, found, tried(p, after, most=1) if whole else ())
     return uses[0]
-
-
-def _sinkable(p: Program, name: str) -> list[str]:
-    def shard_after_sink(g: Node) -> Program:
-        return _shard_one(_slices_up(sink(p, g), name), name, repairs=False)
-
-    gathers = [g for g in p.find_all("all_gather") if works(partial(shard_after_sink, g))]
-    return [f"shard_state(sink(p, {name_in(p, g)}), {name!r})" for g in gathers[:1]]
 
 
 # -- drop_dead -----------------------------------------------------------------------------------------------------------------
@@ -442,7 +463,7 @@ def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
         if len(here) > 1:
             q = apply_rule(q, rules.bucket_all(here), here, "bucket")
     if q is p:
-        raise refuse(p, nodes[0], "bucket", "two tensors that fit one bucket", f"max_bytes={max_bytes}", ["bucket(p, ..., max_bytes=None)"])
+        raise refuse(p, nodes[0], "bucket", "two tensors that fit one bucket", f"max_bytes={max_bytes}", tried(p, [f"bucket(p, {', '.join(quoted(p, nodes))})"]))
     return _as_one_step(p, q, f"bucket {', '.join(name_in(p, n) for n in nodes)}")
 
 
@@ -477,13 +498,13 @@ def by_hierarchy(p: Program, at: Place, *, inside: str, dim: int = 0) -> Program
 
         all_reduce(all_reduce(x, a), b)   ->   all_gather(all_reduce(reduce_scatter(x, inside), across), inside)
     """
-    node = expect(p, at, "by_hierarchy", comm.all_reduce)
+    node = expect(p, at, "by_hierarchy", comm.all_reduce, options=f", inside={inside!r}, dim={dim}")
     inner = node.args[0]
     p.mesh.require(inside)
     if inner.op is not comm.all_reduce or len(inner.args) != 1 or inside not in (node.attr("axis"), inner.attr("axis")):
         after = [u for u in p.users[node] if u.op is comm.all_reduce]
         raise refuse(p, node, "by_hierarchy", f"an all_reduce of an all_reduce, one of them along {inside}", f"{node.op.name} along {node.attr('axis')} of {inner.op.name}",
-                     [f"by_hierarchy(p, {name_in(p, u)}, inside={inside!r})" for u in after if works(lambda u=u: by_hierarchy(p, u, inside=inside, dim=dim))])  # fmt: skip
+                     tried(p, (f'by_hierarchy(p, "{name_in(p, u)}", inside={inside!r}, dim={dim})' for u in after)))  # fmt: skip
     return apply_rule(p, rules.hierarchy(node, inside, dim), [node], f"by_hierarchy {name_in(p, node)} inside {inside}")
 
 
