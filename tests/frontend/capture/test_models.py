@@ -54,7 +54,10 @@ def hugging_face():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2", "bert", "mixtral", "mixtral balanced", "vit", "mistral", "qwen3", "gemma", "t5"])
+NAMES = ["llama", "llama tied", "gpt2", "bert", "mixtral", "mixtral balanced", "vit", "mistral", "qwen3", "gemma", "t5"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_hugging_face(name):
     work = zoo.load(hugging_face()[name], device="cpu", seq=16)
     before = (work.model.config._attn_implementation, getattr(work.model.config, "use_cache", None))

@@ -6,7 +6,10 @@ the op was given with tensors replaced by nodes, and gives nodes; NotImplemented
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,15 +97,44 @@ class Above(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+        self.inside: set[Any] = set()  # Python functions being followed; one that asks again is left to torch
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, args = _on_cpu(kwargs or {}), widened(func, args)
         handler = FUNCTIONS.get(func)
         if func in _MOVES:
             return args[0]
         if handler is None:
-            return func(*_places_on_cpu(func, args), **kwargs)
-        return hear(self.recorder, func, handler, args, kwargs)
+            return self._inside(func)(*_places_on_cpu(func, args), **kwargs)
+        return hear(self.recorder, self._inside(func), handler, args, kwargs)
+
+    def _inside(self, func: Any) -> Any:
+        """A function that torch writes in Python is followed into: what it calls is heard too."""
+        if not inspect.isfunction(func) or func.__module__ not in _WRITTEN_IN_PYTHON or func in self.inside:
+            return func
+        body = _body(func)
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            self.inside.add(func)
+            try:
+                with self:
+                    return body(*args, **kwargs)
+            finally:
+                self.inside.discard(func)
+
+        return followed
+
+
+_WRITTEN_IN_PYTHON = ("torch.nn.functional", "torch.functional")
+_UNASKED = {f"has_torch_function{kind}": lambda *_: False for kind in ("", "_unary", "_variadic")}
+
+
+@functools.cache
+def _body(func: Any) -> Any:
+    """The function without its first question, whether someone hears it: the answer was yes, and it is being heard."""
+    body = types.FunctionType(func.__code__, {**func.__globals__, **_UNASKED}, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 def hear(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs: Any) -> Any:
@@ -141,7 +173,7 @@ class Below(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return CPU

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core.node import Node
+from weft.core.errors import CaptureError
+from weft.core.node import Node, user_line
 from weft.frontend.capture.modes import aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import batchnorm, conv, pool
@@ -74,6 +75,16 @@ def _batch_norm(r: Recorder, x: Tensor, running_mean: Tensor | None, running_var
         if buffer is not None:
             r.ref(buffer).write(r.stopped(to_dtype(new, buffer.dtype)))
     return r.wrap(to_dtype(y, x.dtype))
+
+
+@aten("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index")
+def _hidden_statistics(r: Recorder, *_: Any, **__: Any) -> Any:
+    raise CaptureError(
+        "a batch norm below F.batch_norm writes its running statistics where weft cannot see it",
+        needed="nn.BatchNorm or F.batch_norm",
+        found="torch.native_batch_norm, or an instance norm with running statistics",
+        where=user_line(),
+    )
 
 
 def _batch_norm_by_parts(x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float,

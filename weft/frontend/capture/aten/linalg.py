@@ -6,6 +6,7 @@ import string
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from weft.core.node import Node
 from weft.frontend.capture.aten.pointwise import promoted
@@ -44,7 +45,7 @@ def _outer(r: Recorder, a: Node, b: Node) -> Node:
     return einsum("i,j->ij", a, b)
 
 
-@function(torch.nn.functional.linear)
+@function(F.linear)
 def linear(r: Recorder, x: Node, weight: Node, bias: Node | None = None) -> Node:
     """x @ weight.T + bias, the transpose kept out of the program."""
     x, weight, bias = lowered(r, x, weight, bias)
@@ -58,7 +59,7 @@ def _matmul(r: Recorder, a: Node, b: Node, **more: Any) -> Node:
     if more:
         return NotImplemented
     a, b = lowered(r, a, b)
-    if a.ndim >= 2 and (b.ndim == 2 or a.shape[:-2] == b.shape[:-2]):
+    if a.ndim >= 2 and (b.ndim == 2 or (a.ndim == b.ndim and a.shape[:-2] == b.shape[:-2])):
         return matmul(a, b)
     return _contract(a, b)
 
@@ -82,6 +83,14 @@ def _real_batch(x: Node, letters: str, core: str) -> tuple[Node, str]:
     kept = [i for i in range(rank) if x.shape[i] != 1]
     labels = letters[len(letters) - rank :]
     return reshape(x, (*(x.shape[i] for i in kept), *x.shape[rank:])), "".join(labels[i] for i in kept) + core
+
+
+@function(F.bilinear)
+def _bilinear(r: Recorder, x: Node, y: Node, weight: Node, bias: Node | None = None) -> Node:
+    x, y, weight, bias = lowered(r, x, y, weight, bias)
+    rows = "abcdefgh"[: x.ndim - 1]
+    out = einsum(f"{rows}i,nij,{rows}j->{rows}n", x, weight, y)
+    return out if bias is None else w.add(out, bias)
 
 
 @function(torch.einsum)

@@ -77,6 +77,15 @@ def _group_norm(r: Recorder, x: Node, groups: int, weight: Any = None, bias: Any
     return _per_channel(reshape(y, x.shape), weight, bias)
 
 
+@function(F.instance_norm)
+def _instance_norm(r: Recorder, x: Node, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+                   use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5) -> Node:  # fmt: skip
+    """Each channel of each image alone: a group norm with as many groups as channels."""
+    if running_mean is not None or not use_input_stats:
+        return NotImplemented
+    return _group_norm(r, x, x.shape[1], weight, bias, eps)
+
+
 def _per_channel(y: Node, weight: Any, bias: Any) -> Node:
     shape = (y.shape[1], *(1,) * (y.ndim - 2))
     y = y if weight is None else w.mul(y, reshape(to_dtype(weight, y.dtype), shape))
@@ -102,7 +111,7 @@ def _nll(r: Recorder, logp: Node, target: Node, weight: Any, reduction: int, ign
     """The loss and the weight it was divided by."""
     classes = 1 if logp.ndim > 1 else 0
     keep = w.ne(target, ignore_index)
-    at = w.where(keep, target, 0)
+    at = w.where(keep, target, r.number(0, target.dtype))
     shape = (*at.shape[:classes], 1, *at.shape[classes:])
     picked = reshape(gather(logp, reshape(at, shape), classes), at.shape)
     share = to_dtype(keep, logp.dtype)

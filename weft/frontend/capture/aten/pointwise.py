@@ -233,6 +233,19 @@ def _elu(r: Recorder, x: Node, alpha: float = 1, scale: float = 1, input_scale: 
     return w.mul(w.where(w.gt(x, 0.0), x, low), float(scale))
 
 
+@aten("celu")
+def _celu(r: Recorder, x: Node, alpha: float = 1) -> Node:
+    return _elu(r, x, alpha, 1, 1 / alpha)
+
+
+@aten("xlogy")
+def _xlogy(r: Recorder, a: Any, b: Any) -> Node:
+    """a log(b), and 0 where a is 0."""
+    x, y = promoted(r, a, b, float_=True)
+    zero = w.eq(x, r.number(0.0, x.dtype))
+    return w.where(zero, r.number(0.0, x.dtype), w.mul(x, w.log(w.where(zero, r.number(1.0, x.dtype), y))))
+
+
 @aten("softplus")
 def _softplus(r: Recorder, x: Node, beta: float = 1, threshold: float = 20) -> Node:
     y = w.mul(x, float(beta))

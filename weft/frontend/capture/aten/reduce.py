@@ -112,6 +112,22 @@ def _smooth_l1(r: Recorder, a: Node, b: Node, reduction: int = 1, beta: float = 
     return reduced(w.where(w.lt(apart, float(beta)), near, w.sub(apart, 0.5 * beta)), reduction)
 
 
+@aten("huber_loss")
+def _huber(r: Recorder, a: Node, b: Node, reduction: int = 1, delta: float = 1.0) -> Node:
+    apart = w.abs_(w.sub(a, b))
+    near, far = w.mul(w.square(apart), 0.5), w.mul(w.sub(apart, 0.5 * delta), float(delta))
+    return reduced(w.where(w.lt(apart, float(delta)), near, far), reduction)
+
+
+@aten("binary_cross_entropy")
+def _bce_of_chances(r: Recorder, x: Node, y: Node, weight: Any = None, reduction: int = 1) -> Node:
+    """Logarithms are held at -100, as torch holds them."""
+    one = r.number(1.0, x.dtype)
+    yes, no = (w.clamp(w.log(p), lo=-100.0) for p in (x, w.sub(one, x)))
+    loss = w.neg(w.add(w.mul(y, yes), w.mul(w.sub(one, y), no)))
+    return reduced(loss if weight is None else w.mul(loss, weight), reduction)
+
+
 @aten("binary_cross_entropy_with_logits")
 def _bce(r: Recorder, x: Node, y: Node, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Node:
     """max(x, 0) - x y + log(1 + exp(-|x|)), with the positive part weighed where asked."""

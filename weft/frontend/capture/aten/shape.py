@@ -10,7 +10,7 @@ from weft.frontend.capture.aten.pointwise import promoted
 from weft.frontend.capture.modes import aten, views
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import Step
-from weft.ops.shape import concat, expand, narrow, pad, reshape
+from weft.ops.shape import concat, expand, narrow, pad, permute, reshape
 
 Shape = tuple[int, ...]
 
@@ -106,6 +106,38 @@ def _split_sizes(shape: Shape, sizes: Any, dim: int = 0) -> list[list[Step]]:
         return _split(shape, sizes[0], dim)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [[("narrow", (dim, end - n, end, 1))] for end, n in zip(ends, sizes, strict=True)]
+
+
+@views("diagonal")
+def _diagonal(shape: Shape, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Step]:
+    """The two dims last and flat, then every so many elements."""
+    dim1, dim2 = dim1 % len(shape), dim2 % len(shape)
+    rest = [d for d in range(len(shape)) if d not in (dim1, dim2)]
+    rows, columns = shape[dim1], shape[dim2]
+    count = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
+    start = offset if offset >= 0 else -offset * columns
+    lead = tuple(shape[d] for d in rest)
+    stop = start + (count - 1) * (columns + 1) + 1 if count else start
+    return [("permute", (*rest, dim1, dim2)), ("reshape", (*lead, rows * columns)), ("narrow", (len(rest), start, stop, columns + 1))]
+
+
+@aten("pixel_shuffle")
+def _pixel_shuffle(r: Recorder, x: Node, factor: int) -> Node:
+    *lead, c, h, wide = x.shape
+    out = c // factor**2
+    y = reshape(x, (*lead, out, factor, factor, h, wide))
+    n = len(lead)
+    y = permute(y, (*range(n + 1), n + 3, n + 1, n + 4, n + 2))
+    return reshape(y, (*lead, out, h * factor, wide * factor))
+
+
+@aten("pixel_unshuffle")
+def _pixel_unshuffle(r: Recorder, x: Node, factor: int) -> Node:
+    *lead, c, h, wide = x.shape
+    y = reshape(x, (*lead, c, h // factor, factor, wide // factor, factor))
+    n = len(lead)
+    y = permute(y, (*range(n + 1), n + 2, n + 4, n + 1, n + 3))
+    return reshape(y, (*lead, c * factor**2, h // factor, wide // factor))
 
 
 @aten("cat")
