@@ -1,0 +1,60 @@
+"""Counterexamples a person can read: the rule as filled, the layouts, small tensors, and the two results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft import interp
+from weft.core.errors import WeftError
+from weft.rewrite.prove.compare import Difference, differ_in_numbers
+from weft.rewrite.prove.instances import Instance
+from weft.rewrite.schema import Schema
+
+
+def explain(schema: Schema, instance: Instance, wrong: Difference, seed: int) -> str:
+    """The smallest numbers at hand that show it; else the residues."""
+    lines = [f"  {instance.title}", f"  on {instance.mesh}"]
+    numbers = _numbers(instance, seed)
+    if numbers is None:
+        lines += [f"  {n.attr('name')}: {n.type}" for n in instance.inputs]
+        lines += [f"  {wrong.what} of {wrong.output} at {list(wrong.index)}: left {wrong.left}, right {wrong.right} (mod 2^31 - 1)"]
+        return "\n".join(lines)
+    given, left, right = numbers
+    for n in instance.inputs:
+        name = n.attr("name")
+        lines.append(f"  {name} = {_show(given[name])}   {n.type}" + _terms(instance, name, given, seed))
+    return "\n".join([*lines, f"  left   {_show(left)}", f"  right  {_show(right)}"])
+
+
+def _numbers(instance: Instance, seed: int) -> Any:
+    for k in range(8):
+        try:
+            found = differ_in_numbers(instance, seed + k)
+        except WeftError:
+            return None
+        if found is not None:
+            return found
+    return None
+
+
+def _terms(instance: Instance, name: str, given: dict[str, torch.Tensor], seed: int) -> str:
+    """What the ranks hold of a pending value."""
+    at = [n.attr("name") for n in instance.inputs].index(name)
+    node = instance.inputs[at]
+    if not node.layout.held or given[name].numel() > 6:
+        return ""
+    held = interp.distribute(given[name], node.type, seed + at)
+    return "   ranks hold " + " ".join("-" if x is None else _show(x) for x in held)
+
+
+def _show(x: torch.Tensor) -> str:
+    return str([round(v, 3) if v != int(v) else int(v) for v in x.tolist()]) if x.ndim == 1 else _rows(x)
+
+
+def _rows(x: torch.Tensor) -> str:
+    if x.ndim == 0:
+        v = x.item()
+        return str(int(v) if v == int(v) else round(v, 3))
+    return "[" + " ".join(_rows(row) for row in x) + "]"

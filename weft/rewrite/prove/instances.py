@@ -1,0 +1,213 @@
+"""Where a rule is tried: every way to fill its holes on small meshes, in every layout in which both sides type alike."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from weft.core.errors import LayoutError, WeftError
+from weft.core.layout import Layout, Mesh, O, P, Placement, R, S
+from weft.core.node import Node, Type, apply
+from weft.core.program import Program, new_program
+from weft.ops.source import input_node
+from weft.rewrite.pattern import Call, Hole
+from weft.rewrite.schema import Form, OpHole, Schema, attr_choices, attrs_fit, dims_fit, erased, fill, form_fits, make_node, sized
+
+ALONE = Mesh()
+SITES: tuple[tuple[Mesh, tuple[int, int]], ...] = (
+    (Mesh(m=2), (2, 3)), (Mesh(m=3), (4, 3)), (Mesh(m=2, n=2), (4, 3)), (Mesh(m=2), (4, 5)),
+)  # fmt: skip
+AT_ROOTS = {"reduce", "broadcast", "send", "keep"}
+INT = "int:"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Ops and attributes that fill the holes, and the shape of every hole."""
+
+    left: tuple[Any, ...]
+    right: tuple[Any, ...]
+    shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Both sides as nodes, on one mesh, over the same inputs."""
+
+    setting: Setting
+    mesh: Mesh
+    inputs: tuple[Node, ...]
+    left: tuple[Node, ...]
+    right: tuple[Node, ...]
+
+    def program(self, side: str) -> Program:
+        nodes = self.left if side == "left" else self.right
+        return new_program(side, self.mesh, self.inputs, {f"out{k}": n for k, n in enumerate(nodes)})
+
+    @property
+    def title(self) -> str:
+        left, right = (", ".join(map(str, s)) for s in (self.setting.left, self.setting.right))
+        return f"{left}  ==  {right}"
+
+
+def settings(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: Sequence[str]) -> Iterator[Setting]:
+    """Every filling under the conditions whose two sides have the same shapes on one device."""
+    fits = [[f for f in forms if f.arity == n and form_fits(f, name, schema.conditions)] for name, n in schema.op_holes.items()]
+    keys = schema.attr_holes
+    for chosen in itertools.product(*fits):
+        ops = dict(zip(schema.op_holes, chosen, strict=True))
+        for values in itertools.product(*(attr_choices(k, axes) for k in keys.values())):
+            attrs = dict(zip(keys, values, strict=True))
+            if attrs_fit(attrs, schema.conditions):
+                yield from _shaped(schema, ops, attrs, sizes)
+
+
+def _shaped(schema: Schema, ops: Mapping[str, Form], attrs: Mapping[str, Any], sizes: Sequence[int]) -> Iterator[Setting]:
+    left, right = (tuple(fill(e, ops, attrs) for e in side) for side in (schema.left, schema.right))
+    bare = [tuple(erased(e) for e in side) for side in (left, right)]
+    if _merged(bare[0]) or _merged(bare[1]):
+        bare[1] = bare[0] = tuple(e for e in bare[0] if not _merged((e,))) or ()
+    for choices in _shape_choices(schema, sizes):
+        for bound, nodes in typed(bare[0], choices):
+            if not all(dims_fit(e, None, n, schema.conditions, attrs) for e, n in zip((erased(x) for x in schema.left), nodes, strict=False)):
+                continue
+            bound = {**{h: c[0] for h, c in choices.items()}, **bound}
+            if _types_like(bare[1], bound, nodes):
+                yield Setting(left, right, tuple((h, bound[h].shape, bound[h].dtype) for h in schema.holes))
+
+
+def _merged(exprs: Sequence[Any]) -> bool:
+    return any(isinstance(c, Call) and not isinstance(c.op, OpHole) and c.op.name == "item" for c in exprs)
+
+
+def _shape_choices(schema: Schema, sizes: Sequence[int]) -> Iterator[dict[str, list[Node]]]:
+    """Shapes of holes: as declared, sizes given to labels in turn and the other way round; else any of a few."""
+    if set(schema.holes) <= set(schema.shapes):
+        labels = list(dict.fromkeys(x for h in schema.holes for x in schema.shapes[h] if x != INT))
+        for turn in range(min(2, len(sizes))):
+            size = {x: sizes[(k + turn) % len(sizes)] for k, x in enumerate(labels)}
+            yield {h: [_input(h, tuple(size[x] for x in schema.shapes[h] if x != INT), _dtype(schema.shapes[h]), ALONE)] for h in schema.holes}
+        return
+    pool = [tuple(s) for s in itertools.product(sorted(set(sizes)), repeat=2)]
+    yield {h: [*(_input(h, s, torch.float64, ALONE) for s in pool), _input(h, (sizes[0],), torch.int64, ALONE)] for h in schema.holes}
+
+
+def _dtype(labels: Sequence[str]) -> torch.dtype:
+    return torch.int64 if INT in labels else torch.float64
+
+
+def _input(hole: str, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, layout: Layout | None = None) -> Node:
+    return input_node(hole, Type(dtype, layout or Layout.of(mesh, tuple(shape))))
+
+
+Typed = list[tuple[dict[str, Node], tuple[Any, ...]]]
+
+
+def typed(exprs: Sequence[Any], choices: Mapping[str, Sequence[Node]]) -> Typed:
+    """Every choice of inputs for the holes under which the expressions type, with what they become."""
+    found: Typed = [({}, ())]
+    for e in exprs:
+        found = [({**a, **b}, (*xs, y)) for a, xs in found for b, y in _typed(e, choices) if _agree(a, b)]
+    return found
+
+
+def _typed(expr: Any, choices: Mapping[str, Sequence[Node]]) -> list[tuple[dict[str, Node], Any]]:
+    if isinstance(expr, Hole):
+        return [({expr.name: n}, n) for n in choices[expr.name]]
+    if not isinstance(expr, Call):
+        return [({}, expr)]
+    out = []
+    for bound, args in typed(expr.args, choices):
+        made = _made(expr, bound, args)
+        if made is not None:
+            out.append((bound, made))
+    return out
+
+
+_tried: dict[Any, Node | None] = {}
+
+
+def _made(expr: Call, bound: Mapping[str, Node], args: tuple[Any, ...]) -> Node | None:
+    """The op on these operands, or None where it does not type; asked for often, so remembered."""
+    try:
+        attrs = sized(Call(expr.op, (), expr.attrs), bound).attrs
+        key = (expr.op, args, attrs)
+        if key not in _tried:
+            _tried[key] = None
+            _tried[key] = apply(expr.op, args, dict(attrs))
+    except (WeftError, KeyError, IndexError):
+        return None
+    return _tried[key]
+
+
+def _agree(a: Mapping[str, Node], b: Mapping[str, Node]) -> bool:
+    return all(b[k] is v for k, v in a.items() if k in b)
+
+
+def _types_like(exprs: Sequence[Any], bound: Mapping[str, Node], nodes: Sequence[Node]) -> bool:
+    try:
+        return all(make_node(e, bound).types == n.types for e, n in zip(exprs, nodes, strict=True))
+    except (WeftError, KeyError, IndexError):
+        return False
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def layouts(mesh: Mesh, shape: tuple[int, ...], roots: bool, inner: bool, extremes: bool) -> tuple[Layout, ...]:
+    """Ways to hold a tensor: per axis whole, cut along a dim, pending; at a root, inside a dim or a pending max where asked for."""
+    cuts: list[Placement] = [S(d) for d in range(len(shape))]
+    cuts += [S(d, within=n // 2) for d, n in enumerate(shape) if inner and n % 2 == 0 and n > 2]
+    held: list[Placement] = [P(), *([O(0), O(1)] if roots else []), *([P("max")] if extremes else [])]
+    found: dict[Layout, None] = {}
+    for places in itertools.product([R, *cuts, *held], repeat=len(mesh.axes)):
+        try:
+            found[Layout.of(mesh, shape, dict(zip(mesh.axes, places, strict=True)))] = None
+        except LayoutError:
+            continue
+    return tuple(found)
+
+
+def instances(setting: Setting, mesh: Mesh, *, inner: bool = False, rng: random.Random | None = None, most: int = 0) -> Iterator[Instance]:
+    """Every choice of layouts in which both sides type, and alike; with `most`, of so many layouts per hole, drawn by `rng`."""
+    names = {c.op.name for e in (*setting.left, *setting.right) for c in _calls(e)}
+    roots, extremes = bool(names & AT_ROOTS), bool(names & {"amax", "maximum"})
+    choices: dict[str, list[Node]] = {}
+    for h, shape, dtype in setting.shapes:
+        some = [lay for lay in layouts(mesh, shape, roots, inner, extremes) if dtype.is_floating_point or not lay.held]
+        if rng is not None and most and len(some) > most:
+            some = [some[0], *rng.sample(some[1:], most - 1)]
+        choices[h] = [_input(h, shape, dtype, mesh, lay) for lay in some]
+    for bound, nodes in typed(setting.left, choices):
+        if len(bound) == len(choices) and _types_like(setting.right, bound, nodes):
+            right = tuple(make_node(e, bound) for e in setting.right)
+            yield Instance(setting, mesh, tuple(bound[h] for h, _, _ in setting.shapes), tuple(nodes), right)
+
+
+def _calls(expr: Any) -> Iterator[Call]:
+    if isinstance(expr, Call):
+        yield expr
+        for a in expr.args:
+            yield from _calls(a)
+
+
+def sample(schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, *, inner: bool = False, patience: int = 6) -> Iterator[Instance]:
+    """Some instances of a rule on every small mesh, from as many fillings as there are; gives up after `patience` times as many fillings."""
+    for mesh, sizes in SITES:
+        pools = list(settings(schema, sizes, forms, mesh.axes))
+        rng.shuffle(pools)
+        left, share = per_site, -(-per_site // max(1, len(pools)))
+        for setting in pools[: per_site * patience]:
+            if left <= 0:
+                break
+            found = list(instances(setting, mesh, inner=inner, rng=rng, most=10))
+            taken = rng.sample(found, min(len(found), share, left))
+            left -= len(taken)
+            yield from taken
