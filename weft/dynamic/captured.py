@@ -106,7 +106,7 @@ class Templates:
         captured = min(free, key=lambda c: c.template.cost()) if free else self._new(s, inputs)
         return captured, self._padded(s, captured.template)
 
-    def fit(self, s: Schedule, inputs: Mapping[str, Tensor]) -> None:
+    def fit(self, s: Schedule) -> None:
         """Put the schedule into the rows of the template that `take` would choose, ahead of time."""
         fitting = [c for c in self.kept if c.template.holds(s) is not None]
         if fitting:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor, fx
 
 from weft.dynamic import ops
 from weft.dynamic.kernel import Kernel, access, finish, fusible, group, lane_shape
-from weft.dynamic.phases import BACKWARD, FORWARD, Phased, assign, base, domain, is_view
+from weft.dynamic.phases import BACKWARD, FORWARD, Phased, assign, base, domain, is_sized, is_view
 from weft.dynamic.simplify import narrow
-from weft.dynamic.store import Home, Key, Row, Stores, Via, home_of
+from weft.dynamic.store import Home, Key, Pointer, Row, Stores, Via, home_of
 from weft.dynamic.trace import Traced, aten
 
 Step = Kernel | fx.Node
@@ -37,6 +39,30 @@ class Cell:
     stores: Stores
     steps: dict[str, list[Step]] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
+
+    @cached_property
+    def sized(self) -> set[fx.Node]:
+        """Ops with an argument that names the number of rows or edges."""
+        return {n for n in self.traced.graph.nodes if is_sized(n)}
+
+    @cached_property
+    def named(self) -> dict[str, fx.Node]:
+        return {n.name: n for n in self.traced.graph.nodes}
+
+    def home_at(self, pointer: Pointer) -> Home:
+        """The buffer a kernel's pointer stands for."""
+        return self._homes[pointer.kind, pointer.key]
+
+    @cached_property
+    def _homes(self) -> dict[tuple[str, Any], Home]:
+        stores = self.stores
+        found = [*stores.homes.values(), *(c.home for copies in self.copies.values() for c in copies)]
+        found += [home for home, _ in stores.children.values()]
+        for node, ways in stores.gradients.items():
+            for via in ways:
+                home = home_of(node, "message", via.key)
+                found.append(replace(home, domain="edge" if via.key[1] == "edge" else "row"))
+        return {(home.kind, home.key): home for home in found}
 
 
 def address(traced: Traced) -> Traced:

@@ -35,7 +35,6 @@ class Plan:
     sent: set[Key]
     dtype: torch.dtype
     backward: bool
-    inputs_with_grad: tuple[str, ...]
 
 
 class Batch:

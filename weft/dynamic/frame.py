@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from weft.dynamic import emit_triton
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.phases import base, domain, fill_in, is_sized
+from weft.dynamic.phases import base, domain, fill_in
 from weft.dynamic.schedule import Block
 from weft.dynamic.store import Home, Pointer
 from weft.dynamic.trace import aten
@@ -47,36 +47,47 @@ class Frame:
         self.tables: list[np.ndarray[Any, Any]] = []
         self.span: Span = (0, self.block.count, 0, self.block.edge_count)
         self._bound: dict[str, list[Bound]] = {}
+        self._buffers: dict[Home, Tensor] = {}
 
     def run(self, phase: str, span: Span) -> None:
         """All steps of a phase on a range of rows."""
-        if phase not in self._bound:
-            self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *self._copies(phase)]
-        for step in self._bound[phase]:
+        steps = self._bound.get(phase)
+        if steps is None:
+            copies = [self._copy(c.node, c.home) for c in self.cell.copies.get(phase, ())]
+            steps = self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *copies]
+        for step in steps:
             step(span)
         if phase == "weights":
             for node, copy in self.constants.items():
                 copy.copy_(self.fetch(node, span))
 
     def whole(self, phase: str) -> None:
+        """A phase on all rows of the class."""
         if self.block.count or phase in ("weights", "after"):
             self.run(phase, self.span)
 
-    def has(self, phase: str) -> bool:
-        return bool(self.cell.steps[phase] or self.cell.copies.get(phase))
+    def supply(self, weights: Mapping[Source, Tensor]) -> None:
+        """Weights, by the source that names them."""
+        for source, node in self.cell.traced.sources.items():
+            if source in weights:
+                self.fixed[node] = weights[source]
 
     # --- where values are
 
     def buffer(self, home: Home) -> Tensor:
         """The rows of a home that belong to this class (or, for scratch, to the current round)."""
-        whole = self._buffer(home)
-        if home.kind not in GLOBAL:
-            return whole
-        block = self.block
-        start, count = (block.start, block.count) if home.domain == "row" else (block.edge_start, block.edge_count)
-        return whole[start : start + count]
+        found = self._buffers.get(home)
+        if found is None:
+            found = self.everywhere(home)
+            if home.kind in GLOBAL:
+                block = self.block
+                start, count = (block.start, block.count) if home.domain == "row" else (block.edge_start, block.edge_count)
+                found = found[start : start + count]
+            self._buffers[home] = found
+        return found
 
-    def _buffer(self, home: Home) -> Tensor:
+    def everywhere(self, home: Home) -> Tensor:
+        """The whole buffer of a home, over all classes where it is shared."""
         edges = home.domain == "edge"
         if home.kind in GLOBAL:
             rows = self.edges if edges else self.places
@@ -86,9 +97,8 @@ class Frame:
 
     def slice(self, home: Home, span: Span) -> Tensor:
         """The rows of a home for a range of rows."""
-        lo, hi = span[:2] if home.domain == "row" else span[2:]
-        buffer = self.buffer(home)
-        return buffer[: hi - lo] if home.kind == "scratch" else buffer[lo:hi]
+        lo, hi = (span[0], span[1]) if home.domain == "row" else (span[2], span[3])
+        return self.buffer(home)[: hi - lo] if home.kind == "scratch" else self.buffer(home)[lo:hi]
 
     def fetch(self, node: fx.Node, span: Span) -> Tensor:
         """The value of a node for a range of rows."""
@@ -117,7 +127,7 @@ class Frame:
         start = self.block.edge_start if edges else self.block.start
         lo, hi = span[2:] if edges else span[:2]
         at = self.index[row.index][start + lo : start + hi]
-        states = self._buffer(home)
+        states = self.everywhere(home)
         first = _run(at)
         return states.index_select(0, at) if first is None else states[first : first + len(at)]
 
@@ -128,11 +138,8 @@ class Frame:
         for via in self.cell.stores.gradients[node]:
             first = self.index[via.first][self.block.start + lo : self.block.start + hi + 1]
             at = self.index[via.index][int(first[0]) : int(first[-1])]
-            edges = via.key[1] == "edge"
-            home = Home("message", via.key, "edge" if edges else "row", tuple(like.shape[1:]), like.dtype)
-            counts = first[1:] - first[:-1]
-            to = torch.repeat_interleave(torch.arange(hi - lo, device=at.device), counts)
-            out.index_add_(0, to, self._buffer(home).index_select(0, at))
+            to = torch.repeat_interleave(torch.arange(hi - lo, device=at.device), first[1:] - first[:-1])
+            out.index_add_(0, to, self.everywhere(_message(via.key, node)).index_select(0, at))
         return out
 
     def _edge_rows(self, span: Span) -> Tensor:
@@ -162,19 +169,24 @@ class Frame:
         return lambda span: function(at, span[0], span[1], first_edge)
 
     def _product(self, node: fx.Node, home: Home) -> Bound:
+        """Rows times a matrix, straight into its buffer."""
         left, right = node.args
-        shape = (-1, node.meta["val"].shape[1])
+        out, scratch = self.buffer(home), home.kind == "scratch"
+        shape = None if not home.folded and len(home.shape) == 1 else (-1, node.meta["val"].shape[1])
+        a, b = (0, 1) if home.domain == "row" else (2, 3)
 
         def step(span: Span) -> None:
-            out = self.slice(home, span).view(shape)
-            torch.mm(self.fetch(left, span), self.fetch(right, span), out=out)
+            into = out[: span[b] - span[a]] if scratch else out[span[a] : span[b]]
+            torch.mm(self.fetch(left, span), self.fetch(right, span), out=into if shape is None else into.view(shape))
 
         return step
 
     def _other(self, node: fx.Node, home: Home | None) -> Bound:
+        has_rows = bool(domain(node))
+
         def step(span: Span) -> None:
             value = self._call(node, span)
-            if not domain(node):
+            if not has_rows:
                 self.fixed[node] = value
             elif home is None:
                 self.local[node] = value
@@ -185,34 +197,28 @@ class Frame:
 
     def _call(self, node: fx.Node, span: Span) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.fetch(n, span))
-        if is_sized(node):
+        if node in self.cell.sized:
             args = tuple(fill_in(a, span[1] - span[0], span[3] - span[2]) for a in args)
         if node.target in _VIEWS_OF_ROWS:
             return args[0].reshape(args[1])
         return node.target(*args, **kwargs)
 
-    def _copies(self, phase: str) -> list[Bound]:
-        return [self._copy(c.node, c.home) for c in self.cell.copies.get(phase, ())]
-
     def _copy(self, node: fx.Node, home: Home) -> Bound:
         def step(span: Span) -> None:
-            rows = self.slice(home, span)
-            value = self.fetch(node, span)
-            home.keep(rows, value.expand(node.meta["val"].shape) if not domain(node) else value)
+            home.keep(self.slice(home, span), self.fetch(node, span))
 
         return step
 
     def _argument(self, pointer: Pointer) -> Tensor:
         """What a kernel gets for a pointer."""
-        start = self.block.start
         if pointer.kind == "index":
             name = str(pointer.key)
             by_place = name in ("edge_first", "reader_first") or (name.startswith("slot") and not name.endswith("_reader"))
-            return self.index[name][start:] if by_place else self.index[name]
+            return self.index[name][self.block.start :] if by_place else self.index[name]
         if pointer.kind == "fixed":
-            return self._constant(next(n for n in self.cell.traced.graph.nodes if n.name == pointer.key[0]))
-        home = self._home(pointer)
-        return self.buffer(home) if pointer.own else self._buffer(home)
+            return self._constant(self.cell.named[pointer.key[0]])
+        home = self.cell.home_at(pointer)
+        return self.buffer(home) if pointer.own else self.everywhere(home)
 
     def _constant(self, node: fx.Node) -> Tensor:
         """A value without rows where kernels can find it in every run: the weight itself, or a copy made in each run."""
@@ -223,24 +229,13 @@ class Frame:
             self.constants[node] = value.clone(memory_format=torch.contiguous_format)
         return self.constants[node]
 
-    def _home(self, pointer: Pointer) -> Home:
-        if pointer.kind == "state" and not pointer.own:
-            return next(h for h, _ in self.cell.stores.children.values() if h.key == pointer.key)
-        if pointer.kind == "message" and not pointer.own:
-            node = next(n for n, vs in self.cell.stores.gradients.items() for v in vs if v.key == pointer.key)
-            like, edges = node.meta["val"], pointer.key[1] == "edge"
-            return Home("message", pointer.key, "edge" if edges else "row", tuple(like.shape[1:]), like.dtype)
-        homes = [*self.cell.stores.homes.values(), *(c.home for cs in self.cell.copies.values() for c in cs)]
-        return next(h for h in homes if (h.kind, h.key) == (pointer.kind, pointer.key))
-
-    def supply(self, values: Mapping[Source, Tensor]) -> None:
-        """Weights, by the source that names them."""
-        for source, node in self.cell.traced.sources.items():
-            if source in values:
-                self.fixed[node] = values[source]
-
 
 _VIEWS_OF_ROWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+def _message(key: tuple[str, ...], node: fx.Node) -> Home:
+    like = node.meta["val"]
+    return Home("message", key, "edge" if key[1] == "edge" else "row", tuple(like.shape[1:]), like.dtype)
 
 
 def _run(at: Tensor) -> int | None:
@@ -252,4 +247,3 @@ def _run(at: Tensor) -> int | None:
     if int(array[-1]) - first != len(array) - 1 or not (np.diff(array) == 1).all():
         return None
     return first
-

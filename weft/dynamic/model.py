@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import StructureError
-from weft.dynamic import emit_cpp, emit_triton, simplify
 from weft.dynamic.captured import Templates
-from weft.dynamic.cell import Cell, address, compile_cell, output_homes
 from weft.dynamic.engine import CellKey, Plan
-from weft.dynamic.frame import Compiled
-from weft.dynamic.kernel import Kernel
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
+from weft.dynamic.plan import Variant, compile_plan, held_by
 from weft.dynamic.run import Again, Once, Run
 from weft.dynamic.schedule import Reads, Schedule
 from weft.dynamic.structure import Structure
-from weft.dynamic.trace import Function, Traced, differentiate, pretence, trace
+from weft.dynamic.trace import Function, Traced
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Pool
 from weft.runtime import native, replay
@@ -53,85 +50,69 @@ class Model(nn.Module):
         self.states = {k: (n,) if isinstance(n, int) else tuple(n) for k, n in states.items()}
         self.policy = policy
         self.fuse, self.replay, self.target = fuse, replay, target
-        self._traced: dict[Any, tuple[dict[str, Traced], dict[str, tuple[int, ...]]]] = {}
-        self._plans: dict[Any, Plan] = {}
+        self._variants: dict[Any, Variant] = {}
         self._pools: dict[torch.device, Pool] = {}
-        self._templates: dict[tuple[int, torch.device], Templates] = {}
+        self._templates: dict[int, Templates] = {}
 
     def forward(
-        self, graphs: Structure | Schedule, inputs: Inputs | Tensor | None = None, *, at: str | Ints = "roots"
+        self, graphs: Structure | Schedule, inputs: Inputs | Tensor | None = None, *, at: Any = "roots"
     ) -> Any:
         """Run a batch. Returns the pushed outputs at the roots, at "all" vertices, or at the vertices given.
 
         One tensor if the functions push one output, else a dict by name. `inputs` is a dict by name, or one tensor "x".
+        `at` may also be a dict of such choices by output.
         """
         given = _inputs(inputs)
-        functions, _ = self._functions(given)
-        schedule = graphs if isinstance(graphs, Schedule) else self.schedule(graphs, given)
-        plan = self._plan(schedule, given)
-        wanted = {name: _pushing(schedule.structure, functions, name, at) for name in plan.outputs}
-        call = self._call(plan, schedule, given, wanted)
+        variant = self._variant(given)
+        schedule = graphs if isinstance(graphs, Schedule) else Schedule(graphs, variant.reads, self.policy)
+        plan = self._plan(variant, schedule, given)
+        wanted = {name: _pushing(schedule.structure, variant.functions, name, at) for name in plan.outputs}
+        call = self._call(variant, plan, schedule, given, wanted)
         results = Run.apply(call, tuple(given), wanted, *given.values(), *plan.weights)
         return results[0] if len(results) == 1 else dict(zip(plan.outputs, results, strict=True))
 
-    def _call(self, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints]) -> Once | Again:
-        if self._replays(inputs):
-            return Again(*self._templates_of(plan, inputs).take(schedule, inputs, wanted))
-        device = self._device(inputs)
-        return Once(plan, schedule, self._pools.setdefault(device, Pool(device)))
-
-    def _replays(self, inputs: Inputs) -> bool:
-        return replay.is_accelerator(self._device(inputs)) if self.replay is None else self.replay
-
-    def _templates_of(self, plan: Plan, inputs: Inputs) -> Templates:
-        device = self._device(inputs)
-        return self._templates.setdefault((id(plan), device), Templates(plan, device))
-
     def schedule(self, graphs: Structure, inputs: Inputs | Tensor | None = None) -> Schedule:
         """Batches and places of the graphs, to keep or to show; `inputs` are needed before the first run only."""
-        return Schedule(graphs, self.reads(_inputs(inputs) if inputs is not None else None), self.policy)
+        return Schedule(graphs, self.reads(inputs), self.policy)
 
     def prepare(self, graphs: Structure, inputs: Inputs | Tensor | None = None) -> Schedule:
         """The schedule with all that can be worked out before the run, as a data loader would do ahead of time."""
         given = _inputs(inputs)
-        schedule = self.schedule(graphs, given)
-        plan = self._plan(schedule, given)
-        if self._replays(given):
-            self._templates_of(plan, given).fit(schedule, given)
+        variant = self._variant(given)
+        schedule = Schedule(graphs, variant.reads, self.policy)
+        plan = self._plan(variant, schedule, given)
+        if self._replays(variant):
+            self._templates_of(variant, plan).fit(schedule)
         else:
             exact(schedule, plan.sent)
         return schedule
 
-    def reads(self, inputs: Inputs | None = None) -> dict[str, Reads]:
+    def reads(self, inputs: Inputs | Tensor | None = None) -> dict[str, Reads]:
         """What each vertex function reads of its children."""
-        if inputs is None and not self._traced:
-            inputs = {}
-        functions, _ = self._functions(inputs) if inputs is not None else next(iter(self._traced.values()))
-        return {name: f.reads for name, f in functions.items()}
+        if inputs is None and self._variants:
+            return next(iter(self._variants.values())).reads
+        return self._variant(_inputs(inputs)).reads
 
-    def _functions(self, inputs: Inputs) -> tuple[dict[str, Traced], dict[str, tuple[int, ...]]]:
-        """The traced functions, and all states with those that tracing added."""
-        dtype = self._dtype(inputs)
-        pulls = {k: (tuple(v.shape[1:]), v.dtype) for k, v in inputs.items()}
-        key = dtype, self._device(inputs), tuple(sorted(pulls.items(), key=lambda item: item[0]))
-        if key not in self._traced:
-            device, mode = self._device(inputs), pretence()
-            made = {n: trace(f, n, self.states, pulls, dtype, device, mode) for n, f in self.functions.items()}
-            for traced in made.values():
-                simplify.clean(simplify.slices_to_splits(traced))
-            states = dict(self.states)
-            simplify.hoist(made, states)
-            self._traced[key] = made, states
-        return self._traced[key]
+    def _variant(self, inputs: Inputs) -> Variant:
+        """The functions traced for inputs of these shapes, dtypes and device."""
+        key = tuple((name, x.shape[1:], x.dtype, x.device) for name, x in inputs.items())
+        found = self._variants.get(key)
+        held = [t for f in self.functions.values() for t in held_by(f)] if found is None else found.held
+        now = (held[0].dtype, held[0].device) if held else None
+        if found is None or found.kind != now:
+            found = self._variants[key] = Variant(self.functions, self.states, inputs, held, now)
+        return found
 
-    def _dtype(self, inputs: Inputs) -> torch.dtype:
-        """The dtype of states: that of the functions' own parameters, else of the inputs."""
-        tensors = [t for f in self.functions.values() for t in _held_by(f)] + [*inputs.values()]
-        return next((t.dtype for t in tensors if t.dtype.is_floating_point), torch.get_default_dtype())
-
-    def _device(self, inputs: Inputs) -> torch.device:
-        tensors = [*inputs.values(), *(t for f in self.functions.values() for t in _held_by(f))]
-        return tensors[0].device if tensors else torch.device("cpu")
+    def _plan(self, variant: Variant, schedule: Schedule, inputs: Inputs) -> Plan:
+        grads = frozenset(k for k, v in inputs.items() if v.requires_grad)
+        trained = tuple(w.requires_grad for w in variant.weights)
+        needs = torch.is_grad_enabled() and (bool(grads) or any(trained))
+        absent = schedule.keep(("absent", variant), lambda: frozenset(_absent(schedule, variant.functions, inputs)))
+        target = self._target(variant.device)
+        key = grads, needs, absent, trained, target
+        if key not in variant.plans:
+            variant.plans[key] = compile_plan(variant, absent, grads, needs, target)
+        return variant.plans[key]
 
     def _target(self, device: torch.device) -> str:
         """What kernels are written in: "" leaves every op to torch."""
@@ -139,73 +120,16 @@ class Model(nn.Module):
             return ""
         return self.target or ("triton" if replay.is_accelerator(device) else "cpp" if native.available() else "")
 
-    def _plan(self, schedule: Schedule, inputs: Inputs) -> Plan:
-        functions, states = self._functions(inputs)
-        grads = frozenset(k for k, v in inputs.items() if v.requires_grad)
-        weights = list({id(w): w for f in functions.values() for w in f.weights}.values())
-        needs = torch.is_grad_enabled() and (bool(grads) or any(w.requires_grad for w in weights))
-        absent = frozenset(_absent(schedule, functions, inputs))
-        shapes = tuple((k, tuple(v.shape[1:]), v.dtype) for k, v in inputs.items())
-        target = self._target(self._device(inputs))
-        key = shapes, grads, needs, absent, self._dtype(inputs), tuple(w.requires_grad for w in weights), target
-        if key not in self._plans:
-            dtype = self._dtype(inputs)
-            self._plans[key] = _compile(functions, states, absent, grads, needs, weights, dtype, target)
-        return self._plans[key]
+    def _call(self, variant: Variant, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints]) -> Once | Again:
+        if self._replays(variant):
+            return Again(*self._templates_of(variant, plan).take(schedule, inputs, wanted))
+        return Once(plan, schedule, self._pools.setdefault(variant.device, Pool(variant.device)))
 
+    def _replays(self, variant: Variant) -> bool:
+        return replay.is_accelerator(variant.device) if self.replay is None else self.replay
 
-def _held_by(function: Any) -> list[Tensor]:
-    """Parameters a vertex function uses: its own, its object's, or those it closes over."""
-    owner = getattr(function, "__self__", function)
-    if isinstance(owner, nn.Module):
-        return list(owner.parameters())
-    held = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
-    return [t for h in held for t in (h.parameters() if isinstance(h, nn.Module) else [h] if isinstance(h, Tensor) else [])]
-
-
-def _compile(
-    functions: Mapping[str, Traced], states: dict[str, tuple[int, ...]], absent: frozenset[tuple[CellKey, Source]],
-    grads: frozenset[str], needs: bool, weights: list[Tensor], dtype: torch.dtype, target: str,
-) -> Plan:  # fmt: skip
-    """Specialise every type to its two classes, differentiate, cut into steps, and compile the kernels."""
-    made: dict[CellKey, Traced] = {}
-    for name, function in functions.items():
-        for has_children in (False, True):
-            gone = {s for k, s in absent if k == (name, has_children)}
-            gone |= set() if has_children else {s for s in function.sources if s.role in ("slot", "edge")}
-            one = simplify.specialise(function, gone)
-            made[name, has_children] = _with_gradients(one, grads) if needs else one
-    sent = _settle(made)
-    outputs = output_homes(made.values())
-    cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in made.items()}
-    kernels = _kernels(cells.values(), target)
-    return Plan(cells, states, outputs, kernels, weights, sent, dtype, needs, tuple(grads))
-
-
-def _with_gradients(one: Traced, grads: frozenset[str]) -> Traced:
-    wanted = {s for s in one.sources if s.role in ("slot", "edge") or (s.role == "pull" and s.name in grads)}
-    wanted |= {s for s in one.sources if s.role == "weight" and one.weights[int(s.name)].requires_grad}
-    return address(simplify.clean(differentiate(one, wanted, set(one.outputs))))
-
-
-def _settle(made: dict[CellKey, Traced]) -> set[tuple[str, ...]]:
-    """Drop gradients of states nobody gathers, until nothing changes. Returns the messages that are sent."""
-    while True:
-        sent = {key for one in made.values() for key in one.messages}
-        reached = {state for state, _ in sent}
-        changed = False
-        for key, one in made.items():
-            unread = [s for s in one.sources if s.role == "d_state" and s.name not in reached]
-            if unread:
-                made[key], changed = simplify.specialise(one, unread), True
-        if not changed:
-            return sent
-
-
-def _kernels(cells: Iterable[Cell], target: str) -> Compiled:
-    """Compile the kernels of all classes together."""
-    found = [(step, cell.stores) for cell in cells for steps in cell.steps.values() for step in steps if isinstance(step, Kernel)]
-    return emit_triton.build(found) if target == "triton" else emit_cpp.build(found)
+    def _templates_of(self, variant: Variant, plan: Plan) -> Templates:
+        return self._templates.setdefault(id(plan), Templates(plan, variant.device))
 
 
 def _absent(schedule: Schedule, functions: Mapping[str, Traced], inputs: Inputs) -> list[tuple[CellKey, Source]]:
