@@ -261,3 +261,18 @@ def test_a_model_is_left_as_it_was():
     assert nn.Module.__getattr__ is look
     assert torch.isfinite(work.loss(work.model, work.example(2)))
     assert run(captured, work.example(2))["loss"].isfinite()
+
+
+def test_a_block_that_puts_another_buffer_in_place():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("last", torch.zeros(3, 4))
+
+        def forward(self, x):
+            old, self.last = self.last, x.detach() * 2
+            return self.linear(x) + old
+
+    captured = same_as_torch(Stack(Last(), Last(), Last()), total, batch())
+    assert {k for k, _ in captured.program.state} == {f"buffer.blocks.{i}.last" for i in range(3)}

@@ -123,10 +123,11 @@ class Blocks:
         try:
             with _swapped(own, inner, module), watched(module, self._differing(module)) as read:
                 result = plain(module, *args, **kwargs)
+                kept = [id(t) for _, _, t in tensors_of(module)] == [id(inner[id(t)]) for _, _, t in own]
         finally:
             self.depth -= 1
         after = attributes(module)
-        if after.keys() != before.keys() or any(after[k] is not before[k] for k in after):
+        if not kept or after.keys() != before.keys() or any(after[k] is not before[k] for k in after):
             restore(module, before)
             return None
         return self._template(result, slots, nodes, {k: before.get(k, MISSING) for k in read})

@@ -89,6 +89,7 @@ def _traced(model: nn.Module, example: Any, run: Callable[[Step, Any], None], ca
             with tracing(model, joint, capacity) as tape:
                 step = Step(tape)
                 run(step, tape.batch(example))
+                step.keep_state()
             return step.finish(name or type(model).__name__)
         except OwnGradient:
             continue

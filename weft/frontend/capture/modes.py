@@ -286,7 +286,7 @@ def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> 
 
     call = tuple(template(a) for a in args)
     keys = tuple((k, template(v)) for k, v in kwargs.items())
-    gives = tuple((DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in _tensors(out))
+    gives = tuple((DTYPE_NAMES[recorder.type((), t.dtype).dtype], tuple(t.shape)) for t in _tensors(out))
     name = str(func)
     recorder.opaque.setdefault(name, []).append(user_line() or "")
     more = {} if nodes else {"mesh": recorder.mesh.key}

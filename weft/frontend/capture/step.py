@@ -184,12 +184,13 @@ class Step:
         for name, tensor in _named(key, value):
             self.outputs[name] = self.recorder.node(tensor)
 
+    def keep_state(self) -> None:
+        """What the step leaves in parameters, buffers and the optimizer; called while the module is still traced."""
+        self.outputs |= self.tape.written()
+        self.outputs |= {k: n for k, n in self.states.items() if n.op is not input_op}
+
     def finish(self, name: str) -> Captured:
         tape, recorder = self.tape, self.recorder
-        for key, tensor in (*tape.parameters.items(), *tape.buffers.items()):
-            if recorder.ref(tensor).cell.version:
-                self.outputs[key] = recorder.ref(tensor).read()
-        self.outputs |= {k: n for k, n in self.states.items() if n.op is not input_op}
         if not self.outputs:
             raise CaptureError("nothing was computed", needed="a result, a loss or an update", found="none", where=user_line())
         used = set(toposort(self.outputs.values()))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
-from weft.core.node import listening, user_line
+from weft.core.node import Node, listening, user_line
 from weft.frontend.capture.alike import candidates
 from weft.frontend.capture.blocks import Blocks, Instance, heard
 from weft.frontend.capture.errors import explained
@@ -31,6 +31,7 @@ class Tape:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     traced: dict[int, Tensor]  # a real tensor's id -> what stands for it
+    homes: dict[str, tuple[nn.Module, str]]  # an input's name -> the module and name of its tensor
 
     def batch(self, example: Any) -> Any:
         """The batch as inputs: the same structure, of traced tensors."""
@@ -44,6 +45,18 @@ class Tape:
         if not isinstance(value, Tensor):
             return value
         return self.recorder.fresh_input(f"batch.{key}", value, moves=value.is_floating_point())
+
+    def written(self) -> dict[str, Node]:
+        """Parameters and buffers that the trace wrote into, or put another tensor in place of."""
+        found = {}
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+            owner, key = self.homes[name]
+            now = owner._buffers.get(key, tensor) if name in self.buffers else tensor
+            if now is not tensor and isinstance(now, Tensor):
+                found[name] = self.recorder.node(now)
+            elif self.recorder.ref(tensor).cell.version:
+                found[name] = self.recorder.ref(tensor).read()
+        return found
 
     def found_blocks(self) -> tuple[tuple[Instance, ...], ...]:
         return tuple(tuple(group) for group in self.blocks.found.values() if len(group) > 1)
@@ -71,11 +84,11 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
     kept = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__)) for m in model.modules()]
     paths = {m: path for path, m in model.named_modules()}
     alike = {} if recorder.joint else candidates(model)
-    tape = Tape(model, recorder, Blocks(recorder, alike, paths), {}, {}, {})
+    tape = Tape(model, recorder, Blocks(recorder, alike, paths), {}, {}, {}, {})
     try:
         for m, parameters, buffers, _ in kept:
-            _enter(tape, f"param.{paths[m]}", m._parameters, parameters, tape.parameters)
-            _enter(tape, f"buffer.{paths[m]}", m._buffers, buffers, tape.buffers)
+            _enter(tape, f"param.{paths[m]}", m, m._parameters, parameters, tape.parameters)
+            _enter(tape, f"buffer.{paths[m]}", m, m._buffers, buffers, tape.buffers)
         yield tape
     finally:
         for m, parameters, buffers, attributes in kept:
@@ -85,7 +98,9 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
             m._buffers.update(buffers)
 
 
-def _enter(tape: Tape, path: str, table: dict[str, Any], real: Mapping[str, Tensor | None], named: dict[str, Tensor]) -> None:
+def _enter(
+    tape: Tape, path: str, module: nn.Module, table: dict[str, Any], real: Mapping[str, Tensor | None], named: dict[str, Tensor]
+) -> None:
     for name, tensor in real.items():
         if tensor is None:
             continue
@@ -93,6 +108,7 @@ def _enter(tape: Tape, path: str, table: dict[str, Any], real: Mapping[str, Tens
             full = f"{path.rstrip('.')}.{name}"
             moves = isinstance(tensor, nn.Parameter) and tensor.requires_grad
             traced = tape.recorder.fresh_input(full, tensor, moves=moves)
+            tape.homes[full] = module, name
             named[full] = tape.traced[id(tensor)] = traced.requires_grad_(moves and tape.recorder.joint)
         table[name] = tape.traced[id(tensor)]
 

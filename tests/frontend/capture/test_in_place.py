@@ -1,0 +1,209 @@
+"""In-place writes, views and gradient stops: a program has values only, and they must be the right ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.frontend.capture.checks import run, same_as_torch, same_function
+from weft.core.errors import CaptureError
+from weft.frontend.capture import capture
+
+X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def slice_assign(x):
+    y = x.clone()
+    y[:, 1:3] = y[:, :2] * 2
+    y[0] = 5.0
+    return y
+
+
+def view_of_view(x):
+    y = x * 1
+    inner = y.view(4, 3).t()[1:]
+    inner.mul_(3.0)
+    return y + y.flatten().sum()
+
+
+def view_sees_base(x):
+    y = x * 1
+    row = y[1]
+    y.add_(1.0)
+    return row * 2
+
+
+def chained(x, y):
+    z = torch.zeros_like(x)
+    z += x
+    z *= y
+    z.mul_(0.5)
+    z[:, -1] -= 1
+    z.clamp_(max=0.5)
+    return z
+
+
+def copied(x, y):
+    z = torch.empty(3, 8)
+    z[:, :4].copy_(x)
+    z[:, 4:].copy_(y)
+    return z
+
+
+def filled(x):
+    z = x.clone()
+    z[1].zero_()
+    z.masked_fill_(z > 0.5, 2.0)
+    z[:, 0].fill_(7.0)
+    return z
+
+
+def select_write(x):
+    z = x.clone()
+    z.select(0, 1).select(0, 2).add_(10.0)
+    z.unsqueeze(0).squeeze(0).transpose(0, 1)[0].mul_(2)
+    return z
+
+
+def out_argument(x, y):
+    z = torch.empty_like(x)
+    torch.add(x.detach(), y.detach(), out=z)
+    return z * x
+
+
+def indexed(x, y):
+    z = x.clone()
+    z[torch.tensor([2, 0])] = y[:2]
+    z.index_add_(0, torch.tensor([1]), y[:1])
+    z.scatter_(1, torch.tensor([[0], [1], [2]]), 9.0)
+    return z
+
+
+CASES = {f.__name__: f for f in (slice_assign, view_of_view, view_sees_base, filled, select_write)}
+TWO = {f.__name__: f for f in (chained, copied, out_argument, indexed)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_tensor(name):
+    same_function(CASES[name], X.clone())
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_tensors(name):
+    same_function(TWO[name], X.clone(), Y.clone())
+
+
+def test_a_strided_write_is_refused_with_the_line():
+    class Strided(nn.Module):
+        def forward(self, x):
+            y = x.clone()
+            y[:, ::2] = 0.0
+            return y
+
+    with pytest.raises(CaptureError, match="strided slice") as error:
+        capture(Strided(), (X,))
+    assert "test_in_place.py, line" in str(error.value)
+
+
+def test_detach_and_no_grad_stop_gradients():
+    def f(x, y):
+        with torch.no_grad():
+            scale = (x * y).sum()
+        return x * scale + y.detach() * x + F.relu(y).detach().requires_grad_(False) * y
+
+    captured = same_function(f, X.clone(), Y.clone())
+    assert len(captured.program.find_all("stop_gradient")) == 3
+
+
+def test_no_stop_where_nothing_flows():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                table = torch.arange(4.0).cos()
+            return x * table * self.weight
+
+    captured = same_as_torch(Table(), lambda m, b: m(*b).sum(), (X,))
+    assert captured.program.find_all("stop_gradient") == []
+
+
+def test_buffers_and_counters_are_state():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+            self.register_buffer("total", torch.zeros(4), persistent=False)
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            self.seen += 1
+            self.total.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            return x * self.weight + self.total
+
+    captured = same_as_torch(Counter(), lambda m, b: m(*b).sum(), (X,))
+    assert set(captured.program.state) == {("buffer.seen", "buffer.seen"), ("buffer.total", "buffer.total")}
+
+
+def test_a_buffer_put_in_place_of_another_is_state_too():
+    class Replaced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("last", torch.zeros(3, 4))
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            old = self.last
+            self.last = x * 2
+            return (x - old) * self.weight
+
+    model = Replaced()
+    captured = same_as_torch(model, lambda m, b: m(*b).sum(), (X,))
+    assert captured.program.state == (("buffer.last", "buffer.last"),)
+    assert torch.equal(model.last, torch.zeros(3, 4))
+
+
+def test_tensors_from_outside_are_constants_that_keep_their_value():
+    table = torch.randn(4)
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.plain = nn.Parameter(torch.ones(4)), torch.randn(4)
+
+        def forward(self, x):
+            return x * table + self.plain * self.weight + torch.tensor([1.0, 2.0, 3.0, 4.0]) * torch.tensor(2.0)
+
+    model = Uses()
+    for _ in range(2):  # the second capture must not trip over the first
+        captured = same_as_torch(model, lambda m, b: m(*b).sum(), (X,))
+        assert len(captured.constants) == 3
+
+
+def test_randomness_is_keyed_by_seed_and_site():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            a, b = torch.rand_like(x), torch.rand_like(x)
+            return a, b, torch.randn(500, 20), torch.bernoulli(torch.full((500, 20), 0.3)), torch.empty(3).uniform_(2, 3), F.dropout(x, 0.5)
+
+    captured = capture(Noisy(), (X,))
+    one, same, other = (run(captured, (X,), seed=s) for s in (1, 1, 2))
+    assert all(torch.equal(one[k], same[k]) for k in one)
+    assert not torch.equal(one["out.0"], one["out.1"])
+    assert not torch.equal(one["out.0"], other["out.0"])
+    assert abs(one["out.2"].mean()) < 0.05
+    assert abs(one["out.2"].std() - 1) < 0.05
+    assert abs(one["out.3"].mean() - 0.3) < 0.03
+    assert ((one["out.4"] >= 2) & (one["out.4"] < 3)).all()
+    assert set(one["out.5"].flatten().tolist()) <= {0.0, *(2 * X).flatten().tolist()}
+
+
+def test_other_distributions_are_refused():
+    class Shuffled(nn.Module):
+        def forward(self, x):
+            return x[torch.randperm(3)]
+
+    with pytest.raises(CaptureError, match="draw it outside the step"):
+        capture(Shuffled(), (X,))

@@ -1,0 +1,139 @@
+"""What cannot be captured is refused with the user's line; what is unknown is kept, listed, and can be taught."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from tests.frontend.capture.checks import same_as_torch
+from weft.core.errors import CaptureError, TypeMismatch
+from weft.core.layout import Layout, Mesh
+from weft.core.node import Type
+from weft.frontend.capture import capture, teach
+from weft.frontend.capture.modes import ATEN
+from weft.ops.registry import Kind
+from weft.ops.source import input_node
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.linear, self.f = nn.Linear(4, 4), f
+
+    def forward(self, x):
+        return self.f(self.linear(x))
+
+
+def total(model, batch):
+    return model(*batch).square().mean()
+
+
+def branch(x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def number(x):
+    return x * x.max().item()
+
+
+def grow(x):
+    return x[x > 0]
+
+
+def count(x):
+    return torch.nonzero(x).float()
+
+
+@pytest.mark.parametrize(("f", "line", "advice"), [
+    (branch, "if x.sum() > 0:", "torch.where"), (number, "x.max().item()", "without .item()"),
+    (grow, "return x[x > 0]", "mask"), (count, "torch.nonzero(x)", "one_hot and sum"),
+])  # fmt: skip
+def test_control_flow_on_data(f, line, advice):
+    with pytest.raises(CaptureError) as error:
+        capture(Net(f), (X,))
+    text = str(error.value)
+    assert "test_refusals.py, line" in text
+    assert line in text
+    assert advice in text
+
+
+def test_one_hot_without_classes():
+    with pytest.raises(CaptureError, match="num_classes=N"):
+        capture(Net(lambda x: F.one_hot(x.argmax(1))), (X,))
+
+
+def test_a_loss_that_is_no_number():
+    with pytest.raises(CaptureError, match="the loss is no number"):
+        capture(Net(lambda x: x), (X,), lambda m, b: m(*b), gradients=True)
+
+
+def test_a_loss_of_no_parameter():
+    with pytest.raises(CaptureError, match="depends on no parameter"):
+        capture(Net(lambda x: x.detach()), (X,), total, gradients=True)
+
+
+def test_a_dtype_weft_does_not_have():
+    with pytest.raises(CaptureError, match=r"weft has no dtype torch.complex64"):
+        capture(Net(lambda x: torch.fft.fft(x).real), (X,))
+
+
+def test_a_model_is_whole_again_after_a_refusal():
+    model = Net(branch)
+    before = dict(model.named_parameters())
+    with pytest.raises(CaptureError):
+        capture(model, (X,))
+    assert all(before[n] is p for n, p in model.named_parameters())
+    assert torch.isfinite(model(X)).all()
+
+
+def test_a_batch_that_does_not_split():
+    with pytest.raises(CaptureError, match="does not split into 2 equal parts"):
+        capture(Net(lambda x: x), (X,), total, accumulate=2)
+
+
+# -- ops without an entry ------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_op_is_right_listed_and_never_cut():
+    captured = same_as_torch(Net(lambda x: torch.logaddexp(x, x * 2).round(decimals=3) + torch.sinh(x)), total, (X,))
+    assert set(captured.opaque) == {"aten.logaddexp.default", "aten.round.decimals", "aten.sinh.default"}
+    told = captured.report()
+    assert "aten.sinh.default has no entry" in told
+    assert "test_refusals.py, line" in told
+    node = captured.program.find("opaque", lambda n: n.attr("target") == "aten.sinh.default")
+    cut = input_node("x", Type(torch.float32, Layout.of(Mesh(tp=2), (3, 4), {"tp": weft.S(0)})))
+    with pytest.raises(TypeMismatch, match=r"weft does not know aten.sinh.default, so it is never cut"):
+        node.op(cut, **dict(node.attrs))
+
+
+def test_an_unknown_op_of_several_results_and_arguments():
+    captured = same_as_torch(Net(lambda x: sum(torch.linalg.slogdet(x.t() @ x + torch.eye(4)))), total, (X,))
+    assert captured.opaque
+
+
+def test_the_lines_that_teach_an_op_do():
+    op = torch.ops.aten.asinh.default
+    try:
+        asinh = weft.define("asinh", kind=Kind.POINTWISE, equation="a b -> a b", run=torch.asinh, vjp=lambda n, ct: (ct / asinh_root(n),))
+        teach(op)(asinh)
+        captured = same_as_torch(Net(torch.asinh), total, (X,))
+        assert captured.opaque == {}
+        assert len(captured.program.find_all("asinh")) == 1
+    finally:
+        ATEN.pop(op, None)
+        weft.core.node.OPS.pop("asinh", None)
+
+
+def asinh_root(n):
+    from weft.ops import pointwise as w
+
+    return w.sqrt(w.add(w.square(n.args[0]), 1.0))
+
+
+def test_the_report_of_a_known_model_is_empty():
+    assert capture(Net(F.relu), (X,)).report() == ""
