@@ -13,10 +13,13 @@ from typer.core import TyperGroup
 
 COMMANDS = (
     "bench",
+    "calibrate",
     "doctor",
     "fuzz",
     "run",
     "show",
+    "tune",
+    "simulate",
 )
 
 

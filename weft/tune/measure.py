@@ -1,0 +1,84 @@
+"""Time candidates fairly: in rounds, each round every candidate once, the slowest rank counting, all ranks agreeing.
+
+The baseline wins ties: another candidate is chosen only where it is faster than the baseline by more than `margin`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+MARGIN = 0.03
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds of each candidate, which one is the baseline, and which was chosen."""
+
+    times: dict[str, float]
+    baseline: str
+    choice: str
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than the baseline the choice is."""
+        return self.times[self.baseline] / self.times[self.choice]
+
+
+def measure(
+    candidates: Mapping[str, Call],
+    baseline: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    rounds: int = 7,
+    known: Mapping[str, float] | None = None,
+    heard: Callable[[str, float], None] = lambda name, ms: None,
+    device: torch.device | None = None,
+) -> Measured:
+    """Time what is not `known` yet; `heard` is told each time. All ranks call it with the same candidates."""
+    device = device or torch.device("cpu")
+    times = {name: ms for name, ms in (known or {}).items() if name in candidates}
+    fresh = {name: call for name, call in candidates.items() if name not in times or baseline not in times}
+    if fresh and baseline not in fresh:
+        fresh = {baseline: candidates[baseline], **fresh}  # compared within one run, never across runs
+    for name in fresh:
+        now = _time({baseline: candidates[baseline], name: fresh[name]}, rounds, group, device)
+        times[name] = now[name] * times.get(baseline, now[baseline]) / now[baseline]  # as on the machine the baseline saw
+        heard(name, times[name])
+    return Measured(times, baseline, decide(times, baseline))
+
+
+def decide(times: Mapping[str, float], baseline: str, margin: float = MARGIN) -> str:
+    """The fastest, if it beats the baseline by more than the margin; else the baseline."""
+    best = min(times, key=lambda name: times[name])
+    return best if times[best] * (1 + margin) < times[baseline] else baseline
+
+
+def _time(calls: Mapping[str, Call], rounds: int, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            _settle(device)
+            if dist.is_initialized():
+                dist.barrier(group)
+            start = time.perf_counter()
+            call()
+            _settle(device)
+            took[name].append(time.perf_counter() - start)
+    middle = torch.tensor([statistics.median(took[name]) for name in calls], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(middle, dist.ReduceOp.MAX, group=group)
+    return {name: 1e3 * t for name, t in zip(calls, middle.tolist(), strict=True)}
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()

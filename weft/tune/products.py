@@ -1,0 +1,52 @@
+"""Choose how a product and its collective run, by timing every way on the real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import WeftError
+from weft.runtime.machine import describe
+from weft.tune.measure import Measured, measure
+from weft.tune.store import Store
+
+
+def tune_product(
+    run: Callable[[Any], object],
+    ways: Sequence[Any],
+    key: Sequence[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    again: bool = False,
+    heard: Callable[[str, float], None] = lambda name, ms: None,
+) -> tuple[Any, Measured]:
+    """The fastest of `ways` for `run(way)`, the first of them being to leave it alone. All ranks call it."""
+    device = device or torch.device("cpu")
+    names = {str(way): way for way in ways}
+    store = Store("product", *key, describe(device), torch.__version__, writes=dist.get_rank(group) == 0)
+    if again:
+        store.forget()
+    box = [store.times]
+    dist.broadcast_object_list(box, dist.get_global_rank(group, 0) if group else 0, group=group)
+    usable = {name: way for name, way in names.items() if name in box[0] or _works(run, way)}
+
+    def hear(name: str, ms: float) -> None:
+        store.put(name, ms)
+        heard(name, ms)
+
+    calls = {name: (lambda way=way: run(way)) for name, way in usable.items()}
+    result = measure(calls, str(ways[0]), group=group, known=box[0], heard=hear, device=device)
+    return names[result.choice], result
+
+
+def _works(run: Callable[[Any], object], way: Any) -> bool:
+    """A way that cannot be used here (no shared memory, no compiler) is left out on every rank alike."""
+    try:
+        run(way)
+    except WeftError:
+        return False
+    return True

@@ -1,0 +1,194 @@
+"""Search schedules of a program: verbs and their parameters, pruned by a rough cost, measured on the ranks of its mesh.
+
+Cost of a candidate = sum over nodes of (bytes on the wire / link + flops / rate + bytes touched / memory) + calls * latency,
+with what an overlap group hides taken off. Only candidates within `KEEP` times the cheapest are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import WeftError
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.registry import Kind, flops, memory_traffic, nbytes
+from weft.runtime import cache
+from weft.runtime.machine import describe
+from weft.schedule import by_hierarchy, overlap, recipes, split
+from weft.tune.measure import Measured, measure
+from weft.tune.store import Store
+
+KEEP = 4.0
+CHUNKS = (2, 4, 8)
+AS_IS = "as it is"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank can do: bytes per second over the link and in memory, operations per second, seconds per call."""
+
+    link: float = 1e9
+    memory: float = 1e10
+    flops: float = 1e11
+    latency: float = 2e-4
+
+
+def candidates(program: Program) -> dict[str, Program]:
+    """Schedules worth a look, the program as it is first. A step that is not valid here gives none."""
+    found = {AS_IS: program}
+    for name, make in _schedules(program):
+        try:
+            scheduled = make()
+        except WeftError:
+            continue
+        if scheduled.text not in {p.text for p in found.values()}:
+            found[name] = scheduled
+    return found
+
+
+def _schedules(p: Program) -> Iterator[tuple[str, Callable[[], Program]]]:
+    yield "fuse compute", lambda: recipes.fuse_compute(p)
+    for axis in p.mesh.axes:
+        for dim in range(max((n.ndim for n in recipes.gradient_sums(p, axis)), default=0)):
+            yield f"scatter {axis} dim {dim}", lambda axis=axis, dim=dim: recipes.scatter_compute_gather(p, axis, dim)
+            yield f"state in slices {axis} dim {dim}", lambda axis=axis, dim=dim: recipes.zero1(p, axis, dim=dim)
+            yield (
+                f"one kernel {axis} dim {dim}",
+                lambda axis=axis, dim=dim: recipes.one_kernel(recipes.scatter_compute_gather(p, axis, dim)),
+            )
+            yield (
+                f"one kernel, state in slices {axis} dim {dim}",
+                lambda axis=axis, dim=dim: recipes.one_kernel(recipes.zero1(p, axis, dim=dim)),
+            )
+    yield from _overlaps(p, "")
+    for node in recipes_sums(p):
+        for dim in range(node.ndim):
+            yield from _overlaps_after(p, node, dim)
+    if len(p.mesh.axes) > 1:
+        for node in recipes_sums(p):
+            for axis in p.mesh.axes:
+                yield f"sum inside {axis} first", lambda node=node, axis=axis: by_hierarchy(p, node, inside=axis)
+
+
+def recipes_sums(p: Program) -> list[Node]:
+    return [n for n in p.find_all("all_reduce") if n.ndim and len(n.args) == 1]
+
+
+def _overlaps(p: Program, said: str) -> Iterator[tuple[str, Callable[[], Program]]]:
+    """Products with a collective right after or right before them, in chunks."""
+    for pair in _neighbours(p):
+        for dim in range(pair[0].types[0].layout.rank):
+            for chunks in CHUNKS:
+                names = " and ".join(n.op.name for n in pair)
+                yield (
+                    f"{said}overlap {names}, {chunks} chunks of dim {dim}",
+                    lambda pair=pair, dim=dim, chunks=chunks: overlap(p, *pair, dim=dim, chunks=chunks),
+                )
+
+
+def _overlaps_after(p: Program, node: Node, dim: int) -> Iterator[tuple[str, Callable[[], Program]]]:
+    """The same after an all_reduce has been split."""
+    try:
+        q = split(p, node, dim=dim)
+    except WeftError:
+        return
+    yield from _overlaps(q, f"split dim {dim}, ")
+
+
+def _neighbours(p: Program) -> list[tuple[Node, Node]]:
+    heavy = (Kind.CONTRACT, Kind.WHOLE)
+    pairs = []
+    for n in p.nodes:
+        for a in n.args:
+            kinds = a.op.kind, n.op.kind
+            if (kinds[0] in heavy and kinds[1] is Kind.COMM) or (kinds[0] is Kind.COMM and kinds[1] in heavy):
+                pairs.append((a, n))
+    return pairs
+
+
+# -- a rough cost ----------------------------------------------------------------------------------------------------
+
+
+def cost(p: Program, rates: Rates) -> float:
+    """Seconds, roughly: enough to leave out what cannot win."""
+    fused = {n for g in p.groups if g.kind == "fuse" for n in g.nodes}
+    total = sum(_node_cost(n, rates, n in fused) for n in p.nodes)
+    for g in p.groups:
+        if g.kind == "overlap":
+            wire = sum(_node_cost(n, rates, False) for n in g.nodes if n.op.kind is Kind.COMM)
+            work = sum(_node_cost(n, rates, False) for n in g.nodes if n.op.kind is not Kind.COMM)
+            total -= min(wire, work) * (1 - 1 / g.option("chunks")) - g.option("chunks") * rates.latency
+    return total
+
+
+def _node_cost(n: Node, rates: Rates, fused: bool) -> float:
+    if n.op.kind is Kind.COMM:
+        size = n.mesh.size(n.attr("axis"))
+        bytes_ = sum(max(nbytes(a.type), nbytes(t)) for a, t in zip(n.args, n.types, strict=True))
+        return n.op.wire(size) * bytes_ / rates.link + (rates.latency if n.op.wire(size) else 0.0)
+    return flops(n) / rates.flops + (0.0 if fused else memory_traffic(n) / rates.memory)
+
+
+def prune(found: dict[str, Program], rates: Rates, limit: int) -> dict[str, Program]:
+    """The program as it is, and the cheapest of the rest."""
+    costs = {name: cost(p, rates) for name, p in found.items()}
+    near = min(costs.values()) * KEEP
+    kept = sorted((name for name in found if name != AS_IS and costs[name] <= near), key=lambda name: costs[name])
+    return {name: found[name] for name in [AS_IS, *kept[:limit]]}
+
+
+# -- measured --------------------------------------------------------------------------------------------------------
+
+
+def tune_program(
+    program: Program,
+    *,
+    compile_: Callable[[Program], Callable[[Any], Any]],
+    inputs: Callable[[Program], Any],
+    rates: Rates | None = None,
+    limit: int = 16,
+    again: bool = False,
+    heard: Callable[[str, float, int], None] = lambda name, ms, of: None,
+    device: torch.device | None = None,
+) -> tuple[Program, Measured]:
+    """The fastest schedule of a program on these ranks, and what was tried. All ranks call it."""
+    device = device or torch.device("cpu")
+    kept = prune(candidates(program), rates or Rates(), limit)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    store = Store("program", program.text, cache.digest(str(program.mesh)), describe(device), torch.__version__, writes=rank == 0)
+    if again:
+        store.forget()
+    known = _agreed(store.times)
+    calls = {name: _call(compile_, p, inputs) for name, p in kept.items()}
+
+    def hear(name: str, ms: float) -> None:
+        store.put(name, ms)
+        heard(name, ms, len(kept))
+
+    result = measure(calls, AS_IS, known=known, heard=hear, device=device)
+    return kept[result.choice], result
+
+
+def _call(compile_: Callable[[Program], Callable[[Any], Any]], p: Program, inputs: Callable[[Program], Any]) -> Callable[[], object]:
+    """Compiled when first called, so that candidates whose time is known are not."""
+    made: list[Any] = []
+
+    def call() -> object:
+        if not made:
+            made.extend((compile_(p), inputs(p)))
+        return made[0](made[1])
+
+    return call
+
+
+def _agreed(times: dict[str, float]) -> dict[str, float]:
+    """Rank 0's memory, on every rank."""
+    box = [times]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, 0)
+    return box[0]
