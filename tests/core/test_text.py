@@ -84,7 +84,8 @@ program adam(dp=2, tp=2)
 
 def test_groups_and_state() -> None:
     p = trace(adam, MESH, g=f32(8, dp=P()), p=f32(8), m=f32(8), v=f32(8))
-    groups = [Group("fuse", "root", tuple(p.between("sqrt", "div"))), Group("overlap", "over", (p.find("all_reduce"),), (("chunks", 4), ("dim", 0)))]
+    overlap = Group("overlap", "over", (p.find("all_reduce"),), (("chunks", 4), ("dim", 0)))
+    groups = [Group("fuse", "root", tuple(p.between("sqrt", "div"))), overlap]
     grouped = p.with_groups(groups, None, "")
     assert "overlap over(chunks=4, dim=0): %1\n" in grouped.text
     same(grouped)

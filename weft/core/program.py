@@ -122,7 +122,9 @@ class Program:
         if self.parent is None:
             return None
         before = self.parent._follow(node)
-        after = None if before is None else self.moved.get(before)
+        if before is None or before in self.node_set:
+            return before
+        after = self.moved.get(before)
         return after if after in self.node_set else None
 
     def pointwise(self) -> list[Node]:
