@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from weft import interp
 from weft.api.compiled import Compiled
+from weft.api.schedule import bucketed, fused_update
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import R
 from weft.core.program import Program
@@ -50,6 +51,8 @@ def parallelize(
     captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
     layouts, options = input_layouts(captured.program, named, captured.states)
     program = place(captured.program, named.mesh, layouts, options)
+    if named.dp > 1:
+        program = bucketed(fused_update(program, "dp") if named.zero else program, "dp")
     return Step(captured, program, named, model, loss, optimizer, torch.device(device), seed)
 
 

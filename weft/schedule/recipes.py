@@ -176,15 +176,13 @@ def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gathe
         nodes = [n for n in p.find_all(op) if not is_scalar(n)]
         if len(nodes) > 1:
             p = merge(p, *nodes)
-    members = p.between(first, last)
-    states = [n for n in p.nodes if n not in members and (n.op.kind in FUSIBLE or n.op.name == "slice") and n.args and _feeds_only(p, n, members)]
-    return fuse(p, [*members, *states])
-
-
-def _feeds_only(p: Program, node: Node, members: Sequence[Node]) -> bool:
-    """A node the kernel alone reads, so that it may be computed inside."""
-    inside = set(members)
-    return bool(p.users[node]) and all(u in inside or _feeds_only(p, u, members) for u in p.users[node]) and not p.outputs_of(node)
+    members = dict.fromkeys(p.between(first, last))
+    terms = set().union(*(p.needs(n) for n in p.find_all(first)))
+    for n in reversed(p.nodes):  # what only the kernel reads is computed inside it, but for the terms it sums
+        inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
+        if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op.name == "slice"):
+            members[n] = None
+    return fuse(p, members)
 
 
 __all__ = [
