@@ -193,9 +193,7 @@ def _setting(
         **({"kernels": "compiled", "dtype": cells["dtype"] or "bf16"} if modern else CLASSIC),
     )  # fmt: skip
     if modern:
-        sharded = setting.zero == 3
-        setting = dataclasses.replace(setting, overlap_grads=sharded, overlap_params=sharded, batch_first=sharded)
-        assumed["overlap"] = f"parameters and gradients {'beside' if sharded else 'apart from'} compute"
+        setting = _overlapped(setting, assumed)
         assumed["kernels"] = "attention in one kernel, pointwise chains fused"
         if tp > 1:
             assumed["sequence parallel"] = "yes, usual since 2022"
@@ -204,6 +202,20 @@ def _setting(
     if "sequence parallel" in recompute:
         setting = dataclasses.replace(setting, sequence_parallel=True)
     return _recomputed(setting, recompute, shape, profile, modern, assumed)
+
+
+def _overlapped(setting: Setting, assumed: dict[str, str]) -> Setting:
+    """What runs beside compute: with ZeRO-3 parameters and gradients; with fp8 kernels, made for it, all that can."""
+    sharded, latest = setting.zero == 3, setting.dtype == "fp8"
+    beside = sharded or latest
+    assumed["overlap"] = f"parameters and gradients {'beside' if beside else 'apart from'} compute"
+    if sharded and setting.pp > 1 and not setting.keep_gathered:
+        assumed["gathering"] = "once a step, as is usual of ZeRO-3 with a pipeline"
+        setting = dataclasses.replace(setting, keep_gathered=True)
+    return dataclasses.replace(
+        setting, overlap_grads=beside, overlap_params=beside, batch_first=sharded,
+        overlap_tp=latest and not sharded, overlap_sends=latest and setting.virtual > 1,
+    )  # fmt: skip
 
 
 def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, modern: bool, assumed: dict[str, str]) -> Setting:
@@ -222,7 +234,7 @@ def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, mod
 
 def _virtual(per: str, layers: int, pp: int) -> int:
     """Chunks per stage, of layers per chunk."""
-    return max(1, layers // (pp * int(per))) if int(per) else 1
+    return max(1, round(layers / (pp * int(per)))) if int(per) else 1
 
 
 def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[Step], float]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from weft.cluster.kernels import WIDTH
 from weft.plan.phase import Part
 from weft.plan.pipeline import Order
 from weft.plan.setting import Setting
-from weft.plan.workload import WIDTH, Block
+from weft.plan.workload import Block
 
 FRAGMENTATION = 0.04  # of what is allocated; the caching allocator keeps blocks it cannot hand out again
 RESIDENT = 1.5e9  # context, kernels, and buffers of the communication library, none of it seen by the allocator
@@ -71,8 +72,9 @@ class _State:
             return dense / (setting.size("data") if sharded else 1) + expert / (setting.size("edp") if sharded else 1)
 
         adam = 12 if setting.master and width < 4 else 8
-        grads = over(setting.zero >= 2) * WIDTH[setting.grad_dtype]
-        return _State(over(setting.zero == 3) * width, grads, over(setting.zero >= 1) * adam)
+        whole = setting.keep_gathered
+        grads = over(setting.zero >= 2 and not whole) * WIDTH[setting.grad_dtype]
+        return _State(over(setting.zero == 3 and not whole) * width, grads, over(setting.zero >= 1) * adam)
 
 
 def _width(setting: Setting) -> float:

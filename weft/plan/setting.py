@@ -29,7 +29,7 @@ class Setting:
     virtual: int = 1
     sequence_parallel: bool = False
     zero: int = 0
-    keep_gathered: bool = False  # under ZeRO-3, gather parameters once a step and not again in the backward
+    keep_gathered: bool = False  # under ZeRO-3, gather parameters once a step, reduce gradients once, and keep both whole between
     recompute: str = "none"
     schedule: str = "1f1b"
     kernels: str = "compiled"
@@ -38,6 +38,7 @@ class Setting:
     overlap_grads: bool = True
     overlap_params: bool = True
     overlap_sends: bool = False
+    overlap_tp: bool = False  # collectives of tensor parallelism beside the product they belong to
     batch_first: bool = False  # [batch, sequence, hidden] in memory: gathering along the sequence takes a copy
     master: bool = True  # parameters and optimizer kept in fp32 beside those computed with
 

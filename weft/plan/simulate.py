@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from weft.cluster.kernels import WIDTH
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
@@ -19,7 +20,7 @@ from weft.plan.phase import Part, Pass, Phase, gathers, minus, phase, reductions
 from weft.plan.pipeline import Action, Order, orders
 from weft.plan.setting import Setting
 from weft.plan.timeline import Task, Timeline, run
-from weft.plan.workload import WIDTH, Collective, Touch, Workload
+from weft.plan.workload import Collective, Touch, Workload
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class _Simulation:
         direction = "input" if split and kind == "backward" else kind
         gather = self.copies > 1 and s.zero == 3 and not s.keep_gathered and kind != "weight"
         ends = kind == ("weight" if split else "backward")
-        reduce = self.copies > 1 and ends and s.overlap_grads and s.zero >= 2
+        reduce = self.copies > 1 and ends and s.overlap_grads and s.zero >= 2 and not s.keep_gathered
         return replace(self.how, direction=direction, gather=gather, reduce=self.how.reduce if reduce else "")
 
     def _phase(self, g: int, how: Pass) -> Phase:

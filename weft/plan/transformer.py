@@ -6,13 +6,15 @@ where sequence parallel), experts over ep, vocabulary over tp.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from weft.cluster.kernels import WIDTH
 from weft.core.errors import PlanError
 from weft.plan.setting import Setting
 from weft.plan.style import STYLES, Style
-from weft.plan.workload import WIDTH, Attention, Block, Collective, Gemm, Op, Touch, Workload
+from weft.plan.workload import Attention, Block, Collective, Gemm, Op, Touch, Workload
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class _Builder:
         s, t = self.shape, self.setting
         ffn = self.experts() if moe else self.feed_forward()
         ops = (*self.attention(), *self.leave(), *ffn, *([] if moe and t.tp == 1 else self.leave()))
+        ops = tuple(_beside_products(ops)) if t.overlap_tp else ops
         expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
         params = (s.attention_params + (0 if moe else s.ffn_params)) / t.tp + s.norm_params + (s.hidden * s.experts if moe else 0)
         work = self.tokens * max(s.inner * (2 if s.gated else 1), 3 * s.hidden) * self.width / t.tp
@@ -294,3 +297,19 @@ class _Builder:
         act = Touch("expert activation", f * wide, b * wide, *self.style.activation_launches, saved=2 * wide)
         down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide)
         return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, Touch("combine", 3 * sent, 3 * sent, 3, 3))
+
+
+def _beside_products(ops: tuple[Op, ...]) -> Iterator[Op]:
+    """Each collective of tp hidden behind the product next to it: a gather behind the one after, a sum behind the one before."""
+    waiting: Op | None = None
+    for op in ops:
+        if isinstance(op, Collective) and op.axis == "tp":
+            op = replace(op, hidden=True)
+            if isinstance(waiting, Gemm):
+                yield op
+                continue
+        if waiting is not None:
+            yield waiting
+        waiting = op
+    if waiting is not None:
+        yield waiting

@@ -1,0 +1,250 @@
+"""Fit the constants of the shipped profiles to tables of others: `python -m bench.fit_profiles KIND --truth FOLDER`.
+
+Rows are cut in two by hash: constants are fitted on one half, errors are printed for both. Logarithms of the ratio of
+predicted to measured are made small under a robust loss, with a weak pull towards where the search began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import hashlib
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench._rows import Row, read
+from weft.cluster import collectives
+from weft.cluster.collectives import Ranks
+from weft.cluster.kernels import product
+from weft.cluster.profile import FOLDER, Constant, Device, Profile, load
+from weft.cluster.spec import Cluster, Nodes
+
+Change = Callable[[Profile, Mapping[str, float]], Profile]
+Predict = Callable[[Profile, Any], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Fit `names` (device constants, or link:constant) so that `predict` meets `measured` on half of the samples."""
+
+    names: tuple[str, ...]
+    samples: Sequence[Any]
+    measured: Callable[[Any], float]
+    predict: Predict
+    origin: str
+    key: Callable[[Any], str] = str
+    most: int = 10**6
+    weight: Callable[[Any], float] = lambda sample: 1.0
+
+
+# --- tasks
+
+
+def gemm_task(truth: Path, code: str, dtype: str, names: tuple[str, ...], kind: str = "bf16") -> Task:
+    with open(truth / "matmul_rates.csv") as file:
+        rows = [r for r in csv.DictReader(file) if r["device"] == code and r["dtype"] == dtype]
+
+    def sizes(row: Mapping[str, str]) -> tuple[int, int, int, int]:
+        return int(row["m"]), int(row["n"]), int(row["k"]), int(row["b"])
+
+    return Task(
+        names, rows, lambda r: 2 * prod(sizes(r)) / float(r["flops"]), lambda p, r: product(_in_a_burst(p), *sizes(r), kind),
+        f"fitted: half of the rows of openxla's matmul table for {code}, {dtype}",
+    )  # fmt: skip
+
+
+def _in_a_burst(profile: Profile) -> Device:
+    """A table of single products says nothing of the clocks a device keeps through a training step."""
+    return change(profile, {"gemm.sustained": 1.0}, "measured").device
+
+
+def link_task(truth: Path, code: str, names: tuple[str, ...]) -> Task:
+    with open(truth / "collective_rates.csv") as file:
+        rows = [r for r in csv.DictReader(file) if r["device"] == code and r["ranks_per_group"] and int(r["bytes"]) >= 65536]
+
+    def size(row: Mapping[str, str]) -> int:
+        return int(row["bytes"]) * (int(row["ranks_per_group"]) if row["opcode"] == "reduce-scatter" else 1)
+
+    def predict(profile: Profile, row: Mapping[str, str]) -> float:
+        ranks = int(row["ranks_per_group"])
+        cluster = Cluster("node", (Nodes(1, profile.node_size, profile),))
+        members = (ranks,) + (ranks,) * (len(profile.links) - 1)
+        return collectives.seconds(cluster, row["opcode"].replace("-", "_"), size(row), Ranks(members))
+
+    return Task(
+        names, rows, lambda r: size(r) / float(r["throughput_Bps"]), predict,
+        f"fitted: half of the rows of openxla's collective table for {code}",
+    )  # fmt: skip
+
+
+def row_task(files: Sequence[Path], kind: str, names: tuple[str, ...], origin: str, most: int) -> Task:
+    rows = [r for file in files for r in read(file) if isinstance(r, Row) and r.cluster.device.name == kind]
+    # a file of few rows is not to be drowned by one of many
+    few = {r.case.split(":")[0]: 2.5 if len(rows) > 100 else 1.0 for r in rows if r.setting.devices > r.cluster.node_size}
+    return Task(
+        names, rows, lambda r: r.measured, lambda p, r: _on(p, r, names), origin, _key, most,
+        weight=lambda r: few.get(r.case.split(":")[0], 1.0),
+    )  # fmt: skip
+
+
+def pair_task(file: Path, names: tuple[str, ...], origin: str, most: int) -> Task:
+    """Rows that differ in data parallelism alone: what they differ by in time is the reduction of gradients."""
+    rows = [r for r in read(file) if isinstance(r, Row)]
+    alone = {_work(r): r for r in rows if r.setting.dp == 1}
+    pairs = [(alone[_work(r)], r) for r in rows if r.setting.dp > 1 and _work(r) in alone]
+    pairs = [(one, many) for one, many in pairs if many.measured > one.measured]
+
+    def predict(profile: Profile, pair: tuple[Row, Row]) -> float:
+        return max(1e-3, _on(profile, pair[1], names) - _on(profile, pair[0], names))
+
+    return Task(names, pairs, lambda p: p[1].measured - p[0].measured, predict, origin, key=lambda p: _key(p[1]), most=most)
+
+
+def _key(row: Row) -> str:
+    s = row.setting
+    return f"{row.group} {s.tp} {s.dp} {s.pp} {s.micro_batch} {s.global_batch}"
+
+
+def _work(row: Row) -> Any:
+    s = row.setting
+    return row.shape, s.tp, s.pp, s.micro_batch, s.micro_batches
+
+
+def _on(profile: Profile, row: Row, names: tuple[str, ...]) -> float:
+    """The row predicted with another profile, but with what the row's own device and network differ in."""
+    (group,) = row.cluster.groups
+    given = load(row.cluster.device.name).device.constants
+    own = {k: c for k, c in group.profile.device.constants.items() if k not in names and c != given.get(k)}
+    device = Device(profile.name, {**profile.device.constants, **own})
+    links = tuple(
+        dataclasses.replace(new, constants={**new.constants, "bandwidth": old.constants["bandwidth"]})
+        for new, old in zip(profile.links, group.profile.links, strict=True)
+    )
+    nodes = Nodes(group.count, group.size, dataclasses.replace(profile, device=device, links=links))
+    return dataclasses.replace(row, cluster=Cluster(row.cluster.text, (nodes,))).predict()
+
+
+# --- fitting
+
+
+def fit(profile: Profile, task: Task, pull: float = 0.02) -> tuple[Profile, dict[str, str]]:
+    """The profile with the task's constants fitted, and the errors on both halves in words."""
+    from scipy.optimize import least_squares
+
+    ours, others = halves(task.samples, task.key)
+    some = [s for n, s in enumerate(ours) if task.weight(s) > 1 or n % max(1, len(ours) // task.most) == 0]
+    start = np.log([value(profile, name) for name in task.names])
+
+    def residual(x: Any) -> Any:
+        changed = change(profile, dict(zip(task.names, np.exp(x), strict=True)), task.origin)
+        errors = [np.log(task.predict(changed, s) / task.measured(s)) * task.weight(s) for s in some]
+        return np.concatenate([errors, pull * (x - start)])
+
+    most = [np.log(min((bound for part, bound in LIMITS.items() if part in name), default=np.inf)) for name in task.names]
+    inside = np.minimum(start, np.array(most) - 1e-3)
+    found = least_squares(residual, inside, bounds=(-np.inf, most), loss="soft_l1", f_scale=0.1, max_nfev=25)
+    best = change(profile, dict(zip(task.names, np.exp(found.x), strict=True)), task.origin)
+    return best, {name: errors(best, task, part) for name, part in (("fitted", ours), ("held out", others))}
+
+
+def halves(samples: Sequence[Any], key: Callable[[Any], str]) -> tuple[list[Any], list[Any]]:
+    """By hash, so that the cut does not depend on the order of a file."""
+    odd = [int(hashlib.sha1(key(s).encode()).hexdigest(), 16) % 2 for s in samples]
+    return [s for s, o in zip(samples, odd, strict=True) if not o], [s for s, o in zip(samples, odd, strict=True) if o]
+
+
+def errors(profile: Profile, task: Task, samples: Sequence[Any]) -> str:
+    found = sorted(abs(task.predict(profile, s) / task.measured(s) - 1) for s in samples)
+    return f"{len(found)} rows, median {statistics.median(found):.1%}, 90th percentile {found[int(0.9 * len(found))]:.1%}"
+
+
+def value(profile: Profile, name: str) -> float:
+    link, _, key = name.rpartition(":")
+    owner = profile.device if not link else next(x for x in profile.links if x.name == link)
+    return owner.get(key)
+
+
+def change(profile: Profile, values: Mapping[str, float], origin: str) -> Profile:
+    """The profile with constants replaced."""
+    for name, new in values.items():
+        link, _, key = name.rpartition(":")
+        made = {key: Constant(float(new), origin)}
+        if link:
+            links = tuple(dataclasses.replace(x, constants={**x.constants, **made}) if x.name == link else x for x in profile.links)
+            profile = dataclasses.replace(profile, links=links)
+        else:
+            device = dataclasses.replace(profile.device, constants={**profile.device.constants, **made})
+            profile = dataclasses.replace(profile, device=device)
+    return profile
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Write changed constants into the profile's own file, leaving the rest of it as it is."""
+    data = json.loads(path.read_text())
+    for key in data["device"]:
+        data["device"][key] = _plain(profile.device.constants[key])
+    for item, link in zip(data.get("links", ()), profile.links, strict=False):
+        item["constants"] = {key: _plain(link.constants[key]) for key in item["constants"]}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _plain(constant: Constant) -> dict[str, Any]:
+    return {"value": float(f"{constant.value:.4g}"), "origin": constant.origin}
+
+
+# --- which constants of which kind are fitted to what
+
+ROWS = "fitted: half, chosen by hash, of the A100 iteration times of one and several nodes (vTrain)"
+PAIRS = "fitted: pairs of A100 iteration times (vTrain) that differ in data parallelism alone, half of them by hash"
+PUBLISHED = "fitted: half, chosen by hash, of the published H100 steps"
+LINK = ("nvlink:launch", "nvlink:low_step", "nvlink:bulk", "nvlink:bulk_step", "nvlink:efficiency", "nvlink:small")
+LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 2e-5}  # beyond which none makes sense
+SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
+STEPS = (
+    "memory.efficiency", "gemm.efficiency", "gemm.tile", "gemm.half", "gemm.misaligned", "kernel.launch", "host.launch",
+    "network:efficiency",
+)  # fmt: skip
+
+
+def tasks(kind: str, truth: Path) -> list[Task]:
+    if kind == "A100":
+        files = [truth / f"a100_{n}_node_iterations.csv" for n in ("single", "multi")]
+        pairs = pair_task(files[0], ("nvlink:efficiency", "nvlink:small"), PAIRS, most=60)
+        return [pairs, row_task(files, kind, STEPS, ROWS, most=120)]
+    if kind == "H100":
+        return [
+            gemm_task(truth, "sm_90", "bf16xbf16->bf16", SURFACE),
+            link_task(truth, "sm_90", LINK),
+            row_task([truth / "published_steps.csv"], kind, ("gemm.sustained",), PUBLISHED, most=20),
+        ]
+    if kind == "B200":
+        return [gemm_task(truth, "sm_100_B200", "bf16xbf16->bf16", SURFACE), link_task(truth, "sm_100_B200", LINK)]
+    raise SystemExit(f"no fit is known for {kind}: A100, H100 or B200")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind")
+    parser.add_argument("--truth", type=Path, required=True, help="folder of the tables")
+    parser.add_argument("--save", action="store_true", help="write the constants into the shipped profile")
+    given = parser.parse_args(argv)
+    profile = load(given.kind)
+    for task in tasks(given.kind, given.truth):
+        profile, said = fit(profile, task)
+        for name in task.names:
+            print(f"  {name:22} {value(profile, name):.4g}")
+        print(f"  {task.origin}\n    {said}", flush=True)
+    if given.save:
+        save(profile, FOLDER / f"{given.kind}.json")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,167 @@
+"""`weft bench foresight --rows FILE`: predict every row of measured or published runs and say how far off it is."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from weft.cli.output import console, emit
+
+SMALLEST_GROUP = 5  # rows from which an order is worth comparing
+MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("foresight")(foresight)
+
+
+def foresight(
+    rows: list[str] = typer.Option(..., "--rows", help="A CSV of iteration times or of published steps; may be repeated."),
+    json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
+    doc: str = typer.Option("", "--doc", help="Write the tables into this page, between its marks."),
+) -> None:
+    """Predict every row of a file and compare with what was measured."""
+    found = {Path(path).stem: [predict(row) for row in _read(path)] for path in rows}
+    everything = [row for part in found.values() for row in part]
+    groups = summary(found)
+    _show(everything, groups)
+    if doc:
+        _write(Path(doc), found, groups)
+    if json:
+        whole = _figures([r for r in everything if r["error"] is not None])
+        emit({"bench": "foresight", "machine": platform.processor() or platform.machine(), "rows": everything, "groups": groups, **whole})
+
+
+def _read(path: str) -> list[Any]:
+    from bench._rows import read
+    from weft.core.errors import WeftError
+
+    if not Path(path).is_file():
+        raise WeftError(f"no file {path}", needed="a CSV of iteration times or of published steps", found="nothing there")
+    return read(path)
+
+
+def predict(row: Any) -> dict[str, Any]:
+    """One row of the result; an unreadable one has no error but a reason."""
+    from bench._rows import Unreadable
+    from weft.core.errors import WeftError
+
+    nothing: dict[str, Any] = {"case": row.case, "group": None, "measured": None, "predicted": None, "error": None}
+    if isinstance(row, Unreadable):
+        return {**nothing, "reason": row.reason}
+    try:
+        predicted = row.predict()
+    except WeftError as error:
+        return {**nothing, "group": row.group, "measured": row.measured, "reason": str(error).splitlines()[0]}
+    return {
+        "case": row.case, "group": row.group, "measured": row.measured, "predicted": predicted,
+        "error": predicted / row.measured - 1, "assumed": dict(row.assumed),
+    }  # fmt: skip
+
+
+def summary(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Figures of each file, then of each model and cluster of at least five rows."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, part in found.items():
+        read = [r for r in part if r["error"] is not None]
+        groups[name] = {**_figures(read), "unreadable": len(part) - len(read)}
+    for name, part in found.items():
+        members: dict[str, list[Mapping[str, Any]]] = {}
+        for row in part:
+            if row["error"] is not None:
+                members.setdefault(row["group"], []).append(row)
+        for group, those in sorted(members.items()):
+            if len(those) >= SMALLEST_GROUP:
+                groups[f"{name}: {group}"] = _figures(those)
+    return groups
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if not rows:
+        return {"count": 0, "median_error": None, "p90_error": None, "rank_correlation": None}
+    errors = sorted(abs(r["error"]) for r in rows)
+    order = spearman([r["measured"] for r in rows], [r["predicted"] for r in rows]) if len(rows) >= SMALLEST_GROUP else None
+    return {
+        "count": len(rows), "median_error": statistics.median(errors), "p90_error": percentile(errors, 0.9),
+        "rank_correlation": order,
+    }  # fmt: skip
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Linear between the two nearest."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """Correlation of the ranks; equal values share their mean rank."""
+    a, b = _ranks(xs), _ranks(ys)
+    return statistics.correlation(a, b) if len(set(a)) > 1 and len(set(b)) > 1 else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
+
+
+# --- for people
+
+
+def _show(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]) -> None:
+    from rich.table import Table
+
+    worst = sorted((r for r in rows if r["error"] is not None), key=lambda r: -abs(r["error"]))[:10]
+    table = Table("row", "measured", "predicted", "error", title="furthest off")
+    for r in worst:
+        table.add_row(r["case"], f"{r['measured']:,.4g}", f"{r['predicted']:,.4g}", f"{r['error']:+.1%}")
+    console.print(table)
+    table = Table("rows of", "count", "median", "90th percentile", "rank correlation", title="error")
+    for name, g in groups.items():
+        table.add_row(name, str(g["count"]), _percent(g["median_error"]), _percent(g["p90_error"]), _number(g["rank_correlation"]))
+    console.print(table)
+    for r in rows:
+        if r["error"] is None:
+            console.print(f"not predicted: {r['case']}: {r['reason']}", markup=False)
+
+
+def _percent(x: float | None) -> str:
+    return "-" if x is None else f"{x:.1%}"
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3f}"
+
+
+def _write(page: Path, found: Mapping[str, Sequence[Mapping[str, Any]]], groups: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace what lies between the marks."""
+    from weft.core.errors import WeftError
+
+    text = page.read_text() if page.is_file() else ""
+    begin, end = MARKS
+    if begin not in text or end not in text:
+        raise WeftError(f"{page} has no place for the tables", needed=f"the lines {begin} and {end}", found="neither or one of them")
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    lines = ["| rows | count | median error | 90th percentile | rank correlation |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {name} | {g['count']} | {_percent(g['median_error'])} | {_percent(g['p90_error'])} | {_number(g['rank_correlation'])} |"
+        for name, g in groups.items()
+    ]
+    page.write_text("\n".join([f"{head}{begin}", "", *lines, *_published(found), "", f"{end}{tail}"]))
+
+
+def _published(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Row by row where a file has few of them."""
+    lines = []
+    for name, rows in found.items():
+        if len(rows) <= 60:
+            lines += ["", f"`{name}`, row by row:", "", "| row | measured | predicted | error |", "|---|---|---|---|"]
+            read = [r for r in rows if r["error"] is not None]
+            lines += [f"| {r['case']} | {r['measured']:,.4g} | {r['predicted']:,.4g} | {r['error']:+.1%} |" for r in read]
+    return lines

@@ -1,0 +1,43 @@
+"""`weft calibrate`: measure this machine's kernels and collectives, and write them as a profile for `--cluster`."""
+
+from __future__ import annotations
+
+import typer
+
+from weft.cli.output import console, emit
+
+
+def register(app: typer.Typer) -> None:
+    app.command("calibrate")(calibrate)
+
+
+def calibrate(
+    out: str = typer.Option("profile.json", "--out", help="Where to write the profile."),
+    name: str = typer.Option("", "--name", help="What to call the device; its own name if not given."),
+    device: str = typer.Option("", "--device", help="What to measure; the accelerator if there is one, else the processor."),
+    ranks: str = typer.Option("", "--ranks", help="Numbers of processes to time collectives between, as in 2,4."),
+    json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
+) -> None:
+    """Time products, attention, memory, launches and collectives here; write a profile in which each number says its origin."""
+    import json as text
+    import time
+    from pathlib import Path
+
+    from rich.progress import Progress
+
+    from weft.cluster.calibrate import calibrate as measure
+    from weft.cluster.profile import dump
+
+    began = time.perf_counter()
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        counts = [int(n) for n in ranks.split(",") if n]
+        found = measure(device, name, counts, lambda what, n, of: bar.update(task, description=what, completed=n, total=of))
+    Path(out).write_text(text.dumps(dump(found), indent=1) + "\n")
+    for key, constant in found.constants():
+        if not constant.origin.startswith(("datasheet", "table", "assumed")):
+            console.print(f"  {key:28} {constant.value:<12.4g} {constant.origin}", markup=False, highlight=False)
+    console.print(f"written to {out}; use it as --cluster {out}", markup=False)
+    if json:
+        taken = time.perf_counter() - began
+        emit({"profile": out, "name": found.name, "constants": {k: c.value for k, c in found.constants()}, "seconds": taken})

@@ -1,0 +1,126 @@
+"""`weft simulate MODEL --cluster SPEC ...`: step time, throughput, memory and where the time goes, without the cluster."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from weft.cli.output import console, emit
+
+if TYPE_CHECKING:
+    from weft.plan.fits import Fit
+    from weft.plan.setting import Setting
+    from weft.plan.simulate import Step
+
+
+def register(app: typer.Typer) -> None:
+    app.command("simulate")(simulate)
+
+
+def simulate(
+    model: str = typer.Argument(..., help="A model of the zoo by name."),
+    cluster: str = typer.Option(..., "--cluster", help="NODESxDEVICESxKIND, `+` between unequal groups, or a YAML file."),
+    batch: int = typer.Option(0, "--batch", help="Samples of a step over all devices; one micro-batch each if not given."),
+    micro_batch: int = typer.Option(1, "--micro-batch", help="Samples a device takes at a time."),
+    seq: int = typer.Option(0, "--seq", help="Sequence length, if not the model's own."),
+    dp: int = typer.Option(0, "--dp", help="Copies of the model; what is left of the devices if not given."),
+    tp: int = typer.Option(1, "--tp", help="Devices that share each product."),
+    pp: int = typer.Option(1, "--pp", help="Pipeline stages."),
+    cp: int = typer.Option(1, "--cp", help="Devices that share a sequence."),
+    ep: int = typer.Option(1, "--ep", help="Devices that share the experts."),
+    virtual: int = typer.Option(1, "--virtual", help="Chunks of layers per stage, for the interleaved schedule."),
+    zero: int = typer.Option(0, "--zero", help="What is sharded over copies: 1 optimizer, 2 gradients, 3 parameters too."),
+    recompute: str = typer.Option("none", "--recompute", help="none, selective, per-op or full."),
+    schedule: str = typer.Option("", "--schedule", help="gpipe, 1f1b, interleaved or zero-bubble."),
+    kernels: str = typer.Option("compiled", "--kernels", help="classic, eager or compiled."),
+    dtype: str = typer.Option("bf16", "--dtype", help="fp32, tf32, fp16, bf16 or fp8."),
+    sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Cut tokens over tp between the products."),
+    overlap: bool = typer.Option(True, help="Gradients and parameters travel beside compute."),
+    trace: str = typer.Option("", "--trace", help="Write the timeline for Chrome or Perfetto to this file."),
+    json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
+) -> None:
+    """Foresee one training step: time, tokens per second, utilisation, memory, and what to change if it does not fit."""
+    from weft.cluster import spec
+    from weft.plan.fits import fit
+    from weft.plan.models import shape
+    from weft.plan.setting import Setting
+    from weft.plan.simulate import simulate as run
+    from weft.plan.transformer import workload
+
+    began = time.perf_counter()
+    place = spec.cluster(cluster)
+    sizes = shape(model, **({"seq": seq} if seq else {}))
+    copies = dp or max(1, place.devices // (tp * pp * cp))
+    setting = Setting(
+        global_batch=batch or copies * micro_batch * max(1, 4 * pp if pp > 1 else 1), micro_batch=micro_batch,
+        dp=copies, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual, zero=zero, recompute=recompute,
+        schedule=schedule or ("interleaved" if virtual > 1 else "1f1b"), kernels=kernels, dtype=dtype,
+        sequence_parallel=sequence_parallel, overlap_grads=overlap, overlap_params=overlap,
+    )  # fmt: skip
+    step = run(workload(sizes, setting), setting, place)
+    answer = fit(sizes, setting, place, step)
+    if trace:
+        _save_trace(step, trace)
+    _show(model, cluster, setting, step, answer)
+    if json:
+        emit({"model": model, "cluster": cluster, **_result(setting, step, answer), "seconds": time.perf_counter() - began})
+
+
+def _result(setting: Setting, step: Step, answer: Fit) -> dict[str, Any]:
+    communication = {k: v * 1e3 for k, v in step.causes.items() if k in AXES}
+    return {
+        "step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu,
+        "memory_gb": answer.needed / 1e9, "device_memory_gb": answer.memory / 1e9, "fits": answer.fits,
+        "largest_micro_batch": answer.largest, "changes": [{"try": c.says, "step_ms": c.step.seconds * 1e3} for c in answer.changes],
+        "breakdown_ms": {
+            "compute": step.causes.get("compute", 0.0) * 1e3, "host": step.causes.get("host", 0.0) * 1e3,
+            "exposed": communication, "hidden": {k: v * 1e3 for k, v in step.hidden.items() if v > 0},
+            "bubble": step.causes.get("bubble", 0.0) * 1e3, "optimizer": step.causes.get("optimizer", 0.0) * 1e3,
+        },
+        "memory_parts_gb": {k: v / 1e9 for k, v in step.peak_memory.parts().items()},
+        "micro_batches": setting.micro_batches,
+    }  # fmt: skip
+
+
+AXES = ("tp", "cp", "dp", "ep", "pp")
+MEANS = {
+    "compute": "the device computes", "host": "it waits for the host to issue", "bubble": "it waits for other stages",
+    "optimizer": "the optimizer", **{axis: f"it waits for communication along {axis}" for axis in AXES},
+}  # fmt: skip
+
+
+def _show(model: str, cluster: str, setting: Setting, step: Step, answer: Fit) -> None:
+    from rich.table import Table
+
+    console.print(f"[bold]{model}[/] on {cluster}: {setting.global_batch} samples in {setting.micro_batches} micro-batches")
+    table = Table("the busiest stage", "ms", "share", box=None)
+    for cause, seconds in sorted(step.causes.items(), key=lambda item: -item[1]):
+        if seconds > 1e-6:
+            table.add_row(MEANS.get(cause, cause), f"{seconds * 1e3:,.2f}", f"{seconds / step.seconds:.1%}")
+    console.print(table)
+    hidden = ", ".join(f"{axis} {v * 1e3:,.1f} ms" for axis, v in step.hidden.items() if v > 1e-6)
+    console.print(f"step {step.seconds * 1e3:,.1f} ms, {step.tokens_per_second:,.0f} tokens/s, utilisation {step.mfu:.1%}")
+    if hidden:
+        console.print(f"hidden beside compute: {hidden}")
+    _show_memory(step, answer)
+
+
+def _show_memory(step: Step, answer: Fit) -> None:
+    parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in step.peak_memory.parts().items() if v > 5e7)
+    console.print(f"memory {answer.needed / 1e9:.1f} of {answer.memory / 1e9:.1f} GB: {parts}, the rest allowance")
+    if answer.fits:
+        console.print(f"[green]it fits[/]; so would micro-batches of up to {answer.largest}")
+        return
+    console.print("[red]it does not fit[/]; " + (f"micro-batches of {answer.largest} would" if answer.largest else "not even one sample"))
+    for change in answer.changes[:5]:
+        console.print(f"  try {change.says}: fits, {change.step.seconds * 1e3:,.0f} ms", highlight=False)
+
+
+def _save_trace(step: Step, path: str) -> None:
+    import json
+    from pathlib import Path
+
+    Path(path).write_text(json.dumps(step.timeline.chrome()))
+    console.print(f"timeline written to {path}; open it in Perfetto or chrome://tracing")

@@ -1,0 +1,218 @@
+"""Measure the machine at hand and write what was found as a profile.
+
+A known device keeps its datasheet constants; for others the best rate seen stands in for the peak. Constants of the product
+surface and of the links are fitted to the samples by going round the logarithms of one constant after another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weft.cluster import collectives as cost
+from weft.cluster import kernels, local, measure
+from weft.cluster.collectives import Ranks
+from weft.cluster.local import Sent
+from weft.cluster.measure import Product
+from weft.cluster.profile import Constant, Device, Link, Profile, load, names
+from weft.cluster.spec import Cluster, Nodes
+from weft.core.errors import ClusterError
+
+Progress = Callable[[str, int, int], None]
+SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
+LINK = ("launch", "low_step", "bulk", "bulk_step", "efficiency", "small")
+
+
+def calibrate(device: str = "", name: str = "", ranks: Sequence[int] = (), progress: Progress = lambda *_: None) -> Profile:
+    """The profile of this machine. `ranks` are the numbers of processes between which collectives are timed."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ClusterError("this kind of device cannot be measured", needed="cpu or cuda", found=device)
+    base = known(device)
+    counts = tuple(ranks) or _usual_ranks(device)
+    steps = len(list(measure.samples(device))) + len(counts)
+    taken = []
+    for n, count in enumerate(counts):  # first, while this process has no context on the device yet
+        progress(f"collectives of {count}", n, steps)
+        taken += local.collectives(device, count)
+    seen = _alone_or_together(device, progress, len(counts), steps)
+    progress("fitting", steps, steps)
+    found = _device(device, base, name or _name(device), seen)
+    node = max(counts, default=base.node_size if base else 1)
+    return Profile(found.name, found, node, _links(base, taken, node))
+
+
+def _usual_ranks(device: str) -> tuple[int, ...]:
+    if device == "cpu":
+        return (2, 4)
+    count = torch.cuda.device_count()
+    return tuple(n for n in (2, 4, 8) if n <= count)
+
+
+def _alone_or_together(device: str, progress: Progress, done: int, steps: int) -> list[Any]:
+    """Samples of one device; on CPUs taken by as many processes at once as there are cores, as ranks will run."""
+    if device == "cpu":
+        progress("kernels on every core", done, steps)
+        return local.together(min(2, _cores()), "cpu", _AllSamples())[0]
+    seen = []
+    for n, (what, sample) in enumerate(measure.samples(device)):
+        progress(what, done + n, steps)
+        seen.append(sample())
+    return seen
+
+
+class _AllSamples:
+    def __call__(self, rank: int) -> list[Any]:
+        return [sample() for _, sample in measure.samples("cpu")]
+
+
+def known(device: str) -> Profile | None:
+    """The shipped profile of this device, if there is one."""
+    if device == "cpu":
+        return None
+    said = torch.cuda.get_device_name().upper()
+    return next((load(n) for n in sorted(names(), key=len, reverse=True) if n.upper() in said), None)
+
+
+def _name(device: str) -> str:
+    return torch.cuda.get_device_name().replace(" ", "-") if device != "cpu" else f"cpu-{platform.machine()}-{_cores()}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- the device
+
+
+def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> Device:
+    timed = [s for s in seen if isinstance(s, Product)]
+    others = [s for s in seen if not isinstance(s, Product)]
+    (bandwidth, near), (kernel, host), wide, narrow, misaligned, sustained, compiled, workspace = others
+    by = f"measured: weft calibrate, torch {torch.__version__.split('+')[0]}"
+    constants = dict(base.device.constants) if base else _unknown(device, timed, by)
+    main = "bf16" if device != "cpu" else "fp32"
+    peak = constants[f"peak.{main}"].value
+    ceiling = constants["memory.bandwidth"].value if base else bandwidth
+    found = {
+        "memory.efficiency": bandwidth / ceiling, "kernel.launch": kernel, "host.launch": host,
+        "attention.forward": wide[0] / peak, "attention.backward": wide[1] / peak,
+        "attention.narrow": math.log2(max(1e-3, wide[0] / max(narrow[0], 1.0))), "gemm.misaligned": misaligned,
+        "gemm.sustained": sustained, "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, near, kernel),
+        "host.compiled": compiled, "workspace.bytes": workspace,
+    }  # fmt: skip
+    if not base:
+        constants["memory.bandwidth"] = Constant(bandwidth, by)
+    constants |= {key: Constant(float(f"{value:.4g}"), by) for key, value in found.items()}
+    constants |= {key: Constant(start, by) for key, start in zip(SURFACE, (0.8, kernel, 1e-6, 500.0), strict=True)}
+    return _fit_products(Device(name, constants), timed, main, by)
+
+
+def _less_launch(device: str, rate: float, kernel: float) -> float:
+    """The rate of a cached pass without the launch it was timed with."""
+    size = measure.cached(device)
+    return size / max(size / rate - kernel, 0.2 * size / rate)
+
+
+def _unknown(device: str, timed: Sequence[Product], by: str) -> dict[str, Constant]:
+    """What a datasheet would say, from the best that was seen."""
+    rates = {d: max((p.flops / p.seconds for p in timed if p.dtype == d), default=0.0) for d in measure.DTYPES}
+    best = max(rates.values())
+    how = f"{by}; the best product seen is taken for nine tenths"
+    constants = {f"peak.{d}": Constant((r or best) / 0.9, how) for d, r in rates.items()}
+    size = torch.cuda.get_device_properties(0).total_memory if device != "cpu" else _memory() / _cores()
+    units = torch.cuda.get_device_properties(0).multi_processor_count if device != "cpu" else 1
+    return constants | {
+        "memory.bytes": Constant(float(size), by), "units": Constant(float(units), by), "cores": Constant(float(_cores()), by),
+    }  # fmt: skip
+
+
+def _memory() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _fit_products(device: Device, timed: Sequence[Product], main: str, by: str) -> Device:
+    """The surface on the main dtype; one efficiency for each other."""
+    burst = {"gemm.sustained": Constant(1.0, by)}
+
+    def predict(values: Mapping[str, float], p: Product) -> float:
+        made = Device(device.name, {**device.constants, **burst, **{k: Constant(v, by) for k, v in values.items()}})
+        return kernels.product(made, p.m, p.n, p.k, p.batch, p.dtype)
+
+    ours = [p for p in timed if p.dtype == main]
+    found = descend({k: device.get(k) for k in SURFACE}, ours, predict, lambda p: p.seconds)
+    for dtype in {p.dtype for p in timed} - {main}:
+        key = f"gemm.efficiency.{dtype}"
+        some = [p for p in timed if p.dtype == dtype]
+        only = descend({key: 0.8}, some, lambda v, p: predict({**found, **v}, p), lambda p: p.seconds)  # noqa: B023
+        found |= only
+    fitted = {k: Constant(float(f"{v:.4g}"), f"fitted: {by}") for k, v in found.items()}
+    return Device(device.name, {**device.constants, **fitted})
+
+
+# --- the links
+
+
+def _links(base: Profile | None, taken: Sequence[Sent], node: int) -> tuple[Link, ...]:
+    if not taken:
+        return base.links if base else (_first_guess(1e9, node),)
+    fastest = max(s.size * cost.wire(s.kind, s.ranks) / s.seconds for s in taken)
+    start = base.links[0] if base else _first_guess(fastest, node)
+    start = dataclasses.replace(start, span=node)
+    by = "fitted: weft calibrate, collectives between local ranks"
+
+    def predict(values: Mapping[str, float], sent: Sent) -> float:
+        link = dataclasses.replace(start, constants={**start.constants, **{k: Constant(v, by) for k, v in values.items()}})
+        device = Device("local", {})
+        cluster = Cluster("local", (Nodes(1, node, Profile("local", device, node, (link,))),))
+        return cost.seconds(cluster, sent.kind, sent.size, Ranks((sent.ranks,)))
+
+    found = descend({k: start.get(k) for k in LINK}, taken, predict, lambda s: s.seconds)
+    fitted = {k: Constant(float(f"{v:.4g}"), by) for k, v in found.items()}
+    link = dataclasses.replace(start, constants={**start.constants, **fitted})
+    return (link, *base.links[1:]) if base else (link,)
+
+
+def _first_guess(bandwidth: float, node: int) -> Link:
+    guess = "assumed: where the fit began"
+    values = {
+        "efficiency": 0.8, "small": 0.1, "launch": 1e-4, "low": 0.0, "low_step": 1e-5, "low_share": 0.5, "bulk": 1e-5, "bulk_step": 1e-5,
+    }  # fmt: skip
+    constants = {key: Constant(value, guess) for key, value in values.items()}
+    best = Constant(bandwidth / 0.8, "measured: the fastest collective seen, taken for eight tenths")
+    return Link("local", node, {**constants, "bandwidth": best})
+
+
+# --- fitting without a solver
+
+
+def descend(
+    start: Mapping[str, float], samples: Sequence[Any], predict: Callable[[Mapping[str, float], Any], float],
+    measured: Callable[[Any], float], rounds: int = 40,
+) -> dict[str, float]:  # fmt: skip
+    """Make the mean absolute logarithm of predicted over measured small, one constant at a time, in shrinking steps."""
+    best = dict(start)
+
+    def loss(values: Mapping[str, float]) -> float:
+        return sum(abs(math.log(predict(values, s) / measured(s))) for s in samples) / len(samples)
+
+    least, step = loss(best), 0.7
+    for _ in range(rounds):
+        before = least
+        for key in best:
+            for factor in (math.exp(step), math.exp(-step)):
+                tried = {**best, key: min(best[key] * factor, 0.97) if "efficiency" in key or key == "small" else best[key] * factor}
+                found = loss(tried)
+                if found < least:
+                    best, least = tried, found
+        if least > before - 1e-5:
+            step *= 0.6
+        if step < 1e-3:
+            break
+    return best

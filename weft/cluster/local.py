@@ -1,0 +1,118 @@
+"""Time collectives between processes of this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import RuntimeFault
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SIZES = tuple(2**p for p in (12, 16, 18, 20, 22, 24))
+
+
+# torch 2.13 renames them and warns of the old names
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective of `size` bytes (the whole tensor; one rank's part for all_to_all) over `ranks` processes."""
+
+    kind: str
+    size: int
+    ranks: int
+    seconds: float
+
+
+def together(ranks: int, device: str, work: Callable[[int], Any], timeout: float = 240.0) -> list[Any]:
+    """Run `work(rank)` in that many joined processes and return what each gave back."""
+    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            context.Process(target=_worker, args=(r, ranks, device, store, work, pipes[r][1]), daemon=True) for r in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return [_receive(pipe, process, timeout) for (pipe, _), process in zip(pipes, processes, strict=True)]
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+
+
+def _receive(pipe: Any, process: Any, timeout: float) -> Any:
+    if not pipe.poll(timeout):
+        raise RuntimeFault("a rank gave no answer", needed=f"an answer within {timeout:g} s", found=f"exit code {process.exitcode}")
+    answer, error = pipe.recv()
+    if error:
+        raise RuntimeFault("a rank failed while it was timed", found=error)
+    return answer
+
+
+def _worker(rank: int, ranks: int, device: str, store: str, work: Callable[[int], Any], pipe: Any) -> None:
+    try:
+        torch.set_num_threads(1)
+        if device != "cpu":
+            torch.cuda.set_device(rank)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", init_method=store, rank=rank, world_size=ranks)
+        pipe.send((work(rank), ""))
+        dist.destroy_process_group()
+    except Exception as error:
+        pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+def collectives(device: str, ranks: int) -> list[Sent]:
+    """Every kind and size between `ranks` processes."""
+    return together(ranks, device, Timing(device, ranks))[0]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The work of one rank; a class, so that it can be sent to a spawned process."""
+
+    device: str
+    ranks: int
+    sizes: Sequence[int] = SIZES
+
+    def __call__(self, rank: int) -> list[Sent]:
+        sizes = self.sizes if self.device == "cpu" else (*self.sizes, 2**27, 2**30)
+        return [Sent(kind, size, self.ranks, self.one(kind, size)) for kind in KINDS for size in sizes]
+
+    def one(self, kind: str, size: int) -> float:
+        count = size // 4
+        whole = torch.ones(count, device=self.device)
+        part = torch.ones(count // self.ranks, device=self.device)
+        call = {
+            "all_reduce": lambda: dist.all_reduce(whole),
+            "all_gather": lambda: _GATHER(whole, part),
+            "reduce_scatter": lambda: _SCATTER(part, whole),
+            "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        }[kind]
+        return self.usual(call, 12 if size <= 2**22 else 6)
+
+    def usual(self, call: Callable[[], Any], times: int) -> float:
+        """The lower quartile: others on the machine only add."""
+        taken = []
+        for n in range(times + 2):
+            dist.barrier()
+            began = time.perf_counter()
+            call()
+            if self.device != "cpu":
+                torch.cuda.synchronize()
+            if n >= 2:
+                taken.append(time.perf_counter() - began)
+        return sorted(taken)[len(taken) // 4]

@@ -1,0 +1,241 @@
+"""What a compiler makes of a graph of torch ops: which run as one kernel, what those read and write, what is held when.
+
+Products, attention and scatters stay kernels of their own. All others fuse with the ones they feed, unless a kernel of its
+own lies between; two ops are of one group when they are joined by edges and equally many such kernels lie above them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from weft.plan.observe import ROUND, VIEWS, Observed, Recorder, kernels
+from weft.plan.workload import Op, Touch
+
+ALONE = (
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward", "scaled_dot_product",
+    "index_put", "scatter", "sort", "topk", "_grouped_mm",
+)  # fmt: skip
+LOOP = 4096  # a reduction over more elements reads its input again for each further pass
+
+
+def observe_compiled(make: Callable[[Callable[..., Any]], Callable[[], Any]], warm: int = 1) -> Observed:
+    """What a compiled step does. `make` is given `torch.compile` with a backend that records, and returns the step."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        recorder = Recorder()
+
+        def compiled(fn: Any) -> Any:
+            torch._dynamo.reset()
+            return torch.compile(fn, backend=_backend(recorder))
+
+        with recorder:
+            step = make(compiled)
+            for _ in range(warm):
+                step()
+            recorder.begin()
+            step()
+    return recorder.seen
+
+
+def _backend(recorder: Recorder) -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(gm: GraphModule, _: Any) -> Any:
+        return _Compiled(Fused(gm), recorder)
+
+    return aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
+        decompositions=select_decomp_table, partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+
+
+@dataclass
+class _Compiled:
+    """Stands for the compiled graph: gives its outputs, and tells the recorder of its kernels and of its memory."""
+
+    fused: Fused
+    recorder: Recorder
+    _boxed_call: bool = True
+
+    def __call__(self, args: list[Any]) -> Any:
+        self.recorder.seen.ops.extend(self.fused.ops)
+        self.recorder.seen.peak = max(self.recorder.seen.peak, self.recorder.live + self.fused.peak)
+        given = list(args)
+        args.clear()
+        with self.recorder.paused():
+            out = self.fused.gm(*given)
+        del given
+        for tensor in out:
+            if isinstance(tensor, torch.Tensor):
+                self.recorder.follow(tensor)
+        return out
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A graph cut into kernels."""
+
+    gm: GraphModule
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        return [n for n in self.gm.graph.nodes if n.op == "call_function" and n.name not in self.views and _has_value(n)]
+
+    @cached_property
+    def views(self) -> dict[str, Node]:
+        """What each view, and each part of a result, is a view of."""
+        found: dict[str, Node] = {}
+        for node in self.gm.graph.nodes:
+            if node.op == "call_function" and (_name(node) in VIEWS or "getitem" in str(node.target)) and node.all_input_nodes:
+                source = node.all_input_nodes[0]
+                found[node.name] = found.get(source.name, source) if "getitem" not in str(node.target) else source
+        return found
+
+    def base(self, node: Node) -> Node:
+        while node.name in self.views:
+            node = self.views[node.name]
+        return node
+
+    def inputs(self, node: Node) -> list[Node]:
+        return [self.base(n) for n in node.all_input_nodes]
+
+    @cached_property
+    def depth(self) -> dict[str, int]:
+        """Kernels of their own above a node, itself included."""
+        found: dict[str, int] = defaultdict(int)
+        for node in self.nodes:
+            above = max((found[i.name] + _alone(i) for i in self.inputs(node)), default=0)
+            found[node.name] = above + (_alone(node) and any(not _alone(i) and i.op == "call_function" for i in self.inputs(node)))
+        return found
+
+    @cached_property
+    def groups(self) -> list[list[Node]]:
+        """Kernels in order: one node, or several that fuse."""
+        parent: dict[str, str] = {}
+
+        def find(name: str) -> str:
+            while parent[name] != name:
+                name = parent[name]
+            return name
+
+        for node in self.nodes:
+            parent[node.name] = node.name
+            if _alone(node):
+                continue
+            for source in self.inputs(node):
+                if source.name in parent and not _alone(source) and self.depth[source.name] == self.depth[node.name]:
+                    parent[find(source.name)] = find(node.name)
+        members: dict[str, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            members[find(node.name)].append(node)
+        place = {n.name: i for i, n in enumerate(self.nodes)}
+        return sorted(members.values(), key=lambda group: place[group[-1].name])
+
+    @cached_property
+    def users(self) -> dict[str, list[Node]]:
+        """Who reads a node, itself or through views."""
+        found: dict[str, list[Node]] = defaultdict(list)
+        for node in self.gm.graph.nodes:
+            if node.name not in self.views:
+                for source in node.all_input_nodes:
+                    found[self.base(source).name].append(node)
+        return found
+
+    def outputs(self, group: Sequence[Node]) -> list[Node]:
+        inside = {n.name for n in group}
+        return [n for n in group if any(u.name not in inside for u in self.users[n.name])]
+
+    @cached_property
+    def ops(self) -> list[Op]:
+        return [op for group in self.groups for op in self.records(group)]
+
+    def records(self, group: Sequence[Node]) -> Iterator[Op]:
+        first = group[0]
+        if len(group) == 1 and _alone(first):
+            values = torch.fx.node.map_arg((first.args, first.kwargs), lambda n: n.meta.get("val"))
+            yield from kernels(first.target, values[0], values[1], first.meta["val"])
+            return
+        inside = {n.name for n in group}
+        read = {i.name: i for n in group for i in self.inputs(n) if i.name not in inside and _has_value(i)}
+        passes = 1 + min(2, sum(_reduced(n) > LOOP for n in group) // 2)
+        size = passes * sum(_size(n) for n in read.values()) + sum(_size(n) for n in self.outputs(group))
+        if size:
+            yield Touch("fused " + " ".join(dict.fromkeys(_name(n) for n in group[:4])), float(size), 0)
+
+    @cached_property
+    def peak(self) -> int:
+        """The most held beyond what is held when the graph is called. Its activations are freed after their last use."""
+        order = {n.name: i for i, group in enumerate(self.groups) for n in group}
+        last = {name: max((order.get(u.name, len(self.groups)) for u in users), default=0) for name, users in self.users.items()}
+        dies: dict[int, list[int]] = defaultdict(list)
+        for node in self.gm.graph.nodes:
+            given = node.op == "placeholder" and not node.name.startswith("primals")
+            made = node.name in order and node in self.outputs(self.groups[order[node.name]])
+            if (given or made) and last.get(node.name, len(self.groups)) < len(self.groups):
+                dies[last[node.name]].append(_size(node))
+        now = most = 0
+        for i, group in enumerate(self.groups):
+            gone = dies[i]
+            for size in (_size(n) for n in self.outputs(group)):
+                if not _alone(group[0]) and size in gone:  # written over an input that is read for the last time
+                    gone.remove(size)
+                else:
+                    now += size
+            most = max(most, now)
+            now -= sum(gone)
+        return most
+
+
+def _name(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else str(node.target)
+
+
+def _alone(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    name = _name(node)
+    if name == "scatter" and isinstance(node.args[0], Node) and _name(node.args[0]) in ("full", "zeros", "full_like"):
+        return False  # one place of each row set in a constant: a comparison of indices
+    return name in ALONE or any(name.startswith((a, f"_{a}")) for a in ALONE[7:]) or _over_rows(node)
+
+
+def _over_rows(node: Node) -> bool:
+    """A sum over the leading dims, as of bias gradients, walks memory the other way than all around it."""
+    if _name(node) not in ("sum", "mean", "amax") or len(node.args) < 2 or not _has_value(node.args[0]):
+        return False
+    dims, rank = node.args[1], node.args[0].meta["val"].dim()
+    return isinstance(dims, (list, tuple)) and rank - 1 not in [d % rank for d in dims] and rank > 1
+
+
+def _reduced(node: Node) -> int:
+    """Elements each result of a reduction is made of."""
+    if _name(node) not in ("sum", "mean", "amax", "var_mean", "max", "prod", "any", "logsumexp"):
+        return 0
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    value = node.meta["val"]
+    out = value[0] if isinstance(value, (tuple, list)) else value
+    return source.meta["val"].numel() // max(1, out.numel()) if source is not None and _has_value(source) else 0
+
+
+def _has_value(node: Any) -> bool:
+    return isinstance(node, Node) and any(isinstance(t, torch.Tensor) for t in _values(node))
+
+
+def _values(node: Node) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _size(node: Node) -> int:
+    return sum(-(-t.numel() * t.element_size() // ROUND) * ROUND for t in _values(node) if isinstance(t, torch.Tensor))
