@@ -61,7 +61,13 @@ def trace(fn: Callable[..., Any], mesh: Mesh, *, name: str | None = None, state:
         result = fn(**args)
     outputs: dict[str, Node] = {}
     _collect("out" if not isinstance(result, (dict, list, tuple)) else "", result, outputs)
-    return new_program(name or fn.__name__, mesh, list(flat.values()), outputs, state=_state(flat, outputs, state), lines=lines)
+    return new_program(name or _name_of(fn), mesh, list(flat.values()), outputs, state=_state(flat, outputs, state), lines=lines)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    """A lambda has no name that could be read back."""
+    name = getattr(fn, "__name__", "")
+    return name if name.isidentifier() else "program"
 
 
 def _declare(key: str, spec: Any, mesh: Mesh, flat: dict[str, Node]) -> Any:
@@ -70,7 +76,9 @@ def _declare(key: str, spec: Any, mesh: Mesh, flat: dict[str, Node]) -> Any:
     if isinstance(spec, (list, tuple)):
         return [_declare(f"{key}.{i}", s, mesh, flat) for i, s in enumerate(spec)]
     if not isinstance(spec, Spec):
-        raise WeftError(f"input {key!r} is not described", needed="tensor(dtype, *shape, axis=placement)", found=repr(spec), where=user_line())
+        raise WeftError(
+            f"input {key!r} is not described", needed="tensor(dtype, *shape, axis=placement)", found=repr(spec), where=user_line()
+        )
     flat[key] = input_node(key, spec.type_on(mesh))
     return flat[key]
 

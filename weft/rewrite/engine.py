@@ -32,7 +32,9 @@ class Rule:
         known = {k for e in self.left for k in holes_of(e)}
         stray = [k for e in self.right for k in holes_of(e) if k not in known]
         if stray:
-            raise InvalidTransform(f"rule {self.name} uses {stray[0]} on the right only", needed="every hole to stand on the left", found=stray[0])
+            raise InvalidTransform(
+                f"rule {self.name} uses {stray[0]} on the right only", needed="every hole to stand on the left", found=stray[0]
+            )
 
     @property
     def holes(self) -> dict[str, Hole]:
@@ -52,17 +54,18 @@ def rule(name: str, left: Any, right: Any, doc: str = "") -> Rule:
 
 
 def match_rule(r: Rule, places: Sequence[Node]) -> Bindings | None:
-    bound: Bindings | None = {}
+    bound: Bindings = {}
     for expr, node in zip(r.left, places, strict=True):
-        bound = match(expr, node, bound)
-        if bound is None:
+        after = match(expr, node, bound)
+        if after is None:
             return None
+        bound = after
     return bound
 
 
 def find_matches(r: Rule, program: Program) -> list[tuple[tuple[Node, ...], Bindings]]:
     """Every place of a one-output rule where both sides type alike."""
-    found = []
+    found: list[tuple[tuple[Node, ...], Bindings]] = []
     for node in program.nodes:
         bound = match_rule(r, (node,)) if len(r.left) == 1 else None
         if bound is not None and _types_agree(r, (node,), bound):
@@ -81,7 +84,12 @@ def apply_rule(program: Program, r: Rule, places: Sequence[Node], step: str, *, 
     """The program with the rule used at the places; refused where it does not match or would change a type."""
     bound = match_rule(r, places)
     if bound is None:
-        raise InvalidTransform(f"{step}: the rule {r.name} does not match here", needed=", ".join(map(str, r.left)), found=repr(places[0]), program=excerpt(program, places[0]))
+        raise InvalidTransform(
+            f"{step}: the rule {r.name} does not match here",
+            needed=", ".join(map(str, r.left)),
+            found=repr(places[0]),
+            program=excerpt(program, places[0]),
+        )
     bound = {**bound, **(params or {})}
     new = [_built(program, r, e, bound, node, step) for e, node in zip(r.right, places, strict=True)]
     after = program.rewrite(dict(zip(places, new, strict=True)), step)
@@ -92,26 +100,41 @@ def apply_rule(program: Program, r: Rule, places: Sequence[Node], step: str, *, 
 def _require_groups_kept(before: Program, after: Program, step: str) -> None:
     """A group is a decision about its members as they are: a step may change what they read, not them, nor come between them."""
     for g in before.groups:
-        changed = next((n for n in g.nodes if (n.op, n.attrs) != (after.moved[n].op, after.moved[n].attrs)), None)
+        changed = next((n for n in g.nodes if not _only_remade(n, after.moved)), None)
         through = leaves_and_returns(after, {after.moved[n] for n in g.nodes}) if changed is None else None
         if changed is not None or through is not None:
             raise InvalidTransform(
                 f"{step} would break the {g.kind} group {g.name}",
                 needed=f"the members of {g.name} as they are, and nothing between them",
-                found=f"{changed.op.name} becomes {after.moved[changed].op.name}" if changed is not None else f"{through.op.name} comes between",  # type: ignore[union-attr]
+                found=f"{changed.op.name} becomes {after.moved[changed].op.name}"
+                if changed is not None
+                else f"{through.op.name} comes between",  # type: ignore[union-attr]
                 try_=f"the same before {g.kind}",
                 program=excerpt(before, changed or g.nodes[0]),
             )
     apart = groups_are_apart(after)
     if apart is not None:
-        raise InvalidTransform(f"{step} would join two groups", needed="a node in one group of a kind", found=apart, try_="the same before grouping")
+        raise InvalidTransform(
+            f"{step} would join two groups", needed="a node in one group of a kind", found=apart, try_="the same before grouping"
+        )
+
+
+def _only_remade(n: Node, moved: Mapping[Node, Node]) -> bool:
+    new = moved[n]
+    return (new.op, new.attrs, new.args) == (n.op, n.attrs, tuple(moved[a] for a in n.args))
 
 
 def _built(program: Program, r: Rule, expr: Any, bound: Bindings, node: Node, step: str) -> Node:
     try:
         new: Node = build(expr, bound)
     except WeftError as e:
-        raise InvalidTransform(f"{step} is not valid here: {e.message}", needed=e.needed, found=e.found, try_=e.repairs, program=excerpt(program, node), where=program.lines.get(node)) from e
+        raise InvalidTransform(
+            f"{step} is not valid here: {e.message}",
+            needed=e.needed,
+            found=e.found,
+            program=excerpt(program, node),
+            where=program.lines.get(node),
+        ) from e
     if new.types != node.types:
         raise InvalidTransform(
             f"{step} would change the layout",
@@ -154,7 +177,7 @@ def _erased(node: Node, args: list[Node]) -> Node:
     if kind == "COMM":
         return args[0] if len(args) == 1 else make(op_named("together"), tuple(args), {})
     if node.op.name == "item" and args[0].op.name == "together":
-        return args[0].args[node.attr("index")]
+        return args[0].args[int(node.attr("index"))]
     attrs = {k: LAYOUT_ATTRS.get(k, v) for k, v in node.attrs}
     if "mesh" in attrs:
         attrs["mesh"] = _ALONE.key

@@ -33,7 +33,12 @@ def name_in(p: Program, node: Node) -> str:
 
 def refuse(p: Program, node: Node, what: str, needed: str, found: str, repairs: Iterable[str] = ()) -> InvalidTransform:
     return InvalidTransform(
-        f"{what} is not valid here", needed=needed, found=found, try_=list(repairs), program=excerpt(p, node), where=p.lines.get(node) or None
+        f"{what} is not valid here",
+        needed=needed,
+        found=found,
+        try_=list(repairs),
+        program=excerpt(p, node),
+        where=p.lines.get(node) or None,
     )
 
 
@@ -95,7 +100,13 @@ def split(p: Program, at: Place, *, dim: int | None = None, within: Within = Non
     """
     node = expect(p, at, "split", comm.all_reduce, options=f", dim={dim}" if root is None else f", root={root}")
     if (dim is None) == (root is None):
-        raise refuse(p, node, "split", "dim= (reduce_scatter and all_gather) or root= (reduce and broadcast), and one of them", "both" if dim is not None else "neither")
+        raise refuse(
+            p,
+            node,
+            "split",
+            "dim= (reduce_scatter and all_gather) or root= (reduce and broadcast), and one of them",
+            "both" if dim is not None else "neither",
+        )
     name = name_in(p, node)
     if root is not None:
         return apply_rule(p, rules.split_root(node, root), [node], f"split {name} at root {root}")
@@ -104,7 +115,7 @@ def split(p: Program, at: Place, *, dim: int | None = None, within: Within = Non
         return apply_rule(p, rules.split_scatter(node, dim, within), [node], f"split {name} along dim {dim}")
     except InvalidTransform as e:
         others = [f'split(p, "{name}", dim={d})' for d in range(node.ndim) if d != dim]
-        raise with_repairs(e, tried(p, [*others, f'split(p, "{name}", root=0)'])) from e
+        raise with_repairs(e, tried(p, [*others, f'split(p, "{name}", root=0)']) or e.repairs) from e
 
 
 def with_repairs(e: InvalidTransform, repairs: Sequence[str]) -> InvalidTransform:
@@ -173,8 +184,14 @@ def results(p: Program, f: Node) -> list[Node]:
 def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, verb: str) -> None:
     readers = [f for f in p.users[node] if _passable(f, node)]
     if asked is not None and not any(f in readers for f in asked):
-        raise refuse(p, node, f"{verb} {name_in(p, node)}", "an op in `past` that reads it", f"none of {', '.join(name_in(p, f) for f in asked) or 'nothing'} does",
-                     tried(p, (f'{verb}(p, "{name_in(p, node)}", past="{name_in(p, f)}")' for f in readers)))  # fmt: skip
+        raise refuse(
+            p,
+            node,
+            f"{verb} {name_in(p, node)}",
+            "an op in `past` that reads it",
+            f"none of {', '.join(name_in(p, f) for f in asked) or 'nothing'} does",
+            tried(p, (f'{verb}(p, "{name_in(p, node)}", past="{name_in(p, f)}")' for f in readers)),
+        )
     if not readers:
         raise refuse(p, node, f"{verb} {name_in(p, node)}", "an op after it to pass", "only outputs or communication read it")
     step(p, readers[0], axis)  # raises its own reason
@@ -205,7 +222,14 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Progr
         lost = any(label not in out for out in eq.outs)
         if label in eq.whole or lost and f.op.kind is not Kind.REDUCE and not summing:
             verb = "sums over" if label not in eq.whole else "needs the whole of"
-            raise refuse(p, f, what, f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone", f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}", _other_dims(p, first, f, axis))
+            raise refuse(
+                p,
+                f,
+                what,
+                f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone",
+                f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}",
+                _other_dims(p, first, f, axis),
+            )
         gathered = [k for k in gathered if _cut_alike(f, eq, k, axis, label)]
     items = [] if len(f.types) == 1 else results(p, f)
     return apply_rule(p, rules.sink_gather(f, gathered, axis, items), items or [f], what)
@@ -239,7 +263,9 @@ def _sink_slice(p: Program, f: Node, axis: str) -> Program:
         raise refuse(p, f, what, "an op of one result", f"{f.op.name} gives {len(f.types)}")
     whole = [k for k, a in enumerate(f.args) if isinstance(a.type.on(axis), S) and not (a.op is comm.slice_ and a.attr("axis") == axis)]
     if whole:
-        raise refuse(p, f, what, f"every operand cut along {axis} to be a slice", f"operand {whole[0]} is {f.args[whole[0]].op.name}, cut already")
+        raise refuse(
+            p, f, what, f"every operand cut along {axis} to be a slice", f"operand {whole[0]} is {f.args[whole[0]].op.name}, cut already"
+        )
     if not isinstance(f.types[0].on(axis), S):
         raise refuse(p, f, what, f"{f.op.name} to keep the cut along {axis}", f"its result is {axis}:{f.types[0].on(axis)}")
     return apply_rule(p, rules.sink_slice(f, axis), [f], what)
@@ -265,7 +291,14 @@ def hoist(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None)
         new = q.moved[g]
         todo += [a for a in new.args if a.op is node.op and a.attr("axis") == node.attr("axis")]
     if not moved:
-        raise refuse(p, node, f"hoist {name_in(p, node)}", "`past` to name the op it reads", f"it reads {name_in(p, node.args[0])}", tried(p, [f'hoist(p, "{name_in(p, node)}")']))
+        raise refuse(
+            p,
+            node,
+            f"hoist {name_in(p, node)}",
+            "`past` to name the op it reads",
+            f"it reads {name_in(p, node.args[0])}",
+            tried(p, [f'hoist(p, "{name_in(p, node)}")']),
+        )
     return _as_one_step(p, q, f"hoist {name_in(p, node)} past {moved} op{'s' if moved > 1 else ''}")
 
 
@@ -284,30 +317,45 @@ def _hoist_one(p: Program, node: Node) -> Program:
 def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
     """A reduction moved after a linear op that reads it.
 
-        f(all_reduce(x), w)                  ->   all_reduce(f(x, w))             f linear in x
-        all_reduce(x) + all_reduce(y)        ->   all_reduce(x + y)
-        f(reduce_scatter(x), slice(y))       ->   reduce_scatter(f(x, y))         f slice-wise too
+    f(all_reduce(x), w)                  ->   all_reduce(f(x, w))             f linear in x
+    all_reduce(x) + all_reduce(y)        ->   all_reduce(x + y)
+    f(reduce_scatter(x), slice(y))       ->   reduce_scatter(f(x, y))         f slice-wise too
     """
     node = expect(p, at, "delay", comm.all_reduce, comm.reduce_scatter)
     readers = [f for f in p.users[node] if len(f.types) == 1]
     f = p.at(past) if past is not None else next(iter(readers), None)
     what = f"delay {name_in(p, node)}"
     if f is None or f not in readers:
-        raise refuse(p, node, what, "an op that reads it", "none" if f is None else f"{name_in(p, f)} does not", tried(p, (f'delay(p, "{name_in(p, node)}", past="{name_in(p, r)}")' for r in readers)))
+        raise refuse(
+            p,
+            node,
+            what,
+            "an op that reads it",
+            "none" if f is None else f"{name_in(p, f)} does not",
+            tried(p, (f'delay(p, "{name_in(p, node)}", past="{name_in(p, r)}")' for r in readers)),
+        )
     axis = node.attr("axis")
     sets = rules.reducible_sets(f, axis, node.op)
     make = rules.delay_sum if node.op is comm.all_reduce else rules.delay_scatter
     for chosen in sets:
         if works(lambda chosen=chosen: apply_rule(p, make(f, chosen), [f], what)):
             return apply_rule(p, make(f, chosen), [f], f"{what} past {f.op.name}")
-    raise refuse(p, f, f"{what} past {f.op.name}", f"{f.op.name} to be linear in {name_in(p, node)} with its other operands whole along {axis}", _why_not_linear(p, f, node, bool(sets)))
+    raise refuse(
+        p,
+        f,
+        f"{what} past {f.op.name}",
+        f"{f.op.name} to be linear in {name_in(p, node)} with its other operands whole along {axis}",
+        _why_not_linear(p, f, node, bool(sets)),
+    )
 
 
 def _why_not_linear(p: Program, f: Node, node: Node, some: bool) -> str:
     if some:
         return f"another operand of {f.op.name} is cut along {node.attr('axis')}"
     others = [name_in(p, a) if a.op.name != "const" else repr(a.attr("value")) for a in f.args if a is not node]
-    return f"{f.op.name} is not linear in it alone" + (f": {', '.join(others)} would be counted once per rank" if f.op.name in ("add", "sub") else "")
+    return f"{f.op.name} is not linear in it alone" + (
+        f": {', '.join(others)} would be counted once per rank" if f.op.name in ("add", "sub") else ""
+    )
 
 
 # -- state ---------------------------------------------------------------------------------------------------------------------
@@ -336,7 +384,9 @@ def _gather_at_use(p: Program, name: str) -> Program:
     m = p.input_names[name]
     cuts = [n for n in (*_next_value(p, name), *p.users[m]) if n.op in (comm.all_gather, comm.slice_)]
     if not cuts:
-        raise refuse(p, m, f"shard_state {name}", f"a slice of {name}, or a gather that makes its next value, to say how it is cut", "neither")
+        raise refuse(
+            p, m, f"shard_state {name}", f"a slice of {name}, or a gather that makes its next value, to say how it is cut", "neither"
+        )
     axis = cuts[0].attr("axis")
     cut = rules.cut_of(cuts[0].layout if cuts[0].op is comm.slice_ else cuts[0].args[0].layout, axis)
     assert cut is not None
@@ -353,7 +403,9 @@ def _slices_up(p: Program, name: str) -> Program:
         m = p.input_names[name]
         whole = [u for u in p.users[m] if u.op.kind in (Kind.POINTWISE, Kind.VIEW)]
         near = [s for u in whole for s in p.users[u] if s.op is comm.slice_] or [
-            s for s in p.find_all("slice") if s.args[0] not in p.inputs and m in p.needs(s.args[0]) and s.args[0].op.kind in (Kind.POINTWISE, Kind.VIEW)
+            s
+            for s in p.find_all("slice")
+            if s.args[0] not in p.inputs and m in p.needs(s.args[0]) and s.args[0].op.kind in (Kind.POINTWISE, Kind.VIEW)
         ]
         q = next((q for s in near if (q := _try_hoist(p, s)) is not None), None)
         if q is None:
@@ -375,7 +427,13 @@ def _shard_one(p: Program, name: str) -> Program:
     small = input_node(name, cut.type)
     for out in _next_value(p, name):
         if out.op is not comm.all_gather or out.args[0].type != cut.type:
-            raise refuse(p, out, what, f"the next value of {name} to be gathered from {cut.type}", f"{out.op.name} of {', '.join(str(a.type) for a in out.args)}")
+            raise refuse(
+                p,
+                out,
+                what,
+                f"the next value of {name} to be gathered from {cut.type}",
+                f"{out.op.name} of {', '.join(str(a.type) for a in out.args)}",
+            )
     q = p.rewrite({cut: small}, what, inputs={m: small})
     outputs = [(o, q.moved[p.output_names[o].args[0]] if o in outs else n) for o, n in q.outputs]
     return _as_one_step(p, q.with_outputs(outputs, what), what)
@@ -401,11 +459,15 @@ def _the_slice(p: Program, m: Node, name: str, what: str) -> Node:
 def drop_dead(p: Program, *outputs: str) -> Program:
     """What nothing reads, dropped: the outputs named, inverse pairs of layout changes, inputs no longer used.
 
-        slice(all_gather(x))   ->   x            all_gather(slice(x))   ->   x
+    slice(all_gather(x))   ->   x            all_gather(slice(x))   ->   x
     """
     unknown = [o for o in outputs if o not in p.output_names]
     if unknown or (outputs and len(outputs) == len(p.outputs)):
-        raise InvalidTransform(f"drop_dead of {', '.join(outputs)}", needed=f"some, not all, of the outputs {', '.join(p.output_names)}", found=unknown[0] if unknown else "all of them")
+        raise InvalidTransform(
+            f"drop_dead of {', '.join(outputs)}",
+            needed=f"some, not all, of the outputs {', '.join(p.output_names)}",
+            found=unknown[0] if unknown else "all of them",
+        )
     q = p
     if outputs:
         state = [(o, i) for o, i in p.state if o not in outputs]
@@ -416,7 +478,9 @@ def drop_dead(p: Program, *outputs: str) -> Program:
     if dead:
         q = q.with_outputs(q.outputs, "drop inputs", inputs=[n for n in q.inputs if n not in dead])
     if q is p:
-        raise InvalidTransform(f"drop_dead has nothing to drop in {p.name}", needed="an output to drop, an inverse pair, or an unread input", found="none")
+        raise InvalidTransform(
+            f"drop_dead has nothing to drop in {p.name}", needed="an output to drop, an inverse pair, or an unread input", found="none"
+        )
     return _as_one_step(p, q, "drop_dead" + (f" {', '.join(outputs)}" if outputs else ""))
 
 
@@ -454,7 +518,7 @@ def merge(p: Program, *places: Place) -> Program:
 def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
     """All_reduces of several tensors, made one over their flattened concatenation; `max_bytes` bounds each bucket.
 
-        all_reduce(x), all_reduce(y)   ->   pieces of all_reduce(concat(x, y))
+    all_reduce(x), all_reduce(y)   ->   pieces of all_reduce(concat(x, y))
     """
     nodes = _alike(p, places, "bucket", (comm.all_reduce,))
     q = p
@@ -463,7 +527,14 @@ def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
         if len(here) > 1:
             q = apply_rule(q, rules.bucket_all(here), here, "bucket")
     if q is p:
-        raise refuse(p, nodes[0], "bucket", "two tensors that fit one bucket", f"max_bytes={max_bytes}", tried(p, [f"bucket(p, {', '.join(quoted(p, nodes))})"]))
+        raise refuse(
+            p,
+            nodes[0],
+            "bucket",
+            "two tensors that fit one bucket",
+            f"max_bytes={max_bytes}",
+            tried(p, [f"bucket(p, {', '.join(quoted(p, nodes))})"]),
+        )
     return _as_one_step(p, q, f"bucket {', '.join(name_in(p, n) for n in nodes)}")
 
 
@@ -485,7 +556,13 @@ def _alike(p: Program, places: Sequence[Place], verb: str, ops: Sequence[Any]) -
         raise InvalidTransform(f"{verb} of {len(set(nodes))} collective", needed="two or more", found=str(len(set(nodes))))
     for n in nodes[1:]:
         if n.op is not nodes[0].op or n.attrs != nodes[0].attrs:
-            raise refuse(p, n, f"{verb} with {name_in(p, nodes[0])}", f"{nodes[0].op.name} with {dict(nodes[0].attrs)}", f"{n.op.name} with {dict(n.attrs)}")
+            raise refuse(
+                p,
+                n,
+                f"{verb} with {name_in(p, nodes[0])}",
+                f"{nodes[0].op.name} with {dict(nodes[0].attrs)}",
+                f"{n.op.name} with {dict(n.attrs)}",
+            )
     for a in nodes:
         waits = [b for b in nodes if b is not a and b in p.needs(a)]
         if waits:
@@ -496,15 +573,21 @@ def _alike(p: Program, places: Sequence[Place], verb: str, ops: Sequence[Any]) -
 def by_hierarchy(p: Program, at: Place, *, inside: str, dim: int = 0) -> Program:
     """A sum over two axes, done inside the node first and across nodes on slices.
 
-        all_reduce(all_reduce(x, a), b)   ->   all_gather(all_reduce(reduce_scatter(x, inside), across), inside)
+    all_reduce(all_reduce(x, a), b)   ->   all_gather(all_reduce(reduce_scatter(x, inside), across), inside)
     """
     node = expect(p, at, "by_hierarchy", comm.all_reduce, options=f", inside={inside!r}, dim={dim}")
     inner = node.args[0]
     p.mesh.require(inside)
     if inner.op is not comm.all_reduce or len(inner.args) != 1 or inside not in (node.attr("axis"), inner.attr("axis")):
         after = [u for u in p.users[node] if u.op is comm.all_reduce]
-        raise refuse(p, node, "by_hierarchy", f"an all_reduce of an all_reduce, one of them along {inside}", f"{node.op.name} along {node.attr('axis')} of {inner.op.name}",
-                     tried(p, (f'by_hierarchy(p, "{name_in(p, u)}", inside={inside!r}, dim={dim})' for u in after)))  # fmt: skip
+        raise refuse(
+            p,
+            node,
+            "by_hierarchy",
+            f"an all_reduce of an all_reduce, one of them along {inside}",
+            f"{node.op.name} along {node.attr('axis')} of {inner.op.name}",
+            tried(p, (f'by_hierarchy(p, "{name_in(p, u)}", inside={inside!r}, dim={dim})' for u in after)),
+        )
     return apply_rule(p, rules.hierarchy(node, inside, dim), [node], f"by_hierarchy {name_in(p, node)} inside {inside}")
 
 

@@ -41,9 +41,9 @@ def _norm(m: Maker) -> Any:
 def _order(m: Maker) -> Any:
     x = m.some(1)
     d = m.dim(x)
-    k = m.rng.randint(1, x.shape[d]) if x.shape[d] else 0
-    fn = m.rng.choice((lambda v: cumsum(v, d, m.rng.random() < 0.3), lambda v: argmax(v, d), lambda v: sort(v, d, m.rng.random() < 0.5), lambda v: topk(v, k, d)))
-    return m.emit(fn, x)
+    k, turned = m.rng.randint(min(1, x.shape[d]), x.shape[d]), m.rng.random() < 0.4
+    ways = (lambda v: cumsum(v, d, turned), lambda v: argmax(v, d), lambda v: sort(v, d, turned), lambda v: topk(v, k, d))
+    return m.emit(m.rng.choice(ways), x)
 
 
 @makes("take")
@@ -108,7 +108,8 @@ def _attention_inputs(m: Maker) -> tuple[Node, Node, Node]:
 @makes("attention")
 def _attention(m: Maker) -> Any:
     q, k, v = _attention_inputs(m)
-    options: dict[str, Any] = m.rng.choice(({}, {"causal": True}, {"window": 2, "causal": True}, {"causal": True, "offset": k.shape[2] - q.shape[2]}))
+    shifted = {"causal": True, "offset": k.shape[2] - q.shape[2]}
+    options: dict[str, Any] = m.rng.choice(({}, {"causal": True}, {"window": 2, "causal": True}, shifted))
     fn = attention_over_keys if m.rng.random() < 0.3 else attention
     if m.rng.random() < 0.3:
         mask = m.sized((m.rng.choice((1, q.shape[0])), m.rng.choice((1, q.shape[1])), q.shape[2], k.shape[2]))

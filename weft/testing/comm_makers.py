@@ -87,12 +87,15 @@ def _backward_of(forward: str) -> Grow:
     return grow
 
 
-MAKERS |= {
-    "softmax_backward": _backward_of("softmax"), "log_softmax_backward": _backward_of("softmax"),
-    "layer_norm_backward": _backward_of("layer_norm"), "rms_norm_backward": _backward_of("rms_norm"),
-    "cross_entropy_backward": _backward_of("cross_entropy"), "slot_dots": _backward_of("combine"),
-    "attention_backward": _backward_of("attention"), "attention_lse_backward": _backward_of("attention"),
-    "attention_mask_backward": _backward_of("attention"), "conv2d_input_grad": _backward_of("conv2d"), "conv2d_weight_grad": _backward_of("conv2d"),
-    "avg_pool2d_backward": _backward_of("avg_pool2d"), "adaptive_avg_pool2d_backward": _backward_of("adaptive_avg_pool2d"),
-    "max_pool2d_backward": _backward_of("max_pool2d"),
-}  # fmt: skip
+FORWARD = {
+    "softmax": ("softmax_backward", "log_softmax_backward"),
+    "layer_norm": ("layer_norm_backward", "rms_norm_backward"),
+    "cross_entropy": ("cross_entropy_backward",),
+    "combine": ("slot_dots",),
+    "attention": ("attention_backward", "attention_lse_backward", "attention_mask_backward"),
+    "conv2d": ("conv2d_input_grad", "conv2d_weight_grad"),
+    "avg_pool2d": ("avg_pool2d_backward",),
+    "adaptive_avg_pool2d": ("adaptive_avg_pool2d_backward",),
+    "max_pool2d": ("max_pool2d_backward",),
+}
+MAKERS |= {back: _backward_of(forward) for forward, backs in FORWARD.items() for back in backs}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from weft.testing.programs import Sample, random_program
 from weft.testing.same import MeaningChanged, check_form, check_values, close
 from weft.testing.schedules import Step, propose
 
+Tensors = dict[str, torch.Tensor]
 STEPS = 10  # verb calls tried per program
 EVERY_GRADIENT = 4  # one program in so many is differentiated too
 EVERY_FIELD = 2
@@ -34,6 +35,9 @@ class Focus:
     verbs: Sequence[str] | None = None
     motifs: Sequence[str] | None = None
     gradients: int = EVERY_GRADIENT
+
+
+EVERYTHING = Focus()
 
 
 @dataclass
@@ -54,9 +58,15 @@ class Tally:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "programs": self.programs, "applied": dict(sorted(self.applied.items())), "refused": sum(self.refused.values()), "mismatches": self.mismatches,
-            "gradients": self.gradients, "exact": self.exact, "refused_by": dict(sorted(self.refused.items())), "ops": dict(sorted(self.ops.items())),
-        }  # fmt: skip
+            "programs": self.programs,
+            "applied": dict(sorted(self.applied.items())),
+            "refused": sum(self.refused.values()),
+            "mismatches": self.mismatches,
+            "gradients": self.gradients,
+            "exact": self.exact,
+            "refused_by": dict(sorted(self.refused.items())),
+            "ops": dict(sorted(self.ops.items())),
+        }
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,9 @@ class StepFailed(Exception):
         self.step = step
 
 
-def fuzz(programs: int, seed: int, focus: Focus = Focus(), *, tell: Callable[[int], None] | None = None, stop_at: int | None = None) -> Tally:
+def fuzz(
+    programs: int, seed: int, focus: Focus = EVERYTHING, *, tell: Callable[[int], None] | None = None, stop_at: int | None = None
+) -> Tally:
     """Runs so many programs; every failure becomes a script in the tally."""
     tally = Tally()
     for index in range(programs):
@@ -95,45 +107,43 @@ def fuzz(programs: int, seed: int, focus: Focus = Focus(), *, tell: Callable[[in
     return tally
 
 
-def one_program(tally: Tally, seed: int, index: int, focus: Focus = Focus()) -> None:
+def one_program(tally: Tally, seed: int, index: int, focus: Focus = EVERYTHING) -> None:
     rng = random.Random(f"weft {seed} {index}")
     label = f"seed {seed}, program {index}"
     trail: Trail | None = None
     try:
-        sample = random_program(rng, focus.ops, focus.motifs)
-        trail = Trail(sample)
-        for trail in _scheduled(trail, rng, focus, tally):
-            pass
+        trail = Trail(random_program(rng, focus.ops, focus.motifs))
+        for _ in range(STEPS):
+            trail = _one_step(trail, rng, focus, tally)
         tally.programs += 1
-        tally.ops.update({n.op.name for p in (sample.program, trail.last) for n in p.nodes})
-        _judge(trail, index, focus, tally)
+        tally.ops.update({n.op.name for p in (trail.sample.program, trail.last) for n in p.nodes})
+        judge(trail, index, focus, tally)
     except Exception as e:  # whatever it is, it is a finding
-        tally.scripts.append(_script(trail, e, label))
+        tally.scripts.append(script(trail, e, label))
 
 
-def _scheduled(trail: Trail, rng: random.Random, focus: Focus, tally: Tally) -> Iterator[Trail]:
-    for _ in range(STEPS):
-        step = propose(trail.last, rng, focus.verbs)
-        if step is None:
-            continue
-        try:
-            after = step.apply(trail.last)
-        except WeftError:
-            tally.refused[step.verb] += 1
-            continue
-        except Exception as e:
-            raise StepFailed(trail, step) from e
-        if after.text == trail.last.text:
-            continue
-        tally.applied[step.verb] += 1
-        trail = trail.then(step, after)
-        yield trail
+def _one_step(trail: Trail, rng: random.Random, focus: Focus, tally: Tally) -> Trail:
+    """The trail with one more call, if one is found, is not refused and changes something."""
+    step = propose(trail.last, rng, focus.verbs)
+    if step is None:
+        return trail
+    try:
+        after = step.apply(trail.last)
+    except WeftError:
+        tally.refused[step.verb] += 1
+        return trail
+    except Exception as e:
+        raise StepFailed(trail, step) from e
+    if after.text == trail.last.text:
+        return trail
+    tally.applied[step.verb] += 1
+    return trail.then(step, after)
 
 
 # -- the judgement -----------------------------------------------------------------------------------------------------------------
 
 
-def _judge(trail: Trail, index: int, focus: Focus, tally: Tally) -> None:
+def judge(trail: Trail, index: int, focus: Focus, tally: Tally) -> None:
     before, after, inputs = trail.sample.program, trail.last, trail.sample.inputs()
     check_form(before, after)
     check_values(interp.run_global(before, inputs), after, inputs)
@@ -165,7 +175,7 @@ def _is_polynomial(p: Program) -> bool:
     return all(fits(n) for n in p.nodes)
 
 
-def check_gradient(before: Program, after: Program, inputs: dict[str, torch.Tensor]) -> bool:
+def check_gradient(before: Program, after: Program, inputs: Tensors) -> bool:
     """The vjp of the scheduled program, rank by rank, against torch's gradient of the unscheduled one; False where there is none."""
     wrt = [n for n, node in after.input_names.items() if node.dtype.is_floating_point]
     outs = [(name, n) for name, n in after.outputs if n.dtype.is_floating_point]
@@ -185,7 +195,7 @@ def check_gradient(before: Program, after: Program, inputs: dict[str, torch.Tens
     return True
 
 
-def torch_gradient(p: Program, inputs: dict[str, torch.Tensor], wrt: Sequence[str], cts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def torch_gradient(p: Program, inputs: Tensors, wrt: Sequence[str], cts: Tensors) -> Tensors:
     leaves = {k: v.clone().requires_grad_(k in wrt) for k, v in inputs.items()}
     outs = interp.run_global(p, leaves)
     pairs = [(outs[k], ct) for k, ct in cts.items() if outs[k].requires_grad]
@@ -212,11 +222,12 @@ def first_wrong(trail: Trail) -> Trail:
     return trail
 
 
-def _script(trail: Trail | None, error: Exception, label: str) -> str:
+def script(trail: Trail | None, error: Exception, label: str) -> str:
     if trail is None:
         return f"# {label}: no program came of it\n{_comment(error)}"
     steps = [*first_wrong(trail).steps, *([error.step] if isinstance(error, StepFailed) else [])]
-    return SCRIPT.format(label=label, why=_comment(error), text=trail.sample.program.text, seed=trail.sample.seed, kinds=trail.sample.kinds, steps="\n".join(map(str, steps)))
+    text, calls = trail.sample.program.text, "\n".join(map(str, steps))
+    return SCRIPT.format(label=label, why=_comment(error), text=text, seed=trail.sample.seed, kinds=trail.sample.kinds, steps=calls)
 
 
 def _comment(error: Exception) -> str:

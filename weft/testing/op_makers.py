@@ -60,7 +60,8 @@ def _unary(name: str) -> Grow:
 
 
 MAKERS |= {n: _binary(n) for n in ("add", "sub", "mul", "div", "maximum", "minimum", "gt", "ge", "lt", "le")}
-MAKERS |= {n: _unary(n) for n in ("neg", "exp", "tanh", "sigmoid", "relu", "gelu", "silu", "erf", "sin", "cos", "abs", "sign", "square", "floor", "isfinite", "stop_gradient")}
+MAKERS |= {n: _unary(n) for n in ("neg", "exp", "tanh", "sigmoid", "relu", "gelu", "silu", "erf", "sin", "cos", "abs", "sign")}
+MAKERS |= {n: _unary(n) for n in ("square", "floor", "isfinite", "stop_gradient")}
 MAKERS |= {n: (lambda m, n=n: m.emit(op_named(n), m.positive())) for n in ("log", "sqrt", "rsqrt")}
 
 

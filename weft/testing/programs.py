@@ -11,9 +11,9 @@ import torch
 from weft.core.layout import Mesh
 from weft.core.node import Node
 from weft.core.program import Program, new_program
+from weft.testing.comm_makers import MAKERS
 from weft.testing.maker import Maker, Stuck
 from weft.testing.motifs import MOTIFS
-from weft.testing.comm_makers import MAKERS
 from weft.testing.values import draw_inputs
 
 MESHES = (
@@ -88,7 +88,7 @@ def _needed(roots: Sequence[Node]) -> set[Node]:
 
 def _state(m: Maker, outputs: dict[str, Node], inputs: Sequence[Node]) -> tuple[tuple[str, str], ...]:
     """What the motif calls state, and now and then any output with the type of an input."""
-    pairs = {n: i for n, i in m.state}
+    pairs = dict(m.state)
     for n in outputs.values():
         same = [i for i in inputs if i.type == n.type and i not in pairs.values()]
         if n not in pairs and same and m.rng.random() < 0.3:

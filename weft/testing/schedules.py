@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import weft.schedule as verbs
-from weft.core.layout import Replicated, S
+from weft.core.layout import Replicated
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.text import node_names
 from weft.ops.registry import Kind
 
+FUSED = ("all_reduce", "reduce_scatter", "all_gather")
 Options = tuple[tuple[str, Any], ...]
 
 
@@ -152,7 +153,7 @@ def _turn(s: Scene) -> Step | None:
 
 def _fuse(s: Scene) -> Step | None:
     """A walk along edges from a node, its members as they come, so that holes and strangers get in too."""
-    start = [n for n in s.names if n.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.REDUCE) or n.op.name in ("all_reduce", "reduce_scatter", "all_gather")]
+    start = [n for n in s.names if n.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.REDUCE) or n.op.name in FUSED]
     if not start:
         return None
     group = {s.rng.choice(start)}
@@ -199,9 +200,9 @@ def weights(p: Program) -> dict[str, float]:
     ready = any(p.output_names[o].op.name == "all_gather" for o, _ in p.state)
     twice = any(n.args[0].op.name == "all_reduce" for n in sums)
     return {
-        "split": 2.0 if sums else 0, "sink": 3.0 if gathers else 0.5, "hoist": 1.5, "delay": 2.0 if sums else 0.3, "shard_state": 8.0 if ready else 0.2,
-        "drop_dead": 0.5, "merge": 1.5, "bucket": 2.0 if len(sums) > 1 else 0, "by_hierarchy": 6.0 if twice else 0, "cut": 1.0,
-        "turn": 1.5 if gathers else 0, "fuse": 1.0, "overlap": 1.0, "undo": 0.2,
+        "split": 2.0 if sums else 0, "delay": 2.0 if sums else 0.3, "bucket": 2.0 if len(sums) > 1 else 0,
+        "by_hierarchy": 6.0 if twice else 0, "sink": 3.0 if gathers else 0.5, "turn": 1.5 if gathers else 0, "hoist": 1.5,
+        "shard_state": 8.0 if ready else 0.2, "merge": 1.5, "cut": 1.0, "fuse": 1.0, "overlap": 1.0, "drop_dead": 0.5, "undo": 0.2,
     }  # fmt: skip
 
 
