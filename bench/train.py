@@ -23,7 +23,9 @@ def register(app: typer.Typer) -> None:
         ranks: Annotated[int, typer.Option(help="processes")] = 2,
         sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M,25M",
         rounds: Annotated[int, typer.Option(help="timed steps of each way")] = 7,
-        plans: Annotated[str, typer.Option(help="weft's plans, joined by semicolons; {n} is the number of processes")] = "dp{n};dp{n},zero1",
+        plans: Annotated[
+            str, typer.Option(help="weft's plans, joined by semicolons; {n} is the number of processes")
+        ] = "dp{n};dp{n},zero1",
     ) -> None:
         """Time one training step of a GPT, each way once per round, after asserting equal losses."""
         from bench._ranks import machine, run_ranks
@@ -86,7 +88,6 @@ def _mine(batch: Any, rank: int, world: int) -> Any:
 
 
 def _loop(model: Any, loss: Any, opt: Any, rank: int, world: int) -> Stepper:
-    import torch
     import torch.distributed as dist
 
     def step(batch: Any) -> float:
@@ -96,7 +97,7 @@ def _loop(model: Any, loss: Any, opt: Any, rank: int, world: int) -> Stepper:
         opt.step()
         total = value.detach().clone() / world
         dist.all_reduce(total)
-        return float(total if isinstance(total, torch.Tensor) else total)
+        return float(total)
 
     return step
 

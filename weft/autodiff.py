@@ -29,7 +29,12 @@ def grad(program: Program, of: str | None = None, wrt: Sequence[str] | None = No
     name = of or _only_output(program)
     loss = program.output_names[name]
     if loss.shape != ():
-        raise NotDifferentiable(f"the gradient of {name!r} needs a number", needed="an output of shape []", found=str(loss.type), try_="sum it first, or vjp(program)")
+        raise NotDifferentiable(
+            f"the gradient of {name!r} needs a number",
+            needed="an output of shape []",
+            found=str(loss.type),
+            try_="sum it first, or vjp(program)",
+        )
     one = _dual(constant(1.0, loss.dtype, program.mesh), loss.type)
     names = list(wrt) if wrt is not None else [n for n, node in program.input_names.items() if node.dtype.is_floating_point]
     grads = backward({loss: one}, [program.input_names[n] for n in names])
@@ -56,7 +61,12 @@ def vjp(program: Program, wrt: Sequence[str] | None = None) -> Program:
 
 def _only_output(program: Program) -> str:
     if len(program.outputs) != 1:
-        raise NotDifferentiable(f"{program.name} has {len(program.outputs)} outputs", needed="the name of one", found=", ".join(n for n, _ in program.outputs), try_="grad(program, of=...)")
+        raise NotDifferentiable(
+            f"{program.name} has {len(program.outputs)} outputs",
+            needed="the name of one",
+            found=", ".join(n for n, _ in program.outputs),
+            try_="grad(program, of=...)",
+        )
     return program.outputs[0][0]
 
 
@@ -147,7 +157,12 @@ def _push(node: Node, cts: list[Node | None], active: set[Node]) -> list[tuple[S
     if not any(a in active for a in node.args):
         return []
     if node.op.vjp is None:
-        raise NotDifferentiable(f"{node.op.name} has no gradient", needed="an op with a vjp", found=node.op.name, try_="leave what depends on it out of `wrt`, or give the op a vjp")
+        raise NotDifferentiable(
+            f"{node.op.name} has no gradient",
+            needed="an op with a vjp",
+            found=node.op.name,
+            try_="leave what depends on it out of `wrt`, or give the op a vjp",
+        )
     backs = _pull(node, cts)
     return [((a, 0), back) for a, back in zip(node.args, backs, strict=True) if back is not None and a in active]
 
@@ -155,7 +170,11 @@ def _push(node: Node, cts: list[Node | None], active: set[Node]) -> list[tuple[S
 def _pull(node: Node, cts: list[Node | None]) -> Sequence[Node | None]:
     """The op's vjp, on operands whose pending max or min is done; where it cannot take a pending cotangent, on reduced ones."""
     node = _with_extremes_done(node)
-    full = cts if len(cts) == 1 or node.op.facets.get("sparse_cotangents") else [_or_zero(ct, t) for ct, t in zip(cts, node.types, strict=True)]
+    full = (
+        cts
+        if len(cts) == 1 or node.op.facets.get("sparse_cotangents")
+        else [_or_zero(ct, t) for ct, t in zip(cts, node.types, strict=True)]
+    )
     try:
         return node.op.vjp(node, *full)  # type: ignore[no-any-return]
     except TypeMismatch:

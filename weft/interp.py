@@ -148,7 +148,11 @@ def _terms(x: torch.Tensor, n: int, op: str, gen: torch.Generator, prime: int | 
 
 
 def _noise(x: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
-    return torch.randn(x.shape, generator=gen, dtype=torch.float64).to(x.dtype) if x.dtype.is_floating_point else torch.randint(-9, 9, x.shape, generator=gen).to(x.dtype)
+    return (
+        torch.randn(x.shape, generator=gen, dtype=torch.float64).to(x.dtype)
+        if x.dtype.is_floating_point
+        else torch.randint(-9, 9, x.shape, generator=gen).to(x.dtype)
+    )
 
 
 def denote(locals_: list[Any], type_: Type, *, tolerance: float = 0.0, prime: int | None = None) -> torch.Tensor:
@@ -178,7 +182,11 @@ def _fold(group: list[Any], place: Any, tolerance: float, prime: int | None, axi
         return total % prime if prime and place.op == "sum" else total
     for r, x in enumerate(group[1:], 1):
         if x.shape != group[0].shape or not same_values(x, group[0], tolerance):
-            raise InvalidProgram(f"replicas along {axis} differ", needed="equal values on all ranks", found=f"ranks 0 and {r} apart by {_distance(x, group[0])}")
+            raise InvalidProgram(
+                f"replicas along {axis} differ",
+                needed="equal values on all ranks",
+                found=f"ranks 0 and {r} apart by {_distance(x, group[0])}",
+            )
     return group[0]
 
 
@@ -211,7 +219,9 @@ def _put_together(values: Mapping[tuple[int, ...], Any], layout: Layout) -> torc
 # -- both at once ----------------------------------------------------------------------------------------------------------------
 
 
-def run(program: Program, inputs: Mapping[str, torch.Tensor], *, seed: int = 0, prime: int | None = None, tolerance: float = 1e-9) -> dict[str, torch.Tensor]:
+def run(
+    program: Program, inputs: Mapping[str, torch.Tensor], *, seed: int = 0, prime: int | None = None, tolerance: float = 1e-9
+) -> dict[str, torch.Tensor]:
     """Global inputs in, global outputs out, through every rank of the mesh."""
     spread = {name: distribute(inputs[name], n.type, seed + i, prime) for i, (name, n) in enumerate(program.input_names.items())}
     outs = run_ranks(program, spread, prime=prime)

@@ -87,9 +87,7 @@ def graph(sentences: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> dynamic
         for j in range(length):
             before = vertex[j - 1] if j else None
             ends = [n for n, (_, end) in enumerate(words) if end == j]
-            found = [
-                build.add([vertex[words[n][0] - 1]] if words[n][0] else [], kind="word", row=row + length + n) for n in ends
-            ]
+            found = [build.add([vertex[words[n][0] - 1]] if words[n][0] else [], kind="word", row=row + length + n) for n in ends]
             children = [before, *found] if before is not None or found else []
             vertex.append(build.add(children, kind="char", row=row + j))
         row += length + len(words)

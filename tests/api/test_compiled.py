@@ -42,7 +42,9 @@ def check(programs: list[Program], folder: Path) -> None:
             got = step({k: v[rank] for k, v in spread(p).items()})
             for name in want:
                 if want[name][rank] is not None:
-                    torch.testing.assert_close(got[name], want[name][rank], rtol=1e-4, atol=1e-4, msg=lambda m, p=p, name=name: f"{p.name} {name}: {m}\n{p}")
+                    torch.testing.assert_close(
+                        got[name], want[name][rank], rtol=1e-4, atol=1e-4, msg=lambda m, p=p, name=name: f"{p.name} {name}: {m}\n{p}"
+                    )
 
     on_ranks(programs[0].mesh.ranks, job, folder)
 

@@ -16,7 +16,10 @@ from weft.schedule import recipes
 
 def values(p: Program) -> dict[str, torch.Tensor]:
     gen = torch.Generator().manual_seed(3)
-    return {k: torch.randn(n.shape, generator=gen, dtype=n.dtype) if n.dtype.is_floating_point else torch.tensor(7) for k, n in p.input_names.items()}
+    return {
+        k: torch.randn(n.shape, generator=gen, dtype=n.dtype) if n.dtype.is_floating_point else torch.tensor(7)
+        for k, n in p.input_names.items()
+    }
 
 
 def check(p: Program, *forms: Program) -> None:

@@ -31,7 +31,9 @@ def random_inputs(p: Program, seed: int = 0) -> dict[str, torch.Tensor]:
     return out
 
 
-def run_steps(p: Program, grads: list[list[torch.Tensor]], params: list[torch.Tensor], lr: float, **extra: torch.Tensor) -> list[torch.Tensor]:
+def run_steps(
+    p: Program, grads: list[list[torch.Tensor]], params: list[torch.Tensor], lr: float, **extra: torch.Tensor
+) -> list[torch.Tensor]:
     """Several steps through every rank, state carried over."""
     values = {n: torch.zeros(node.shape, dtype=node.dtype) for n, node in p.input_names.items()}
     values |= {f"x.{i}": w.clone() for i, w in enumerate(params)} | {"t": torch.tensor(1.0), "lr": torch.tensor(lr), **extra}

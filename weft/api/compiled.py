@@ -32,7 +32,13 @@ class Compiled:
         self.coords = program.mesh.coords(self.rank)
         peers = _peers(program, self.groups, self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type)
-        names: dict[str, Any] = {"torch": torch, "comm": comm, "on": types.SimpleNamespace(**self.groups), "device": self.device, **self.code.names}
+        names: dict[str, Any] = {
+            "torch": torch,
+            "comm": comm,
+            "on": types.SimpleNamespace(**self.groups),
+            "device": self.device,
+            **self.code.names,
+        }
         names |= {"quick": quick, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(_plan(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
@@ -50,7 +56,11 @@ class Compiled:
             x = inputs.get(name)
             if x is None or tuple(x.shape) != shape or x.dtype != node.dtype:
                 found = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
-                raise RuntimeFault(f"input {name!r} of {self.program.name} on rank {self.rank}", needed=f"{node.dtype} {list(shape)}, this rank's part of {node.type}", found=found)
+                raise RuntimeFault(
+                    f"input {name!r} of {self.program.name} on rank {self.rank}",
+                    needed=f"{node.dtype} {list(shape)}, this rank's part of {node.type}",
+                    found=found,
+                )
 
     def scatter(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of global input values. A Partial input is taken as a term already."""
@@ -65,7 +75,10 @@ def _check_world(program: Program) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != program.mesh.ranks:
         raise RuntimeFault(
-            f"{program.name} is for {program.mesh.ranks} ranks", needed=f"{program.mesh}", found=f"{world} running", try_=f"weft run -n {program.mesh.ranks} SCRIPT"
+            f"{program.name} is for {program.mesh.ranks} ranks",
+            needed=f"{program.mesh}",
+            found=f"{world} running",
+            try_=f"weft run -n {program.mesh.ranks} SCRIPT",
         )
 
 

@@ -47,7 +47,12 @@ def parallelize(
     named = Named.parse(plan)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if named.mesh.ranks != world:
-        raise PlanError(f"plan {plan!r} is for {named.mesh.ranks} processes", needed=f"{world} processes' worth of degrees", found=str(named), try_=f"weft run -n {named.mesh.ranks} SCRIPT")
+        raise PlanError(
+            f"plan {plan!r} is for {named.mesh.ranks} processes",
+            needed=f"{world} processes' worth of degrees",
+            found=str(named),
+            try_=f"weft run -n {named.mesh.ranks} SCRIPT",
+        )
     captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
     layouts, options = input_layouts(captured.program, named, captured.states)
     program = place(captured.program, named.mesh, layouts, options)
@@ -60,7 +65,15 @@ class Step:
     """Forward, backward and update as one call; its state is held as the plan says."""
 
     def __init__(
-        self, captured: Captured, program: Program, plan: Named, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, device: torch.device, seed: int
+        self,
+        captured: Captured,
+        program: Program,
+        plan: Named,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        seed: int,
     ) -> None:
         self.captured, self.program, self.plan = captured, program, plan
         self.model, self.loss, self.optimizer, self.seed = model, loss, optimizer, seed
@@ -124,13 +137,19 @@ class Step:
         out = {}
         for name, type_ in self._batch_types.items():
             if name not in given:
-                raise RuntimeFault(f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given))
+                raise RuntimeFault(
+                    f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given)
+                )
             x = given[name]
             local = type_.layout.local_shape(self.compiled.coords)
             if tuple(x.shape) == type_.shape:
                 x = interp.take_local(x, type_.layout, self.compiled.coords)
             elif tuple(x.shape) != local:
-                raise RuntimeFault(f"batch {name.removeprefix('batch.')!r}", needed=f"{list(type_.shape)}, or this rank's {list(local)}", found=str(list(x.shape)))
+                raise RuntimeFault(
+                    f"batch {name.removeprefix('batch.')!r}",
+                    needed=f"{list(type_.shape)}, or this rank's {list(local)}",
+                    found=str(list(x.shape)),
+                )
             out[name] = x.to(self.compiled.device)
         return out
 
@@ -156,7 +175,11 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         missing = [n for n in self._state if not n.startswith("constant.") and n not in state]
         if missing:
-            raise RuntimeFault("the state does not belong to this model", needed=f"{missing[0]} and {len(missing) - 1} more", found=f"{len(state)} other tensors")
+            raise RuntimeFault(
+                "the state does not belong to this model",
+                needed=f"{missing[0]} and {len(missing) - 1} more",
+                found=f"{len(state)} other tensors",
+            )
         for n in self._state:
             if n in state:
                 self._state[n] = self._local(n, state[n]).clone()
@@ -190,7 +213,11 @@ class Step:
             if value.is_floating_point():
                 worst = max(worst, float((value - want[name]).abs().max() / want[name].abs().max().clamp(min=1e-12)))
         if not worst <= tolerance:
-            raise RuntimeFault(f"the step under {self.plan} does not equal one device", needed=f"a relative difference up to {tolerance:g}", found=f"{worst:.3g}")
+            raise RuntimeFault(
+                f"the step under {self.plan} does not equal one device",
+                needed=f"a relative difference up to {tolerance:g}",
+                found=f"{worst:.3g}",
+            )
         return worst
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -11,8 +11,8 @@ import typer
 def register(app: typer.Typer) -> None:
     @app.command()
     def show(
-        name: Annotated[Optional[str], typer.Argument(help="an example; without one, the list")] = None,
-        schedule: Annotated[Optional[str], typer.Option(help="one of its schedules")] = None,
+        name: Annotated[str | None, typer.Argument(help="an example; without one, the list")] = None,
+        schedule: Annotated[str | None, typer.Option(help="one of its schedules")] = None,
         diff: Annotated[bool, typer.Option(help="what the schedule changed")] = False,
         code: Annotated[bool, typer.Option(help="the generated per-rank code")] = False,
         history: Annotated[bool, typer.Option(help="the steps of the schedule")] = False,

@@ -177,33 +177,41 @@ class _Writer:
     def one(self, n: Node, arg: Node, want: Layout) -> str:
         x, axis, have = self.value(arg), n.attr("axis"), arg.type.layout
         if n.op.name == "slice":
-            lie = lie_of(want, axis, self.at)
-            return f"comm.cut({x}, span={(lie.before, lie.whole, lie.after)}, start={lie.start}, stop={lie.start + lie.mine}, shape={want.local_shape(self.at)})"
+            return self.cut(x, lie_of(want, axis, self.at), want)
         if not is_wire(n):
             return x
         return getattr(self, f"_{n.op.name}")(n, x, axis, have, want)  # type: ignore[no-any-return]
+
+    def local(self, layout: Layout) -> tuple[int, ...]:
+        return layout.local_shape(self.at)
+
+    def cut(self, x: str, lie: Lie, want: Layout) -> str:
+        span = (lie.before, lie.whole, lie.after)
+        return f"comm.cut({x}, span={span}, start={lie.start}, stop={lie.start + lie.mine}, shape={self.local(want)})"
+
+    def gather(self, x: str, axis: str, lie: Lie, want: Layout) -> str:
+        span = (lie.before, lie.mine, lie.after)
+        return f"comm.all_gather({x}, on.{axis}, span={span}, whole={lie.whole}, shape={self.local(want)})"
 
     def _all_reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         return f"comm.all_reduce({x}, on.{axis}, {pending_op(have, axis)!r})"
 
     def _all_gather(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        lie = lie_of(have, axis, self.at)
-        return f"comm.all_gather({x}, on.{axis}, span={(lie.before, lie.mine, lie.after)}, whole={lie.whole}, shape={want.local_shape(self.at)})"
+        return self.gather(x, axis, lie_of(have, axis, self.at), want)
 
     def _reduce_scatter(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         lie = lie_of(want, axis, self.at)
-        return f"comm.reduce_scatter({x}, on.{axis}, {pending_op(have, axis)!r}, span={(lie.before, lie.whole, lie.after)}, mine={lie.mine}, shape={want.local_shape(self.at)})"
+        span, op = (lie.before, lie.whole, lie.after), pending_op(have, axis)
+        return f"comm.reduce_scatter({x}, on.{axis}, {op!r}, span={span}, mine={lie.mine}, shape={self.local(want)})"
 
     def _all_to_all(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        old, new = have.where_cut(axis), want.where_cut(axis)
-        assert old is not None and new is not None
-        if old[0] == new[0]:
-            lie, cut = lie_of(have, axis, self.at), lie_of(want, axis, self.at)
-            whole = f"comm.all_gather({x}, on.{axis}, span={(lie.before, lie.mine, lie.after)}, whole={lie.whole}, shape={have.uncut(axis).local_shape(self.at)}).wait()"
-            return f"comm.done(comm.cut({whole}, span={(cut.before, cut.whole, cut.after)}, start={cut.start}, stop={cut.start + cut.mine}, shape={want.local_shape(self.at)}))"
-        view, where = _expanded(have, want, axis, self.at)
         was, now = lie_of(have, axis, self.at), lie_of(want, axis, self.at)
-        return f"comm.all_to_all({x}, on.{axis}, view={view}, old={where[0]}, new={where[1]}, whole={was.whole}, mine={now.mine}, shape={want.local_shape(self.at)})"
+        if have.where_cut(axis)[0] == want.where_cut(axis)[0]:  # type: ignore[index]
+            whole = self.gather(x, axis, was, have.uncut(axis))
+            return f"comm.done({self.cut(f'{whole}.wait()', now, want)})"
+        view, (old, new) = _expanded(have, want, axis, self.at)
+        sizes = f"whole={was.whole}, mine={now.mine}, shape={self.local(want)}"
+        return f"comm.all_to_all({x}, on.{axis}, view={view}, old={old}, new={new}, {sizes})"
 
     def _reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         return f"comm.reduce({x}, on.{axis}, {pending_op(have, axis)!r}, root={n.attr('root')})"
@@ -251,7 +259,9 @@ SPECIAL: dict[str, Callable[[_Writer, Node, list[str]], str]] = {
     "item": lambda w, n, a: f"{a[0]}[{n.attr('index')}]",
     "together": lambda w, n, a: f"({', '.join(a)},)",
     "cast": lambda w, n, a: f"{a[0]}.to(torch.{str(n.types[0].dtype).removeprefix('torch.')})",
-    "const": lambda w, n, a: f"torch.tensor({n.attr('value')!r}, dtype=torch.{str(n.types[0].dtype).removeprefix('torch.')}, device=device)",
+    "const": lambda w, n, a: (
+        f"torch.tensor({n.attr('value')!r}, dtype=torch.{str(n.types[0].dtype).removeprefix('torch.')}, device=device)"
+    ),
     "neg": lambda w, n, a: f"-{a[0]}",
     "einsum": lambda w, n, a: f"torch.einsum({n.attr('equation')!r}, {', '.join(a)})",
 }

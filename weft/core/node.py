@@ -83,7 +83,9 @@ OPS: dict[str, Op] = {}
 
 def op_named(name: str) -> Op:
     if name not in OPS:
-        raise UnknownName(f"no op {name!r}", needed=f"one of {', '.join(sorted(OPS))}", found=repr(name), try_="define it with weft.define(...)")
+        raise UnknownName(
+            f"no op {name!r}", needed=f"one of {', '.join(sorted(OPS))}", found=repr(name), try_="define it with weft.define(...)"
+        )
     return OPS[name]
 
 
@@ -102,7 +104,9 @@ class Node:
     @property
     def type(self) -> Type:
         if len(self.types) != 1:
-            raise TypeMismatch(f"{self.op.name} gives {len(self.types)} values", needed="one of them", found="the tuple", try_="unpack it: a, b = ...")
+            raise TypeMismatch(
+                f"{self.op.name} gives {len(self.types)} values", needed="one of them", found="the tuple", try_="unpack it: a, b = ..."
+            )
         return self.types[0]
 
     @property
@@ -131,7 +135,9 @@ class Node:
     def __iter__(self) -> Iterator[Node]:
         """A node of several values unpacks into its items."""
         if len(self.types) == 1:
-            raise TypeMismatch(f"{self.op.name} gives one value and cannot be unpacked", needed="an op of several values", found=self.op.name)
+            raise TypeMismatch(
+                f"{self.op.name} gives one value and cannot be unpacked", needed="an op of several values", found=self.op.name
+            )
         return iter([make(op_named("item"), (self,), {"index": i}) for i in range(len(self.types))])
 
     def __repr__(self) -> str:
@@ -139,22 +145,54 @@ class Node:
         return f"<{self.op.name}: {shown}>"
 
     # Ordinary operators are ops by name; the entries themselves live in weft.ops.
-    def __add__(self, other: Any) -> Any: return op_named("add")(self, other)  # noqa: E704
-    def __radd__(self, other: Any) -> Any: return op_named("add")(other, self)  # noqa: E704
-    def __sub__(self, other: Any) -> Any: return op_named("sub")(self, other)  # noqa: E704
-    def __rsub__(self, other: Any) -> Any: return op_named("sub")(other, self)  # noqa: E704
-    def __mul__(self, other: Any) -> Any: return op_named("mul")(self, other)  # noqa: E704
-    def __rmul__(self, other: Any) -> Any: return op_named("mul")(other, self)  # noqa: E704
-    def __truediv__(self, other: Any) -> Any: return op_named("div")(self, other)  # noqa: E704
-    def __rtruediv__(self, other: Any) -> Any: return op_named("div")(other, self)  # noqa: E704
-    def __pow__(self, other: Any) -> Any: return op_named("pow")(self, other)  # noqa: E704
-    def __rpow__(self, other: Any) -> Any: return op_named("pow")(other, self)  # noqa: E704
-    def __neg__(self) -> Any: return op_named("neg")(self)  # noqa: E704
-    def __matmul__(self, other: Any) -> Any: return op_named("matmul")(self, other)  # noqa: E704
-    def __gt__(self, other: Any) -> Any: return op_named("gt")(self, other)  # noqa: E704
-    def __ge__(self, other: Any) -> Any: return op_named("ge")(self, other)  # noqa: E704
-    def __lt__(self, other: Any) -> Any: return op_named("lt")(self, other)  # noqa: E704
-    def __le__(self, other: Any) -> Any: return op_named("le")(self, other)  # noqa: E704
+
+    def __add__(self, other: Any) -> Any:
+        return op_named("add")(self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return op_named("add")(other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return op_named("sub")(self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return op_named("sub")(other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return op_named("mul")(self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return op_named("mul")(other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return op_named("div")(self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return op_named("div")(other, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return op_named("pow")(self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return op_named("pow")(other, self)
+
+    def __matmul__(self, other: Any) -> Any:
+        return op_named("matmul")(self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return op_named("gt")(self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return op_named("ge")(self, other)
+
+    def __lt__(self, other: Any) -> Any:
+        return op_named("lt")(self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return op_named("le")(self, other)
+
+    def __neg__(self) -> Any:
+        return op_named("neg")(self)
 
 
 _built: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
@@ -177,7 +215,12 @@ def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
 def _one(node: Node, op: Op, attrs: Attrs) -> tuple[Type, ...]:
     if len(node.types) == 1 or op.name == "item":
         return node.types
-    raise TypeMismatch(f"{op.name} was given all {len(node.types)} values of {node.op.name}", needed="one value", found=f"a tuple of {len(node.types)}", try_="unpack it: a, b = ...")
+    raise TypeMismatch(
+        f"{op.name} was given all {len(node.types)} values of {node.op.name}",
+        needed="one value",
+        found=f"a tuple of {len(node.types)}",
+        try_="unpack it: a, b = ...",
+    )
 
 
 class Symbol:
@@ -206,7 +249,9 @@ def _as_node(value: Any, beside: list[Node], op: Op) -> Node:
         return value
     if isinstance(value, (bool, int, float)) and beside:
         return constant(value, _number_dtype(value, beside), beside[0].mesh)
-    raise TypeMismatch(f"{op.name} cannot take {type(value).__name__}", needed="program values, or numbers beside at least one", found=repr(value))
+    raise TypeMismatch(
+        f"{op.name} cannot take {type(value).__name__}", needed="program values, or numbers beside at least one", found=repr(value)
+    )
 
 
 def _number_dtype(value: float, beside: list[Node]) -> torch.dtype:

@@ -105,7 +105,9 @@ class Program:
             return self.output_names[place] if place in self.output_names else self.find(place)
         node = self._follow(place)
         if node is None:
-            raise AmbiguousPlace(f"{place!r} is no place in {self.name}", needed="a node of this program or of one it came from", found=repr(place))
+            raise AmbiguousPlace(
+                f"{place!r} is no place in {self.name}", needed="a node of this program or of one it came from", found=repr(place)
+            )
         return node
 
     def _printed(self, name: str) -> Node:
@@ -185,7 +187,14 @@ class Program:
     def with_groups(self, groups: Iterable[Group], parent: Program | None, step: str) -> Program:
         return replace(self, groups=tuple(groups), parent=parent, step=step)
 
-    def with_outputs(self, outputs: Iterable[tuple[str, Node]], step: str, *, inputs: Iterable[Node] | None = None, state: Iterable[tuple[str, str]] | None = None) -> Program:
+    def with_outputs(
+        self,
+        outputs: Iterable[tuple[str, Node]],
+        step: str,
+        *,
+        inputs: Iterable[Node] | None = None,
+        state: Iterable[tuple[str, str]] | None = None,
+    ) -> Program:
         """The same nodes with other outputs, inputs or state."""
         new = replace(
             self,
@@ -201,7 +210,11 @@ class Program:
     @property
     def history(self) -> list[str]:
         """The steps that led here, first to last."""
-        return ([*self.parent.history, self.step] if self.parent is not None else [self.step]) if self.step else (self.parent.history if self.parent else [])
+        return (
+            ([*self.parent.history, self.step] if self.parent is not None else [self.step])
+            if self.step
+            else (self.parent.history if self.parent else [])
+        )
 
     @property
     def text(self) -> str:

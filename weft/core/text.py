@@ -37,7 +37,12 @@ def _literal_everywhere(program: Program, node: Node) -> bool:
 
 def _is_literal(user: Node, node: Node) -> bool:
     beside = [a for a in user.args if a.op.name != "const"]
-    return bool(beside) and len(beside[0].types) == 1 and _number_dtype(node.attr("value"), beside) == node.dtype and user.op.name not in ("dropout",)
+    return (
+        bool(beside)
+        and len(beside[0].types) == 1
+        and _number_dtype(node.attr("value"), beside) == node.dtype
+        and user.op.name not in ("dropout",)
+    )
 
 
 def node_lines(program: Program) -> dict[Node, str]:
@@ -147,7 +152,9 @@ class _Reader:
 
     def node(self, name: str, op: str, inside: str, types: str) -> None:
         if op == "input":
-            node = make(op_named("input"), (), {"name": name[1:], "layout": read_type(types, self.mesh).layout, "dtype": types.split("[")[0]})
+            node = make(
+                op_named("input"), (), {"name": name[1:], "layout": read_type(types, self.mesh).layout, "dtype": types.split("[")[0]}
+            )
             self.inputs.append(node)
         else:
             args, attrs = self.arguments(inside)

@@ -10,6 +10,8 @@ from weft.ops import comm as _comm
 from weft.ops.linalg import einsum, matmul
 from weft.ops.pointwise import (
     abs_ as abs,
+)
+from weft.ops.pointwise import (
     cos,
     dropout,
     erf,

@@ -2,6 +2,7 @@
 
 Labels: b batch, g key heads, r query heads per key head, s query rows, n blocks of keys, t keys in a block, d and e features.
 With blocks, every block of keys gives its own result and log-sum-exp; cut n, and they merge by two reductions over it.
+With dropout (attributes `p` and `site`, the seed as last operand) a weight is dropped by its global place in the scores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weft.core.node import Attrs, Node, constant, user_line
 from weft.ops.comm import settle
 from weft.ops.fill import full, stop_gradient, zeros_like
 from weft.ops.norm import need_float, to_dtype, wide, wide_dtype
-from weft.ops.pointwise import exp, log, maximum, where
+from weft.ops.pointwise import exp, log, maximum, uniform_at, where
 from weft.ops.reduce import amax, sum_
 from weft.ops.registry import ONE, Equation, Kind, Linear, Local, Types, define
 from weft.ops.shape import reshape
@@ -25,10 +26,12 @@ SCORES = ("b", "g", "r", "s", "n", "t")
 
 
 class Where(NamedTuple):
-    """Global places of the query rows and, per block, of the keys that a rank holds."""
+    """Global places of query rows, of every block's keys, and of batch and heads that a rank holds; the sizes of g, r, s and keys."""
 
     rows: torch.Tensor
     keys: torch.Tensor
+    heads: tuple[torch.Tensor, ...]
+    sizes: tuple[int, ...]
 
 
 # -- labels --------------------------------------------------------------------------------------------------------------------
@@ -48,12 +51,24 @@ def _mask_labels(types: Types, mask: int, blocks: bool) -> tuple[str, ...]:
     return tuple(ONE if n == 1 else x for n, x in zip(shape, labels, strict=True))
 
 
+def _seeded(types: Types, attrs: Attrs) -> tuple[Types, tuple[tuple[str, ...], ...]]:
+    """The operands without the seed, and the seed's labels where there is one."""
+    if not attrs.get("p"):
+        return types, ()
+    if types[-1].shape or types[-1].dtype != torch.int64 or not 0 < attrs["p"] < 1:
+        found = f"{types[-1]} and p={attrs['p']}"
+        needed = "i64[], and p between 0 and 1"
+        raise TypeMismatch("attention with dropout takes a seed last", needed=needed, found=found, where=user_line())
+    return types[:-1], ((),)
+
+
 def _forward_equation(types: Types, attrs: Attrs) -> Equation:
+    types, seed = _seeded(types, attrs)
     need_float("attention", types)
     blocks = len(types[1].shape) == 5
     q, k, v, out, lse = _labels(blocks, "bgrsd", "bgntd", "bgnte", "bgrsne", "bgrsn")
     mask = (_mask_labels(types, 3, blocks),) if len(types) > 3 else ()
-    return Equation((q, k, v, *mask), (out, lse), whole=frozenset("tde"))
+    return Equation((q, k, v, *mask, *seed), (out, lse), whole=frozenset("tde"))
 
 
 def _forward_dtype(types: Types, attrs: Attrs) -> tuple[torch.dtype, torch.dtype]:
@@ -71,12 +86,14 @@ def _backward_equation(first: str, results: Any) -> Any:
     """ct of the result (and of the lse, by `first`), q, k, v, result, lse, mask -> what `results` picks of dq, dk, dv, dmask."""
 
     def equation(types: Types, attrs: Attrs) -> Equation:
+        types, seed = _seeded(types, attrs)
         at = len(first.split())
         blocks = len(types[at + 1].shape) == 5
         cts = _labels(blocks, *first.split())
         q, k, v, out, lse = _labels(blocks, "bgrsd", "bgntd", "bgnte", "bgrsne", "bgrsn")
         mask = _mask_labels(types, at + 5, blocks) if len(types) > at + 5 else ()
-        return Equation((*cts, q, k, v, out, lse, *((mask,) if mask else ())), results(q, k, v, mask), whole=frozenset("tde"))
+        ins = (*cts, q, k, v, out, lse, *((mask,) if mask else ()), *seed)
+        return Equation(ins, results(q, k, v, mask), whole=frozenset("tde"))
 
     return equation
 
@@ -90,15 +107,29 @@ def _mask_result(mask: tuple[str, ...]) -> tuple[str, ...]:
 
 def _global_places(q: torch.Tensor, k: torch.Tensor) -> Where:
     n, t = k.shape[2:4]
-    return Where(torch.arange(q.shape[3]), torch.arange(n * t).reshape(n, t))
+    heads = tuple(torch.arange(size) for size in q.shape[:3])
+    return Where(torch.arange(q.shape[3]), torch.arange(n * t).reshape(n, t), heads, (*q.shape[1:4], n * t))
 
 
 def _local_places(ctx: Local, arg: int) -> Where:
     """Of q, operand `arg`, and k, the next one."""
-    k = ctx.node.args[arg + 1]
+    q, k = ctx.node.args[arg : arg + 2]
     t = k.shape[-2]
     blocks = ctx.positions(arg + 1, 2) if k.ndim == 5 else torch.zeros(1, dtype=torch.int64)
-    return Where(ctx.positions(arg, 3), blocks[:, None] * t + torch.arange(t))
+    heads = tuple(ctx.positions(arg, d) for d in range(3))
+    return Where(ctx.positions(arg, 3), blocks[:, None] * t + torch.arange(t), heads, (*q.shape[1:4], math.prod(k.shape[2:-1])))
+
+
+def _gains(at: Where, seed: torch.Tensor | None, like: torch.Tensor, attrs: Attrs) -> torch.Tensor | float:
+    """[b, g, r, s, n, t]: 0 where a weight is dropped, else what makes up for it."""
+    if seed is None:
+        return 1.0
+    index = at.heads[0]
+    for place, size in zip((*at.heads[1:], at.rows), at.sizes[:3], strict=True):
+        index = index[..., None] * size + place
+    index = (index[..., None, None] * at.sizes[3] + at.keys).to(like.device)
+    keep = uniform_at(index, seed.to(like.device), attrs.get("site", 0)) >= attrs["p"]
+    return keep.to(like.dtype) / (1 - attrs["p"])
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, at: Where, attrs: Attrs) -> torch.Tensor:
@@ -119,18 +150,25 @@ def _blocked(x: torch.Tensor | None, dim: int, rank: int) -> Any:
     return x if x is None or x.ndim == rank else x.unsqueeze(dim)
 
 
-def _forward(at: Where | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, attrs: Attrs) -> Any:
-    blocks = k.ndim == 5
+def _extras(rest: tuple[Any, ...], attrs: Attrs) -> tuple[Any, Any]:
+    """The mask and the seed, either of which may not be there."""
+    masks, seed = (rest[:-1], rest[-1]) if attrs.get("p") else (rest, None)
+    return (masks[0] if masks else None), seed
+
+
+def _forward(at: Where | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple[Any, ...], attrs: Attrs) -> Any:
+    blocks, (mask, seed) = k.ndim == 5, _extras(rest, attrs)
     k, v, mask = _blocked(k, 2, 5), _blocked(v, 2, 5), _blocked(mask, 4, 6)
-    x = _scores(q, k, mask, at or _global_places(q, k), attrs)
+    at = at or _global_places(q, k)
+    x = _scores(q, k, mask, at, attrs)
     lse = torch.logsumexp(x, -1)
-    p = torch.exp(x - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    p = torch.exp(x - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1)) * _gains(at, seed, x, attrs)
     out = torch.einsum("bgrsnt,bgnte->bgrsne", p, wide(v)).to(q.dtype)
     return (out, lse) if blocks else (out.squeeze(4), lse.squeeze(4))
 
 
 class Kept(NamedTuple):
-    """What the backward has of the forward: operands, results and, last, the mask. Every one with a dim of blocks."""
+    """What the backward has of the forward: operands, results, the mask and the seed. Every tensor with a dim of blocks."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -138,20 +176,24 @@ class Kept(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     mask: torch.Tensor | None
+    seed: torch.Tensor | None
 
 
-def _kept(q: Any, k: Any, v: Any, out: Any, lse: Any, mask: Any = None) -> Kept:
-    return Kept(q, _blocked(k, 2, 5), _blocked(v, 2, 5), _blocked(out, 4, 6), _blocked(lse, 4, 5), _blocked(mask, 4, 6))
+def _kept(xs: tuple[Any, ...], attrs: Attrs) -> Kept:
+    (q, k, v, out, lse), (mask, seed) = xs[:5], _extras(xs[5:], attrs)
+    return Kept(q, _blocked(k, 2, 5), _blocked(v, 2, 5), _blocked(out, 4, 6), _blocked(lse, 4, 5), _blocked(mask, 4, 6), seed)
 
 
 def _score_grads(at: Where | None, do: torch.Tensor, dlse: Any, kept: Kept, attrs: Attrs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights, and the cotangent of the scores."""
-    x = _scores(kept.q, kept.k, kept.mask, at or _global_places(kept.q, kept.k), attrs)
+    """The weights that met the values, and the cotangent of the scores."""
+    at = at or _global_places(kept.q, kept.k)
+    x = _scores(kept.q, kept.k, kept.mask, at, attrs)
+    gains = _gains(at, kept.seed, x, attrs)
     p = torch.exp(x - torch.where(kept.lse.isinf(), 0.0, kept.lse).unsqueeze(-1))
     delta = (wide(do) * wide(kept.out)).sum(-1)
     delta = delta if dlse is None else delta - dlse
-    dp = torch.einsum("bgrsne,bgnte->bgrsnt", wide(do), wide(kept.v))
-    return p, p * (dp - delta.unsqueeze(-1))
+    dp = torch.einsum("bgrsne,bgnte->bgrsnt", wide(do), wide(kept.v)) * gains
+    return p * gains, p * (dp - delta.unsqueeze(-1))
 
 
 def _to_qkv(blocks: bool, p: torch.Tensor, ds: torch.Tensor, do: torch.Tensor, kept: Kept, scale: float) -> Any:
@@ -185,7 +227,7 @@ def _define_backward(name: str, first: str, results: Any, finish: Any, dtype: in
 
     def run(at: Where | None, xs: tuple[Any, ...], attrs: Attrs) -> Any:
         do, dlse = _blocked(xs[0], 4, 6), _blocked(xs[1], 4, 5) if cts > 1 else None
-        kept = _kept(*xs[cts:])
+        kept = _kept(xs[cts:], attrs)
         p, ds = _score_grads(at, do, dlse, kept, attrs)
         return finish(xs[cts + 1].ndim == 5, p, ds, do, kept, attrs["scale"])
 
@@ -209,21 +251,22 @@ BOTH = (frozenset({0, 1}),)
 attention_backward = _define_backward("attention_backward", "bgrsne", _qkv, _to_qkv, 1, Linear.FIRST)
 attention_lse_backward = _define_backward("attention_lse_backward", "bgrsne bgrsn", _qkv, _to_qkv, 2, BOTH)
 attention_mask_backward = _define_backward(
-    "attention_mask_backward", "bgrsne bgrsn", lambda q, k, v, mask: (_mask_result(mask),), _to_mask, -1, BOTH
+    "attention_mask_backward", "bgrsne bgrsn", lambda q, k, v, mask: (_mask_result(mask),), _to_mask, 7, BOTH
 )
 
 
 def _vjp(n: Node, do: Node | None, dlse: Node | None) -> Any:
     out, lse = n
-    q, k, v, *mask = n.args
+    q, k, v, *rest = n.args
     attrs = dict(n.attrs)
     do = zeros_like(out) if do is None else do
-    back = attention_backward(do, q, k, v, out, lse, *mask, **attrs) if dlse is None else None
-    back = attention_lse_backward(do, dlse, q, k, v, out, lse, *mask, **attrs) if back is None else back
-    if not mask:
-        return tuple(back)
+    back = attention_backward(do, q, k, v, out, lse, *rest, **attrs) if dlse is None else None
+    back = attention_lse_backward(do, dlse, q, k, v, out, lse, *rest, **attrs) if back is None else back
+    to_seed = (None,) if n.attr("p") else ()
+    if len(rest) == len(to_seed):
+        return *back, *to_seed
     dlse = zeros_like(lse) if dlse is None else dlse
-    return *back, attention_mask_backward(do, dlse, q, k, v, out, lse, *mask, **attrs)
+    return *back, attention_mask_backward(do, dlse, q, k, v, out, lse, *rest, **attrs), *to_seed
 
 
 def _normal(attrs: Attrs) -> Attrs:
@@ -234,8 +277,8 @@ _attention = define(
     "attention",
     kind=Kind.WHOLE,
     equation=_forward_equation,
-    run=lambda q, k, v, *mask, **attrs: _forward(None, q, k, v, mask[0] if mask else None, attrs),
-    local=lambda ctx, q, k, v, *mask, **attrs: _forward(_local_places(ctx, 0), q, k, v, mask[0] if mask else None, attrs),
+    run=lambda q, k, v, *rest, **attrs: _forward(None, q, k, v, rest, attrs),
+    local=lambda ctx, q, k, v, *rest, **attrs: _forward(_local_places(ctx, 0), q, k, v, rest, attrs),
     dtype=_forward_dtype,
     vjp=_vjp,
     normal=_normal,
@@ -249,18 +292,29 @@ _attention = define(
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, scale: float | None = None, window: int = 0, offset: int = 0
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    scale: float | None = None,
+    window: int = 0,
+    offset: int = 0,
+    dropout: tuple[float, Any, int] | None = None,
 ) -> tuple[Any, Any]:
     """q [b, h, s, d], k [b, g, t, d], v [b, g, t, e], h a multiple of g -> result [b, h, s, e] and log-sum-exp [b, h, s].
 
     Row i sees key j where j <= i + offset if causal, and j > i + offset - window if there is a window. A mask [b, h, s, t]
     (sizes of 1 are stretched) is added to the scores or, being bool, says which keys are seen. A row that sees no key is 0.
+    `dropout` is (probability, seed, site): weights are dropped after the softmax, and those left scaled up.
     """
     _check_shapes(q, k, v)
     (b, h, s, d), g = q.shape, k.shape[1]
     q5 = reshape(q, (b, g, h // g, s, d))
     masks = [] if mask is None else [_grouped_mask(_additive(mask, q), g, h)]
-    out, lse = _attention(q5, k, v, *masks, scale=_scale(scale, d), causal=causal, window=window, offset=offset)
+    seed, how = ([dropout[1]], {"p": float(dropout[0]), "site": dropout[2]}) if dropout else ([], {})
+    out, lse = _attention(q5, k, v, *masks, *seed, scale=_scale(scale, d), causal=causal, window=window, offset=offset, **how)
     return reshape(out, (b, h, s, v.shape[-1])), reshape(lse, (b, h, s))
 
 

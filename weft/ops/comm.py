@@ -142,9 +142,7 @@ def _keep(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) 
 
 # -- the ops, with the bytes on the wire per rank over the bytes of the largest form ------------------------------------------
 
-all_reduce = _define(
-    "all_reduce", P, lambda lay, a: lay.release(a["axis"]), _all_reduce, lambda n: 2 * (n - 1) / n, doc="P -> R"
-)
+all_reduce = _define("all_reduce", P, lambda lay, a: lay.release(a["axis"]), _all_reduce, lambda n: 2 * (n - 1) / n, doc="P -> R")
 reduce_scatter = _define(
     "reduce_scatter", P, lambda lay, a: _cut(lay.release(a["axis"]), a), _reduce_scatter, lambda n: (n - 1) / n, doc="P -> S"
 )
@@ -153,17 +151,13 @@ all_to_all = _define(
     "all_to_all", S, lambda lay, a: _cut(lay.uncut(a["axis"]), a), _all_gather, lambda n: (n - 1) / n**2, doc="S -> S on another dim"
 )
 slice_ = _define("slice", Replicated, _cut, _slice, lambda n: 0.0, doc="R -> S, no wire")
-reduce_ = _define(
-    "reduce", P, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["root"])), _reduce, lambda n: 1.0, doc="P -> O"
-)
+reduce_ = _define("reduce", P, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["root"])), _reduce, lambda n: 1.0, doc="P -> O")
 broadcast = _define("broadcast", O, lambda lay, a: lay.release(a["axis"]), _from_root, lambda n: 1.0, doc="O -> R")
 send = _define(
     "send", O, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["to"])), _from_root, lambda n: 1.0, doc="O -> O of another stage"
 )
 
-keep = _define(
-    "keep", Replicated, lambda lay, a: lay.hold(a["axis"], O(a["root"])), _keep, lambda n: 0.0, doc="R -> O, no wire"
-)
+keep = _define("keep", Replicated, lambda lay, a: lay.hold(a["axis"], O(a["root"])), _keep, lambda n: 0.0, doc="R -> O, no wire")
 
 
 def is_comm(node: Node) -> bool:
@@ -244,4 +238,18 @@ def _redo(x: Any, axis: str, there: Placement) -> Any:
     return x
 
 
-__all__ = ["R", "all_gather", "all_reduce", "all_to_all", "broadcast", "is_comm", "keep", "reduce_", "reduce_scatter", "reshard", "send", "settle", "slice_"]
+__all__ = [
+    "R",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "is_comm",
+    "keep",
+    "reduce_",
+    "reduce_scatter",
+    "reshard",
+    "send",
+    "settle",
+    "slice_",
+]

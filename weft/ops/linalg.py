@@ -31,7 +31,12 @@ def _einsum_equation(types: Types, attrs: Attrs) -> Equation:
     left, arrow, right = attrs["equation"].replace(" ", "").partition("->")
     ins = tuple(tuple(part) for part in left.split(","))
     if not arrow or any(len(set(x)) < len(x) for x in (*ins, right)) or not set(right) <= set(left):
-        raise TypeMismatch("not an einsum weft takes", needed="labels once per operand, and an output made of them, as 'ik,kj->ij'", found=repr(attrs["equation"]), where=user_line())
+        raise TypeMismatch(
+            "not an einsum weft takes",
+            needed="labels once per operand, and an output made of them, as 'ik,kj->ij'",
+            found=repr(attrs["equation"]),
+            where=user_line(),
+        )
     return Equation(ins, (tuple(right),))
 
 
@@ -78,7 +83,12 @@ def _letters(a: int, b: int) -> tuple[str, str, str]:
 def _matmul_equation(types: Types, attrs: Attrs) -> Equation:
     a, b = (len(t.shape) for t in types)
     if a < 2 or b not in (2, a):
-        raise TypeMismatch("matmul takes [..., i, k] and [k, j], or equal batches", needed="two or more dims, and a plain matrix or the same batch on the right", found=f"{a} and {b} dims", where=user_line())
+        raise TypeMismatch(
+            "matmul takes [..., i, k] and [k, j], or equal batches",
+            needed="two or more dims, and a plain matrix or the same batch on the right",
+            found=f"{a} and {b} dims",
+            where=user_line(),
+        )
     x, y, out = _letters(a, b)
     return Equation((tuple(x), tuple(y)), (tuple(out),))
 
@@ -94,4 +104,6 @@ def _matmul_field(p: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return einsum_mod(p, f"{a},{b}->{out}", x, y)
 
 
-matmul = define("matmul", kind=Kind.CONTRACT, equation=_matmul_equation, run=torch.matmul, linear=Linear.EACH, vjp=_matmul_vjp, field=_matmul_field)
+matmul = define(
+    "matmul", kind=Kind.CONTRACT, equation=_matmul_equation, run=torch.matmul, linear=Linear.EACH, vjp=_matmul_vjp, field=_matmul_field
+)

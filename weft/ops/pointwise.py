@@ -12,7 +12,7 @@ import torch
 
 from weft.core.errors import TypeMismatch
 from weft.core.layout import P
-from weft.core.node import DTYPE_NAMES, Attrs, Node, constant, dtype_of, op_named, user_line
+from weft.core.node import DTYPE_NAMES, Attrs, Node, Op, constant, dtype_of, op_named, user_line
 from weft.ops.registry import ONE, ArgSets, Equation, Kind, Linear, Local, Types, define
 
 EACH: ArgSets = (frozenset({0}), frozenset({1}))
@@ -25,9 +25,15 @@ def elementwise(types: Types, attrs: Attrs) -> Equation:
     rank = max((len(t.shape) for t in types), default=0)
     sizes = [max((t.shape[len(t.shape) - r] for t in types if len(t.shape) >= r), default=1) for r in range(rank, 0, -1)]
     if any(0 in t.shape for t in types):
-        sizes = [0 if any(len(t.shape) > i and t.shape[len(t.shape) - rank + i] == 0 for t in types if len(t.shape) == rank) else s for i, s in enumerate(sizes)]
+        sizes = [
+            0 if any(len(t.shape) > i and t.shape[len(t.shape) - rank + i] == 0 for t in types if len(t.shape) == rank) else s
+            for i, s in enumerate(sizes)
+        ]
     names = [f"d{rank - i}" for i in range(rank)]
-    ins = tuple(tuple(ONE if n == 1 and sizes[rank - len(t.shape) + i] != 1 else names[rank - len(t.shape) + i] for i, n in enumerate(t.shape)) for t in types)
+    ins = tuple(
+        tuple(ONE if n == 1 and sizes[rank - len(t.shape) + i] != 1 else names[rank - len(t.shape) + i] for i, n in enumerate(t.shape))
+        for t in types
+    )
     return Equation(ins, (tuple(names),))
 
 
@@ -47,16 +53,38 @@ def to_bool(types: Types, attrs: Attrs) -> torch.dtype:
 
 def _same_dtype(types: Types) -> None:
     if len({t.dtype for t in types}) > 1:
-        raise TypeMismatch("operands of several dtypes", needed="one dtype", found=" and ".join(DTYPE_NAMES[t.dtype] for t in types), try_="cast(x, dtype)")
+        raise TypeMismatch(
+            "operands of several dtypes", needed="one dtype", found=" and ".join(DTYPE_NAMES[t.dtype] for t in types), try_="cast(x, dtype)"
+        )
 
 
 def _binary(name: str, run: Any, vjp: Any, **facets: Any) -> Any:
     return define(name, kind=Kind.POINTWISE, equation=elementwise, run=run, vjp=vjp, **facets)
 
 
-add = _binary("add", torch.add, lambda n, ct: (fit(ct, n.args[0]), fit(ct, n.args[1])), linear=Linear.JOINTLY, monotone=EACH, field=lambda p, a, b: (a + b) % p)
-sub = _binary("sub", torch.sub, lambda n, ct: (fit(ct, n.args[0]), fit(-ct, n.args[1])), linear=Linear.JOINTLY, monotone=FIRST, field=lambda p, a, b: (a - b) % p)
-mul = _binary("mul", torch.mul, lambda n, ct: (fit(ct * n.args[1], n.args[0]), fit(ct * n.args[0], n.args[1])), linear=Linear.EACH, field=lambda p, a, b: (a * b) % p)
+add = _binary(
+    "add",
+    torch.add,
+    lambda n, ct: (fit(ct, n.args[0]), fit(ct, n.args[1])),
+    linear=Linear.JOINTLY,
+    monotone=EACH,
+    field=lambda p, a, b: (a + b) % p,
+)
+sub = _binary(
+    "sub",
+    torch.sub,
+    lambda n, ct: (fit(ct, n.args[0]), fit(-ct, n.args[1])),
+    linear=Linear.JOINTLY,
+    monotone=FIRST,
+    field=lambda p, a, b: (a - b) % p,
+)
+mul = _binary(
+    "mul",
+    torch.mul,
+    lambda n, ct: (fit(ct * n.args[1], n.args[0]), fit(ct * n.args[0], n.args[1])),
+    linear=Linear.EACH,
+    field=lambda p, a, b: (a * b) % p,
+)
 div = _binary("div", torch.div, lambda n, ct: (fit(ct / n.args[1], n.args[0]), fit(-(ct * n / n.args[1]), n.args[1])), linear=Linear.FIRST)
 
 
@@ -138,7 +166,9 @@ def _slope_op(name: str, run: Any) -> Any:
     return define(name, kind=Kind.POINTWISE, equation=elementwise, run=run, linear=Linear.FIRST, doc="(ct, x) -> ct * slope(x)")
 
 
-gelu_backward = _slope_op("gelu_backward", lambda ct, x, tanh=False: torch.ops.aten.gelu_backward(ct, x, approximate="tanh" if tanh else "none"))
+gelu_backward = _slope_op(
+    "gelu_backward", lambda ct, x, tanh=False: torch.ops.aten.gelu_backward(ct, x, approximate="tanh" if tanh else "none")
+)
 silu_backward = _slope_op("silu_backward", torch.ops.aten.silu_backward)
 
 
@@ -148,7 +178,15 @@ def _gelu(x: torch.Tensor, tanh: bool = False) -> torch.Tensor:
 
 OF_POSITIVES = {"min": FIRST}  # a positive max may hide negative terms, and they give no number; a positive min hides none
 
-neg = define("neg", kind=Kind.POINTWISE, equation=elementwise, run=torch.neg, linear=Linear.FIRST, vjp=lambda n, ct: (-ct,), field=lambda p, a: (-a) % p)
+neg = define(
+    "neg",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    run=torch.neg,
+    linear=Linear.FIRST,
+    vjp=lambda n, ct: (-ct,),
+    field=lambda p, a: (-a) % p,
+)
 exp = _unary("exp", torch.exp, lambda n: n, monotone=FIRST)
 log = _unary("log", torch.log, lambda n: 1.0 / n.args[0], monotone=OF_POSITIVES)
 sqrt = _unary("sqrt", torch.sqrt, lambda n: 0.5 / n, monotone=OF_POSITIVES)
@@ -156,15 +194,17 @@ rsqrt = _unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
 tanh = _unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
 sigmoid = _unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
 relu = _unary("relu", torch.relu, lambda n: _as_float(gt(n.args[0], 0.0), n), monotone=FIRST)
-gelu = define("gelu", kind=Kind.POINTWISE, equation=elementwise, run=_gelu, vjp=lambda n, ct: (gelu_backward(ct, n.args[0], **dict(n.attrs)),))
+gelu = define(
+    "gelu", kind=Kind.POINTWISE, equation=elementwise, run=_gelu, vjp=lambda n, ct: (gelu_backward(ct, n.args[0], **dict(n.attrs)),)
+)
 silu = define(
     "silu", kind=Kind.POINTWISE, equation=elementwise, run=torch.nn.functional.silu, vjp=lambda n, ct: (silu_backward(ct, n.args[0]),)
 )
 erf = _unary("erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST)
 sin = _unary("sin", torch.sin, lambda n: cos(n.args[0]))
-cos = _unary("cos", torch.cos, lambda n: -sin(n.args[0]))
+cos: Op = _unary("cos", torch.cos, lambda n: -sin(n.args[0]))
 abs_ = _unary("abs", torch.abs, lambda n: sign(n.args[0]))
-sign = _unary("sign", torch.sign, lambda n: 0.0 * n, monotone=FIRST)
+sign: Op = _unary("sign", torch.sign, lambda n: 0.0 * n, monotone=FIRST)
 square = _unary("square", torch.square, lambda n: 2.0 * n.args[0], field=lambda p, a: (a * a) % p)
 floor = _unary("floor", torch.floor, lambda n: 0.0 * n, monotone=FIRST)
 isfinite = _unary("isfinite", torch.isfinite, None, dtype=to_bool)
@@ -179,7 +219,13 @@ def _clamp_slope(n: Node) -> Node:
     return inside
 
 
-clamp = _unary("clamp", lambda x, lo=None, hi=None: torch.clamp(x, lo, hi), _clamp_slope, monotone=FIRST, normal=lambda attrs: {k: v for k, v in attrs.items() if v is not None})
+clamp = _unary(
+    "clamp",
+    lambda x, lo=None, hi=None: torch.clamp(x, lo, hi),
+    _clamp_slope,
+    monotone=FIRST,
+    normal=lambda attrs: {k: v for k, v in attrs.items() if v is not None},
+)
 
 
 def _cast_normal(attrs: Attrs) -> Attrs:
@@ -202,7 +248,7 @@ def _cast_dtype(types: Types, attrs: Attrs) -> torch.dtype:
     return to
 
 
-cast = define(
+cast: Op = define(
     "cast",
     kind=Kind.POINTWISE,
     equation=elementwise,
@@ -255,14 +301,16 @@ def _dropout_local(ctx: Local, x: torch.Tensor, seed: torch.Tensor, p: float, si
 
 def _dropout_equation(types: Types, attrs: Attrs) -> Equation:
     if len(types) != 2 or types[1].dtype != torch.int64 or types[1].shape:
-        raise TypeMismatch("dropout takes a value and a seed", needed="a seed of type i64[]", found=", ".join(map(str, types[1:])) or "no seed")
+        raise TypeMismatch(
+            "dropout takes a value and a seed", needed="a seed of type i64[]", found=", ".join(map(str, types[1:])) or "no seed"
+        )
     if not 0 <= attrs["p"] <= 1:
         raise TypeMismatch("dropout has no such probability", needed="p from 0 to 1", found=str(attrs["p"]))
     labels = tuple(f"d{i}" for i in range(len(types[0].shape)))
     return Equation((labels, ()), (labels,))
 
 
-_dropout_op = define(
+_dropout_op: Op = define(
     "dropout",
     kind=Kind.POINTWISE,
     equation=_dropout_equation,

@@ -63,14 +63,16 @@ def _sum_field(p: int, x: torch.Tensor, dims: Any = None, keepdim: bool = False)
     return _sum(x, dims, keepdim) % p
 
 
-sum_ = define("sum", kind=Kind.REDUCE, equation=_reducing("sum"), run=_sum, linear=Linear.FIRST, vjp=_sum_vjp, field=_sum_field, normal=_normal)
+sum_ = define(
+    "sum", kind=Kind.REDUCE, equation=_reducing("sum"), run=_sum, linear=Linear.FIRST, vjp=_sum_vjp, field=_sum_field, normal=_normal
+)
 
 
 def _lowest(dtype: torch.dtype, sign: int) -> float | int:
     if dtype.is_floating_point:
         return -sign * math.inf
     info = torch.iinfo(dtype)
-    return info.min if sign > 0 else info.max
+    return int(info.min if sign > 0 else info.max)
 
 
 def _extreme(sign: int) -> Any:
@@ -95,8 +97,12 @@ def _extreme_vjp(n: Node, ct: Node) -> Any:
     return (expand_like(stretch(ct, x, dims, keep), x) * (hit / expand_like(count, x)),)
 
 
-amax = define("amax", kind=Kind.REDUCE, equation=_reducing("max"), run=_extreme(1), vjp=_extreme_vjp, monotone=(frozenset({0}),), normal=_normal)
-amin = define("amin", kind=Kind.REDUCE, equation=_reducing("min"), run=_extreme(-1), vjp=_extreme_vjp, monotone=(frozenset({0}),), normal=_normal)
+amax = define(
+    "amax", kind=Kind.REDUCE, equation=_reducing("max"), run=_extreme(1), vjp=_extreme_vjp, monotone=(frozenset({0}),), normal=_normal
+)
+amin = define(
+    "amin", kind=Kind.REDUCE, equation=_reducing("min"), run=_extreme(-1), vjp=_extreme_vjp, monotone=(frozenset({0}),), normal=_normal
+)
 
 
 def mean(x: Any, dims: Any = None, keepdim: bool = False) -> Any:

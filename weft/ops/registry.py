@@ -119,7 +119,11 @@ def define(
     if name in OPS:
         raise OpDefinitionError(f"op {name!r} is defined twice", needed="a new name", found=name)
     if (equation is None) == (infer is None):
-        raise OpDefinitionError(f"op {name!r} needs an equation or an infer rule, and one of them", needed="equation= or infer=", found="both" if equation else "neither")
+        raise OpDefinitionError(
+            f"op {name!r} needs an equation or an infer rule, and one of them",
+            needed="equation= or infer=",
+            found="both" if equation else "neither",
+        )
     if not callable(run):
         raise OpDefinitionError(f"op {name!r} has no meaning", needed="run=, a torch function", found=repr(run))
     facets: dict[str, Any] = {
@@ -177,9 +181,17 @@ def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
                 continue
             seen, first = bound.setdefault(label, (dim, k))
             if dim_size(seen) != dim_size(dim):
-                raise _bad(name, types, f"equal sizes along {label!r}", f"{dim_size(seen)} in operand {first}, {dim_size(dim)} in operand {k}")
+                raise _bad(
+                    name, types, f"equal sizes along {label!r}", f"{dim_size(seen)} in operand {first}, {dim_size(dim)} in operand {k}"
+                )
             if seen != dim:
-                raise _bad(name, types, f"{label!r} cut alike in operands {first} and {k}", f"{_show_cut(seen)} and {_show_cut(dim)}", try_=_repair(types, first, k))
+                raise _bad(
+                    name,
+                    types,
+                    f"{label!r} cut alike in operands {first} and {k}",
+                    f"{_show_cut(seen)} and {_show_cut(dim)}",
+                    try_=_repair(types, first, k),
+                )
     return {label: dim for label, (dim, _) in bound.items()}
 
 
@@ -204,7 +216,9 @@ def _repair(types: Types, a: int, b: int) -> str:
     return f"bring operands {a} and {b} to one layout first"
 
 
-def _held(name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear: Linear | ArgSets, monotone: Ordered) -> dict[str, Placement]:
+def _held(
+    name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear: Linear | ArgSets, monotone: Ordered
+) -> dict[str, Placement]:
     """What every axis holds of the outputs apart from cuts they keep; a cut label is listed under its axis."""
     held: dict[str, Placement] = {}
     for axis in types[0].mesh.axes if types else ():
@@ -228,20 +242,40 @@ def _ordered(eq: Equation, monotone: Ordered) -> dict[str, ArgSets]:
 
 def _check_cut(name: str, eq: Equation, types: Types, axis: str, cutting: list[str], places: list[Placement]) -> None:
     if len(cutting) > 1:
-        raise _bad(name, types, f"axis {axis} to cut one label", f"it cuts {' and '.join(map(repr, cutting))}", try_=f"gather one of them along {axis}")
+        raise _bad(
+            name,
+            types,
+            f"axis {axis} to cut one label",
+            f"it cuts {' and '.join(map(repr, cutting))}",
+            try_=f"gather one of them along {axis}",
+        )
     for k, (labels, place) in enumerate(zip(eq.ins, places, strict=True)):
         if cutting[0] not in labels and not isinstance(place, Replicated):
-            raise _bad(name, types, f"operand {k} whole along {axis}, which cuts {cutting[0]!r}", f"{axis}:{place}", try_=f"all_reduce(operand {k}, {axis!r})" if isinstance(place, P) else None)
+            raise _bad(
+                name,
+                types,
+                f"operand {k} whole along {axis}, which cuts {cutting[0]!r}",
+                f"{axis}:{place}",
+                try_=f"all_reduce(operand {k}, {axis!r})" if isinstance(place, P) else None,
+            )
 
 
 def _at_root(name: str, types: Types, axis: str, places: list[Placement]) -> Placement:
     roots = {p for p in places if not isinstance(p, Replicated)}
     if len(roots) > 1:
-        raise _bad(name, types, f"all operands at one rank of {axis}", " and ".join(f"{axis}:{p}" for p in sorted(roots, key=str)), try_=f"send or broadcast one of them along {axis}")
+        raise _bad(
+            name,
+            types,
+            f"all operands at one rank of {axis}",
+            " and ".join(f"{axis}:{p}" for p in sorted(roots, key=str)),
+            try_=f"send or broadcast one of them along {axis}",
+        )
     return roots.pop()
 
 
-def _pending(name: str, types: Types, axis: str, places: list[Placement], linear: Linear | ArgSets, ordered: dict[str, ArgSets]) -> Placement:
+def _pending(
+    name: str, types: Types, axis: str, places: list[Placement], linear: Linear | ArgSets, ordered: dict[str, ArgSets]
+) -> Placement:
     kinds = {p.op for p in places if isinstance(p, P)}
     who = frozenset(k for k, p in enumerate(places) if isinstance(p, P))
     if len(kinds) == 1:
@@ -253,7 +287,13 @@ def _pending(name: str, types: Types, axis: str, places: list[Placement], linear
         if kind != "sum":
             needed = f"{name} to keep the order of operand {min(who)}"
         k = min(who)
-        raise _bad(name, types, needed, f"a pending {kind} along {axis} in operand{'s' if len(who) > 1 else ''} {', '.join(map(str, sorted(who)))}", try_=f"all_reduce(operand {k}, {axis!r})")
+        raise _bad(
+            name,
+            types,
+            needed,
+            f"a pending {kind} along {axis} in operand{'s' if len(who) > 1 else ''} {', '.join(map(str, sorted(who)))}",
+            try_=f"all_reduce(operand {k}, {axis!r})",
+        )
     raise _bad(name, types, "one kind of pending reduction", " and ".join(sorted(kinds)))
 
 
@@ -285,7 +325,13 @@ def _output(eq: Equation, out: tuple[str, ...], dtype: torch.dtype, mesh: Any, l
 def _common_dtype(types: Types, attrs: Attrs) -> torch.dtype:
     dtypes = dict.fromkeys(t.dtype for t in types)
     if len(dtypes) > 1:
-        raise TypeMismatch("operands of several dtypes", needed="one dtype", found=" and ".join(DTYPE_NAMES[d] for d in dtypes), try_="cast(x, dtype)", where=user_line())
+        raise TypeMismatch(
+            "operands of several dtypes",
+            needed="one dtype",
+            found=" and ".join(DTYPE_NAMES[d] for d in dtypes),
+            try_="cast(x, dtype)",
+            where=user_line(),
+        )
     return next(iter(dtypes))
 
 
@@ -306,13 +352,18 @@ def flops(node: Node) -> float:
     eq = equation_of(node)
     if eq is None:
         return float(sum(math.prod(t.layout.largest_local) for t in node.types))
-    sizes = {x: n for labels, a in zip(eq.ins, node.args, strict=True) for x, n in zip(labels, a.type.layout.largest_local, strict=True) if x != ONE}
+    sizes = {
+        x: n
+        for labels, a in zip(eq.ins, node.args, strict=True)
+        for x, n in zip(labels, a.type.layout.largest_local, strict=True)
+        if x != ONE
+    }
     return (2.0 if node.op.kind is Kind.CONTRACT else 1.0) * math.prod(sizes.values())
 
 
 def nbytes(type_: Type) -> int:
     """Bytes the busiest rank holds of a value."""
-    return math.prod(type_.layout.largest_local) * type_.dtype.itemsize
+    return math.prod(type_.layout.largest_local) * int(type_.dtype.itemsize)
 
 
 def memory_traffic(node: Node) -> int:

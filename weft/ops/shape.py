@@ -8,7 +8,7 @@ import torch
 
 from weft.core.errors import TypeMismatch
 from weft.core.layout import Atom, Layout, Replicated, S
-from weft.core.node import Attrs, Node, Type, op_named, user_line
+from weft.core.node import Attrs, Node, Op, Type, op_named, user_line
 from weft.ops.registry import Equation, Kind, Linear, Local, Types, define
 
 FIRST = (frozenset({0}),)
@@ -79,7 +79,7 @@ def _permute_equation(types: Types, attrs: Attrs) -> Equation:
     return Equation((labels,), (tuple(labels[i] for i in order),))
 
 
-_permute = define(
+_permute: Op = define(
     "permute",
     kind=Kind.VIEW,
     equation=_permute_equation,
@@ -110,15 +110,24 @@ def transpose(x: Any, a: int = -2, b: int = -1) -> Any:
 def _expand_infer(types: Types, attrs: Attrs) -> Type:
     (t,), shape = types, attrs["shape"]
     if len(shape) != len(t.shape) or any(n not in (1, m) for n, m in zip(t.shape, shape, strict=True)):
-        raise TypeMismatch("expand repeats dims of size 1 only", needed=f"{list(t.shape)} with the 1s enlarged", found=str(list(shape)), where=user_line())
+        raise TypeMismatch(
+            "expand repeats dims of size 1 only", needed=f"{list(t.shape)} with the 1s enlarged", found=str(list(shape)), where=user_line()
+        )
     repeated = [d for d, (n, m) in enumerate(zip(t.shape, shape, strict=True)) if n != m]
     if any(atom.cut for d in repeated for atom in t.layout.dims[d]):
-        raise TypeMismatch("expand cannot repeat a dim that some ranks do not hold", needed="dims to repeat uncut", found=str(t), where=user_line())
+        raise TypeMismatch(
+            "expand cannot repeat a dim that some ranks do not hold", needed="dims to repeat uncut", found=str(t), where=user_line()
+        )
     dims = tuple((Atom(shape[d]),) if d in repeated else dim for d, dim in enumerate(t.layout.dims))
     layout = Layout(t.mesh, dims, t.layout.held)
     for axis, dim, within in attrs["cuts"]:
         if t.shape[dim] == shape[dim] or not isinstance(t.on(axis), Replicated):
-            raise TypeMismatch(f"expand cannot cut dim {dim} along {axis}", needed="a dim it repeats, and the operand whole along the axis", found=str(t), where=user_line())
+            raise TypeMismatch(
+                f"expand cannot cut dim {dim} along {axis}",
+                needed="a dim it repeats, and the operand whole along the axis",
+                found=str(t),
+                where=user_line(),
+            )
         layout = layout.cut(axis, dim, within)
     return t.with_layout(layout)
 
@@ -168,7 +177,9 @@ def expand_like(x: Any, like: Any) -> Any:
 def _one_dim(attrs: Attrs, rank: int) -> tuple[tuple[str, ...], int]:
     dim = attrs["dim"]
     if not 0 <= dim < rank:
-        raise TypeMismatch(f"no dim {dim} in a tensor of {rank} dims", needed=f"a dim from 0 to {rank - 1}", found=str(dim), where=user_line())
+        raise TypeMismatch(
+            f"no dim {dim} in a tensor of {rank} dims", needed=f"a dim from 0 to {rank - 1}", found=str(dim), where=user_line()
+        )
     return tuple(f"d{i}" for i in range(rank)), dim
 
 
@@ -176,9 +187,16 @@ def _narrow_equation(types: Types, attrs: Attrs) -> Equation:
     labels, dim = _one_dim(attrs, len(types[0].shape))
     size = types[0].shape[dim]
     if not (0 <= attrs["start"] <= attrs["stop"] <= size and attrs["step"] >= 1):
-        raise TypeMismatch("narrow runs outside the dim", needed=f"0 <= start <= stop <= {size} and step >= 1", found=f"{attrs['start']}:{attrs['stop']}:{attrs['step']}", where=user_line())
+        raise TypeMismatch(
+            "narrow runs outside the dim",
+            needed=f"0 <= start <= stop <= {size} and step >= 1",
+            found=f"{attrs['start']}:{attrs['stop']}:{attrs['step']}",
+            where=user_line(),
+        )
     out = tuple("new" if i == dim else x for i, x in enumerate(labels))
-    return Equation((labels,), (out,), whole=frozenset({labels[dim]}), sizes={"new": len(range(attrs["start"], attrs["stop"], attrs["step"]))})
+    return Equation(
+        (labels,), (out,), whole=frozenset({labels[dim]}), sizes={"new": len(range(attrs["start"], attrs["stop"], attrs["step"]))}
+    )
 
 
 def _narrow_run(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.Tensor:
@@ -242,7 +260,9 @@ def concat(xs: Any, dim: int) -> Any:
 def _pad_equation(types: Types, attrs: Attrs) -> Equation:
     labels, dim = _one_dim(attrs, len(types[0].shape))
     out = tuple("new" if i == dim else x for i, x in enumerate(labels))
-    return Equation((labels,), (out,), whole=frozenset({labels[dim]}), sizes={"new": types[0].shape[dim] + attrs["before"] + attrs["after"]})
+    return Equation(
+        (labels,), (out,), whole=frozenset({labels[dim]}), sizes={"new": types[0].shape[dim] + attrs["before"] + attrs["after"]}
+    )
 
 
 def _pad_run(x: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:

@@ -88,7 +88,11 @@ def _stacked(program: Program, weight: Node, n: int) -> bool:
     users = program.users[weight]
     if weight.ndim < 3 or weight.shape[0] % n or not users:
         return False
-    return all((eq := equation_of(u)) is not None and u.op.kind in (Kind.CONTRACT, Kind.WHOLE) and eq.label(u.args.index(weight), 0) in eq.outs[0] for u in users if u.op.kind is Kind.CONTRACT)
+    return all(
+        (eq := equation_of(u)) is not None and u.op.kind in (Kind.CONTRACT, Kind.WHOLE) and eq.label(u.args.index(weight), 0) in eq.outs[0]
+        for u in users
+        if u.op.kind is Kind.CONTRACT
+    )
 
 
 def _also_cut(node: Node, places: Mapping[str, Placement], named: Named) -> dict[str, Placement]:
@@ -118,7 +122,9 @@ def tensor_cuts(program: Program, loss: Node, weights: Mapping[str, Node], n: in
     return {names[w]: cut for w, cut in found.items()}
 
 
-def _columns(program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int) -> dict[Node, S]:
+def _columns(
+    program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
+) -> dict[Node, S]:
     """The cuts that follow from cutting this weight by its columns; none where they cannot all be had."""
     eq = equation_of(node)
     assert eq is not None
@@ -217,7 +223,11 @@ class _Flow:
         eq = equation_of(user)
         assert eq is not None
         for i, out in enumerate(eq.outs):
-            results = [user] if len(eq.outs) == 1 else [u for u in self.program.users[user] if u.op.name == "item" and u.attr("index") == i and u in self.forward]
+            results = (
+                [user]
+                if len(eq.outs) == 1
+                else [u for u in self.program.users[user] if u.op.name == "item" and u.attr("index") == i and u in self.forward]
+            )
             for r in results:
                 if label in out:
                     self._reach(r, S(out.index(label), cut.within))

@@ -51,7 +51,11 @@ class _Placer:
     def __init__(self, program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: Options) -> None:
         unknown = [n for n in inputs if n not in program.input_names]
         if unknown:
-            raise PlanError(f"{program.name} has no input {unknown[0]!r}", needed=f"one of {', '.join(list(program.input_names)[:8])} ...", found=unknown[0])
+            raise PlanError(
+                f"{program.name} has no input {unknown[0]!r}",
+                needed=f"one of {', '.join(list(program.input_names)[:8])} ...",
+                found=unknown[0],
+            )
         self.program, self.mesh, self.options = program, mesh, options
         self.inputs = inputs
         self.made: dict[Node, Node] = {}
@@ -93,7 +97,12 @@ class _Placer:
                 return make(node.op, tuple(reshard(a, w) for a, w in zip(args, ways, strict=True)), attrs)
             except (TypeMismatch, LayoutError):
                 continue
-        raise PlanError(f"{node.op.name} cannot be placed", needed="a layout its rule accepts", found=", ".join(str(a.type) for a in args), where=self.program.lines.get(node))
+        raise PlanError(
+            f"{node.op.name} cannot be placed",
+            needed="a layout its rule accepts",
+            found=", ".join(str(a.type) for a in args),
+            where=self.program.lines.get(node),
+        )
 
     def _candidates(self, node: Node, args: Sequence[Node]) -> Iterable[list[Layout]]:
         """Layouts to bring the operands to, the likeliest first, all whole last."""
@@ -133,7 +142,9 @@ class _Placer:
             ways += self._scattered(eq, pending, here, args, axis, n)
         return sorted(ways, key=lambda w: w.cost)
 
-    def _scattered(self, eq: Equation, pending: frozenset[int], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int) -> list[_Way]:
+    def _scattered(
+        self, eq: Equation, pending: frozenset[int], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int
+    ) -> list[_Way]:
         k = min(pending)
         dim = self.options.scatter_dim % max(args[k].ndim, 1) if args[k].ndim >= 2 else -1
         if dim < 0 or args[k].shape[dim] < n:

@@ -30,7 +30,9 @@ def unheads(x: Any) -> Any:
     return w.reshape(w.permute(x, 0, 2, 1, 3), b, s, n * d)
 
 
-def mlp(mesh: Mesh, batch: int, seq: int, hidden: int, *, ffn: int | None = None, p: float = DROPOUT, dtype: str = "f32", tp: str | None = "tp") -> Program:
+def mlp(
+    mesh: Mesh, batch: int, seq: int, hidden: int, *, ffn: int | None = None, p: float = DROPOUT, dtype: str = "f32", tp: str | None = "tp"
+) -> Program:
     """The feed-forward block. With `tp`, its weights are cut column then row and its sum is there; without, it is whole."""
     f = ffn or 4 * hidden
 
@@ -41,13 +43,31 @@ def mlp(mesh: Mesh, batch: int, seq: int, hidden: int, *, ffn: int | None = None
     t, d = _typed(dtype), tp
     cut = (lambda k: {d: S(k)}) if d else (lambda k: {})
     return trace(
-        block, mesh, name="mlp", x=t(batch, seq, hidden), w1=t(hidden, f, **cut(1)), b1=t(f, **cut(0)), w2=t(f, hidden, **cut(0)), b2=t(hidden),
-        gain=t(hidden), shift=t(hidden), seed=tensor("i64"),
-    )  # fmt: skip
+        block,
+        mesh,
+        name="mlp",
+        x=t(batch, seq, hidden),
+        w1=t(hidden, f, **cut(1)),
+        b1=t(f, **cut(0)),
+        w2=t(f, hidden, **cut(0)),
+        b2=t(hidden),
+        gain=t(hidden),
+        shift=t(hidden),
+        seed=tensor("i64"),
+    )
 
 
 def self_attention(
-    mesh: Mesh, batch: int, seq: int, hidden: int, *, n_heads: int = 4, p: float = DROPOUT, causal: bool = True, dtype: str = "f32", tp: str | None = "tp"
+    mesh: Mesh,
+    batch: int,
+    seq: int,
+    hidden: int,
+    *,
+    n_heads: int = 4,
+    p: float = DROPOUT,
+    causal: bool = True,
+    dtype: str = "f32",
+    tp: str | None = "tp",
 ) -> Program:
     """The self-attention block, heads cut over `tp` where given."""
 
@@ -61,12 +81,24 @@ def self_attention(
     col, row = ({tp: S(1)}, {tp: S(0)}) if tp else ({}, {})
     column = t(hidden, hidden, **col)
     return trace(
-        block, mesh, name="self_attention", x=t(batch, seq, hidden), wq=column, wk=column, wv=column, wo=t(hidden, hidden, **row), bo=t(hidden),
-        gain=t(hidden), shift=t(hidden), seed=tensor("i64"),
-    )  # fmt: skip
+        block,
+        mesh,
+        name="self_attention",
+        x=t(batch, seq, hidden),
+        wq=column,
+        wk=column,
+        wv=column,
+        wo=t(hidden, hidden, **row),
+        bo=t(hidden),
+        gain=t(hidden),
+        shift=t(hidden),
+        seed=tensor("i64"),
+    )
 
 
-def projection(mesh: Mesh, batch: int, seq: int, hidden: int, *, inner: int | None = None, p: float = DROPOUT, dtype: str = "f32", tp: str = "tp") -> Program:
+def projection(
+    mesh: Mesh, batch: int, seq: int, hidden: int, *, inner: int | None = None, p: float = DROPOUT, dtype: str = "f32", tp: str = "tp"
+) -> Program:
     """CoCoNet's model-parallel segment: a product whose inner dim is cut, its sum, bias, dropout and residual."""
 
     def segment(x: Any, m: Any, b: Any, r: Any, seed: Any) -> Any:
@@ -74,11 +106,20 @@ def projection(mesh: Mesh, batch: int, seq: int, hidden: int, *, inner: int | No
 
     t, k = _typed(dtype), inner or hidden
     return trace(
-        segment, mesh, name="projection", x=t(batch, seq, k, **{tp: S(2)}), m=t(k, hidden, **{tp: S(0)}), b=t(hidden), r=t(batch, seq, hidden), seed=tensor("i64")
+        segment,
+        mesh,
+        name="projection",
+        x=t(batch, seq, k, **{tp: S(2)}),
+        m=t(k, hidden, **{tp: S(0)}),
+        b=t(hidden),
+        r=t(batch, seq, hidden),
+        seed=tensor("i64"),
     )
 
 
-def boundary(mesh: Mesh, batch: int, seq: int, hidden: int, *, p: float = DROPOUT, dtype: str = "f32", tp: str = "tp", pp: str = "pp") -> Program:
+def boundary(
+    mesh: Mesh, batch: int, seq: int, hidden: int, *, p: float = DROPOUT, dtype: str = "f32", tp: str = "tp", pp: str = "pp"
+) -> Program:
     """The pipeline boundary: a sum over tp at one stage, bias, dropout and residual, and the send to the next."""
     from weft.core.layout import O
 
@@ -86,7 +127,15 @@ def boundary(mesh: Mesh, batch: int, seq: int, hidden: int, *, p: float = DROPOU
         return w.send(w.dropout(w.all_reduce(y, tp) + b, seed, p=p, site=0) + r, pp, to=1)
 
     t, here = _typed(dtype), {pp: O(0)}
-    return trace(segment, mesh, name="boundary", y=t(batch, seq, hidden, **{tp: P()}, **here), b=t(hidden, **here), r=t(batch, seq, hidden, **here), seed=tensor("i64"))
+    return trace(
+        segment,
+        mesh,
+        name="boundary",
+        y=t(batch, seq, hidden, **{tp: P()}, **here),
+        b=t(hidden, **here),
+        r=t(batch, seq, hidden, **here),
+        seed=tensor("i64"),
+    )
 
 
 def _typed(dtype: str) -> Any:

@@ -12,9 +12,9 @@ from difflib import get_close_matches
 from weft.core.errors import UnknownName
 from weft.core.layout import Mesh
 from weft.core.program import Program
+from weft.ops.registry import Kind
 from weft.programs import blocks
 from weft.programs.optimizers import Hyper, optimizer
-from weft.ops.registry import Kind
 from weft.schedule import fuse, overlap, sink, split
 from weft.schedule import recipes as r
 

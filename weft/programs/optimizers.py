@@ -88,7 +88,14 @@ UPDATES = {"sgd": sgd, "adam": adam, "adamw": adamw, "lamb": lamb}
 
 
 def optimizer(
-    name: str, mesh: Mesh, shapes: Sequence[tuple[int, ...]], *, axis: str = "dp", hyper: Hyper | None = None, grads: str = "f32", params: str = "f32"
+    name: str,
+    mesh: Mesh,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    axis: str = "dp",
+    hyper: Hyper | None = None,
+    grads: str = "f32",
+    params: str = "f32",
 ) -> Program:
     """One step: gradients Partial along `axis` are summed and averaged, then every tensor is updated.
 
@@ -106,14 +113,23 @@ def optimizer(
         g = clipped(g, h.clip) if h.clip is not None else g
         new = [_updated(name, gi, xi, mi, vi, t, lr, h) for gi, xi, mi, vi in zip(g, x, m, v or m, strict=True)]
         if ok is not None:
-            new = [tuple(w.where(ok > 0.0, a, b) for a, b in zip(after, before, strict=False)) for after, before in zip(new, zip(x, m, v or m, strict=True), strict=True)]
+            new = [
+                tuple(w.where(ok > 0.0, a, b) for a, b in zip(after, before, strict=False))
+                for after, before in zip(new, zip(x, m, v or m, strict=True), strict=True)
+            ]
         out: dict[str, Any] = {"x": [u[0] for u in new], "m": [u[1] for u in new]}
         out |= {"v": [u[2] for u in new]} if v is not None else {}
         out["t"] = t + 1.0 if ok is None else t + ok
         return out | ({"low": [w.cast(u[0], params) for u in new]} if low else {})
 
     whole = [tensor("f32", *s) for s in shapes]
-    inputs: dict[str, Any] = {"g": [tensor(grads, *s, **{axis: P()}) for s in shapes], "x": whole, "lr": tensor("f32"), "t": tensor("f32"), "m": whole}
+    inputs: dict[str, Any] = {
+        "g": [tensor(grads, *s, **{axis: P()}) for s in shapes],
+        "x": whole,
+        "lr": tensor("f32"),
+        "t": tensor("f32"),
+        "m": whole,
+    }
     inputs |= {"v": whole} if "v" in STATES[name] else {}
     inputs |= {"scale": tensor("f32")} if h.scaled else {}
     return trace(step, mesh, name=name, **inputs)

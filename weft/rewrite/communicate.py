@@ -7,7 +7,7 @@ right side types, and in the same layout as the left, is what the engine asks, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from weft.core.layout import Layout, S, Within
@@ -44,7 +44,11 @@ def call(node: Node, *args: Any) -> Call:
 def split_scatter(node: Node, dim: int, within: Within = None) -> Rule:
     """all_reduce(x)  ->  all_gather(reduce_scatter(x))"""
     x, axis = Hole("x"), node.attr("axis")
-    return rule("split_scatter", comm.all_reduce(x, axis=axis), comm.all_gather(comm.reduce_scatter(x, axis=axis, dim=dim, within=within), axis=axis))
+    return rule(
+        "split_scatter",
+        comm.all_reduce(x, axis=axis),
+        comm.all_gather(comm.reduce_scatter(x, axis=axis, dim=dim, within=within), axis=axis),
+    )
 
 
 def split_root(node: Node, root: int) -> Rule:
@@ -171,7 +175,10 @@ def sink_slice(node: Node, axis: str) -> Rule:
 def delay_sum(node: Node, reduced: Sequence[int]) -> Rule:
     """f(all_reduce(x), w)  ->  all_reduce(f(x, w)), f linear in x"""
     holes = Holes()
-    left = [call(a, *(holes(x) for x in a.args)) if a.op is node.args[reduced[0]].op and k in reduced else holes(a) for k, a in enumerate(node.args)]
+    left = [
+        call(a, *(holes(x) for x in a.args)) if a.op is node.args[reduced[0]].op and k in reduced else holes(a)
+        for k, a in enumerate(node.args)
+    ]
     inner = [x.args[0] if k in reduced else x for k, x in enumerate(left)]
     how = node.args[reduced[0]]
     return rule("delay_sum", call(node, *left), call(how, call(node, *inner)))
@@ -217,7 +224,9 @@ def merge_all(nodes: Sequence[Node]) -> Rule:
     holes = Holes()
     xs = [holes(n.args[0]) for n in nodes]
     together = call(nodes[0], *xs)
-    return rule("merge", tuple(call(n, x) for n, x in zip(nodes, xs, strict=True)), tuple(item(together, index=k) for k in range(len(nodes))))
+    return rule(
+        "merge", tuple(call(n, x) for n, x in zip(nodes, xs, strict=True)), tuple(item(together, index=k) for k in range(len(nodes)))
+    )
 
 
 def bucket_all(nodes: Sequence[Node]) -> Rule:

@@ -46,7 +46,7 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, short]) if short else x
 
 
-def _native_scatter(group: Any) -> bool:
+def scatter_natively(group: Any) -> bool:
     """gloo's own reduce_scatter moves as much as its all_reduce, so there it is an all_to_all and a sum."""
     return dist.get_backend(group) != "gloo"
 
@@ -80,7 +80,7 @@ def reduce_scatter(x: torch.Tensor, group: Any, op: str = "sum", *, span: Span, 
     def cut(y: torch.Tensor) -> torch.Tensor:
         return y[:, :mine].reshape(tuple(shape))
 
-    if _native_scatter(group):
+    if scatter_natively(group):
         out = parts.new_empty(parts.shape[1:])
         return Pending(_scatter_into(out, parts.flatten(0, 1), REDUCE[op], group=group, async_op=True), lambda: cut(out))
     got = torch.empty_like(parts)

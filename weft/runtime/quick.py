@@ -39,7 +39,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = F
 
 
 def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = False) -> Any:
-    b, g, r, s, d = q.shape
+    b, g, r, s = q.shape[:4]
     flat = (b, g * r, s, -1)
     dq, dk, dv = _flash_backward(
         do.reshape(flat), q.reshape(flat), _heads(k, q), _heads(v, q), out.reshape(flat), lse.reshape(b, g * r, s), causal, scale
@@ -49,13 +49,37 @@ def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     return dq.reshape(q.shape), dk, dv
 
 
-def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tensor, step: Tensor, *, betas: Any, eps: float, decay: float, decoupled: bool, own: bool) -> Any:
+def adam(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    step: Tensor,
+    *,
+    betas: Any,
+    eps: float,
+    decay: float,
+    decoupled: bool,
+    own: bool,
+) -> Any:
     """One pass over a parameter and its moments; `own` says that the moments may be overwritten."""
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     p = p.clone()
     m, v = (m, v) if own else (m.clone(), v.clone())
     update(
-        [p], [g.contiguous()], [m], [v], [], [step.to(p.device, torch.float32)], lr=float(lr), beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+        [p],
+        [g.contiguous()],
+        [m],
+        [v],
+        [],
+        [step.to(p.device, torch.float32)],
+        lr=float(lr),
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
     return p, m, v

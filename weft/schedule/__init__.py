@@ -4,4 +4,19 @@ from weft.schedule.groups import fuse, overlap
 from weft.schedule.parallel import cut, turn
 from weft.schedule.verbs import bucket, by_hierarchy, delay, drop_dead, hoist, merge, shard_state, sink, split, undo
 
-__all__ = ["bucket", "by_hierarchy", "cut", "delay", "drop_dead", "fuse", "hoist", "merge", "overlap", "shard_state", "sink", "split", "turn", "undo"]
+__all__ = [
+    "bucket",
+    "by_hierarchy",
+    "cut",
+    "delay",
+    "drop_dead",
+    "fuse",
+    "hoist",
+    "merge",
+    "overlap",
+    "shard_state",
+    "sink",
+    "split",
+    "turn",
+    "undo",
+]

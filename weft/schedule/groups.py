@@ -54,7 +54,14 @@ def _check_members(p: Program, nodes: Sequence[Node]) -> None:
         if n.op.kind is Kind.COMM and n.op not in FUSIBLE_COMM:
             raise refuse(p, n, f"fuse with {n.op.name}", f"collectives among {', '.join(o.name for o in FUSIBLE_COMM)}", n.op.name)
         if n.op.kind is not Kind.COMM and n.op.kind not in FUSIBLE:
-            raise refuse(p, n, f"fuse with {n.op.name}", "elementwise ops, reductions and views around one collective", f"{n.op.name}, which {n.op.kind.value}", tried(p, _as_overlap(p, n, nodes), most=1))
+            raise refuse(
+                p,
+                n,
+                f"fuse with {n.op.name}",
+                "elementwise ops, reductions and views around one collective",
+                f"{n.op.name}, which {n.op.kind.value}",
+                tried(p, _as_overlap(p, n, nodes), most=1),
+            )
 
 
 def _as_overlap(p: Program, n: Node, nodes: Sequence[Node]) -> Iterator[str]:
@@ -76,7 +83,14 @@ def _check_collectives(p: Program, nodes: Sequence[Node]) -> None:
     big = [n for n in nodes if n.op in REDUCING and not is_scalar(n)]
     if len(big) > 1:
         repair = tried(p, [f"merge(p, {', '.join(quoted(p, big))})"])
-        raise refuse(p, big[1], "fuse", "at most one reduction of tensors in a kernel", f"{len(big)}: {', '.join(name_in(p, n) for n in big)}", repair)
+        raise refuse(
+            p,
+            big[1],
+            "fuse",
+            "at most one reduction of tensors in a kernel",
+            f"{len(big)}: {', '.join(name_in(p, n) for n in big)}",
+            repair,
+        )
 
 
 def _check_closed(p: Program, nodes: Sequence[Node], verb: str) -> None:
@@ -84,7 +98,14 @@ def _check_closed(p: Program, nodes: Sequence[Node], verb: str) -> None:
     if through is not None:
         more = [n for n in p.nodes if n in set(nodes) or _between(p, set(nodes), n)]
         repair = tried(p, [f"fuse(p, [{', '.join(quoted(p, more))}])"]) if verb == "fuse" else ()
-        raise refuse(p, through, verb, "no node outside between two members", f"{name_in(p, through)} is computed from the group and needed by it", repair)
+        raise refuse(
+            p,
+            through,
+            verb,
+            "no node outside between two members",
+            f"{name_in(p, through)} is computed from the group and needed by it",
+            repair,
+        )
 
 
 def _between(p: Program, group: set[Node], node: Node) -> bool:
@@ -112,7 +133,9 @@ def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | N
     nodes = [n for n in p.nodes if any(n in part for part in parts)]
     what = "overlap"
     if len(parts) < 2 or chunks < 2:
-        raise InvalidTransform("overlap of one stage or one chunk", needed="two or more stages and chunks", found=f"{len(parts)} stages, {chunks} chunks")
+        raise InvalidTransform(
+            "overlap of one stage or one chunk", needed="two or more stages and chunks", found=f"{len(parts)} stages, {chunks} chunks"
+        )
     for k, after in enumerate(parts[1:], 1):
         before = [n for part in parts[:k] for n in part]
         if not any(a in before for n in after for a in n.args):
@@ -128,9 +151,19 @@ def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | N
 
 def _check_resources(p: Program, nodes: Sequence[Node]) -> None:
     """Overlap pays only where two resources work at once: computation and a link, or links of two axes."""
-    resources = dict.fromkeys(f"axis {n.attr('axis')}" if n.op.kind is Kind.COMM else "computation" for n in nodes if n.op.kind is not Kind.COMM or n.op.wire(2) > 0)
+    resources = dict.fromkeys(
+        f"axis {n.attr('axis')}" if n.op.kind is Kind.COMM else "computation"
+        for n in nodes
+        if n.op.kind is not Kind.COMM or n.op.wire(2) > 0
+    )
     if len(resources) < 2:
-        raise refuse(p, nodes[0], "overlap", "computation and communication, or communication along two axes", f"only {', '.join(resources) or 'slices'}")
+        raise refuse(
+            p,
+            nodes[0],
+            "overlap",
+            "computation and communication, or communication along two axes",
+            f"only {', '.join(resources) or 'slices'}",
+        )
 
 
 def _check_chunks(p: Program, nodes: Sequence[Node], dim: int, chunks: int, stages: Sequence[str]) -> None:
@@ -144,7 +177,14 @@ def _check_chunks(p: Program, nodes: Sequence[Node], dim: int, chunks: int, stag
             where[n] = dim
             if n.op.kind is not Kind.COMM and not _can_start(n, dim):
                 again = [f"overlap(p, {', '.join(stages)}, dim={d}, chunks={chunks})" for d in range(len(n.types[0].shape)) if d != dim]
-                raise refuse(p, n, "overlap", f"{n.op.name} to make chunks of dim {dim} one at a time", f"it needs all of its operands for each, or cuts dim {dim} otherwise", tried(p, again))
+                raise refuse(
+                    p,
+                    n,
+                    "overlap",
+                    f"{n.op.name} to make chunks of dim {dim} one at a time",
+                    f"it needs all of its operands for each, or cuts dim {dim} otherwise",
+                    tried(p, again),
+                )
             continue
         if n is nodes[-1] and _streams(n, where):
             continue

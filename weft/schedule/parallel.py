@@ -14,7 +14,7 @@ from weft.schedule.verbs import Place, expect, name_in, refuse, tried
 def cut(p: Program, at: Place, *, axis: str, dim: int, within: Within = None) -> Program:
     """A whole value cut and gathered again, so that the gather may then sink.
 
-        x   ->   all_gather(slice(x))
+    x   ->   all_gather(slice(x))
     """
     node = p.input_names[at] if isinstance(at, str) and at in p.input_names else p.at(at)
     p.mesh.require(axis)
@@ -26,7 +26,7 @@ def cut(p: Program, at: Place, *, axis: str, dim: int, within: Within = None) ->
 def turn(p: Program, at: Place, *, dim: int, within: Within = None) -> Program:
     """A gather of another dim: what was cut along one dim is first cut along another.
 
-        all_gather(x)   ->   all_gather(all_to_all(x, dim))
+    all_gather(x)   ->   all_gather(all_to_all(x, dim))
     """
     node = expect(p, at, "turn", comm.all_gather, options=f", dim={dim}")
     step = f"turn {name_in(p, node)} to dim {dim}"

@@ -38,7 +38,11 @@ def slice_early(p: Program) -> Program:
 
 
 def _only_sliced(p: Program, node: Node) -> bool:
-    return node.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.CONTRACT) and all(u.op.name == "slice" for u in p.users[node]) and not p.outputs_of(node)
+    return (
+        node.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.CONTRACT)
+        and all(u.op.name == "slice" for u in p.users[node])
+        and not p.outputs_of(node)
+    )
 
 
 def _hoisted(p: Program, node: Node) -> Program | None:
@@ -64,7 +68,9 @@ def zero2(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Prog
     p = zero1(p, axis, params, dim)
     left = gradient_sums(p, axis)
     if left:
-        raise InvalidTransform("zero2 leaves a whole gradient", needed="every gradient sum to be scattered", found=f"{len(left)} all_reduces")
+        raise InvalidTransform(
+            "zero2 leaves a whole gradient", needed="every gradient sum to be scattered", found=f"{len(left)} all_reduces"
+        )
     return p
 
 
@@ -77,7 +83,7 @@ def zero3(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Prog
 def megatron(p: Program, *weights: str, axis: str = "tp") -> Program:
     """Column then row: the first weight is cut by columns, the ones beside and after it follow, and one sum is left at the end.
 
-        gelu(x @ w1) @ w2   ->   all_reduce(gelu(x @ w1) @ w2)        w1: S(1), w2: S(0)
+    gelu(x @ w1) @ w2   ->   all_reduce(gelu(x @ w1) @ w2)        w1: S(1), w2: S(0)
     """
     for name in weights:
         if not any(u.op.name == "slice" for u in p.users[p.input_names[name]]):
@@ -95,7 +101,7 @@ def _gather_of(p: Program, name: str) -> Node:
 def sequence_parallel(p: Program, axis: str = "tp", dim: int = 1) -> Program:
     """Between the sums and the next products, everything on slices of the sequence.
 
-        all_reduce ; dropout, residual, norm   ->   reduce_scatter ; dropout, residual, norm ; all_gather
+    all_reduce ; dropout, residual, norm   ->   reduce_scatter ; dropout, residual, norm ; all_gather
     """
     return scatter_compute_gather(p, axis, dim)
 
@@ -157,7 +163,7 @@ def tidy(p: Program) -> Program:
 def sliced_send(p: Program, axis: str = "tp", dim: int = 1) -> Program:
     """The pipeline boundary in slices: each rank sends its part of the value, which is gathered on the far side.
 
-        all_reduce ; compute ; send   ->   reduce_scatter ; compute ; send ; all_gather
+    all_reduce ; compute ; send   ->   reduce_scatter ; compute ; send ; all_gather
     """
     return scatter_compute_gather(p, axis, dim)
 
@@ -186,6 +192,7 @@ def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gathe
 
 
 __all__ = [
-    "all_to_all_attention", "cut_dim", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention", "scatter_compute_gather",
+    "all_to_all_attention", "cut_dim", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention", 
+    "scatter_compute_gather",
     "sequence_parallel", "sliced_send", "states_of", "undo", "zero1", "zero2", "zero3",
 ]  # fmt: skip
