@@ -1,7 +1,7 @@
 """The three products with a collective, over a process group: in chunks, each sent while the next is multiplied.
 
 x is [rows, k] and w is [n, k], as torch.nn.Linear keeps it. A chunk takes the same share of every rank's slice of rows, so what
-a rank receives chunk by chunk lies in its result in order.
+a rank receives chunk by chunk lies in its result in order. Results are written in place: no chunk is copied to be joined.
 """
 
 from __future__ import annotations
@@ -14,49 +14,68 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.nn.ways import Way
-from weft.runtime import comm
-from weft.runtime.pipeline import Chunks, in_turn
+from weft.runtime.comm import scatter_natively
+from weft.runtime.pipeline import in_turn
+
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     """x @ w.T summed over the ranks."""
+    out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
 
-    def one(c: int) -> Generator[None, None, Tensor]:
-        work = comm.all_reduce(Chunks(0).take(x, c, way.chunks) @ w.T, group)
+    def one(rows: Tensor, into: Tensor) -> Generator[None, None, None]:
+        torch.mm(rows, w.T, out=into)
+        work = dist.all_reduce(into, group=group, async_op=True)
         yield
-        return work.wait()  # type: ignore[no-any-return]
+        work.wait()
 
-    return torch.cat(in_turn([one(c) for c in range(way.chunks)]))
+    in_turn([one(rows, into) for rows, into in zip(x.chunk(way.chunks), out.chunk(way.chunks), strict=True)])
+    return out
 
 
 def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     """x @ w.T summed over the ranks, each keeping its slice of the rows."""
-    world = dist.get_world_size(group)
-    each = Chunks(0, world)
+    world, n = dist.get_world_size(group), w.shape[0]
     rows = x.shape[0] // (world * way.chunks)
+    taken = x.view(world, way.chunks, rows, x.shape[1])
+    out = torch.empty(way.chunks, rows, n, dtype=x.dtype, device=x.device)
 
-    def one(c: int) -> Generator[None, None, Tensor]:
-        part = each.take(x, c, way.chunks) @ w.T
-        span = (1, rows * world, w.shape[0])
-        work = comm.reduce_scatter(part, group, span=span, mine=rows, shape=(rows, w.shape[0]))
+    def one(c: int) -> Generator[None, None, None]:
+        part = torch.matmul(taken[:, c], w.T).contiguous()
+        if scatter_natively(group):
+            work = _scatter(out[c], part.view(world * rows, n), group=group, async_op=True)
+            yield
+            work.wait()
+            return
+        got = torch.empty_like(part)
+        work = dist.all_to_all_single(got, part, group=group, async_op=True)
         yield
-        return work.wait()  # type: ignore[no-any-return]
+        work.wait()
+        torch.sum(got, 0, out=out[c])
 
-    return torch.cat(in_turn([one(c) for c in range(way.chunks)]))
+    in_turn([one(c) for c in range(way.chunks)])
+    return out.view(way.chunks * rows, n)
 
 
 def gather_product(x: Tensor, w: Tensor, group: Any, way: Way) -> tuple[Tensor, Tensor]:
     """All ranks' rows times w.T, and the rows themselves."""
-    world = dist.get_world_size(group)
-    rows, k = x.shape[0] // way.chunks, x.shape[1]
+    world, k = dist.get_world_size(group), x.shape[1]
+    rows = x.shape[0] // way.chunks
+    gathered = torch.empty(way.chunks, world, rows, k, dtype=x.dtype, device=x.device)
+    out = torch.empty(way.chunks, world, rows, w.shape[0], dtype=x.dtype, device=x.device)
 
-    def one(c: int) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        piece = Chunks(0).take(x, c, way.chunks)
-        work = comm.all_gather(piece, group, span=(1, rows, k), whole=rows * world, shape=(rows * world, k))
+    def one(c: int, piece: Tensor) -> Generator[None, None, None]:
+        work = _gather(gathered[c].view(world * rows, k), piece, group=group, async_op=True)
         yield
-        gathered = work.wait()
-        return gathered @ w.T, gathered
+        work.wait()
+        torch.mm(gathered[c].view(world * rows, k), w.T, out=out[c].view(world * rows, -1))
 
-    done = in_turn([one(c) for c in range(way.chunks)])
-    each = Chunks(0, world)
-    return each.join([y for y, _ in done]), each.join([g for _, g in done])
+    in_turn([one(c, piece) for c, piece in enumerate(x.contiguous().chunk(way.chunks))])
+    return _in_rank_order(out), _in_rank_order(gathered)
+
+
+def _in_rank_order(chunks: Tensor) -> Tensor:
+    """[chunk, rank, row, ...] as rows of rank 0, rank 1, ..."""
+    return chunks.transpose(0, 1).reshape(-1, chunks.shape[-1])
