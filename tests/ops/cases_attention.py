@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.ops.harness import Input, case, normal
+from tests.ops.harness import Input, case, index, normal
 from weft.core.node import op_named
 from weft.ops import attention as att
+from weft.ops.pointwise import uniform_at
 from weft.ops.reduce import sum_
 from weft.ops.shape import reshape
 
@@ -28,6 +29,19 @@ def reference(
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
     scores = q @ k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1).mT / math.sqrt(q.shape[-1]) + bias
     return out, scores.logsumexp(-1)
+
+
+def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor, mask: Any = None) -> torch.Tensor:
+    """Weights dropped by their place among all scores, counted over [b, h, s, t]."""
+    x = q @ k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1).mT / math.sqrt(q.shape[-1])
+    p = torch.softmax(x if mask is None else x + mask, -1)
+    at = torch.arange(p.numel()).reshape(p.shape)
+    p = torch.where(uniform_at(at, seed, 5) >= 0.4, p / 0.6, 0.0)
+    return p @ v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), 1)
+
+
+def _dropping(q: Any, k: Any, v: Any, seed: Any, mask: Any = None) -> Any:
+    return att.attention(q, k, v, mask=mask, dropout=(0.4, seed, 5))[0]
 
 
 def _first(f: Any, **more: Any) -> Any:
@@ -126,6 +140,28 @@ _PLAIN = [
         normal(1, 2, 5, 2),
         normal(1, 2, 5, 2),
         local=True,
+    ),
+    case(
+        "attention with dropout",
+        lambda q, kv, seed: _dropping(q, kv, kv, seed),
+        lambda q, kv, seed: dropped(q, kv, kv, seed),
+        normal(2, 4, 3, 2),
+        normal(2, 2, 5, 2),
+        index(9),
+        local=True,
+        roots=False,
+    ),
+    case(
+        "attention masked, with dropout",
+        lambda x, m, seed: _dropping(x, x, x, seed, m),
+        lambda x, m, seed: dropped(x, x, x, seed, m),
+        normal(2, 2, 5, 2),
+        normal(2, 1, 5, 5),
+        index(9),
+        local=True,
+        inner=False,
+        roots=False,
+        partial=False,
     ),
     case("attention of itself", _both(_self(att.attention)), _self(reference), normal(2, 2, 5, 2)),
     case(

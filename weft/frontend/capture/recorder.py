@@ -148,7 +148,7 @@ class Recorder:
     def next_site(self) -> int:
         """A new place of randomness: two dropouts never share one."""
         self.sites += 1
-        return self.sites - 1
+        return self.sites
 
     @property
     def seed(self) -> Node:

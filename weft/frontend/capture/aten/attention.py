@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 
-from weft.core.node import Node, constant
-from weft.frontend.capture.aten.norms import drop
+from weft.core.node import Node
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import attention as wa
-from weft.ops import norm as wn
-from weft.ops import pointwise as w
-from weft.ops.fill import arange, full
-from weft.ops.linalg import einsum
+from weft.ops.fill import full
 from weft.ops.shape import expand, reshape
 
 
@@ -51,39 +46,9 @@ def _mask_four(mask: Node | None, q: Node) -> Node | None:
     return reshape(mask, (math.prod(lead), *mask.shape[-3:]))
 
 
-def attend(r: Recorder, q: Node, k: Node, v: Node, mask: Node | None, dropout: float, causal: bool, scale: float | None,
-           window: int = 0) -> Node:  # fmt: skip
-    """One attention op; with dropout on the weights, the products and the softmax it is made of."""
-    if dropout == 0:
-        return wa.attention(q, k, v, causal=causal, mask=mask, scale=scale, window=window)[0]
-    return _with_dropout(r, q, k, v, mask, dropout, causal, scale, window)
-
-
-def _with_dropout(r: Recorder, q: Node, k: Node, v: Node, mask: Any, p: float, causal: bool, scale: float | None, window: int) -> Node:
-    (b, h, s, d), g = q.shape, k.shape[1]
-    q5 = reshape(q, (b, g, h // g, s, d))
-    x = w.mul(einsum("bgrsd,bgtd->bgrst", q5, k), 1 / math.sqrt(d) if scale is None else float(scale))
-    x = x if mask is None else _masked(r, x, _grouped(mask, g, h))
-    seen = _seen(r, s, k.shape[2], causal, window)
-    x = x if seen is None else w.where(seen, x, full((), -math.inf, r.mesh, x.dtype))
-    y = einsum("bgrst,bgte->bgrse", drop(r, wn.softmax(x, -1), p), v)
-    return reshape(y, (b, h, s, v.shape[-1]))
-
-
-def _grouped(mask: Node, g: int, h: int) -> Node:
-    b, heads, s, t = mask.shape
-    return reshape(mask, (b, 1, 1, s, t) if heads == 1 else (b, g, h // g, s, t))
-
-
-def _masked(r: Recorder, x: Node, mask: Node) -> Node:
-    if mask.dtype != torch.bool:
-        return w.add(x, mask)
-    return w.where(mask, x, full((), -math.inf, r.mesh, x.dtype))
-
-
-def _seen(r: Recorder, rows: int, keys: int, causal: bool, window: int) -> Node | None:
-    """[rows, keys]: which keys a row sees."""
-    row, key = reshape(arange(rows, r.mesh), (rows, 1)), arange(keys, r.mesh)
-    seen = [w.le(key, row)] if causal else []
-    seen += [w.gt(key, w.sub(row, constant(window, torch.int64, r.mesh)))] if window else []
-    return None if not seen else seen[0] if len(seen) == 1 else w.logical_and(*seen)
+def attend(r: Recorder, q: Node, k: Node, v: Node, mask: Node | None, dropout: float, causal: bool, scale: float | None) -> Node:
+    """One attention op."""
+    if dropout >= 1:
+        return full((*q.shape[:-1], v.shape[-1]), 0.0, r.mesh, q.dtype)
+    drops = (dropout, r.seed, r.next_site()) if dropout else None
+    return wa.attention(q, k, v, causal=causal, mask=mask, scale=scale, dropout=drops)[0]
