@@ -116,7 +116,13 @@ def _shapes(text: str, head: str) -> dict[str, tuple[str, ...]]:
     found = re.findall(r"(\w+)\s*\[([^\]]*)\]", text)
     if text.strip() and not found:
         raise RuleError(f"rule {head} has no shapes after 'for'", needed="x[i, k] y[k, j]", found=text)
-    return {name: tuple(x.strip() for x in dims.split(",") if x.strip()) for name, dims in found}
+    return {name: _dims(dims) for name, dims in found}
+
+
+def _dims(text: str) -> tuple[str, ...]:
+    """`i, k+l` as labels; `int: b` marks a tensor of whole numbers."""
+    word, _, rest = text.rpartition(":")
+    return ((f"{word.strip()}:",) if word else ()) + tuple(x.replace(" ", "") for x in rest.split(",") if x.strip())
 
 
 def _condition(text: str, head: str) -> Condition:
@@ -142,7 +148,7 @@ def show_expr(expr: Any) -> str:
 def show(schema: Schema) -> str:
     """The line `parse_rule` reads back."""
     left, right = (", ".join(map(str, side)) for side in (schema.left, schema.right))
-    shapes = " for " + " ".join(f"{h}[{', '.join(d)}]" for h, d in schema.shapes.items()) if schema.shapes else ""
+    shapes = " for " + " ".join(f"{h}[{', '.join(d).replace(':,', ':')}]" for h, d in schema.shapes.items()) if schema.shapes else ""
     where = " where " + ", ".join(map(str, schema.conditions)) if schema.conditions else ""
     return f"{schema.name}: {left} == {right}{shapes}{where}"
 

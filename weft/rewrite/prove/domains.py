@@ -286,12 +286,13 @@ class Symbolic(Domain):
         return made
 
     def _applied(self, node: Node, head: tuple[int, ...], rows: list[tuple[int, ...]]) -> int:
-        """An increasing function of one number passes into a maximum."""
-        if len(rows) == 1 and len(rows[0]) == 1 and rows[0][0] in self.extremes and node.op.kind is Kind.POINTWISE and node.op.monotone:
-            kind, members = self.extremes[rows[0][0]]
-            by_kind = node.op.monotone.get(kind, ()) if isinstance(node.op.monotone, Mapping) else node.op.monotone
-            if frozenset({0}) in by_kind:
-                return self.extreme(kind, [self._applied(node, head, [(m,)]) for m in sorted(members)])
+        """A function that keeps the order of an operand passes into a maximum there."""
+        for k, row in enumerate(rows if node.op.kind is Kind.POINTWISE and node.op.monotone else ()):
+            if len(row) == 1 and row[0] in self.extremes:
+                kind, members = self.extremes[row[0]]
+                by_kind = node.op.monotone.get(kind, ()) if isinstance(node.op.monotone, Mapping) else node.op.monotone
+                if frozenset({k}) in by_kind:
+                    return self.extreme(kind, [self._applied(node, head, [*rows[:k], (m,), *rows[k + 1 :]]) for m in sorted(members)])
         return super()._applied(node, head, rows)
 
     def polynomial(self, node: Node, args: list[torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -50,11 +51,9 @@ def _terms(instance: Instance, name: str, given: dict[str, torch.Tensor], seed: 
 
 
 def _show(x: torch.Tensor) -> str:
-    return str([round(v, 3) if v != int(v) else int(v) for v in x.tolist()]) if x.ndim == 1 else _rows(x)
+    """Rows in brackets, whole numbers without a point."""
+    return _number(x.item()) if x.ndim == 0 else "[" + " ".join(_show(row) for row in x) + "]"
 
 
-def _rows(x: torch.Tensor) -> str:
-    if x.ndim == 0:
-        v = x.item()
-        return str(int(v) if v == int(v) else round(v, 3))
-    return "[" + " ".join(_rows(row) for row in x) + "]"
+def _number(v: float) -> str:
+    return str(int(v)) if math.isfinite(v) and v == int(v) else f"{v:.3g}"

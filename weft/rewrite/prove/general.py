@@ -29,7 +29,8 @@ from weft.ops.registry import ONE, Kind, equation_of
 from weft.rewrite.prove import ranks
 from weft.rewrite.prove.domains import Symbolic
 from weft.rewrite.prove.forms import unknown_form
-from weft.rewrite.prove.instances import ALONE, INT, _dtype, _input, typed
+from weft.rewrite.prove.instances import declared
+from weft.rewrite.prove.shapes import ALONE, INT, base_labels, infer_shapes
 from weft.rewrite.schema import Schema, erased, fill, make_node, only_moves
 
 MOST = 7  # beyond this many elements a dim, the proof is left to rung 2
@@ -58,13 +59,15 @@ def _dim_choices(schema: Schema) -> list[dict[str, int]]:
 def _derive_at(schema: Schema, dims: dict[str, int]) -> Derivation | None:
     ops = {name: unknown_form(name, n, schema.conditions, dims) for name, n in schema.op_holes.items()}
     sides = [tuple(erased(fill(e, ops, dims)) for e in side) for side in (schema.left, schema.right)]
-    shapes = schema.shapes if set(schema.holes) <= set(schema.shapes) else _default_shapes(schema)
-    labels = dict.fromkeys(x for h in schema.holes for x in shapes[h] if x != INT)
+    shapes = schema.shapes if set(schema.holes) <= set(schema.shapes) else infer_shapes([*sides[0], *sides[1]], dict.fromkeys(schema.holes, (2, False)))
+    if shapes is None:
+        return {"dims": dims, "types": "never"} if dims else None
+    labels = base_labels(shapes)
     programs = _programs(schema, sides, shapes, dict.fromkeys(labels, 2))
     if programs is None:
         return {"dims": dims, "types": "never"} if dims else None
     need = _cutoffs(programs, shapes, schema.holes)
-    if max(need.values(), default=0) > MOST:
+    if max((need[x] for x in labels), default=0) > MOST:
         return None
     prints = []
     for more in (0, 1):
@@ -78,17 +81,12 @@ def _derive_at(schema: Schema, dims: dict[str, int]) -> Derivation | None:
     return {"dims": dims, "sizes": need, "normal": prints}
 
 
-def _default_shapes(schema: Schema) -> dict[str, tuple[str, ...]]:
-    """Unknown ops take matrices; elementwise neighbours make them alike."""
-    return {h: ("i", "j") for h in schema.holes}
-
-
 Pairs = list[tuple[Program, Program]]
 
 
 def _programs(schema: Schema, sides: Sequence[tuple[Any, ...]], shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> Pairs | None:
     """Both sides on one device, and their gradients where there are any."""
-    bound = {h: _input(h, tuple(sizes[x] for x in shapes[h] if x != INT), _dtype(shapes[h]), ALONE) for h in schema.holes}
+    bound = {h: declared(h, shapes[h], sizes) for h in schema.holes}
     try:
         nodes = [[make_node(e, bound) for e in side] for side in sides]
     except (WeftError, KeyError, IndexError):
@@ -151,8 +149,9 @@ def _cutoffs(programs: Pairs, shapes: Mapping[str, tuple[str, ...]], holes: Sequ
     need: dict[str, int] = {}
     for h in holes:
         node = programs[0][0].input_names[h]
-        for d, x in enumerate(x for x in shapes[h] if x != INT):
-            need[x] = max(need.get(x, 1), *(c.get(tied.top((node, d)), 0) for c in counts))
+        for d, dim in enumerate(x for x in shapes[h] if x != INT):
+            for x in dim.split("+"):
+                need[x] = max(need.get(x, 1), *(c.get(tied.top((node, d)), 0) for c in counts))
     return need
 
 
@@ -195,5 +194,3 @@ def _count(program: Program, tied: _Tied) -> dict[tuple[Node, int], int]:
                     count[top] = count.get(top, 0) + 1
     return count
 
-
-__all__ = ["derive", "typed"]

@@ -17,14 +17,13 @@ from weft.core.node import Node, Type, apply
 from weft.core.program import Program, new_program
 from weft.ops.source import input_node
 from weft.rewrite.pattern import Call, Hole
+from weft.rewrite.prove.shapes import ALONE, INT, base_labels, size_of
 from weft.rewrite.schema import Form, OpHole, Schema, attr_choices, attrs_fit, dims_fit, erased, fill, form_fits, make_node, sized
 
-ALONE = Mesh()
 SITES: tuple[tuple[Mesh, tuple[int, int]], ...] = (
     (Mesh(m=2), (2, 3)), (Mesh(m=3), (4, 3)), (Mesh(m=2, n=2), (4, 3)), (Mesh(m=2), (4, 5)),
 )  # fmt: skip
 AT_ROOTS = {"reduce", "broadcast", "send", "keep"}
-INT = "int:"
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,18 @@ def _merged(exprs: Sequence[Any]) -> bool:
 def _shape_choices(schema: Schema, sizes: Sequence[int]) -> Iterator[dict[str, list[Node]]]:
     """Shapes of holes: as declared, sizes given to labels in turn and the other way round; else any of a few."""
     if set(schema.holes) <= set(schema.shapes):
-        labels = list(dict.fromkeys(x for h in schema.holes for x in schema.shapes[h] if x != INT))
+        labels = base_labels(schema.shapes)
         for turn in range(min(2, len(sizes))):
             size = {x: sizes[(k + turn) % len(sizes)] for k, x in enumerate(labels)}
-            yield {h: [_input(h, tuple(size[x] for x in schema.shapes[h] if x != INT), _dtype(schema.shapes[h]), ALONE)] for h in schema.holes}
+            yield {h: [declared(h, schema.shapes[h], size)] for h in schema.holes}
         return
     pool = [tuple(s) for s in itertools.product(sorted(set(sizes)), repeat=2)]
     yield {h: [*(_input(h, s, torch.float64, ALONE) for s in pool), _input(h, (sizes[0],), torch.int64, ALONE)] for h in schema.holes}
+
+
+def declared(hole: str, labels: Sequence[str], sizes: Mapping[str, int]) -> Node:
+    """An input of the shape a rule declares."""
+    return _input(hole, tuple(size_of(x, sizes) for x in labels if x != INT), _dtype(labels), ALONE)
 
 
 def _dtype(labels: Sequence[str]) -> torch.dtype:
