@@ -1,16 +1,36 @@
-"""What `make demo` runs: two programs before and after scheduling, and that both mean the same on pretended ranks."""
+"""What `make demo` runs: schedules that mean the same, then a small GPT trained on two local processes and compared.
+
+The GPT learns weft's own source, byte by byte: on one process by plain torch, on two under a plan, with equal losses;
+then a step is timed against DDP and FSDP2 in the same run.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from weft import interp
-from weft.core.program import Program
-from weft.programs.catalog import example
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import train  # noqa: E402 - the repository's own folder, found above
+from bench._ranks import run_ranks, time_rounds  # noqa: E402
+from weft import interp  # noqa: E402
+from weft.core.program import Program  # noqa: E402
+from weft.frontend import zoo  # noqa: E402
+from weft.programs.catalog import example  # noqa: E402
 
 console = Console(width=140)
+STEPS, BATCH, SEQ, PLAN = 30, 16, 64, "dp2,zero1"
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------------------
 
 
 def inputs(p: Program) -> dict[str, torch.Tensor]:
@@ -40,8 +60,8 @@ def show(name: str, schedule: str) -> tuple[str, str, float]:
     return name, schedule, error
 
 
-def main() -> None:
-    rows = [show("adam", "fuse(RS-C-AG)"), show("mlp", "overlap(MM,fuse(RS-C-AG))")]
+def schedules() -> None:
+    rows = [show("mlp", "overlap(MM,fuse(RS-C-AG))"), show("adam", "fuse(RS-C-AG)")]
     table = Table("program", "schedule", "largest difference on 4 pretended ranks", title="Before and after mean the same")
     for name, schedule, error in rows:
         table.add_row(name, schedule, f"{error:.1e}")
@@ -50,5 +70,82 @@ def main() -> None:
     console.print(table)
 
 
+# -- training ------------------------------------------------------------------------------------------------------------------
+
+
+def text() -> torch.Tensor:
+    """weft's own source as bytes."""
+    files = sorted((ROOT / "weft" / "core").glob("*.py"))
+    return torch.tensor(list(b"".join(f.read_bytes() for f in files)))
+
+
+def batches(field_names: list[str]) -> list[dict[str, torch.Tensor]]:
+    """Inputs and the bytes that follow them, the same on every rank."""
+    data, gen, out = text(), torch.Generator().manual_seed(1), []
+    for _ in range(STEPS):
+        at = torch.randint(0, len(data) - SEQ - 1, (BATCH,), generator=gen)
+        rows = torch.stack([data[i : i + SEQ + 1] for i in at.tolist()])
+        out.append(dict(zip(field_names, (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), strict=True)))
+    return out
+
+
+def gpt() -> Any:
+    return zoo.get("gpt2", device="cpu", layers=4, hidden=128, heads=4, vocab=256, seq=SEQ, dropout=0.0)
+
+
+def one_process() -> list[float]:
+    """Plain torch."""
+    w = gpt()
+    opt = torch.optim.AdamW(w.model.parameters(), lr=1e-3)
+    losses = []
+    for batch in batches(list(w.example(1))):
+        opt.zero_grad()
+        loss = w.loss(w.model, batch)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def two_processes(rank: int, world: int) -> dict[str, Any]:
+    """The same under a plan, with a bar; then step times of all ways."""
+    import torch.distributed as dist
+
+    w = gpt()
+    data = batches(list(w.example(1)))
+    step = train.ours_under(w, PLAN, data[0])
+    losses = []
+    columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=rank != 0) as bar:
+        task = bar.add_task("training", total=STEPS, said="")
+        for batch in data:
+            start = time.perf_counter()
+            losses.append(step(batch))
+            rate = BATCH * SEQ / (time.perf_counter() - start)
+            bar.update(task, advance=1, said=f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s")
+    ways = {f"weft {PLAN}": step, "DDP": train.ddp(w, rank, world), "FSDP2": train.fsdp2(w, rank, world)}
+    for way in ways.values():
+        way(data[0])
+    calls = {n: (lambda s=s: s(data[0])) for n, s in ways.items()}
+    return {"losses": losses, "ms": time_rounds(calls, dict.fromkeys(ways, lambda: None), dist.barrier, 9)}
+
+
+def training() -> None:
+    console.rule("a GPT on two processes")
+    want, got = one_process(), run_ranks(two_processes, 2)
+    apart = max(abs(a - b) for a, b in zip(got["losses"], want, strict=True))
+    console.print(
+        f"loss {want[0]:.3f} -> {got['losses'][-1]:.3f} in {STEPS} steps; largest difference to one process by torch: {apart:.1e}"
+    )
+    if apart > 1e-3:
+        raise SystemExit("the losses differ")
+    table = Table("one step, two processes", "ms", title="weft beside what you would use instead")
+    for name, ms in got["ms"].items():
+        table.add_row(name, f"{ms:.1f}")
+    console.print(table)
+
+
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    schedules()
+    training()

@@ -32,7 +32,7 @@ def test_the_program_is_ten_lines() -> None:
     assert len(code) <= 10
 
 
-@pytest.mark.parametrize("example", ["adam.py", "demo.py"])
+@pytest.mark.parametrize("example", ["adam.py"])
 def test_examples_run(example: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")

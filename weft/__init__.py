@@ -67,6 +67,9 @@ _PUBLIC = {
         "where",
     ),
     "weft.autodiff": ("grad", "vjp"),
+    "weft.frontend.capture": ("capture",),
+    "weft.api.parallelize": ("parallelize",),
+    "weft.api.compile": ("compile",),
     "weft.schedule": (
         "bucket",
         "by_hierarchy",

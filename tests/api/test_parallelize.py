@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import weft
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.core.errors import PlanError, RuntimeFault
@@ -106,3 +107,16 @@ def test_a_batch_of_another_shape_is_refused() -> None:
     with pytest.raises(RuntimeFault, match="batch") as e:
         step(w.example(6))
     assert "this rank's" in str(e.value)
+
+
+def test_inference_under_tensor_parallelism(tmp_path: Path) -> None:
+    w = workload("llama3-8b")
+    batch = {k: v for k, v in w.example(2).items() if k != "targets"}
+    with torch.no_grad():
+        want = w.model(**batch)
+
+    def job(rank: int) -> None:
+        got = weft.compile(w.model, "tp2", batch)(batch)["out"]
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+    on_ranks(2, job, tmp_path)

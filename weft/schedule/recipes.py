@@ -192,7 +192,7 @@ def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gathe
 
 
 __all__ = [
-    "all_to_all_attention", "cut_dim", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention", 
+    "all_to_all_attention", "cut_dim", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention",
     "scatter_compute_gather",
     "sequence_parallel", "sliced_send", "states_of", "undo", "zero1", "zero2", "zero3",
 ]  # fmt: skip
