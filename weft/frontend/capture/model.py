@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import CaptureError
 from weft.frontend.capture.joint import OwnGradient
+from weft.frontend.capture.recorder import readable
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
 
@@ -79,7 +80,7 @@ def capture_step(
         with step.stepping(optimizer):
             step.give("out", function(batch))
 
-    return _traced(model, example, run, capacity, name or getattr(function, "__name__", "step").strip("<>"))
+    return _traced(model, example, run, capacity, name or readable(getattr(function, "__name__", "step").strip("<>")))
 
 
 def _traced(model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None) -> Captured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,11 @@ from weft.ops.fill import full, stop_gradient
 from weft.ops.source import input_node
 
 MESH = Mesh()
+
+
+def readable(name: str) -> str:
+    """A name that prints and parses back: what a ModuleDict or a batch may have as a key need not."""
+    return re.sub(r"[^\w.]", "_", name)
 
 
 @dataclass
@@ -102,7 +108,8 @@ class Recorder:
         return constant(value, dtype, self.mesh)
 
     def declare(self, name: str, shape: Sequence[int], dtype: torch.dtype, moves: bool = False) -> Node:
-        """A new input of the program."""
+        """A new input of the program; a name keeps letters, digits, _ and dots."""
+        name = readable(name)
         node = self.inputs[name] = input_node(name, self.type(shape, dtype))
         self.differentiable[node] = moves
         return node

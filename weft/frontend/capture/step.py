@@ -18,7 +18,7 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.optimizers import Rule, rule_of
-from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.recorder import Recorder, readable
 from weft.frontend.capture.tape import Tape
 from weft.ops import pointwise as w
 from weft.ops.fill import zeros_like
@@ -85,7 +85,7 @@ def named_batch(batch: Any) -> dict[str, Tensor]:
     if isinstance(batch, Tensor):
         return {"batch.0": batch}
     pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return {f"batch.{k}": v for k, v in pairs if isinstance(v, Tensor)}
+    return {readable(f"batch.{k}"): v for k, v in pairs if isinstance(v, Tensor)}
 
 
 class Step:
@@ -182,7 +182,7 @@ class Step:
     def give(self, key: str, value: Any) -> None:
         """The tensors in what the user's code returned, named by their place in it."""
         for name, tensor in _named(key, value):
-            self.outputs[name] = self.recorder.node(tensor)
+            self.outputs[readable(name)] = self.recorder.node(tensor)
 
     def keep_state(self) -> None:
         """What the step leaves in parameters, buffers and the optimizer; called while the module is still traced."""
@@ -199,7 +199,8 @@ class Step:
         lines = {n: line for n, line in recorder.lines.items() if n in used and line}
         state = tuple((k, k) for k in self.outputs if k in kept)
         program = new_program(name, recorder.mesh, inputs, self.outputs, state=state, lines=lines)
-        real = {f"param.{k}": v for k, v in tape.model.named_parameters()} | {f"buffer.{k}": v for k, v in tape.model.named_buffers()}
+        named = (("param", tape.model.named_parameters()), ("buffer", tape.model.named_buffers()))
+        real = {readable(f"{kind}.{k}"): v for kind, tensors in named for k, v in tensors}
         return Captured(
             program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),

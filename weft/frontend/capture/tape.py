@@ -18,7 +18,7 @@ from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.joint import own_gradients
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.precision import autocast_on_cpu
-from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.recorder import Recorder, readable
 
 
 @dataclass
@@ -105,7 +105,7 @@ def _enter(
         if tensor is None:
             continue
         if id(tensor) not in tape.traced:
-            full = f"{path.rstrip('.')}.{name}"
+            full = readable(f"{path.rstrip('.')}.{name}")
             moves = isinstance(tensor, nn.Parameter) and tensor.requires_grad
             traced = tape.recorder.fresh_input(full, tensor, moves=moves)
             tape.homes[full] = module, name

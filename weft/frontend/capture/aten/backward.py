@@ -14,8 +14,8 @@ from weft.frontend.capture.recorder import Recorder
 from weft.ops import conv, embed
 from weft.ops import pointwise as w
 from weft.ops import reduce as wr
-from weft.ops.fill import arange
-from weft.ops.shape import pad, reshape
+from weft.ops.fill import arange, full
+from weft.ops.shape import narrow, pad, reshape
 
 aten("threshold_backward")(lambda r, ct, x, least: w.where(w.gt(x, float(least)), ct, r.number(0, ct.dtype)))
 aten("tanh_backward")(lambda r, ct, y: w.mul(ct, w.sub(r.number(1.0, y.dtype), w.square(y))))
@@ -50,7 +50,10 @@ def _mse_backward(r: Recorder, ct: Node, x: Node, y: Node, reduction: int) -> No
 @aten("slice_backward")
 def _slice_backward(r: Recorder, ct: Node, shape: Any, dim: int, start: int, end: int, step: int) -> Node:
     (_, (dim, lo, hi, by)) = _slice(tuple(shape), dim, start, end, step)[0]
-    return pad(ct, dim, lo, shape[dim] - hi) if by == 1 else NotImplemented
+    if by == 1:
+        return pad(ct, dim, lo, shape[dim] - hi)
+    cut = narrow(full(shape, 0.0, r.mesh, ct.dtype), dim, lo, hi, by)
+    return cut.op.vjp(cut, ct)[0]
 
 
 @aten("select_backward")

@@ -1,0 +1,103 @@
+"""Models with a gradient of their own are traced with autograd running; all others never are."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.frontend.capture.checks import ops, same_as_torch
+from weft.frontend.capture import capture
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -2 * g
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through: rounds forward, passes gradients backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.floor(x * 4) / 4
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        return x.clamp(-limit, limit), x.abs()
+
+    @staticmethod
+    def backward(ctx, g, h):
+        (x,) = ctx.saved_tensors
+        return g * (x.abs() <= ctx.limit) * 0.5 + h * x.sign(), None
+
+
+class Net(nn.Module):
+    """Whole ops, ATen ops, views, lookups, convolution and batch norm on both sides of its own gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.table, self.conv, self.bn = nn.Embedding(5, 8), nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)
+
+    def forward(self, x, ids):
+        h = Reversed.apply(self.norm(F.gelu(self.first(x)) + self.table(ids)))
+        h = Rounded.apply(self.last(h) * 3)
+        h, size = Clipped.apply(h, 1.5)
+        q = h.view(2, 1, 4, 8)
+        h = F.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(8, 8) + size[:, :1]
+        image = self.bn(self.conv(h.view(1, 1, 8, 8)))
+        return F.cross_entropy(h, ids) + F.silu(image).mean() + torch.softmax(h, -1)[1:, ::2].square().sum() + torch.tanh(h).mean()
+
+
+def loss(model, batch):
+    return model(*batch)
+
+
+BATCH = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+
+
+def test_own_gradients_are_respected():
+    captured = same_as_torch(Net(), loss, BATCH)
+    found = ops(captured)
+    assert found["attention"] == found["attention_backward"] == 1
+    assert found["layer_norm_backward"] == 1
+    assert captured.opaque == {}
+
+
+def test_in_double_it_is_exact():
+    same_as_torch(Net().double(), loss, (BATCH[0].double(), BATCH[1]), tolerance=1e-12)
+
+
+def test_a_whole_step_with_accumulation():
+    model = Net()
+    model.bn.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    captured = capture(model, (torch.cat([BATCH[0]] * 2), torch.cat([BATCH[1]] * 2)), loss, optimizer, accumulate=2, clip=1.0)
+    assert "grad_norm" in captured.program.output_names
+    assert "param.first.weight" in captured.program.output_names
+
+
+def test_blocks_are_not_reused_under_autograd():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nets = nn.ModuleList([Net(), Net()])
+
+        def forward(self, x, ids):
+            return sum(net(x, ids) for net in self.nets)
+
+    captured = same_as_torch(Two(), loss, BATCH)
+    assert captured.blocks == ()

@@ -1,0 +1,199 @@
+"""Traps that tracing a real model falls into, each of them seen before: one test per trap."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.frontend.capture.checks import ops, run, same_as_torch
+from tests.frontend.capture.test_models import hugging_face
+from weft.core.errors import CaptureError
+from weft.frontend import zoo
+from weft.frontend.capture import capture
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def hf(name, **changes):
+    return zoo.load(hugging_face()[name], device="cpu", seq=16, **changes)
+
+
+def test_tensors_made_for_another_device_are_traced_on_the_cpu():
+    class Elsewhere(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = x.cuda().to("cuda:1").to(device=torch.device("cuda"), dtype=torch.float32)
+            return self.linear(x) + torch.arange(4, device="cuda") + torch.zeros(4, device=torch.device("cuda", 1))
+
+    program = capture(Elsewhere(), (X,), lambda m, b: m(*b).sum(), gradients=True).program
+    assert len(program.find_all("einsum")) == 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("mask", [None, "padding"])
+def test_attention_is_one_op_forward_and_one_backward_whatever_torch_would_choose(dropout, mask):
+    work = zoo.small("bert-large", dropout=dropout)
+    batch = work.example(2)
+    if mask is None:
+        work.model.forward = lambda words, kinds, keep, plain=type(work.model).forward: plain(work.model, words, kinds, None)
+    found = ops(capture(work.model, batch, work.loss, gradients=True))
+    assert found["attention"] == found["attention_backward"] == 2
+    assert found.get("dropout", 0) == (10 if dropout else 0)  # forward and backward: two layers of two, and one at the start
+    assert "softmax" not in found
+
+
+def test_transformers_masks_stay_a_property_of_attention():
+    found = capture(hf("llama").model, hf("llama").example(3), hf("llama").loss).program
+    masks = [n for n in found.nodes for t in n.types if t.shape[-2:] == (16, 16)]
+    assert masks == []
+    assert all(n.attr("causal") for n in found.find_all("attention"))
+
+
+def test_grouped_keys_are_not_repeated():
+    program = capture(hf("llama").model, hf("llama").example(3), hf("llama").loss).program
+    assert all(n.args[1].shape[1] == 2 and n.args[0].shape[1:3] == (2, 2) for n in program.find_all("attention"))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "mixtral"])
+def test_padding_is_not_dropped(name):
+    work = hf(name)
+    keep = torch.ones(3, 16, dtype=torch.long)
+    keep[0, 10:] = 0
+    keep[2, 5:] = 0
+    keep[1, 3] = 0  # in the middle, where causality would not hide it
+    labels = work.example(3)["labels"].masked_fill(keep == 0, -100)
+    batch = {**work.example(3), "attention_mask": keep, "labels": labels}
+    captured = same_as_torch(work.model, work.loss, batch)
+    assert ops(captured)["attention"] == 3
+    other = {**batch, "attention_mask": torch.ones_like(keep)}
+    assert abs(run(captured, other)["loss"] - run(captured, batch)["loss"]) > 1e-6
+
+
+def test_left_padding_too():
+    work = hf("llama")
+    keep = torch.ones(3, 16, dtype=torch.long)
+    keep[1, :6] = 0
+    batch = {**work.example(3), "attention_mask": keep}
+    batch["labels"] = batch["labels"].masked_fill(keep == 0, -100)
+    same_as_torch(work.model, work.loss, batch)
+
+
+def test_a_mask_of_the_users_own_is_taken_as_it_is():
+    work = hf("llama")
+    full = torch.ones(3, 1, 16, 16).bool()  # every key seen: not causal, whatever the module says
+    batch = {**work.example(3), "attention_mask": full}
+    captured = same_as_torch(work.model, work.loss, batch)
+    assert not any(n.attr("causal") for n in captured.program.find_all("attention"))
+
+
+def test_experts_never_gather_weights_per_token():
+    work = hf("mixtral")
+    captured = capture(work.model, work.example(3), work.loss, gradients=True)
+    found = ops(captured)
+    assert found["experts"] == found["experts_backward"] == 3
+    largest = max(max(n.types, key=lambda t: len(t.shape)).shape for n in captured.program.nodes)
+    assert len(largest) <= 5
+    assert not any(t.shape[:1] == (3 * 16 * 2,) for n in captured.program.nodes for t in n.types)  # tokens x picks rows of weights
+
+
+def test_experts_work_is_that_of_the_picked_ones():
+    from weft.ops.registry import flops
+
+    few, many = (zoo.get("mixtral-8x7b", layers=1, experts=e) for e in (8, 64))
+    counts = [flops(capture(w.model, w.example(1, device="meta"), w.loss).program.find("experts")) for w in (few, many)]
+    s = few.settings
+    assert counts[0] == counts[1] == 2 * s.seq * s.chosen * 3 * s.hidden * s.ffn
+
+
+def test_experts_by_capacity_for_planning():
+    work = zoo.small("mixtral-8x7b")
+    batch = work.example(4)
+    captured = capture(work.model, batch, work.loss, gradients=True, capacity=4.0)
+    assert {"dispatch", "combine", "expert_slots"} <= set(ops(captured))
+    assert "experts" not in ops(captured)
+    assert any("capacity 4.0" in a for a in captured.assumed)
+    want = work.loss(copy.deepcopy(work.model), batch)
+    torch.testing.assert_close(run(captured, batch)["loss"], want.detach(), atol=1e-5, rtol=1e-5)  # 4 x the even share drops none
+
+
+@pytest.mark.parametrize("name", ["llama tied", "gpt2", "bert"])
+def test_tied_weights_are_one_input_with_one_gradient(name):
+    work = zoo.load(hugging_face()[name], device="meta", seq=16)
+    captured = capture(work.model, work.example(2, device="meta"), work.loss, gradients=True)
+    names = [n for n in captured.program.input_names if "lm_head.weight" in n or "decoder.weight" in n]
+    assert names == []
+    assert len(captured.program.find_all("input", lambda n: n.shape == (67, 32))) == 1
+
+
+def test_half_precision_models_on_meta():
+    work = zoo.load(hugging_face()["llama"], device="meta", seq=16, dtype=torch.bfloat16)
+    program = capture(work.model, work.example(2, device="meta"), work.loss, gradients=True).program
+    assert all(n.dtype == torch.bfloat16 for name, n in program.output_names.items() if name.startswith("d."))
+
+
+def test_batch_norm_statistics_are_outputs():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4, momentum=0.3, affine=False))
+    captured = same_as_torch(model, lambda m, b: m(*b).square().mean(), (torch.randn(2, 3, 5, 5),))
+    assert {o for o, _ in captured.program.state} == {
+        f"buffer.{i}.{n}" for i in (1, 3) for n in ("running_mean", "running_var", "num_batches_tracked")
+    }
+
+
+def test_batch_norm_without_statistics_and_in_evaluation():
+    same_as_torch(nn.BatchNorm1d(4, track_running_stats=False), lambda m, b: m(*b).pow(3).sum(), (X,))
+    captured = same_as_torch(nn.BatchNorm1d(4).eval(), lambda m, b: m(*b).pow(3).sum(), (X,))
+    assert captured.program.state == ()
+
+
+def test_hidden_statistics_are_refused_not_lost():
+    with pytest.raises(CaptureError, match="where weft cannot see it"):
+        capture(nn.InstanceNorm2d(3, track_running_stats=True), (torch.randn(2, 3, 5, 5),))
+
+
+def test_counting_has_a_shape_of_its_own():
+    captured = same_as_torch(hf("mixtral balanced").model, hf("mixtral balanced").loss, hf("mixtral balanced").example(2))
+    assert captured.assumed == ("torch.bincount(minlength=4) counts no value of 4 or more",)
+
+
+def test_parameters_without_a_gradient_have_none():
+    work = zoo.small("bert-large")
+    optimizer = torch.optim.AdamW(work.model.parameters())
+    captured = capture(work.model, work.example(2), lambda m, b: m(b["words"], b["kinds"])[1].mean(), optimizer)
+    assert "param.transform.weight" not in captured.program.output_names
+    assert "param.follows.weight" in captured.program.output_names
+
+
+def test_checkpointed_layers_are_captured_as_if_they_were_not():
+    from torch.utils.checkpoint import checkpoint
+
+    class Saving(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.linear, self.reentrant = nn.Linear(4, 4), reentrant
+
+        def forward(self, x):
+            return checkpoint(lambda y: F.relu(self.linear(y)), x, use_reentrant=self.reentrant)
+
+    for reentrant in (True, False):
+        captured = capture(Saving(reentrant), (X,), lambda m, b: m(*b).sum(), gradients=True)
+        assert ops(captured)["relu"] == 1
+        assert "d.param.linear.weight" in captured.program.output_names
+
+
+def test_rotary_and_rms_norm_written_out_are_one_op_each():
+    found = ops(capture(hf("llama").model, hf("llama").example(2), hf("llama").loss, gradients=True))
+    assert (found["rope"], found["rms_norm"], found["rms_norm_backward"]) == (12, 7, 7)
+    assert "rsqrt" not in found
+
+
+def test_names_that_a_program_could_not_print():
+    model = nn.ModuleDict({"a-b": nn.Linear(4, 4)})
+    model.forward = lambda x: model["a-b"](x)
+    captured = capture(model, (X,))
+    assert set(captured.parameters) == {"param.a_b.weight", "param.a_b.bias"}
+    torch.testing.assert_close(run(captured, (X,))["out"], model["a-b"](X))
