@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from weft.runtime.shm import Segment
 
 PAGE = 4096
-NOTE = struct.Struct("=IIId")  # at byte 256 of a page: pid, op, whether it waits there, since when
+NOTE = struct.Struct("=IIIId")  # at byte 256 of a page: pid, op, barriers entered by then, whether it waits, since when
 NAMES, NAME = 512, 128  # op names each rank can leave for its peers, and bytes of one
 SIZE = PAGE + NAMES * NAME
 WORDS = (1024, 3072)  # where on the first page the last word stands, and how long it may be
@@ -57,19 +57,30 @@ class Board:
     def note(self, name: str, *, waiting: bool) -> None:
         """Say what this rank is doing now."""
         assert self.mine is not None
-        NOTE.pack_into(self.pages[self.mine], 256, os.getpid(), self.op(name), waiting, time.monotonic())
+        page = self.pages[self.mine]
+        NOTE.pack_into(page, 256, os.getpid(), self.op(name), self._meetings(self.mine)[0], waiting, time.monotonic())
 
     def noted(self, rank: int) -> tuple[int, str | None, bool, float]:
         """Process, op, whether it waits, and since when, as `rank` last said; a rank that said nothing has process 0."""
-        pid, op, waiting, since = NOTE.unpack_from(self.pages[rank], 256)
+        pid, op, _, waiting, since = NOTE.unpack_from(self.pages[rank], 256)
         return pid, self.op_name(op) if op else None, bool(waiting), since
 
     def last_op(self, rank: int) -> str | None:
-        """The op at which `rank` last met its peers in memory, if later than what it noted, else what it noted."""
+        """The op for which `rank` last waited in memory, or what it noted since."""
+        epoch, met = self._meetings(rank)
+        pid, op, then, _, _ = NOTE.unpack_from(self.pages[rank], 256)
+        later = epoch if not pid else (epoch - then) & 0xFFFFFFFF
+        return self.op_name(met) if later else self.op_name(op) if op else None
+
+    def _meetings(self, rank: int) -> tuple[int, int]:
+        """How many barriers `rank` has entered, and the op of the last."""
         words = struct.unpack_from("=8I", self.pages[rank])  # epoch, sleepers, verdict (2), ops (4)
-        met = words[4 + words[0] % 4] if words[0] else 0
-        noted = self.noted(rank)[1]
-        return self.op_name(met) if met and noted in (None, "start") else noted
+        return words[0], words[4 + words[0] % 4]
+
+    def furthest(self) -> list[int]:
+        """The ranks that have entered the most barriers."""
+        epochs = [self._meetings(r)[0] for r in range(len(self.pages))]
+        return [r for r, e in enumerate(epochs) if e == max(epochs)]
 
     def say_last(self, text: str) -> None:
         """Leave the one message for the launcher; the first to speak is heard."""

@@ -61,14 +61,14 @@ def late(ranks: list[int], name: str) -> RuntimeFault:
 
 
 def _odd_one_out(peers: Any) -> RuntimeFault:
-    at = [peers.board.last_op(r) for r in range(peers.world)]
-    usual = max(at, key=at.count)
-    odd = [peers.global_ranks[r] for r, name in enumerate(at) if name != usual]
-    tied = 2 * len(odd) >= peers.world
+    at = {r: peers.board.last_op(r) for r in peers.board.furthest()}
+    usual = max(at.values(), key=list(at.values()).count)
+    odd = [peers.global_ranks[r] for r, name in at.items() if name != usual]
+    tied = 2 * len(odd) >= len(at)
     return RuntimeFault(
         f"ranks disagree at {usual}" if tied else f"rank {', '.join(map(str, odd))} disagrees at {usual}",
         needed="the same ops in the same order on every rank",
-        found=", ".join(f"rank {peers.global_ranks[r]} is at {name}" for r, name in enumerate(at)),
+        found=", ".join(f"rank {peers.global_ranks[r]} is at {name}" for r, name in at.items()),
         try_="compare what these ranks run: a branch that depends on the rank, another model, or other shapes",
     )
 

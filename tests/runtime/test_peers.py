@@ -1,0 +1,146 @@
+"""Ranks meet in shared memory, notice who is missing, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from weft.core.errors import KernelError, RuntimeFault
+from weft.runtime import cache, native
+from weft.runtime.shm import Segment
+
+
+def test_peers_see_each_others_memory_after_a_barrier(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        from weft.runtime.peers import connect
+
+        peers = connect()
+        buffer = peers.empty(4 * 100)
+        for turn in range(50):
+            buffer.view(0, (100,), torch.float32).fill_(rank + 10 * turn)
+            peers.barrier("written")
+            assert [int(buffer.view(0, (100,), torch.float32, r)[7]) for r in range(3)] == [r + 10 * turn for r in range(3)]
+            peers.barrier("read")
+
+    run_ranks(3, job, tmp_path)
+
+
+def test_a_segment_is_private_and_has_no_name(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    segment = Segment.create(1 << 16)
+    found = os.fstat(segment.key[1])
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert set(os.listdir("/dev/shm")) == before
+    assert Segment.open(segment.key).bytes.numel() == 1 << 16
+    segment.seal()
+    with pytest.raises(OSError, match="No such file"):
+        Segment.open(segment.key)
+
+
+@pytest.mark.parametrize(
+    ("how", "headline", "more"),
+    [
+        ("die", "rank 1 died before meet", "has ended"),
+        ("late", "rank 1 did not reach meet", "is alive; the last op it entered is first"),
+        ("other", "rank 1 disagrees at meet", "rank 1 is at something else"),
+    ],
+)
+def test_a_missing_rank_is_named_by_all_others(how: str, headline: str, more: str, tmp_path: Path) -> None:
+    def job(rank: int) -> str:
+        from weft.runtime.peers import HostPeers
+
+        peers = HostPeers(timeout_s=1.0)
+        peers.barrier("first")
+        dist.barrier()
+        if rank == 1:
+            if how == "die":
+                os.kill(os.getpid(), 9)
+            if how == "late":
+                time.sleep(5)
+            if how == "other":
+                time.sleep(0.3)
+        start = time.monotonic()
+        try:
+            peers.barrier("something else" if how == "other" and rank == 1 else "meet")
+        except RuntimeFault as fault:
+            assert time.monotonic() - start < 5
+            return str(fault)
+        return "met"
+
+    said = run_ranks(4, job, tmp_path, may_die=(1,))
+    for rank in (0, 2, 3):
+        assert headline in said[rank], said[rank]
+        assert more in said[rank]
+        assert "try" in said[rank]
+    assert len({said[r].splitlines()[0] for r in (0, 2, 3)}) == 1, "all ranks say the same"
+
+
+def test_calls_in_another_order_are_noticed_without_waiting(tmp_path: Path) -> None:
+    def job(rank: int) -> str:
+        from weft.runtime.peers import HostPeers
+
+        peers = HostPeers(timeout_s=2.0)
+        try:
+            for name in ("a", "b", "c") if rank else ("a", "c", "b"):
+                peers.post(name)
+            peers.barrier("end")
+        except RuntimeFault as fault:
+            return fault.message
+        return "nothing noticed"
+
+    said = run_ranks(2, job, tmp_path)
+    assert any("disagree" in text for text in said.values()), said
+
+
+def test_more_ranks_than_cores_still_run(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        from weft.runtime.peers import connect
+
+        for k in range(200):
+            connect().barrier(f"turn {k % 3}")
+
+    start = time.monotonic()
+    run_ranks(8, job, tmp_path)
+    assert time.monotonic() - start < 50
+
+
+def test_code_is_not_run_from_a_place_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "cache"
+    place.mkdir(mode=0o777)
+    os.chmod(place, 0o777)
+    monkeypatch.setenv("WEFT_CACHE", str(place))
+    with pytest.raises(KernelError, match="others could write to it") as e:
+        cache.cache_dir()
+    assert "mode 0777" in str(e.value)
+    assert f"chmod 700 {place}" in str(e.value)
+    os.chmod(place, 0o700)
+    assert cache.cache_dir() == place
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(KernelError, match="others could write"):
+        cache.cache_dir()
+
+
+def test_a_library_is_built_once_and_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    source = 'extern "C" int twice(int x) { return 2 * x; }\n'
+    first = native.build(source)
+    assert native.build(source) == first
+    assert stat.S_IMODE(first.stat().st_mode) == 0o600
+    assert native.load(source).twice(21) == 42
+    assert native.build(source + "// more\n") != first
+
+
+def test_a_kernel_that_does_not_compile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(KernelError, match="refused a generated kernel") as e:
+        native.build("not C++ at all\n")
+    assert ".cpp" in str(e.value)

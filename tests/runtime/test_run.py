@@ -1,0 +1,69 @@
+"""`weft run`: a script on several ranks, and one message when a rank dies, raises or hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+from weft.runtime.peers import connect
+peers = connect()
+for turn in range(1000):
+    if turn == 20 and rank == 1:
+        if sys.argv[1] == "die": os.kill(os.getpid(), 9)
+        if sys.argv[1] == "raise": raise ValueError("a bug of my own")
+        if sys.argv[1] == "hang": time.sleep(1000)
+    if turn == 40 and sys.argv[1] == "well": break
+    peers.barrier("the meeting")
+print("ended", rank)
+dist.destroy_process_group()
+"""
+
+
+def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parent.parent.parent
+    env = {**os.environ, "PYTHONPATH": str(root), "WEFT_TIMEOUT": "3"}
+    return subprocess.run(
+        [sys.executable, "-m", "weft", "run", "-n", "2", str(script), how], capture_output=True, text=True, timeout=100, env=env
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("die", "rank 1 ended with SIGKILL at the meeting"),
+        ("raise", "rank 1 ended with status 1"),
+        ("hang", "rank 1 did not reach the meeting"),
+    ],
+)
+def test_a_failed_run_says_which_rank_and_where(how: str, said: str, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    done = run(how, tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr, done.stderr
+    assert done.stderr.count("RuntimeFault") == 1, done.stderr
+    assert ("a bug of my own" in done.stderr) == (how == "raise")
+    assert set(os.listdir("/dev/shm")) == before
+    assert not subprocess.run(["pgrep", "-f", str(tmp_path / "script.py")], capture_output=True, text=True).stdout
+
+
+def test_a_run_that_ends_well_is_quiet(tmp_path: Path) -> None:
+    done = run("well", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["0", "1", "ended", "ended"]
+
+
+def test_a_missing_script_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-m", "weft", "run", "no/such/script.py"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no script no/such/script.py" in done.stderr

@@ -1,0 +1,114 @@
+"""Overlapped linear layers equal torch's whole layers, forward and backward, in every way to run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft.nn as wn
+from tests.ranks import run_ranks
+from weft.core.errors import TypeMismatch
+from weft.runtime.pipeline import Chunks, in_turn
+
+WAYS = [wn.Way(), wn.Way("group", 2), wn.Way("group", 4), wn.Way("peers"), wn.Way("peers", 4), wn.Way("peers", 2, 2, False)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_block_of_two_layers_and_its_gradients(world: int, tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        for way in WAYS:
+            torch.manual_seed(0)
+            first, second = nn.Linear(24, 48), nn.Linear(48, 24)
+            whole = torch.randn(16 * world, 24, requires_grad=True)
+            want = second(torch.nn.functional.gelu(first(whole)))
+            seed = torch.randn_like(want)
+            want.backward(seed)
+            a, b = wn.AllGatherLinear.of(first, way=way), wn.LinearReduceScatter.of(second, way=way)
+            x = whole.detach().chunk(world)[rank].clone().requires_grad_()
+            for _ in range(2):  # the second time on memory that was used before
+                x.grad = None
+                a.zero_grad(), b.zero_grad()
+                y = b(torch.nn.functional.gelu(a(x)))
+                y.backward(seed.chunk(world)[rank])
+            near = {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(y, want.chunk(world)[rank], **near)
+            torch.testing.assert_close(x.grad, whole.grad.chunk(world)[rank], **near)
+            torch.testing.assert_close(a.weight.grad, first.weight.grad.chunk(world)[rank], **near)
+            torch.testing.assert_close(b.weight.grad, second.weight.grad.chunk(world, 1)[rank], **near)
+
+    run_ranks(world, job, tmp_path)
+
+
+def test_a_layer_that_ends_in_a_sum(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        for way in WAYS:
+            torch.manual_seed(0)
+            layer = nn.Linear(30, 7)
+            x = torch.randn(4, 12, 30)
+            want = layer(x)
+            mine = wn.LinearAllReduce.of(layer, way=way)
+            part = x.chunk(3, -1)[rank].clone().requires_grad_()
+            got = mine(part)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            got.sum().backward()
+            torch.testing.assert_close(part.grad, layer.weight.sum(0).chunk(3)[rank].expand(4, 12, -1), rtol=1e-4, atol=1e-5)
+
+    run_ranks(3, job, tmp_path)
+
+
+def test_rows_that_cannot_be_cut_are_refused_or_run_plainly(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        w = torch.randn(5, 6)
+        with pytest.raises(TypeMismatch, match="rows of x over 2 ranks") as e:
+            wn.linear_reduce_scatter(torch.randn(7, 6), w)
+        assert "a multiple of 2" in str(e.value)
+        with pytest.raises(TypeMismatch, match="LinearReduceScatter of 5 features"):
+            wn.LinearReduceScatter(5, 4)
+        x = torch.randn(6, 6)
+        plain = wn.linear_all_reduce(x, w)
+        torch.testing.assert_close(wn.linear_all_reduce(x, w, way=wn.Way("group", 4)), plain)
+
+    run_ranks(2, job, tmp_path)
+
+
+def test_chunks_take_every_slice_alike_and_join_again() -> None:
+    x = torch.arange(2 * 24 * 3).reshape(2, 24, 3)
+    for parts in (1, 2, 4):
+        how = Chunks(1, parts)
+        pieces = [how.take(x, c, 3) for c in range(3)]
+        assert torch.equal(how.join(pieces), x)
+    assert Chunks(0, 2).take(torch.arange(8), 0, 2).tolist() == [0, 1, 4, 5]
+
+
+def test_chunks_run_in_turn() -> None:
+    said: list[str] = []
+
+    def work(k: int):
+        said.append(f"compute {k}")
+        yield
+        said.append(f"take {k}")
+        return k
+
+    assert in_turn([work(k) for k in range(3)]) == [0, 1, 2]
+    assert said == ["compute 0", "compute 1", "take 0", "compute 2", "take 1", "take 2"]
+
+
+def test_the_choice_for_a_shape_is_used(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        from weft.nn.ways import choose, key_of
+
+        key = key_of("product_all_reduce", 8, 4, 6, torch.float32, None)
+        assert choose(key) == wn.Way()
+        wn.set_way(key, wn.Way("group", 2))
+        x, w = torch.randn(8, 6), torch.randn(4, 6)
+        got = wn.linear_all_reduce(x, w)
+        want = x @ w.T
+        dist.all_reduce(want)
+        torch.testing.assert_close(got, want)
+        assert choose(key).chunks == 2
+
+    run_ranks(2, job, tmp_path)

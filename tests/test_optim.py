@@ -1,0 +1,214 @@
+"""weft.optim trains as torch.optim does on averaged gradients, and their state dicts are interchangeable."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import run_ranks
+from weft import optim
+from weft.core.errors import KernelError
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "adamw": (lambda p: optim.AdamW(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
+    "amsgrad": (lambda p: optim.AdamW(p, amsgrad=True), lambda p: torch.optim.AdamW(p, amsgrad=True)),
+    "sgd": (lambda p: optim.SGD(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1)),
+    "momentum": (
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+    ),
+    "nesterov": (
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    ),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(13, 77), nn.GELU(), nn.LayerNorm(77), nn.Linear(77, 5))
+
+
+def backward(net: nn.Module, seed: int, rank: int) -> None:
+    gen = torch.Generator().manual_seed(100 * seed + rank)
+    net(torch.randn(8, 13, generator=gen)).square().mean().backward()
+
+
+def average(net: nn.Module) -> None:
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad.div_(dist.get_world_size())
+
+
+def close(a: nn.Module, b: nn.Module) -> None:
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_every_optimizer_trains_as_torchs_does(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        for ours, theirs in PAIRS.values():
+            a = model()
+            b = copy.deepcopy(a)
+            x, y = ours(a.parameters()), theirs(b.parameters())
+            schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (x, y)]
+            for step in range(5):
+                for net, opt in ((a, x), (b, y)):
+                    opt.zero_grad()
+                    backward(net, step, rank)
+                average(b)
+                x.step(), y.step()
+                [s.step() for s in schedules]
+                if step == 2:  # each goes on from the other's state
+                    mine, yours = x.state_dict(), y.state_dict()
+                    x.load_state_dict(yours), y.load_state_dict(mine)
+            close(a, b)
+
+    run_ranks(3, job, tmp_path)
+
+
+def test_parameter_groups_accumulation_and_unused_parameters(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        a = model()
+        b = copy.deepcopy(a)
+
+        def groups(net: nn.Module) -> list[dict[str, Any]]:
+            matrices, rest = [p for p in net.parameters() if p.ndim > 1], [p for p in net.parameters() if p.ndim == 1]
+            return [{"params": matrices, "weight_decay": 0.2}, {"params": rest, "lr": 1e-3, "betas": (0.8, 0.95)}]
+
+        x, y = optim.AdamW(groups(a), lr=1e-2), torch.optim.AdamW(groups(b), lr=1e-2)
+        for step in range(4):
+            x.zero_grad(), y.zero_grad()
+            for part in range(2):
+                backward(a, 10 * step + part, rank), backward(b, 10 * step + part, rank)
+            average(b)
+            if step == 1:  # one parameter has no gradient in this step, on any rank
+                a[0].bias.grad = b[0].bias.grad = None
+            x.step(), y.step()
+        close(a, b)
+
+    run_ranks(2, job, tmp_path)
+
+
+def test_clipping_is_by_the_norm_of_the_averaged_gradient(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        a = model()
+        b = copy.deepcopy(a)
+        x, y = optim.AdamW(a.parameters(), lr=1e-2, eps=1e-4, max_norm=0.1), torch.optim.AdamW(b.parameters(), lr=1e-2, eps=1e-4)
+        for step in range(3):
+            x.zero_grad(), y.zero_grad()
+            backward(a, step, rank), backward(b, step, rank)
+            average(b)
+            nn.utils.clip_grad_norm_(b.parameters(), 0.1)
+            x.step(), y.step()
+        close(a, b)
+
+    run_ranks(3, job, tmp_path)
+
+
+def lamb_step(params: list[torch.Tensor], grads: list[torch.Tensor], state: dict[int, Any], step: int, lr: float) -> None:
+    """LAMB as its paper has it, in float64."""
+    for k, (w, g) in enumerate(zip(params, grads, strict=True)):
+        m, v = state.get(k, (torch.zeros_like(w), torch.zeros_like(w)))
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        state[k] = (m, v)
+        way = (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-6) + 0.01 * w
+        trust = w.norm() / way.norm() if w.norm() > 0 and way.norm() > 0 else 1.0
+        w.sub_(lr * trust * way)
+
+
+def test_lamb_scales_every_tensor_by_its_own_norms(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        a = model()
+        judge = [p.detach().double() for p in a.parameters()]
+        x, state = optim.Lamb(a.parameters(), lr=1e-2), {}
+        for step in range(1, 4):
+            x.zero_grad()
+            backward(a, step, rank)
+            grads = [p.grad.double() for p in a.parameters()]
+            for g in grads:
+                dist.all_reduce(g)
+                g.div_(dist.get_world_size())
+            x.step()
+            lamb_step(judge, grads, state, step, 1e-2)
+        for p, q in zip(a.parameters(), judge, strict=True):
+            torch.testing.assert_close(p.double(), q, rtol=1e-4, atol=1e-6)
+
+    run_ranks(3, job, tmp_path)
+
+
+def test_low_precision_parameters_with_a_master_copy(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        a = model().bfloat16()
+        judge = [p.detach().float() for p in a.parameters()]
+        reference = torch.optim.AdamW([nn.Parameter(w) for w in judge], lr=1e-3)
+        x = optim.AdamW(a.parameters(), lr=1e-3, master_weights=True)
+        for step in range(4):
+            x.zero_grad()
+            gen = torch.Generator().manual_seed(100 * step + rank)
+            for p, q in zip(a.parameters(), reference.param_groups[0]["params"], strict=True):
+                p.grad = torch.randn(p.shape, generator=gen).bfloat16()
+                total = p.grad.float()
+                dist.all_reduce(total)
+                q.grad = total / dist.get_world_size()
+            for p in a.parameters():
+                x._rehome(p)
+            x.step(), reference.step()
+        for p, q in zip(a.parameters(), reference.param_groups[0]["params"], strict=True):
+            torch.testing.assert_close(p.float(), q.detach().bfloat16().float(), rtol=1e-2, atol=1e-2)
+            assert (p.float() - q.detach()).abs().max() < 0.01
+
+    run_ranks(2, job, tmp_path)
+
+
+def test_ranks_that_update_different_parameters_are_told(tmp_path: Path) -> None:
+    def job(rank: int) -> str:
+        import os
+
+        os.environ["WEFT_TIMEOUT"] = "5"
+        a = model()
+        x = optim.AdamW(a.parameters())
+        backward(a, 0, rank)
+        if rank == 1:
+            a[0].bias.grad = None
+        try:
+            x.step()
+        except Exception as fault:
+            return str(fault)
+        return "nothing"
+
+    said = run_ranks(2, job, tmp_path)
+    assert "ranks disagree" in said[0]
+    assert "adamw step of 6 f32 parameters" in said[0]
+    assert "adamw step of 5 f32 parameters" in said[0]
+
+
+def test_state_is_kept_in_slices(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        x = optim.AdamW(model().parameters())
+        kept = sum(flat.numel() for bank in x._banks for flat in bank.states.values())
+        whole = 2 * sum(p.numel() for g in x.param_groups for p in g["params"])
+        assert kept < whole / 4 + 6 * 64 * 2
+
+    run_ranks(4, job, tmp_path)
+
+
+def test_what_cannot_be_fused_is_refused(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        with pytest.raises(KernelError, match="cannot be fused") as e:
+            optim.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.float64))])
+        assert "float32, bfloat16 or float16" in str(e.value)
+        mixed = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3).bfloat16())]
+        x = optim.AdamW(mixed, max_norm=1.0)
+        for p in mixed:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(KernelError, match="max_norm over parameters of several kinds"):
+            x.step()
+
+    run_ranks(1, job, tmp_path)
