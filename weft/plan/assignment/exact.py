@@ -34,9 +34,10 @@ class Outcome:
     bound: float
 
 
-def solve(p: Problem, best: Found | None, budget: Budget) -> Outcome:
-    """Solve p, starting from the best choice known; the budget may end it early."""
+def solve(p: Problem, best: Found | None, budget: Budget, gap: float = 1e-9) -> Outcome:
+    """Solve p to within `gap`, starting from the best choice known; the budget may end it early."""
     model = _Model(p, best)
+    model.h.setOptionValue("mip_rel_gap", gap)
     bound = model.relax(budget)
     if model.is_whole():
         return Outcome(better(best, model.found()), bound)
@@ -179,7 +180,7 @@ class _Model:
         return Found(self.p.cost(x), x)
 
 
-_OPTIONS = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 1e-9, "mip_abs_gap": 0.0}
+_OPTIONS = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_abs_gap": 0.0}
 
 
 def _marginals(p: Problem) -> tuple[Ints, Ints, Floats, int]:

@@ -57,14 +57,14 @@ class Answer:
         return self.gap <= CLOSED
 
 
-def solve(p: Problem, *, work: float = WORK, seconds: float = np.inf, threads: int = 2, seed: int = 0) -> Answer:
-    """The best choice found within `work` table entries read. `seconds` can only cut it short."""
+def solve(p: Problem, *, work: float = WORK, seconds: float = np.inf, gap: float = CLOSED, threads: int = 2, seed: int = 0) -> Answer:
+    """The best choice found within `work` table entries read, or the first within `gap` of the optimum. `seconds` can only cut it short."""
     budget = Budget(work, seconds)
     reduced = reduce(p)
     if reduced.reason is not None:
         return Answer(None, np.inf, np.inf, reduced.reason, budget.spent, time.monotonic() - budget.begun)
     with ThreadPoolExecutor(threads) as pool:
-        state = _Solve(reduced.core, budget, pool, threads, seed)
+        state = _Solve(reduced.core, budget, pool, threads, seed, gap, reduced.paid)
         state.run()
     return _answer(p, reduced, state, budget)
 
@@ -98,6 +98,8 @@ class _Solve:
     pool: ThreadPoolExecutor
     threads: int
     seed: int
+    gap: float = CLOSED
+    paid: float = 0.0  # outside this core, but part of what the gap is of
     best: Found | None = None
     bound: float = -np.inf
     turns: int = field(default=0)
@@ -120,7 +122,7 @@ class _Solve:
         self.best, self.bound = best, best.cost
 
     def _closed(self) -> bool:
-        return self.best is not None and self.best.cost - self.bound <= CLOSED * abs(self.best.cost)
+        return self.best is not None and self.best.cost - self.bound <= self.gap * abs(self.best.cost + self.paid)
 
     def _root(self, r: Relaxation) -> Dual:
         """Raise the bound in rounds, each with a solution; until a round brings little."""
@@ -144,7 +146,7 @@ class _Solve:
             assert self.best is not None
             self._prove(self.best)
             return
-        inner = _Solve(smaller.core, self.budget, self.pool, self.threads, self.seed)
+        inner = _Solve(smaller.core, self.budget, self.pool, self.threads, self.seed, self.gap, self.paid + smaller.paid)
         inner.run()
         if inner.best is not None:
             x = smaller.lift(inner.best.x)
@@ -155,7 +157,7 @@ class _Solve:
     def _finish(self, r: Relaxation, dual: Dual) -> None:
         if len(r.p.w) <= EXACT_ENTRIES and _has_highs():
             part = self.budget.share(0.5)
-            outcome = exact.solve(r.p, self.best, part)
+            outcome = exact.solve(r.p, self.best, part, self.gap)
             self.budget.spend(part.spent)
             self.best = better(self.best, outcome.best)
             self.bound = max(self.bound, min(outcome.bound, self.best.cost if self.best else np.inf))

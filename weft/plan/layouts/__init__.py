@@ -1,0 +1,6 @@
+"""Layouts within a stage: a program for one device, and the best way found to hold and compute all of it on a mesh."""
+
+from weft.plan.layouts.choose import Chosen, choose
+from weft.plan.layouts.moves import AlphaBeta, Move, OnCluster, Prices
+
+__all__ = ["AlphaBeta", "Chosen", "Move", "OnCluster", "Prices", "choose"]

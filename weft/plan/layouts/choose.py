@@ -1,0 +1,164 @@
+"""Solve the layouts of a program and write them into it, with every communication explicit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.core.errors import PlanError
+from weft.core.layout import Layout, Mesh, Placement, R, S
+from weft.core.node import Node, Type, make
+from weft.core.program import Program, new_program
+from weft.ops.comm import is_comm, reshard
+from weft.ops.source import input_node
+from weft.plan.assignment import Answer, solve
+from weft.plan.assignment.solve import WORK
+from weft.plan.layouts.alike import Instance
+from weft.plan.layouts.model import COPY, Model, Tap, build, forward_of
+from weft.plan.layouts.moves import Placements, Prices
+from weft.plan.layouts.ways import Way, Ways
+
+GAP = 5e-3  # a plan this close to the best is good enough to go on with
+Pins = Mapping[str, Sequence[Mapping[str, Placement]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """A program on a mesh, its cost in the prices it was chosen by, and how far from the best it may be."""
+
+    program: Program
+    model: Model
+    answer: Answer
+    again: frozenset[str]  # inputs gathered in the forward pass whose copies are dropped and made again in the backward pass
+
+    @property
+    def cost(self) -> float:
+        return self.answer.cost
+
+    @property
+    def gap(self) -> float:
+        return self.answer.gap
+
+    @cached_property
+    def inputs(self) -> dict[str, dict[str, Placement]]:
+        """How every input is held, as `place` takes it."""
+        return {name: dict(n.layout.placements) for name, n in self.program.input_names.items()}
+
+    @cached_property
+    def communication(self) -> Counter[str]:
+        """How many collectives of each kind the program has; slices move nothing and are left out."""
+        return Counter(n.op.name for n in self.program.nodes if is_comm(n) and n.op.name != "slice")
+
+
+def choose(
+    program: Program,
+    mesh: Mesh,
+    prices: Prices,
+    *,
+    memory: float = math.inf,
+    blocks: Sequence[Sequence[Instance]] = (),
+    pins: Pins | None = None,
+    work: float = WORK,
+    seconds: float = math.inf,
+    gap: float = GAP,
+) -> Chosen:
+    """The cheapest layouts found within `work`, or the first within `gap` of the cheapest; `memory` is in bytes per device.
+
+    `blocks` are repeated parts that shall be laid out alike. `pins` give, by name of input, the layouts it may have.
+    """
+    allowed = {name: [_placements(mesh, p) for p in options] for name, options in (pins or {}).items()}
+    _check_pins(program, allowed)
+    model = build(program, Ways(mesh), prices, limit=memory, blocks=blocks, pins=allowed)
+    answer = solve(model.problem, work=work, seconds=seconds, gap=gap)
+    if answer.x is None:
+        raise _no_layouts(program, mesh, memory, str(answer.reason))
+    writer = _Writer(program, mesh, model, [int(a) for a in answer.x])
+    return Chosen(writer.run(), model, answer, frozenset(writer.again))
+
+
+def _no_layouts(program: Program, mesh: Mesh, memory: float, reason: str) -> PlanError:
+    return PlanError(
+        f"no layouts for {program.name} on {mesh}",
+        needed=f"at most {memory:.4g} bytes in use on a device" if math.isfinite(memory) else "layouts that every op accepts",
+        found=reason,
+        try_="more memory, more ranks, a smaller batch, or fewer pins",
+    )
+
+
+def _placements(mesh: Mesh, places: Mapping[str, Placement]) -> Placements:
+    for axis in places:
+        mesh.require(axis)
+    return tuple(places.get(axis, R) for axis in mesh.axes)
+
+
+def _check_pins(program: Program, pins: Mapping[str, object]) -> None:
+    for name in pins:
+        if name not in program.input_names:
+            known = ", ".join(list(program.input_names)[:8])
+            raise PlanError(f"{program.name} has no input {name!r} to pin", needed=f"one of {known}, ...", found=name)
+
+
+class _Writer:
+    """Makes the program anew, every operand brought to the layout its node was chosen to read it in."""
+
+    def __init__(self, program: Program, mesh: Mesh, model: Model, x: Sequence[int]) -> None:
+        self.program, self.mesh, self.model, self.x = program, mesh, model, x
+        self.forward = forward_of(program)
+        self.made: dict[Node, Node] = {}
+        self.again: set[str] = set()
+
+    def run(self) -> Program:
+        inputs = [self._input(n) for n in self.program.inputs]
+        for node in self.program.nodes:
+            if node not in self.made:
+                self.made[node] = self._node(node)
+        state = dict(self.program.state)
+        outputs = {name: self._output(name, n, state) for name, n in self.program.outputs}
+        lines = {self.made[n]: line for n, line in self.program.lines.items() if n in self.made}
+        return new_program(self.program.name, self.mesh, inputs, outputs, state=self.program.state, lines=lines)
+
+    def _way(self, node: Node) -> Way:
+        at = self.model.site[node]
+        return self.model.sites[at].ways[self.x[at]]
+
+    def _layout(self, shape: tuple[int, ...], places: Placements) -> Layout:
+        return Layout.of(self.mesh, shape, dict(zip(self.mesh.axes, places, strict=True)))
+
+    def _input(self, node: Node) -> Node:
+        layout = self._layout(node.shape, self._way(node).results[0])
+        self.made[node] = input_node(node.attr("name"), Type(node.dtype, layout))
+        return self.made[node]
+
+    def _node(self, node: Node) -> Node:
+        attrs = {k: self.mesh.key if k == "mesh" else v for k, v in node.attrs}
+        if node.op.name == "item":
+            return make(node.op, (self.made[node.args[0]],), attrs)
+        way = self._way(node)
+        args = tuple(self._operand(node, a, places) for a, places in zip(node.args, way.operands, strict=True))
+        return make(node.op, args, attrs)
+
+    def _operand(self, node: Node, arg: Node, places: Placements) -> Node:
+        value, late = self.made[arg], node not in self.forward
+        tap = self._tap(arg, late)
+        if tap is not None:
+            value = reshard(value, self._layout(arg.shape, tap.layout))
+            if late and tap.how == COPY and arg in self.program.inputs and self._gathered_before(arg):
+                self.again.add(arg.attr("name"))
+        return reshard(value, self._layout(arg.shape, places))  # type: ignore[no-any-return]
+
+    def _tap(self, value: Node, late: bool) -> Tap | None:
+        at = self.model.taps.get((value, late))
+        return None if at is None else self.model.sites[at].taps[self.x[at]]
+
+    def _gathered_before(self, value: Node) -> bool:
+        """Whether the forward pass reads a copy in which some cut of the value is undone."""
+        tap, held = self._tap(value, late=False), self._way(value).results[0]
+        return tap is not None and tap.how == COPY and any(isinstance(h, S) and h != p for h, p in zip(held, tap.layout, strict=True))
+
+    def _output(self, name: str, node: Node, state: Mapping[str, str]) -> Node:
+        home = self.program.input_names.get(state.get(name, ""))
+        want = self.made[home].layout if home is not None else Layout.of(self.mesh, node.shape)
+        return reshard(self.made[node], want)  # type: ignore[no-any-return]

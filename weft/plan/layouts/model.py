@@ -1,0 +1,307 @@
+"""The layouts of a program as an assignment problem.
+
+    node      a part of the program (nodes alike in repeated blocks are one); its strategies are its ways, priced by their work
+    edge      from a value to a reader: the price of the route from the layout it is made in to the one it is read in
+    tap       a value read more than once is read through a tap: brought to another layout once, and paid once. Its strategies are
+              a layout, and whether the tap is the value itself, a copy for now, or a copy kept for the backward pass, which
+              otherwise makes its own again
+    claim     bytes of a value from when it is made until it is last read; of inputs always; of copies while they are read
+    state     an edge from the value that becomes an input of the next step to that input
+
+A block that repeats n times costs n times as much, and an edge from one instance to the next joins the part to itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.core.layout import Mesh, R, S
+from weft.core.node import Node, Type
+from weft.core.program import Program
+from weft.ops.registry import Kind
+from weft.plan.assignment.problem import Floats, Problem, assemble
+from weft.plan.layouts.alike import Instance, parts
+from weft.plan.layouts.lifetimes import Lifetimes
+from weft.plan.layouts.moves import Placements, Prices, route
+from weft.plan.layouts.ways import Way, Ways, may_pend
+
+SELF, COPY, KEPT = "self", "copy", "kept"
+Reader = tuple[Node, int]  # a node, and which of its operands
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One strategy of a tap: the layout it offers, and how it comes by it."""
+
+    layout: Placements
+    how: str
+
+
+@dataclass
+class Site:
+    """One node of the assignment problem: ways of a part of the program, or strategies of a tap."""
+
+    name: str
+    ways: Sequence[Way]
+    taps: Sequence[Tap]
+    cost: Floats
+    claims: list[tuple[int, int, Floats]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The problem, and which of its nodes decides each node of the program and each tap."""
+
+    problem: Problem
+    sites: Sequence[Site]
+    site: Mapping[Node, int]
+    taps: Mapping[tuple[Node, bool], int]  # (value, whether its readers are in the backward pass)
+
+
+def build(
+    program: Program,
+    ways: Ways,
+    prices: Prices,
+    *,
+    limit: float = math.inf,
+    blocks: Sequence[Sequence[Instance]] = (),
+    pins: Mapping[str, Sequence[Placements]] | None = None,
+) -> Model:
+    """The layouts problem of a one-device program on the mesh of `ways`. `pins` are the layouts some inputs may have."""
+    builder = _Builder(program, ways, prices, limit, parts(program, blocks), pins or {})
+    builder.place_nodes()
+    builder.join_readers()
+    builder.join_outputs()
+    return builder.model()
+
+
+def forward_of(program: Program) -> set[Node]:
+    """What the loss needs; everything, where there is no loss."""
+    return program.needs(program.output_names["loss"]) if "loss" in program.output_names else set(program.nodes)
+
+
+class Routes:
+    """Prices of routes, each worked out once."""
+
+    def __init__(self, mesh: Mesh, prices: Prices) -> None:
+        self.mesh, self.prices = mesh, prices
+        self._known: dict[tuple[Placements, Placements, float], float] = {}
+
+    def between(self, sources: Sequence[Placements], targets: Sequence[Placements], size: float) -> Floats:
+        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        table = np.array([[self._price(a, b, size) for b in columns] for a in rows])
+        row, column = {a: i for i, a in enumerate(rows)}, {b: i for i, b in enumerate(columns)}
+        return table[np.ix_([row[a] for a in sources], [column[b] for b in targets])]
+
+    def _price(self, source: Placements, target: Placements, size: float) -> float:
+        key = source, target, size
+        if key not in self._known:
+            moves = route(self.mesh, source, target, size)
+            self._known[key] = math.inf if moves is None else sum(self.prices.move(m) for m in moves)
+        return self._known[key]
+
+    def share(self, layout: Placements) -> float:
+        """The part of a tensor each rank holds."""
+        return 1 / math.prod(self.mesh.sizes[a] for a, p in zip(self.mesh.axes, layout, strict=True) if isinstance(p, S))
+
+
+class _Builder:
+    def __init__(
+        self,
+        program: Program,
+        ways: Ways,
+        prices: Prices,
+        limit: float,
+        part: Mapping[Node, int],
+        pins: Mapping[str, Sequence[Placements]],
+    ) -> None:
+        self.program, self.ways, self.prices, self.limit, self.part, self.pins = program, ways, prices, limit, part, pins
+        self.routes = Routes(ways.mesh, prices)
+        self.lifetimes = Lifetimes(program)
+        self.forward = forward_of(program)
+        self.sites: list[Site] = []
+        self.site: dict[Node, int] = {}
+        self.taps: dict[tuple[Node, bool], int] = {}
+        self.edges: dict[tuple[int, int], Floats] = {}
+        self._tap_sites: dict[Hashable, int] = {}
+        self._tables: dict[Hashable, Floats] = {}
+
+    def model(self) -> Model:
+        claims = [(i, *claim) for i, site in enumerate(self.sites) for claim in site.claims]
+        edges = [(u, v, table) for (u, v), table in self.edges.items()]
+        problem = assemble([s.cost for s in self.sites], edges, claims, self.limit, self.program.name)
+        return Model(problem, self.sites, self.site, self.taps)
+
+    # -- nodes ----------------------------------------------------------------------------------------------------------------
+
+    def place_nodes(self) -> None:
+        by_part: dict[int, int] = {}
+        pending: dict[Node, bool] = {}
+        for node in self.program.nodes:
+            waits = [pending[a] for a in node.args]
+            pending[node] = may_pend(node, waits)
+            if self.part[node] not in by_part:
+                found = self._ways_of(node, waits)
+                self.sites.append(Site(node.op.name, found, (), np.zeros(len(found))))
+                by_part[self.part[node]] = len(self.sites) - 1
+            at = self.site[node] = by_part[self.part[node]]
+            self.sites[at].cost = self.sites[at].cost + self._work(node)
+            for index, type_ in enumerate(node.types):
+                span = self.lifetimes.of(node, index)
+                if span is not None:
+                    self._claim(at, span, [_bytes(type_) * self.routes.share(w.results[index]) for w in self._ways(node)])
+
+    def _ways(self, node: Node) -> Sequence[Way]:
+        return self.sites[self.site[node]].ways
+
+    def _made(self, node: Node) -> list[Placements]:
+        return [w.results[0] for w in self._ways(node)]
+
+    def _ways_of(self, node: Node, waits: Sequence[bool]) -> tuple[Way, ...]:
+        if node in self.program.inputs:
+            return self.ways.of_input(node, self.pins.get(node.attr("name")))
+        if node.op.name == "item":
+            made = dict.fromkeys(w.results[node.attr("index")] for w in self._ways(node.args[0]))
+            return tuple(Way((), (layout,), node) for layout in made)
+        return self.ways.of_node(node, waits, [list(dict.fromkeys(self._made(a))) for a in node.args])
+
+    def _work(self, node: Node) -> Floats:
+        """Work by way. Of pointwise ops, which are fused with their neighbours, only what enters and leaves the chain counts."""
+        pointwise = node.op.kind is Kind.POINTWISE
+        enters = tuple(not pointwise or a.op.kind is not Kind.POINTWISE for a in node.args)
+        users = self.program.users[node]
+        leaves = not pointwise or not users or any(u.op.kind is not Kind.POINTWISE for u in users)
+
+        def work() -> Floats:
+            seen = [_outside(w.node, enters, leaves) for w in self._ways(node)]
+            return np.array([self.prices.work(n) if n.args or n.types else 0.0 for n in seen])
+
+        if node.op.kind in (Kind.VIEW, Kind.SOURCE):
+            return np.zeros(len(self._ways(node)))
+        return self._table(("work", self.site[node], enters, leaves), work)
+
+    def _claim(self, at: int, span: tuple[int, int], usage: Sequence[float]) -> None:
+        if math.isfinite(self.limit) and span[0] < span[1]:
+            self.sites[at].claims.append((*span, np.array(usage)))
+
+    # -- reading --------------------------------------------------------------------------------------------------------------
+
+    def join_readers(self) -> None:
+        """Join every value to its readers, through taps where it is read more than once."""
+        for node in self.program.nodes:
+            readers = [(u, k) for u in self.program.users[node] for k, a in enumerate(u.args) if a is node]
+            if len(node.types) > 1:
+                for u, _ in readers:
+                    self._item(node, u)
+            elif len(readers) < 2 or math.prod(node.shape) == 1:
+                for u, k in readers:
+                    self._join(node, u, k)
+            else:
+                early = [r for r in readers if r[0] in self.forward]
+                late = [r for r in readers if r[0] not in self.forward]
+                first = self._tap(node, early, SELF, COPY, *([KEPT] if late else [])) if early else None
+                if late:
+                    second = self._tap(node, late, SELF, COPY, *([KEPT] if early else []))
+                    if first is not None:
+                        self._keep(node, first, second, late)
+
+    def _item(self, node: Node, item: Node) -> None:
+        """One of several results: it has the layout it was made in."""
+        made, held = [w.results[item.attr("index")] for w in self._ways(node)], self._made(item)
+        self._edge(self.site[node], self.site[item], _equal(made, held))
+
+    def _join(self, node: Node, reader: Node, k: int) -> None:
+        u, v, size = self.site[node], self.site[reader], _bytes(node.type)
+        self._edge(u, v, self._table(("join", u, v, k), lambda: self.routes.between(self._made(node), self._wanted(reader, k), size)))
+
+    def _wanted(self, reader: Node, k: int) -> list[Placements]:
+        return [w.operands[k] for w in self._ways(reader)]
+
+    def _tap(self, node: Node, readers: Sequence[Reader], *hows: str) -> int:
+        """A tap for these readers, which comes by its layout in one of these ways."""
+        size, late = _bytes(node.type), readers[0][0] not in self.forward
+        key = (self.site[node], late, hows, tuple((self.site[u], k) for u, k in readers))
+        if key not in self._tap_sites:
+            layouts = dict.fromkeys(p for u, k in readers for p in self._wanted(u, k))
+            offers = [Tap(layout, how) for how in hows for layout in layouts]
+            self.sites.append(Site("tap", (), offers, np.zeros(len(offers))))
+            self._tap_sites[key] = len(self.sites) - 1
+        at = self.taps[node, late] = self._tap_sites[key]
+        taps = self.sites[at].taps
+        self._edge(self.site[node], at, self._table((key, "in"), lambda: self._into(self._made(node), taps, size, late)))
+        for u, k in readers:
+            self._edge(at, self.site[u], self._out(key, [t.layout for t in taps], u, k, size))
+        times = [self.lifetimes.time[u] for u, _ in readers]
+        copied = (COPY,) if late else (COPY, KEPT)
+        self._claim(at, (min(times), max(times) + 1), [size * self.routes.share(t.layout) * (t.how in copied) for t in taps])
+        return at
+
+    def _out(self, key: Hashable, offered: Sequence[Placements], reader: Node, k: int, size: float) -> Floats:
+        return self._table((key, "out", self.site[reader], k), lambda: self.routes.between(offered, self._wanted(reader, k), size))
+
+    def _into(self, made: Sequence[Placements], taps: Sequence[Tap], size: float, late: bool) -> Floats:
+        """What a tap costs: nothing where it is the value itself, or a copy kept before."""
+        layouts = [t.layout for t in taps]
+        table, same = self.routes.between(made, layouts, size), _equal(made, layouts)
+        hows = np.array([t.how for t in taps])
+        return np.where(hows == SELF, same, np.where((hows == KEPT) & late, 0.0, table))
+
+    def _keep(self, node: Node, first: int, second: int, late: Sequence[Reader]) -> None:
+        """The backward pass may read a copy that the forward pass kept, in the layout it was kept in."""
+        before, after = self.sites[first].taps, self.sites[second].taps
+        kept = np.array([t.how == KEPT for t in before])[:, None] & (_equal([t.layout for t in before], [t.layout for t in after]) == 0)
+        asks = np.array([t.how == KEPT for t in after])
+        self._edge(first, second, np.where(asks & ~kept, np.inf, 0.0))
+        start = max(self.lifetimes.time[u] for u in self.program.users[node] if u in self.forward) + 1
+        stop = max(self.lifetimes.time[u] for u, _ in late) + 1
+        size = _bytes(node.type)
+        self._claim(first, (start, stop), [size * self.routes.share(t.layout) * (t.how == KEPT) for t in before])
+
+    # -- leaving --------------------------------------------------------------------------------------------------------------
+
+    def join_outputs(self) -> None:
+        """State returns to the layout it is kept in; all else leaves whole."""
+        state = dict(self.program.state)
+        for name, node in self.program.outputs:
+            made, size, at = self._made(node), _bytes(node.type), self.site[node]
+            home = self.program.input_names.get(state.get(name, ""))
+            if home is not None:
+                self._edge(at, self.site[home], self.routes.between(made, self._made(home), size))
+            else:
+                whole = tuple(R for _ in self.routes.mesh.axes)
+                self.sites[at].cost = self.sites[at].cost + self.routes.between(made, [whole], size)[:, 0]
+
+    def _edge(self, u: int, v: int, table: Floats) -> None:
+        """Edges between the same two parts add up; from a part to itself they fall on its own choice."""
+        if u == v:
+            self.sites[u].cost = self.sites[u].cost + np.diagonal(table)
+        elif (v, u) in self.edges:
+            self.edges[v, u] = self.edges[v, u] + table.T
+        else:
+            self.edges[u, v] = self.edges[u, v] + table if (u, v) in self.edges else table
+
+    def _table(self, key: Hashable, make: Callable[[], Floats]) -> Floats:
+        if key not in self._tables:
+            self._tables[key] = make()
+        return self._tables[key]
+
+
+def _equal(a: Sequence[Placements], b: Sequence[Placements]) -> Floats:
+    """Zero where layouts are the same, infinity elsewhere."""
+    numbers = {layout: i for i, layout in enumerate(dict.fromkeys((*a, *b)))}
+    rows, columns = np.array([numbers[x] for x in a]), np.array([numbers[x] for x in b])
+    return np.where(rows[:, None] == columns, 0.0, np.inf)
+
+
+def _outside(node: Node, enters: tuple[bool, ...], leaves: bool) -> Node:
+    """The node with only those operands and results that pass the edge of a fused chain."""
+    args = tuple(a for a, outside in zip(node.args, enters, strict=True) if outside)
+    return Node(node.op, args, node.attrs, node.types if leaves else ())
+
+
+def _bytes(type_: Type) -> float:
+    return float(math.prod(type_.shape) * type_.dtype.itemsize)

@@ -1,0 +1,159 @@
+"""Every way a node can be computed on a mesh: a layout for each operand, and the layouts its results then have.
+
+On one axis an op may keep its operands whole, cut one label of its equation, or let a pending sum pass where it is linear in it;
+an op without an equation takes its operands in any layout its rule accepts. A way on the mesh is one of these per axis. Cuts are
+even here, so that every rank does the same; results follow from the op's own rule and are never written down twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from weft.core.errors import LayoutError, TypeMismatch
+from weft.core.layout import Layout, Mesh, P, Placement, R, S, Within
+from weft.core.node import Attrs, Node, Type
+from weft.ops.registry import ONE, Equation, Kind, arg_sets
+from weft.ops.source import input_op
+from weft.plan.layouts.moves import Placements, of
+
+Inner = tuple[tuple[int, int, Within], ...]
+
+MOST = 512  # ways of one node; beyond, those that cut least go
+
+
+@dataclass(frozen=True)
+class Way:
+    """Layouts of operands and results by axis, and the node as the busiest rank sees it, for pricing."""
+
+    operands: tuple[Placements, ...]
+    results: tuple[Placements, ...]
+    node: Node
+
+    @property
+    def key(self) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
+        return self.operands, self.results
+
+
+class Ways:
+    """Ways of the nodes of programs on one mesh; nodes alike are worked out once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._known: dict[object, tuple[Way, ...]] = {}
+
+    def of_input(self, node: Node, pinned: Sequence[Placements] | None = None) -> tuple[Way, ...]:
+        """An input may be held in any even layout, or in those given."""
+        options = pinned or list(itertools.product(*(self._held(node.type, axis) for axis in self.mesh.axes)))
+        types = (self._type(node.type, places) for places in options)
+        return tuple(Way((), (of(t.layout),), _stand_in(node, (), (t,))) for t in types if t is not None)
+
+    def of_node(self, node: Node, pending: Sequence[bool], incoming: Sequence[Sequence[Placements]]) -> tuple[Way, ...]:
+        """`pending` tells which operands can hold a pending sum, `incoming` the layouts each can come in."""
+        attrs = _attrs(node, self.mesh)
+        free = node.op.equation is None
+        shapes = tuple((t.shape, t.dtype) for a in node.args for t in a.types)
+        inner = () if free else _inner_cuts(incoming)
+        key = node.op, tuple(sorted(attrs.items(), key=str)), shapes, tuple(pending), tuple(map(tuple, incoming)) if free else inner
+        if key not in self._known:
+            options = self._as_they_come(node, incoming) if free else self._by_equation(node, attrs, pending, inner)
+            self._known[key] = tuple(self._accepted(node, attrs, options))
+        return self._known[key]
+
+    # -- what one axis may do ---------------------------------------------------------------------------------------------------
+
+    def _held(self, type_: Type, axis: str) -> list[Placement]:
+        n = self.mesh.sizes[axis]
+        return [R, *(S(d) for d, size in enumerate(type_.shape) if n > 1 and size % n == 0)]
+
+    def _by_equation(self, node: Node, attrs: Attrs, pending: Sequence[bool], inner: Inner) -> Iterator[tuple[Placements, ...]]:
+        whole = tuple(_type_on(t, self.mesh) for a in node.args for t in a.types)
+        eq = node.op.equation(whole, attrs)
+        per_axis = [list(self._axis_ways(node, eq, axis, pending, inner)) for axis in self.mesh.axes]
+        combos = sorted(itertools.product(*per_axis), key=lambda c: sum(_is_whole(w) for w in c))
+        for combo in combos[:MOST]:
+            yield tuple(tuple(way[k] for way in combo) for k in range(len(node.args)))
+
+    def _axis_ways(self, node: Node, eq: Equation, axis: str, pending: Sequence[bool], inner: Inner) -> Iterator[tuple[Placement, ...]]:
+        n, operands = self.mesh.sizes[axis], range(len(node.args))
+        yield tuple(R for _ in operands)
+        if n == 1:
+            return
+        for label in dict.fromkeys(x for labels in eq.ins for x in labels if x != ONE and x not in eq.whole):
+            dims = dict(eq.dims_of(label))
+            withins = [None, *(w for k, d, w in inner if eq.label(k, d) == label)]
+            if all(node.args[k].shape[d] % n == 0 for k, d in eq.dims_of(label)):
+                yield from (tuple(S(dims[k], w) if k in dims else R for k in operands) for w in dict.fromkeys(withins))
+        for who in arg_sets(node.op.linear, len(node.args)):
+            if who and all(pending[k] for k in who):
+                yield tuple(P() if k in who else R for k in operands)
+
+    def _as_they_come(self, node: Node, incoming: Sequence[Sequence[Placements]]) -> Iterable[tuple[Placements, ...]]:
+        return itertools.islice(itertools.product(*incoming), MOST)
+
+    # -- what the op's rule makes of it --------------------------------------------------------------------------------------------
+
+    def _accepted(self, node: Node, attrs: Attrs, options: Iterable[tuple[Placements, ...]]) -> Iterator[Way]:
+        seen = set()
+        for places in options:
+            types = [self._type(a.type, p) for a, p in zip(node.args, places, strict=True)]
+            if any(t is None for t in types):
+                continue
+            given = tuple(t for t in types if t is not None)
+            results = _inferred(node, given, attrs)
+            if results is None or not all(t.layout.is_even for t in results):
+                continue
+            way = Way(tuple(of(t.layout) for t in given), tuple(of(t.layout) for t in results), _stand_in(node, given, results))
+            if way.key not in seen:
+                seen.add(way.key)
+                yield way
+
+    def _type(self, type_: Type, places: Placements) -> Type | None:
+        try:
+            layout = Layout.of(self.mesh, type_.shape, dict(zip(self.mesh.axes, places, strict=True)))
+        except LayoutError:
+            return None
+        return Type(type_.dtype, layout) if layout.is_even else None
+
+
+def _inner_cuts(incoming: Sequence[Sequence[Placements]]) -> Inner:
+    """Operand, dim and part of every cut inside a dim that an operand can come with."""
+    places = ((k, p) for k, layouts in enumerate(incoming) for layout in layouts for p in layout)
+    return tuple(dict.fromkeys((k, p.dim, p.within) for k, p in places if isinstance(p, S) and p.within is not None))
+
+
+def _is_whole(way: tuple[Placement, ...]) -> bool:
+    return all(p == R for p in way)
+
+
+def _type_on(type_: Type, mesh: Mesh) -> Type:
+    return Type(type_.dtype, Layout.of(mesh, type_.shape))
+
+
+def _attrs(node: Node, mesh: Mesh) -> Attrs:
+    """Random sites do not change how a node may be cut, and the mesh is the new one."""
+    return {k: mesh.key if k == "mesh" else 0 if k == "site" else v for k, v in node.attrs}
+
+
+def _inferred(node: Node, types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...] | None:
+    try:
+        results = node.op.infer(types, attrs)
+    except (TypeMismatch, LayoutError):
+        return None
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _stand_in(node: Node, operands: tuple[Type, ...], results: tuple[Type, ...]) -> Node:
+    """The node on placed operands, outside any program."""
+    args = tuple(Node(input_op, (), (), (t,)) for t in operands)
+    return Node(node.op, args, node.attrs, results)
+
+
+def may_pend(node: Node, pending: Sequence[bool]) -> bool:
+    """Whether some way of the node leaves a pending sum: a cut label may be reduced, or an operand's sum may pass."""
+    if node.op.equation is None:
+        return node.op.kind is Kind.VIEW and any(pending)
+    eq = node.op.equation(tuple(t for a in node.args for t in a.types), dict(node.attrs))
+    reduced = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE and x not in eq.whole)
+    return reduced or any(who and all(pending[k] for k in who) for who in arg_sets(node.op.linear, len(node.args)))
