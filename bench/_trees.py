@@ -51,6 +51,16 @@ def sst_like_batch(count: int, rng: random.Random) -> list[Tree]:
     return out
 
 
+def long_tailed_batch(count: int, rng: random.Random) -> list[Tree]:
+    """Skewed trees of which a few are much larger than the rest: half below 13 leaves, one in a hundred above 100."""
+    out, start = list[Tree](), 0
+    for _ in range(count):
+        leaves = min(250, max(2, round(rng.lognormvariate(2.55, 0.9))))
+        out.append(skewed(leaves, start, rng))
+        start += leaves
+    return out
+
+
 def recursion(cell: ChildSum, trees: Sequence[Tree], x: Tensor) -> Tensor:
     """The naive loop: one vertex at a time."""
 

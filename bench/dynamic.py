@@ -76,7 +76,8 @@ def trees(case: str, make: Callable[[random.Random], list[Any]], batches: int) -
         batch = make(rng)
         s = read(batch)
         leaves = int((s.arity == 0).sum())
-        limits.append(min(clock(lambda calls=c: [call() for call in calls])[0] for c in [products(leaves, s.vertices - leaves, HIDDEN)] * 4))
+        alone = products(leaves, s.vertices - leaves, HIDDEN)
+        limits.append(min(clock(lambda a=alone: [product() for product in a])[0] for _ in range(4)))
         for way in ways:
             if way.name != "naive loop" or i < 4:
                 build, built = clock(lambda w=way, b=batch: w.construct(b))
@@ -328,14 +329,64 @@ def mixed_graphs(rng: random.Random, samples: int = 64) -> Any:
 
 
 def balance(batches: int) -> Row:
-    """Two processes, data parallel, skewed trees: samples given out by predicted time against at random."""
+    """Two processes, data parallel, skewed trees of long-tailed sizes: samples dealt out by foreseen time against at random."""
     from bench._ranks import run_ranks
 
     return run_ranks(balance_on_ranks, 2, batches)
 
 
-def balance_on_ranks(rank: int, world: int, batches: int) -> Row:
-    raise NotImplementedError
+def balance_on_ranks(rank: int, world: int, batches: int, hidden: int = 128, per_rank: int = 16) -> Row:
+    """Every step is as long as its slowest rank; both ways of dealing out the same samples take turns."""
+    import torch
+    import torch.distributed as dist
+
+    from bench._trees import long_tailed_batch
+    from examples.dynamic.tree_lstm import ChildSum, model
+    from weft import dynamic as wd
+    from weft.dynamic.balance import Sizes, at_random
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    graphs = wd.trees(long_tailed_batch(world * per_rank * max(12, batches), random.Random(0)))
+    sizes, x = Sizes.of(graphs), torch.randn(int(graphs.row.max()) + 1, hidden)
+    cell = ChildSum(hidden, hidden)
+    net = model(cell, hidden)
+
+    def run(samples: Any) -> float:
+        part = graphs.take(samples)
+        return clock(lambda: net(net.schedule(part, x), x).sum().backward())[0]
+
+    order = list(range(len(graphs)))
+    run(order)  # memory grows to its final size before anything is timed, as it has after the first epoch
+    picks = [random.Random(i).sample(order, random.Random(i).randint(4, 3 * per_rank)) for i in range(16)]
+    fitted = wd.Cost.fit([(int(sizes.levels[p].max()), int(sizes.vertices[p].sum()), run(p)) for p in picks])
+    costs: list[Any] = [fitted] * world
+    dist.broadcast_object_list(costs, src=0)
+    ways = {"random": at_random(len(graphs), world, per_rank), "weft": wd.assign(graphs, world, per_rank, cost=costs[0])}
+    times = torch.zeros(len(ways), len(ways["weft"]), world, dtype=torch.float64)
+    for step in range(times.shape[1]):
+        for way, steps in enumerate(ways.values()):
+            times[way, step, rank] = run(steps[step][rank])
+    dist.all_reduce(times)
+    slowest = times.amax(2).sum(1).tolist()
+    return {
+        "case": "balance", "weft_ms": round(slowest[1], 2), "peers_ms": {"random": round(slowest[0], 2)},
+        "ratios": {"random": round(slowest[0] / slowest[1], 3)}, "limit_ms": round(float(times[1].sum()) / world, 2),
+        "foreseen_ms": {n: round(foreseen_of(sizes, steps, costs[0]), 2) for n, steps in ways.items()},
+        "correct": "both ways run every sample once" if _same_samples(ways) else "samples differ",
+    }  # fmt: skip
+
+
+def foreseen_of(sizes: Any, steps: Any, cost: Any) -> float:
+    from weft.dynamic.balance import foreseen
+
+    return foreseen(sizes, steps, cost)
+
+
+def _same_samples(ways: dict[str, Any]) -> bool:
+    everyone = [sorted(int(s) for step in steps for hand in step for s in hand) for steps in ways.values()]
+    assert everyone[0] == everyone[1], "samples differ"
+    return True
 
 
 CASES: dict[str, Callable[[int], Row]] = {
@@ -346,6 +397,7 @@ CASES: dict[str, Callable[[int], Row]] = {
     "dag-rnn": dag_rnn,
     "construction": construction,
     "mixed-types": policies,
+    "balance": balance,
 }
 
 

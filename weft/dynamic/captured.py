@@ -6,7 +6,8 @@ has room a wider template is recorded, so after a few batches of a kind all fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,14 +56,17 @@ class Captured:
         self._forward()
         return [out[: self.counts[n]].clone() for n, out in zip(self.plan.outputs, self._outputs, strict=True)]
 
-    def backward(self, grads: list[Tensor]) -> dict[Source | int, Tensor]:
+    def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
         for name, grad, into in zip(self.plan.outputs, grads, self._grads, strict=True):
             into[: self.counts[name]].copy_(grad)
             into[self.counts[name] :].zero_()
         if self._backward is None:
             self._backward = replay.record(self._run_backward, self.device)
         self._backward()
-        return {key: value.clone() for key, value in self._found.items()}
+        found = {key: value.clone() for key, value in self._found.items()}
+        for handle in [ready(value) for key, value in found.items() if ready is not None and not isinstance(key, Source)]:
+            handle.wait()
+        return found
 
     def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
         host = self._host.numpy()

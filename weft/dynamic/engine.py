@@ -6,8 +6,9 @@ gradient at the end, in one product over all vertices of a class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,8 +73,8 @@ class Batch:
             frame.whole("late")
         return [self._whole(home).index_select(0, self.wanted[name]) for name, home in self.plan.outputs.items()]
 
-    def backward(self, grads: list[Tensor]) -> dict[Source | int, Tensor]:
-        """Gradients of inputs (by source) and of weights (by identity)."""
+    def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
+        """Gradients of inputs (by source) and of weights (by identity). `ready` is told each weight gradient, and waited for."""
         for (name, home), grad in zip(self.plan.outputs.items(), grads, strict=True):
             self._whole(Home("push", (name,), "row", home.shape, home.dtype)).zero_().index_add_(0, self.wanted[name], grad)
         for frame in self.frames.values():
@@ -81,10 +82,27 @@ class Batch:
             frame.whole("before")
         for r in reversed(self.layout.rounds):
             self.frames[r.klass].run("back", r.span)
-        out: dict[Source | int, Tensor] = {}
         for frame in self.frames.values():
             frame.whole("after")
-            self._gradients(frame, out)
+        return {**self._weight_gradients(ready), **self._input_gradients()}
+
+    def _weight_gradients(self, ready: Callable[[Tensor], Any] | None) -> dict[Source | int, Tensor]:
+        """One weight after the other, each complete when it is handed to `ready`; so its reduction runs beside the next ones."""
+        out: dict[Source | int, Tensor] = {}
+        pending = []
+        for frame in self.frames.values():
+            frame.forget_totals()
+        for weight in self.plan.weights:
+            for frame in self.frames.values():
+                for source, node in frame.cell.traced.grads.items():
+                    if source.role == "weight" and frame.cell.traced.weights[int(source.name)] is weight:
+                        value = frame.total(node)
+                        out[id(weight)] = out[id(weight)] + value if id(weight) in out else value
+            if ready is not None and weight.requires_grad:  # also where no vertex used it: other ranks wait for this one
+                out[id(weight)] = out.get(id(weight), torch.zeros_like(weight)).contiguous()
+                pending.append(ready(out[id(weight)]))
+        for handle in pending:
+            handle.wait()
         return out
 
     def _whole(self, home: Home) -> Tensor:
@@ -122,19 +140,17 @@ class Batch:
             home = Home("message", (state, how), "edge" if how == "edge" else "row", self.plan.states[state], self.plan.dtype)
             frame.buffer(home).zero_()
 
-    def _gradients(self, frame: Frame, out: dict[Source | int, Tensor]) -> None:
-        block = frame.block
-        for source, node in frame.cell.traced.grads.items():
-            value = frame.fetch(node, frame.span)
-            if source.role == "weight":
-                weight = id(frame.cell.traced.weights[int(source.name)])
-                out[weight] = out[weight] + value if weight in out else value
-            elif source.role == "pull":
-                given = self.inputs[source.name]
-                if source not in out:  # one row more, for vertices without input
-                    out[source] = torch.zeros((len(given) + 1, *given.shape[1:]), dtype=given.dtype, device=given.device)
-                rows = self._rows(block.start, block.count)
-                out[source].index_add_(0, torch.where(rows < 0, len(given), rows), value)
+    def _input_gradients(self) -> dict[Source | int, Tensor]:
+        out: dict[Source | int, Tensor] = {}
+        for frame in self.frames.values():
+            for source, node in frame.cell.traced.grads.items():
+                if source.role == "pull":
+                    given, block = self.inputs[source.name], frame.block
+                    if source not in out:  # one row more, for vertices without input
+                        out[source] = torch.zeros((len(given) + 1, *given.shape[1:]), dtype=given.dtype, device=given.device)
+                    rows = self._rows(block.start, block.count)
+                    out[source].index_add_(0, torch.where(rows < 0, len(given), rows), frame.fetch(node, frame.span))
+        return out
 
 
 def host_index(layout: Layout) -> dict[str, Tensor]:

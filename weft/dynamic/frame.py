@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from weft.dynamic import emit_triton
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.phases import base, domain, fill_in
+from weft.dynamic.phases import base, domain, fill_in, is_view
 from weft.dynamic.schedule import Block
 from weft.dynamic.store import Home, Pointer
 from weft.dynamic.trace import aten
@@ -63,8 +63,20 @@ class Frame:
 
     def whole(self, phase: str) -> None:
         """A phase on all rows of the class."""
-        if self.block.count or phase in ("weights", "after"):
+        if self.block.count or phase == "weights":
             self.run(phase, self.span)
+
+    def total(self, node: fx.Node) -> Tensor:
+        """A sum over all rows of the class, a weight gradient say, worked out when it is asked for."""
+        if self.cell.phased.phase.get(node) != "sums" and not (is_view(node) and not domain(node)):
+            return self.fetch(node, self.span)
+        if node not in self.local:
+            args, kwargs = map_arg((node.args, node.kwargs), self.total)
+            self.local[node] = node.target(*args, **kwargs)
+        return self.local[node]
+
+    def forget_totals(self) -> None:
+        self.local = {}
 
     def supply(self, weights: Mapping[Source, Tensor]) -> None:
         """Weights, by the source that names them."""

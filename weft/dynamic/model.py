@@ -15,7 +15,7 @@ from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
 from weft.dynamic.plan import Variant, compile_plan, held_by
-from weft.dynamic.run import Again, Once, Run
+from weft.dynamic.run import Again, Once, Ready, Run
 from weft.dynamic.schedule import Reads, Schedule
 from weft.dynamic.structure import Structure
 from weft.dynamic.trace import Function, Traced
@@ -50,6 +50,7 @@ class Model(nn.Module):
         self.states = {k: (n,) if isinstance(n, int) else tuple(n) for k, n in states.items()}
         self.policy = policy
         self.fuse, self.replay, self.target = fuse, replay, target
+        self.ready: Ready = None
         self._variants: dict[Any, Variant] = {}
         self._pools: dict[torch.device, Pool] = {}
         self._templates: dict[int, Templates] = {}
@@ -68,8 +69,18 @@ class Model(nn.Module):
         plan = self._plan(variant, schedule, given)
         wanted = {name: _pushing(schedule.structure, variant.functions, name, at) for name in plan.outputs}
         call = self._call(variant, plan, schedule, given, wanted)
-        results = Run.apply(call, tuple(given), wanted, *given.values(), *plan.weights)
+        results = Run.apply(call, tuple(given), wanted, self.ready, *given.values(), *plan.weights)
         return results[0] if len(results) == 1 else dict(zip(plan.outputs, results, strict=True))
+
+    def reduce_over(self, group: Any = None) -> Model:
+        """Sum weight gradients over the ranks of a process group, each while the next one is still being worked out.
+
+        Ranks may hold different numbers of samples: divide the loss by the number of samples of all ranks.
+        """
+        import torch.distributed as dist
+
+        self.ready = lambda grad: dist.all_reduce(grad, group=group, async_op=True)
+        return self
 
     def schedule(self, graphs: Structure, inputs: Inputs | Tensor | None = None) -> Schedule:
         """Batches and places of the graphs, to keep or to show; `inputs` are needed before the first run only."""

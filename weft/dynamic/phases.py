@@ -6,7 +6,8 @@
     late      depends on children, only outputs depend on it: once over all vertices, after the rounds
     before    does not depend on the gradient of states: once, before the rounds run backwards
     back      depends on it, and the gradients for children depend on it: once per round, last round first
-    after     the rest, weight gradients above all: one product over all vertices at the end
+    after     the rest with rows: once over all vertices at the end
+    sums      without rows, weight gradients above all: one product over all vertices, when it is asked for
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weft.dynamic.trace import EDGES, ROWS, Traced, aten, shape_of
 from weft.dynamic.vertex import Source
 
 FORWARD = ("weights", "eager", "rounds", "late")
-BACKWARD = ("before", "back", "after")
+BACKWARD = ("before", "back", "after", "sums")
 PER_ROUND = ("rounds", "back")
 
 VIEWS = {
@@ -119,7 +120,7 @@ def _phase(node: fx.Node, roles: set[str], reach: set[str]) -> str:
             return "eager"
         return "rounds" if "state" in reach else "late" if "output" in reach else "before"
     if not rows:
-        return "after"
+        return "sums"
     if "d_state" not in roles:
         return "before" if reach & {"d_child"} else "after"
     return "back" if "d_child" in reach else "after"

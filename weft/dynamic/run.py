@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from weft.dynamic.native import Ints
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Pool
+
+Ready = Callable[[Tensor], Any] | None  # told each weight gradient as soon as it is complete; gives something to wait for
 
 
 class Once:
@@ -35,8 +37,8 @@ class Once:
         self.batch.load(index, inputs, {name: r.to(device) for name, r in rows.items()})
         return self.batch.forward()
 
-    def backward(self, grads: list[Tensor]) -> dict[Source | int, Tensor]:
-        return self.batch.backward(grads)
+    def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
+        return self.batch.backward(grads, ready)
 
     def release(self) -> None:
         """Give the memory back: after backward, or when a result is dropped without one."""
@@ -58,8 +60,8 @@ class Again:
     def forward(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
         return self.captured.forward(self.layout, inputs, wanted)
 
-    def backward(self, grads: list[Tensor]) -> dict[Source | int, Tensor]:
-        return self.captured.backward(grads)
+    def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
+        return self.captured.backward(grads, ready)
 
     def release(self) -> None:
         if self._held:
@@ -73,9 +75,11 @@ class Run(torch.autograd.Function):
     """The node. Its inputs are the model's inputs and weights."""
 
     @staticmethod
-    def forward(ctx: Any, call: Once | Again, names: tuple[str, ...], wanted: Mapping[str, Ints], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, call: Once | Again, names: tuple[str, ...], wanted: Mapping[str, Ints], ready: Ready, *tensors: Tensor
+    ) -> Any:
         inputs = {name: t.detach() for name, t in zip(names, tensors, strict=False)}
-        ctx.call, ctx.rows = call, {name: len(x) for name, x in inputs.items()}
+        ctx.call, ctx.ready, ctx.rows = call, ready, {name: len(x) for name, x in inputs.items()}
         outputs = call.forward(inputs, wanted, [t.detach() for t in tensors[len(names) :]])
         if not call.plan.backward:
             call.release()
@@ -84,8 +88,8 @@ class Run(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = ctx.call.backward([g.contiguous() for g in grads])
+        found = ctx.call.backward([g.contiguous() for g in grads], ctx.ready)
         inputs = [(found.get(Source("pull", name)), rows) for name, rows in ctx.rows.items()]
         weights = [found.get(id(w)) for w in ctx.call.plan.weights]
         ctx.call.release()
-        return None, None, None, *(x if x is None else x[:rows] for x, rows in inputs), *weights
+        return None, None, None, None, *(x if x is None else x[:rows] for x, rows in inputs), *weights

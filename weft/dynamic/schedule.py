@@ -158,7 +158,7 @@ class Schedule:
     def gathered(self) -> int:
         """Rows a round must copy together because the children it reads one by one do not already lie in order."""
         copied = 0
-        for r in self.rounds:
+        for r in (r for r in self.rounds if self.blocks[r.klass].has_children):
             low = self.blocks[r.klass].start
             for child in self.slot_child[: self.reads[self.blocks[r.klass].kind].slots]:
                 at = child[low + r.start : low + r.stop]
