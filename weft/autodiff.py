@@ -102,9 +102,9 @@ def _dual(ct: Node, value: Type) -> Node:
 
 def backward(seeds: Mapping[Node, Node], wrt: Iterable[Node]) -> dict[Node, Node]:
     """Cotangents of `wrt` from cotangents of some nodes."""
-    targets = list(wrt)
+    targets = set(wrt)
     order = toposort(seeds)
-    active = _depends_on(order, set(targets))
+    active = _depends_on(order, targets)
     pending: dict[Slot, list[Node]] = {}
     for node, ct in seeds.items():
         pending.setdefault((node, 0), []).append(_dual(ct, node.type))

@@ -34,9 +34,13 @@ def interfaces(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     if not configs or "transformers" not in sys.modules:
         yield
         return
+    theirs = sys.modules.get("transformers.masking_utils")
+    packed = getattr(theirs, "find_packed_sequence_indices", None)
     kept = [(c, c._attn_implementation, getattr(c, "use_cache", None), getattr(c, "_experts_implementation", None)) for c in configs]
     try:
         _register(recorder)
+        if packed is not None:
+            theirs.find_packed_sequence_indices = lambda ids: None if _counts(recorder.node(ids)) else packed(ids)
         for c in configs:
             c._attn_implementation = NAME
             if getattr(c, "use_cache", None) is not None:
@@ -45,6 +49,8 @@ def interfaces(model: nn.Module, recorder: Recorder) -> Iterator[None]:
                 c._experts_implementation = NAME
         yield
     finally:
+        if packed is not None:
+            theirs.find_packed_sequence_indices = packed
         for c, attention, cache, experts in kept:
             c._attn_implementation = attention
             if cache is not None:
@@ -63,6 +69,13 @@ def _register(recorder: Recorder) -> None:
     except ImportError:  # older ones have no such interface, and each model its own experts
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, lambda module, *args: experts(recorder, module, *args))
+
+
+def _counts(positions: Node) -> bool:
+    """Whether positions are 0, 1, 2 ... by how they were made, so that no row can hold several sequences."""
+    while positions.op.name in ("reshape", "expand", "cast") or (positions.op.name == "add" and positions.args[1].op.name == "const"):
+        positions = positions.args[0]
+    return positions.op.name == "arange" and positions.attr("step") == 1
 
 
 def mask(batch_size: int, q_length: int, kv_length: int, *, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Any = None,

@@ -125,8 +125,9 @@ class Recorder:
 
     def wrap(self, node: Node) -> Tensor:
         """A new fake tensor that stands for the node."""
-        with self.fake:
-            tensor = torch.empty(node.shape, dtype=node.dtype)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            shape_only = torch.empty(node.shape, dtype=node.dtype, device="meta")
+            tensor = FakeTensor(self.fake, shape_only, torch.device("cpu"))
         return self.bind(tensor, node)
 
     def bind(self, tensor: Tensor, node: Node) -> Tensor:
