@@ -86,17 +86,29 @@ def test_calls_in_another_order_are_noticed_without_waiting(tmp_path: Path) -> N
     def job(rank: int) -> str:
         from weft.runtime.peers import HostPeers
 
-        peers = HostPeers(timeout_s=2.0)
+        board = HostPeers().board
         try:
             for name in ("a", "b", "c") if rank else ("a", "c", "b"):
-                peers.post(name)
-            peers.barrier("end")
+                board.post(name)
         except RuntimeFault as fault:
             return fault.message
         return "nothing noticed"
 
     said = run_ranks(2, job, tmp_path)
-    assert any("disagree" in text for text in said.values()), said
+    assert any("ranks disagree at call 2" in text for text in said.values()), said
+
+
+def test_ranks_with_other_programs_are_told_which_and_where(tmp_path: Path) -> None:
+    def job(rank: int) -> str:
+        from weft.runtime.agree import require_same
+
+        require_same("plan", "the same")
+        with pytest.raises(RuntimeFault, match="rank 1 has another program mlp") as e:
+            require_same("program mlp", f"x = input()\n y = f32[{8 if rank == 1 else 4}]\nreturn y")
+        return str(e.value)
+
+    said = run_ranks(3, job, tmp_path)
+    assert all("rank 0 has `y = f32[4]`, rank 1 has `y = f32[8]`" in text for text in said.values()), said
 
 
 def test_more_ranks_than_cores_still_run(tmp_path: Path) -> None:

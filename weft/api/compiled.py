@@ -16,6 +16,8 @@ from weft.codegen.pipeline import lower
 from weft.core.errors import RuntimeFault
 from weft.core.program import Program
 from weft.runtime import comm, native, pipeline, quick
+from weft.runtime.agree import require_same
+from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
 from weft.runtime.peers import Alone, connect
 
@@ -28,7 +30,9 @@ class Compiled:
         self.device = torch.device(device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         _check_world(program)
-        self.groups = _groups(program, device_mesh, self.device)
+        require_same(f"program {program.name}", program.text)
+        self.device_mesh = device_mesh or _device_mesh(program, self.device)
+        self.groups = {a: self.device_mesh.get_group(a) if self.device_mesh is not None else None for a in program.mesh.axes}
         self.coords = program.mesh.coords(self.rank)
         peers = _peers(program, self.groups, self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type)
@@ -43,10 +47,15 @@ class Compiled:
         names |= {name: FusedCall(_plan(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
         self._step = names["step"]
+        self._board = world_board()
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._check(inputs)
-        return self._step(inputs)  # type: ignore[no-any-return]
+        if self._board is None:
+            return self._step(inputs)  # type: ignore[no-any-return]
+        self._board.post(self.program.name)
+        with doing(f"program {self.program.name}"):
+            return self._step(inputs)  # type: ignore[no-any-return]
 
     def _check(self, inputs: Mapping[str, torch.Tensor]) -> None:
         for name, node in self.program.input_names.items():
@@ -82,24 +91,21 @@ def _check_world(program: Program) -> None:
         )
 
 
-def _groups(program: Program, device_mesh: Any, device: torch.device) -> dict[str, Any]:
-    """The process group along every axis."""
+def _device_mesh(program: Program, device: torch.device) -> Any:
+    """torch's mesh of the running processes, or None where there is only this one."""
     if not dist.is_initialized():
-        return dict.fromkeys(program.mesh.axes)
-    if device_mesh is None:
-        from torch.distributed.device_mesh import init_device_mesh
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
 
-        sizes, names = tuple(program.mesh.sizes.values()), program.mesh.axes
-        device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    return {axis: device_mesh.get_group(axis) for axis in program.mesh.axes}
+    return init_device_mesh(device.type, tuple(program.mesh.sizes.values()), mesh_dim_names=program.mesh.axes)
 
 
 def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) -> dict[str | None, Any]:
     """For every axis with a fused group, the peers along it, where they can reach each other's memory."""
     axes = dict.fromkeys(n.attr("axis") for g in program.groups if g.kind == "fuse" for n in g.nodes if n.attr("axis"))
-    if device.type != "cpu" or not native.available():
+    if device.type == "cpu" and not native.available():
         return {}
-    found: dict[str | None, Any] = {None: Alone(device)}
+    found: dict[str | None, Any] = {None: Alone(device, "cpu" if device.type == "cpu" else "triton")}
     for axis in axes if dist.is_initialized() else ():
         with contextlib.suppress(RuntimeFault):  # several hosts: the group runs node by node
             found[axis] = connect(groups[axis], device)
@@ -120,8 +126,9 @@ def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
             uses.append(Use(slot, role, (results if p.node in results else arguments)[p.node], p.offsets))
         numbers = tuple((name, arguments[n]) for name, n in part.scalars.items())
         parts.append((part.length, tuple(uses), sets.setdefault(numbers, len(sets))))
+    spans = tuple(part.span for part in call.fused.parts for _ in next(iter(part.places.values())).offsets)
     shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in call.made)
-    return Plan(call.kernel, tuple(parts), shapes, tuple(sets))
+    return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans)
 
 
 def compile_program(program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> Compiled:

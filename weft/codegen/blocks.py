@@ -90,7 +90,9 @@ class Block:
     chunked: Chunked | None = None
 
 
-def blocks_of(program: Program, rank: int, fuse: Collection[str | None], donate: bool) -> tuple[list[Block], dict[str, str]]:
+def blocks_of(
+    program: Program, rank: int, fuse: Collection[str | None], donate: bool, target: str = "cpu"
+) -> tuple[list[Block], dict[str, str]]:
     """The groups that become one step on this rank, and why the others do not. `fuse` are axes with peer memory."""
     blocks, reasons = [], {}
     overlapped = {n for g in program.groups if g.kind == "overlap" for n in g.nodes}
@@ -99,7 +101,7 @@ def blocks_of(program: Program, rank: int, fuse: Collection[str | None], donate:
             if group.kind == "overlap":
                 blocks.append(_overlap_block(program, group))
             elif not overlapped & set(group.nodes):
-                blocks.append(_fuse_block(program, group, rank, fuse, donate))
+                blocks.append(_fuse_block(program, group, rank, fuse, donate, target))
         except NotFusable as error:
             reasons[group.name] = f"{error.message}: {error.found}" if error.found else error.message
     return blocks, reasons
@@ -123,7 +125,7 @@ def edges(program: Program, group: Group) -> tuple[tuple[Node, ...], tuple[Node,
 # -- one kernel ------------------------------------------------------------------------------------------------------
 
 
-def _fuse_block(program: Program, group: Group, rank: int, fuse: Collection[str | None], donate: bool) -> Block:
+def _fuse_block(program: Program, group: Group, rank: int, fuse: Collection[str | None], donate: bool, target: str) -> Block:
     found = fuse_group(program, group, rank, donate=donate)
     axis = found[0].axis
     if axis not in fuse:
@@ -134,7 +136,7 @@ def _fuse_block(program: Program, group: Group, rank: int, fuse: Collection[str 
     ):
         raise NotFusable("a total over a tensor whose slices are not one run of memory")
     inputs, outputs = edges(program, group)
-    calls = tuple(Call(compile_group(f.body, world), f) for f in found)
+    calls = tuple(Call(compile_group(f.body, world, target), f) for f in found)
     return Block(group, inputs, outputs, calls)
 
 

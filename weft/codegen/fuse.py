@@ -43,6 +43,7 @@ class Part:
     """One tensor's share of the group: rows of equal length, and the places of its slots."""
 
     length: int
+    span: int  # the longest a row of it is on any rank
     places: dict[str, Place]
     scalars: dict[str, Node]
 
@@ -310,7 +311,8 @@ class _Component:
             depth = max(depth, self._broken_at(node, role))
         outer, length = local[:depth], math.prod(local[depth:])
         places = {slot.name: Place(node, role, tuple(self._offsets(node, role, outer))) for (node, role), slot in self.slots.items()}
-        return Part(length, places, dict(self.scalars))
+        first = dict.fromkeys(self.whole.coords, 0)  # by the rule of chunks, nobody has more than the first
+        return Part(length, math.prod(self.domain.local_shape(first)[depth:]), places, dict(self.scalars))
 
     def _broken_at(self, node: Node, role: str) -> int:
         """How many leading dims must be rows of their own for this slot."""

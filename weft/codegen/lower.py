@@ -60,10 +60,12 @@ def order(program: Program) -> list[Node]:
     return sorted(nodes, key=lambda n: (at[n], program.nodes.index(n)) if is_wire(n) else (at[n], -1))
 
 
-def rank_program(program: Program, rank: int, fuse: Collection[str | None] = (), donate: bool = False) -> RankProgram:
+def rank_program(
+    program: Program, rank: int, fuse: Collection[str | None] = (), donate: bool = False, target: str = "cpu"
+) -> RankProgram:
     """The steps of one rank. Groups along an axis in `fuse` become kernels over peer memory."""
     coords = program.mesh.coords(rank)
-    blocks, reasons = blocks_of(program, rank, fuse, donate)
+    blocks, reasons = blocks_of(program, rank, fuse, donate, target)
     grouped = {n for b in blocks for n in b.group.nodes}
     nodes = [n for n in order(program) if n in grouped or takes_part(n, coords)]
     units = in_blocks(nodes, blocks)

@@ -37,7 +37,7 @@ PASSES: tuple[Pass, ...] = (
 
 
 def _localise(program: Program, to: Target) -> RankProgram:
-    return rank_program(program, to.rank, to.fuse, to.donate)
+    return rank_program(program, to.rank, to.fuse, to.donate, "cpu" if to.device == "cpu" else "triton")
 
 
 def lower(program: Program, rank: int = 0, fuse: Collection[str | None] = (), donate: bool = False, device: str = "cpu") -> Code:

@@ -15,12 +15,14 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 
+from weft.core.errors import RuntimeFault
 from weft.runtime.shm import Segment
 
 PAGE = 4096
 NOTE = struct.Struct("=IIIId")  # at byte 256 of a page: pid, op, barriers entered by then, whether it waits, since when
 NAMES, NAME = 512, 128  # op names each rank can leave for its peers, and bytes of one
 SIZE = PAGE + NAMES * NAME
+POSTS = struct.Struct("=9I")  # at byte 512: calls announced so far, and the last eight of them
 WORDS = (1024, 3072)  # where on the first page the last word stands, and how long it may be
 
 
@@ -81,6 +83,25 @@ class Board:
         """The ranks that have entered the most barriers."""
         epochs = [self._meetings(r)[0] for r in range(len(self.pages))]
         return [r for r, e in enumerate(epochs) if e == max(epochs)]
+
+    def post(self, name: str) -> None:
+        """Say which call comes next, without waiting; fail if another rank announced another one in its place."""
+        assert self.mine is not None
+        count, *last = POSTS.unpack_from(self.pages[self.mine], 512)
+        last[(count + 1) % 8] = self.op(name)
+        POSTS.pack_into(self.pages[self.mine], 512, count + 1, *last)
+        for rank, page in enumerate(self.pages):
+            theirs, *posts = POSTS.unpack_from(page, 512)
+            if 0 <= theirs - (count + 1) < 8 and posts[(count + 1) % 8] != last[(count + 1) % 8]:
+                raise self._other_order(rank, name, self.op_name(posts[(count + 1) % 8]), count + 1)
+
+    def _other_order(self, rank: int, mine: str, theirs: str, number: int) -> RuntimeFault:
+        return RuntimeFault(
+            f"ranks disagree at call {number}: rank {self.mine} runs {mine}, rank {rank} runs {theirs}",
+            needed="the same programs in the same order on every rank",
+            found=f"rank {self.mine} is at {mine}, rank {rank} at {theirs}",
+            try_="look for a branch that depends on the rank",
+        )
 
     def say_last(self, text: str) -> None:
         """Leave the one message for the launcher; the first to speak is heard."""

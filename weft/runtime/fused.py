@@ -50,16 +50,28 @@ class Row:
     scalars: int = 0
 
 
-def flatten_rows(kernel: KernelLike, rows: Sequence[Row], rank: int, device: torch.device) -> tuple[list[list[int]], list[Tensor]]:
-    """Rows as the kernel's table has them, and the memory made for slots no row names."""
-    made: list[Tensor] = []
+def flatten_rows(
+    kernel: KernelLike, rows: Sequence[Row], rank: int, device: torch.device, made: Sequence[Tensor] | None = None
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Rows as the kernel's table has them, and the memory for slots no row names: that of an earlier call, or new."""
+    own = list(made) if made is not None else [_fresh(slot, row, device) for row in rows for slot in _unnamed(kernel, row)]
+    left = iter(own)
     table = []
     for row in rows:
         flat = [row.length, row.scalars]
         for slot in kernel.slots:
-            flat += _addresses(kernel, slot, row, rank, device, made)
+            unnamed = slot.name not in row.at and slot.name.startswith("stash") and not slot.inside
+            flat += [next(left).data_ptr()] if unnamed else _addresses(kernel, slot, row, rank)
         table.append(flat)
-    return table, made
+    return table, own
+
+
+def _unnamed(kernel: KernelLike, row: Row) -> list[SlotLike]:
+    return [s for s in kernel.slots if s.name not in row.at and s.name.startswith("stash") and not s.inside]
+
+
+def _fresh(slot: SlotLike, row: Row, device: torch.device) -> Tensor:
+    return torch.empty(max(1, row.length * slot.nbytes), dtype=torch.uint8, device=device)
 
 
 def columns_of(kernel: KernelLike) -> dict[str, int]:
@@ -71,13 +83,9 @@ def columns_of(kernel: KernelLike) -> dict[str, int]:
     return columns
 
 
-def _addresses(kernel: KernelLike, slot: SlotLike, row: Row, rank: int, device: torch.device,
-               made: list[Tensor]) -> list[int]:  # fmt: skip
+def _addresses(kernel: KernelLike, slot: SlotLike, row: Row, rank: int) -> list[int]:
     if slot.inside:
         return [row.at[slot.inside][rank]]  # type: ignore[index]
-    if slot.name not in row.at and slot.name.startswith("stash"):
-        made.append(torch.empty(row.length * slot.nbytes, dtype=torch.uint8, device=device))
-        return [made[-1].data_ptr()]
     found = row.at.get(slot.name)
     given = list(found) if isinstance(found, Sequence) else [] if found is None else [found]
     if len(given) != (kernel.world if slot.spread else 1):
@@ -94,6 +102,7 @@ class HostKernel:
 
     def __init__(self, kernel: KernelLike, rows: Sequence[Row], peers: HostPeers, name: str = "") -> None:
         self.peers, self.name = peers, name or kernel.name
+        self._kernel = kernel
         table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)
         width = len(table[0]) if table else 0
         self._table = (ctypes.c_int64 * (width * len(table)))(*(x for row in table for x in row))
@@ -115,6 +124,11 @@ class HostKernel:
     def move(self, slot: str, address: int) -> None:
         """Let a slot of the only row be somewhere else from the next call on."""
         self._table[self._columns[slot]] = address
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """Let all rows be somewhere else; lengths and scalars stay."""
+        table, _ = flatten_rows(self._kernel, rows, self.peers.rank, self.peers.device, self._made)
+        self._table[:] = [x for row in table for x in row]
 
     def meet(self) -> None:
         """Only meet: all ranks' writes so far are seen by all."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.runtime.fused import HostKernel, KernelLike, Row
+from weft.runtime.bind import bind
+from weft.runtime.fused import KernelLike, Row
 from weft.runtime.peers import PeerBuffer, Peers
 
 
@@ -43,7 +44,7 @@ class Plan:
     parts: tuple[tuple[int, tuple[Use, ...], int], ...]  # length of a row, its slots, which scalars it uses
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # local shape and dtype
     scalars: tuple[tuple[tuple[str, int], ...], ...]  # name in the kernel, index among the arguments
-    spans: tuple[int, ...] = field(default=())
+    spans: tuple[int, ...]  # of each row, the longest any rank has
 
 
 class FusedCall:
@@ -53,19 +54,16 @@ class FusedCall:
         self.plan, self.peers = plan, peers
         self._held: dict[tuple[str, int], Held] = {}
         self._expand = eval(plan.kernel.scalars, {"math": math})  # type: ignore[attr-defined]
-        self._bound: dict[tuple[int, ...], HostKernel] = {}
+        self._bound: Any = None
+        self._placed: tuple[int, ...] = ()
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         tensors = [a.contiguous() if isinstance(a, Tensor) and a.ndim else a for a in args]
         results = [torch.empty(shape, dtype=dtype, device=self.peers.device) for shape, dtype in self.plan.results]
         places = {(use.role, use.value): self._place(use, tensors, results) for _, uses, _ in self.plan.parts for use in uses}
-        key = tuple(a for where in places.values() for a in where)
-        if key not in self._bound:
-            if len(self._bound) > 16:
-                self._bound.clear()
-            self._bound[key] = self._bind(places, tensors, results)
+        self._bind(places, tensors, results)
         numbers = [x for names in self.plan.scalars for x in self._expand(**{name: float(args[k]) for name, k in names})]
-        self._bound[key](numbers)
+        self._bound(numbers)
         for value, held in ((v, h) for (role, v), h in self._held.items() if role == "shared"):
             if args[value].data_ptr() != held.own.data_ptr():
                 args[value].copy_(held.own)
@@ -92,7 +90,19 @@ class FusedCall:
         """The tensor in peer memory to fill for an argument, so that no copy is made."""
         return self._hold("terms", argument, like).own
 
-    def _bind(self, places: dict[tuple[str, int], tuple[int, ...]], args: Sequence[Any], results: Sequence[Tensor]) -> HostKernel:
+    def _bind(self, places: dict[tuple[str, int], tuple[int, ...]], args: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Bound once, by all ranks together; after that only this rank's table follows its tensors."""
+        where = tuple(a for at in places.values() for a in at)
+        if where == self._placed:
+            return
+        self._placed = where
+        rows = self._rows(places, args, results)
+        if self._bound is None:
+            self._bound = bind(self.plan.kernel, rows, self.peers, self.plan.spans)
+        else:
+            self._bound.place(rows)
+
+    def _rows(self, places: dict[tuple[str, int], tuple[int, ...]], args: Sequence[Any], results: Sequence[Tensor]) -> list[Row]:
         rows = []
         for length, uses, scalars in self.plan.parts:
             for k in range(len(uses[0].offsets)):
@@ -103,7 +113,7 @@ class FusedCall:
                     where = [a + shift for a in places[use.role, use.value]]
                     at[use.slot] = where if use.role in ("terms", "gathered", "shared") else where[0]
                 rows.append(Row(length, at, scalars))
-        return HostKernel(self.plan.kernel, rows, self.peers)  # type: ignore[arg-type]
+        return rows
 
     def _result(self, k: int, made: Tensor) -> Tensor:
         held = self._held.get(("gathered", k))

@@ -113,18 +113,22 @@ class Watch:
         while not self._stop.wait(0.5):
             notes = [self.board.noted(r) for r in range(len(self.board.pages))]
             waiting = [r for r, (pid, _, waits, since) in enumerate(notes) if pid and waits and time.monotonic() - since > limit]
-            if waiting:
+            if waiting and self._missing(notes, notes[waiting[0]][1]):
                 self._end(notes, waiting)
                 return
 
+    @staticmethod
+    def _missing(notes: Sequence[Any], op: str) -> list[int]:
+        return [r for r, note in enumerate(notes) if note[1] != op or not note[2]]
+
     def _end(self, notes: Sequence[Any], waiting: Sequence[int]) -> None:
         op = notes[waiting[0]][1]
-        missing = [r for r, note in enumerate(notes) if note[1] != op or not note[2]]
-        late = ", ".join(map(str, missing)) or "some rank"
+        missing = self._missing(notes, op)
+        late = ", ".join(map(str, missing))
         self.verdict = RuntimeFault(
             f"rank {late} did not reach {op}",
             needed=f"every rank at {op} within {faults.timeout_s():g} s",
-            found="; ".join(f"rank {r} at {notes[r][1] or 'nothing yet'}" for r in missing[:8]) or "all there, and none goes on",
+            found="; ".join(f"rank {r} at {notes[r][1] or 'nothing yet'}" for r in missing[:8]),
             try_="look for a rank that branches differently or waits for input; WEFT_TIMEOUT sets the limit in seconds",
         )
         for pid, *_ in notes:

@@ -54,6 +54,7 @@ class DeviceKernel:
         self.peers, self.name = peers, name or kernel.name
         self.launch = launch or Launch()
         self._module = modules.load(kernel.source)
+        self._kernel = kernel
         table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)
         self._table = torch.tensor(table, dtype=torch.int64, device=peers.device)
         self._columns, self._places = columns_of(kernel), dict[str, int]()
@@ -99,6 +100,12 @@ class DeviceKernel:
         """Only meet: all ranks' work on this line so far is seen by all."""
         if self.peers.world > 1:
             self._module.meet_alone[(1,)](self._pads, self._limit, **self._meta, num_warps=1)
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """Let all rows be somewhere else; lengths and scalars stay."""
+        table, _ = flatten_rows(self._kernel, rows, self.peers.rank, self.peers.device, self._made)
+        self._table.copy_(torch.tensor(table, dtype=torch.int64), non_blocking=True)
+        self._places.clear()
 
     def move(self, slot: str, address: int) -> None:
         """Let a slot of the only row be somewhere else from the next call on."""

@@ -22,7 +22,6 @@ from weft.runtime.shm import Segment, host_identity
 SYNC = """#include "weft_sync.h"
 extern "C" {
 int32_t weft_barrier(weft::World *w, uint32_t op) { return weft::barrier(w, op); }
-int32_t weft_post(weft::World *w, uint32_t op) { return weft::post(w, op); }
 }
 """
 
@@ -117,10 +116,6 @@ class HostPeers:
     def barrier(self, op: str = "barrier") -> None:
         """Wait for every rank to come here; fail if one cannot."""
         self.check(self._sync.weft_barrier(ctypes.byref(self.state), self.op(op)))
-
-    def post(self, op: str) -> None:
-        """Say which call comes next without waiting; fail if a peer said otherwise."""
-        self.check(self._sync.weft_post(ctypes.byref(self.state), self.op(op)))
 
     def op(self, name: str) -> int:
         """A number for `name`, which peers can turn back into the name."""

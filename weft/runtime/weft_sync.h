@@ -26,8 +26,6 @@ struct Pad {
   std::atomic<uint32_t> sleepers;  // peers asleep on `epoch`: a wake-up costs a system call only when this is not 0
   std::atomic<uint64_t> verdict;   // 0, or 1 + outcome + 16 * the rank to blame, and the op above: ends every wait
   std::atomic<uint32_t> ops[4];    // ops[e % 4] is the op for which barrier e was entered
-  std::atomic<uint32_t> posted;    // calls announced without waiting, and the last eight of them
-  std::atomic<uint32_t> posts[8];
 };
 static_assert(sizeof(Pad) <= 256, "the python side lays the rest of the page out after 256 bytes");
 
@@ -108,20 +106,6 @@ inline int32_t barrier(World *w, uint32_t op) {
     if (!reached(w->pads[r], epoch))
       if (int32_t outcome = sleep_until(w, r, epoch, op)) return outcome;
     if (w->pads[r]->ops[epoch % 4].load(std::memory_order_relaxed) != op) return fail(w, DISAGREES, r, op);
-  }
-  return told(w);
-}
-
-// Announce a call that will meet elsewhere; notice a peer that announced another one in the same place.
-inline int32_t post(World *w, uint32_t op) {
-  Pad *mine = w->pads[w->rank];
-  const uint32_t n = mine->posted.load(std::memory_order_relaxed) + 1;
-  mine->posts[n % 8].store(op, std::memory_order_relaxed);
-  mine->posted.store(n);
-  for (int32_t r = 0; r < w->size; ++r) {
-    const uint32_t theirs = w->pads[r]->posted.load();
-    const bool held = int32_t(theirs - n) >= 0 && int32_t(theirs - n) < 8;
-    if (held && w->pads[r]->posts[n % 8].load() != op) return fail(w, DISAGREES, r, op);
   }
   return told(w);
 }
