@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp
+from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
 from weft.api.schedule import bucketed, fused_update
 from weft.core.errors import PlanError, RuntimeFault
@@ -161,6 +162,15 @@ class Step:
         return {n: v.to(self.compiled.device) for n, v in values.items() if n in self.program.input_names}
 
     # -- state -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """This rank's part of every parameter, buffer and optimizer tensor, by name."""
+        return self._state
+
+    def checkpoints(self, folder: str, keep: int = 2) -> Store:
+        """Where to save and restore: `store = step.checkpoints(folder); store.restore(); ...; store.save(wait=False)`."""
+        return Store(folder, self, keep)
 
     def full(self, name: str) -> Tensor:
         """A state tensor whole, on every rank. Every rank must ask."""

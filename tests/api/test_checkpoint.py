@@ -1,0 +1,146 @@
+"""Checkpoints move between plans and survive a rank that dies; what is half written or of another model is not loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.api.ranks import on_ranks
+from weft.api.parallelize import parallelize
+from weft.core.errors import CheckpointError
+from weft.frontend import zoo
+
+PLANS = ["dp2", "dp2,zero1", "dp2,zero3", "tp2", "cp2"]
+ROOT = Path(__file__).parent.parent.parent
+
+
+def make(plan: str, name: str = "gpt2", **settings: Any) -> tuple[Any, Any]:
+    w = zoo.small(name, dtype=torch.float64, dropout=0.0, **settings)
+    return parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-2), w.example(8), plan=plan), w
+
+
+def test_every_plan_to_every_other(tmp_path: Path) -> None:
+    def write(rank: int) -> None:
+        for i, plan in enumerate(PLANS):
+            step, w = make(plan)
+            for s in range(2):
+                step(w.example(8, seed=s))
+            store = step.checkpoints(str(tmp_path / f"plan{i}"))
+            store.save(wait=i % 2 == 0)
+            after = [step(w.example(8, seed=s)).item() for s in range(2, 5)]
+            store.finish()
+            if rank == 0:
+                (tmp_path / f"plan{i}.json").write_text(json.dumps(after))
+
+    def read(rank: int) -> None:
+        for plan in PLANS:
+            step, w = make(plan)
+            for i in range(len(PLANS)):
+                assert step.checkpoints(str(tmp_path / f"plan{i}")).restore() == 2
+                got = [step(w.example(8, seed=s)).item() for s in range(2, 5)]
+                torch.testing.assert_close(got, json.loads((tmp_path / f"plan{i}.json").read_text()), rtol=1e-7, atol=1e-7)
+
+    for name, job in (("write", write), ("read", read)):
+        folder = tmp_path / name
+        folder.mkdir()
+        on_ranks(2, job, folder)
+    one, w = make("dp1")
+    assert one.checkpoints(str(tmp_path / "plan2")).restore() == 2
+    assert one(w.example(8, seed=2)).item() == pytest.approx(json.loads((tmp_path / "plan2.json").read_text())[0], rel=1e-7)
+
+
+def test_a_half_written_checkpoint_is_never_loaded(tmp_path: Path) -> None:
+    step, w = make("dp1")
+    step(w.example(8))
+    store = step.checkpoints(str(tmp_path))
+    store.save()
+    (tmp_path / "step-00000009.partial").mkdir()
+    (tmp_path / "step-00000008").mkdir()
+    assert store.restore() == 1
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        store.load(tmp_path / "step-00000008")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    step, _ = make("dp1")
+    step.checkpoints(str(tmp_path)).save()
+    other, _ = make("dp1", hidden=64)
+    with pytest.raises(CheckpointError, match="is of another model") as e:
+        other.checkpoints(str(tmp_path)).restore()
+    assert "saved under dp1" in str(e.value)
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    step, w = make("dp1")
+    store = step.checkpoints(str(tmp_path), keep=2)
+    for i in range(4):
+        step(w.example(8, seed=i))
+        store.save()
+    assert [d.name for d in store.complete()] == ["step-00000003", "step-00000004"]
+
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist
+sys.path.insert(0, {root!r})
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+from tests.api.test_checkpoint import make
+step, w = make("dp2,zero1")
+store = step.checkpoints({folder!r})
+store.restore()
+while step.steps < 12:
+    loss = step(w.example(8, seed=step.steps)).item()
+    if step.steps % 2 == 0:
+        store.save()
+    if dist.get_rank() == 0:
+        print("step", step.steps, repr(loss), flush=True)
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_rank_is_restarted_and_the_last_loss_is_the_same(tmp_path: Path) -> None:
+    whole, w = make("dp1")
+    want = [whole(w.example(8, seed=s)).item() for s in range(12)][-1]
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(root=str(ROOT), folder=str(tmp_path / "store")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, start_new_session=True)
+    seen, killed, rng = [], False, random.Random(5)
+    assert run.stdout is not None
+    try:
+        for line in run.stdout:
+            if line.startswith("step"):
+                seen.append(float(line.split()[2]))
+            if len(seen) == 5 and not killed:
+                killed = True
+                os.kill(rng.choice(workers(run.pid)), signal.SIGKILL)
+        assert run.wait(60) == 0
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    assert killed
+    assert seen[-1] == pytest.approx(want, rel=1e-7)
+
+
+def workers(parent: int) -> list[int]:
+    """The ranks that a launcher has started."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        out = subprocess.run(["ps", "--ppid", str(parent), "-o", "pid="], capture_output=True, text=True, check=False).stdout.split()
+        if len(out) >= 2:
+            return [int(p) for p in out]
+        time.sleep(0.05)
+    raise AssertionError("no ranks")
