@@ -212,3 +212,33 @@ def test_what_cannot_be_fused_is_refused(tmp_path: Path) -> None:
             x.step()
 
     run_ranks(1, job, tmp_path)
+
+
+def test_over_the_process_group_it_is_the_same_step(tmp_path: Path) -> None:
+    kinds: list[Any] = [
+        lambda p, **o: optim.AdamW(p, lr=1e-2, max_norm=0.5, **o),
+        lambda p, **o: optim.Lamb(p, lr=1e-2, **o),
+        lambda p, **o: optim.SGD(p, lr=0.1, momentum=0.9, **o),
+    ]
+
+    def job(rank: int) -> None:
+        for kind in kinds:
+            a = model()
+            b = copy.deepcopy(a)
+            x, y = kind(a.parameters(), over="peers"), kind(b.parameters(), over="group")
+            for step in range(3):
+                x.zero_grad(), y.zero_grad()
+                backward(a, step, rank), backward(b, step, rank)
+                x.step(), y.step()
+            close(a, b)
+            for p, q in zip(x.state_dict()["state"].values(), y.state_dict()["state"].values(), strict=True):
+                for key in p:
+                    torch.testing.assert_close(p[key], q[key], rtol=1e-4, atol=1e-6)
+        low = model().bfloat16()
+        z = optim.AdamW(low.parameters(), master_weights=True, over="group")
+        for p in low.parameters():
+            p.grad = torch.ones_like(p)
+            z._rehome(p)
+        z.step()
+
+    run_ranks(2, job, tmp_path)

@@ -25,6 +25,7 @@ class Slices:
     starts: tuple[int, ...]
     runs: tuple[tuple[tuple[int, int], ...], ...]  # per tensor, per rank: first and last element
     total: int
+    share: int  # of each rank, of all tensors together
 
     @staticmethod
     def of(sizes: Sequence[int], world: int) -> Slices:
@@ -35,7 +36,7 @@ class Slices:
         share = _round_up(-(-at // world))
         bounds = [(min(at, r * share), min(at, (r + 1) * share)) for r in range(world)]
         runs = [tuple(_clamp(lo - start, hi - start, n) for lo, hi in bounds) for start, n in zip(starts, sizes, strict=True)]
-        return Slices(tuple(starts), tuple(runs), at)
+        return Slices(tuple(starts), tuple(runs), at, share)
 
 
 def _round_up(n: int) -> int:
@@ -54,7 +55,8 @@ class Bank:
         self.params, self.peers, self.master = list(params), peers, master
         self.slices = Slices.of([p.numel() for p in params], peers.world)
         self.dtype = params[0].dtype
-        nbytes = self.slices.total * self.dtype.itemsize
+        self.padded = self.slices.share * peers.world  # what a collective of equal runs moves
+        nbytes = self.padded * self.dtype.itemsize
         self.values, self.grads = peers.empty(nbytes), peers.empty(nbytes)
         kept = [_round_up(hi - lo) for lo, hi in (runs[peers.rank] for runs in self.slices.runs)]
         self._kept_at = [sum(kept[:k]) for k in range(len(kept))]

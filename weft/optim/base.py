@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.codegen.expr import Group
 from weft.codegen.fuse import fuse_group
 from weft.codegen.kernel import Kernel, compile_group
-from weft.core.errors import KernelError
+from weft.core.errors import KernelError, RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.optim.bank import Bank
 from weft.optim.rules import Numbers, Rule, step_program
+from weft.optim.unfused import GroupPeers, Unfused
 from weft.runtime.bind import bind
 from weft.runtime.peers import connect
 
@@ -36,8 +38,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
         max_norm: float | None = None,
         master_weights: bool = False,
+        over: str = "auto",
     ) -> None:
-        self._group, self._max_norm, self._master = group, max_norm, master_weights
+        self._group, self._max_norm, self._master, self._over = group, max_norm, master_weights, over
         self._banks: list[Bank] = []
         self._home: dict[Tensor, tuple[int, int]] = {}  # parameter: its bank and place in it
         self._steps: dict[Tensor, int] = {}
@@ -67,7 +70,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise KernelError(
                 "a parameter of this dtype cannot be fused", needed="float32, bfloat16 or float16", found=str(params[0].dtype)
             )
-        peers = connect(self._group, params[0].device)
+        peers = self._reach(params[0].device)
         low = self._master and params[0].dtype != torch.float32
         bank = Bank(params, list(self.rule(group).states), peers, low)
         self._banks.append(bank)
@@ -75,6 +78,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._home[p] = (len(self._banks) - 1, k)
             self._steps[p] = 0
             p.register_post_accumulate_grad_hook(self._rehome)
+
+    def _reach(self, device: torch.device) -> Any:
+        """Peers in memory, or over the process group where memory cannot be shared (`over` insists on one of them)."""
+        if self._over == "group":
+            return GroupPeers(self._group, device)
+        try:
+            return connect(self._group, device)
+        except (RuntimeFault, KernelError):
+            if self._over == "peers":
+                raise
+            return GroupPeers(self._group, device)
 
     def _rehome(self, p: Tensor) -> None:
         """A gradient autograd has put elsewhere (after it was set to None) is brought back to peer memory."""
@@ -131,7 +145,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _bind_kind(self, rule: Rule, dtype: str, master: bool, members: list[tuple[Tensor, dict[str, Any]]]) -> Any:
         peers = self._banks[self._home[members[0][0]][0]].peers
-        kernel = kernel_of(rule, peers.world, Numbers(dtype, dtype, master), self._max_norm is not None, peers.target)
+        name = f"{rule.name} step of {len(members)} {dtype} parameters"
+        numbers, clip = Numbers(dtype, dtype, master), self._max_norm is not None
+        if peers.target == "group":
+            return self._bind_unfused(body_of(rule, peers.world, numbers, clip), members, peers, name)
+        kernel = kernel_of(rule, peers.world, numbers, clip, peers.target)
         places: dict[Any, int] = {}
         rows, spans, scalars = [], [], []
         expand = self._expander(kernel)
@@ -143,7 +161,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             bank, k = self._home[p]
             rows.append(self._banks[bank].row(k, places[where]))
             spans.append(self._banks[bank].span(k))
-        return bind(kernel, rows, peers, spans, name=f"{rule.name} step of {len(members)} {dtype} parameters"), scalars
+        return bind(kernel, rows, peers, spans, name=name), scalars
+
+    def _bind_unfused(self, body: Group, members: list[tuple[Tensor, dict[str, Any]]], peers: GroupPeers, name: str) -> Any:
+        places: dict[Any, int] = {}
+        rows, scalars = [], []
+        clip = {} if self._max_norm is None else {"max_norm": self._max_norm}
+        for p, group in members:
+            where = (id(group), self._steps[p])
+            if where not in places:
+                places[where] = len(places)
+                scalars.append((group, p, lambda h: ({**h, **clip},)))
+            bank, k = self._home[p]
+            rows.append((self._banks[bank], k, places[where]))
+        return Unfused(body, rows, peers, name), scalars
 
     def _expander(self, kernel: Kernel) -> Callable[[dict[str, float]], tuple[float, ...]]:
         """From a group's hyper-parameters to the numbers the kernel wants."""
@@ -199,9 +230,15 @@ def _number(params: list[Tensor], p: Tensor) -> int:
 
 
 @functools.cache
-def kernel_of(rule: Rule, world: int, numbers: Numbers, clip: bool, target: str) -> Kernel:
-    """The kernel that comes out of the scheduled program of a step."""
+def body_of(rule: Rule, world: int, numbers: Numbers, clip: bool) -> Group:
+    """What the scheduled program of a step does to one element."""
     program = step_program(rule, world, numbers, clip)
     spend = frozenset(n.attr("name") for n in program.inputs if n.attr("name").startswith("g."))
     (fused,) = fuse_group(program, program.groups[0], 0, donate=True, spend=spend)
-    return compile_group(fused.body, world, target)
+    return fused.body
+
+
+@functools.cache
+def kernel_of(rule: Rule, world: int, numbers: Numbers, clip: bool, target: str) -> Kernel:
+    """The kernel that comes out of the scheduled program of a step."""
+    return compile_group(body_of(rule, world, numbers, clip), world, target)
