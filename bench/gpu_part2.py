@@ -1,6 +1,6 @@
 """Fused optimizers and overlapped products on one GPU shared by several ranks: correct first, then timed against the rest.
 
-    python bench/gpu_part2.py [--ranks 4] [--stages optimizer,overlap] [--quick]
+    python bench/gpu_part2.py [--ranks 4] [--stages optimizer,overlap,hosts] [--quick]
 
 Starts MPS and its own ranks, ends within a few minutes whatever happens, and prints one JSON object on the last line.
 """
@@ -62,7 +62,7 @@ def run_stage(stage: str, ranks: int, env: dict, seconds: float, extra: list[str
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--stages", default="optimizer,overlap")
+    parser.add_argument("--stages", default="optimizer,overlap,hosts")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--stage")
     parser.add_argument("--out")
@@ -611,7 +611,98 @@ def trace_overlap(me: Rank, args) -> None:
     me.peers.barrier()
 
 
-STAGES = {"optimizer": (optimizer, 200.0), "overlap": (overlap, 150.0)}
+# -- stage: hosts ----------------------------------------------------------------------------------------------------
+
+
+def hosts(args) -> None:
+    """Ranks as so many hosts over NCCL sockets: programs and optimizers give what they give over symmetric memory."""
+    os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    me = object.__new__(Rank)
+    me.rank, me.world, me.out, me.device = dist.get_rank(), dist.get_world_size(), args.out, torch.device("cuda", 0)
+    programs_agree(me)
+    optimizers_agree(me)
+
+
+def programs_agree(me: Rank) -> None:
+    """Every example and schedule, with its kernels over symmetric memory and without, against the interpreter."""
+    import torch
+
+    from weft import interp
+    from weft.api.compiled import Compiled
+    from weft.programs.catalog import EXAMPLES
+
+    right, wrong = 0, []
+    for name, example in EXAMPLES.items():
+        for how, schedule in {"as written": lambda p: p, **example.schedules}.items():
+            program = schedule(example.make())
+            if program.mesh.ranks != me.world:
+                continue
+            given = spread_inputs(program)
+            want = interp.run_ranks(program, given)
+            bare = program.with_groups((), program, "no groups") if program.groups else program
+            for kind, which in (("grouped", program), ("plain", bare)):
+                try:
+                    got = Compiled(which, device="cuda")({k: v[me.rank].to(me.device) for k, v in given.items() if v[me.rank] is not None})
+                    far = max(
+                        ((got[k].cpu() - w[me.rank]).abs().max().item() for k, w in want.items() if w[me.rank] is not None), default=0.0
+                    )
+                    right += far < 1e-3
+                    wrong += [f"{name} {how} {kind}: off by {far}"] if far >= 1e-3 else []
+                except Exception as error:
+                    wrong.append(f"{name} {how} {kind}: {type(error).__name__} {str(error)[:200]}")
+                torch.cuda.synchronize()
+    me.say(case="programs over nccl sockets", right=right, wrong=wrong)
+
+
+def spread_inputs(program) -> dict:
+    import torch
+
+    from weft import interp
+
+    gen = torch.Generator().manual_seed(0)
+    out = {}
+    for i, (name, n) in enumerate(program.input_names.items()):
+        x = torch.randn(n.shape, generator=gen, dtype=torch.float64) if n.shape else torch.tensor(3.0)
+        out[name] = interp.distribute((x.abs() if name.startswith("v.") else x).to(n.dtype), n.type, i)
+    return out
+
+
+def optimizers_agree(me: Rank) -> None:
+    """The fused step over symmetric memory, and the same step over NCCL."""
+    import copy
+
+    import torch
+
+    from weft import optim
+
+    kinds = {
+        "adamw": lambda p, **o: optim.AdamW(p, lr=1e-2, **o),
+        "adamw clipped": lambda p, **o: optim.AdamW(p, lr=1e-2, eps=1e-4, max_norm=0.5, **o),
+        "lamb": lambda p, **o: optim.Lamb(p, lr=1e-2, **o),
+        "sgd": lambda p, **o: optim.SGD(p, lr=0.1, momentum=0.9, **o),
+    }
+    for name, kind in kinds.items():
+        torch.manual_seed(0)
+        a = torch.nn.Sequential(torch.nn.Linear(130, 77), torch.nn.GELU(), torch.nn.Linear(77, 50)).to(me.device)
+        b = copy.deepcopy(a)
+        x, y = kind(a.parameters(), over="peers"), kind(b.parameters(), over="group")
+        for step in range(4):
+            gen = torch.Generator(me.device).manual_seed(10 * step + me.rank)
+            data = torch.randn(8, 130, generator=gen, device=me.device)
+            for net, opt in ((a, x), (b, y)):
+                opt.zero_grad()
+                net(data).square().mean().backward()
+                opt.step()
+        far = max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+        me.say(case=f"{name}: symmetric memory against nccl sockets", error=far, correct=far < 2e-5)
+
+
+STAGES = {"optimizer": (optimizer, 200.0), "overlap": (overlap, 150.0), "hosts": (hosts, 120.0)}
 
 if __name__ == "__main__":
     main()
