@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.core.layout import Layout, Mesh, S
+from weft.core.errors import LayoutError
+from weft.core.layout import Layout, Mesh, P, S
 from weft.core.node import Type, dtype_of
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
@@ -35,3 +36,22 @@ def test_reshard_reaches_the_layout_asked_for(mesh: Mesh, shape: tuple[int, ...]
     for here in every:
         x = input_node("x", Type(dtype_of("f64"), here))
         assert all(reshard(x, there).layout == there for there in every), here
+
+
+def test_a_reshape_does_not_run_through_a_cut() -> None:
+    """4 over 4 ranks as 2 x 2 would cut both dims by one axis."""
+    with pytest.raises(LayoutError, match="runs through an atom of 4 cut by a"):
+        Layout.of(Mesh(a=4), (4,), {"a": S(0)}).reshape((2, 2))
+
+
+def test_an_uneven_inner_cut_is_gathered_first() -> None:
+    """5 over 2 ranks is 3 and 2; over 2 more, 2, 1 and 1, 1. Without the outer cut the inner one would be 3 and 2 again."""
+    layout = Layout.of(Mesh(a=2, b=2), (5,), {"a": S(0), "b": S(0)})
+    with pytest.raises(LayoutError, match="axis a cannot be gathered under axis b"):
+        layout.uncut("a")
+    assert layout.uncut("b").uncut("a") == Layout.of(Mesh(a=2, b=2), (5,))
+
+
+def test_a_sum_and_a_maximum_do_not_mix() -> None:
+    with pytest.raises(LayoutError, match="their order would matter"):
+        Layout.of(Mesh(a=2, b=2), (4,), {"a": P("sum"), "b": P("max")})

@@ -236,6 +236,9 @@ def apply(op: Op, args: tuple[Any, ...], attrs: Attrs) -> Any:
     symbol = next((a for a in flat if isinstance(a, Symbol)), None)
     if symbol is not None:
         return symbol.symbol_apply(op, flat, attrs)
+    named = next((k for k, v in attrs.items() if isinstance(v, Node)), None)
+    if named is not None:
+        raise TypeMismatch(f"{op.name} was given {named}= as an attribute", needed="program values by position", found=f"{named}={attrs[named]!r}")
     nodes = [a for a in flat if isinstance(a, Node)]
     return make(op, tuple(_as_node(a, nodes, op) for a in flat), op.facets.get("normal", _as_is)(attrs))
 

@@ -137,6 +137,7 @@ stop_gradient = define(
     "stop_gradient",
     kind=Kind.POINTWISE,
     equation=elementwise,
+    arity=1,
     run=lambda x: x.detach().clone(),
     linear=Linear.FIRST,
     monotone=(frozenset({0}),),

@@ -59,7 +59,7 @@ def _same_dtype(types: Types) -> None:
 
 
 def _binary(name: str, run: Any, vjp: Any, **facets: Any) -> Any:
-    return define(name, kind=Kind.POINTWISE, equation=elementwise, run=run, vjp=vjp, **facets)
+    return define(name, kind=Kind.POINTWISE, equation=elementwise, arity=2, run=run, vjp=vjp, **facets)
 
 
 add = _binary(
@@ -120,7 +120,7 @@ eq = _binary("eq", torch.eq, None, dtype=to_bool)
 ne = _binary("ne", torch.ne, None, dtype=to_bool)
 logical_and = _binary("logical_and", torch.logical_and, None, dtype=to_bool)
 logical_or = _binary("logical_or", torch.logical_or, None, dtype=to_bool)
-logical_not = define("logical_not", kind=Kind.POINTWISE, equation=elementwise, run=torch.logical_not, dtype=to_bool)
+logical_not = define("logical_not", kind=Kind.POINTWISE, equation=elementwise, arity=1, run=torch.logical_not, dtype=to_bool)
 
 
 def _where_dtype(types: Types, attrs: Attrs) -> torch.dtype:
@@ -140,6 +140,7 @@ where = define(
     "where",
     kind=Kind.POINTWISE,
     equation=elementwise,
+    arity=3,
     run=torch.where,
     dtype=_where_dtype,
     vjp=_where_vjp,
@@ -154,7 +155,7 @@ where = define(
 def _unary(name: str, run: Any, slope: Any, **facets: Any) -> Any:
     """`slope(node)` is the derivative at the node's operand, as a node; None where there is none."""
     vjp = None if slope is None else (lambda n, ct: (ct * slope(n),))
-    return define(name, kind=Kind.POINTWISE, equation=elementwise, run=run, vjp=vjp, **facets)
+    return define(name, kind=Kind.POINTWISE, equation=elementwise, arity=1, run=run, vjp=vjp, **facets)
 
 
 def _as_float(cond: Node, like: Node) -> Node:
@@ -163,7 +164,7 @@ def _as_float(cond: Node, like: Node) -> Node:
 
 def _slope_op(name: str, run: Any) -> Any:
     """ct times a slope at x, as torch computes it in one pass; linear in ct."""
-    return define(name, kind=Kind.POINTWISE, equation=elementwise, run=run, linear=Linear.FIRST, doc="(ct, x) -> ct * slope(x)")
+    return define(name, kind=Kind.POINTWISE, equation=elementwise, arity=2, run=run, linear=Linear.FIRST, doc="(ct, x) -> ct * slope(x)")
 
 
 gelu_backward = _slope_op(
@@ -182,6 +183,7 @@ neg = define(
     "neg",
     kind=Kind.POINTWISE,
     equation=elementwise,
+    arity=1,
     run=torch.neg,
     linear=Linear.FIRST,
     vjp=lambda n, ct: (-ct,),
@@ -195,10 +197,10 @@ tanh = _unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
 sigmoid = _unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
 relu = _unary("relu", torch.relu, lambda n: _as_float(gt(n.args[0], 0.0), n), monotone=FIRST)
 gelu = define(
-    "gelu", kind=Kind.POINTWISE, equation=elementwise, run=_gelu, vjp=lambda n, ct: (gelu_backward(ct, n.args[0], **dict(n.attrs)),)
+    "gelu", kind=Kind.POINTWISE, equation=elementwise, arity=1, run=_gelu, vjp=lambda n, ct: (gelu_backward(ct, n.args[0], **dict(n.attrs)),)
 )
 silu = define(
-    "silu", kind=Kind.POINTWISE, equation=elementwise, run=torch.nn.functional.silu, vjp=lambda n, ct: (silu_backward(ct, n.args[0]),)
+    "silu", kind=Kind.POINTWISE, equation=elementwise, arity=1, run=torch.nn.functional.silu, vjp=lambda n, ct: (silu_backward(ct, n.args[0]),)
 )
 erf = _unary("erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST)
 sin = _unary("sin", torch.sin, lambda n: cos(n.args[0]))
@@ -252,6 +254,7 @@ cast: Op = define(
     "cast",
     kind=Kind.POINTWISE,
     equation=elementwise,
+    arity=1,
     run=lambda x, dtype: x.to(dtype_of(dtype)),
     dtype=_cast_dtype,
     linear=Linear.FIRST,

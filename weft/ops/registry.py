@@ -155,6 +155,8 @@ def equation_of(node: Node) -> Equation | None:
 
 def _infer_from_equation(name: str, facets: dict[str, Any], dtype: Callable[[Types, Attrs], Any]) -> Callable[[Types, Attrs], Types]:
     def infer(types: Types, attrs: Attrs) -> Types:
+        if len(types) != facets.get("arity", len(types)):
+            raise _bad(name, types, f"{facets['arity']} operands", f"{len(types)}")
         eq = facets["equation"](types, attrs)
         if len(eq.ins) != len(types):
             raise _bad(name, types, f"{len(eq.ins)} operands", f"{len(types)}")

@@ -307,7 +307,10 @@ def _hoist_one(p: Program, node: Node) -> Program:
     what = f"hoist {name_in(p, node)} past {f.op.name}"
     if f.op.kind in (Kind.COMM, Kind.SOURCE) or len(f.types) != 1 or f.op.name == "item":
         raise refuse(p, node, what, "an op that computes one value from others", f"{f.op.name}")
-    r = rules.hoist_slice(node) if node.op is comm.slice_ else rules.hoist_gather(node)
+    try:
+        r = rules.hoist_slice(node) if node.op is comm.slice_ else rules.hoist_gather(node)
+    except LayoutError as e:
+        raise refuse(p, node, what, e.needed or "a cut that can be made above it", e.found or str(node.type)) from e
     return apply_rule(p, r, [node], what)
 
 

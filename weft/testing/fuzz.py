@@ -44,6 +44,7 @@ EVERYTHING = Focus()
 class Tally:
     """What a run did and found."""
 
+    tried: int = 0
     programs: int = 0
     applied: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -99,6 +100,7 @@ def fuzz(
     """Runs so many programs; every failure becomes a script in the tally."""
     tally = Tally()
     for index in range(programs):
+        tally.tried += 1
         one_program(tally, seed, index, focus)
         if tell is not None:
             tell(index + 1)
