@@ -227,19 +227,19 @@ class Below(TorchDispatchMode):
 
     def _write(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
         """An in-place op is its functional twin, then a write."""
-        recorder, (name, overload) = self.recorder, _name(func)
-        target = kwargs.get("out", args[0] if args else None)
-        twin = _twin(name, overload)
+        recorder, target, twin = self.recorder, kwargs.get("out", args[0] if args else None), _twin(func)
+        if twin in VIEWS and isinstance(target, Tensor):
+            return self._turn(VIEWS[twin], func, args)
         if twin is None or not isinstance(target, Tensor):
             raise CaptureError(
-                f"weft cannot follow the in-place op {name}",
+                f"weft cannot follow the in-place op {func}",
                 needed="an in-place op with a functional twin",
                 found=str(func),
                 try_="write it out of place",
                 where=user_line(),
             )
         rest = {k: v for k, v in kwargs.items() if k != "out"}
-        new = self._nodes(twin, target, args, rest) if twin in ATEN or twin in VIEWS else None
+        new = self._nodes(twin, target, args, rest) if twin in ATEN else None
         if new is None:
             given, named = tree_map_only(Tensor, recorder.node, (args, rest))
             new = unknown(recorder, twin, target, given, named)
@@ -247,21 +247,32 @@ class Below(TorchDispatchMode):
         return out
 
 
+    def _turn(self, steps: Any, func: Any, args: Any) -> Any:
+        """A view in place (t_, squeeze_): the tensor looks at its storage another way. Its fake has already been turned."""
+        ref = self.recorder.ref(args[0])
+        path = tuple(steps(ref.read().shape, *args[1:]))
+        node = ref.read()
+        for step in path:
+            node = view(node, step)
+        setattr(args[0], TAG, ref.then(path, node))
+        return args[0]
+
+
 def _tensors(out: Any) -> list[Tensor]:
     return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
 
 
-def _name(func: Any) -> tuple[str, str]:
-    return func._schema.name.split("::")[1], func._overloadname
-
-
-def _twin(name: str, overload: str) -> Any:
-    """`add_.Tensor` -> `add.Tensor`; `add.out` -> `add`'s overload that takes the same arguments."""
+@functools.cache
+def _twin(func: Any) -> Any:
+    """The functional op that takes the same arguments: `add_.Tensor` -> `add.Tensor`, `add.out` -> `add.Tensor`."""
+    name = func._schema.name.split("::")[1]
     packet = getattr(torch.ops.aten, re.sub(r"_$", "", name), None)
-    if packet is None:
-        return None
-    wanted = "Tensor" if overload == "out" and "Tensor" in packet.overloads() else re.sub(r"_?out$", "", overload) or "default"
-    return getattr(packet, wanted, None)
+    wanted = [str(a.type) for a in func._schema.arguments if not a.is_out]
+    for overload in packet.overloads() if packet is not None else ():
+        twin = getattr(packet, overload)
+        if not twin._schema.is_mutable and [str(a.type) for a in twin._schema.arguments] == wanted:
+            return twin
+    return None
 
 
 def to_dtype(node: Node, dtype: torch.dtype) -> Node:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
@@ -72,10 +73,22 @@ def tracing(model: nn.Module, joint: bool = False, capacity: float | None = None
         stack.enter_context(own_gradients(joint))
         stack.enter_context(interfaces(model, recorder))
         stack.enter_context(autocast_on_cpu())
+        stack.enter_context(_plain_kernels())
         stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
         stack.enter_context(heard(tape.blocks))
         stack.enter_context(listening_to_torch(recorder))
         yield tape
+
+
+@contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Inside, torch does not choose oneDNN's ops, whose recurrent layers would hide what they compute."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextmanager

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import CaptureError
-from weft.core.node import Node, user_line
+from weft.core.node import Node, op_named, user_line
 from weft.frontend.capture.modes import aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import batchnorm, conv, pool
+from weft.ops import pointwise as w
 from weft.ops.fill import full
 from weft.ops.norm import wide_dtype
 from weft.ops.shape import reshape
@@ -21,14 +22,36 @@ from weft.ops.shape import reshape
 @aten("convolution")
 def _convolution(r: Recorder, x: Node, weight: Node, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
                  output_padding: Any, groups: int) -> Node:  # fmt: skip
-    """Two window dims, or one as a row of pixels; transposed and three-dimensional ones are left opaque."""
-    if transposed or x.ndim not in (3, 4):
+    """Two window dims, or one as a row of pixels; three-dimensional ones are left opaque."""
+    if x.ndim not in (3, 4) or (transposed and (x.ndim == 3 or groups > 1)):
         return NotImplemented
+    if transposed:
+        return _transposed(x, weight, bias, stride, padding, dilation, output_padding)
     if x.ndim == 4:
         return conv.conv2d(x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups)
     row, kernel = (reshape(v, (*v.shape[:2], 1, v.shape[2])) for v in (x, weight))
     y = conv.conv2d(row, kernel, bias, stride=(1, *stride), padding=(0, *padding), dilation=(1, *dilation), groups=groups)
     return reshape(y, (*y.shape[:2], y.shape[3]))
+
+
+def _transposed(x: Node, weight: Node, bias: Any, stride: Any, padding: Any, dilation: Any, extra: Any) -> Node:
+    """The transpose of a convolution is its gradient by the input."""
+    sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, extra, strict=True)
+    size = tuple((n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in sizes)
+    how = {"stride": tuple(stride), "padding": tuple(padding), "dilation": tuple(dilation)}
+    y = op_named("conv2d_input_grad")(x, weight, size=size, **how)
+    return y if bias is None else w.add(y, reshape(bias, (1, bias.shape[0], 1, 1)))
+
+
+@function(F.max_pool1d, torch.max_pool1d)
+def _max_pool1d(r: Recorder, x: Node, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+                ceil_mode: bool = False, return_indices: bool = False) -> Node:  # fmt: skip
+    """A row of pixels."""
+    one = [v if v is None or isinstance(v, int) else v[0] for v in (kernel_size, stride, padding, dilation)]
+    row = reshape(x, (*(1,) * (3 - x.ndim), *x.shape[:-1], 1, x.shape[-1]))
+    pairs = [None if v is None else (plain, v) for plain, v in zip((1, 1, 0, 1), one, strict=True)]
+    y = _max_pool(r, row, pairs[0], pairs[1], pairs[2], pairs[3], ceil_mode, return_indices)
+    return y if y is NotImplemented else reshape(y, (*x.shape[:-1], y.shape[-1]))
 
 
 @function(F.max_pool2d, torch.max_pool2d)

@@ -15,7 +15,7 @@ from weft.frontend.capture.recorder import Recorder
 from weft.ops import embed, order
 from weft.ops import pointwise as w
 from weft.ops import reduce as wr
-from weft.ops.fill import arange
+from weft.ops.fill import arange, full
 from weft.ops.shape import expand, narrow, permute, reshape
 
 
@@ -43,13 +43,29 @@ def _embedding(r: Recorder, weight: Node, index: Node, padding_idx: int = -1, *_
 def _bag(r: Recorder, index: Node, weight: Node, offsets: Any = None, max_norm: Any = None, norm_type: float = 2,
          scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
          include_last_offset: bool = False, padding_idx: int | None = None) -> Node:  # fmt: skip
-    """Bags of equal size, [bags, size]: rows looked up, then reduced. Bags by offsets stay with torch."""
-    if offsets is not None or max_norm is not None or scale_grad_by_freq or mode == "max" or padding_idx is not None:
+    """Rows looked up, then reduced: over bags of equal size, [bags, size], or over those that begin at `offsets`."""
+    if max_norm is not None or scale_grad_by_freq or mode == "max" or padding_idx is not None:
         return NotImplemented
     rows = embed.take(weight, index, 0)
+    if offsets is not None:
+        starts = narrow(offsets, 0, 0, offsets.shape[0] - include_last_offset)
+        return _by_offsets(r, rows, starts, per_sample_weights, mode)
     if per_sample_weights is not None:
         rows = w.mul(rows, reshape(per_sample_weights, (*index.shape, 1)))
     return wr.sum_(rows, dims=(1,)) if mode == "sum" else wr.mean(rows, (1,))
+
+
+def _by_offsets(r: Recorder, rows: Node, starts: Node, weights: Any, mode: str) -> Node:
+    """Every row added to its bag: the number of starts up to it, less one."""
+    count, bags = rows.shape[0], starts.shape[0]
+    marks = embed.put(full((bags,), 1, r.mesh, torch.int64), starts, arange(count + 1, r.mesh), 0)
+    bag = w.sub(narrow(order.cumsum(marks, 0), 0, 0, count), 1)
+    rows = rows if weights is None else w.mul(rows, reshape(weights, (count, 1)))
+    total = embed.put(rows, bag, arange(bags, r.mesh), 0)
+    if mode == "sum":
+        return total
+    sizes = embed.put(full((count,), 1.0, r.mesh, rows.dtype), bag, arange(bags, r.mesh), 0)
+    return w.div(total, reshape(w.clamp(sizes, lo=1.0), (bags, 1)))
 
 
 @aten("index_select")

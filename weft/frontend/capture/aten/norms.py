@@ -18,7 +18,7 @@ from weft.ops import pointwise as w
 from weft.ops import reduce as wr
 from weft.ops.embed import gather, take
 from weft.ops.fill import full
-from weft.ops.shape import permute, reshape
+from weft.ops.shape import narrow, permute, reshape
 
 # -- softmax -----------------------------------------------------------------------------------------------------------
 
@@ -90,6 +90,25 @@ def _per_channel(y: Node, weight: Any, bias: Any) -> Node:
     shape = (y.shape[1], *(1,) * (y.ndim - 2))
     y = y if weight is None else w.mul(y, reshape(to_dtype(weight, y.dtype), shape))
     return y if bias is None else w.add(y, reshape(to_dtype(bias, y.dtype), shape))
+
+
+@function(F.glu)
+def _glu(r: Recorder, x: Node, dim: int = -1) -> Node:
+    value, gate = (_half(x, dim % x.ndim, i) for i in range(2))
+    return w.mul(value, w.sigmoid(gate))
+
+
+def _half(x: Node, dim: int, i: int) -> Node:
+    """One half of a dim, as a part of that dim split in two, so that what is inside can be cut."""
+    shape = (*x.shape[:dim], x.shape[dim] // 2, *x.shape[dim + 1 :])
+    return reshape(narrow(reshape(x, (*shape[:dim], 2, *shape[dim:])), dim, i, i + 1), shape)
+
+
+@aten("_weight_norm_interface")
+def _weight_norm(r: Recorder, v: Node, g: Node, dim: int = 0) -> list[Node]:
+    """g v / |v|, the norm over all dims but one."""
+    norm = w.sqrt(wr.sum_(w.square(v), dims=tuple(d for d in range(v.ndim) if d != dim % v.ndim), keepdim=True))
+    return [w.mul(v, w.div(g, norm)), norm]
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------------

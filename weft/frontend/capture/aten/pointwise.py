@@ -252,6 +252,26 @@ def _softplus(r: Recorder, x: Node, beta: float = 1, threshold: float = 20) -> N
     return w.where(w.gt(y, float(threshold)), x, w.mul(_soften(y), 1 / beta))
 
 
+@aten("threshold")
+def _threshold(r: Recorder, x: Node, least: float, value: float) -> Node:
+    return w.where(w.gt(x, float(least)), x, r.number(value, x.dtype))
+
+
+@aten("hardshrink")
+def _hardshrink(r: Recorder, x: Node, limit: float = 0.5) -> Node:
+    return w.where(w.gt(w.abs_(x), float(limit)), x, r.number(0.0, x.dtype))
+
+
+@aten("softshrink")
+def _softshrink(r: Recorder, x: Node, limit: float = 0.5) -> Node:
+    return w.mul(w.sign(x), w.relu(w.sub(w.abs_(x), float(limit))))
+
+
+@aten("_prelu_kernel")
+def _prelu(r: Recorder, x: Node, slope: Node) -> Node:
+    return w.where(w.gt(x, 0.0), x, w.mul(x, slope))
+
+
 @aten("addcmul")
 def _addcmul(r: Recorder, x: Node, a: Node, b: Node, value: float = 1) -> Node:
     return _add(r, x, w.mul(*promoted(r, a, b)), value)

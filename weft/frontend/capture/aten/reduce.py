@@ -92,6 +92,11 @@ def _norm(r: Recorder, x: Node, ord: float = 2, dim: Any = None, keepdim: bool =
     return wr.amax(w.abs_(x), dims=dims, keepdim=keepdim) if ord == math.inf else NotImplemented
 
 
+@aten("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.Scalar")
+def _old_norm(r: Recorder, x: Node, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Node:
+    return _norm(r, x, 2 if p is None else p, dim, keepdim, dtype)
+
+
 @aten("logsumexp")
 def _logsumexp(r: Recorder, x: Node, dim: Any, keepdim: bool = False) -> Node:
     dims = _dims(x, dim)

@@ -9,7 +9,7 @@ from weft.core.node import Node
 from weft.frontend.capture.aten.pointwise import promoted
 from weft.frontend.capture.modes import aten, views
 from weft.frontend.capture.recorder import Recorder
-from weft.frontend.capture.values import Step
+from weft.frontend.capture.values import Step, view
 from weft.ops.shape import concat, expand, narrow, pad, permute, reshape
 
 Shape = tuple[int, ...]
@@ -138,6 +138,18 @@ def _pixel_unshuffle(r: Recorder, x: Node, factor: int) -> Node:
     n = len(lead)
     y = permute(y, (*range(n + 1), n + 2, n + 4, n + 1, n + 3))
     return reshape(y, (*lead, c * factor**2, h // factor, wide // factor))
+
+
+@aten("unsafe_split.Tensor", "unsafe_split_with_sizes")
+def _unsafe_split(r: Recorder, x: Node, size: Any, dim: int = 0) -> list[Node]:
+    """Parts that torch promises not to write through."""
+    out = []
+    for path in _split(x.shape, size, dim) if isinstance(size, int) else _split_sizes(x.shape, size, dim):
+        part = x
+        for step in path:
+            part = view(part, step)
+        out.append(part)
+    return out
 
 
 @aten("cat")
