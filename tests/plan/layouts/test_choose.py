@@ -180,6 +180,15 @@ def test_the_same_input_gives_the_same_plan() -> None:
     assert len(texts) == 1
 
 
+def test_a_third_axis_never_costs_more_than_joining_two() -> None:
+    captured = transformer()
+    joined, fine = Mesh(dp=2, tp=4), Mesh(dp=2, sp=2, tp=2)
+    two, three = (choose(captured.program, m, OnCluster(cluster("8xA100"), m), blocks=captured.blocks, work=5e8) for m in (joined, fine))
+    assert three.cost <= two.cost * 1.02  # the joined axis is one collective where two axes are two
+    assert math.isinf(three.gap)  # the search is not complete, so no bound is claimed
+    assert_means_the_same(captured, three)
+
+
 def test_gathers_are_paid_once() -> None:
     """One gather of x serves three products that each need it whole."""
     mesh = Mesh(x=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weft.core.errors import PlanError
@@ -15,12 +15,14 @@ from weft.core.program import Program, new_program
 from weft.ops.comm import is_comm, reshard
 from weft.ops.source import input_node
 from weft.plan.assignment import Answer, solve
+from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.solve import WORK
 from weft.plan.layouts.alike import Instance
 from weft.plan.layouts.model import COPY, Model, Tap, build, forward_of
 from weft.plan.layouts.moves import Placements, Prices
-from weft.plan.layouts.ways import Way, Ways
+from weft.plan.layouts.ways import Centre, Way, Ways
 
+AT_ONCE = 2  # axes that are searched together; the ways of a node grow as a power of their number
 GAP = 5e-3  # a plan this close to the best is good enough to go on with
 Pins = Mapping[str, Sequence[Mapping[str, Placement]]]
 
@@ -69,14 +71,59 @@ def choose(
 
     `blocks` are repeated parts that shall be laid out alike. `pins` give, by name of input, the layouts it may have.
     """
-    allowed = {name: [_placements(mesh, p) for p in options] for name, options in (pins or {}).items()}
-    _check_pins(program, allowed)
-    model = build(program, Ways(mesh), prices, limit=memory, blocks=blocks, pins=allowed)
-    answer = solve(model.problem, work=work, seconds=seconds, gap=gap)
+    _check_pins(program, pins or {})
+    task = _Task(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap)
+    model, answer = task.solve() if len(mesh.axes) <= AT_ONCE else task.refine()
     if answer.x is None:
         raise _no_layouts(program, mesh, memory, str(answer.reason))
     writer = _Writer(program, mesh, model, [int(a) for a in answer.x])
     return Chosen(writer.run(), model, answer, frozenset(writer.again))
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """A choice to be made. Of three axes or more the last two are first taken as one; that choice is then refined, each node free
+    to change along one axis at a time, until nothing is gained. The bound then tells of the last refinement only, so none is given."""
+
+    program: Program
+    mesh: Mesh
+    prices: Prices
+    memory: float
+    blocks: Sequence[Sequence[Instance]]
+    pins: Pins
+    budget: Budget
+    gap: float
+
+    def solve(self, centres: Mapping[Node, Centre] | None = None) -> tuple[Model, Answer]:
+        pins = {name: [_placements(self.mesh, p) for p in options] for name, options in self.pins.items()}
+        ways = Ways(self.mesh)
+        model = build(self.program, ways, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres)
+        left = self.budget.work - self.budget.spent
+        answer = solve(model.problem, work=left, seconds=self.budget.left, gap=self.gap)
+        self.budget.spend(answer.work)
+        return model, answer
+
+    def refine(self) -> tuple[Model, Answer]:
+        *outer, middle, inner = self.mesh.axes
+        joined = Mesh(**{a: self.mesh.sizes[a] for a in outer}, **{middle: self.mesh.sizes[middle] * self.mesh.sizes[inner]})
+        pins = {name: [{a: p for a, p in option.items() if a != inner} for option in options] for name, options in self.pins.items()}
+        coarse = replace(self, mesh=joined, prices=self.prices.on(joined), pins=pins)
+        model, answer = coarse.solve() if len(joined.axes) <= AT_ONCE else coarse.refine()
+        centres = {n: tuple((*p, p[-1]) for p in c) for n, c in _centres(model, answer).items()}
+        best = self.solve(centres)
+        while best[1].x is not None and not self.budget.over:
+            last, best = best, min(best, self.solve(_centres(*best)), key=lambda found: found[1].cost)
+            if best[1].cost >= last[1].cost * (1 - self.gap):
+                break
+        return best[0], replace(best[1], bound=-math.inf)
+
+
+def _centres(model: Model, answer: Answer) -> dict[Node, tuple[Placements, ...]]:
+    """The way each node was given: the layouts of its operands, or of itself where it has none."""
+    if answer.x is None:
+        return {}
+    ways = {n: model.sites[at].ways[int(answer.x[at])] for n, at in model.site.items()}
+    return {n: w.operands or w.results for n, w in ways.items() if n.op.name != "item"}
 
 
 def _no_layouts(program: Program, mesh: Mesh, memory: float, reason: str) -> PlanError:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -26,8 +27,8 @@ from weft.ops.registry import Kind
 from weft.plan.assignment.problem import Floats, Problem, assemble
 from weft.plan.layouts.alike import Instance, parts
 from weft.plan.layouts.lifetimes import Lifetimes
-from weft.plan.layouts.moves import Placements, Prices, route
-from weft.plan.layouts.ways import Way, Ways, may_pend
+from weft.plan.layouts.moves import Move, Placements, Prices, route
+from weft.plan.layouts.ways import Centre, Way, Ways, may_pend
 
 SELF, COPY, KEPT = "self", "copy", "kept"
 Reader = tuple[Node, int]  # a node, and which of its operands
@@ -70,9 +71,13 @@ def build(
     limit: float = math.inf,
     blocks: Sequence[Sequence[Instance]] = (),
     pins: Mapping[str, Sequence[Placements]] | None = None,
+    centres: Mapping[Node, Centre] | None = None,
 ) -> Model:
-    """The layouts problem of a one-device program on the mesh of `ways`. `pins` are the layouts some inputs may have."""
-    builder = _Builder(program, ways, prices, limit, parts(program, blocks), pins or {})
+    """The layouts problem of a one-device program on the mesh of `ways`. `pins` are the layouts some inputs may have.
+
+    With `centres`, only ways that differ from a node's own along one axis at most.
+    """
+    builder = _Builder(program, ways, prices, limit, parts(program, blocks), pins or {}, centres or {})
     builder.place_nodes()
     builder.join_readers()
     builder.join_outputs()
@@ -90,6 +95,11 @@ class Routes:
     def __init__(self, mesh: Mesh, prices: Prices) -> None:
         self.mesh, self.prices = mesh, prices
         self._known: dict[tuple[Placements, Placements, float], float] = {}
+
+    @cached_property
+    def trifle(self) -> float:
+        """A price too small to outweigh any other."""
+        return 1e-9 * max((self.prices.move(Move("all_reduce", axis, 2.0**20)) for axis in self.mesh.axes), default=0.0)
 
     def between(self, sources: Sequence[Placements], targets: Sequence[Placements], size: float) -> Floats:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
@@ -118,8 +128,10 @@ class _Builder:
         limit: float,
         part: Mapping[Node, int],
         pins: Mapping[str, Sequence[Placements]],
+        centres: Mapping[Node, Centre],
     ) -> None:
-        self.program, self.ways, self.prices, self.limit, self.part, self.pins = program, ways, prices, limit, part, pins
+        self.program, self.ways, self.prices, self.limit = program, ways, prices, limit
+        self.part, self.pins, self.centres = part, pins, centres
         self.routes = Routes(ways.mesh, prices)
         self.lifetimes = Lifetimes(program)
         self.forward = forward_of(program)
@@ -149,7 +161,7 @@ class _Builder:
                 self.sites.append(Site(node.op.name, found, (), np.zeros(len(found))))
                 by_part[self.part[node]] = len(self.sites) - 1
             at = self.site[node] = by_part[self.part[node]]
-            self.sites[at].cost = self.sites[at].cost + self._work(node)
+            self.sites[at].cost = self.sites[at].cost + self._work(node) + self._oddness(node)
             for index, type_ in enumerate(node.types):
                 span = self.lifetimes.of(node, index)
                 if span is not None:
@@ -163,11 +175,11 @@ class _Builder:
 
     def _ways_of(self, node: Node, waits: Sequence[bool]) -> tuple[Way, ...]:
         if node in self.program.inputs:
-            return self.ways.of_input(node, self.pins.get(node.attr("name")))
+            return self.ways.of_input(node, self.pins.get(node.attr("name")), self.centres.get(node))
         if node.op.name == "item":
             made = dict.fromkeys(w.results[node.attr("index")] for w in self._ways(node.args[0]))
             return tuple(Way((), (layout,), node) for layout in made)
-        return self.ways.of_node(node, waits, [list(dict.fromkeys(self._made(a))) for a in node.args])
+        return self.ways.of_node(node, waits, [list(dict.fromkeys(self._made(a))) for a in node.args], self.centres.get(node))
 
     def _work(self, node: Node) -> Floats:
         """Work by way. Of pointwise ops, which are fused with their neighbours, only what enters and leaves the chain counts."""
@@ -183,6 +195,10 @@ class _Builder:
         if node.op.kind in (Kind.VIEW, Kind.SOURCE):
             return np.zeros(len(self._ways(node)))
         return self._table(("work", self.site[node], enters, leaves), work)
+
+    def _oddness(self, node: Node) -> Floats:
+        """Next to nothing, and less for what is whole or cut along early dims, so that equals are always decided alike."""
+        return self._table(("odd", self.site[node]), lambda: self.routes.trifle * np.array([_odd(w) for w in self._ways(node)]))
 
     def _claim(self, at: int, span: tuple[int, int], usage: Sequence[float]) -> None:
         if math.isfinite(self.limit) and span[0] < span[1]:
@@ -295,6 +311,10 @@ def _equal(a: Sequence[Placements], b: Sequence[Placements]) -> Floats:
     numbers = {layout: i for i, layout in enumerate(dict.fromkeys((*a, *b)))}
     rows, columns = np.array([numbers[x] for x in a]), np.array([numbers[x] for x in b])
     return np.where(rows[:, None] == columns, 0.0, np.inf)
+
+
+def _odd(way: Way) -> int:
+    return sum(1 + p.dim for layout in (*way.operands, *way.results) for p in layout if isinstance(p, S))
 
 
 def _outside(node: Node, enters: tuple[bool, ...], leaves: bool) -> Node:

@@ -40,6 +40,10 @@ class Prices(Protocol):
 
     def work(self, node: Node) -> float: ...
 
+    def on(self, mesh: Mesh) -> Prices:
+        """The same prices for a mesh of the same ranks with some neighbouring axes joined."""
+        ...
+
 
 def of(layout: Layout) -> Placements:
     return tuple(layout.placement(axis) for axis in layout.mesh.axes)
@@ -103,6 +107,9 @@ class OnCluster:
     cluster: Cluster
     mesh: Mesh
 
+    def on(self, mesh: Mesh) -> OnCluster:
+        return OnCluster(self.cluster, mesh)
+
     def move(self, move: Move) -> float:
         if move.kind == "slice":
             return SLICE
@@ -154,6 +161,9 @@ class AlphaBeta:
     mesh: Mesh
     alpha: Mapping[str, float]
     beta: Mapping[str, float]
+
+    def on(self, mesh: Mesh) -> AlphaBeta:
+        return AlphaBeta(mesh, self.alpha, self.beta)
 
     def move(self, move: Move) -> float:
         n = self.mesh.sizes[move.axis]

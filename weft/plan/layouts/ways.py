@@ -18,6 +18,7 @@ from weft.ops.registry import ONE, Equation, Kind, arg_sets
 from weft.ops.source import input_op
 from weft.plan.layouts.moves import Placements, of
 
+Centre = tuple[Placements, ...] | None  # layouts of the operands, or of an input itself
 Inner = tuple[tuple[int, int, Within], ...]
 
 MOST = 512  # ways of one node; beyond, those that cut least go
@@ -37,27 +38,33 @@ class Way:
 
 
 class Ways:
-    """Ways of the nodes of programs on one mesh; nodes alike are worked out once."""
+    """Ways of the nodes of programs on one mesh; nodes alike are worked out once.
+
+    With a `centre`, only ways that differ from it along one axis at most.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._known: dict[object, tuple[Way, ...]] = {}
 
-    def of_input(self, node: Node, pinned: Sequence[Placements] | None = None) -> tuple[Way, ...]:
+    def of_input(self, node: Node, pinned: Sequence[Placements] | None = None, centre: Centre = None) -> tuple[Way, ...]:
         """An input may be held in any even layout, or in those given."""
-        options = pinned or list(itertools.product(*(self._held(node.type, axis) for axis in self.mesh.axes)))
+        options = list(pinned or itertools.product(*(self._held(node.type, axis) for axis in self.mesh.axes)))
+        options = [p for p in options if pinned or centre is None or _apart(p, centre[0]) <= 1]
         types = (self._type(node.type, places) for places in options)
         return tuple(Way((), (of(t.layout),), _stand_in(node, (), (t,))) for t in types if t is not None)
 
-    def of_node(self, node: Node, pending: Sequence[bool], incoming: Sequence[Sequence[Placements]]) -> tuple[Way, ...]:
+    def of_node(
+        self, node: Node, pending: Sequence[bool], incoming: Sequence[Sequence[Placements]], centre: Centre = None
+    ) -> tuple[Way, ...]:
         """`pending` tells which operands can hold a pending sum, `incoming` the layouts each can come in."""
         attrs = _attrs(node, self.mesh)
         free = node.op.equation is None
         shapes = tuple((t.shape, t.dtype) for a in node.args for t in a.types)
         inner = () if free else _inner_cuts(incoming)
-        key = node.op, tuple(sorted(attrs.items(), key=str)), shapes, tuple(pending), tuple(map(tuple, incoming)) if free else inner
+        key = node.op, tuple(sorted(attrs.items(), key=str)), shapes, tuple(pending), tuple(map(tuple, incoming)) if free else inner, centre
         if key not in self._known:
-            options = self._as_they_come(node, incoming) if free else self._by_equation(node, attrs, pending, inner)
+            options = self._as_they_come(node, incoming) if free else self._by_equation(node, attrs, pending, inner, centre)
             self._known[key] = tuple(self._accepted(node, attrs, options))
         return self._known[key]
 
@@ -67,12 +74,15 @@ class Ways:
         n = self.mesh.sizes[axis]
         return [R, *(S(d) for d, size in enumerate(type_.shape) if n > 1 and size % n == 0)]
 
-    def _by_equation(self, node: Node, attrs: Attrs, pending: Sequence[bool], inner: Inner) -> Iterator[tuple[Placements, ...]]:
+    def _by_equation(
+        self, node: Node, attrs: Attrs, pending: Sequence[bool], inner: Inner, centre: Centre
+    ) -> Iterator[tuple[Placements, ...]]:
         whole = tuple(_type_on(t, self.mesh) for a in node.args for t in a.types)
         eq = node.op.equation(whole, attrs)
         per_axis = [list(self._axis_ways(node, eq, axis, pending, inner)) for axis in self.mesh.axes]
-        combos = sorted(itertools.product(*per_axis), key=lambda c: sum(_is_whole(w) for w in c))
-        for combo in combos[:MOST]:
+        by_axis = None if centre is None else list(zip(*centre, strict=True))  # what each axis does to all operands
+        near = (c for c in itertools.product(*per_axis) if by_axis is None or _apart(c, by_axis) <= 1)
+        for combo in sorted(near, key=lambda c: sum(_is_whole(w) for w in c))[:MOST]:
             yield tuple(tuple(way[k] for way in combo) for k in range(len(node.args)))
 
     def _axis_ways(self, node: Node, eq: Equation, axis: str, pending: Sequence[bool], inner: Inner) -> Iterator[tuple[Placement, ...]]:
@@ -121,6 +131,11 @@ def _inner_cuts(incoming: Sequence[Sequence[Placements]]) -> Inner:
     """Operand, dim and part of every cut inside a dim that an operand can come with."""
     places = ((k, p) for k, layouts in enumerate(incoming) for layout in layouts for p in layout)
     return tuple(dict.fromkeys((k, p.dim, p.within) for k, p in places if isinstance(p, S) and p.within is not None))
+
+
+def _apart(a: Sequence[object], b: Sequence[object]) -> int:
+    """Along how many axes two ways differ."""
+    return sum(x != y for x, y in zip(a, b, strict=True))
 
 
 def _is_whole(way: tuple[Placement, ...]) -> bool:
