@@ -115,6 +115,20 @@ def test_detach_and_no_grad_stop_gradients():
     assert len(captured.program.find_all("stop_gradient")) == 3
 
 
+def test_a_write_where_gradients_are_off():
+    def f(x, y):
+        z = x * 2
+        with torch.no_grad():
+            z.mul_(3.0)  # torch knows nothing of this: the value is tripled, the gradient is not
+        u = torch.zeros(3, 4)
+        with torch.no_grad():
+            u.copy_(y * x)
+        y.detach().clone().add_(1.0)
+        return z * y + u * x
+
+    same_function(f, X.clone(), Y.clone())
+
+
 def test_no_stop_where_nothing_flows():
     class Table(nn.Module):
         def __init__(self):

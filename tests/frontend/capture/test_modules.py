@@ -6,7 +6,8 @@ from torch import nn
 
 from tests.frontend.capture.checks import same_as_torch
 
-X, IMAGE = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(1))
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(1))
 KNOWN = {
     "lstm": (lambda: nn.LSTM(8, 6, 2, batch_first=True), X),
     "gru": (lambda: nn.GRU(8, 6, batch_first=True, bidirectional=True), X),

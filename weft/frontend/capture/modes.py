@@ -243,7 +243,7 @@ class Below(TorchDispatchMode):
         if new is None:
             given, named = tree_map_only(Tensor, recorder.node, (args, rest))
             new = unknown(recorder, twin, target, given, named)
-        recorder.ref(target).write(expand(to_dtype(new, target.dtype), tuple(target.shape)))
+        recorder.write(target, expand(to_dtype(new, target.dtype), tuple(target.shape)))
         return out
 
 

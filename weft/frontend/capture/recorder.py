@@ -83,6 +83,14 @@ class Recorder:
                 stack.extend(waiting)
         return known[node]
 
+    def write(self, tensor: Tensor, value: Node) -> None:
+        """A new value in place. Where gradients are off, those of what was there before stay as they were."""
+        ref = self.ref(tensor)
+        if not self.joint and (ref.stopped or not torch.is_grad_enabled()):
+            old = ref.read()
+            value = old + stop_gradient(value - old) if self.moves(old) else self.stopped(value)
+        ref.write(value)
+
     def _constant(self, tensor: Tensor) -> Node:
         """A tensor that came from outside: a number is a constant, anything larger an input that keeps its value."""
         if isinstance(tensor, FakeTensor):
