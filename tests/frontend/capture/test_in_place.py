@@ -194,6 +194,7 @@ def test_tensors_from_outside_are_constants_that_keep_their_value():
     for _ in range(2):  # the second capture must not trip over the first
         captured = same_as_torch(model, lambda m, b: m(*b).sum(), (X,))
         assert len(captured.constants) == 3
+        assert captured.assumed[0] == "constant.0, [4], made outside the step, keeps the value it has now"
 
 
 def test_randomness_is_keyed_by_seed_and_site():

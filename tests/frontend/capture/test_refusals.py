@@ -91,6 +91,16 @@ def test_a_model_is_whole_again_after_a_refusal():
     assert torch.isfinite(model(X)).all()
 
 
+def test_a_model_that_is_parallel_already():
+    with pytest.raises(CaptureError, match=r"pass model\.module"):
+        capture(nn.DataParallel(Net(F.relu)), (X,))
+
+
+def test_a_compiled_model_is_captured_as_it_was_written():
+    captured = capture(torch.compile(Net(F.relu)), (X,))
+    assert "param.linear.weight" in captured.program.input_names
+
+
 def test_a_batch_that_does_not_split():
     with pytest.raises(CaptureError, match="does not split into 2 equal parts"):
         capture(Net(lambda x: x), (X,), total, accumulate=2)

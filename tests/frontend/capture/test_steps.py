@@ -133,6 +133,19 @@ def test_a_subclass_with_its_own_step_is_not_mistaken():
         capture(model, BATCH, mse, Mine(model.parameters(), lr=0.1))
 
 
+def test_a_batch_of_batches():
+    model = Net()
+    batch = {"in": [X, {"scale": torch.tensor(2.0)}], "y": (Y,), "note": "not a tensor"}
+
+    def loss(model, batch):
+        return F.mse_loss(model(batch["in"][0]) * batch["in"][1]["scale"], batch["y"][0])
+
+    captured = capture(model, batch, loss)
+    assert {n for n in captured.program.input_names if n.startswith("batch")} == {"batch.in.0", "batch.in.1.scale", "batch.y.0"}
+    torch.testing.assert_close(run(captured, batch)["loss"], loss(model, batch).detach())
+    assert captured.constants == {}
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulation_equals_the_whole_batch(parts):
     model = Net()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from weft.core.errors import CaptureError
 from weft.frontend.capture.joint import OwnGradient
@@ -43,6 +44,7 @@ def capture(
     `accumulate` splits the batch and sums the gradients; `clip` limits their global norm; `precision` is autocast's dtype.
     `capacity` gives experts so many times their even share of the tokens, for planning; without it no token is dropped.
     """
+    model = _bare(model)
     learns = loss is not None and (gradients or optimizer is not None)
 
     def run(step: Step, batch: Any) -> None:
@@ -97,6 +99,19 @@ def _traced(model: nn.Module, example: Any, run: Callable[[Step, Any], None], ca
     raise AssertionError("a joint trace takes any autograd function")
 
 
+def _bare(model: nn.Module) -> nn.Module:
+    """The module itself, where torch.compile wraps it; one that already runs on several ranks is refused."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise CaptureError(
+            "the model is already made parallel",
+            needed="a plain torch.nn.Module: weft brings the communication",
+            found=type(model).__name__,
+            try_="pass model.module",
+        )
+    return model
+
+
 def _forward(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -133,20 +148,18 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
 
 
 def _part(batch: Any, i: int, parts: int) -> Any:
-    def cut(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if x.ndim == 0 or x.shape[0] % parts:
+    """One of equal parts of the batch; numbers go to every part."""
+
+    def cut(x: Tensor) -> Tensor:
+        if x.ndim and x.shape[0] % parts:
             raise CaptureError(
                 f"the batch does not split into {parts} equal parts",
                 needed=f"first dims divisible by {parts}",
                 found=str(tuple(x.shape)),
             )
-        return x.chunk(parts)[i].clone()
+        return x.chunk(parts)[i].clone() if x.ndim else x
 
-    if isinstance(batch, Mapping):
-        return {k: cut(v) for k, v in batch.items()}
-    return type(batch)(map(cut, batch)) if isinstance(batch, (tuple, list)) else cut(batch)
+    return tree_map_only(Tensor, cut, batch)
 
 
 def _scalar(loss: Any) -> Tensor:

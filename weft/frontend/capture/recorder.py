@@ -107,6 +107,7 @@ class Recorder:
                 return self.number(tensor.item(), tensor.dtype)
             name = f"constant.{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
+        self.assume(f"{name}, {list(tensor.shape)}, made outside the step, keeps the value it has now")
         return self.declare(name, tensor.shape, tensor.dtype)
 
     def number(self, value: float, dtype: torch.dtype) -> Node:

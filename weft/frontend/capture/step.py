@@ -82,10 +82,7 @@ def lesson(target: str) -> str:
 
 def named_batch(batch: Any) -> dict[str, Tensor]:
     """The tensors of a batch by the names their inputs have."""
-    if isinstance(batch, Tensor):
-        return {"batch.0": batch}
-    pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return {readable(f"batch.{k}"): v for k, v in pairs if isinstance(v, Tensor)}
+    return {readable(name): v for name, v in _named("batch.0" if isinstance(batch, Tensor) else "batch", batch)}
 
 
 class Step:

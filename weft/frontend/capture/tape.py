@@ -36,16 +36,17 @@ class Tape:
 
     def batch(self, example: Any) -> Any:
         """The batch as inputs: the same structure, of traced tensors."""
-        if isinstance(example, Mapping):
-            return {k: self._field(str(k), v) for k, v in example.items()}
-        if isinstance(example, (tuple, list)):
-            return type(example)(self._field(str(i), v) for i, v in enumerate(example))
-        return self._field("0", example)
+        return self._fields("batch", example) if not isinstance(example, Tensor) else self._fields("batch.0", example)
 
-    def _field(self, key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return self.recorder.fresh_input(f"batch.{key}", value, moves=value.is_floating_point())
+    def _fields(self, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.recorder.fresh_input(name, value, moves=value.is_floating_point())
+        if isinstance(value, Mapping):
+            return {k: self._fields(f"{name}.{k}", v) for k, v in value.items()}
+        if isinstance(value, (tuple, list)):
+            parts = [self._fields(f"{name}.{i}", v) for i, v in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value
 
     def written(self) -> dict[str, Node]:
         """Parameters and buffers that the trace wrote into, or put another tensor in place of."""
