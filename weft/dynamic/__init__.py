@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from weft.dynamic.balance import Cost, assign
 from weft.dynamic.draw import draw
+from weft.dynamic.grow import Growing
+from weft.dynamic.lazy import batched, flush
 from weft.dynamic.model import Model
 from weft.dynamic.policy import lower_bound
 from weft.dynamic.schedule import Reads, Schedule
@@ -20,6 +22,6 @@ from weft.dynamic.structure import Builder, Structure, chains, edges, join, netw
 from weft.dynamic.vertex import Vertex
 
 __all__ = [
-    "Builder", "Cost", "Model", "Reads", "Schedule", "Structure", "Vertex", "assign", "chains", "draw", "edges", "join",
-    "lower_bound", "networkx", "parents", "trees",
+    "Builder", "Cost", "Growing", "Model", "Reads", "Schedule", "Structure", "Vertex", "assign", "batched", "chains", "draw",
+    "edges", "flush", "join", "lower_bound", "networkx", "parents", "trees",
 ]  # fmt: skip

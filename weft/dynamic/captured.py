@@ -57,7 +57,7 @@ class Captured:
         return [out[: self.counts[n]].clone() for n, out in zip(self.plan.outputs, self._outputs, strict=True)]
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
-        for name, grad, into in zip(self.plan.outputs, grads, self._grads, strict=True):
+        for (name, into), grad in zip(self._grads.items(), grads, strict=True):
             into[: self.counts[name]].copy_(grad)
             into[self.counts[name] :].zero_()
         if self._backward is None:
@@ -87,7 +87,8 @@ class Captured:
         self.asked = {name: _room(len(v)) for name, v in wanted.items()}
         self._wanted = {n: torch.zeros(size, dtype=torch.int64, device=self.device) for n, size in self.asked.items()}
         shapes = {n: (self.asked[n], *h.shape) for n, h in self.plan.outputs.items()}
-        self._grads = [torch.zeros(shapes[n], dtype=h.dtype, device=self.device) for n, h in self.plan.outputs.items()]
+        floats = {n: h for n, h in self.plan.outputs.items() if h.dtype.is_floating_point}
+        self._grads = {n: torch.zeros(shapes[n], dtype=h.dtype, device=self.device) for n, h in floats.items()}
         index = {name: self._device[low:high] for name, (low, high) in self._slices.items()}
         self.batch.load(index, self.inputs, self._wanted)
 
@@ -95,7 +96,7 @@ class Captured:
         self._outputs = self.batch.forward()
 
     def _run_backward(self) -> None:
-        self._found = self.batch.backward(self._grads)
+        self._found = self.batch.backward(list(self._grads.values()))
 
 
 class Templates:

@@ -75,7 +75,8 @@ class Batch:
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
         """Gradients of inputs (by source) and of weights (by identity). `ready` is told each weight gradient, and waited for."""
-        for (name, home), grad in zip(self.plan.outputs.items(), grads, strict=True):
+        floats = [(name, home) for name, home in self.plan.outputs.items() if home.dtype.is_floating_point]
+        for (name, home), grad in zip(floats, grads, strict=True):
             self._whole(Home("push", (name,), "row", home.shape, home.dtype)).zero_().index_add_(0, self.wanted[name], grad)
         for frame in self.frames.values():
             self._clear_messages(frame)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from weft.dynamic.trace import Function, Traced
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Pool
 from weft.runtime import native, replay
+
+if TYPE_CHECKING:
+    from weft.dynamic.grow import Growing
 
 Inputs = Mapping[str, Tensor]
 
@@ -71,6 +74,12 @@ class Model(nn.Module):
         call = self._call(variant, plan, schedule, given, wanted)
         results = Run.apply(call, tuple(given), wanted, self.ready, *given.values(), *plan.weights)
         return results[0] if len(results) == 1 else dict(zip(plan.outputs, results, strict=True))
+
+    def grow(self) -> Growing:
+        """Graphs to which vertices are added while they run."""
+        from weft.dynamic.grow import Growing
+
+        return Growing(self)
 
     def reduce_over(self, group: Any = None) -> Model:
         """Sum weight gradients over the ranks of a process group, each while the next one is still being worked out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -45,8 +46,12 @@ def held_by(function: Any) -> list[Tensor]:
     owner = getattr(function, "__self__", function)
     if isinstance(owner, nn.Module):
         return list(owner.parameters())
-    held = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
-    return [t for h in held for t in (h.parameters() if isinstance(h, nn.Module) else [h] if isinstance(h, Tensor) else [])]
+    if isinstance(owner, Tensor):
+        return [owner]
+    if not isinstance(function, FunctionType):
+        return []
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [t for h in held for t in held_by(h)]
 
 
 def compile_plan(
@@ -70,7 +75,8 @@ def compile_plan(
 def _with_gradients(one: Traced, grads: frozenset[str]) -> Traced:
     wanted = {s for s in one.sources if s.role in ("slot", "edge") or (s.role == "pull" and s.name in grads)}
     wanted |= {s for s in one.sources if s.role == "weight" and one.weights[int(s.name)].requires_grad}
-    return address(simplify.clean(differentiate(one, wanted, set(one.outputs))))
+    pushed = {name for name, node in one.outputs.items() if node.meta["val"].dtype.is_floating_point}
+    return address(simplify.clean(differentiate(one, wanted, pushed)))
 
 
 def _settle(made: dict[CellKey, Traced]) -> set[tuple[str, ...]]:

@@ -81,6 +81,7 @@ class Run(torch.autograd.Function):
         inputs = {name: t.detach() for name, t in zip(names, tensors, strict=False)}
         ctx.call, ctx.ready, ctx.rows = call, ready, {name: len(x) for name, x in inputs.items()}
         outputs = call.forward(inputs, wanted, [t.detach() for t in tensors[len(names) :]])
+        ctx.mark_non_differentiable(*(o for o in outputs if not o.dtype.is_floating_point))
         if not call.plan.backward:
             call.release()
         return tuple(outputs)
@@ -88,7 +89,8 @@ class Run(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = ctx.call.backward([g.contiguous() for g in grads], ctx.ready)
+        given = [g for g, home in zip(grads, ctx.call.plan.outputs.values(), strict=True) if home.dtype.is_floating_point]
+        found = ctx.call.backward([g.contiguous() for g in given], ctx.ready)
         inputs = [(found.get(Source("pull", name)), rows) for name, rows in ctx.rows.items()]
         weights = [found.get(id(w)) for w in ctx.call.plan.weights]
         ctx.call.release()

@@ -120,6 +120,11 @@ class Vertex:
         self._use.outputs |= outputs
 
     @property
+    def scattered(self) -> dict[str, Tensor]:
+        """What this vertex has scattered so far."""
+        return dict(self._use.states)
+
+    @property
     def _at(self) -> Tensor:
         return self._take(Source("at"), False)
 

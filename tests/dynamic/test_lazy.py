@@ -1,0 +1,166 @@
+"""Recursive functions decorated and not: the same values, the same gradients, and calls that share batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.dynamic import tree_lstm
+from tests.dynamic.graphs import assert_same
+from weft import dynamic
+from weft.core.errors import StructureError
+from weft.dynamic import lazy
+
+
+def trees(seed: int, count: int) -> list[Any]:
+    rng = random.Random(seed)
+
+    def tree(leaves: int, start: int) -> Any:
+        cut = rng.randint(1, leaves - 1) if leaves > 1 else 0
+        return start if leaves == 1 else (tree(cut, start), tree(leaves - cut, start + cut))
+
+    return [tree(rng.randint(1, 7), 0) for _ in range(count)]
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def test_a_recursion_over_trees() -> None:
+    torch.manual_seed(0)
+    cell, x = tree_lstm.ChildSum(3, 4).double(), torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+
+    def encoder(decorate: Callable[..., Any]) -> Callable[[Any], Any]:
+        @decorate
+        def encode(tree: Any) -> tuple[Tensor, Tensor]:
+            return cell.alone(x[tree], []) if isinstance(tree, int) else cell.alone(None, [encode(t) for t in tree])
+
+        return encode
+
+    ours, theirs = encoder(dynamic.batched), encoder(plain)
+    for seed in range(3):
+        batch = trees(seed, 20)
+        assert_same(torch.stack([ours(t)[0] for t in batch]), torch.stack([theirs(t)[0] for t in batch]), [x, *cell.parameters()])
+
+
+def test_a_decorated_cell_is_learnt_once() -> None:
+    torch.manual_seed(0)
+    cell, x, ran = tree_lstm.ChildSum(3, 4).double(), torch.randn(8, 3, dtype=torch.float64), [0]
+
+    @dynamic.batched
+    def leaf(word: Tensor) -> tuple[Tensor, Tensor]:
+        ran[0] += 1
+        return cell.alone(word, [])
+
+    @dynamic.batched
+    def inner(h0: Tensor, c0: Tensor, h1: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
+        ran[0] += 1
+        return cell.alone(None, [(h0, c0), (h1, c1)])
+
+    def encode(t: Any) -> Any:
+        return leaf(x[t]) if isinstance(t, int) else inner(*encode(t[0]), *encode(t[1]))
+
+    def alone(t: Any) -> Any:
+        return cell.alone(x[t], []) if isinstance(t, int) else cell.alone(None, [alone(t[0]), alone(t[1])])
+
+    batch = trees(5, 30)
+    assert_same(torch.stack([encode(t)[0] for t in batch]), torch.stack([alone(t)[0] for t in batch]), list(cell.parameters()))
+    assert ran == [2]
+
+
+def test_calls_share_batches() -> None:
+    torch.manual_seed(0)
+    join = nn.Linear(6, 3)
+
+    @dynamic.batched
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(join(torch.cat([a, b])))
+
+    rows = [torch.randn(3) for _ in range(8)]
+    seen: list[dynamic.Schedule] = []
+    run = dynamic.Model.forward
+
+    def spy(self: dynamic.Model, graphs: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self.schedule(graphs, args[0]))
+        return run(self, graphs, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic.Model, "forward", spy)
+        lower = [step(rows[i], rows[i + 1]) for i in range(7)]
+        upper = [step(lower[i], lower[i + 1]) for i in range(6)]
+        total = torch.stack(upper).sum()
+    assert [r.stop - r.start for r in seen[0].rounds] == [7, 6]
+    low = [torch.tanh(join(torch.cat([rows[i], rows[i + 1]]))) for i in range(7)]
+    high = [torch.tanh(join(torch.cat([low[i], low[i + 1]]))) for i in range(6)]
+    assert torch.allclose(total, torch.stack(high).sum(), atol=1e-6)
+
+
+def test_a_decision_needs_numbers_and_runs_what_is_pending() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3).double()
+
+    def walker(decorate: Callable[..., Any]) -> Callable[..., Any]:
+        @decorate
+        def walk(x: Tensor, left: int) -> Tensor:
+            h = torch.tanh(layer(x))
+            if h.sum() > 0:  # numbers are needed here
+                h = h * 2
+            return h if left == 0 else walk(h[:3] + x, left - 1)
+
+        return walk
+
+    xs = torch.randn(6, 3, dtype=torch.float64)
+    ours = torch.stack([walker(dynamic.batched)(x, 3) for x in xs])
+    theirs = torch.stack([walker(plain)(x, 3) for x in xs])
+    assert_same(ours, theirs, list(layer.parameters()))
+
+
+def test_results_know_their_shape_before_they_have_numbers() -> None:
+    layer = nn.Linear(3, 5)
+
+    @dynamic.batched
+    def f(x: Tensor) -> Tensor:
+        return layer(x)
+
+    out = f(torch.ones(3))
+    assert isinstance(out, lazy.Lazy)
+    assert out.value is None
+    assert out.shape == (5,)
+    assert repr(out) == "Lazy([5], torch.float32)"
+    assert float(out.sum()) == pytest.approx(float(layer(torch.ones(3)).sum()), abs=1e-5)
+    assert out.value is not None
+
+
+def test_several_results_and_settings() -> None:
+    @dynamic.batched
+    def f(x: Tensor, scale: float) -> list[Tensor]:
+        return [x * scale, torch.cat([x, x])[1:]]
+
+    a, b = f(torch.ones(2), 3.0)
+    c, _ = f(torch.ones(2), 4.0)
+    assert torch.equal(torch.stack([a, c]), torch.tensor([[3.0, 3.0], [4.0, 4.0]]))
+    assert b.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_function_must_return_what_it_computed() -> None:
+    @dynamic.batched
+    def f(x: Tensor) -> Any:
+        return {"y": x + 1}
+
+    with pytest.raises(StructureError, match="f does not return what it computed"):
+        f(torch.ones(2))
+
+
+def test_an_error_inside_a_call_leaves_nothing_open() -> None:
+    @dynamic.batched
+    def f(tree: Any) -> Tensor:
+        raise ValueError("no such tree")
+
+    with pytest.raises(ValueError, match="no such tree"):
+        f((1, 2))
+    assert lazy._recorder.open == []

@@ -1,0 +1,206 @@
+"""Graphs that grow while they run: decoding, search, agents. What is added next may depend on what came out before.
+
+Each `run` batches the vertices added since the last one. Children that ran before are brought in by vertices of a type of their own, which
+pull the states kept from then; autograd joins the runs, so a loss on any of them trains the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.core.errors import StructureError
+from weft.dynamic.model import Model
+from weft.dynamic.native import Ints
+from weft.dynamic.plan import held_by
+from weft.dynamic.structure import NO_ROW, Structure
+from weft.dynamic.vertex import Vertex
+
+BROUGHT = "(ran before)"
+
+
+class Growing:
+    """Open graphs over a model. Vertices are numbered in the order they are added."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self._runner = model, _with_states(model)
+        self._kinds = {name: i for i, name in enumerate((*model.functions, BROUGHT))}
+        self._children: list[Sequence[int]] = []
+        self._kind: list[int] = []
+        self._input: list[tuple[int, int]] = []  # (which block of input rows, row in it)
+        self._blocks: list[Mapping[str, Tensor]] = []
+        self._home = np.empty((0, 2), np.int64)  # vertex -> (run, row) of its states
+        self._states: list[dict[str, Tensor]] = []
+        self._outputs: list[dict[str, Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._kind)
+
+    @property
+    def waiting(self) -> int:
+        """Vertices added and not yet run."""
+        return len(self._kind) - len(self._home)
+
+    def add(
+        self, children: Iterable[Sequence[int]], inputs: Mapping[str, Tensor] | Tensor | None = None, *, kind: str = "vertex"
+    ) -> list[int]:
+        """Add one vertex per entry of `children`, with row i of `inputs` for the i-th. Returns their numbers."""
+        if kind not in self.model.functions:
+            raise StructureError(
+                f"no vertex function is called {kind!r}", needed=" or ".join(map(repr, self.model.functions)), found=repr(kind)
+            )
+        first, new = len(self), [tuple(c) for c in children]
+        for i, below in enumerate(new):
+            bad = [c for c in below if not 0 <= c < first + i]
+            if bad:
+                raise StructureError(
+                    f"vertex {first + i} has child {bad[0]}, which is not there",
+                    needed=f"vertices added before it: 0 to {first + i - 1}", found=str(bad[0]),
+                )  # fmt: skip
+        given = {} if inputs is None else {"x": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        short = next((name for name, x in given.items() if len(x) != len(new)), None)
+        if short is not None:
+            raise StructureError(
+                f"input {short!r} does not match the vertices added", needed=f"{len(new)} rows", found=f"{len(given[short])}"
+            )
+        self._children += new
+        self._kind += [self._kinds[kind]] * len(new)
+        self._input += [(len(self._blocks), i) if given else (-1, NO_ROW) for i in range(len(new))]
+        self._blocks.append(given)
+        return list(range(first, first + len(new)))
+
+    def run(self) -> None:
+        """Run all that was added since the last run, batched."""
+        fresh = range(len(self._home), len(self))
+        if not fresh:
+            return
+        before = sorted({c for v in fresh for c in self._children[v] if c < fresh[0]})
+        structure, inputs = self._structure(fresh, before)
+        at = np.arange(len(before), structure.vertices)
+        results = self._runner(structure, inputs, at=at)
+        results = results if isinstance(results, dict) else {self._only: results}
+        run, results = len(self._states), self._by_vertex(fresh, results)
+        self._states.append({n.removeprefix("state "): r for n, r in results.items() if n.startswith("state ")})
+        self._outputs.append({n: r for n, r in results.items() if not n.startswith("state ")})
+        rows = np.stack([np.full(len(fresh), run), np.arange(len(fresh))], axis=1)
+        self._home = np.concatenate([self._home, rows])
+
+    def state(self, name: str, vertices: Sequence[int]) -> Tensor:
+        """What vertices that ran scattered under a name, one row each."""
+        return self._pick([s.get(name) for s in self._states], vertices, name)
+
+    def output(self, name: str, vertices: Sequence[int]) -> Tensor:
+        """What vertices that ran pushed under a name, one row each."""
+        return self._pick([o.get(name) for o in self._outputs], vertices, name)
+
+    def _pick(self, runs: Sequence[Tensor | None], vertices: Sequence[int], name: str) -> Tensor:
+        at = self._home[np.asarray(vertices, np.int64)] if len(self._home) else np.empty((0, 2), np.int64)
+        parts, order = list[Tensor](), list[Ints]()
+        for run in np.unique(at[:, 0]).tolist():
+            here = np.flatnonzero(at[:, 0] == run)
+            values = runs[run]
+            if values is None:
+                raise StructureError(f"vertex {vertices[here[0]]} gives no {name!r}", needed="a name its type gives", found=name)
+            parts.append(values[torch.from_numpy(at[here, 1]).to(values.device)])
+            order.append(here)
+        whole = torch.cat(parts)
+        back = torch.from_numpy(np.argsort(np.concatenate(order)))
+        return whole[back.to(whole.device)]
+
+    def _structure(self, fresh: range, before: list[int]) -> tuple[Structure, dict[str, Tensor]]:
+        """The graph of one run: brought-in vertices first, then the new ones; and the rows all of them read."""
+        number = {v: i for i, v in enumerate([*before, *fresh])}
+        child = [number[c] for v in fresh for c in self._children[v]]
+        arity = [0] * len(before) + [len(self._children[v]) for v in fresh]
+        total = len(number)
+        inputs = self._inputs(fresh, before)
+        structure = Structure(
+            first=np.concatenate([[0], np.cumsum(arity)]).astype(np.int64),
+            child=np.array(child, np.int64),
+            row=np.array([*range(len(before)), *(len(before) + i if self._input[v][0] >= 0 else NO_ROW for i, v in enumerate(fresh))]),
+            sample=np.array([0, total], np.int64),
+            kind=np.array([self._kinds[BROUGHT]] * len(before) + [self._kind[v] for v in fresh], np.int64),
+            kinds=tuple(self._kinds),
+        )
+        return structure, inputs
+
+    def _inputs(self, fresh: range, before: list[int]) -> dict[str, Tensor]:
+        """Rows of every input: those of brought-in vertices hold states, those of new ones what was given with them."""
+        like = next((t for f in self.model.functions.values() for t in held_by(f)), None)
+        out: dict[str, Tensor] = {}
+        for name, shape in self.model.states.items():
+            rows = self.state(name, before) if before else torch.zeros((0, *shape), **_options(like))
+            out[f"state {name}"] = torch.cat([rows, rows.new_zeros((len(fresh), *shape))])
+        names = dict.fromkeys(n for block in self._blocks for n in block)
+        for name in names:
+            sample = next(b[name] for b in self._blocks if name in b)
+            rows = [self._row(v, name, sample) for v in _runs(self._input, fresh)]
+            out[name] = torch.cat([sample.new_zeros((len(before), *sample.shape[1:])), *rows])
+        return out
+
+    def _row(self, span: tuple[int, int, int], name: str, sample: Tensor) -> Tensor:
+        block, low, high = span
+        if block < 0 or name not in self._blocks[block]:
+            return sample.new_zeros((high - low, *sample.shape[1:]))
+        return self._blocks[block][name][low:high]
+
+    def _by_vertex(self, fresh: range, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs with one row per new vertex, also where only some types push them."""
+        out: dict[str, Tensor] = {}
+        names = list(self._kinds)
+        for name, rows in results.items():
+            pushes = [i for i, v in enumerate(fresh) if name in self._pushed[names[self._kind[v]]]]
+            if len(pushes) == len(fresh):
+                out[name] = rows
+            else:
+                at = torch.tensor(pushes, dtype=torch.int64, device=rows.device)
+                out[name] = rows.new_zeros((len(fresh), *rows.shape[1:])).index_copy(0, at, rows)
+        return out
+
+    @property
+    def _pushed(self) -> dict[str, set[str]]:
+        variant = next(iter(self._runner._variants.values()))
+        return {name: set(f.outputs) for name, f in variant.functions.items()}
+
+    @property
+    def _only(self) -> str:
+        return next(iter({o for outputs in self._pushed.values() for o in outputs}))
+
+
+def _with_states(model: Model) -> Model:
+    """The model with its states among its outputs, and the type that brings in states from earlier runs."""
+
+    def showing(function: Callable[[Vertex], None]) -> Callable[[Vertex], None]:
+        def shown(v: Vertex) -> None:
+            function(v)
+            v.push(**{f"state {n}": s for n, s in v.scattered.items()})
+
+        return shown
+
+    def brought(v: Vertex) -> None:
+        v.scatter(**{name: v.pull(f"state {name}") for name in model.states})
+
+    functions: dict[str, Any] = {name: showing(f) for name, f in model.functions.items()}
+    return Model({**functions, BROUGHT: brought}, model.states, policy=model.policy, fuse=model.fuse, replay=False, target=model.target)
+
+
+def _options(like: Tensor | None) -> dict[str, Any]:
+    return {} if like is None else {"dtype": like.dtype, "device": like.device}
+
+
+def _runs(rows: Sequence[tuple[int, int]], fresh: range) -> list[tuple[int, int, int]]:
+    """Consecutive rows of one block as (block, low, high)."""
+    out: list[tuple[int, int, int]] = []
+    for v in fresh:
+        block, row = rows[v]
+        if block < 0:
+            row = out[-1][2] if out and out[-1][0] == block else 0
+        if out and out[-1][0] == block and out[-1][2] == row:
+            out[-1] = (block, out[-1][1], row + 1)
+        else:
+            out.append((block, row, row + 1))
+    return out

@@ -1,0 +1,383 @@
+"""Recursive code as it is, batched: calls of a decorated function are written down, and run together when a value is needed.
+
+    @weft.dynamic.batched
+    def encode(tree):                                   # plain torch on one sample
+        if isinstance(tree, int):
+            return torch.tanh(embed(words[tree]))
+        return torch.tanh(join(torch.cat([encode(t) for t in tree])))
+
+    roots = torch.stack([encode(t) for t in trees])     # `stack` needs numbers: now all calls run, batched by structure
+
+A call becomes a vertex. What it did with tensors is its type: two calls with the same ops on the same parameters are of one type and
+share batches. A call whose arguments are tensors alone is not even run: its ops are those of an earlier call with such shapes.
+A result is a tensor whose numbers come later; whatever needs them (`item`, `if`, an op outside of all decorated calls) runs what
+is pending.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from weft.core.errors import StructureError
+from weft.dynamic.model import Model
+from weft.dynamic.record import Kind, Meta, Op, Ref, flat, is_weight, results_of, state_name, unflat, write
+from weft.dynamic.structure import NO_ROW, Structure
+
+
+class Lazy(Tensor):
+    """A tensor whose numbers are not there yet. It belongs to an open call (as `ref`), then to a pending one (as `port`)."""
+
+    meta_: Meta
+    call: Call | None
+    ref: Ref
+    vertex: Pending | None
+    port: int
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, meta: Meta, call: Call | None, ref: Ref, vertex: Pending | None = None, port: int = 0) -> Lazy:
+        self = Tensor._make_wrapper_subclass(cls, meta[0], dtype=meta[1])
+        self.meta_, self.call, self.ref, self.vertex, self.port, self.value = meta, call, ref, vertex, port, None
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WITHOUT_NUMBERS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        args, kwargs = _numbers((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _numbers((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Lazy({list(self.meta_[0])}, {self.meta_[1]})" if self.value is None else repr(self.value)
+
+
+_WITHOUT_NUMBERS = {
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim, Tensor.ndim.__get__, Tensor.numel,
+    Tensor.__len__, Tensor.is_floating_point, Tensor.layout.__get__, Tensor.requires_grad.__get__, Tensor.__hash__,
+}  # fmt: skip
+_NEEDS_NUMBERS = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.cpu,
+    Tensor.backward, torch.allclose, torch.equal, Tensor.__format__, Tensor.__repr__, Tensor.nonzero, torch.nonzero,
+}  # fmt: skip
+
+
+class Pending:
+    """A call that is written down and has not run."""
+
+    __slots__ = ("__weakref__", "children", "holders", "inputs", "kind")
+
+    def __init__(self, kind: Kind, children: list[Pending], inputs: list[Tensor]) -> None:
+        self.kind, self.children, self.inputs = kind, children, inputs
+        self.holders: list[weakref.ref[Lazy]] = []
+
+
+class Call:
+    """One open call of a decorated function: what it did so far."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.path = 0  # the number of this sequence of ops
+        self.inputs: list[Tensor] = []
+        self.children: list[Pending] = []
+        self.weights: list[Tensor] = []
+        self.results: list[weakref.ref[Lazy]] = []
+
+    def ref(self, x: Tensor) -> Ref:
+        """How an op of this call names a tensor."""
+        if type(x) is Lazy and x.value is None:
+            if x.call is self:
+                return x.ref
+            if x.vertex is None:
+                _recorder.cut(x.call)
+            if x.meta_[1].is_floating_point:
+                return Ref("child", _position(self.children, x.vertex), x.port)
+            _recorder.flush()  # only floats travel between vertices
+        value = x.value if type(x) is Lazy else x
+        return Ref("weight", _position(self.weights, value)) if is_weight(value) else Ref("in", _position(self.inputs, value))
+
+    def do(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Write an op down; its results are lazy."""
+        metas: list[Meta] = []
+
+        def name(x: Tensor) -> Ref:
+            metas.append(_meta(x))
+            return self.ref(x)
+
+        op = Op(function, tuple([write(a, name) for a in args]), tuple([(k, write(v, name)) for k, v in kwargs.items()]))
+        outs, how = results_of(op, tuple(metas))
+        number = len(self.ops)
+        self.ops.append(op)
+        self.path = _recorder.step(self.path, op)
+        made = [Lazy(meta, self, Ref("op", number, i)) for i, meta in enumerate(outs)]
+        self.results += map(weakref.ref, made)
+        return unflat(made, how)
+
+    def close(self) -> None:
+        """The call becomes a vertex; results somebody still holds become what it scatters."""
+        held = [lazy for w in self.results if (lazy := w()) is not None]
+        if not held:
+            return
+        outs = tuple((lazy.ref, lazy.meta_) for lazy in held)
+        kind = _recorder.kind((self.path, outs), self)
+        _recorder.add(kind, self.children, self.inputs, held)
+        for lazy in held:
+            lazy.call = None
+
+
+class Recorder(threading.local):
+    """What is written down in this thread, and all it has learnt."""
+
+    def __init__(self) -> None:
+        self.pending: list[Pending] = []
+        self.open: list[Call] = []
+        self.steps: dict[tuple[int, Op], int] = {}
+        self.kinds: dict[Any, Kind] = {}
+        self.models: dict[tuple[str, ...], Model] = {}
+
+    def step(self, path: int, op: Op) -> int:
+        """The number of a sequence of ops that goes on with `op`."""
+        return self.steps.setdefault((path, op), len(self.steps) + 1)
+
+    def kind(self, what: Any, call: Call) -> Kind:
+        """The kind of a call that did `what` with its inputs, children and weights."""
+        inputs = tuple(map(_meta, call.inputs))
+        key = what, inputs, tuple(map(id, call.weights)), tuple([c.kind.states for c in call.children])
+        if key not in self.kinds:
+            read = [r for op in call.ops for r in op.refs() if r.of == "child"]
+            reads = {r: call.children[r.number].kind.states[r.part] for r in read}
+            self.kinds[key] = Kind(f"kind{len(self.kinds)}", list(call.ops), what[1], len(inputs), list(call.weights), reads)
+        return self.kinds[key]
+
+    def add(self, kind: Kind, children: list[Pending], inputs: list[Tensor], results: list[Lazy]) -> None:
+        vertex = Pending(kind, children, inputs)
+        for port, lazy in enumerate(results):
+            lazy.vertex, lazy.port = vertex, port
+            vertex.holders.append(weakref.ref(lazy))
+        self.pending.append(vertex)
+
+    def cut(self, call: Call | None) -> None:
+        """What an open call did so far becomes a vertex of its own: something else needs a result of it."""
+        at = next((i for i, known in enumerate(self.open) if known is call), None)
+        if at is None:
+            raise StructureError(
+                "a result is used of a call that never finished", needed="results of finished calls, or of calls around this one",
+                found="a tensor kept from a call that raised an error",
+            )  # fmt: skip
+        self.open[at].close()
+        self.open[at] = Call()
+
+    def flush(self) -> None:
+        """Run all that is pending, batched, and give the results to whoever holds them."""
+        for call in list(self.open):
+            self.cut(call)
+        pending, self.pending = self.pending, []
+        if not pending:
+            return
+        kinds = {p.kind.name: p.kind for p in pending}
+        names = tuple(sorted(kinds))
+        if names not in self.models:
+            self.models[names] = _model([kinds[n] for n in names])
+        model = self.models[names]
+        with torch._C.DisableTorchFunction():
+            structure, inputs = _structure(pending, names)
+            held = _held(pending)
+            every = dict.fromkeys(name for k in kinds.values() for name in k.states)
+            results = model(structure, inputs, at={o: np.array([v for v, _ in held.get(o, ())], np.int64) for o in every})
+            results = results if isinstance(results, dict) else {next(iter(every)): results}
+            for state, rows in held.items():
+                for (_, lazy), value in zip(rows, results[state].unbind(0), strict=True):
+                    lazy.value, lazy.vertex = value, None
+
+
+_recorder = Recorder()
+
+
+def flush() -> None:
+    """Run all that is pending now."""
+    _recorder.flush()
+
+
+def batched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Write calls of a function down and run them together; see the module."""
+    learnt: dict[Any, Learnt] = {}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or not _only_tensors(args):
+            return _recorded(function, args, kwargs)
+        key = tuple([_meta(a) if isinstance(a, Tensor) else a for a in args])
+        found = learnt.get(key)
+        if found is None:
+            found = learnt[key] = Learnt(function, args)
+        return found.again(args)
+
+    return call
+
+
+def _recorded(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run the function's own code, with its tensor ops written down."""
+    _recorder.open.append(Call())
+    try:
+        if len(_recorder.open) == 1:
+            with _Writing():
+                result = function(*args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+    except BaseException:
+        _recorder.open.pop()
+        raise
+    _recorder.open.pop().close()
+    return result
+
+
+class Learnt:
+    """The ops of a function for arguments of some shapes, from running it once on stand-ins."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        call = self.call = Call()
+        tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        stand_ins = [Lazy(_meta(a), call, Ref("arg", i)) if i in tensors else a for i, a in enumerate(args)]
+        _recorder.open.append(call)
+        try:
+            with _Writing():
+                result = function(*stand_ins)
+        finally:
+            _recorder.open.remove(call)
+        self.parts, self.how = _own_results(function, result, call)
+        self.kinds: dict[Any, Kind] = {}
+
+    def again(self, args: tuple[Any, ...]) -> Any:
+        """A call with the ops of the first: only its arguments are its own."""
+        call = Call()
+        call.weights, call.inputs = list(self.call.weights), list(self.call.inputs)
+        refs = tuple([call.ref(a) if isinstance(a, Tensor) else None for a in args])
+        key = refs, tuple([c.kind.states for c in call.children]), len(call.weights)
+        kind = self.kinds.get(key)
+        if kind is None:
+            kind = self.kinds[key] = self._kind(call, refs)
+        vertex = Pending(kind, call.children, call.inputs)
+        made = [Lazy(meta, None, ref, vertex, port) for port, (ref, meta) in enumerate(kind.outs)]
+        vertex.holders += map(weakref.ref, made)
+        _recorder.pending.append(vertex)
+        return unflat(made, self.how)
+
+    def _kind(self, call: Call, refs: tuple[Ref | None, ...]) -> Kind:
+        def own(ref: Ref) -> Ref:
+            return refs[ref.number] if ref.of == "arg" else ref
+
+        call.ops = [Op(o.function, write(o.args, own, Ref), tuple((k, write(v, own, Ref)) for k, v in o.kwargs)) for o in self.call.ops]
+        path = functools.reduce(_recorder.step, call.ops, 0)
+        return _recorder.kind((path, tuple((own(ref), meta) for ref, meta in self.parts)), call)
+
+
+def _own_results(function: Callable[..., Any], result: Any, call: Call) -> tuple[list[tuple[Ref, Meta]], Any]:
+    try:
+        parts, how = flat(result)
+        if all(type(p) is Lazy and p.call is call for p in parts):
+            return [(p.ref, p.meta_) for p in parts], how
+    except TypeError:
+        pass
+    raise StructureError(
+        f"{getattr(function, '__name__', 'the function')} does not return what it computed", found=type(result).__name__,
+        needed="a tensor, or a tuple or list of tensors, computed from its arguments without looking at their numbers",
+    )  # fmt: skip
+
+
+class _Writing(TorchFunctionMode):
+    """While a decorated call is open: ops on lazy tensors or parameters are written down, others run at once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_NUMBERS or not _concerns(args) and not _concerns(tuple(kwargs.values())):
+            return func(*args, **kwargs)
+        if func in _NEEDS_NUMBERS:
+            args, kwargs = _numbers((args, kwargs))
+            return func(*args, **kwargs)
+        return _recorder.open[-1].do(func, args, kwargs)
+
+
+def _concerns(args: Any) -> bool:
+    """Whether a lazy tensor or a parameter is among the arguments."""
+    return any(type(a) is Lazy or is_weight(a) or (isinstance(a, (tuple, list)) and _concerns(a)) for a in args)
+
+
+def _numbers(x: Any) -> Any:
+    """Arguments with numbers in place of lazy tensors, running what is pending if need be."""
+
+    def number(t: Any) -> Any:
+        if type(t) is not Lazy:
+            return t
+        if t.value is None:
+            _recorder.flush()
+        return t.value
+
+    return tree_map(number, x, is_leaf=lambda t: isinstance(t, Tensor))
+
+
+def _model(kinds: list[Kind]) -> Model:
+    outs = [(state_name(port, meta), meta) for k in kinds for port, (_, meta) in enumerate(k.outs)]
+    return Model({k.name: k for k in kinds}, {name: shape for name, (shape, dtype) in outs if dtype.is_floating_point})
+
+
+def _structure(pending: list[Pending], names: tuple[str, ...]) -> tuple[Structure, dict[str, Tensor]]:
+    """One sample with a vertex per call; each kind has its own stack of inputs."""
+    number, of = {id(p): i for i, p in enumerate(pending)}, {name: i for i, name in enumerate(names)}
+    counts, rows, stacks = dict.fromkeys(names, 0), list[int](), dict[str, list[Tensor]]()
+    for p in pending:
+        rows.append(counts[p.kind.name] if p.inputs else NO_ROW)
+        counts[p.kind.name] += 1
+        for i, x in enumerate(p.inputs):
+            stacks.setdefault(f"{p.kind.name} {i}", []).append(x)
+    structure = Structure(
+        first=np.concatenate([[0], np.cumsum([len(p.children) for p in pending])]).astype(np.int64),
+        child=np.array([number[id(c)] for p in pending for c in p.children], np.int64),
+        row=np.array(rows, np.int64), sample=np.array([0, len(pending)], np.int64),
+        kind=np.array([of[p.kind.name] for p in pending], np.int64), kinds=names,
+    )  # fmt: skip
+    return structure, {name: torch.stack(rows) for name, rows in stacks.items()}
+
+
+def _held(pending: list[Pending]) -> dict[str, list[tuple[int, Lazy]]]:
+    """The results somebody still holds: state -> (vertex, who)."""
+    out: dict[str, list[tuple[int, Lazy]]] = {}
+    for i, p in enumerate(pending):
+        for w in p.holders:
+            if (lazy := w()) is not None:
+                out.setdefault(p.kind.states[lazy.port], []).append((i, lazy))
+    return out
+
+
+def _meta(x: Tensor) -> Meta:
+    return x.meta_ if type(x) is Lazy else (tuple(x.shape), x.dtype)
+
+
+def _position(items: list[Any], item: Any) -> int:
+    for i, known in enumerate(items):
+        if known is item:
+            return i
+    items.append(item)
+    return len(items) - 1
+
+
+def _only_tensors(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments are tensors, at least one of them, and plain settings beside."""
+    return any(isinstance(a, Tensor) for a in args) and all(a is None or isinstance(a, (Tensor, bool, float, str)) for a in args)

@@ -1,0 +1,147 @@
+"""What `batched` writes down: calls, the ops they did, and the kinds of vertex that follow from them.
+
+An op is a tuple (function, arguments, keyword arguments) in which a Ref stands for every tensor, so equal work is equal data.
+Sequences of ops are numbered as they come, so telling the kind of a call costs one lookup per op.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from weft.dynamic.vertex import Vertex
+
+Meta = tuple[tuple[int, ...], torch.dtype]
+
+
+class Ref(NamedTuple):
+    """A tensor as an op names it: result `part` of op `number`, port `part` of child `number`, an input, a weight, an argument."""
+
+    of: str
+    number: int
+    part: int = 0
+
+
+class Items(NamedTuple):
+    """A list or tuple among the arguments."""
+
+    kind: type
+    items: tuple[Any, ...]
+
+
+class Cut(NamedTuple):
+    """A slice among the arguments; slices cannot be keys."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+class Op(NamedTuple):
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def refs(self) -> list[Ref]:
+        out: list[Ref] = []
+        write(self.args, lambda r: out.append(r) or r, Ref)
+        write(tuple(v for _, v in self.kwargs), lambda r: out.append(r) or r, Ref)
+        return out
+
+    def __hash__(self) -> int:
+        return hash((self.function, self.args, self.kwargs))
+
+
+def write(x: Any, name: Callable[[Any], Any], what: type = Tensor) -> Any:
+    """Arguments as data, with `name(t)` for each tensor t (or, in data, each Ref)."""
+    if isinstance(x, what):
+        return name(x)
+    kind = type(x)
+    if kind is Items:
+        return Items(x.kind, tuple([write(i, name, what) for i in x.items]))
+    if kind is tuple and what is Ref:
+        return tuple([write(i, name, what) for i in x])
+    if kind is tuple or kind is list:
+        return Items(kind, tuple([write(i, name, what) for i in x]))
+    return Cut(x.start, x.stop, x.step) if kind is slice else x
+
+
+def read(x: Any, find: Callable[[Ref], Any]) -> Any:
+    """Data as arguments again."""
+    kind = type(x)
+    if kind is Ref:
+        return find(x)
+    if kind is Items:
+        return x.kind([read(i, find) for i in x.items])
+    return slice(*x) if kind is Cut else x
+
+
+def do(op: Op, find: Callable[[Ref], Any]) -> Any:
+    return op.function(*[read(a, find) for a in op.args], **{k: read(v, find) for k, v in op.kwargs})
+
+
+def flat(result: Any) -> tuple[list[Any], Any]:
+    """Tensors of a result, and how to put others in their place."""
+    if isinstance(result, Tensor):
+        return [result], None
+    if isinstance(result, (tuple, list)) and all(isinstance(r, Tensor) for r in result):
+        return list(result), type(result) if type(result) in (tuple, list) else tuple
+    raise TypeError(f"{type(result).__name__} is no tensor, nor a tuple or list of tensors")
+
+
+def unflat(parts: list[Any], how: Any) -> Any:
+    return parts[0] if how is None else how(parts)
+
+
+@functools.lru_cache(maxsize=65536)
+def results_of(op: Op, metas: tuple[Meta, ...]) -> tuple[tuple[Meta, ...], Any]:
+    """Shapes and dtypes of what an op gives, and their structure, for tensors of these shapes in the order of `op.refs()`."""
+    stand_ins = iter([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas])
+    with torch._C.DisableTorchFunction():
+        parts, how = flat(do(op, lambda _: next(stand_ins)))
+    return tuple((tuple(p.shape), p.dtype) for p in parts), how
+
+
+class Kind:
+    """A type of vertex: ops over inputs, children and weights, done for many calls at once."""
+
+    def __init__(
+        self, name: str, ops: Sequence[Op], outs: Sequence[tuple[Ref, Meta]], inputs: int, weights: Sequence[Tensor], reads: dict[Ref, str]
+    ) -> None:
+        self.name, self.ops, self.outs, self.inputs, self.weights, self.reads = name, ops, outs, inputs, weights, reads
+        self.states = tuple(state_name(port, meta) for port, (_, meta) in enumerate(outs))
+
+    def __call__(self, v: Vertex) -> None:
+        inputs = [v.pull(f"{self.name} {i}") for i in range(self.inputs)]
+        children = [v.gather(state, ref.number) for ref, state in self.reads.items()]
+        values = torch.vmap(self._one)(inputs, children)
+        results = dict(zip(self.states, values, strict=True))
+        v.scatter(**{name: value for name, value in results.items() if value.dtype.is_floating_point})
+        v.push(**results)
+
+    def _one(self, inputs: list[Tensor], children: list[Tensor]) -> list[Tensor]:
+        """One call in plain torch."""
+        below = dict(zip(self.reads, children, strict=True))
+        done: list[list[Tensor]] = []
+
+        def find(ref: Ref) -> Tensor:
+            if ref.of == "op":
+                return done[ref.number][ref.part]
+            return below[ref] if ref.of == "child" else (inputs if ref.of == "in" else self.weights)[ref.number]
+
+        for op in self.ops:
+            done.append(flat(do(op, find))[0])
+        return [find(ref) for ref, _ in self.outs]
+
+
+def state_name(port: int, meta: Meta) -> str:
+    """The name under which a result is scattered: the same for all kinds with such a result."""
+    return f"{port} {list(meta[0])} {str(meta[1]).removeprefix('torch.')}"
+
+
+def is_weight(x: Any) -> bool:
+    return isinstance(x, nn.Parameter)
