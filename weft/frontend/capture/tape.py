@@ -1,4 +1,4 @@
-"""One tracing session: a module's tensors and a batch as inputs of a program to be, and torch listened to meanwhile."""
+"""One trace: a module's tensors and a batch as inputs of a program to be, and torch listened to meanwhile."""
 
 from __future__ import annotations
 
