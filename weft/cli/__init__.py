@@ -14,12 +14,15 @@ from typer.core import TyperGroup
 COMMANDS = (
     "bench",
     "calibrate",
+    "check",
+    "discover",
     "doctor",
     "fuzz",
     "run",
     "show",
-    "tune",
     "simulate",
+    "tune",
+    "verify",
 )
 
 

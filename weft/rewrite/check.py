@@ -57,7 +57,10 @@ class Report:
 
     def __str__(self) -> str:
         if self.equal:
-            return f"equal: {self.derived} of {self.outputs} outputs derived, {self.evaluated} by value, {self.kinds_run} kinds of op run on the mesh, {self.seconds:.1f} s"
+            how = (
+                f"{self.derived} of {self.outputs} outputs derived, {self.evaluated} by value, {self.kinds_run} kinds of op run on the mesh"
+            )
+            return f"equal: {how}, {self.seconds:.1f} s"
         return f"not equal: {self.first or 'outputs ' + ', '.join(self.missing)}"
 
 
@@ -81,7 +84,11 @@ def _interface(a: Program, b: Program) -> tuple[str, ...]:
     """Names that one program lacks or that have another shape."""
     odd = [n for n, node in a.outputs if n not in b.output_names or _plain(node.type) != _plain(b.output_names[n].type)]
     read = {n.attr("name") for n in b.nodes if n.op.name == "input"}
-    odd += [n for n, node in b.input_names.items() if n in read and (n not in a.input_names or _plain(node.type) != _plain(a.input_names[n].type))]
+    odd += [
+        n
+        for n, node in b.input_names.items()
+        if n in read and (n not in a.input_names or _plain(node.type) != _plain(a.input_names[n].type))
+    ]
     return tuple(odd)
 
 
@@ -99,7 +106,7 @@ class _Tidy:
         self.done: dict[Node, Node] = {}
 
     def __call__(self, root: Node) -> Node:
-        for node in toposort([root]):
+        for node in toposort([root]) if root not in self.done else ():
             if node not in self.done:
                 args = tuple(self.done[a] for a in node.args)
                 same = all(a is b for a, b in zip(args, node.args, strict=True))
@@ -200,9 +207,9 @@ def _slack(program: Program) -> float:
 
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     if a.shape != b.shape or not b.dtype.is_floating_point:
-        return a.shape == b.shape and torch.equal(a, b)
+        return a.shape == b.shape and bool(torch.equal(a, b))
     scale = float(b.double().abs().nan_to_num(posinf=0, neginf=0).max()) if b.numel() else 0.0
-    return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance * max(1.0, scale), equal_nan=True)
+    return bool(torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance * max(1.0, scale), equal_nan=True))
 
 
 # -- values, and the first node that strays ------------------------------------------------------------------------------------------
@@ -217,7 +224,9 @@ def _first_stray(single: Program, sharded: Program, names: Iterable[str], tidy: 
     roots = [p[n] for n in names for p in ({k: tidy(here[v]) for k, v in single.outputs}, {k: tidy(there[v]) for k, v in sharded.outputs})]
     _evaluate(roots, given, values)
     slack = _slack(single)
-    apart = [n for n in names if not _close(values[tidy(there[sharded.output_names[n]])], values[tidy(here[single.output_names[n]])], slack)]
+    apart = [
+        n for n in names if not _close(values[tidy(there[sharded.output_names[n]])], values[tidy(here[single.output_names[n]])], slack)
+    ]
     if not apart:
         return None
     known = {tidy(here[n]) for n in single.nodes}
@@ -235,7 +244,9 @@ def _first_stray(single: Program, sharded: Program, names: Iterable[str], tidy: 
 def _evaluate(roots: Iterable[Node], given: Mapping[str, torch.Tensor], values: dict[Node, Any]) -> None:
     for node in toposort(roots):
         if node not in values:
-            values[node] = given[node.attr("name")] if node.op.name == "input" else node.op.run(*(values[a] for a in node.args), **dict(node.attrs))
+            values[node] = (
+                given[node.attr("name")] if node.op.name == "input" else node.op.run(*(values[a] for a in node.args), **dict(node.attrs))
+            )
 
 
 def _print(value: Any) -> Any:

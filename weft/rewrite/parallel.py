@@ -19,7 +19,7 @@ data_parallel_both: f(x, y) == all_gather(f(slice(x, axis=a, dim=d), slice(y, ax
 reduction_parallel: f(x, y) == all_reduce(f(slice(x, axis=a, dim=d), slice(y, axis=a, dim=e)), axis=a)
 reduction_parallel_one: f(x) == all_reduce(f(slice(x, axis=a, dim=d)), axis=a)
 column_then_row: matmul(f(matmul(x, all_gather(y, axis=a))), all_gather(z, axis=a)) == all_reduce(matmul(f(matmul(x, y)), z), axis=a)
-    for x[i, k] y[k, l] z[l, j] where f pointwise
+    for x[i, k] y[k, l] z[l, j]
 expert_parallel: f(x, all_gather(y, axis=a)) == all_to_all(f(all_to_all(x, axis=a, dim=d), y), axis=a, dim=e) for x[b, i, j] y[b, j, k]
 
 [communicate]
@@ -46,11 +46,12 @@ delay_sum_both: f(all_reduce(x, axis=a), all_reduce(y, axis=a)) == all_reduce(f(
 delay_scatter: f(reduce_scatter(x, axis=a, dim=d)) == reduce_scatter(f(x), axis=a, dim=e)
 delay_scatter_beside: f(reduce_scatter(x, axis=a, dim=d), slice(y, axis=a, dim=e)) == reduce_scatter(f(x, y), axis=a, dim=c)
 delay_scatter_both: f(reduce_scatter(x, axis=a, dim=d), reduce_scatter(y, axis=a, dim=e)) == reduce_scatter(f(x, y), axis=a, dim=c)
-sums_in_any_order: all_reduce(all_reduce(x, axis=a), axis=b) == all_reduce(all_reduce(x, axis=b), axis=a) where a != b
-gathers_in_any_order: all_gather(all_gather(x, axis=a), axis=b) == all_gather(all_gather(x, axis=b), axis=a) where a != b
-sum_past_gather: all_reduce(all_gather(x, axis=b), axis=a) == all_gather(all_reduce(x, axis=a), axis=b) where a != b
-by_hierarchy: all_reduce(all_reduce(x, axis=a), axis=b) == all_gather(all_reduce(reduce_scatter(x, axis=a, dim=d), axis=b), axis=a) where a != b
-send_slices: send(all_gather(x, axis=a), axis=b, to=r) == all_gather(send(x, axis=b, to=r), axis=a) where a != b
+sums_in_any_order: all_reduce(all_reduce(x, axis=a), axis=b) == all_reduce(all_reduce(x, axis=b), axis=a)
+gathers_in_any_order: all_gather(all_gather(x, axis=a), axis=b) == all_gather(all_gather(x, axis=b), axis=a)
+sum_past_gather: all_reduce(all_gather(x, axis=b), axis=a) == all_gather(all_reduce(x, axis=a), axis=b)
+by_hierarchy: all_reduce(all_reduce(x, axis=a), axis=b)
+    == all_gather(all_reduce(reduce_scatter(x, axis=a, dim=d), axis=b), axis=a)
+send_slices: send(all_gather(x, axis=a), axis=b, to=r) == all_gather(send(x, axis=b, to=r), axis=a)
 merge: all_reduce(x, axis=a), all_reduce(y, axis=a) == item(all_reduce(x, y, axis=a), index=0), item(all_reduce(x, y, axis=a), index=1)
 bucket: all_reduce(x, axis=a), all_reduce(y, axis=a)
     == narrow(all_reduce(concat(x, y, dim=0), axis=a), dim=0, start=0, stop=size(x, 0), step=1),

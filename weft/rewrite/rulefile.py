@@ -24,8 +24,6 @@ def parse_rules(text: str, family: str = "") -> list[Schema]:
         line = raw.split("#")[0].rstrip()
         if line.startswith((" ", "\t")) and joined:
             joined[-1] += " " + line.strip()
-        elif line.startswith("[") and line.endswith("]"):
-            joined.append(line)
         elif line:
             joined.append(line)
     rules: list[Schema] = []
@@ -51,7 +49,9 @@ def parse_rule(line: str, family: str = "") -> Schema:
     except SyntaxError as e:
         raise RuleError(f"rule {head} does not read", needed="calls of ops on holes", found=f"{body.strip()} ({e.msg})") from e
     if len(sides[0]) != len(sides[1]):
-        raise RuleError(f"rule {head} has {len(sides[0])} values left and {len(sides[1])} right", needed="as many on both sides", found=body.strip())
+        raise RuleError(
+            f"rule {head} has {len(sides[0])} values left and {len(sides[1])} right", needed="as many on both sides", found=body.strip()
+        )
     conditions = tuple(_condition(c.strip(), head) for c in where.split(",") if c.strip())
     return Schema(head.strip(), sides[0], sides[1], _shapes(shapes, head), conditions, family)
 
@@ -134,7 +134,9 @@ def _condition(text: str, head: str) -> Condition:
         return Condition("keeps", (m[1],), (_number(m[2]), int(m[3]), _number(m[4])))
     if m := re.fullmatch(r"(\w+) != (\w+)", text):
         return Condition("differ", (m[1], m[2]))
-    raise RuleError(f"rule {head} has a condition weft does not know", needed="f linear in 0, f pointwise, f keeps d of 0 as e, or a != b", found=text)
+    raise RuleError(
+        f"rule {head} has a condition weft does not know", needed="f linear in 0, f pointwise, f keeps d of 0 as e, or a != b", found=text
+    )
 
 
 def _number(text: str) -> Any:

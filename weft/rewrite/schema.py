@@ -136,7 +136,17 @@ def sized(expr: Any, bound: Mapping[str, Node]) -> Any:
     """The expression with sizes made numbers."""
     if not isinstance(expr, Call):
         return expr
-    attrs = tuple((k, v.at(bound) if isinstance(v, Size) else tuple(s.at(bound) if isinstance(s, Size) else s for s in v) if isinstance(v, tuple) else v) for k, v in expr.attrs)
+    attrs = tuple(
+        (
+            k,
+            v.at(bound)
+            if isinstance(v, Size)
+            else tuple(s.at(bound) if isinstance(s, Size) else s for s in v)
+            if isinstance(v, tuple)
+            else v,
+        )
+        for k, v in expr.attrs
+    )
     return Call(expr.op, tuple(sized(a, bound) for a in expr.args), attrs)
 
 
@@ -217,6 +227,13 @@ def _applications(expr: Any, node: Node) -> Iterator[tuple[Call, Node]]:
 # -- a schema at a place -------------------------------------------------------------------------------------------------------------
 
 
+def flipped(schema: Schema) -> Schema | None:
+    """The rule read from right to left, where its left side has no hole of its own."""
+    left = {h for e in schema.left for h in holes_of(e)}
+    right = {h for e in schema.right for h in holes_of(e)}
+    return Schema(f"{schema.name}~", schema.right, schema.left, schema.shapes, schema.conditions, schema.family) if left <= right else None
+
+
 def matches(schema: Schema, node: Node) -> Iterator[Rule]:
     """The rules a one-output schema becomes at a node: every way to fill it whose right side types as the node does."""
     state = _match(schema.left[0], node, ({}, {}, {}))
@@ -230,10 +247,10 @@ def matches(schema: Schema, node: Node) -> Iterator[Rule]:
         if attrs_fit(full, schema.conditions) and dims_fit(schema.left[0], None, node, schema.conditions, full):
             left, right = (sized(fill(e, ops, full), bound) for e in (schema.left[0], schema.right[0]))
             try:
-                new = build(right, bound)
+                here, new = build(left, bound), build(right, bound)
             except WeftError:
                 continue
-            if new.types == node.types and new is not node:
+            if here is node and new is not node and new.types == node.types:
                 yield Rule(schema.name, (left,), (right,))
 
 

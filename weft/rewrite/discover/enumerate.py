@@ -69,7 +69,9 @@ class Enumerator:
         self.nodes: list[list[Node]] = []  # per expression, one node per mesh
         self.held: list[list[Any]] = []
         self.groups: dict[bytes, int] = {}
-        self.rank_of = {k: [j for j, other in enumerate(world.leaves) if other.kind == leaf.kind].index(k) for k, leaf in enumerate(world.leaves)}
+        self.rank_of = {
+            k: [j for j, other in enumerate(world.leaves) if other.kind == leaf.kind].index(k) for k, leaf in enumerate(world.leaves)
+        }
         self.twins = {k: [j for j, other in enumerate(world.leaves) if other.kind == leaf.kind] for k, leaf in enumerate(world.leaves)}
 
     def run(self) -> Universe:
@@ -104,7 +106,9 @@ class Enumerator:
         if self.world.moves and size == self.max_ops and size > 2 and not comm:
             return
         try:
-            nodes = [apply(form.op, (*(self.nodes[a][k] for a in args), *form.fixed), dict(form.attrs)) for k in range(len(self.world.meshes))]
+            nodes = [
+                apply(form.op, (*(self.nodes[a][k] for a in args), *form.fixed), dict(form.attrs)) for k in range(len(self.world.meshes))
+            ]
             held = [ranks.run_node(self.domain, n, [self._value(a, k, n) for a in self._operands(args, n)]) for k, n in enumerate(nodes)]
         except (WeftError, IndexError):
             return

@@ -1,4 +1,4 @@
-"""From an equal pair to rules that say more: inputs become holes, axes and dims attribute holes, ops op holes with the weakest condition."""
+"""From an equal pair to rules that say more: inputs, axes, dims and ops become holes, ops under the weakest condition."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ LETTERS = "fgh"
 
 def candidates(left: Any, right: Any) -> Iterator[Schema]:
     """Schemas the pair is an instance of, the most general first; the last is the pair with its inputs as holes."""
-    left, right = _renamed(left, right)
+    left, right = _in_order(left, right)
     if erased(left) == erased(right):
-        yield _schema(*_any_op(*_any_place(left, right)))
+        left, right = _any_place(left, right)
+        yield _schema(*_any_op(left, right))
+        yield _schema(left, right)
         return
     left, right = _any_axis(left, right)
     for form in _shared(left, right):
         for condition in _conditions(form):
-            sides = tuple(_abstract(e, form, "f") for e in (left, right))
-            yield _schema(*sides, conditions=condition)
+            yield _schema(_abstract(left, form, "f"), _abstract(right, form, "f"), condition)
     yield _schema(left, right)
 
 
@@ -33,29 +34,31 @@ def _schema(left: Any, right: Any, conditions: tuple[Condition, ...] = ()) -> Sc
     return Schema("found", (left,), (right,), {}, conditions)
 
 
-def _renamed(left: Any, right: Any) -> tuple[Any, Any]:
+def _in_order(left: Any, right: Any) -> tuple[Any, Any]:
     """Holes named in order of appearance."""
     names = dict(zip(dict.fromkeys([*holes_of(left), *holes_of(right)]), NAMES, strict=False))
-    return _map(left, names), _map(right, names)
+    return renamed(left, names), renamed(right, names)
 
 
-def _map(expr: Any, names: dict[str, str]) -> Any:
+def renamed(expr: Any, names: dict[str, str]) -> Any:
     if isinstance(expr, Hole):
         return Hole(names[expr.name])
-    return Call(expr.op, tuple(_map(a, names) for a in expr.args), expr.attrs) if isinstance(expr, Call) else expr
+    return Call(expr.op, tuple(renamed(a, names) for a in expr.args), expr.attrs) if isinstance(expr, Call) else expr
 
 
 def _any_axis(left: Any, right: Any) -> tuple[Any, Any]:
     axes = dict.fromkeys(v for e in (left, right) for c in calls_of(e) for k, v in c.attrs if k == "axis")
     names = dict(zip(axes, "ab", strict=False))
-    return _attrs(left, lambda k, v: AttrHole(names[v]) if k == "axis" else v), _attrs(right, lambda k, v: AttrHole(names[v]) if k == "axis" else v)
+    return _attrs(left, lambda k, v: AttrHole(names[v]) if k == "axis" else v), _attrs(
+        right, lambda k, v: AttrHole(names[v]) if k == "axis" else v
+    )
 
 
 def _any_place(left: Any, right: Any) -> tuple[Any, Any]:
     """Axes as holes; every dim and root of a collective a hole of its own, since types say which fit."""
     fresh = (AttrHole(f"d{i}") for i in itertools.count(1))
     left, right = _any_axis(left, right)
-    return tuple(_attrs(e, lambda k, v: next(fresh) if k in ("dim", "root", "to") else v, comm_only=True) for e in (left, right))  # type: ignore[return-value]
+    return tuple(_attrs(e, lambda k, v: next(fresh) if k in ("dim", "root", "to") else v, comm_only=True) for e in (left, right))
 
 
 def _attrs(expr: Any, change: Any, comm_only: bool = False) -> Any:

@@ -13,40 +13,50 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from weft.core.errors import RuleError
+from weft.rewrite.certificate import Certificate, Pair, write
 from weft.rewrite.discover.closure import Clause, Closure, Grounder
 from weft.rewrite.discover.enumerate import Enumerator, Universe
-from weft.rewrite.discover.generalise import candidates
-from weft.rewrite.discover.worlds import World, worlds
-from weft.rewrite.pattern import Hole, calls_of, holes_of
+from weft.rewrite.discover.generalise import candidates, renamed
+from weft.rewrite.discover.worlds import World, op_names, worlds
+from weft.rewrite.pattern import calls_of, holes_of
 from weft.rewrite.prove.forms import usual_forms
-from weft.rewrite.prove.ladder import Effort, prove
+from weft.rewrite.prove.general import derive
+from weft.rewrite.prove.ladder import Effort, needless, prove
 from weft.rewrite.prove.shapes import infer_shapes
 from weft.rewrite.rulefile import show
-from weft.rewrite.schema import Form, Schema, only_moves
+from weft.rewrite.schema import Form, Schema, erased
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A rule, the rung it reached, and how many pairs waited for it when it was taken up."""
+    """A rule, the rung it reached, how, and on how many instances it was tried."""
 
     schema: Schema
     rung: int
     derivation: dict[str, Any] | None
-    pairs: int = 0
+    tried: int = 0
+    needs: dict[str, str] = field(default_factory=dict)  # per condition, what fails without it
 
 
 @dataclass
 class Discovery:
-    """Rules, the pairs they account for (as text, one per line), and pairs that share too few inputs to be rules."""
+    """Rules, the pairs they account for, and how many pairs share too few inputs to be rules."""
 
     rules: list[Found]
-    pairs: list[str]
+    pairs: list[Pair]
     ops: list[str]
     expressions: int
     seconds: float
     unbound: int = 0
+
+    def as_file(self, most_pairs: int = 2500) -> str:
+        """The rules with their certificates, and the smallest pairs."""
+        sealed = [Certificate(r.schema, r.rung, r.derivation, r.tried, r.needs).sealed() for r in self.rules]
+        facts = {"ops": self.ops, "expressions": self.expressions, "pairs_found": len(self.pairs)}
+        return write(sealed, sorted(self.pairs, key=lambda p: len(p.left) + len(p.right))[:most_pairs], **facts)
 
 
 @dataclass
@@ -54,25 +64,25 @@ class State:
     """Verdicts known from an earlier run, by the rule's text."""
 
     path: Path | None
-    verdicts: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    verdicts: dict[str, tuple[int, Any, int]] = field(default_factory=dict)
 
     @staticmethod
     def read(path: Path | None) -> State:
         state = State(path)
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
-                text, rung, derivation = json.loads(line)
-                state.verdicts[text] = (rung, derivation)
+                text, *verdict = json.loads(line)
+                state.verdicts[text] = (verdict[0], verdict[1], verdict[2])
         return state
 
-    def verdict(self, schema: Schema, forms: Sequence[Form], effort: Effort) -> tuple[int, Any]:
+    def verdict(self, schema: Schema, forms: Sequence[Form], effort: Effort) -> tuple[int, Any, int]:
         text = show(schema)
         if text not in self.verdicts:
             found = prove(schema, effort, forms)
-            self.verdicts[text] = (found.rung, found.derivation)
+            self.verdicts[text] = (found.rung, found.derivation, found.tried)
             if self.path is not None:
                 with self.path.open("a") as f:
-                    f.write(json.dumps([text, found.rung, found.derivation]) + "\n")
+                    f.write(json.dumps([text, *self.verdicts[text]]) + "\n")
         return self.verdicts[text]
 
 
@@ -101,23 +111,24 @@ class Search:
     def _take_up(self, w: int, pair: tuple[int, int]) -> None:
         left, right = _orient(self.universes[w], pair) or pair
         u = self.universes[w]
-        best: tuple[int, Schema, Any, list[list[Clause]]] | None = None
+        best: tuple[Found, list[list[Clause]]] | None = None
         for schema in candidates(u.expr(left), u.expr(right)):
             schema = _with_shapes(schema, u)
             clauses = self._ground(schema)
             if clauses is None:
                 continue
-            rung, derivation = self.state.verdict(schema, self.forms, self.effort)
-            if rung and (best is None or rung > best[0]):
-                best = (rung, schema, derivation, clauses)
+            if schema.op_holes and derive(schema) is None:
+                continue  # true of the ops at hand is not true of every op
+            rung, derivation, tried = self.state.verdict(schema, self.forms, self.effort)
+            if rung and (best is None or rung > best[0].rung):
+                best = (Found(named(schema), rung, derivation, tried), clauses)
             if rung == 3:
                 break
         if best is None:
-            raise AssertionError(f"equal on every mesh, yet refuted: {show(schema)}")
-        rung, schema, derivation, clauses = best
-        self.rules.append(Found(named(schema), rung, derivation))
-        self.clauses.append(clauses)
-        for closure, new in zip(self.closures, clauses, strict=True):
+            raise RuleError("a pair that is equal on every mesh reaches no rung", needed="a proof", found=show(schema))
+        self.rules.append(best[0])
+        self.clauses.append(best[1])
+        for closure, new in zip(self.closures, best[1], strict=True):
             closure.add(new)
         self.closures[w].add([(*pair, ())])
 
@@ -136,30 +147,34 @@ class Search:
     def prune(self) -> None:
         """Drops every rule whose instances follow from the other rules, the last found first."""
         for k in reversed(range(len(self.rules))):
-            others = [c for i, c in enumerate(self.clauses) if i != k]
-            if self._all_known(others):
+            touched = [w for w, clauses in enumerate(self.clauses[k]) if clauses]
+            if self._all_known([c for i, c in enumerate(self.clauses) if i != k], touched):
                 self.tell(f"follows from the others: {self.rules[k].schema}")
                 del self.rules[k], self.clauses[k]
 
-    def _all_known(self, clauses: Sequence[list[list[Clause]]]) -> bool:
-        for w, u in enumerate(self.universes):
-            closure = Closure(u)
+    def show_needs(self) -> None:
+        """For every condition of every rule, a counterexample to the rule without it."""
+        for k, r in enumerate(self.rules):
+            if r.schema.conditions:
+                needs = {str(c): text for c, text in needless(r.schema, self.effort, self.forms)}
+                self.rules[k] = replace(r, needs=needs)
+
+    def _all_known(self, clauses: Sequence[list[list[Clause]]], where: Sequence[int]) -> bool:
+        for w in sorted(where, key=lambda w: len(self.universes[w])):
+            closure = Closure(self.universes[w])
             closure.add(c for each in clauses for c in each[w])
             if not all(closure.known(p) for p in self.pairs[w]):
                 return False
         return True
 
-    def texts(self) -> list[str]:
-        """Every pair as a line, once up to the names of inputs."""
-        lines: dict[str, None] = {}
-        for w, pairs in enumerate(self.pairs):
-            u = self.universes[w]
+    def found_pairs(self) -> list[Pair]:
+        """Every pair, once up to the names of inputs."""
+        out: dict[str, Pair] = {}
+        for u, pairs in zip(self.universes, self.pairs, strict=True):
             for pair in pairs:
-                left, right = _orient(u, pair) or pair
-                *_, exact = candidates(u.expr(left), u.expr(right))
-                lines[pair_text(u, left, right)] = None
-                del exact
-        return list(lines)
+                made = _as_pair(u, *(_orient(u, pair) or pair))
+                out[f"{made.left} {made.right} {sorted(made.types.items())}"] = made
+        return list(out.values())
 
 
 def _weight(u: Universe, t: int, r: int) -> tuple[int, int]:
@@ -167,21 +182,12 @@ def _weight(u: Universe, t: int, r: int) -> tuple[int, int]:
     return u.size[t] + u.size[r], -len(u.leaves[t])
 
 
-def pair_text(u: Universe, left: int, right: int) -> str:
-    """`relu(all_gather(x, axis='m')) == ... for x[4, 4] m:S(0)`: the pair itself, inputs renamed in order."""
-    names: dict[str, str] = {}
-    for h in (*holes_of(u.expr(left)), *holes_of(u.expr(right))):
-        names.setdefault(h, "xyzwuv"[len(names)])
-    by_name = {leaf.name: leaf for leaf in u.world.leaves}
-    sides = " == ".join(str(_rename(u.expr(t), names)) for t in (left, right))
-    types = " ".join(f"{new}{list(by_name[old].shape)}" + "".join(f"{a}:{p}" for a, p in by_name[old].places) for old, new in names.items())
-    return f"{sides} for {types}"
-
-
-def _rename(expr: Any, names: dict[str, str]) -> Any:
-    from weft.rewrite.discover.generalise import _map
-
-    return _map(expr, names)
+def _as_pair(u: Universe, left: int, right: int) -> Pair:
+    """The pair as text, its inputs renamed in order."""
+    names = dict(zip(dict.fromkeys([*holes_of(u.expr(left)), *holes_of(u.expr(right))]), "xyzwuv", strict=False))
+    leaves, mesh = {leaf.name: leaf for leaf in u.world.leaves}, u.world.meshes[0]
+    types = {new: str(leaves[old].node(mesh).type) for old, new in names.items()}
+    return Pair(str(renamed(u.expr(left), names)), str(renamed(u.expr(right), names)), types, dict(mesh.key))
 
 
 def _orient(u: Universe, pair: tuple[int, int]) -> tuple[int, int] | None:
@@ -194,12 +200,9 @@ def _orient(u: Universe, pair: tuple[int, int]) -> tuple[int, int] | None:
 
 def _with_shapes(schema: Schema, u: Universe) -> Schema:
     """A rule of named ops carries the shapes it has in general."""
-    if schema.op_holes or only_moves(schema):
+    if schema.op_holes or not schema.calls:
         return schema
-    rank = len(u.world.leaves[0].shape)
-    from weft.rewrite.schema import erased
-
-    ranks = dict.fromkeys(schema.holes, (rank, False))
+    ranks = dict.fromkeys(schema.holes, (len(u.world.leaves[0].shape), False))
     shapes = infer_shapes([erased(e) for e in (*schema.left, *schema.right)], ranks)
     return schema if shapes is None else replace(schema, shapes=shapes)
 
@@ -212,17 +215,25 @@ def named(schema: Schema) -> Schema:
     return replace(schema, name=f"{heads}_{hashlib.sha256(blank.encode()).hexdigest()[:5]}", family="discovered")
 
 
-def discover(max_ops: int = 3, *, extra: Sequence[Form] = (), only: Sequence[str] = (), state: Path | None = None, tell: Tell = lambda _: None, effort: Effort | None = None) -> Discovery:
-    """Rules over the usual worlds, or those named, with more ops if given."""
+def discover(
+    max_ops: int = 3,
+    *,
+    extra: Sequence[Form] = (),
+    only: Sequence[str] = (),
+    given: Sequence[World] | None = None,
+    state: Path | None = None,
+    tell: Tell = lambda _: None,
+    effort: Effort | None = None,
+) -> Discovery:
+    """Rules over the usual worlds with more ops if given, over those named only, or over worlds of one's own."""
     start = time.perf_counter()
-    given = [w for w in worlds(extra) if not only or w.name in only]
+    given = [w for w in worlds(extra) if not only or w.name in only] if given is None else given
     search = Search(given, max_ops, State.read(state), effort or Effort(per_mesh=4, symbolic=4), tell)
     search.run()
     search.prune()
-    from weft.rewrite.discover.worlds import op_names
-
+    search.show_needs()
     total = sum(len(u) for u in search.universes)
-    return Discovery(search.rules, search.texts(), op_names(given), total, time.perf_counter() - start, search.unbound)
+    return Discovery(search.rules, search.found_pairs(), op_names(given), total, time.perf_counter() - start, search.unbound)
 
 
-__all__ = ["Discovery", "Found", "Hole", "Search", "discover"]
+__all__ = ["Discovery", "Found", "Search", "discover"]

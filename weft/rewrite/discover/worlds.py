@@ -74,13 +74,17 @@ def worlds(extra: Sequence[Form] = ()) -> list[World]:
     scale = form("mul", 1, {}, (2.0,))
     binary = _forms(("add", 2, {}), ("mul", 2, {}), ("matmul", 2, {}))
     blocks = _forms(("concat", 2, {"dim": 0}), ("concat", 2, {"dim": 1}))
-    more = _forms(("sub", 2, {}))
-    algebra = World("algebra", (alone,), tuple(_of(square, xyz=None)), (*unary, scale, *binary, *blocks, *more, *extra), moves=False)
+    algebra = World("algebra", (alone,), tuple(_of(square, xyz=None)), (*unary, scale, *binary, *blocks, *extra), moves=False)
     moves = World(
-        "moves", (two, three), tuple(_of(square, x=None, uv=S(0), s=S(1), pq=P())), (*unary, *binary, blocks[0], *communication(ONE_AXIS, 2), *extra)
+        "moves",
+        (two, three),
+        tuple(_of(square, x=None, uv=S(0), s=S(1), pq=P())),
+        (*unary, *binary, blocks[0], *communication(ONE_AXIS, 2), *extra),
     )
     table = [*_of((4, 4), t=S(0), u=S(1), w=None), Leaf("i", (3,), (), torch.int64), Leaf("j", (4,), (("m", S(0)),), torch.int64)]
-    lookup = World("lookup", (two, three), tuple(table), (form("take", 2, {"dim": 0}), form("neg"), form("relu"), *communication(ONE_AXIS, 2)))
+    lookup = World(
+        "lookup", (two, three), tuple(table), (form("take", 2, {"dim": 0}), form("neg"), form("relu"), *communication(ONE_AXIS, 2))
+    )
     cubes = [*_of((4, 4, 2), x=None, u=S(0), v=S(1)), *_of((4, 2, 2), w=S(0), y=None)]
     experts = World("experts", (two, three), tuple(cubes), (form("matmul", 2), form("relu"), *communication(ONE_AXIS, 3)))
     return [algebra, moves, lookup, experts, _two_axes()]

@@ -115,7 +115,11 @@ class Domain:
         joint = max((s for s in sets if len(s) > 1), key=len, default=None)
         if not singles and joint is None:
             return self.atom((*head, *_flat(rows)))
-        rest = _flat([r for k, r in enumerate(rows) if k not in singles]) if singles else _flat([r for k, r in enumerate(rows) if k not in (joint or ())])
+        rest = (
+            _flat([r for k, r in enumerate(rows) if k not in singles])
+            if singles
+            else _flat([r for k, r in enumerate(rows) if k not in (joint or ())])
+        )
         if singles:
             choices: Iterator[Any] = itertools.product(*([(k, e) for e in range(len(rows[k]))] for k in singles))
         else:
@@ -286,14 +290,25 @@ class Symbolic(Domain):
         return made
 
     def _applied(self, node: Node, head: tuple[int, ...], rows: list[tuple[int, ...]]) -> int:
-        """A function that keeps the order of an operand passes into a maximum there."""
-        for k, row in enumerate(rows if node.op.kind is Kind.POINTWISE and node.op.monotone else ()):
-            if len(row) == 1 and row[0] in self.extremes:
-                kind, members = self.extremes[row[0]]
-                by_kind = node.op.monotone.get(kind, ()) if isinstance(node.op.monotone, Mapping) else node.op.monotone
-                if frozenset({k}) in by_kind:
-                    return self.extreme(kind, [self._applied(node, head, [*rows[:k], (m,), *rows[k + 1 :]]) for m in sorted(members)])
+        """A function that keeps the order of an operand passes into a maximum there.
+
+        One through which a maximum of all operands together passes is itself a maximum, of one function per operand.
+        """
+        if node.op.kind is not Kind.POINTWISE or not node.op.monotone or any(len(r) != 1 for r in rows):
+            return super()._applied(node, head, rows)
+        for kind in ("max", "min"):
+            passing = node.op.monotone.get(kind, ()) if isinstance(node.op.monotone, Mapping) else node.op.monotone
+            if len(rows) > 1 and frozenset(range(len(rows))) in passing:
+                return self.extreme(kind, [self._part(kind, (*head, -2, k), row[0]) for k, row in enumerate(rows)])
+            for k, row in enumerate(rows):
+                if frozenset({k}) in passing and self.extremes.get(row[0], ("",))[0] == kind:
+                    members = sorted(self.extremes[row[0]][1])
+                    return self.extreme(kind, [self._applied(node, head, [*rows[:k], (m,), *rows[k + 1 :]]) for m in members])
         return super()._applied(node, head, rows)
+
+    def _part(self, kind: str, head: tuple[int, ...], code: int) -> int:
+        inner = self.extremes.get(code, ("", frozenset()))
+        return self.extreme(kind, [self.atom((*head, m)) for m in sorted(inner[1])]) if inner[0] == kind else self.atom((*head, code))
 
     def polynomial(self, node: Node, args: list[torch.Tensor]) -> torch.Tensor:
         if node.op.kind is Kind.POINTWISE:
@@ -304,7 +319,7 @@ class Symbolic(Domain):
 
     def _pointwise(self, node: Node, args: list[torch.Tensor]) -> torch.Tensor:
         """The op's own polynomial, run on arrays of terms."""
-        boxed = [np.array([Term(self, c) for c in a.reshape(-1).tolist()] or [None], dtype=object)[: a.numel()].reshape(tuple(a.shape)) for a in args]
+        boxed = [_boxed(self, a) for a in args]
         made = np.asarray(node.op.field(PRIME, *boxed, **dict(node.attrs)), dtype=object)
         return torch.tensor([t.code for t in made.reshape(-1)], dtype=torch.int64).reshape(made.shape)
 
@@ -333,6 +348,13 @@ def _at(flat: list[int], labels: Sequence[str], dims: Sequence[int], env: Mappin
     return flat[at]
 
 
+def _boxed(domain: Symbolic, a: torch.Tensor) -> Any:
+    out = np.empty(a.numel(), dtype=object)
+    for k, code in enumerate(a.reshape(-1).tolist()):
+        out[k] = Term(domain, code)
+    return out.reshape(tuple(a.shape))
+
+
 class Term:
     """A code with the arithmetic of its polynomial, so that an op's formula runs on it."""
 
@@ -355,7 +377,7 @@ class Term:
         return Term(self.domain, self.domain.add([self.code, self.domain.mul(self._of(other), self.domain.number(-1))]))
 
     def __rsub__(self, other: Any) -> Term:
-        return -self + other
+        return (-self).__add__(other)
 
     def __mod__(self, _: Any) -> Term:
         return self

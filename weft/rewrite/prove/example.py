@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from weft import interp
 from weft.core.errors import WeftError
+from weft.core.layout import Mesh
 from weft.rewrite.prove.compare import Difference, differ_in_numbers
-from weft.rewrite.prove.instances import Instance
-from weft.rewrite.schema import Schema
+from weft.rewrite.prove.instances import Instance, choices_on, settings, shaped_sides, typed
+from weft.rewrite.schema import Form, Schema, make_node
 
 
 def explain(schema: Schema, instance: Instance, wrong: Difference, seed: int) -> str:
@@ -57,3 +59,27 @@ def _show(x: torch.Tensor) -> str:
 
 def _number(v: float) -> str:
     return str(int(v)) if math.isfinite(v) and v == int(v) else f"{v:.3g}"
+
+
+def explain_types(schema: Schema, forms: Sequence[Form]) -> str:
+    """Why no mesh, shape and layout gives both sides one type: a place where the left side types, and what the right side is there."""
+    mesh, lines = Mesh(m=2), [f"  {schema}", "  no small mesh, shape and layout gives both sides one type"]
+    for setting in settings(schema, (2, 3), forms, mesh.axes):
+        for bound, nodes in typed(setting.left, choices_on(setting, mesh)):
+            title = f"  {', '.join(map(str, setting.left))}  ==  {', '.join(map(str, setting.right))}"
+            held = [f"  {h}: {n.type}" for h, n in bound.items()]
+            return "\n".join(
+                [*lines, title, f"  on {mesh}", *held, f"  left   {nodes[0].type}", f"  right  {_type_or_reason(setting.right[0], bound)}"]
+            )
+    for left, right in shaped_sides(schema, (2, 3), forms, mesh.axes):
+        return "\n".join([*lines, f"  on one device the left is {left}", f"  and the right is {right}"])
+    return "\n".join([*lines, "  the left side itself never types"])
+
+
+def _type_or_reason(expr: Any, bound: Any) -> str:
+    try:
+        return str(make_node(expr, bound).type)
+    except WeftError as e:
+        return f"{e.message}: needed {e.needed}, found {e.found}"
+    except (KeyError, IndexError):
+        return "no value at all"

@@ -72,7 +72,7 @@ def _unknown_vjp(name: str, linear: tuple[frozenset[int], ...], keeps: list[tupl
         fixed = next((s for s in linear if k in s), frozenset())
         others = [j for j in range(len(node.args)) if j not in fixed]
         there = _unknown_equation([a.ndim for a in node.args], keeps, pointwise)
-        sizes = {x: n for x, n in zip(there.ins[k], node.args[k].shape, strict=True)}
+        sizes = dict(zip(there.ins[k], node.args[k].shape, strict=True))
         ins = (there.outs[0], *(there.ins[j] for j in others))
 
         def equation(types: Types, attrs: Attrs) -> Equation:

@@ -47,7 +47,7 @@ def derive(schema: Schema) -> Derivation | None:
         if one is None:
             return None
         found.append(one)
-    return {"method": "cut-off", "cases": found} if found else None
+    return {"method": "cut-off", "cases": found} if any("normal" in case for case in found) else None
 
 
 def _dim_choices(schema: Schema) -> list[dict[str, int]]:
@@ -59,13 +59,17 @@ def _dim_choices(schema: Schema) -> list[dict[str, int]]:
 def _derive_at(schema: Schema, dims: dict[str, int]) -> Derivation | None:
     ops = {name: unknown_form(name, n, schema.conditions, dims) for name, n in schema.op_holes.items()}
     sides = [tuple(erased(fill(e, ops, dims)) for e in side) for side in (schema.left, schema.right)]
-    shapes = schema.shapes if set(schema.holes) <= set(schema.shapes) else infer_shapes([*sides[0], *sides[1]], dict.fromkeys(schema.holes, (2, False)))
+    shapes = (
+        schema.shapes
+        if set(schema.holes) <= set(schema.shapes)
+        else infer_shapes([*sides[0], *sides[1]], dict.fromkeys(schema.holes, (2, False)))
+    )
     if shapes is None:
-        return {"dims": dims, "types": "never"} if dims else None
+        return _never(schema, dims)
     labels = base_labels(shapes)
     programs = _programs(schema, sides, shapes, dict.fromkeys(labels, 2))
     if programs is None:
-        return {"dims": dims, "types": "never"} if dims else None
+        return _never(schema, dims)
     need = _cutoffs(programs, shapes, schema.holes)
     if max((need[x] for x in labels), default=0) > MOST:
         return None
@@ -81,10 +85,17 @@ def _derive_at(schema: Schema, dims: dict[str, int]) -> Derivation | None:
     return {"dims": dims, "sizes": need, "normal": prints}
 
 
+def _never(schema: Schema, dims: dict[str, int]) -> Derivation | None:
+    """A case of named ops that never types claims nothing; an unknown op's shape is made up, so nothing follows from it."""
+    return {"dims": dims, "types": "never"} if dims and not schema.op_holes else None
+
+
 Pairs = list[tuple[Program, Program]]
 
 
-def _programs(schema: Schema, sides: Sequence[tuple[Any, ...]], shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> Pairs | None:
+def _programs(
+    schema: Schema, sides: Sequence[tuple[Any, ...]], shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
+) -> Pairs | None:
     """Both sides on one device, and their gradients where there are any."""
     bound = {h: declared(h, shapes[h], sizes) for h in schema.holes}
     try:
@@ -93,7 +104,10 @@ def _programs(schema: Schema, sides: Sequence[tuple[Any, ...]], shapes: Mapping[
         return None
     if [n.types for n in nodes[0]] != [n.types for n in nodes[1]]:
         return None
-    left, right = (new_program(s, ALONE, list(bound.values()), {f"out{k}": n for k, n in enumerate(ns)}) for s, ns in zip(("left", "right"), nodes, strict=True))
+    left, right = (
+        new_program(s, ALONE, list(bound.values()), {f"out{k}": n for k, n in enumerate(ns)})
+        for s, ns in zip(("left", "right"), nodes, strict=True)
+    )
     try:
         return [(left, right), (vjp(left), vjp(right))]
     except NotDifferentiable:
@@ -193,4 +207,3 @@ def _count(program: Program, tied: _Tied) -> dict[tuple[Node, int], int]:
                     top = tied.top((node.args[k], d))
                     count[top] = count.get(top, 0) + 1
     return count
-

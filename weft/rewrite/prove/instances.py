@@ -33,6 +33,7 @@ class Setting:
     left: tuple[Any, ...]
     right: tuple[Any, ...]
     shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    bare: str = ""  # what one device would compute
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Instance:
         return f"{left}  ==  {right}"
 
 
-def settings(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: Sequence[str]) -> Iterator[Setting]:
+def settings(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: Sequence[str], rank: int = 2) -> Iterator[Setting]:
     """Every filling under the conditions whose two sides have the same shapes on one device."""
     fits = [[f for f in forms if f.arity == n and form_fits(f, name, schema.conditions)] for name, n in schema.op_holes.items()]
     keys = schema.attr_holes
@@ -64,28 +65,31 @@ def settings(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: 
         for values in itertools.product(*(attr_choices(k, axes) for k in keys.values())):
             attrs = dict(zip(keys, values, strict=True))
             if attrs_fit(attrs, schema.conditions):
-                yield from _shaped(schema, ops, attrs, sizes)
+                yield from _shaped(schema, ops, attrs, sizes, rank)
 
 
-def _shaped(schema: Schema, ops: Mapping[str, Form], attrs: Mapping[str, Any], sizes: Sequence[int]) -> Iterator[Setting]:
+def _shaped(schema: Schema, ops: Mapping[str, Form], attrs: Mapping[str, Any], sizes: Sequence[int], rank: int) -> Iterator[Setting]:
     left, right = (tuple(fill(e, ops, attrs) for e in side) for side in (schema.left, schema.right))
     bare = [tuple(erased(e) for e in side) for side in (left, right)]
     if _merged(bare[0]) or _merged(bare[1]):
         bare[1] = bare[0] = tuple(e for e in bare[0] if not _merged((e,))) or ()
-    for choices in _shape_choices(schema, sizes):
+    for choices in _shape_choices(schema, sizes, rank):
         for bound, nodes in typed(bare[0], choices):
-            if not all(dims_fit(e, None, n, schema.conditions, attrs) for e, n in zip((erased(x) for x in schema.left), nodes, strict=False)):
+            if not all(
+                dims_fit(e, None, n, schema.conditions, attrs) for e, n in zip((erased(x) for x in schema.left), nodes, strict=False)
+            ):
                 continue
             bound = {**{h: c[0] for h, c in choices.items()}, **bound}
             if _types_like(bare[1], bound, nodes):
-                yield Setting(left, right, tuple((h, bound[h].shape, bound[h].dtype) for h in schema.holes))
+                shapes = tuple((h, bound[h].shape, bound[h].dtype) for h in schema.holes)
+                yield Setting(left, right, shapes, str([str(e) for side in bare for e in side]))
 
 
 def _merged(exprs: Sequence[Any]) -> bool:
     return any(isinstance(c, Call) and not isinstance(c.op, OpHole) and c.op.name == "item" for c in exprs)
 
 
-def _shape_choices(schema: Schema, sizes: Sequence[int]) -> Iterator[dict[str, list[Node]]]:
+def _shape_choices(schema: Schema, sizes: Sequence[int], rank: int = 2) -> Iterator[dict[str, list[Node]]]:
     """Shapes of holes: as declared, sizes given to labels in turn and the other way round; else any of a few."""
     if set(schema.holes) <= set(schema.shapes):
         labels = base_labels(schema.shapes)
@@ -93,7 +97,7 @@ def _shape_choices(schema: Schema, sizes: Sequence[int]) -> Iterator[dict[str, l
             size = {x: sizes[(k + turn) % len(sizes)] for k, x in enumerate(labels)}
             yield {h: [declared(h, schema.shapes[h], size)] for h in schema.holes}
         return
-    pool = [tuple(s) for s in itertools.product(sorted(set(sizes)), repeat=2)]
+    pool = [tuple(s) for s in itertools.product(sorted(set(sizes)), repeat=rank)]
     yield {h: [*(_input(h, s, torch.float64, ALONE) for s in pool), _input(h, (sizes[0],), torch.int64, ALONE)] for h in schema.holes}
 
 
@@ -181,6 +185,17 @@ def layouts(mesh: Mesh, shape: tuple[int, ...], roots: bool, inner: bool, extrem
 
 def instances(setting: Setting, mesh: Mesh, *, inner: bool = False, rng: random.Random | None = None, most: int = 0) -> Iterator[Instance]:
     """Every choice of layouts in which both sides type, and alike; with `most`, of so many layouts per hole, drawn by `rng`."""
+    choices = choices_on(setting, mesh, inner=inner, rng=rng, most=most)
+    for bound, nodes in typed(setting.left, choices):
+        if len(bound) == len(choices) and _types_like(setting.right, bound, nodes):
+            right = tuple(make_node(e, bound) for e in setting.right)
+            yield Instance(setting, mesh, tuple(bound[h] for h, _, _ in setting.shapes), tuple(nodes), right)
+
+
+def choices_on(
+    setting: Setting, mesh: Mesh, *, inner: bool = False, rng: random.Random | None = None, most: int = 0
+) -> dict[str, list[Node]]:
+    """Inputs for every hole, one per layout."""
     names = {c.op.name for e in (*setting.left, *setting.right) for c in _calls(e)}
     roots, extremes = bool(names & AT_ROOTS), bool(names & {"amax", "maximum"})
     choices: dict[str, list[Node]] = {}
@@ -189,10 +204,24 @@ def instances(setting: Setting, mesh: Mesh, *, inner: bool = False, rng: random.
         if rng is not None and most and len(some) > most:
             some = [some[0], *rng.sample(some[1:], most - 1)]
         choices[h] = [_input(h, shape, dtype, mesh, lay) for lay in some]
-    for bound, nodes in typed(setting.left, choices):
-        if len(bound) == len(choices) and _types_like(setting.right, bound, nodes):
-            right = tuple(make_node(e, bound) for e in setting.right)
-            yield Instance(setting, mesh, tuple(bound[h] for h, _, _ in setting.shapes), tuple(nodes), right)
+    return choices
+
+
+def shaped_sides(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Where the left side has a shape on one device, that shape and the right side's, or why it has none."""
+    fits = [[f for f in forms if f.arity == n and form_fits(f, name, schema.conditions)] for name, n in schema.op_holes.items()]
+    for chosen in itertools.product(*fits):
+        ops = dict(zip(schema.op_holes, chosen, strict=True))
+        attrs = {name: attr_choices(key, axes)[0] for name, key in schema.attr_holes.items()}
+        for choices in _shape_choices(schema, sizes):
+            for bound, nodes in typed([erased(fill(e, ops, attrs)) for e in schema.left], choices):
+                try:
+                    right = str(make_node(erased(fill(schema.right[0], ops, attrs)), bound).type)
+                except WeftError as e:
+                    right = f"{e.message}: needed {e.needed}, found {e.found}"
+                except (KeyError, IndexError):
+                    right = "no value at all"
+                yield str(nodes[0].type), right
 
 
 def _calls(expr: Any) -> Iterator[Call]:
@@ -202,16 +231,44 @@ def _calls(expr: Any) -> Iterator[Call]:
             yield from _calls(a)
 
 
-def sample(schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, *, inner: bool = False, patience: int = 6) -> Iterator[Instance]:
-    """Some instances of a rule on every small mesh, from as many fillings as there are; gives up after `patience` times as many fillings."""
+def sample(
+    schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, *, inner: bool = False, patience: int = 6
+) -> Iterator[Instance]:
+    """Some instances of a rule on every small mesh, from many fillings; gives up on a mesh after `patience` times as many."""
+    for rank in (2, 3):  # matrices, and where those never type, stacks of them
+        some = False
+        for instance in _sample(schema, forms, rng, per_site, inner, patience, rank):
+            some = True
+            yield instance
+        if some or schema.shapes:
+            return
+
+
+def _sample(
+    schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, inner: bool, patience: int, rank: int
+) -> Iterator[Instance]:
+    some, untried = False, True
     for mesh, sizes in SITES:
-        pools = list(settings(schema, sizes, forms, mesh.axes))
+        pools = list(settings(schema, sizes, forms, mesh.axes, rank))
         rng.shuffle(pools)
+        if untried:  # every op, with every attribute, that may fill a hole is tried at least once
+            pools = _one_of_each(pools)
         left, share = per_site, -(-per_site // max(1, len(pools)))
-        for setting in pools[: per_site * patience]:
-            if left <= 0:
+        for k, setting in enumerate(pools):
+            first = untried and k < len({s.bare for s in pools})
+            if not first and (left <= 0 or some and k >= per_site * patience):
                 break
-            found = list(instances(setting, mesh, inner=inner, rng=rng, most=10))
-            taken = rng.sample(found, min(len(found), share, left))
+            found = list(instances(setting, mesh, inner=inner, rng=rng, most=10 if some else 0))
+            taken = rng.sample(found, min(len(found), share))
             left -= len(taken)
+            some = some or bool(taken)
             yield from taken
+        untried = False
+
+
+def _one_of_each(pools: Sequence[Setting]) -> list[Setting]:
+    """One setting for everything one device may be asked to compute first, then the others."""
+    seen: set[Any] = set()
+    first = [s for s in pools if s.bare not in seen and not seen.add(s.bare)]  # type: ignore[func-returns-value]
+    chosen = set(map(id, first))
+    return [*first, *(s for s in pools if id(s) not in chosen)]

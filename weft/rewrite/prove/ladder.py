@@ -10,7 +10,7 @@ from typing import Any
 from weft.core.errors import WeftError
 from weft.rewrite.prove.compare import Difference, differ, differ_in_numbers
 from weft.rewrite.prove.domains import Field, Symbolic, Unsuitable
-from weft.rewrite.prove.example import explain
+from weft.rewrite.prove.example import explain, explain_types
 from weft.rewrite.prove.forms import usual_forms
 from weft.rewrite.prove.general import Derivation, derive
 from weft.rewrite.prove.instances import Instance, sample
@@ -103,12 +103,13 @@ def prove(schema: Schema, effort: Effort | None = None, forms: Sequence[Form] | 
     if wrong:
         return Verdict(schema, "refuted", 0, len(done), wrong)
     if not done:
-        return Verdict(schema, "ill-typed", 0, 0, _never_types(schema))
+        return Verdict(schema, "ill-typed", 0, 0, explain_types(schema, forms))
     meshes = tuple(sorted({str(i.mesh) for i in done}))
     verdict = Verdict(schema, "not refuted", 1, len(done), meshes=meshes)
     if not bounded(_spread(done, effort.symbolic), effort.symbolic):
         return verdict
-    verdict = replace(verdict, status="proved up to size", rung=2)
+    known = ", for the ops tried" if schema.op_holes else ""
+    verdict = replace(verdict, status=f"proved up to size{known}", rung=2)
     derivation = _derived(schema)
     return verdict if derivation is None else replace(verdict, status="proved", rung=3, derivation=derivation)
 
@@ -124,10 +125,6 @@ def _derived(schema: Schema) -> Derivation | None:
         return derive(schema)
     except WeftError:
         return None
-
-
-def _never_types(schema: Schema) -> str:
-    return f"  {schema}\n  no small mesh, shape and layout gives both sides one type"
 
 
 def without(schema: Schema, k: int) -> Schema:

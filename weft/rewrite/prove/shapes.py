@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,6 +48,7 @@ class _Solver:
         self.bound = bound
         self.means: dict[str, Sum] = {}
         self.dims: dict[Node, list[Sum]] = {}
+        self.equal: list[tuple[Sum, Sum]] = []
         self.fits = True
 
     def solve(self, roots: Sequence[Node]) -> dict[str, tuple[str, ...]] | None:
@@ -60,6 +62,7 @@ class _Solver:
             self.fits = self.fits and a.ndim == b.ndim
             for x, y in zip(self.dims[a], self.dims[b], strict=False):
                 self._unify(x, y)
+        self._settle()
         return self._named() if self.fits else None
 
     def _of(self, node: Node) -> list[Sum]:
@@ -72,7 +75,7 @@ class _Solver:
             for x, dim in zip(labels, self.dims[a], strict=True):
                 if x != ONE:
                     self._unify(places.setdefault(x, dim), dim)
-        joined = tuple(sorted(y for x, dim in places.items() if x in eq.whole for y in self._full(dim)))
+        joined = tuple(sorted(y for x, dim in places.items() if x in eq.whole for y in dim))
         return [places.get(x) or (joined if node.op.kind is Kind.VIEW else (str(eq.sizes.get(x, 1)),)) for x in eq.outs[0]]
 
     def _full(self, s: Sum) -> Sum:
@@ -82,14 +85,28 @@ class _Solver:
         return tuple(sorted(out))
 
     def _unify(self, a: Sum, b: Sum) -> None:
-        a, b = self._full(a), self._full(b)
-        if a == b:
-            return
-        for one, other in ((a, b), (b, a)):
-            if len(one) == 1 and not one[0].isdigit() and one[0] not in other:
-                self.means[one[0]] = other
-                return
-        self.fits = False
+        self.equal.append((a, b))
+
+    def _settle(self) -> None:
+        """Works through the equations until none can be solved; what is left does not fit."""
+        moved = True
+        while self.equal and moved:
+            left = [pair for pair in self.equal if not self._solved(*pair)]
+            moved, self.equal = len(left) < len(self.equal), left
+        self.fits = self.fits and not self.equal
+
+    def _solved(self, a: Sum, b: Sum) -> bool:
+        """Common labels are cancelled; a label alone means the other side, as does one repeated as often as another."""
+        x, y = Counter(self._full(a)), Counter(self._full(b))
+        x, y = x - y, y - x
+        for one, other in ((x, y), (y, x)):
+            if one.total() == 1 and not (name := next(iter(one))).isdigit() and other:
+                self.means[name] = tuple(sorted(other.elements()))
+                return True
+        if len(x) == len(y) == 1 and x.total() == y.total() and not (name := next(iter(x))).isdigit():
+            self.means[name] = (next(iter(y)),)
+            return True
+        return not x and not y
 
     def _named(self) -> dict[str, tuple[str, ...]]:
         names: dict[str, str] = {}

@@ -1,0 +1,58 @@
+"""`weft check A B`: do two programs denote the same outputs?"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def check(
+        single: Annotated[str, typer.Argument(help="a program as text in a file, or an example's name")],
+        sharded: Annotated[str, typer.Argument(help="another; `name:schedule` is an example under a schedule")],
+        json: Annotated[bool, typer.Option("--json", help="one object on the last line")] = False,
+    ) -> None:
+        """Decide whether two whole programs give the same outputs, and name the first op that differs."""
+        import weft.ops  # noqa: F401
+        from weft.cli.output import console, emit
+        from weft.rewrite.check import Report, check
+
+        a, b = _load(single), _load(sharded)
+        bad = next((x for x in (a, b) if not hasattr(x, "nodes")), None)
+        report = Report(False, 0, 0, 0, 0, bad) if bad is not None else check(a, b)
+        console.print(str(report), highlight=False, markup=False, soft_wrap=True)
+        if json:
+            first = report.first
+            emit({
+                "equal": report.equal, "outputs": report.outputs, "derived": report.derived, "evaluated": report.evaluated,
+                "kinds_run": report.kinds_run, "seconds": round(report.seconds, 3), "missing": list(report.missing),
+                "first": None if first is None else {"op": first.op, "layer": first.layer, "line": first.line, "why": first.why},
+            })  # fmt: skip
+        if not report.equal:
+            raise typer.Exit(1)
+
+
+def _load(name: str) -> Any:
+    """A program, or the place where its text is wrong."""
+    from weft.core.errors import ParseError
+    from weft.core.text import parse
+    from weft.rewrite.check import Place, locate
+
+    path = Path(name)
+    if not path.exists():
+        from weft.programs.catalog import scheduled
+
+        example, _, schedule = name.partition(":")
+        return scheduled(example, schedule or None)
+    text = path.read_text()
+    try:
+        return parse(text)
+    except ParseError as e:
+        at = re.search(r"line (\d+)", e.message)
+        found = locate(text, int(at[1])) if at else None
+        why = f"does not type: {e.message}; needed {e.needed}; found {e.found}"
+        return Place("program", "", str(path), why) if found is None else Place(found.op, found.layer, found.line, why)

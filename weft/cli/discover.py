@@ -1,0 +1,42 @@
+"""`weft discover`: rewrite rules found from the op entries alone, proved, the fewest that account for every equal pair."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def discover(
+        max_ops: Annotated[int, typer.Option(help="ops per expression")] = 3,
+        state: Annotated[Path | None, typer.Option(help="a file of verdicts, so that a stopped search goes on")] = None,
+        out: Annotated[Path | None, typer.Option(help="write the rules with their certificates, and the pairs, to this file")] = None,
+        world: Annotated[list[str] | None, typer.Option(help="only these worlds")] = None,
+        json: Annotated[bool, typer.Option("--json", help="one object on the last line")] = False,
+    ) -> None:
+        """Enumerate, group by fingerprint, generalise, keep the fewest, prove."""
+        import torch
+
+        import weft.ops  # noqa: F401
+        from weft.cli.output import console, emit
+        from weft.rewrite.discover.run import discover
+
+        torch.set_num_threads(1)
+        tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        found = discover(max_ops, only=world or (), state=state, tell=tell)
+        if out is not None:
+            out.write_text(found.as_file())
+        general = sum(r.rung == 3 for r in found.rules)
+        for r in found.rules:
+            tell(f"rung {r.rung}  {r.schema}")
+        console.print(f"{len(found.pairs)} pairs, {len(found.rules)} rules, {general} for all sizes, {found.seconds:.0f} s")
+        if json:
+            emit({
+                "max_ops": max_ops, "ops": len(found.ops), "expressions": found.expressions, "pairs": len(found.pairs),
+                "rules": len(found.rules),
+                "general": general, "bounded": sum(r.rung == 2 for r in found.rules), "seconds": round(found.seconds, 1),
+            })  # fmt: skip

@@ -1,0 +1,72 @@
+"""`weft verify`: are the rewrite rules right? All built-in and discovered ones, or those of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def verify(
+        rules: Annotated[Path | None, typer.Option(help="a file of rules: weft text, or TASO/FlexFlow JSON")] = None,
+        full: Annotated[bool, typer.Option(help="prove all from nothing instead of checking certificates")] = False,
+        write: Annotated[bool, typer.Option(help="with --full: write the certificates of the built-in rules anew")] = False,
+        seed: Annotated[int | None, typer.Option(help="of the fresh numbers; drawn if left out, and printed")] = None,
+        workers: Annotated[int, typer.Option(help="processes")] = 2,
+        json: Annotated[bool, typer.Option("--json", help="one object on the last line")] = False,
+    ) -> None:
+        """Say of each rule: proved, proved up to size, refuted with a counterexample, or ill-typed."""
+        import torch
+
+        import weft.ops  # noqa: F401
+        from weft.cli.output import console, emit
+
+        torch.set_num_threads(1)
+        if write:
+            _write(workers, console)
+            return
+        found = _of_file(rules, workers) if rules is not None else _of_weft(full, seed, workers, console)
+        for name, status, example in found.verdicts:
+            if example or rules is not None:
+                console.print(f"[bold]{name}[/]: {status}", highlight=False)
+                console.print(example, highlight=False, markup=False, soft_wrap=True)
+        counts = {k: getattr(found, k) for k in ("rules", "pairs", "general", "bounded", "refuted")}
+        console.print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
+        if json:
+            emit({**counts, "seconds": round(found.seconds, 2)})
+        if found.refuted and rules is None:
+            raise typer.Exit(1)
+
+
+def _of_weft(full: bool, seed: int | None, workers: int, console: Any) -> Any:
+    from weft.rewrite.prove.audit import verify
+
+    return verify(full=full, seed=seed, workers=workers)
+
+
+def _of_file(path: Path, workers: int) -> Any:
+    from weft.core.errors import RuleError
+    from weft.rewrite.prove.audit import audit_schemas
+    from weft.rewrite.rulefile import parse_rules
+    from weft.rewrite.taso import Foreign, read_taso
+
+    if not path.exists():
+        raise RuleError(f"no file {path}", needed="a file of rules", found=str(path))
+    text = path.read_text()
+    foreign = read_taso(text) if text.lstrip().startswith("{") else [Foreign(s.name, s) for s in parse_rules(text)]
+    return audit_schemas([(f.name, f.schema, f.why) for f in foreign], workers)
+
+
+def _write(workers: int, console: Any) -> None:
+    """The certificates that ship with weft, made anew."""
+    import weft.rewrite
+    from weft.rewrite.certificate import write
+    from weft.rewrite.prove.audit import builtin_rules, certify_all
+
+    made = certify_all(builtin_rules(), workers, lambda s: console.print(s, highlight=False))
+    path = Path(next(iter(weft.rewrite.__path__))) / "rules" / "builtin.json"
+    path.write_text(write(made))
+    console.print(f"{len(made)} certificates written to {path.name}")

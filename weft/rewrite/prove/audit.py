@@ -1,0 +1,151 @@
+"""All rules at once: certificates read and re-checked, refutation tried again on fresh numbers, or everything proved from nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.core.layout import Mesh
+from weft.core.text import read_type
+from weft.ops.source import input_node
+from weft.rewrite import algebra, parallel
+from weft.rewrite.certificate import Certificate, Pair, shipped
+from weft.rewrite.prove import ranks
+from weft.rewrite.prove.domains import Field
+from weft.rewrite.prove.forms import usual_forms
+from weft.rewrite.prove.ladder import Effort, Verdict, needless, prove, refute
+from weft.rewrite.rulefile import parse_rule, show
+from weft.rewrite.schema import Schema, make_node
+
+QUICK = Effort(per_mesh=3, symbolic=0)
+FULL = Effort(per_mesh=10, symbolic=8, inner=True)
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Audit:
+    """Counts, and what was found of every rule."""
+
+    verdicts: list[tuple[str, str, str]] = field(default_factory=list)  # name, status, counterexample
+    pairs: int = 0
+    general: int = 0
+    bounded: int = 0
+    refuted: int = 0
+    seconds: float = 0.0
+    seed: int = 0
+
+    @property
+    def rules(self) -> int:
+        return len(self.verdicts)
+
+
+def builtin_rules() -> tuple[Schema, ...]:
+    return (*parallel.rules(), *algebra.rules())
+
+
+def verify(*, full: bool = False, seed: int | None = None, workers: int = 2, tell: Tell = lambda _: None) -> Audit:
+    """Built-in and shipped discovered rules: by certificate and fresh refutation, or (`full`) from nothing."""
+    start = time.perf_counter()
+    audit = Audit(seed=random.SystemRandom().randrange(2**31) if seed is None else seed)
+    known = {show(c.schema): c for name in ("builtin.json", "discovered.json") for c in shipped(name)[0]}
+    rules = {show(s): s for s in (*builtin_rules(), *(c.schema for c in known.values()))}
+    jobs = [(text, known[text].rung if text in known and known[text].is_whole and not full else 0, audit.seed, full) for text in rules]
+    for text, rung, status, example in _spread(_judge, jobs, workers):
+        audit.verdicts.append((rules[text].name, status, example))
+        audit.general += rung == 3
+        audit.bounded += rung == 2
+        audit.refuted += rung == 0
+        tell(f"{rules[text].name}: {status}")
+    pairs = shipped("discovered.json")[1]
+    wrong = sum(_spread(_wrong_pairs, [(chunk, audit.seed) for chunk in _chunks(pairs, 2 * workers)], workers))
+    audit.pairs, audit.refuted = len(pairs) - wrong, audit.refuted + wrong
+    audit.seconds = time.perf_counter() - start
+    return audit
+
+
+def _spread(work: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterable[Any]:
+    """The jobs over processes; results in order."""
+    if workers <= 1 or len(jobs) < 4:
+        return map(work, jobs)
+    torch.set_num_threads(1)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(work, jobs, chunksize=max(1, min(4, len(jobs) // (4 * workers)))))
+
+
+def _judge(job: tuple[str, int, int, bool]) -> tuple[str, int, str, str]:
+    """A rule by text: refuted again if it has a certificate, else proved."""
+    text, rung, seed, full = job
+    schema = parse_rule(text)
+    if rung:
+        done, wrong = refute(schema, Effort(QUICK.per_mesh, 0, seed), usual_forms())
+        if not wrong:
+            return text, rung, ("proved" if rung == 3 else "proved up to size") + f", {len(done)} fresh instances", ""
+        return text, 0, "refuted", wrong
+    found = prove(schema, Effort(FULL.per_mesh if full else 8, FULL.symbolic, seed, full))
+    return text, found.rung, found.status, found.counterexample
+
+
+def audit_schemas(given: Sequence[tuple[str, Schema | None, str]], workers: int = 2, seed: int = 0) -> Audit:
+    """Rules someone else wrote: each proved from nothing; what is no rule of weft is ill-typed, and says why."""
+    start = time.perf_counter()
+    audit = Audit(seed=seed)
+    texts = {show(s): None for _, s, _ in given if s is not None}
+    judged = {
+        text: (rung, status, example) for text, rung, status, example in _spread(_judge, [(t, 0, seed, False) for t in texts], workers)
+    }
+    for name, schema, why in given:
+        rung, status, example = judged[show(schema)] if schema is not None else (0, "ill-typed", f"  {why}")
+        audit.verdicts.append((name, status, example))
+        audit.general += rung == 3
+        audit.bounded += rung == 2
+        audit.refuted += status == "refuted"
+    audit.seconds = time.perf_counter() - start
+    return audit
+
+
+def _chunks(pairs: Sequence[Pair], n: int) -> list[list[Pair]]:
+    return [list(pairs[k::n]) for k in range(n)] if pairs else []
+
+
+def _wrong_pairs(job: tuple[list[Pair], int]) -> int:
+    pairs, seed = job
+    return sum(not pair_holds(p, seed + k) for k, p in enumerate(pairs))
+
+
+def pair_holds(pair: Pair, seed: int) -> bool:
+    """The pair on every rank of its mesh, at fresh random numbers."""
+    mesh, domain = Mesh(**dict(pair.mesh)), Field(seed)
+    bound = {h: input_node(h, read_type(t, mesh)) for h, t in pair.types.items()}
+    rule = parse_rule(f"pair: {pair.left} == {pair.right}")
+    nodes = [make_node(side[0], bound) for side in (rule.left, rule.right)]
+    values = ranks.run(domain, nodes)
+    x, y = (ranks.denote(domain, values[n], n.type) for n in nodes)
+    return nodes[0].type == nodes[1].type and torch.equal(x, y)
+
+
+def certify(schema: Schema, effort: Effort = FULL) -> tuple[Certificate, Verdict]:
+    """A rule proved from nothing, with the counterexamples that show its conditions are needed."""
+    verdict = prove(schema, effort)
+    needs = {str(c): text for c, text in needless(schema, effort, usual_forms())} if verdict.rung else {}
+    return Certificate(schema, verdict.rung, verdict.derivation, verdict.tried, needs).sealed(), verdict
+
+
+def certify_all(schemas: Sequence[Schema], workers: int = 2, tell: Tell = lambda _: None) -> list[Certificate]:
+    """Certificates for many rules; those that reach no rung are left out."""
+    out = []
+    for data in _spread(_certified, [(show(s), s.family) for s in schemas], workers):
+        certificate = Certificate.of_json(data)
+        tell(f"{certificate.schema.name}: rung {certificate.rung}")
+        out.append(certificate)
+    return out
+
+
+def _certified(job: tuple[str, str]) -> dict[str, Any]:
+    return certify(parse_rule(*job))[0].as_json()

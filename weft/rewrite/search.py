@@ -1,0 +1,137 @@
+"""Substitutions chosen by cost: best first, with relaxation and a budget.
+
+A state is a program; a move uses one rule at one place, or at all places that look alike: a stack of equal blocks is changed as one.
+States are kept in order of cost; one that costs more than `relax` times the best is dropped, so a step uphill is allowed and a long
+way up is not. Nodes are interned: equal programs are one state, and common parts are shared.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from weft.core.errors import WeftError
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.registry import Kind, flops, memory_traffic, nbytes
+from weft.rewrite.engine import Rule, apply_rule
+from weft.rewrite.pattern import Hole
+from weft.rewrite.schema import Schema, flipped, matches
+
+Cost = Callable[[Program], float]
+LOOKS = 3  # how deep two places must be alike to be changed together
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The cheapest program found, what it costs, the rules that led there, and how far the search went."""
+
+    program: Program
+    cost: float
+    start: float
+    rules: tuple[str, ...]
+    expanded: int
+    seen: int
+
+
+def search(program: Program, cost: Cost, rules: Iterable[Schema] | None = None, *, relax: float = 1.05, budget: int = 100) -> Outcome:
+    """The cheapest program within `budget` expansions. Without `rules`, every proved rule is used, both ways."""
+    ways = both_ways(_proved() if rules is None else rules)
+    start = best_cost = cost(program)
+    best: tuple[Program, tuple[str, ...]] = (program, ())
+    count = itertools.count()
+    queue: list[tuple[float, int, Program, tuple[str, ...]]] = [(start, next(count), program, ())]
+    seen = {_key(program)}
+    expanded = 0
+    while queue and expanded < budget:
+        price, _, here, used = heapq.heappop(queue)
+        if price > relax * best_cost:
+            continue
+        expanded += 1
+        for name, there in moves(here, ways):
+            if _key(there) in seen:
+                continue
+            seen.add(_key(there))
+            price = cost(there)
+            if price < best_cost:
+                best_cost, best = price, (there, (*used, name))
+            if price <= relax * best_cost:
+                heapq.heappush(queue, (price, next(count), there, (*used, name)))
+    return Outcome(best[0], best_cost, start, best[1], expanded, len(seen))
+
+
+def _proved() -> tuple[Schema, ...]:
+    from weft.rewrite.certificate import proved_rules
+
+    return proved_rules()
+
+
+def both_ways(rules: Iterable[Schema]) -> list[Schema]:
+    """The rules and their reverses; a rule that matches everything is left out."""
+    found = [w for r in rules if len(r.left) == 1 for w in (r, flipped(r)) if w is not None]
+    return [w for w in found if not isinstance(w.left[0], Hole)]
+
+
+def _key(program: Program) -> tuple[Node, ...]:
+    return tuple(n for _, n in program.outputs)
+
+
+def moves(program: Program, rules: Sequence[Schema]) -> Iterator[tuple[str, Program]]:
+    """Every program one move away: each rule at each place, and at all places alike at once."""
+    alike: dict[object, list[Node]] = {}
+    for node in program.nodes:
+        if node.args:
+            alike.setdefault(_look(node, LOOKS), []).append(node)
+    for places in alike.values():
+        for schema in rules:
+            for k, rule in enumerate(matches(schema, places[0])):
+                everywhere = _at_all(program, schema, k, places) if len(places) > 1 else None
+                if everywhere is not None:
+                    yield f"{schema.name} x{len(places)}", everywhere
+                one = _applied(program, rule, places[0], schema.name)
+                if one is not None:
+                    yield schema.name, one
+
+
+def _look(node: Node, depth: int) -> object:
+    """What a place looks like: ops, attributes and types, down to a depth."""
+    below = tuple(_look(a, depth - 1) for a in node.args) if depth else ()
+    return node.op if node.op.name != "input" else "input", node.attrs if node.op.name != "input" else (), node.types, below
+
+
+def _applied(program: Program, rule: Rule, node: Node, name: str) -> Program | None:
+    try:
+        return apply_rule(program, rule, [node], name)
+    except WeftError:
+        return None
+
+
+def _at_all(program: Program, schema: Schema, k: int, places: Sequence[Node]) -> Program | None:
+    """The same way of using the rule at every place, one after the other."""
+    for node in places:
+        here = program.at(node) if node in program.node_set or program.parent is not None else None
+        rule = next(itertools.islice(matches(schema, here), k, None), None) if here is not None else None
+        after = _applied(program, rule, here, schema.name) if rule is not None and here is not None else None
+        if after is None:
+            return None
+        program = after
+    return program
+
+
+# -- a cost for those who bring none -----------------------------------------------------------------------------------------------
+
+
+def rough_cost(program: Program, *, wire: float = 8.0, work: float = 0.05, launch: float = 64.0) -> float:
+    """Bytes the busiest rank moves: on the wire (dear), in memory, a little for arithmetic, and something per op."""
+    total = 0.0
+    for n in program.nodes:
+        if n.op.kind is Kind.COMM:
+            size = n.mesh.size(n.attr("axis"))
+            total += launch + wire * n.op.wire(size) * sum(max(nbytes(a.type), nbytes(t)) for a, t in zip(n.args, n.types, strict=True))
+        elif n.op.kind is Kind.VIEW and len(n.args) > 1:
+            total += launch + 2 * sum(nbytes(t) for t in n.types)  # joining copies
+        elif n.op.kind not in (Kind.SOURCE, Kind.VIEW):
+            total += launch + memory_traffic(n) + work * flops(n)
+    return total
