@@ -66,6 +66,7 @@ def test_reduce_brings_gradients_to_their_inputs_layout() -> None:
 
 def test_megatron_mlp() -> None:
     """Column then row: one sum forward, and the input's gradient pending, for one sum backward."""
+
     def fn(x: Any, w: Any, v: Any) -> Any:
         return sum_(square(comm.all_reduce(gelu(x @ w) @ v, axis="tp")))
 
@@ -78,6 +79,7 @@ def test_megatron_mlp() -> None:
 
 def test_sequence_parallelism_comes_from_the_forward() -> None:
     """The gradient of all_gather is reduce_scatter for a pending cotangent."""
+
     def fn(x: Any, w: Any) -> Any:
         return comm.all_reduce(sum_(square(comm.all_gather(x, axis="tp") @ w)), axis="tp")
 
@@ -109,6 +111,7 @@ def test_a_value_read_twice() -> None:
 
 def test_a_value_read_whole_and_in_slices() -> None:
     """Cotangents in two layouts are brought together before they are added."""
+
     def fn(x: Any) -> Any:
         return sum_(square(x)) + comm.all_reduce(sum_(tanh(comm.slice_(x, axis="dp", dim=0))), axis="dp")
 
@@ -191,6 +194,7 @@ def test_an_op_without_a_gradient() -> None:
 
 def test_whole_numbers_end_the_way_back() -> None:
     """An index has no gradient, so none goes through what it was chosen by."""
+
     def fn(x: Any) -> Any:
         return sum_(x * cast(argmax(x, 0), dtype="f64"))
 

@@ -96,6 +96,7 @@ def test_an_uneven_cut_has_an_empty_rank() -> None:
 
 def test_values_of_several_ranks_side_by_side() -> None:
     """One value at a root beside one that all ranks hold."""
+
     def pair(x: Any, y: Any) -> dict[str, Any]:
         a, b = together(x, y)
         return {"a": comm.broadcast(a, axis="a"), "b": b * 2.0}
@@ -111,6 +112,7 @@ def test_values_of_several_ranks_side_by_side() -> None:
 @given(st.integers(0, 10**6))
 def test_over_a_field_nothing_is_rounded(seed: int) -> None:
     """Large residues, which floats could not multiply exactly."""
+
     def polynomial(x: Any, w: Any) -> Any:
         y = comm.all_reduce(x @ w, axis="a")
         return square(y) - 3.0 * y

@@ -75,6 +75,7 @@ def test_state_may_be_said() -> None:
 
 def test_operators() -> None:
     """Every operator, with a number on either side."""
+
     def every(x: Node, y: Node) -> list[Any]:
         return [x + y, 2.0 + x, x - y, 2.0 - x, x * y, 2.0 * x, x / y, 2.0 / x, x**2.0, 2.0**x, -x, x @ y, x > y, x >= 1.0, x < y, x <= 0.5]
 

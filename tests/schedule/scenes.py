@@ -257,6 +257,8 @@ REFUSALS = [
           "overlap(p, p.find_all('softmax')[0], 'all_gather', dim=1, chunks=2)"),
     Scene("overlap around a middle op", "chunky", "overlap(p, 'all_reduce', 'mul', dim=0, chunks=2)"),
     Scene("overlap with what needs all chunks of its other operand", "chunky", "overlap(p, 'all_reduce', 'einsum', dim=0, chunks=2)"),
+    Scene("overlap with a merged sum", "several", "overlap(p, 'all_reduce', p.find_all('item')[0], 'tanh', dim=0, chunks=2)",
+          ("merge(p, *p.find_all('all_reduce'))",)),
     Scene("overlap twice", "layer", "overlap(p, 'matmul', 'all_reduce', dim=1, chunks=2)",
           ("overlap(p, 'matmul', 'all_reduce', dim=0, chunks=2)",)),
     Scene("split inside a kernel", "layer", "split(p, 'all_reduce', dim=0)", ("fuse(p, ['all_reduce', p.find_all('add')[0]])",)),

@@ -175,6 +175,8 @@ def _check_chunks(p: Program, nodes: Sequence[Node], dim: int, chunks: int, stag
     for n in nodes:
         if not any(a in where for a in n.args):
             where[n] = dim
+            if any(t.shape[dim : dim + 1] != first.types[0].shape[dim : dim + 1] for t in n.types):
+                raise refuse(p, n, "overlap", f"chunks of one size along dim {dim} of {n.op.name}", ", ".join(map(str, n.types)))
             if n.op.kind is not Kind.COMM and not _can_start(n, dim):
                 again = [f"overlap(p, {', '.join(stages)}, dim={d}, chunks={chunks})" for d in range(len(n.types[0].shape)) if d != dim]
                 raise refuse(
@@ -214,7 +216,7 @@ def _follow_dim(n: Node, where: dict[Node, int]) -> int | None:
     k = next(i for i, a in enumerate(n.args) if a in where)
     d = where[n.args[k]]
     if n.op.kind is Kind.COMM or n.op.name == "item":
-        return d
+        return d if all(where.get(a) == d for a in n.args) else None
     eq = equation_of(n)
     if eq is None:
         same = n.args[k].shape[: d + 1] == n.types[0].shape[: d + 1]
