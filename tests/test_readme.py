@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_program_after_three_verbs_prints_as_shown(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks("python")))
+    script.write_text("\n".join(b for b in blocks("python") if not b.startswith("# train.py")))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         runpy.run_path(str(script))
@@ -36,3 +39,15 @@ def test_the_program_is_ten_lines() -> None:
 def test_examples_run(example: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+
+
+def test_the_model_trains_on_four_processes(tmp_path: Path) -> None:
+    (code,) = [b for b in blocks("python") if b.startswith("# train.py")]
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert out.returncode == 0, out.stderr[-2000:]
+    losses = [float(x) for x in out.stdout.split()]
+    assert len(losses) == 40
+    assert min(losses) < max(losses)

@@ -19,7 +19,7 @@ from weft.runtime import comm, native, pipeline, quick
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
-from weft.runtime.peers import Alone, connect
+from weft.runtime.peers import Alone, connect, kernel_language
 
 
 class Compiled:
@@ -35,7 +35,7 @@ class Compiled:
         self.groups = {a: self.device_mesh.get_group(a) if self.device_mesh is not None else None for a in program.mesh.axes}
         self.coords = program.mesh.coords(self.rank)
         peers = _peers(program, self.groups, self.device)
-        self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type)
+        self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernel_language(self.device))
         names: dict[str, Any] = {
             "torch": torch,
             "comm": comm,
@@ -52,9 +52,16 @@ class Compiled:
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._check(inputs)
         if self._board is None:
-            return self._step(inputs)  # type: ignore[no-any-return]
+            return self._run(inputs)
         self._board.post(self.program.name)
         with doing(f"program {self.program.name}"):
+            return self._run(inputs)
+
+    def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the step makes from nothing it makes on its own device."""
+        if self.device.type == "cpu":
+            return self._step(inputs)  # type: ignore[no-any-return]
+        with torch.device(self.device):
             return self._step(inputs)  # type: ignore[no-any-return]
 
     def _check(self, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -105,7 +112,7 @@ def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) ->
     axes = dict.fromkeys(n.attr("axis") for g in program.groups if g.kind == "fuse" for n in g.nodes if n.attr("axis"))
     if device.type == "cpu" and not native.available():
         return {}
-    found: dict[str | None, Any] = {None: Alone(device, "cpu" if device.type == "cpu" else "triton")}
+    found: dict[str | None, Any] = {None: Alone(device, kernel_language(device))}
     for axis in axes if dist.is_initialized() else ():
         with contextlib.suppress(RuntimeFault):  # several hosts: the group runs node by node
             found[axis] = connect(groups[axis], device)
@@ -123,10 +130,11 @@ def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
         uses = []
         for slot, p in part.places.items():
             role = "shared" if p.role == "whole" and slot in spread else p.role
-            uses.append(Use(slot, role, (results if p.node in results else arguments)[p.node], p.offsets))
+            value = -1 if role == "index" else (results if p.node in results else arguments)[p.node]
+            uses.append(Use(slot, role, value, p.offsets))
         numbers = tuple((name, arguments[n]) for name, n in part.scalars.items())
-        parts.append((part.length, tuple(uses), sets.setdefault(numbers, len(sets))))
-    spans = tuple(part.span for part in call.fused.parts for _ in next(iter(part.places.values())).offsets)
+        parts.append((part.lengths, tuple(uses), sets.setdefault(numbers, len(sets))))
+    spans = tuple(part.span for part in call.fused.parts for _ in part.lengths)
     shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in call.made)
     return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime import faults, modules
-from weft.runtime.fused import KernelLike, Row, columns_of, flatten_rows
+from weft.runtime.fused import HEAD, KernelLike, Row, columns_of, flatten_rows
 from weft.runtime.peers import Peers
 
 
@@ -58,7 +58,8 @@ class DeviceKernel:
         table, self._made = flatten_rows(kernel, rows, peers.rank, peers.device)
         self._table = torch.tensor(table, dtype=torch.int64, device=peers.device)
         self._columns, self._places = columns_of(kernel), dict[str, int]()
-        work = _work(spans or [row.length for row in rows], self.launch.chunk)
+        firsts = [k if row.first is None else row.first for k, row in enumerate(rows)]
+        work = _work(spans or [row.length for row in rows], firsts, self.launch.chunk)
         self.pieces = len(work)
         self._work = torch.tensor(work, dtype=torch.int64, device=peers.device)
         groups = 1 + max((row.scalars for row in rows), default=0)
@@ -69,7 +70,8 @@ class DeviceKernel:
         self._pads, self._pads_keep = _peer_table(peers, 4 * blocks * (peers.world + 1))
         self._blocks = min(self.launch.blocks, self.pieces)
         self._phases = [getattr(self._module, f"phase{p}") for p in range(kernel.phases)]
-        aligned = all(a % 16 == 0 for row in table for a in row[2:])
+        numbered = {columns_of(kernel)[slot.name] for slot in kernel.slots if slot.index}
+        aligned = all(a % 16 == 0 for row in table for c, a in enumerate(row) if c >= HEAD and c not in numbered)
         self._meta = {"RANK": peers.rank, "WORLD": peers.world, "LANES": _power_of_two(peers.world)}
         self._tiles = {"CHUNK": self.launch.chunk, "BLOCK": self.launch.block, "ALIGN": 16 if aligned else 4}
         self._limit = int(faults.timeout_s() * 1e6)
@@ -112,7 +114,7 @@ class DeviceKernel:
         column = self._columns[slot]
         if self._places.get(slot) != address:
             self._places[slot] = address
-            self._table[0, column] = address
+            self._table[0, column].fill_(address)  # a kernel, so that a graph can record it
 
     def check(self) -> None:
         """Fail if in some call a rank never came."""
@@ -124,13 +126,14 @@ class DeviceKernel:
             raise faults.late(late, self.name)
 
 
-def _work(lengths: Sequence[int], chunk: int) -> list[list[int]]:
-    """Pieces of at most `chunk` elements: row, first element, first piece of the row, pieces of the row."""
-    work: list[list[int]] = []
-    for k, length in enumerate(lengths):
-        first, count = len(work), max(1, -(-length // chunk))
-        work += [[k, j * chunk, first, count] for j in range(count)]
-    return work
+def _work(lengths: Sequence[int], firsts: Sequence[int], chunk: int) -> list[list[int]]:
+    """Pieces of at most `chunk` elements: row, first element, first piece of the tensor, pieces of the tensor."""
+    pieces = [max(1, -(-length // chunk)) for length in lengths]
+    begins = [sum(pieces[:k]) for k in range(len(pieces))]
+    tensors: dict[int, int] = {}
+    for k, first in enumerate(firsts):
+        tensors[first] = tensors.get(first, 0) + pieces[k]
+    return [[k, j * chunk, begins[firsts[k]], tensors[firsts[k]]] for k in range(len(lengths)) for j in range(pieces[k])]
 
 
 def _peer_table(peers: Peers, nbytes: int) -> tuple[Tensor, Any]:
