@@ -49,5 +49,5 @@ def test_the_model_trains_on_four_processes(tmp_path: Path) -> None:
     out = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert out.returncode == 0, out.stderr[-2000:]
     losses = [float(x) for x in out.stdout.split()]
-    assert len(losses) == 40
-    assert min(losses) < max(losses)
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]

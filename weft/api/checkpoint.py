@@ -62,7 +62,8 @@ class Store:
                 dcp.save(self._distributed(state), checkpoint_id=partial, process_group=self._ranks)
                 self._name(partial, final, meta)
             else:
-                self._pending = (dcp.async_save(self._distributed(state), checkpoint_id=partial, process_group=self._ranks), partial, final, meta)
+                writing = dcp.async_save(self._distributed(state), checkpoint_id=partial, process_group=self._ranks)
+                self._pending = (writing, partial, final, meta)
         except OSError as e:
             raise CheckpointError(
                 f"the checkpoint {final.name} could not be written", needed=f"room and leave to write in {self.folder}", found=str(e)
