@@ -1,0 +1,109 @@
+"""`weft verify`: the audit of shipped rules, of a user's file, and of TASO's and FlexFlow's JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import weft.ops  # noqa: F401
+from weft.cli import app
+from weft.core.errors import RuleError
+from weft.rewrite.certificate import FILES, Pair, proved_rules, read, shipped, write
+from weft.rewrite.prove.audit import audit_schemas, certify, pair_holds
+from weft.rewrite.prove.ladder import Effort
+from weft.rewrite.rulefile import parse_rule
+from weft.rewrite.taso import read_taso
+
+
+def invoke(*args: str) -> tuple[int, dict, str]:
+    done = CliRunner().invoke(app, ["verify", "--json", "--workers", "1", *args])
+    return done.exit_code, json.loads(done.stdout.splitlines()[-1]), done.output
+
+
+def test_a_file_of_rules_is_judged_rule_by_rule(tmp_path: Path) -> None:
+    path = tmp_path / "mine.rules"
+    path.write_text("good: x + y == y + x\nbad: x - y == y - x\nodd: all_gather(x, axis=a) == slice(x, axis=a, dim=0)\n")
+    code, counts, said = invoke("--rules", str(path))
+    assert code == 0
+    assert {k: counts[k] for k in ("rules", "general", "bounded", "refuted")} == {"rules": 3, "general": 1, "bounded": 0, "refuted": 1}
+    assert "good: proved" in said
+    assert "bad: refuted" in said
+    assert "odd: ill-typed" in said
+    assert "left   [" in said
+
+
+def test_a_missing_file_is_an_error() -> None:
+    done = CliRunner().invoke(app, ["verify", "--rules", "nowhere.rules"])
+    assert done.exit_code == 1
+    assert "a file of rules" in done.output
+
+
+def taso(*rules: dict) -> str:
+    return json.dumps({"_t": "RuleCollection", "rule": [{"_t": "Rule", "name": f"taso_rule_{k}", **r} for k, r in enumerate(rules)]})
+
+
+def op(kind: str, *inputs: int, **params: int) -> dict:
+    return {"type": kind, "input": [{"opId": i, "tsId": 0} for i in inputs], "para": [{"key": k, "value": v} for k, v in params.items()]}
+
+
+
+def outs(src: int, dst: int) -> list[dict]:
+    return [{"srcOpId": src, "srcTsId": 0, "dstOpId": dst, "dstTsId": 0}]
+
+
+def test_flexflow_rules_are_read_and_judged() -> None:
+    moved = {
+        "srcOp": [op("OP_COMBINE", -1, PM_PARALLEL_DIM=1, PM_PARALLEL_DEGREE=2), op("OP_RELU", 0)],
+        "dstOp": [op("OP_RELU", -1), op("OP_COMBINE", 0, PM_PARALLEL_DIM=1, PM_PARALLEL_DEGREE=2)],
+        "mappedOutput": outs(1, 1),
+    }
+    false = {"srcOp": [op("OP_EW_ADD", -1, -2)], "dstOp": [op("OP_EW_MUL", -1, -2)], "mappedOutput": outs(0, 0)}
+    unbound = {"srcOp": [op("OP_RELU", -1)], "dstOp": [op("OP_EW_ADD", -1, -2)], "mappedOutput": outs(0, 0)}
+    unknown = {"srcOp": [op("OP_CONV2D", -1, -2)], "dstOp": [op("OP_RELU", -1)], "mappedOutput": outs(0, 0)}
+    partial = {
+        "srcOp": [op("OP_REDUCE", -1, PM_PARALLEL_DIM=0, PM_PARALLEL_DEGREE=2), op("OP_RELU", 0)],
+        "dstOp": [op("OP_RELU", -1), op("OP_REDUCE", 0, PM_PARALLEL_DIM=0, PM_PARALLEL_DEGREE=2)],
+        "mappedOutput": outs(1, 1),
+    }
+    found = read_taso(taso(moved, false, unbound, unknown, partial))
+    assert [f.schema is not None for f in found] == [True, True, False, False, True]
+    assert "on the right only" in found[2].why
+    assert "no word for OP_CONV2D" in found[3].why
+    audit = audit_schemas([(f.name, f.schema, f.why) for f in found], workers=1)
+    assert [status for _, status, _ in audit.verdicts] == ["proved", "refuted", "ill-typed", "ill-typed", "ill-typed"]
+    assert "needed relu to be linear" in audit.verdicts[4][2]
+
+
+def test_another_json_is_refused() -> None:
+    with pytest.raises(RuleError, match="no TASO or FlexFlow rule file"):
+        read_taso('{"rules": 3}')
+
+
+def test_a_certificate_is_written_and_read_back() -> None:
+    made, verdict = certify(parse_rule("linear: f(x + y) == f(x) + f(y) where f linear in 0", "mine"), Effort(2, 2))
+    assert verdict.rung == 3
+    pair = Pair("add(x, y)", "add(y, x)", {"x": "f64[4] m:R", "y": "f64[4] m:R"}, {"m": 2})
+    (again,), (same,) = read(write([made], [pair]))
+    assert again.is_whole
+    assert again == made
+    assert same == pair
+    assert "left" in made.needs["f linear in 0"]
+
+
+def test_an_old_file_is_refused() -> None:
+    with pytest.raises(RuleError, match="another version"):
+        read('{"version": 0, "rules": [], "pairs": []}')
+
+
+def test_a_false_pair_does_not_hold() -> None:
+    types = {"x": "f64[4] m:P", "y": "f64[4] m:P"}
+    assert pair_holds(Pair("add(x, y)", "add(y, x)", types, {"m": 2}), 3)
+    assert not pair_holds(Pair("sub(x, y)", "sub(y, x)", types, {"m": 2}), 3)
+
+
+def test_searches_use_only_what_is_proved() -> None:
+    assert all(c.rung >= 2 for name in FILES for c in shipped(name)[0])
+    assert len(proved_rules()) == sum(len(shipped(name)[0]) for name in FILES)
