@@ -88,7 +88,7 @@ def link_task(truth: Path, code: str, names: tuple[str, ...]) -> Task:
 def row_task(files: Sequence[Path], kind: str, names: tuple[str, ...], origin: str, most: int) -> Task:
     rows = [r for file in files for r in read(file) if isinstance(r, Row) and r.cluster.device.name == kind]
     # a file of few rows is not to be drowned by one of many
-    few = {r.case.split(":")[0]: 2.5 if len(rows) > 100 else 1.0 for r in rows if r.setting.devices > r.cluster.node_size}
+    few = {r.case.split(":")[0]: 4.0 if len(rows) > 100 else 1.0 for r in rows if r.setting.devices > r.cluster.node_size}
     return Task(
         names, rows, lambda r: r.measured, lambda p, r: _on(p, r, names), origin, _key, most,
         weight=lambda r: few.get(r.case.split(":")[0], 1.0),
@@ -206,10 +206,10 @@ ROWS = "fitted: half, chosen by hash, of the A100 iteration times of one and sev
 PAIRS = "fitted: pairs of A100 iteration times (vTrain) that differ in data parallelism alone, half of them by hash"
 PUBLISHED = "fitted: half, chosen by hash, of the published H100 steps"
 LINK = ("nvlink:launch", "nvlink:low_step", "nvlink:bulk", "nvlink:bulk_step", "nvlink:efficiency", "nvlink:small")
-LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 2e-5}  # beyond which none makes sense
+LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 2e-5, "gemm.tile": 1e-5}  # beyond which none makes sense
 SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
 STEPS = (
-    "memory.efficiency", "gemm.efficiency", "gemm.tile", "gemm.half", "gemm.misaligned", "kernel.launch", "host.launch",
+    "memory.efficiency", "gemm.efficiency", "gemm.tile", "gemm.misaligned", "kernel.launch", "host.launch",
     "network:efficiency",
 )  # fmt: skip
 
@@ -227,7 +227,9 @@ def tasks(kind: str, truth: Path) -> list[Task]:
         ]
     if kind == "B200":
         return [gemm_task(truth, "sm_100_B200", "bf16xbf16->bf16", SURFACE), link_task(truth, "sm_100_B200", LINK)]
-    raise SystemExit(f"no fit is known for {kind}: A100, H100 or B200")
+    if kind == "GB200":
+        return [link_task(truth, "sm_100_GB200", (*LINK, "nvlink:low_share"))]
+    raise SystemExit(f"no fit is known for {kind}: A100, H100, B200 or GB200")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -10,9 +10,12 @@ import typer
 from weft.cli.output import console, emit
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from weft.plan.fits import Fit
     from weft.plan.setting import Setting
     from weft.plan.simulate import Step
+    from weft.plan.timeline import Timeline
 
 
 def register(app: typer.Typer) -> None:
@@ -46,6 +49,7 @@ def simulate(
     from weft.plan.fits import fit
     from weft.plan.models import shape
     from weft.plan.setting import Setting
+    from weft.plan.simulate import detail
     from weft.plan.simulate import simulate as run
     from weft.plan.transformer import workload
 
@@ -62,7 +66,7 @@ def simulate(
     step = run(workload(sizes, setting), setting, place)
     answer = fit(sizes, setting, place, step)
     if trace:
-        _save_trace(step, trace)
+        _save_trace(step, detail(workload(sizes, setting), setting, place), trace)
     _show(model, cluster, setting, step, answer)
     if json:
         emit({"model": model, "cluster": cluster, **_result(setting, step, answer), "seconds": time.perf_counter() - began})
@@ -118,9 +122,13 @@ def _show_memory(step: Step, answer: Fit) -> None:
         console.print(f"  try {change.says}: fits, {change.step.seconds * 1e3:,.0f} ms", highlight=False)
 
 
-def _save_trace(step: Step, path: str) -> None:
+def _save_trace(step: Step, layers: Mapping[str, Timeline], path: str) -> None:
+    """The stages of the whole step, and beside them one layer op by op."""
     import json
     from pathlib import Path
 
-    Path(path).write_text(json.dumps(step.timeline.chrome()))
+    made = step.timeline.chrome()
+    for n, (title, line) in enumerate(layers.items(), 1):
+        made["traceEvents"] += line.chrome(n, title)["traceEvents"]
+    Path(path).write_text(json.dumps(made))
     console.print(f"timeline written to {path}; open it in Perfetto or chrome://tracing")

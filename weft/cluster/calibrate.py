@@ -104,13 +104,13 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
         "memory.efficiency": bandwidth / ceiling, "kernel.launch": kernel, "host.launch": host,
         "attention.forward": wide[0] / peak, "attention.backward": wide[1] / peak,
         "attention.narrow": math.log2(max(1e-3, wide[0] / max(narrow[0], 1.0))), "gemm.misaligned": misaligned,
-        "gemm.sustained": sustained, "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, near, kernel),
+        "gemm.sustained": sustained if device != "cpu" else 1.0, "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, near, kernel),
         "host.compiled": compiled, "workspace.bytes": workspace,
     }  # fmt: skip
     if not base:
         constants["memory.bandwidth"] = Constant(bandwidth, by)
     constants |= {key: Constant(float(f"{value:.4g}"), by) for key, value in found.items()}
-    constants |= {key: Constant(start, by) for key, start in zip(SURFACE, (0.8, kernel, 1e-6, 500.0), strict=True)}
+    constants |= {key: Constant(start, by) for key, start in zip(SURFACE, (0.8, kernel, 0.2 * kernel, 500.0), strict=True)}
     return _fit_products(Device(name, constants), timed, main, by)
 
 
@@ -152,7 +152,7 @@ def _fit_products(device: Device, timed: Sequence[Product], main: str, by: str) 
         some = [p for p in timed if p.dtype == dtype]
         only = descend({key: 0.8}, some, lambda v, p: predict({**found, **v}, p), lambda p: p.seconds)  # noqa: B023
         found |= only
-    fitted = {k: Constant(float(f"{v:.4g}"), f"fitted: {by}") for k, v in found.items()}
+    fitted = {k: Constant(float(f"{v:.4g}"), by.replace("measured", "fitted", 1)) for k, v in found.items()}
     return Device(device.name, {**device.constants, **fitted})
 
 

@@ -100,6 +100,12 @@ def load(name: str) -> Profile:
     return parse(_read(path), str(path))
 
 
+def is_node(name: str) -> bool:
+    """Whether a name is that of a whole node, as instances of a cloud are, and not of one device."""
+    path = _index().get(name.lower())
+    return path is not None and name.lower() in (n.lower() for n in _read(path).get("instances", ()))
+
+
 def names() -> list[str]:
     return sorted(p.stem for p in FOLDER.glob("*.json"))
 
@@ -129,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**base, "aliases": (), **data}
+    merged = {**base, "aliases": (), "instances": (), **data}
     merged["device"] = {**base["device"], **data.get("device", {})}
     merged["links"] = data.get("links", base["links"])
     return merged

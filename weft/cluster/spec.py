@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.profile import Constant, Device, Link, Profile, load
+from weft.cluster.profile import Constant, Device, Link, Profile, is_node, load
 from weft.core.errors import ClusterError
 
 EXAMPLES = "16x8xH100, 8xA100, 2x8xA100@100, 2x8xH100+2x8xA100, cluster.yaml"
@@ -114,12 +114,14 @@ def cluster(text: str | Cluster) -> Cluster:
 
 
 def _part(text: str) -> Nodes:
-    if text.endswith(".json"):
-        return _nodes(1, None, text, None)
+    if (own := re.fullmatch(r"(?:(\d+)x)?(.+\.json)", text)) is not None:
+        return _nodes(1, own.group(1) and int(own.group(1)), own.group(2), None)
     found = _PART.fullmatch(text)
     if found is None:
         raise ClusterError(f"cannot read the cluster {text!r}", needed="NODESxDEVICESxKIND", found=text, try_=f"for example {EXAMPLES}")
     nodes, devices, kind, gbps = found.group("nodes", "devices", "kind", "gbps")
+    if devices is None and is_node(kind):  # 8xp3.16xlarge is eight nodes
+        return _nodes(int(nodes or 1), load(kind).node_size, kind, gbps and float(gbps))
     if nodes is not None and devices is None:  # 8xA100 is eight devices, whole nodes where they are more than one holds
         return _spread(int(nodes), load(kind), gbps and float(gbps))
     return _nodes(int(nodes or 1), devices and int(devices), kind, gbps and float(gbps))
@@ -139,7 +141,23 @@ def _nodes(count: int, size: int | None, kind: str, gbps: float | None, profile:
     profile = profile or load(kind)
     if count < 1 or (size is not None and size < 1):
         raise ClusterError("a cluster needs a device", needed="1 node of 1 device or more", found=f"{count}x{size}x{kind}")
-    return Nodes(count, size or (profile.node_size if count > 1 else 1), _with_network(profile, gbps))
+    size = size or (profile.node_size if count > 1 else 1)
+    return Nodes(count, size, _crowded(_with_network(profile, gbps), size))
+
+
+def _crowded(profile: Profile, size: int) -> Profile:
+    """Ranks on more processes than there are cores take turns, so each gets its share of every rate."""
+    cores = profile.device.get("cores", float(size))
+    if size <= cores:
+        return profile
+    share = cores / size
+
+    def slower(key: str, c: Constant) -> Constant:
+        rate, wait = key.startswith("peak.") or key.endswith(".bandwidth"), key.endswith(".launch")
+        return Constant(c.value * (share if rate else 1 / share if wait else 1.0), c.origin)
+
+    device = Device(profile.device.name, {k: slower(k, c) for k, c in profile.device.constants.items()})
+    return dataclasses.replace(profile, device=device)
 
 
 def _with_network(profile: Profile, gbps: float | None) -> Profile:

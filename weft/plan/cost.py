@@ -42,6 +42,13 @@ class Costs:
             self._ranks[axis] = Ranks(self.cluster.members(stride, size))
         return self._ranks[axis]
 
+    def link(self, axis: str) -> str:
+        """The outermost link a collective of this axis crosses; two on one link take turns."""
+        members = self.ranks(axis).members
+        below = (1, *members[:-1])
+        used = [link.name for link, m, b in zip(self.cluster.links, members, below, strict=True) if m > b]
+        return used[-1] if used else "none"
+
     def send(self, size: float) -> float:
         """From one pipeline stage to the next."""
         return collectives.send_seconds(self.cluster, size, self.setting.stride("pp"))
@@ -55,5 +62,6 @@ def device_seconds(device: Device, op: Op) -> float:
         rows = op.batch * op.heads * op.queries
         return kernels.attention(device, op.flops, op.bytes, rows, op.head_dim, op.dtype, op.back, op.launches)
     if isinstance(op, Touch):
-        return kernels.touch(device, op.bytes, op.launches)
+        work = op.flops / (device.peak(op.dtype) * device.get("gemm.efficiency")) if op.flops else 0.0
+        return max(kernels.touch(device, op.bytes, op.launches), work)
     raise TypeError(f"{type(op).__name__} runs on links, not on a device")

@@ -117,13 +117,13 @@ class Walk:
 
     def block(self, block: Block, following: Block | None) -> None:
         if self.how.gather:
-            here = self.carry_all(gathers(block, self.how), "gather parameters") if self.gathered is None else self.gathered
-            self.gathered = None if following is None else self.carry_all(gathers(following, self.how), "gather parameters")
+            here = self.carry_all(gathers(block, self.how)) if self.gathered is None else self.gathered
+            self.gathered = None if following is None else self.carry_all(gathers(following, self.how))
             self.wait("dp", here)
         for op in self.how.ops(block):
             self.op(op)
         if self.how.reduce:
-            self.carry_all(reductions(block, self.how), "reduce gradients")
+            self.carry_all(reductions(block, self.how))
 
     def op(self, op: Op) -> None:
         name = op.name or type(op).__name__.lower()
@@ -131,11 +131,11 @@ class Walk:
         self.events.append((name, "host", self.host, issue))
         self.host += issue
         if isinstance(op, Collective) and op.hidden:
-            self.beside.append((op.axis, self.carry(op, max(self.host, self.now))))
+            self.beside.append((op.axis, self.carry(op, op.axis, max(self.host, self.now))))
             return
         self.wait("host", self.host)
         if isinstance(op, Collective):
-            self.wait(op.axis, self.carry(op, self.now, hides=False))
+            self.wait(op.axis, self.carry(op, op.axis, self.now, hides=False))
             return
         seconds = self.costs.seconds(op)
         self.events.append((name, "compute", self.now, seconds))
@@ -156,29 +156,30 @@ class Walk:
             self.wait(axis, end)
         self.beside = []
 
-    def carry(self, op: Collective, ready: float, hides: bool = True, stream: str = "", name: str = "") -> float:
+    def carry(self, op: Collective, cause: str, ready: float, hides: bool = True) -> float:
         """Put a collective on its link; when it ends."""
-        stream = stream or op.axis
-        start, seconds = max(ready, self.links[stream]), self.costs.seconds(op)
-        self.links[stream] = start + seconds
-        self.events.append((name or op.name or op.kind, stream, start, seconds))
+        link = self.costs.link(op.axis)
+        start, seconds = max(ready, self.links[link]), self.costs.seconds(op)
+        self.links[link] = start + seconds
+        self.events.append((op.name or op.kind, link, start, seconds))
         if hides:
-            self.hidden[stream] += seconds
+            self.hidden[cause] += seconds
         return start + seconds
 
-    def carry_all(self, ops: Iterator[Collective], name: str) -> float:
-        return max((self.carry(op, self.now, stream="dp", name=name) for op in ops), default=self.now)
+    def carry_all(self, ops: Iterator[Collective]) -> float:
+        """Put parameters or gradients on their way."""
+        return max((self.carry(op, "dp", self.now) for op in ops), default=self.now)
 
 
 def gathers(block: Block, how: Pass) -> Iterator[Collective]:
     """Parameters of a layer from their shards."""
     for params, axis in ((block.params, "data"), (block.expert_params, "edp")):
         if params:
-            yield Collective("all_gather", params * how.param_bytes, axis)
+            yield Collective("all_gather", params * how.param_bytes, axis, "gather parameters")
 
 
 def reductions(block: Block, how: Pass) -> Iterator[Collective]:
     """Gradients of a layer over the copies of its parameters."""
     for params, axis in ((block.params, "data"), (block.expert_params, "edp")):
         if params:
-            yield Collective(how.reduce, params * how.grad_bytes, axis)
+            yield Collective(how.reduce, params * how.grad_bytes, axis, "reduce gradients")

@@ -99,6 +99,4 @@ def _zero_bubble(stages: int, micro: int) -> tuple[Order, ...]:
 def _can(done: dict[tuple[str, int, int], int], action: Action, stage: int, stages: int) -> bool:
     if action.kind == "forward":
         return stage == 0 or ("forward", stage - 1, action.micro) in done
-    return ("forward", stage, action.micro) in done and (
-        stage == stages - 1 or ("backward", stage + 1, action.micro) in done
-    )
+    return ("forward", stage, action.micro) in done and (stage == stages - 1 or ("backward", stage + 1, action.micro) in done)

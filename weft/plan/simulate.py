@@ -16,7 +16,7 @@ from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.plan.cost import Costs
 from weft.plan.memory import Memory, stage_memory
-from weft.plan.phase import Part, Pass, Phase, gathers, minus, phase, reductions
+from weft.plan.phase import Part, Pass, Phase, gathers, minus, phase, reductions, walk
 from weft.plan.pipeline import Action, Order, orders
 from weft.plan.setting import Setting
 from weft.plan.timeline import Task, Timeline, run
@@ -49,8 +49,8 @@ class Step:
         return max(self.memory, key=lambda m: m.total)
 
 
-def simulate(work: Workload, setting: Setting, cluster: Cluster) -> Step:
-    """Foresee one step."""
+def simulate(work: Workload, setting: Setting, cluster: Cluster, layers: tuple[int, ...] = ()) -> Step:
+    """Foresee one step. `layers` are those of each virtual stage, where they are not shared out evenly."""
     setting.check()
     if setting.devices != cluster.devices:
         raise PlanError(
@@ -59,7 +59,20 @@ def simulate(work: Workload, setting: Setting, cluster: Cluster) -> Step:
             found=f"{setting.dp} x {setting.tp} x {setting.pp} x {setting.cp} = {setting.devices}",
             try_=f"--dp {max(1, cluster.devices // (setting.tp * setting.pp * setting.cp))}",
         )
-    return _Simulation(work, setting, cluster).step()
+    return _Simulation(work, setting, cluster, layers).step()
+
+
+def detail(work: Workload, setting: Setting, cluster: Cluster) -> dict[str, Timeline]:
+    """The first layer's passes op by op: what the host issues, the device computes and the links carry."""
+    made = _Simulation(work, setting, cluster)
+    found = {}
+    for kind in ("forward", "backward"):
+        events = walk(made.costs[0], [Part(work.layer, 1)], made._way(kind)).events
+        tasks = tuple(Task(name, stream, seconds, cause=stream) for name, stream, _, seconds in events)
+        starts = tuple(start for _, _, start, _ in events)
+        ends = tuple(start + seconds for _, _, start, seconds in events)
+        found[f"one layer, {kind}"] = Timeline(tasks, starts, ends)
+    return found
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,7 @@ class _Simulation:
     work: Workload
     setting: Setting
     cluster: Cluster
+    layers: tuple[int, ...] = ()
     _phases: dict[object, Phase] = field(default_factory=dict)
 
     def step(self) -> Step:
@@ -101,7 +115,10 @@ class _Simulation:
         cuts = self.setting.pp * self.setting.virtual
         if cuts > self.work.depth:
             raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(cuts))
-        stages = [[Part(self.work.layer, n)] for n in share(self.work.depth, cuts)]
+        counts = self.layers or share(self.work.depth, cuts)
+        if len(counts) != cuts or sum(counts) != self.work.depth:
+            raise PlanError("stages do not hold the layers", needed=f"{cuts} counts that sum to {self.work.depth}", found=str(counts))
+        stages = [[Part(self.work.layer, n)] if n else [] for n in counts]
         stages[0].insert(0, Part(self.work.first, 1))
         stages[-1].append(Part(self.work.last, 1))
         return stages
@@ -231,9 +248,7 @@ class _Simulation:
         everyone = tuple(range(base, base + s.pp))
         reduced = [self._piece(st, "reduce gradients", self._reduced(st), (last[st],), "dp") for st in range(s.pp)]
         updated = [self._piece(st, "optimizer", self._optimizer(st), everyone, "optimizer") for st in range(s.pp)]
-        spread = [
-            self._piece(st, "gather parameters", self._spread(st), (base + s.pp + st,), "dp") for st in range(s.pp)
-        ]
+        spread = [self._piece(st, "gather parameters", self._spread(st), (base + s.pp + st,), "dp") for st in range(s.pp)]
         return reduced + updated + spread
 
     def _piece(self, stage: int, name: str, made: Phase, after: tuple[int, ...], cause: str) -> _Piece:

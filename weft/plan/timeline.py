@@ -43,15 +43,14 @@ class Timeline:
     def busy(self, stream: str) -> float:
         return sum(self.tasks[i].seconds for i in self.on(stream))
 
-    def chrome(self) -> dict[str, Any]:
+    def chrome(self, process: int = 0, title: str = "step") -> dict[str, Any]:
         """The timeline as Chrome and Perfetto read it: microseconds, one row per stream."""
         rows = {stream: n for n, stream in enumerate(dict.fromkeys(t.stream for t in self.tasks))}
-        names = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": n, "args": {"name": stream}} for stream, n in rows.items()
-        ]
+        names: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}]
+        names += [{"ph": "M", "name": "thread_name", "pid": process, "tid": n, "args": {"name": stream}} for stream, n in rows.items()]
         events = [
             {
-                "ph": "X", "name": task.name, "cat": task.cause, "pid": 0, "tid": rows[task.stream],
+                "ph": "X", "name": task.name, "cat": task.cause, "pid": process, "tid": rows[task.stream],
                 "ts": self.start[i] * 1e6, "dur": task.seconds * 1e6, "args": {"cause": task.cause},
             }
             for i, task in enumerate(self.tasks) if task.seconds > 0
@@ -88,4 +87,3 @@ def run(tasks: Iterable[Task]) -> Timeline:
         stuck = [tasks[queue[0]].name for queue in queues.values() if queue]
         raise PlanError("tasks wait for one another in a circle", needed="an order every stream can follow", found=", ".join(stuck[:6]))
     return Timeline(tasks, tuple(start), tuple(end))
-

@@ -77,7 +77,8 @@ class Touch:
     launches: int = 1
     back_launches: int = 1
     saved: float = 0
-    flops: float = 0.0
+    flops: float = 0.0  # where they may outweigh the bytes, as in a larger op kept whole
+    dtype: str = "fp32"
 
 
 @dataclass(frozen=True)

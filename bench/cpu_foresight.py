@@ -1,0 +1,107 @@
+"""`weft bench cpu-foresight`: step times of weft's plans on the ranks at hand, foreseen from a calibrated profile and measured."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+PLANS = ("dp{n}", "dp{n},zero1", "dp{n},zero2", "dp{n},zero3", "tp{n}")
+
+
+def register(app: typer.Typer) -> None:
+    @app.command("cpu-foresight")
+    def cpu_foresight(
+        json: Annotated[bool, typer.Option(help="one JSON object on the last line")] = False,
+        ranks: Annotated[int, typer.Option(help="processes")] = 2,
+        sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M,25M",
+        rounds: Annotated[int, typer.Option(help="timed steps of each plan")] = 7,
+        profile: Annotated[str, typer.Option(help="a calibrated profile; measured first if not given")] = "",
+    ) -> None:
+        """Foresee one training step under five plans, time it, and compare errors and order."""
+        from bench._ranks import machine, run_ranks
+        from bench.foresight import spearman, summary
+        from weft.cli.output import console, emit
+
+        where = profile or _calibrate(ranks)
+        plans = [p.format(n=ranks) for p in PLANS]
+        rows = [row for size in sizes.split(",") for row in run_ranks(measure, ranks, size, rounds, plans, f"{ranks}x{where}")]
+        console.print(_table(rows))
+        read = [r for r in rows if r["error"] is not None]
+        order = {
+            size: spearman(*zip(*[(r["measured"], r["predicted"]) for r in read if r["group"] == size], strict=True))
+            for size in {r["group"] for r in read}
+        }
+        if json:
+            figures = summary({"cpu": rows})
+            emit({"bench": "cpu-foresight", "machine": machine(), "ranks": ranks, "rows": rows, "order": order, **figures["cpu"]})
+
+
+def _calibrate(ranks: int) -> str:
+    """Measure this machine into a file of its own."""
+    import json
+    import tempfile
+
+    from weft.cluster.calibrate import calibrate
+    from weft.cluster.profile import dump
+
+    path = f"{tempfile.mkdtemp()}/here.json"
+    with open(path, "w") as file:
+        json.dump(dump(calibrate("cpu", ranks=(ranks,))), file)
+    return path
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table("case", "measured ms", "foreseen ms", "error", title="one training step")
+    for r in rows:
+        if r["error"] is None:
+            table.add_row(r["case"], "-", "-", r["reason"])
+        else:
+            table.add_row(r["case"], f"{r['measured']:.1f}", f"{r['predicted']:.1f}", f"{r['error']:+.1%}")
+    return table
+
+
+def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], place: str) -> list[dict[str, Any]]:
+    """Every plan that can be made, foreseen and then timed in turn with the others."""
+    import torch.distributed as dist
+
+    from bench._ranks import time_rounds
+    from bench.train import workload
+    from weft.cluster.spec import cluster
+    from weft.plan.records import program_phase
+
+    work, batch = workload(size)
+    example = work.example(batch * world, seed=0)
+    steps, rows = {}, []
+    for plan in plans:
+        try:
+            steps[plan] = _step(work, plan, example)
+        except Exception as error:  # a plan that is not there yet must not lose the others
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            rows.append({"case": f"gpt-{size} {plan}", "group": size, "error": None, "reason": reason})
+    for step in steps.values():
+        step(example)
+    took = time_rounds({p: (lambda s=s: s(example)) for p, s in steps.items()}, {p: (lambda: None) for p in steps}, dist.barrier, rounds)
+    for plan, step in steps.items():
+        foreseen = program_phase(step.program, cluster(place))
+        predicted = foreseen.seconds * 1e3
+        rows.append(
+            {
+                "case": f"gpt-{size} {plan}", "group": size, "measured": took[plan], "predicted": predicted,
+                "error": predicted / took[plan] - 1, "causes_ms": {k: v * 1e3 for k, v in foreseen.causes.items()},
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _step(work: Any, plan: str, example: Any) -> Any:
+    import copy
+
+    import torch
+
+    from weft.api.parallelize import parallelize
+
+    model = copy.deepcopy(work.model)
+    return parallelize(model, work.loss, torch.optim.AdamW(model.parameters(), lr=1e-3), example, plan=plan)

@@ -1,0 +1,76 @@
+"""Calibration: the fit finds constants that made the samples, and real ranks can be timed."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+
+import pytest
+
+from weft.cluster import calibrate, local, measure
+from weft.cluster.measure import Product
+from weft.cluster.profile import Device, dump, load, parse
+from weft.core.errors import ClusterError, RuntimeFault
+
+
+def test_the_fit_finds_what_made_the_samples() -> None:
+    def line(values: Mapping[str, float], size: float) -> float:
+        return values["wait"] + size / values["rate"]
+
+    truth = {"wait": 3e-5, "rate": 2e9}
+    sizes = [2.0**p for p in range(8, 28, 2)]
+    found = calibrate.descend({"wait": 1e-3, "rate": 1e8}, sizes, line, lambda s: line(truth, s))
+    assert found == pytest.approx(truth, rel=0.05)
+
+
+def test_products_give_back_their_surface() -> None:
+    from weft.cluster import kernels
+
+    device = load("H100").device
+    shapes = [(m, n, k, 1, "bf16") for m in (512, 2048, 8192) for n in (512, 8192) for k in (256, 4096)]
+    burst = Device("H100", {**device.constants, "gemm.sustained": device.constants["units"].__class__(1.0, "measured")})
+    timed = [Product(*s, kernels.product(burst, *s)) for s in shapes]
+    found = calibrate._fit_products(device, timed, "bf16", "measured: a test")
+    assert found.get("gemm.efficiency") == pytest.approx(device.get("gemm.efficiency"), rel=0.05)
+
+
+def test_time_is_the_best_of_several() -> None:
+    calls: list[int] = []
+    assert measure.seconds(lambda: calls.append(1), "cpu", budget=1e-4) > 0
+    assert len(calls) > 6
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_real_ranks_are_timed(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "SIZES", (4096, 65536))
+    found = local.together(ranks, "cpu", local.Timing("cpu", ranks, (4096, 65536)), timeout=60)[0]
+    assert {s.kind for s in found} == set(local.KINDS)
+    assert all(s.seconds > 0 for s in found)
+    links = calibrate._links(None, found, ranks)
+    assert links[0].span == ranks
+    assert not multiprocessing.active_children()
+
+
+class _Fails:
+    def __call__(self, rank: int) -> None:
+        raise ValueError("no luck")
+
+
+def test_a_rank_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeFault, match="no luck"):
+        local.together(2, "cpu", _Fails(), timeout=60)
+    assert not multiprocessing.active_children()
+
+
+def test_what_cannot_be_measured() -> None:
+    with pytest.raises(ClusterError, match="cpu or cuda"):
+        calibrate.calibrate("tpu")
+
+
+def test_a_calibrated_profile_is_a_profile() -> None:
+    seen = [Product(64, 64, 64, 1, "fp32", 1e-5), Product(512, 512, 512, 1, "fp32", 5e-3)]
+    seen += [(1e10, 4e10), (5e-6, 0.0), (1e10, 8e9), (8e9, 7e9), 0.9, 1.0, 0.0, 0]
+    device = calibrate._device("cpu", None, "here", seen)
+    made = calibrate.Profile("here", device, 2, calibrate._links(None, [], 2))
+    assert parse(dump(made)) == made
+    assert device.bandwidth == pytest.approx(1e10)

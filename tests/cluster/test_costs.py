@@ -1,0 +1,83 @@
+"""Kernels and collectives against numbers others measured, and against what must hold of any device."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.cluster import collectives, kernels
+from weft.cluster.collectives import Ranks
+from weft.cluster.profile import Constant, Device, load
+from weft.cluster.spec import cluster
+from weft.core.errors import ClusterError
+
+MIB = 2**20
+
+
+# openxla's table for H100, bf16: m, n, k and TFLOP/s.
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rate"), [(4096, 4096, 4096, 780), (2048, 2048, 4096, 752), (1024, 1024, 4096, 473), (4096, 4096, 1024, 685)]
+)
+def test_products_near_the_table(m: int, n: int, k: int, rate: float) -> None:
+    # the table times bursts; training runs at the clocks the power limit leaves
+    constants = {**load("H100").device.constants, "gemm.sustained": Constant(1.0, "assumed: a burst")}
+    seconds = kernels.product(Device("H100", constants), m, n, k, 1, "bf16")
+    assert 2e-12 * m * n * k / seconds == pytest.approx(rate, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["A100", "H100", "B200", "V100"])
+def test_products_are_never_faster_than_the_device(kind: str) -> None:
+    device = load(kind).device
+    for m, n, k in [(64, 64, 64), (8192, 8192, 8192), (16, 50257, 4096), (4096, 1, 4096)]:
+        seconds = kernels.product(device, m, n, k, 1, "fp16")
+        assert seconds >= 2 * m * n * k / device.peak("fp16")
+        assert seconds >= 2 * (m * k + k * n + m * n) / device.get("memory.bandwidth")
+
+
+def test_odd_rows_are_slow() -> None:
+    device = load("A100").device
+    assert kernels.product(device, 4096, 50257, 1024, 1, "fp16") > 1.8 * kernels.product(device, 4096, 50264, 1024, 1, "fp16")
+
+
+def test_cached_passes_are_faster_where_the_cache_is_known() -> None:
+    device = load("x86-2").device
+    small = device.get("cache.bytes")
+    per_byte = [kernels.touch(device, size, 1) - device.get("kernel.launch") for size in (small, 64 * small)]
+    assert per_byte[1] > 64 * per_byte[0]
+
+
+# All-reduce over 8 x A100 in microseconds (ml-engineering): size in MiB.
+@pytest.mark.parametrize(("size", "us"), [(16, 277), (64, 685), (256, 2421), (1024, 8204)])
+def test_collectives_near_a_table(size: int, us: float) -> None:
+    seconds = collectives.seconds(cluster("8xA100"), "all_reduce", size * MIB, Ranks((8, 8)))
+    assert seconds * 1e6 == pytest.approx(us, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", [k for k in collectives.KINDS if k != "send"])
+def test_more_bytes_take_longer(kind: str) -> None:
+    place = cluster("4x8xH100")
+    times = [collectives.seconds(place, kind, 2**p, Ranks((8, 32))) for p in range(10, 32)]
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+
+
+def test_crossing_nodes_costs() -> None:
+    place = cluster("2x8xH100")
+    inside = collectives.seconds(place, "all_reduce", 64 * MIB, Ranks((8, 8)))
+    across = collectives.seconds(place, "all_reduce", 64 * MIB, Ranks((4, 8)))
+    assert across > inside
+
+
+def test_ranks_of_a_node_share_the_work_of_leaving_it() -> None:
+    place = cluster("16x8xH100")
+    one = collectives.seconds(place, "all_reduce", 2**30, Ranks((1, 16)))
+    four = collectives.seconds(place, "all_reduce", 2**30, Ranks((4, 64)))
+    assert four < one
+
+
+def test_one_rank_has_nobody_to_talk_to() -> None:
+    assert collectives.seconds(cluster("8xH100"), "all_gather", 2**30, Ranks((1, 1))) == 0
+
+
+def test_an_unknown_collective() -> None:
+    with pytest.raises(ClusterError, match="no collective named 'all_shuffle'"):
+        collectives.seconds(cluster("8xH100"), "all_shuffle", 2**20, Ranks((8, 8)))

@@ -1,0 +1,64 @@
+"""Every shipped number says where it comes from, and few of them are fitted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.cluster.profile import KINDS_OF_ORIGIN, dump, load, names, parse
+from weft.core.errors import ClusterError
+
+WANTED = {"V100-DGX2", "V100-p3", "V100-Summit", "A100", "H100", "H200", "B200", "x86-2"}
+
+
+def test_the_promised_profiles_are_there() -> None:
+    assert set(names()) >= WANTED
+
+
+@pytest.mark.parametrize("name", names())
+def test_origins(name: str) -> None:
+    constants = list(load(name).constants())
+    assert all(c.origin.startswith(KINDS_OF_ORIGIN) for _, c in constants)
+    fitted = [key for key, c in constants if c.origin.startswith("fitted")]
+    assert len(fitted) <= 12, fitted
+
+
+@pytest.mark.parametrize("name", names())
+def test_values_make_sense(name: str) -> None:
+    for key, constant in load(name).constants():
+        assert constant.value >= 0, key
+        if key.endswith(("efficiency", "sustained", "misaligned", "small", "low_share")):
+            assert constant.value <= 1, key
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_json_form_comes_back(name: str) -> None:
+    profile = load(name)
+    assert parse(json.loads(json.dumps(dump(profile)))) == profile
+
+
+def test_a_variant_differs_where_it_says() -> None:
+    base, variant = load("H100"), load("H200")
+    assert variant.device.memory > base.device.memory
+    assert variant.device.peak("bf16") == base.device.peak("bf16")
+
+
+def test_a_number_without_origin_is_refused() -> None:
+    data = dump(load("A100"))
+    data["device"]["units"] = {"value": 108, "origin": "somewhere"}
+    with pytest.raises(ClusterError, match="'units' does not say where it comes from"):
+        parse(data)
+
+
+def test_a_missing_constant_is_named() -> None:
+    with pytest.raises(ClusterError, match=r"device A100 has no constant 'peak\.fp8'"):
+        load("A100").device.peak("fp8")
+
+
+def test_a_broken_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text("{")
+    with pytest.raises(ClusterError, match="is not JSON"):
+        load(str(path))

@@ -1,0 +1,104 @@
+"""How a cluster is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.cluster.spec import Cluster, cluster
+from weft.core.errors import ClusterError, UnknownName
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "size", "kind"),
+    [
+        ("16x8xH100", 16, 8, "H100"),
+        ("8xA100", 1, 8, "A100"),
+        ("64xA100", 8, 8, "A100"),
+        ("H200", 1, 1, "H200"),
+        ("2x4xa100-80gb", 2, 4, "A100"),
+        ("2xDGX-2", 2, 16, "V100-DGX2"),
+        ("8xp3.16xlarge", 8, 8, "V100-p3"),
+        ("2x6xSummit", 2, 6, "V100-Summit"),
+    ],
+)
+def test_short_forms(text: str, nodes: int, size: int, kind: str) -> None:
+    (group,) = cluster(text).groups
+    assert (group.count, group.size, group.profile.name) == (nodes, size, kind)
+
+
+def test_the_network_may_be_given() -> None:
+    made = cluster("2x8xA100@100")
+    assert made.links[1].get("bandwidth") == pytest.approx(12.5e9)
+    assert made.links[0].get("bandwidth") == cluster("2x8xA100").links[0].get("bandwidth")
+    assert "given with the cluster" in made.links[1].constants["bandwidth"].origin
+
+
+def test_unequal_groups_wait_for_the_slowest_link() -> None:
+    made = cluster("2x8xH100+2x8xA100")
+    assert made.devices == 32
+    assert not made.uniform
+    assert made.device_of(15).name == "H100"
+    assert made.device_of(16).name == "A100"
+    assert made.links[0].get("bandwidth") == cluster("A100").links[0].get("bandwidth")
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("groups:\n- {nodes: 2, devices: 4, kind: A100, network_gbps_per_device: 50}\n- {kind: H100}\n")
+    made = cluster(str(path))
+    assert made.devices == 9
+    assert made.groups[0].profile.links[1].get("bandwidth") == pytest.approx(6.25e9)
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    from weft.cluster.profile import dump, load
+
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**dump(load("A100")), "name": "mine"}))
+    assert cluster(f"{path}").device.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("axbxc!", "NODESxDEVICESxKIND"),
+        ("0x8xA100", "1 node of 1 device"),
+        ("12xA100", "try     2x8xA100"),
+        ("missing.yaml", "cannot read missing.yaml"),
+    ],
+)
+def test_what_cannot_be_read(text: str, says: str) -> None:
+    with pytest.raises(ClusterError, match=says.replace("(", r"\(")):
+        cluster(text)
+
+
+def test_an_unknown_kind_offers_near_ones() -> None:
+    with pytest.raises(UnknownName, match="no profile named 'H1000'") as caught:
+        cluster("8x8xH1000")
+    assert "h100" in str(caught.value)
+
+
+def test_a_group_without_kind(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("groups:\n- {nodes: 2, kinds: A100}\n")
+    with pytest.raises(ClusterError, match="devices, kind, network_gbps_per_device, nodes"):
+        cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    ("stride", "size", "members"), [(1, 8, (8, 8)), (1, 16, (8, 16)), (8, 4, (1, 4)), (2, 32, (4, 32)), (16, 2, (1, 2))]
+)
+def test_how_ranks_lie_in_nodes(stride: int, size: int, members: tuple[int, ...]) -> None:
+    assert cluster("8x8xA100").members(stride, size) == members
+
+
+def test_parts_of_a_cluster() -> None:
+    whole = cluster("2x8xH100+2x8xA100")
+    part = whole.slice(8, 16)
+    assert isinstance(part, Cluster)
+    assert [(g.count, g.size, g.profile.name) for g in part.groups] == [(1, 8, "H100"), (1, 8, "A100")]
+    with pytest.raises(ClusterError, match="whole nodes"):
+        whole.slice(0, 12)

@@ -1,0 +1,117 @@
+"""Rows of measured and published runs: read, filled in, predicted, summed up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench._rows import Row, Unreadable, read
+from bench.foresight import percentile, spearman
+from weft.cli import app
+
+ITERATIONS = (
+    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
+    "data parallelism,pipeline parallelism,iteration time (ms)\n"
+)
+PUBLISHED = (
+    "source,gpu,gpus,layers,hidden,heads,kv_heads,ffn,vocab,seq,global_batch,micro_batch,tp,pp,dp,cp,"
+    "layers_per_virtual_stage,recompute,dtype,zero,metric,value,network_gbps_per_gpu\n"
+)
+# Narayanan 2021, table 1; Korthikanti 2022, table 5.
+SC21 = "SC21 145.6B,A100-80,1536,80,12288,96,96,49152,51200,2048,2304,2,8,8,24,1,5,full,fp16,0,TFLOPs_per_gpu(96BslH^2(...)),148,200\n"
+K22 = "K22 22B,A100-80,8,48,6144,64,64,24576,51200,2048,4,4,8,1,1,1,,selective+sequence parallel,fp16,0,iteration_s,1.10,200\n"
+BLANKS = "someone 175B,A100-80,256,96,12288,128,,,,2048,768,,8,8,4,1,,,bf16,,iteration_s,40.0,\n"
+MODERN = (
+    "someone 8B,H100,16,32,4096,32,8,14336,128256,65536,4,1,1,1,1,16,,selective,fp8,"
+    "fsdp without reshard after forward,TFLOPs_per_gpu(model),500,\n"
+)
+
+
+def rows(tmp_path: Path, text: str) -> list[Row | Unreadable]:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    return read(path)
+
+
+@pytest.mark.parametrize("line", [SC21, K22])
+def test_published_steps_are_foreseen(tmp_path: Path, line: str) -> None:
+    (row,) = rows(tmp_path, PUBLISHED + line)
+    assert isinstance(row, Row)
+    assert row.predict() == pytest.approx(row.measured, rel=0.12)
+
+
+def test_blanks_are_filled_and_said(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, PUBLISHED + BLANKS)
+    assert isinstance(row, Row)
+    assert set(row.assumed) >= {"micro_batch", "vocab", "kv_heads", "ffn", "recompute", "zero", "network_gbps_per_gpu"}
+    assert row.shape.gated is False, "175B has a plain feed-forward"
+    assert row.predict() == pytest.approx(40.0, rel=0.15)
+
+
+def test_settings_of_other_files(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, PUBLISHED + MODERN)
+    assert isinstance(row, Row)
+    assert (row.setting.dtype, row.setting.zero, row.setting.keep_gathered, row.setting.cp) == ("fp8", 3, True, 16)
+    assert row.predict() > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (SC21.replace("148,200", "many,200"), "could not convert"),
+        (SC21.replace("TFLOPs_per_gpu(96BslH^2(...))", "furlongs"), "no metric named 'furlongs'"),
+        (SC21.replace("A100-80", "Z900"), "no profile named 'Z900'"),
+        (SC21.replace(",1536,80,", ",1536,,"), "layers is blank"),
+    ],
+)
+def test_an_unreadable_row_says_why(tmp_path: Path, line: str, reason: str) -> None:
+    bad, good = rows(tmp_path, PUBLISHED + line + SC21)
+    assert isinstance(bad, Unreadable)
+    assert reason in bad.reason
+    assert isinstance(good, Row)
+
+
+def test_iteration_rows(tmp_path: Path) -> None:
+    """A model that fits on one device is taken to be trained without recompute, a larger one with."""
+    small, large = rows(tmp_path, ITERATIONS + "8,16,4,1024,16,24,1024,2,2,2,150.0\n64,512,4,3072,32,30,2048,4,16,1,4764\n")
+    assert isinstance(small, Row) and isinstance(large, Row)
+    assert small.setting.recompute == "none"
+    assert large.setting.recompute == "full"
+    assert large.shape.vocab % (128 * 4) == 0
+    assert large.predict() == pytest.approx(4764, rel=0.15)
+
+
+def test_the_command_predicts_all_it_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    lines = [f"8,{16 * n},4,1024,16,24,1024,2,2,2,{150.0 * n}\n" for n in range(1, 6)]
+    path.write_text(ITERATIONS + "".join(lines) + "8,16,4,1024,16,24,1024,2,2,3,150.0\n8,x,4,1024,16,24,1024,2,2,2,1.0\n")
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- tables: begin -->\nold\n<!-- tables: end -->\nafter\n")
+    result = CliRunner().invoke(app, ["bench", "foresight", "--rows", str(path), "--json", "--doc", str(page)])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert [r["error"] is None for r in said["rows"]] == [False] * 5 + [True] * 2
+    assert all("reason" in r for r in said["rows"][5:])
+    group = said["groups"]["rows: 24x1024 s1024 on 8"]
+    assert group["count"] == 5
+    assert group["rank_correlation"] == pytest.approx(1.0)
+    assert said["groups"]["rows"]["unreadable"] == 2
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "old" not in text
+
+
+def test_a_file_that_is_not_there() -> None:
+    result = CliRunner().invoke(app, ["bench", "foresight", "--rows", "nowhere.csv"])
+    assert result.exit_code == 1
+    assert "no file nowhere.csv" in result.output
+
+
+def test_statistics() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(0.866, abs=1e-3)
+    assert spearman([1, 1], [1, 2]) is None
+    assert percentile([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0.9) == pytest.approx(9)

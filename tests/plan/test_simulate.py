@@ -1,0 +1,233 @@
+"""A foreseen step: what must hold of any, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.cluster.spec import cluster
+from weft.core.errors import PlanError, UnknownName
+from weft.plan.fits import fit
+from weft.plan.models import shape
+from weft.plan.setting import Setting
+from weft.plan.simulate import Step, share, simulate
+from weft.plan.transformer import Shape, workload
+from weft.plan.workload import Attention, Gemm, backward, flops, per_op, split_weight
+
+GPT = Shape(24, 2048, 16, 51200, 2048, name="gpt")
+MOE = Shape(8, 1024, 16, 32000, 1024, gated=True, rotary=True, experts=8, chosen=2, name="moe")
+
+
+def foresee(shape: Shape, setting: Setting, place: str) -> Step:
+    return simulate(workload(shape, setting), setting, cluster(place))
+
+
+SETTINGS = [
+    Setting(global_batch=8),
+    Setting(global_batch=32, dp=8, zero=3),
+    Setting(global_batch=32, dp=8, zero=2),
+    Setting(global_batch=32, dp=8, zero=1, overlap_params=False, overlap_grads=False),
+    Setting(global_batch=8, tp=8),
+    Setting(global_batch=8, tp=8, sequence_parallel=True),
+    Setting(global_batch=8, tp=8, sequence_parallel=True, overlap_tp=True),
+    Setting(global_batch=8, tp=2, cp=4),
+    Setting(global_batch=16, tp=2, pp=4, dp=1),
+    Setting(global_batch=32, pp=4, dp=2, schedule="gpipe"),
+    Setting(global_batch=32, pp=4, dp=2, schedule="interleaved", virtual=3),
+    Setting(global_batch=32, pp=4, dp=2, schedule="zero-bubble", overlap_sends=True),
+    Setting(global_batch=32, pp=4, dp=2, zero=3, keep_gathered=True, recompute="full"),
+    Setting(global_batch=8, kernels="classic", dtype="fp16", recompute="selective"),
+    Setting(global_batch=8, kernels="eager", recompute="per-op"),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.dp}.{s.tp}.{s.pp}.{s.cp}.z{s.zero}.{s.schedule}.{s.recompute}.{s.kernels}")
+def test_every_millisecond_has_a_cause(setting: Setting) -> None:
+    place = f"{setting.devices}xH100"
+    step = foresee(GPT, setting, place)
+    assert sum(step.causes.values()) == pytest.approx(step.seconds)
+    assert all(v >= -1e-9 for v in step.causes.values()), step.causes
+    assert all(v >= -1e-9 for v in step.hidden.values()), step.hidden
+    assert 0 < step.mfu < 0.9
+    assert step.peak_memory.total > step.peak_memory.allocated > 0
+
+
+def test_experts_are_spread() -> None:
+    one, spread = (foresee(MOE, Setting(global_batch=16, dp=8, ep=ep), "8xH100") for ep in (1, 8))
+    assert spread.causes["ep"] > 0
+    assert spread.peak_memory.params < one.peak_memory.params
+
+
+def test_the_device_does_no_less_than_the_flops() -> None:
+    setting = Setting(global_batch=8, micro_batch=8)
+    work = workload(GPT, setting)
+    forward = GPT.layers * flops(work.layer.forward) + flops(work.last.forward)
+    scores = GPT.layers * 2 * GPT.seq * GPT.hidden * work.tokens  # the causal half of them is not computed
+    assert 3 * (forward + scores) == pytest.approx(work.model_flops * work.tokens, rel=0.01)
+
+
+def test_what_recompute_costs_and_saves() -> None:
+    setting = Setting(global_batch=8, micro_batch=8)
+    steps = {r: foresee(GPT, replace(setting, recompute=r), "H100") for r in ("none", "selective", "per-op", "full")}
+    time = [steps[r].seconds for r in ("none", "selective", "per-op", "full")]
+    held = [steps[r].peak_memory.activations for r in ("none", "selective", "full")]
+    assert time == sorted(time)
+    assert held == sorted(held, reverse=True)
+    assert steps["full"].seconds / steps["none"].seconds == pytest.approx(4 / 3, rel=0.1)
+
+
+def test_zero_shards_what_it_says() -> None:
+    held = [foresee(GPT, Setting(global_batch=8, dp=8, zero=z), "8xH100").peak_memory for z in range(4)]
+    assert held[1].optimizer == pytest.approx(held[0].optimizer / 8)
+    assert held[2].grads == pytest.approx(held[1].grads / 8)
+    assert held[3].params == pytest.approx(held[2].params / 8)
+
+
+def test_more_copies_cost_only_the_gradients() -> None:
+    one = foresee(GPT, Setting(global_batch=4), "H100")
+    many = foresee(GPT, Setting(global_batch=32, dp=8, overlap_grads=False), "8xH100")
+    assert many.seconds - one.seconds == pytest.approx(many.causes["dp"], rel=0.02)
+
+
+def test_a_large_cluster_costs_no_more_to_simulate() -> None:
+    llama = shape("llama3-405b")
+    setting = Setting(global_batch=2048, tp=8, pp=16, dp=128, zero=1, sequence_parallel=True, schedule="interleaved", virtual=7)
+    step = foresee(llama, setting, "2048x8xH100")
+    assert len(step.timeline.tasks) < 10_000
+    assert 0.2 < step.mfu < 0.5
+    assert step.tokens == 2048 * 8192
+
+
+def test_the_slower_device_sets_the_pace() -> None:
+    setting = Setting(global_batch=32, dp=16)
+    mixed, slow, fast = (foresee(GPT, setting, place) for place in ("1x8xH100+1x8xA100", "2x8xA100", "2x8xH100"))
+    assert fast.seconds < mixed.seconds
+    assert mixed.seconds == pytest.approx(slow.seconds, rel=0.05)
+
+
+def test_a_slow_stage_makes_the_others_wait() -> None:
+    setting = Setting(global_batch=32, pp=2, dp=8)
+    mixed = foresee(GPT, setting, "1x8xH100+1x8xA100")
+    assert mixed.seconds > foresee(GPT, setting, "2x8xH100").seconds
+    assert mixed.timeline.busy("stage 1") > 1.3 * mixed.timeline.busy("stage 0")
+
+
+def test_layers_are_shared_out() -> None:
+    assert share(24, 4) == [6, 6, 6, 6]
+    assert share(126, 16) == [7] + [8] * 14 + [7]
+    assert sum(share(61, 7)) == 61
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "says"),
+    [
+        (Setting(global_batch=8, dp=4), "8xH100", "try     --dp 8"),
+        (Setting(global_batch=7, dp=8), "8xH100", "try     --batch 8"),
+        (Setting(global_batch=8, tp=3), "3xH100", "tp a divisor of heads = 16"),
+        (Setting(global_batch=32, pp=32), "32xH100", "pp x virtual at most 24"),
+        (Setting(global_batch=8, virtual=2), "H100", "try     --schedule interleaved"),
+        (Setting(global_batch=8, recompute="some"), "H100", "none or selective or per-op or full"),
+        (Setting(global_batch=8, zero=4), "H100", "ZeRO has stages 0 to 3"),
+        (Setting(global_batch=8, dp=8, ep=3), "8xH100", "ep a divisor of dp = 8"),
+    ],
+)
+def test_what_cannot_be_run(setting: Setting, place: str, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        foresee(GPT, setting, place)
+    assert says in str(caught.value)
+
+
+# --- will it fit
+
+
+def test_advice_was_tried() -> None:
+    setting = Setting(global_batch=64, micro_batch=8, dp=8)
+    place = cluster("8xH100")
+    model = replace(GPT, layers=64)
+    answer = fit(model, setting, place)
+    assert not answer.fits
+    assert answer.changes
+    assert [c.step.seconds for c in answer.changes] == sorted(c.step.seconds for c in answer.changes)
+    for change in answer.changes:
+        assert fit(model, change.setting, place).fits, change.says
+
+
+def test_the_largest_batch_is_the_largest() -> None:
+    setting, place = Setting(global_batch=1), cluster("H100")
+    largest = fit(GPT, setting, place).largest
+    assert largest > 1
+    assert fit(GPT, replace(setting, global_batch=largest, micro_batch=largest), place).fits
+    assert not fit(GPT, replace(setting, global_batch=largest + 1, micro_batch=largest + 1), place).fits
+
+
+# --- records
+
+
+def test_the_backward_of_a_product_is_two() -> None:
+    op = Gemm(6, 4, 8, bias=True)
+    first, second, bias = backward(op)
+    assert isinstance(first, Gemm) and isinstance(second, Gemm)
+    assert (first.m, first.n, first.k) == (6, 8, 4)
+    assert (second.m, second.n, second.k) == (8, 4, 6)
+    assert bias.name == "matmul bias gradient"
+
+
+def test_weight_gradients_may_wait() -> None:
+    block = workload(GPT, Setting()).layer
+    early, late = split_weight(block.backward())
+    assert len(late) == 4
+    assert flops(early) + flops(late) == pytest.approx(flops(block.backward()))
+
+
+def test_per_op_keeps_attention_and_every_second_product() -> None:
+    forward = workload(GPT, Setting()).layer.forward
+    again = list(per_op(forward))
+    assert not any(isinstance(op, Attention) for op in again)
+    assert sum(isinstance(op, Gemm) for op in again) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt2", 0.124), ("gpt3-175b", 174.6), ("gpt-530b", 529.6), ("llama3-8b", 8.03), ("llama3-70b", 70.55),
+        ("llama3-405b", 405.9), ("llama2-7b", 6.74), ("mixtral-8x7b", 46.7), ("bert-large", 0.335), ("vit-l16", 0.304),
+    ],
+)  # fmt: skip
+def test_named_models_have_their_published_size(name: str, billions: float) -> None:
+    assert shape(name).params / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_a_model_that_is_no_transformer() -> None:
+    with pytest.raises(UnknownName, match="resnet50 is not a stack of transformer layers"):
+        shape("resnet50")
+
+
+# --- the command
+
+
+def test_the_command(tmp_path: Path) -> None:
+    trace = tmp_path / "step.json"
+    argv = ["simulate", "gpt2-large", "--cluster", "2x8xA100", "--tp", "2", "--pp", "2", "--json", "--trace", str(trace)]
+    result = CliRunner().invoke(app, argv)
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert said["fits"] is True
+    assert said["memory_gb"] < said["device_memory_gb"]
+    parts = said["breakdown_ms"]
+    exposed = sum(parts["exposed"].values())
+    assert parts["compute"] + parts["host"] + parts["bubble"] + parts["optimizer"] + exposed == pytest.approx(said["step_ms"])
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_the_command_says_what_is_wrong() -> None:
+    result = CliRunner().invoke(app, ["simulate", "gpt2", "--cluster", "8xA100", "--dp", "3"])
+    assert result.exit_code == 1
+    assert "the setting does not fill the cluster" in result.output

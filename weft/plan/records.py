@@ -1,0 +1,135 @@
+"""A program as records of `plan.workload`: what its busiest rank computes, touches and sends, and how long that takes.
+
+Sizes come from the layouts of the nodes. Nodes fused into one kernel touch only what enters and leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from weft.cluster.collectives import Ranks
+from weft.cluster.spec import Cluster
+from weft.core.layout import Mesh
+from weft.core.node import DTYPE_NAMES, Node
+from weft.core.program import Program
+from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
+from weft.plan.cost import Costs
+from weft.plan.phase import Pass, Phase, Walk
+from weft.plan.setting import Setting
+from weft.plan.workload import Collective, Gemm, Op, Touch
+
+DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16"}
+SENT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
+
+
+def records(program: Program) -> list[Op]:
+    """Every node or fused group as records, in order."""
+    fused = {node: group for group in program.groups if group.kind == "fuse" for node in group.nodes}
+    last = {group: max(group.nodes, key=program.nodes.index) for group in fused.values()}
+    made: list[Op] = []
+    for node in program.nodes:
+        if node not in fused:
+            made += of_node(node)
+        elif node is last[fused[node]]:
+            made += of_group(program, fused[node].nodes)
+    return made
+
+
+def of_node(node: Node) -> Iterator[Op]:
+    """What one node is; nothing for inputs and views."""
+    kind = node.op.kind
+    if kind in (Kind.VIEW, Kind.SOURCE) or not node.args:
+        return
+    if kind is Kind.COMM:
+        yield from _sent(node)
+    elif kind is Kind.CONTRACT:
+        m, n, k, batch = product_sizes(node)
+        yield Gemm(m, n, k, batch, _dtype(node), node.op.name)
+    else:
+        work = flops(node) if kind is Kind.WHOLE else 0.0
+        yield Touch(node.op.name, float(memory_traffic(node)), 0, flops=work, dtype=_dtype(node))
+
+
+def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
+    """One kernel: its bytes are those of values that come from outside or are read there, and what it sends."""
+    inside = set(nodes)
+    read = {a for n in nodes for a in n.args if a not in inside}
+    kept = [n for n in nodes if any(u not in inside for u in program.users[n]) or n in {o for _, o in program.outputs}]
+    for node in nodes:
+        if node.op.kind is Kind.CONTRACT:
+            yield from of_node(node)
+    for node in nodes:
+        if node.op.kind is Kind.COMM:
+            yield from _sent(node)
+    moved = sum(nbytes(a.type) for a in read) + sum(nbytes(t) for n in kept for t in n.types)
+    yield Touch("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0)
+
+
+def _sent(node: Node) -> Iterator[Op]:
+    """A collective of all its tensors in one call; a slice sends nothing and costs a copy."""
+    name, axis = node.op.name, str(node.attr("axis"))
+    given = float(sum(nbytes(a.type) for a in node.args))
+    taken = float(sum(nbytes(t) for t in node.types))
+    if name in SENT:
+        yield Collective(name, max(given, taken) if name == "all_gather" else given, axis, name)
+    elif taken < given:
+        yield Touch(name, 2 * taken, 0)
+
+
+def product_sizes(node: Node) -> tuple[int, int, int, int]:
+    """A contraction as [m, k] x [k, n], so many times over, on the busiest rank."""
+    eq = equation_of(node)
+    assert eq is not None
+    size = {x: n for labels, a in zip(eq.ins, node.args, strict=True) for x, n in zip(labels, a.type.layout.largest_local, strict=True)}
+    left, right, out = set(eq.ins[0]), set(eq.ins[-1]), set(eq.outs[0])
+    parts = (left & out - right, right & out - left, left & right - out, left & right & out)
+    m, n, k, batch = (math.prod(size[x] for x in part if x != ONE) for part in parts)
+    return m, n, k, batch
+
+
+def _dtype(node: Node) -> str:
+    return DTYPES.get(DTYPE_NAMES[node.types[0].dtype], "fp32")
+
+
+@dataclass
+class OnMesh(Costs):
+    """Prices for the axes of a mesh whose ranks fill the cluster in order, the last axis innermost."""
+
+    mesh: Mesh | None = None
+
+    def ranks(self, axis: str) -> Ranks:
+        assert self.mesh is not None
+        if axis not in self._ranks:
+            inner = self.mesh.axes[self.mesh.axes.index(axis) + 1 :]
+            stride = math.prod(self.mesh.sizes[a] for a in inner)
+            self._ranks[axis] = Ranks(self.cluster.members(stride, self.mesh.sizes[axis]))
+        return self._ranks[axis]
+
+
+def program_phase(program: Program, cluster: Cluster) -> Phase:
+    """Time of one run of a program, and what it went into."""
+    costs = OnMesh(cluster, Setting(), cluster.device, mesh=program.mesh)
+    walker = Walk(costs, Pass("forward"))
+    for op in records(program):
+        walker.op(op)
+    walker.join()
+    return walker.phase()
+
+
+def peak_bytes(program: Program) -> int:
+    """The most bytes the busiest rank holds: inputs throughout, every other value from its making to its last use."""
+    place = {n: i for i, n in enumerate(program.nodes)}
+    outputs = {n for _, n in program.outputs}
+    dies: dict[int, list[Node]] = {}
+    for node in program.nodes:
+        if node.args and node not in outputs and program.users[node]:
+            dies.setdefault(max(place[u] for u in program.users[node]), []).append(node)
+    now = most = sum(nbytes(t) for n in program.inputs for t in n.types)
+    for i, node in enumerate(program.nodes):
+        if node.args and node.op.kind is not Kind.VIEW:
+            now += sum(nbytes(t) for t in node.types)
+        most = max(most, now)
+        now -= sum(nbytes(t) for n in dies.get(i, ()) if n.op.kind is not Kind.VIEW for t in n.types)
+    return most
