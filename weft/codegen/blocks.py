@@ -35,7 +35,7 @@ class Call:
     @property
     def given(self) -> tuple[Node, ...]:
         """What the call takes, in order: tensors, then numbers."""
-        tensors = (p.node for p in self._places() if p.role not in ("out", "gathered"))
+        tensors = (p.node for p in self._places() if p.role not in ("out", "gathered", "index"))
         return tuple(dict.fromkeys([*tensors, *(n for part in self.fused.parts for n in part.scalars.values())]))
 
     def _places(self) -> list[Place]:
@@ -131,19 +131,9 @@ def _fuse_block(program: Program, group: Group, rank: int, fuse: Collection[str 
     if axis not in fuse:
         raise NotFusable(f"no memory that ranks along {axis} can all reach" if axis else "no compiler for kernels")
     world = 1 if axis is None else program.mesh.size(axis)
-    if any(len(p.offsets) > 1 for f in found for part in f.parts for p in part.places.values()) and any(
-        v.fn == "total" for f in found for _, value in f.body.stores for v in _under(value)
-    ):
-        raise NotFusable("a total over a tensor whose slices are not one run of memory")
     inputs, outputs = edges(program, group)
     calls = tuple(Call(compile_group(f.body, world, target), f) for f in found)
     return Block(group, inputs, outputs, calls)
-
-
-def _under(value: Any) -> Sequence[Any]:
-    from weft.codegen.expr import ordered
-
-    return list(ordered([value]))
 
 
 # -- a pipeline over chunks ------------------------------------------------------------------------------------------

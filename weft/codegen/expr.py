@@ -26,7 +26,7 @@ ARITY = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "maximum": 2, "minimum": 2, "pow": 2,
     "gt": 2, "ge": 2, "lt": 2, "le": 2, "eq": 2, "ne": 2, "where": 3,
     "neg": 1, "abs": 1, "sqrt": 1, "rsqrt": 1, "exp": 1, "log": 1, "tanh": 1, "sigmoid": 1, "sin": 1,
-    "cos": 1, "erf": 1, "reciprocal": 1, "sign": 1, "floor": 1,
+    "cos": 1, "erf": 1, "reciprocal": 1, "uniform": 3, "low24": 1, "high24": 1, "sign": 1, "floor": 1,
 }  # fmt: skip
 
 
@@ -40,10 +40,11 @@ class Slot:
     disposable: bool = False  # this rank's own slice of it may be overwritten once it has been reduced
     inside: str = ""  # the spread slot whose own copy this one is
     once: bool = False  # one element for the whole row
+    index: bool = False  # no memory: the number of each element in the whole tensor
 
     @property
     def nbytes(self) -> int:
-        return BYTES[self.dtype]
+        return 0 if self.index else BYTES[self.dtype]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class Value:
     fn: str
     args: tuple[Value, ...]
     slot: Slot | None
-    name: str  # of a scalar; op of a reduce or total (sum, max, min); dtype of a cast
+    name: str  # of a scalar; op of a reduce or total (sum, max, min); dtype of a cast; site of a uniform
     const: float
     level: Level
 
@@ -148,6 +149,11 @@ def scalar(name: str) -> Value:
 
 def const(number: float) -> Value:
     return make("const", const=float(number), level=Level.CALL)
+
+
+def uniform(index: Slot, seed: Value, site: int) -> Value:
+    """A number in [0, 1) for each element, drawn from its place in the whole tensor, so that every way to cut gives the same."""
+    return make("uniform", (load(index), apply("low24", seed), apply("high24", seed)), name=str(int(site)))
 
 
 def cast(value: Value, dtype: str) -> Value:

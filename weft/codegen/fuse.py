@@ -6,15 +6,14 @@ Parts of the group that are alike (the same formulas for each of many parameters
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from weft.codegen import expr
 from weft.codegen.expr import Slot, Value
-from weft.core.errors import KernelError
+from weft.codegen.rows import NotFusable, Rows
 from weft.core.layout import Layout, Replicated, S
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
@@ -23,10 +22,6 @@ from weft.ops.registry import Kind
 SAME = set(expr.ARITY) - {"reciprocal"}
 REDUCES = {"sum": "sum", "amax": "max", "amin": "min"}
 JOINS = {"add": "sum", "maximum": "max", "minimum": "min"}
-
-
-class NotFusable(KernelError):
-    """A group that must run unfused, and why."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +35,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor's share of the group: rows of equal length, and the places of its slots."""
+    """One tensor's share of the group: its rows, and the places of its slots."""
 
-    length: int
+    lengths: tuple[int, ...]  # of its rows on this rank
     span: int  # the longest a row of it is on any rank
     places: dict[str, Place]
     scalars: dict[str, Node]
@@ -78,6 +73,9 @@ class _Lowering:
         self.outputs = [n for n in self.nodes if len(n.types) == 1 and self._leaves(n)]
 
     def lower(self) -> list[Fused]:
+        for n in self.nodes:
+            if n.op.name in REDUCES and not is_scalar(n):
+                raise NotFusable(f"{n.op.name} over some dims inside a fused group", needed="a sum over all elements", found=str(n.type))
         components = self._components()
         self.home = {n: k for k, (nodes, _) in enumerate(components) for n in nodes}
         kinds: dict[Any, list[tuple[list[Node], list[Node]]]] = {}
@@ -149,6 +147,7 @@ class _Component:
 
     def lower(self) -> _Component:
         self.domain = self._domain()
+        self.rows = Rows(self.domain, self.whole.axis, self.whole.coords)
         for n in self.outputs:
             self.stores.append(self._store(n))
         self.signature = _signature(self.stores)
@@ -192,9 +191,10 @@ class _Component:
         key = (node, role)
         if key not in self.slots:
             terms, spent = role == "terms", node.attr("name") in self.whole.spend
-            once = role == "own" and self._aligned(node, role)[-1] < self._local()[-1]
+            once = self.rows.is_once(node, role)
             name = self.names[len(self.slots)] if self.names else f"x{len(self.slots)}"
-            self.slots[key] = Slot(name, DTYPE_NAMES[node.dtype], spread or terms, terms and spent, "", once)
+            numbers = role == "index"
+            self.slots[key] = Slot(name, DTYPE_NAMES[node.dtype], spread or terms, terms and spent, "", once, numbers)
         return self.slots[key]
 
     # -- what is computed ------------------------------------------------------------------------------------------
@@ -215,6 +215,8 @@ class _Component:
             return self._total(n)
         if is_scalar(n) and n.op.name in JOINS and (terms := self._joined_totals(n)):
             return terms
+        if n.op.name == "dropout":
+            return self._dropout(n)
         if n.op.kind is Kind.POINTWISE:
             return _pointwise(n, self.value)
         if n.op.name == "reshape" and is_scalar(n):
@@ -265,10 +267,21 @@ class _Component:
             f"{name} in the middle of a fused group", needed="reduce_scatter or all_reduce first, all_gather last", found=str(name)
         )
 
+    def _dropout(self, n: Node) -> Value:
+        """The mask is drawn from the element's number in the whole tensor, as everywhere."""
+        x, seed = n.args
+        if n.shape != self.domain.shape:
+            raise NotFusable("dropout of another shape than its group", needed=str(list(self.domain.shape)), found=str(list(n.shape)))
+        numbers = self.slot(self._stored(self.outputs[0]), "index")
+        drawn = expr.uniform(numbers, self.value(seed), n.attr("site"))
+        p = n.attr("p")
+        kept = self.value(x) * (1.0 / (1.0 - p)) if p < 1 else expr.const(0.0)
+        return expr.apply("where", expr.apply("ge", drawn, p), kept, 0.0)
+
     def _total(self, n: Node) -> Value:
         x = n.args[0]
-        if not is_scalar(n) or is_scalar(x):
-            raise NotFusable(f"{n.op.name} over some dims inside a fused group", needed="a sum over all elements", found=str(n.type))
+        if is_scalar(x):
+            return self.value(x)
         if x not in self.nodes and x in self.whole.members:
             raise NotFusable("a total of another tensor's values", needed="totals of this tensor, or one total over all", found=n.op.name)
         if self.whole.axis is not None and not isinstance(self.domain.placement(self.whole.axis), S):
@@ -294,64 +307,11 @@ class _Component:
 
     # -- where it lives --------------------------------------------------------------------------------------------
 
-    def _aligned(self, node: Node, role: str) -> tuple[int, ...]:
-        held = self._held(node, role)
-        return (1,) * (len(self._local()) - len(held)) + held
-
-    def _local(self) -> tuple[int, ...]:
-        return self.domain.local_shape(self.whole.coords)
-
-    def _held(self, node: Node, role: str) -> tuple[int, ...]:
-        return node.type.layout.local_shape(self.whole.coords)
-
     def part(self) -> Part:
-        """Rows short enough that every slot runs straight through them."""
-        local, depth = self._local(), 0
         for node, role in self.slots:
-            depth = max(depth, self._broken_at(node, role))
-        outer, length = local[:depth], math.prod(local[depth:])
-        places = {slot.name: Place(node, role, tuple(self._offsets(node, role, outer))) for (node, role), slot in self.slots.items()}
-        first = dict.fromkeys(self.whole.coords, 0)  # by the rule of chunks, nobody has more than the first
-        return Part(length, math.prod(self.domain.local_shape(first)[depth:]), places, dict(self.scalars))
-
-    def _broken_at(self, node: Node, role: str) -> int:
-        """How many leading dims must be rows of their own for this slot."""
-        held, local = self._held(node, role), self._local()
-        if role in ("terms", "whole", "gathered"):
-            cut = self.domain.where_cut(self.whole.axis or "")
-            if cut is None or math.prod(held[: cut[0]]) == 1:
-                return 0
-            return cut[0]
-        if held == local:
-            return 0
-        aligned = self._aligned(node, role)
-        full = len(local)
-        while full and aligned[full - 1] == local[full - 1]:
-            full -= 1
-        ones = len(local)
-        while ones and aligned[ones - 1] == 1:
-            ones -= 1
-        return min(full, ones)
-
-    def _offsets(self, node: Node, role: str, outer: tuple[int, ...]) -> Iterable[int]:
-        local = self._local()
-        start = [0] * len(local)
-        shape = self._aligned(node, role)
-        if role in ("terms", "whole", "gathered"):
-            for d in range(len(local)):
-                here = self.domain.positions(d, self.whole.coords)
-                there = node.type.layout.positions(d, self.whole.coords)
-                start[d] = int((there < here[0]).sum()) if len(here) else 0
-                if len(here) and int(here[-1] - here[0]) + 1 != len(here):
-                    raise NotFusable("a slice that is not one run of its dim", needed="a dim cut once", found=str(node.type))
-        strides = [0] * len(local)
-        step = 1
-        for d in reversed(range(len(local))):
-            strides[d] = step if shape[d] > 1 or local[d] == 1 else 0
-            step *= shape[d]
-        base = sum(s * t for s, t in zip(start, strides, strict=True))
-        for index in _indices(outer):
-            yield base + sum(i * t for i, t in zip(index, strides, strict=False))
+            self.rows.add(node, role)
+        places = {slot.name: Place(node, role, self.rows.offsets(node, role)) for (node, role), slot in self.slots.items()}
+        return Part(self.rows.lengths(), self.rows.span, places, dict(self.scalars))
 
 
 def _flat(n: Node, op: str, members: set[Node]) -> list[Node]:
@@ -438,10 +398,6 @@ def _readable(nodes: list[Node], program: Program) -> list[str]:
 def _identifier(n: Node, number: int) -> str:
     name = str(n.attr("name") or f"scalar{number}").replace(".", "_")
     return name if name.isidentifier() else f"scalar{number}"
-
-
-def _indices(shape: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
-    return itertools.product(*(range(n) for n in shape))
 
 
 def _signature(stores: list[tuple[Slot, Value]]) -> Any:

@@ -20,6 +20,7 @@ class Target:
     fuse: Collection[str | None] = ()
     donate: bool = False
     device: str = "cpu"
+    kernels: str = "cpu"  # the language of fused kernels: "cpu" is C++, "triton" runs on GPUs and, interpreted, anywhere
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,15 @@ PASSES: tuple[Pass, ...] = (
 
 
 def _localise(program: Program, to: Target) -> RankProgram:
-    return rank_program(program, to.rank, to.fuse, to.donate, "cpu" if to.device == "cpu" else "triton")
+    return rank_program(program, to.rank, to.fuse, to.donate, to.kernels)
 
 
-def lower(program: Program, rank: int = 0, fuse: Collection[str | None] = (), donate: bool = False, device: str = "cpu") -> Code:
+def lower(program: Program, rank: int = 0, fuse: Collection[str | None] = (), donate: bool = False, device: str = "cpu",
+          kernels: str = "cpu") -> Code:  # fmt: skip
     """One rank's code. Groups along the axes in `fuse` become kernels; with `donate`, state is updated in place."""
     value: Any = program
     for step in PASSES:
-        value = step.run(value, Target(rank, fuse, donate, device))
+        value = step.run(value, Target(rank, fuse, donate, device, kernels))
     assert isinstance(value, Code)
     return value
 

@@ -16,6 +16,7 @@ PYTHON = {
     "tanh": "math.tanh({0})", "sigmoid": "(1.0 / (1.0 + math.exp(-{0})))", "sin": "math.sin({0})",
     "cos": "math.cos({0})", "erf": "math.erf({0})", "reciprocal": "(1.0 / {0})", "where": "({1} if {0} else {2})",
     "floor": "math.floor({0})", "sign": "math.copysign(float({0} != 0), {0})", "cast": "{0}",
+    "low24": "float({0} % 16777216)", "high24": "float({0} // 16777216)",
 }  # fmt: skip
 CPP = {
     **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
@@ -24,6 +25,7 @@ CPP = {
     "exp": "std::exp({0})", "log": "std::log({0})", "tanh": "std::tanh({0})", "sigmoid": "(1 / (1 + std::exp(-{0})))",
     "sin": "std::sin({0})", "cos": "std::cos({0})", "erf": "std::erf({0})", "reciprocal": "(1 / {0})",
     "where": "({0} ? {1} : {2})", "floor": "std::floor({0})", "sign": "real(({0} > 0) - ({0} < 0))",
+    "uniform": "weft::uniform({0}, int64_t({1}) + int64_t({2}) * 16777216, {3})",
 }  # fmt: skip
 TRITON = {
     **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
@@ -33,6 +35,7 @@ TRITON = {
     "tanh": "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)", "sigmoid": "tl.sigmoid({0})", "sin": "tl.sin({0})",
     "cos": "tl.cos({0})", "erf": "tl.erf({0})", "reciprocal": "(1.0 / {0})",
     "where": "tl.where({0}, {1}, {2})", "floor": "tl.floor({0})", "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
+    "uniform": "uniform({0}, ({1}).to(tl.int64) + ({2}).to(tl.int64) * 16777216, {3})",
 }  # fmt: skip
 
 
@@ -57,7 +60,7 @@ class Writer:
         if value.fn not in self.table:
             raise KernelError(f"{value.fn} has no text here", needed="a value that was read or named before",
                               found=value.fn)  # fmt: skip
-        return self.table[value.fn].format(*map(self.text, value.args))
+        return self.table[value.fn].format(*map(self.text, value.args), value.name)
 
 
 def bare(text: str) -> str:

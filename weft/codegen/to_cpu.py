@@ -1,6 +1,7 @@
 """A fused group as C++: one function for the whole group, one sweep over the rows per phase.
 
-A row of the table is: elements, index of its scalars, then addresses, one per slot or one per rank for spread slots.
+A row of the table is: elements, index of its scalars, first row of the same tensor, then addresses, one per slot or one per
+rank for spread slots. Sums over a tensor in several rows are added up at its first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from weft.codegen.text import CPP, Writer, bare, host_scalars, uses
 TYPES = {"f64": "double", "f32": "float", "bf16": "uint16_t", "f16": "_Float16"}
 LOAD = {"f64": "{0}", "f32": "{0}", "bf16": "weft::widen({0})", "f16": "real({0})"}
 STORE = {"f64": "{0}", "f32": "{0}", "bf16": "weft::narrow({0})", "f16": "_Float16({0})"}
+HEAD = 3  # columns before the addresses
 START = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
 JOIN = {"sum": "{0} + {1}", "max": "weft::larger({0}, {1})", "min": "weft::smaller({0}, {1})"}
 
@@ -30,7 +32,7 @@ class _Emitter:
         self.columns = columns(cut)
 
     def source(self) -> str:
-        width = sum(self.world if s.spread else 1 for s in self.columns) + 2
+        width = sum(self.world if s.spread else 1 for s in self.columns) + HEAD
         head = [
             f"// {headline(self.cut)}",
             '#include "weft_sync.h"',
@@ -76,11 +78,14 @@ class _Emitter:
         return lines
 
     def _pointer_lines(self, phase: Phase) -> list[str]:
-        lines, column = [], 2
+        lines, column = [], HEAD
         own = {reader.slot for reader in phase.reads.values() if reader.fn == "load"}
         every = {reader.slot for reader in phase.reads.values() if reader.fn == "reduce"}
         stored = {slot for slot, _ in phase.stores}
         for slot in self.columns:
+            if slot.index:
+                column += 1
+                continue
             type_ = TYPES[slot.dtype]
             if slot.spread and slot in every | stored:
                 at = ", ".join(f"reinterpret_cast<{type_} *>(row[{column + r}])" for r in range(self.world))
@@ -119,7 +124,7 @@ class _Emitter:
 
     def _inner(self, phase: Phase, writer: Writer) -> list[str]:
         """What is done to element i."""
-        lines = [f"const real {writer.name(v, reader_name(r))} = {self._read(r)};" for v, r in phase.reads.items()]
+        lines = [f"const {_type(r)} {writer.name(v, reader_name(r))} = {self._read(r)};" for v, r in phase.reads.items()]
         count = uses([*phase.body, *phase.totals])
         stored = {v: slot for slot, v in phase.stores}
         for k, v in enumerate(phase.body):
@@ -138,12 +143,18 @@ class _Emitter:
     def _read(self, reader: Value) -> str:
         slot = reader.slot
         assert slot is not None
+        if slot.index:
+            return f"row[{self._column(slot)}] + i"
         if reader.fn == "load":
             return LOAD[slot.dtype].format(f"{slot.name}[{0 if slot.once else 'i'}]")
         text = LOAD[slot.dtype].format(f"{slot.name}_of[0][i]")
         for r in range(1, self.world):
             text = JOIN[reader.name].format(text, LOAD[slot.dtype].format(f"{slot.name}_of[{r}][i]"))
         return text
+
+    def _column(self, wanted: Slot) -> int:
+        before = self.columns[: self.columns.index(wanted)]
+        return HEAD + sum(self.world if s.spread else 1 for s in before)
 
     def _cast(self, text: str, dtype: str) -> str:
         if dtype == self.cut.group.compute:
@@ -182,8 +193,14 @@ class _Emitter:
             ]
         lines.append("  }")
         for t in phase.totals:
-            if t.level == Level.CALL:
-                j = self.totals[t]
+            j = self.totals[t]
+            if t.level == Level.ROW:
+                first, own = f"totals[table[k * COLUMNS + 2] * TOTALS + {j}]", f"totals[k * TOTALS + {j}]"
+                lines += [
+                    f"  for (int64_t k = 0; k < rows; ++k) if (table[k * COLUMNS + 2] != k) {first} = {_join(t, first, own)};",
+                    f"  for (int64_t k = 0; k < rows; ++k) {own} = {first};",
+                ]
+            else:
                 lines += [
                     f"  double all{j} = {START[t.name]};",
                     f"  for (int64_t k = 0; k < rows; ++k) all{j} = {_join(t, f'all{j}', f'totals[k * TOTALS + {j}]')};",
@@ -203,6 +220,10 @@ def headline(cut: Cut) -> str:
     own = [slot.name for slot, _ in cut.group.stores if not slot.spread]
     parts = [("reduce", [*dict.fromkeys(reduced)]), ("update", own), ("gather", gathered)]
     return f"{cut.group.name}: " + "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
+
+
+def _type(reader: Value) -> str:
+    return "int64_t" if reader.slot and reader.slot.index else "real"
 
 
 def reader_name(reader: Value) -> str:

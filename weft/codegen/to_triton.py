@@ -9,7 +9,7 @@ from __future__ import annotations
 from weft.codegen.expr import Level, Slot, Value, ordered
 from weft.codegen.phases import Cut, Phase
 from weft.codegen.text import TRITON, Writer, bare, host_scalars, totals_in, uses
-from weft.codegen.to_cpu import columns, headline, reader_name
+from weft.codegen.to_cpu import HEAD, columns, headline, reader_name
 
 TYPES = {"f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16"}
 START = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}
@@ -41,7 +41,7 @@ class _Emitter:
         self.totals = {t: k for k, t in enumerate(cut.totals)}
         self.scalars = host_scalars(v for _, v in cut.group.stores)
         self.column: dict[Slot, int] = {}
-        at = 2
+        at = HEAD
         for slot in columns(cut):
             self.column[slot] = at
             at += world if slot.spread else 1
@@ -49,7 +49,7 @@ class _Emitter:
 
     def source(self) -> str:
         head = [f'"""{headline(self.cut)}."""', "", "import triton", "import triton.language as tl", ""]
-        head += ["from weft.runtime.device_sync import meet, meet_alone  # noqa: F401", ""]
+        head += ["from weft.runtime.device_sync import meet, meet_alone, uniform  # noqa: F401", ""]
         phases = [line for phase in self.cut.phases for line in ["", *self.tile(phase), "", "", *self.phase(phase), ""]]
         return "\n".join([*head, *self._helpers(), *phases])
 
@@ -141,6 +141,8 @@ class _Emitter:
         def one(pointer: str) -> str:
             return f"tl.load({pointer} + at, mask=inside, other=0.0){wide}"
 
+        if slot.index:
+            return f"{slot.name} + at"
         if reader.fn == "load":
             return f"tl.load({slot.name}){wide}" if slot.once else one(slot.name)
         text = one(f"{slot.name}_0")
@@ -168,7 +170,9 @@ class _Emitter:
             columns = {name: str(at + r) for r, name in enumerate(self._pointers(slot)) if slot.spread}
             columns[slot.name] = f"{at} + RANK" if slot.spread else str(at)
             for name, column in columns.items():
-                if name in used:
+                if name in used and slot.index:
+                    lines.append(f"{name} = tl.load(row + {column})")
+                elif name in used:
                     pointer = f"tl.load(row + {column}).to(tl.pointer_type({TYPES[slot.dtype]}))"
                     lines.append(f"{name} = tl.multiple_of({pointer}, ALIGN)")
         return lines

@@ -27,5 +27,19 @@ def meet(pads, block, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.
 
 
 @triton.jit
+def mix(x):
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def uniform(index, seed, site):
+    """In [0, 1), from the element's number in the whole tensor, the seed and the site: what weft's dropout draws everywhere."""
+    key = mix(seed * -7046029254386353131 + site)
+    return ((mix(index + key) >> 40) & 0xFFFFFF).to(tl.float32) / 16777216.0
+
+
+@triton.jit
 def meet_alone(pads, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
     meet(pads, tl.program_id(0), LIMIT, RANK, WORLD, LANES)

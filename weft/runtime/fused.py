@@ -18,6 +18,7 @@ from weft.core.errors import KernelError
 from weft.runtime import native
 from weft.runtime.peers import HostPeers
 
+HEAD = 3  # columns of a row before its addresses
 CACHE_BYTES = 16 << 20  # beyond this much per call, what is written for others goes past the caches
 
 
@@ -48,6 +49,7 @@ class Row:
     length: int
     at: dict[str, int | Sequence[int]]
     scalars: int = 0
+    first: int | None = None  # the first row of the same tensor, where a tensor has several
 
 
 def flatten_rows(
@@ -57,8 +59,8 @@ def flatten_rows(
     own = list(made) if made is not None else [_fresh(slot, row, device) for row in rows for slot in _unnamed(kernel, row)]
     left = iter(own)
     table = []
-    for row in rows:
-        flat = [row.length, row.scalars]
+    for k, row in enumerate(rows):
+        flat = [row.length, row.scalars, k if row.first is None else row.first]
         for slot in kernel.slots:
             unnamed = slot.name not in row.at and slot.name.startswith("stash") and not slot.inside
             flat += [next(left).data_ptr()] if unnamed else _addresses(kernel, slot, row, rank)
@@ -76,7 +78,7 @@ def _fresh(slot: SlotLike, row: Row, device: torch.device) -> Tensor:
 
 def columns_of(kernel: KernelLike) -> dict[str, int]:
     """The first column of each slot in a row of the table."""
-    columns, at = {}, 2
+    columns, at = {}, HEAD
     for slot in kernel.slots:
         columns[slot.name] = at
         at += kernel.world if slot.spread else 1

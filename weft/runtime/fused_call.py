@@ -31,7 +31,9 @@ class Use:
     """One slot of one part: which argument or result it is, how ranks hold it, where its rows start."""
 
     slot: str
-    role: str  # terms, whole, own, out, gathered; "shared" is whole, and its next value is written to all ranks' copies
+    # terms, whole, own, out, gathered; shared: whole, and its next value is written to all ranks' copies; index: no memory,
+    # the offset is the number of the row's first element
+    role: str
     value: int  # index among the arguments, or among the results
     offsets: tuple[int, ...]
 
@@ -41,7 +43,7 @@ class Plan:
     """What a call needs to know, in plain data."""
 
     kernel: KernelLike
-    parts: tuple[tuple[int, tuple[Use, ...], int], ...]  # length of a row, its slots, which scalars it uses
+    parts: tuple[tuple[tuple[int, ...], tuple[Use, ...], int], ...]  # lengths of its rows, its slots, which scalars it uses
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # local shape and dtype
     scalars: tuple[tuple[tuple[str, int], ...], ...]  # name in the kernel, index among the arguments
     spans: tuple[int, ...]  # of each row, the longest any rank has
@@ -60,7 +62,12 @@ class FusedCall:
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         tensors = [a.contiguous() if isinstance(a, Tensor) and a.ndim else a for a in args]
         results = [torch.empty(shape, dtype=dtype, device=self.peers.device) for shape, dtype in self.plan.results]
-        places = {(use.role, use.value): self._place(use, tensors, results) for _, uses, _ in self.plan.parts for use in uses}
+        places = {
+            (use.role, use.value): self._place(use, tensors, results)
+            for _, uses, _ in self.plan.parts
+            for use in uses
+            if use.role != "index"
+        }
         self._bind(places, tensors, results)
         numbers = [x for names in self.plan.scalars for x in self._expand(**{name: float(args[k]) for name, k in names})]
         self._bound(numbers)
@@ -103,16 +110,17 @@ class FusedCall:
             self._bound.place(rows)
 
     def _rows(self, places: dict[tuple[str, int], tuple[int, ...]], args: Sequence[Any], results: Sequence[Tensor]) -> list[Row]:
-        rows = []
-        for length, uses, scalars in self.plan.parts:
-            for k in range(len(uses[0].offsets)):
-                at: dict[str, Any] = {}
-                for use in uses:
+        rows: list[Row] = []
+        for lengths, uses, scalars in self.plan.parts:
+            first = len(rows)
+            for k, length in enumerate(lengths):
+                at: dict[str, Any] = {use.slot: use.offsets[k] for use in uses if use.role == "index"}
+                for use in (use for use in uses if use.role != "index"):
                     source = results if use.role in ("out", "gathered") else args
                     shift = use.offsets[k] * source[use.value].element_size()
                     where = [a + shift for a in places[use.role, use.value]]
                     at[use.slot] = where if use.role in ("terms", "gathered", "shared") else where[0]
-                rows.append(Row(length, at, scalars))
+                rows.append(Row(length, at, scalars, first))
         return rows
 
     def _result(self, k: int, made: Tensor) -> Tensor:

@@ -57,6 +57,11 @@ class Peers(Protocol):
     def barrier(self, op: str = "barrier") -> None: ...
 
 
+def kernel_language(device: torch.device) -> str:
+    """What fused kernels are written in for a device. WEFT_TARGET=triton tries GPU kernels on CPUs, interpreted."""
+    return "triton" if device.type != "cpu" else os.environ.get("WEFT_TARGET", "cpu")
+
+
 class Alone:
     """No peers: for kernels that do not communicate."""
 
@@ -93,7 +98,7 @@ class HostPeers:
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.device, self.target = torch.device("cpu"), os.environ.get("WEFT_TARGET", "cpu")
+        self.device, self.target = torch.device("cpu"), kernel_language(torch.device("cpu"))
         self.global_ranks = dist.get_process_group_ranks(group)
         self._require_one_host()
         self.board = self._open_board()

@@ -146,6 +146,18 @@ inline void drain() {
 template <class A, class B> inline std::common_type_t<A, B> larger(A a, B b) { return a > b || a != a ? a : b; }
 template <class A, class B> inline std::common_type_t<A, B> smaller(A a, B b) { return a < b || a != a ? a : b; }
 
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// In [0, 1), from the element's number in the whole tensor, the seed and the site: what weft's dropout draws everywhere.
+inline float uniform(int64_t index, int64_t seed, int64_t site) {
+  const uint64_t key = mix(uint64_t(seed) * 0x9e3779b97f4a7c15u + uint64_t(site));
+  return float(uint32_t(mix(uint64_t(index) + key) >> 40)) / 16777216.0f;
+}
+
 inline float widen(uint16_t bits) {
   uint32_t wide = uint32_t(bits) << 16;
   float f;
