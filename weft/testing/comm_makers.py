@@ -13,6 +13,8 @@ from weft.testing import block_makers as _  # noqa: F401 - fills the table
 from weft.testing.maker import Maker, Stuck
 from weft.testing.op_makers import MAKERS, Grow, makes
 
+__all__ = ["MAKERS", "Grow"]
+
 # -- communication -------------------------------------------------------------------------------------------------------------------
 
 
@@ -20,7 +22,7 @@ def _with_place(m: Maker, kind: Any, least: int = 0) -> tuple[Node, str]:
     """A node one of whose axes holds it so."""
     axis = m.rng.choice(m.mesh.axes)
     found = m.pick(lambda n: isinstance(n.type.on(axis), kind) and n.ndim >= least)
-    return found or m.input(m.shape(least), "f64", "normal", **{axis: m.rng.choice((P(),)) if kind is P else R}), axis
+    return found or m.input(m.shape(least), {axis: P() if kind is P else R}), axis
 
 
 @makes("all_reduce")
@@ -69,7 +71,7 @@ def _gradient(m: Maker, y: Node) -> Any:
     """Cotangents of the inputs a node is computed from, taken into the pool."""
     wrt = [a for a in m.inputs if a.dtype.is_floating_point]
     layout = dual_layout(y.type)
-    ct = m.input(y.shape, "f64", "normal", **{a: layout.placement(a) for a in m.mesh.axes})
+    ct = m.input(y.shape, layout.placements)
     try:
         return [m.keep(g, steady=False) for g in backward({y: ct}, wrt).values()]
     except NotDifferentiable as e:  # second order

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from weft.core.errors import LayoutError, TypeMismatch
-from weft.core.layout import Layout, Mesh, O, P, Placement, R, Replicated, S
-from weft.core.node import DTYPE_NAMES, Node, Type, dtype_of, toposort
+from weft.core.layout import Layout, Mesh, O, P, Placement, R, S
+from weft.core.node import Node, Type, dtype_of, toposort
 from weft.ops import comm
 from weft.ops.source import input_node
 from weft.testing.values import draw, seed_of
@@ -46,19 +46,18 @@ class Maker:
         rank = min(max(self.rng.choice((0, 1, 1, 2, 2, 2, 3)), least), most)
         return tuple(self.rng.choice(self.sizes) for _ in range(rank))
 
-    def input(self, shape: Sequence[int], dtype: str = "f64", kind: str = "normal", **places: Placement) -> Node:
+    def input(
+        self, shape: Sequence[int], places: Mapping[str, Placement] | None = None, *, dtype: str = "f64", kind: str = "normal"
+    ) -> Node:
         """A new input, with the placements given or, if none are, any."""
-        layout = Layout.of(self.mesh, tuple(shape), places) if places else self.layout(tuple(shape), dtype != "bool")
-        node = input_node(f"x{len(self.inputs)}", Type(dtype_of(dtype), layout))
-        name = str(node.attr("name"))
+        layout = self.layout(tuple(shape), dtype != "bool") if places is None else Layout.of(self.mesh, tuple(shape), places)
+        name = f"x{len(self.inputs)}"
+        node = input_node(name, Type(dtype_of(dtype), layout))
         self.inputs.append(node)
         self.kinds[name] = kind
         self.values[node] = draw(node.type, kind, seed_of(name, self.seed))
         self.pool.append(node)
         return node
-
-    def whole_input(self, shape: Sequence[int], kind: str = "normal") -> Node:
-        return self.input(shape, "f64", kind, **dict.fromkeys(self.mesh.axes[:1], R))
 
     def layout(self, shape: tuple[int, ...], sums: bool = True) -> Layout:
         layout = Layout.of(self.mesh, shape)
@@ -89,14 +88,14 @@ class Maker:
         """A node of the pool of so many dims, or a new input."""
         tests = [lambda n: least <= n.ndim <= most and n.dtype == dtype_of(dtype), *([test] if test else [])]
         got = self.pick(*tests) if self.rng.random() < 0.85 else None
-        return got or self.input(self.shape(least, most), dtype, kind)
+        return got or self.input(self.shape(least, most), dtype=dtype, kind=kind)
 
     def sized(self, shape: Sequence[int], dtype: str = "f64", kind: str = "normal", test: Test | None = None) -> Node:
         """A node of the pool of this shape, or a new input."""
         want = tuple(shape)
         tests = [lambda n: n.shape == want and n.dtype == dtype_of(dtype), *([test] if test else [])]
         got = self.pick(*tests) if self.rng.random() < 0.8 else None
-        return got or self.input(want, dtype, kind)
+        return got or self.input(want, dtype=dtype, kind=kind)
 
     def index(self, below: int, shape: Sequence[int]) -> Node:
         """Whole numbers below a bound."""
@@ -105,7 +104,7 @@ class Maker:
     def positive(self, shape: Sequence[int] | None = None) -> Node:
         fits: Test = lambda n: shape is None or n.shape == tuple(shape)  # noqa: E731
         found = self.pick(lambda n: n.dtype == torch.float64, fits, lambda n: _least(self.value(n)) > 0.05)
-        return found or self.input(self.shape() if shape is None else shape, "f64", "positive")
+        return found or self.input(self.shape() if shape is None else shape, kind="positive")
 
     def dim(self, x: Node) -> int:
         if not x.ndim:
@@ -143,6 +142,11 @@ class Maker:
         self.pool += [n for n in nodes if n not in self.pool]
         return made
 
+    def one(self, made: Node) -> Node:
+        """Takes one node into the pool."""
+        self.keep(made)
+        return made
+
     def _is_sound(self, node: Node, steady: bool) -> bool:
         for n in toposort([node]):
             if n not in self.values:
@@ -154,7 +158,7 @@ class Maker:
         return not node.dtype.is_floating_point or bool(torch.isfinite(value).all() and (value.abs() < LARGE).all())
 
     def value(self, node: Node) -> torch.Tensor:
-        return self.values[node]  # type: ignore[no-any-return]
+        return self.values[node]
 
     # -- communication ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +166,7 @@ class Maker:
         """One random layout change, or the node itself where none is possible."""
         axis = axis or self.rng.choice(self.mesh.axes)
         try:
-            return self.keep(self._moved(x, axis, towards_whole))  # type: ignore[no-any-return]
+            return self.one(self._moved(x, axis, towards_whole))
         except (LayoutError, TypeMismatch, Stuck):
             return x
 
@@ -184,12 +188,12 @@ class Maker:
 
     def whole(self, x: Node) -> Node:
         """Whole along every axis."""
-        return self.keep(comm.reshard(x, Layout.of(self.mesh, x.shape)))  # type: ignore[no-any-return]
+        return self.one(comm.reshard(x, Layout.of(self.mesh, x.shape)))
 
     def _aligned(self, x: Node, like: Node) -> Node:
         """In the layout of another value of the same shape, where that can be reached."""
         try:
-            return self.keep(comm.reshard(x, like.layout)) if x.shape == like.shape else x  # type: ignore[no-any-return]
+            return self.one(comm.reshard(x, like.layout)) if x.shape == like.shape else x
         except (LayoutError, TypeMismatch):
             return x
 
@@ -260,6 +264,3 @@ def is_steady(node: Node, args: Sequence[Any]) -> bool:
         return True
     distance = far(*args, **dict(node.attrs))
     return not distance.numel() or float(distance.min()) > EDGE
-
-
-__all__ = ["DTYPE_NAMES", "Maker", "Replicated", "Stuck", "is_steady"]

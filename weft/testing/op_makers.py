@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from weft.core.layout import R
 from weft.core.node import Node, op_named
 from weft.ops.fill import arange, cuts_of, full
 from weft.ops.linalg import einsum
@@ -55,6 +54,10 @@ def _binary(name: str) -> Grow:
     return grow
 
 
+def _of_positives(name: str) -> Grow:
+    return lambda m: m.emit(op_named(name), m.positive())
+
+
 def _unary(name: str) -> Grow:
     return lambda m: m.emit(op_named(name), m.some())
 
@@ -62,7 +65,7 @@ def _unary(name: str) -> Grow:
 MAKERS |= {n: _binary(n) for n in ("add", "sub", "mul", "div", "maximum", "minimum", "gt", "ge", "lt", "le")}
 MAKERS |= {n: _unary(n) for n in ("neg", "exp", "tanh", "sigmoid", "relu", "gelu", "silu", "erf", "sin", "cos", "abs", "sign")}
 MAKERS |= {n: _unary(n) for n in ("square", "floor", "isfinite", "stop_gradient")}
-MAKERS |= {n: (lambda m, n=n: m.emit(op_named(n), m.positive())) for n in ("log", "sqrt", "rsqrt")}
+MAKERS |= {n: _of_positives(n) for n in ("log", "sqrt", "rsqrt")}
 
 
 @makes("eq", "ne")
@@ -108,7 +111,7 @@ def _dropout(m: Maker) -> Any:
     site, p = m.rng.randrange(100), m.rng.choice((0.1, 0.5))
     if m.rng.random() < 0.5:
         return m.emit(lambda x: dropout(x, 7, p=p, site=site), m.some())
-    return m.emit(lambda x, seed: dropout(x, seed, p=p, site=site), m.some(), m.input((), "i64", "below 99", **{m.mesh.axes[0]: R}))
+    return m.emit(lambda x, seed: dropout(x, seed, p=p, site=site), m.some(), m.input((), {}, dtype="i64", kind="below 99"))
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------------------
@@ -188,8 +191,8 @@ def _full(m: Maker) -> Any:
 @makes("arange")
 def _arange(m: Maker) -> Any:
     like = m.some(1, 1)
-    options = {"start": m.rng.randint(0, 3), "step": m.rng.choice((1, 2)), "dtype": m.rng.choice(("i64", "f64"))}
-    return m.make(lambda: arange(like.shape[0], m.mesh, cuts=cuts_of(like), **options))
+    start, step, dtype = m.rng.randint(0, 3), m.rng.choice((1, 2)), m.rng.choice(("i64", "f64"))
+    return m.make(lambda: arange(like.shape[0], m.mesh, start=start, step=step, dtype=dtype, cuts=cuts_of(like)))
 
 
 @makes("input")

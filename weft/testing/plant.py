@@ -67,7 +67,8 @@ def _function(where: str) -> Callable[..., Any]:
     found: Any = import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    return inspect.unwrap(found)
+    function: Callable[..., Any] = inspect.unwrap(found)
+    return function
 
 
 @contextmanager

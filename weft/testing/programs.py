@@ -11,7 +11,7 @@ import torch
 from weft.core.layout import Mesh
 from weft.core.node import Node
 from weft.core.program import Program, new_program
-from weft.testing.comm_makers import MAKERS
+from weft.testing.comm_makers import MAKERS, Grow
 from weft.testing.maker import Maker, Stuck
 from weft.testing.motifs import MOTIFS
 from weft.testing.values import draw_inputs
@@ -51,9 +51,10 @@ def random_program(rng: random.Random, ops: Sequence[str] = (), motifs: Sequence
     return Sample(_program(maker), dict(maker.kinds), maker.seed)
 
 
-def _grow(maker: Maker, grow: object) -> bool:
+def _grow(maker: Maker, grow: Grow) -> bool:
+    """Whether something grew."""
     try:
-        grow(maker)  # type: ignore[operator]
+        grow(maker)
     except Stuck:
         return False
     return True
@@ -73,7 +74,8 @@ def _program(m: Maker) -> Program:
 
 
 def _fallback(m: Maker) -> Node:
-    return m.keep(m.whole_input(m.shape()) * 2.0)  # type: ignore[no-any-return]
+    node: Node = m.keep(m.input(m.shape(), {}) * 2.0)
+    return node
 
 
 def _needed(roots: Sequence[Node]) -> set[Node]:

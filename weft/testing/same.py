@@ -91,7 +91,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.dtype.is_floating_point or not a.numel():
-        return torch.equal(a, b)
+        return bool(torch.equal(a, b))
     finite = b[torch.isfinite(b)]
     scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    return bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
