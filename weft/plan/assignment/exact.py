@@ -23,7 +23,8 @@ from weft.plan.assignment.search import Found, better
 
 WHOLE = 1e-6
 CUTS = 10  # times added at once, spread over the whole
-WORK_PER_ITERATION = 2e4  # a simplex iteration, against table entries read
+STEPS_PER_NODE = 20  # simplex iterations that a node of the search tree takes, or so
+WORK_PER_ITERATION = 2.0  # of a simplex iteration, for each column
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,7 @@ class _Model:
         self.ceiling = best.cost if best is not None and costs.min(initial=0.0) >= 0 else np.inf
         self.scale = max(abs(best.cost) if best is not None else float(np.median(costs)), 1e-30) * 1e-5
         self.columns = len(p.c) + len(p.w)
+        self.step = WORK_PER_ITERATION * self.columns
         self.seen: set[int] = set()
         self.h = highspy.Highs()
         for option, value in _OPTIONS.items():
@@ -95,9 +97,11 @@ class _Model:
     def _run(self, budget: Budget) -> None:
         before = self.h.getInfo().simplex_iteration_count
         self.h.setOptionValue("time_limit", float(self.h.getRunTime() + max(min(budget.left, 1e7), 0.0)))
-        self.h.setOptionValue("simplex_iteration_limit", int(min(max((budget.work - budget.spent) / WORK_PER_ITERATION, 1), 2e9)))
+        steps = min(max((budget.work - budget.spent) / self.step, 1), 2e9)
+        self.h.setOptionValue("simplex_iteration_limit", int(steps))
+        self.h.setOptionValue("mip_max_nodes", int(max(steps / STEPS_PER_NODE, 1)))
         self.h.run()
-        budget.spend(max(self.h.getInfo().simplex_iteration_count - before, 1) * WORK_PER_ITERATION)
+        budget.spend(max(self.h.getInfo().simplex_iteration_count - before, 1) * self.step)
 
     def relax(self, budget: Budget) -> float:
         """The bound of the relaxation with every time it overruns."""

@@ -26,6 +26,7 @@ from weft.plan.assignment.reduce import Reduced, reduce
 from weft.plan.assignment.search import SLICE, Found, anneal, better, decode, seeding, walk
 
 CLOSED = 1e-9  # relative gap at which a solution counts as optimal
+LOOSE = 1e-4  # a gap that branch and bound reaches sooner than HiGHS, and within a limit of work
 EXACT_ENTRIES = 200_000  # edge table entries that HiGHS is trusted with
 WORK = 4e9  # of a solve that was given no limit
 
@@ -155,7 +156,7 @@ class _Solve:
         self.bound = max(self.bound, min(smaller.paid + inner.bound, self.best.cost))
 
     def _finish(self, r: Relaxation, dual: Dual) -> None:
-        if len(r.p.w) <= EXACT_ENTRIES and _has_highs():
+        if len(r.p.w) <= EXACT_ENTRIES and self.gap < LOOSE and _has_highs():
             part = self.budget.share(0.5)
             outcome = exact.solve(r.p, self.best, part, self.gap)
             self.budget.spend(part.spent)

@@ -2,5 +2,6 @@
 
 from weft.plan.layouts.choose import Chosen, choose
 from weft.plan.layouts.moves import AlphaBeta, Move, OnCluster, Prices
+from weft.plan.layouts.shapes import best_mesh, shapes
 
-__all__ = ["AlphaBeta", "Chosen", "Move", "OnCluster", "Prices", "choose"]
+__all__ = ["AlphaBeta", "Chosen", "Move", "OnCluster", "Prices", "best_mesh", "choose", "shapes"]

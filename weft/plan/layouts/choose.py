@@ -16,13 +16,13 @@ from weft.ops.comm import is_comm, reshard
 from weft.ops.source import input_node
 from weft.plan.assignment import Answer, solve
 from weft.plan.assignment.budget import Budget
-from weft.plan.assignment.solve import WORK
 from weft.plan.layouts.alike import Instance
 from weft.plan.layouts.model import COPY, Model, Tap, build, forward_of
 from weft.plan.layouts.moves import Placements, Prices
 from weft.plan.layouts.ways import Centre, Way, Ways
 
 AT_ONCE = 2  # axes that are searched together; the ways of a node grow as a power of their number
+WORK = 1e9  # about two seconds; the solver finds good layouts in a tenth of it
 GAP = 5e-3  # a plan this close to the best is good enough to go on with
 Pins = Mapping[str, Sequence[Mapping[str, Placement]]]
 
