@@ -100,11 +100,20 @@ def blocks_of(
         try:
             if group.kind == "overlap":
                 blocks.append(_overlap_block(program, group))
-            elif not overlapped & set(group.nodes):
+            elif not overlapped & set(group.nodes) and _takes_part(program, group, rank):
                 blocks.append(_fuse_block(program, group, rank, fuse, donate, target))
         except NotFusable as error:
             reasons[group.name] = f"{error.message}: {error.found}" if error.found else error.message
     return blocks, reasons
+
+
+def _takes_part(program: Program, group: Group, rank: int) -> bool:
+    """Whether the rank holds what the group computes; all of it or none."""
+    coords = program.mesh.coords(rank)
+    here = {t.layout.present(coords) for n in group.nodes for t in n.types}
+    if len(here) > 1:
+        raise NotFusable("some of its values are not held by this rank")
+    return here.pop()
 
 
 def _with_items(program: Program, group: Group) -> Group:
