@@ -100,11 +100,29 @@ def test_a_mismatch_comes_as_a_script_that_repeats_it() -> None:
     with plant(wrong):
         tally = fuzz(50, 4, Focus(ops=("tanh",), verbs=("split", "sink"), motifs=(), gradients=0), stop_at=1)
         script = tally.scripts[0]
-        assert script.startswith("# seed 4, program ")
+        assert script.startswith("# weft 4 ")
         with pytest.raises(MeaningChanged):
             exec(script, {})
     with pytest.raises(weft.core.errors.ParseError):  # without the fault the program is none
         exec(script, {})
+
+
+def test_a_wrong_gradient_comes_as_a_script_too() -> None:
+    with plant(Facet("tanh", "vjp", lambda n, ct: (ct,))):
+        script = fuzz(50, 4, Focus(ops=("tanh",), verbs=("split",), motifs=(), gradients=1), stop_at=1).scripts[0]
+        with pytest.raises(MeaningChanged, match="the gradient of"):
+            exec(script, {})
+    exec(script, {})  # without the fault it is content
+
+
+def test_a_program_that_cannot_be_made_comes_as_a_script_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(m: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setitem(MAKERS, "add", fails)
+    script = fuzz(50, 4, Focus(ops=("add",)), stop_at=1).scripts[0]
+    assert "no program came of it" in script.splitlines()[0]
+    assert "on purpose" in script
 
 
 def test_the_command_prints_one_object(capfd: pytest.CaptureFixture[str]) -> None:

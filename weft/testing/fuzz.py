@@ -110,8 +110,8 @@ def fuzz(
 
 
 def one_program(tally: Tally, seed: int, index: int, focus: Focus = EVERYTHING) -> None:
-    rng = random.Random(f"weft {seed} {index}")
-    label = f"seed {seed}, program {index}"
+    name = f"weft {seed} {index}"
+    rng = random.Random(name)
     trail: Trail | None = None
     try:
         trail = Trail(random_program(rng, focus.ops, focus.motifs))
@@ -121,7 +121,7 @@ def one_program(tally: Tally, seed: int, index: int, focus: Focus = EVERYTHING) 
         tally.ops.update({n.op.name for p in (trail.sample.program, trail.last) for n in p.nodes})
         judge(trail, index, focus, tally)
     except Exception as e:  # whatever it is, it is a finding
-        tally.scripts.append(script(trail, e, label))
+        tally.scripts.append(script(trail, e, name))
 
 
 def _one_step(trail: Trail, rng: random.Random, focus: Focus, tally: Tally) -> Trail:
@@ -210,26 +210,33 @@ def torch_gradient(p: Program, inputs: Tensors, wrt: Sequence[str], cts: Tensors
 # -- a script for what differs -----------------------------------------------------------------------------------------------------
 
 
+def check_all(before: Program, after: Program, inputs: Tensors) -> None:
+    """Everything a run may check of two programs."""
+    check_form(before, after)
+    check_values(interp.run_global(before, inputs), after, inputs)
+    check_groups(after, inputs)
+    check_exact(before, after)
+    check_gradient(before, after, inputs)
+
+
 def first_wrong(trail: Trail) -> Trail:
     """The trail up to the first program that is wrong."""
     inputs = trail.sample.inputs()
-    expected = interp.run_global(trail.sample.program, inputs)
     for k, p in enumerate((trail.sample.program, *trail.programs)):
         try:
-            check_form(trail.sample.program, p)
-            check_values(expected, p, inputs)
-            check_groups(p, inputs)
+            check_all(trail.sample.program, p, inputs)
         except Exception:
             return Trail(trail.sample, trail.steps[:k], trail.programs[:k])
     return trail
 
 
-def script(trail: Trail | None, error: Exception, label: str) -> str:
+def script(trail: Trail | None, error: Exception, name: str) -> str:
+    """Code that runs into the same error; `name` is what the program was drawn from."""
     if trail is None:
-        return f"# {label}: no program came of it\n{_comment(error)}"
+        return NO_PROGRAM.format(name=name, why=_comment(error))
     steps = [*first_wrong(trail).steps, *([error.step] if isinstance(error, StepFailed) else [])]
     text, calls = trail.sample.program.text, "\n".join(map(str, steps))
-    return SCRIPT.format(label=label, why=_comment(error), text=text, seed=trail.sample.seed, kinds=trail.sample.kinds, steps=calls)
+    return SCRIPT.format(name=name, why=_comment(error), text=text, seed=trail.sample.seed, kinds=trail.sample.kinds, steps=calls)
 
 
 def _comment(error: Exception) -> str:
@@ -239,12 +246,11 @@ def _comment(error: Exception) -> str:
     return "\n".join(f"# {line}" for line in shown)
 
 
-SCRIPT = '''# {label}
+SCRIPT = '''# {name}
 {why}
 from weft.core.text import parse
 from weft.schedule import *  # noqa: F403
-from weft.testing.groups import check_groups
-from weft.testing.same import assert_same_meaning
+from weft.testing.fuzz import check_all
 from weft.testing.values import draw_inputs
 
 p = before = parse("""
@@ -253,6 +259,14 @@ p = before = parse("""
 inputs = draw_inputs(p, seed={seed}, kinds={kinds!r})
 {steps}
 print(p)
-assert_same_meaning(before, p, inputs)
-check_groups(p, inputs)
+check_all(before, p, inputs)
 '''
+
+NO_PROGRAM = """# {name}: no program came of it
+{why}
+import random
+
+from weft.testing.programs import random_program
+
+print(random_program(random.Random({name!r})).program)
+"""
