@@ -241,7 +241,8 @@ def _homes(cell: Cell) -> None:
             continue
         readers = _readers(node)
         across = any(phase[r] != phase[node] for r in readers)
-        if across or kernel is not None and node in kernel.stored or any(place[r] is not None for r in readers):
+        stored = kernel is not None and node in kernel.stored
+        if across or stored or any(place[r] is not None and place[r] is not kernel for r in readers):
             homes[node] = home_of(node, "full" if across else "scratch", (node.name,))
 
 

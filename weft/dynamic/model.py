@@ -59,15 +59,17 @@ class Model(nn.Module):
         self._templates: dict[int, Templates] = {}
 
     def forward(
-        self, graphs: Structure | Schedule, inputs: Inputs | Tensor | None = None, *, at: Any = "roots"
+        self, graphs: Structure | Schedule, inputs: Any = None, *, at: Any = "roots"
     ) -> Any:
         """Run a batch. Returns the pushed outputs at the roots, at "all" vertices, or at the vertices given.
 
-        One tensor if the functions push one output, else a dict by name. `inputs` is a dict by name, or one tensor "x".
+        One tensor if the functions push one output, else a dict by name. `inputs` is a dict by name, or just "x"; an input is one
+        tensor whose rows the graphs name, or a list with one tensor per sample.
         `at` may also be a dict of such choices by output.
         """
-        given = _inputs(inputs)
-        variant = self._variant(given)
+        structure = graphs.structure if isinstance(graphs, Schedule) else graphs
+        given = _inputs(inputs, structure)
+        variant = self._variant(given, structure)
         schedule = graphs if isinstance(graphs, Schedule) else Schedule(graphs, variant.reads, self.policy)
         plan = self._plan(variant, schedule, given)
         wanted = {name: _pushing(schedule.structure, variant.functions, name, at) for name in plan.outputs}
@@ -91,14 +93,14 @@ class Model(nn.Module):
         self.ready = lambda grad: dist.all_reduce(grad, group=group, async_op=True)
         return self
 
-    def schedule(self, graphs: Structure, inputs: Inputs | Tensor | None = None) -> Schedule:
+    def schedule(self, graphs: Structure, inputs: Any = None) -> Schedule:
         """Batches and places of the graphs, to keep or to show; `inputs` are needed before the first run only."""
         return Schedule(graphs, self.reads(inputs), self.policy)
 
-    def prepare(self, graphs: Structure, inputs: Inputs | Tensor | None = None) -> Schedule:
+    def prepare(self, graphs: Structure, inputs: Any = None) -> Schedule:
         """The schedule with all that can be worked out before the run, as a data loader would do ahead of time."""
-        given = _inputs(inputs)
-        variant = self._variant(given)
+        given = _inputs(inputs, graphs)
+        variant = self._variant(given, graphs)
         schedule = Schedule(graphs, variant.reads, self.policy)
         plan = self._plan(variant, schedule, given)
         if self._replays(variant):
@@ -107,20 +109,23 @@ class Model(nn.Module):
             exact(schedule, plan.sent)
         return schedule
 
-    def reads(self, inputs: Inputs | Tensor | None = None) -> dict[str, Reads]:
+    def reads(self, inputs: Any = None) -> dict[str, Reads]:
         """What each vertex function reads of its children."""
         if inputs is None and self._variants:
             return next(iter(self._variants.values())).reads
-        return self._variant(_inputs(inputs)).reads
+        return self._variant(_inputs(inputs, None), None).reads
 
-    def _variant(self, inputs: Inputs) -> Variant:
+    def _variant(self, inputs: Inputs, structure: Structure | None) -> Variant:
         """The functions traced for inputs of these shapes, dtypes and device."""
         key = tuple((name, x.shape[1:], x.dtype, x.device) for name, x in inputs.items())
         found = self._variants.get(key)
         held = [t for f in self.functions.values() for t in held_by(f)] if found is None else found.held
         now = (held[0].dtype, held[0].device) if held else None
         if found is None or found.kind != now:
-            found = self._variants[key] = Variant(self.functions, self.states, inputs, held, now)
+            try:
+                found = self._variants[key] = Variant(self.functions, self.states, inputs, held, now)
+            except (RuntimeError, StructureError) as error:
+                raise _mixed_dtypes(inputs, held, structure) or error from error
         return found
 
     def _plan(self, variant: Variant, schedule: Schedule, inputs: Inputs) -> Plan:
@@ -186,10 +191,42 @@ def _check_rows(s: Structure, vertices: Ints, rows: Ints, pull: Source, optional
         )  # fmt: skip
 
 
-def _inputs(inputs: Inputs | Tensor | None) -> dict[str, Tensor]:
-    if inputs is None:
-        return {}
-    return {"x": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+def _inputs(inputs: Any, s: Structure | None) -> dict[str, Tensor]:
+    """Inputs by name. One that is given per sample, as a list, becomes one tensor."""
+    named = {} if inputs is None else dict(inputs) if isinstance(inputs, Mapping) else {"x": inputs}
+    return {name: x if isinstance(x, Tensor) else _join(name, x, s) for name, x in named.items()}
+
+
+def _join(name: str, parts: Sequence[Tensor], s: Structure | None) -> Tensor:
+    """Rows of all samples after each other, of one shape and dtype."""
+    first = parts[0] if len(parts) else torch.empty(0)
+    for i, part in enumerate(parts):
+        if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+            vertex = "" if s is None else f": vertex {_first_reader(s, i)}"
+            raise StructureError(
+                f"sample {i}{vertex} reads {name!r} in another dtype or shape than sample 0",
+                needed=f"{first.dtype}, rows of {list(first.shape[1:])}", found=f"{part.dtype}, rows of {list(part.shape[1:])}",
+            )  # fmt: skip
+    return torch.cat(list(parts)) if len(parts) else first
+
+
+def _first_reader(s: Structure, sample: int) -> int:
+    """The first vertex of a sample that reads an input."""
+    rows = s.row[s.sample[sample] : s.sample[sample + 1]]
+    return int(np.argmax(rows >= 0)) if len(rows) else 0
+
+
+def _mixed_dtypes(inputs: Inputs, held: list[Tensor], s: Structure | None) -> StructureError | None:
+    """The error for a function that failed because an input has another dtype than its parameters."""
+    ours = next((t.dtype for t in held if t.dtype.is_floating_point), None)
+    for name, x in inputs.items():
+        if ours is not None and x.dtype.is_floating_point and x.dtype != ours:
+            sample, vertex = (0, 0) if s is None or not len(s) else s.sample_of(int(np.argmax(s.row >= 0)))
+            return StructureError(
+                f"sample {sample}: vertex {vertex} reads {name!r} in another dtype than the model's parameters have",
+                needed=str(ours), found=str(x.dtype), try_=f"{name}.to({ours}), or model.to({x.dtype})",
+            )  # fmt: skip
+    return None
 
 
 def _vertices(s: Structure, at: Any) -> Ints:

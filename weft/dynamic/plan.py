@@ -15,6 +15,7 @@ from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.frame import Compiled
 from weft.dynamic.kernel import Kernel
 from weft.dynamic.trace import Function, Traced, differentiate, pretence, trace
+from weft.dynamic.verify import check_rows
 from weft.dynamic.vertex import Source
 
 
@@ -36,6 +37,7 @@ class Variant:
         self.states = dict(states)
         for traced in self.functions.values():
             simplify.clean(simplify.slices_to_splits(traced))
+            check_rows(traced)
         simplify.hoist(self.functions, self.states)
         self.weights = list({id(w): w for f in self.functions.values() for w in f.weights}.values())
         self.plans: dict[Any, Plan] = {}

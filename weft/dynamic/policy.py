@@ -6,8 +6,8 @@ The fewest batches possible: along any path each vertex needs its own batch, so 
 
 depth      everything at the same longest path below it, class by class: one pass, optimal with a single class.
 agenda     the ready class whose waiting vertices are shallowest on average (as DyNet does).
-lookahead  the ready class of which the largest share of the next rank is ready. rank_k(v) counts class-k vertices on the
-           longest path up to v; when all of the lowest rank left is ready, running it never costs an extra batch.
+lookahead  rank_k(v) counts class-k vertices on the longest path up to v. A class of which all of the lowest rank left is ready
+           runs: that never costs an extra batch. If there is none, the class runs that is nearest to it, or brings another near.
 """
 
 from __future__ import annotations
@@ -34,24 +34,36 @@ def by_depth(s: Structure, klass: Ints) -> Ints:
 def by_agenda(s: Structure, klass: Ints) -> Ints:
     """Shallowest class first."""
     depth = s.depth
-    return _simulate(s, klass, lambda ready: min(ready, key=lambda k: (depth[ready[k]].mean(), k)))
+    return _Frontier(s, klass).run(lambda f: min(f.ready, key=lambda k: (depth[f.ready[k]].mean(), k)))
 
 
 def by_lookahead(s: Structure, klass: Ints) -> Ints:
-    """The class that is readiest for its next rank first; on a tie the one with more vertices."""
+    """The class that is readiest for its next rank first, counting how ready it makes another."""
     rank = ranks(s, klass)[np.arange(s.vertices), klass]
     left: dict[int, Ints] = {int(k): np.bincount(rank[klass == k]) for k in np.unique(klass)}
 
-    def share(k: int, vertices: Ints) -> tuple[float, int]:
-        lowest = int(np.flatnonzero(left[k])[0])
-        return float((rank[vertices] == lowest).sum() / left[k][lowest]), len(vertices)
+    def share(k: int, vertices: Ints, done: int = -1, gone: Ints | None = None) -> float:
+        """Of the lowest rank of class k that is left (after `gone` of class `done`), the part that is ready."""
+        rest = left[k] - np.bincount(rank[gone], minlength=len(left[k])) if k == done and gone is not None else left[k]
+        some = np.flatnonzero(rest)
+        return float((rank[vertices] == some[0]).sum() / rest[some[0]]) if len(some) else 0.0
 
-    def choose(ready: dict[int, Ints]) -> int:
-        k = max(ready, key=lambda k: (*share(k, ready[k]), -k))
-        left[k] -= np.bincount(rank[ready[k]], minlength=len(left[k]))
+    def after(f: _Frontier, k: int) -> float:
+        """The largest share any class would have once class k has run."""
+        new = f.woken_by(f.ready[k])
+        then = {c: v for c, v in f.ready.items() if c != k}
+        for c, v in _split(new, klass).items():
+            then[c] = np.concatenate((then[c], v)) if c in then else v
+        return max((share(c, v, k, f.ready[k]) for c, v in then.items()), default=1.0)
+
+    def choose(f: _Frontier) -> int:
+        now = {k: share(k, v) for k, v in f.ready.items()}
+        full = [k for k, part in now.items() if part == 1.0]
+        k = full[0] if full else max(now, key=lambda k: (now[k] + after(f, k), len(f.ready[k]), -k))
+        left[k] = left[k] - np.bincount(rank[f.ready[k]], minlength=len(left[k]))
         return k
 
-    return _simulate(s, klass, choose)
+    return _Frontier(s, klass).run(choose)
 
 
 def automatic(s: Structure, klass: Ints) -> Ints:
@@ -103,22 +115,35 @@ def ranks(s: Structure, klass: Ints) -> Ints:
     return out[:-1]
 
 
-def _simulate(s: Structure, klass: Ints, choose: Callable[[dict[int, Ints]], int]) -> Ints:
-    """Run batches of the chosen class until none is left; a step costs a few array operations, whatever its size."""
-    above_first, above = native.parents(s.first, s.child)
-    waiting = np.bincount(above, minlength=s.vertices)
-    batch, done = np.full(s.vertices, -1, np.int64), 0
-    ready = _split(np.flatnonzero(waiting == 0), klass)
-    while ready:
-        k = choose(ready)
-        here = ready.pop(k)
-        batch[here], done = done, done + 1
-        parents = above[native.spans(above_first[here], above_first[here + 1] - above_first[here])]
-        unique, counts = np.unique(parents, return_counts=True)
-        waiting[unique] -= counts
-        for other, vertices in _split(unique[waiting[unique] == 0], klass).items():
-            ready[other] = np.concatenate((ready[other], vertices)) if other in ready else vertices
-    return batch
+class _Frontier:
+    """Runs batches of a chosen class until none is left; a step costs a few array operations, whatever its size."""
+
+    def __init__(self, s: Structure, klass: Ints) -> None:
+        self.klass = klass
+        self.above_first, self.above = native.parents(s.first, s.child)
+        self.waiting = np.bincount(self.above, minlength=s.vertices)
+        self.batch = np.full(s.vertices, -1, np.int64)
+        self.ready = _split(np.flatnonzero(self.waiting == 0), klass)
+
+    def woken_by(self, vertices: Ints, commit: bool = False) -> Ints:
+        """The vertices that wait for nothing else once these have run."""
+        first = self.above_first[vertices]
+        readers, counts = np.unique(self.above[native.spans(first, self.above_first[vertices + 1] - first)], return_counts=True)
+        left = self.waiting[readers] - counts
+        if commit:
+            self.waiting[readers] = left
+        return readers[left == 0]
+
+    def run(self, choose: Callable[[_Frontier], int]) -> Ints:
+        done = 0
+        while self.ready:
+            k = choose(self)
+            here = self.ready.pop(k)
+            self.batch[here], done = done, done + 1
+            for other, vertices in _split(self.woken_by(here, commit=True), self.klass).items():
+                waiting = self.ready.get(other)
+                self.ready[other] = vertices if waiting is None else np.concatenate((waiting, vertices))
+        return self.batch
 
 
 def _split(vertices: Ints, klass: Ints) -> dict[int, Ints]:

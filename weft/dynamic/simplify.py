@@ -103,6 +103,7 @@ def narrow(traced: Traced) -> Traced:
             if len(parts) == len(node.users):
                 for part in parts:
                     _narrow(traced, node, part)
+                traced.graph.erase_node(node)
     return clean(traced)
 
 
@@ -124,6 +125,9 @@ def _narrow(traced: Traced, node: fx.Node, part: fx.Node) -> None:
             new = traced.graph.call_function(node.target, args, node.kwargs)
         new.meta["val"] = piece.meta["val"]
         traced.replace(piece, new)
+        traced.graph.erase_node(piece)
+    if part not in pieces:
+        traced.graph.erase_node(part)
 
 
 def _same_part(traced: Traced, operand: fx.Node, node: fx.Node, part: fx.Node, piece: fx.Node) -> fx.Node:
