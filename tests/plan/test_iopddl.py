@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,14 @@ def test_a_file_that_is_not_json(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text("{")
     with pytest.raises(ProblemError, match=r"cannot read .*odd\.json(.|\n)*an assignment problem as JSON"):
         iopddl.load(tmp_path / "odd.json")
+
+
+def test_the_bench_prints_one_object_on_the_last_line(tmp_path: Path) -> None:
+    good, bad = tmp_path / "two.json", tmp_path / "none.json"
+    good.write_text(json.dumps(GOOD))
+    bad.write_text(json.dumps(edited("problem/usage_limit", 4)))
+    command = [sys.executable, "-m", "weft", "bench", "iopddl", str(good), str(bad), "--limit", "5", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(r["case"], r["cost"], r["bound"], r["feasible"]) for r in rows] == [("two", 5, 5, True), ("none", None, None, False)]
+    assert rows[1]["reason"] == "at time 0 the least that can be in use is 5, beyond the limit 4"
