@@ -11,7 +11,7 @@ from weft.testing.fuzz import fuzz
 from weft.testing.plant import Line, plant
 
 TESTS = Path(__file__).parents[1]
-SEED, MOST = 1, 120  # programs tried at most to find one fault
+SEED, MOST = 1, 400  # programs tried at most to find one fault
 BY_FUZZER = [f for f in FAULTS if f.test is None]
 BY_TEST = [f for f in FAULTS if f.test is not None]
 
