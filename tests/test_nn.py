@@ -14,7 +14,15 @@ from tests.ranks import run_ranks
 from weft.core.errors import TypeMismatch
 from weft.runtime.pipeline import Chunks, in_turn
 
-WAYS = [wn.Way(), wn.Way("group", 2), wn.Way("group", 4), wn.Way("peers"), wn.Way("peers", 4), wn.Way("peers", 2, 2, False)]
+WAYS = [
+    wn.Way(),
+    wn.Way("group", 2),
+    wn.Way("group", 4),
+    wn.Way("peers"),
+    wn.Way("peers", 4),
+    wn.Way("peers", 2, 2, "kernel"),
+    wn.Way("peers", 1, 2, "mover"),
+]
 
 
 @pytest.mark.parametrize("world", [2, 4])

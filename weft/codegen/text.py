@@ -34,7 +34,7 @@ TRITON = {
     "rsqrt": "(1.0 / tl.sqrt_rn({0}))", "exp": "tl.exp({0})", "log": "tl.log({0})",
     "tanh": "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)", "sigmoid": "tl.sigmoid({0})", "sin": "tl.sin({0})",
     "cos": "tl.cos({0})", "erf": "tl.erf({0})", "reciprocal": "(1.0 / {0})",
-    "where": "tl.where({0}, {1}, {2})", "floor": "tl.floor({0})", "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
+    "where": "tl.where(({0}) != 0, {1}, {2})", "floor": "tl.floor({0})", "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
     "uniform": "uniform({0}, ({1}).to(tl.int64) + ({2}).to(tl.int64) * 16777216, {3})",
 }  # fmt: skip
 

@@ -19,13 +19,13 @@ from weft.nn import over_group, over_peers
 from weft.nn.ways import PLAIN, Way, choose, divides, key_of
 
 
-def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Way | None) -> Any:
+def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Way | None, *more: Any) -> Any:
     """The product `op` in the way asked for, or chosen for these shapes; plainly where the rows cannot be cut so."""
     chosen = way or choose(key_of(op, x.shape[0], w.shape[0], x.shape[1], x.dtype, group))
     if not divides(rows, dist.get_world_size(group), chosen):
         chosen = Way(chosen.over) if divides(rows, dist.get_world_size(group), Way(chosen.over)) else PLAIN
     module: Any = over_peers if chosen.over == "peers" else over_group
-    return getattr(module, op)(x, w, group, chosen)
+    return getattr(module, op)(x, w, group, chosen, *more)
 
 
 def product_reduce_scatter(x: Tensor, w: Tensor, group: Any = None, way: Way | None = None) -> Tensor:
@@ -37,8 +37,9 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any = None, way: Way | None 
     return _run("product_all_reduce", x.shape[0], x, w, group, way)  # type: ignore[no-any-return]
 
 
-def gather_product(x: Tensor, w: Tensor, group: Any = None, way: Way | None = None) -> tuple[Tensor, Tensor]:
-    return _run("gather_product", x.shape[0] * dist.get_world_size(group), x, w, group, way)  # type: ignore[no-any-return]
+def gather_product(x: Tensor, w: Tensor, group: Any = None, way: Way | None = None, keep: bool = True) -> tuple[Tensor, Any]:
+    """With `keep`, the gathered rows as well."""
+    return _run("gather_product", x.shape[0] * dist.get_world_size(group), x, w, group, way, keep)  # type: ignore[no-any-return]
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -58,7 +59,7 @@ class _ReduceScatter(torch.autograd.Function):
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, way: Way | None) -> Tensor:
-        y, whole = gather_product(x, w, group, way)
+        y, whole = gather_product(x, w, group, way, keep=ctx.needs_input_grad[1])
         ctx.save_for_backward(whole, w)
         ctx.group, ctx.way = group, way
         return y
@@ -67,7 +68,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         whole, w = ctx.saved_tensors
         dx = product_reduce_scatter(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.way)
-        return dx, dy.T @ whole, None, None
+        return dx, None if whole is None else dy.T @ whole, None, None
 
 
 class _AllReduce(torch.autograd.Function):

@@ -59,8 +59,8 @@ def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor
     return out.view(way.chunks * rows, n)
 
 
-def gather_product(x: Tensor, w: Tensor, group: Any, way: Way) -> tuple[Tensor, Tensor]:
-    """All ranks' rows times w.T, and the rows themselves."""
+def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+    """All ranks' rows times w.T and, with `keep`, the rows themselves."""
     world, k = dist.get_world_size(group), x.shape[1]
     rows = x.shape[0] // way.chunks
     gathered = torch.empty(way.chunks, world, rows, k, dtype=x.dtype, device=x.device)
@@ -73,7 +73,7 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way) -> tuple[Tensor, 
         torch.mm(gathered[c].view(world * rows, k), w.T, out=out[c].view(world * rows, -1))
 
     in_turn([one(c, piece) for c, piece in enumerate(x.contiguous().chunk(way.chunks))])
-    return _in_rank_order(out), _in_rank_order(gathered)
+    return _in_rank_order(out), _in_rank_order(gathered) if keep else None
 
 
 def _in_rank_order(chunks: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ multiplies the next. Every remote byte is read once, into memory of the rank tha
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from weft.core.node import DTYPE_NAMES
 from weft.nn.ways import Way
 from weft.runtime.bind import bind
 from weft.runtime.fused import Row
+from weft.runtime.mover import Mover
 from weft.runtime.peers import Alone, PeerBuffer, connect
 from weft.runtime.streams import Side
 
@@ -41,6 +43,7 @@ class Space:
         self.side = Side(device)
         self._buffers: dict[Any, PeerBuffer] = {}
         self._sums: dict[Any, Any] = {}
+        self._mover: Mover | None = None
         self._meeting = bind(compile_group(Group("meet", ((Slot("to", "f32", spread=True), load(Slot("of", "f32"))),)), self.peers.world,
                                            self.peers.target), [self._nothing()], self.peers)  # fmt: skip
 
@@ -71,8 +74,8 @@ class Space:
         self._sums[key].launch_phases(leave=False)
 
     def copy(self, out: Tensor, source: Tensor, way: Way) -> None:
-        """out = source, on the current line, by the copy engine or by a kernel of few blocks."""
-        if way.engine:
+        """out = source, on the current line, by the driver or by a kernel of few blocks."""
+        if way.by != "kernel":
             out.copy_(source)
             return
         key = ("copy", out.numel(), out.dtype, way.blocks)
@@ -83,6 +86,26 @@ class Space:
         self._sums[key].move("source", source.data_ptr())
         self._sums[key].move("out", out.data_ptr())
         self._sums[key].launch_phases()
+
+    def rows(self, rows: int, k: int, dtype: torch.dtype) -> list[Tensor]:
+        """Where `gather_product` takes each rank's rows from."""
+        return self.buffer("gather", (rows, k), dtype)
+
+    def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Way) -> list[list[tuple[slice, Callable[[], None]]]]:
+        """Start bringing every source to its target; for each, its parts and what to call before one is used."""
+        if way.by == "mover" and self.peers.target == "triton":
+            mover = self._mover = self._mover or Mover(targets[0].device, self.peers.world)
+            mover.move(targets, sources, way.blocks)
+            return [[(slice(None), functools.partial(mover.wait, k))] for k in range(len(targets))]
+        found = []
+        for target, source in zip(targets, sources, strict=True):
+            parts = []
+            for c in range(way.chunks):
+                part = slice(c * len(target) // way.chunks, (c + 1) * len(target) // way.chunks)
+                self.copy(target[part], source[part], way)
+                parts.append((part, functools.partial(self.side.main_after, self.side.mark())))
+            found.append(parts)
+        return found
 
 
 _spaces: dict[Any, Space] = {}
@@ -141,29 +164,30 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     return out.view(x.shape[0], n)
 
 
-def gather_product(x: Tensor, w: Tensor, group: Any, way: Way) -> tuple[Tensor, Tensor]:
-    """All ranks' rows times w.T, and the rows themselves: this rank's own first, then each as it arrives."""
+def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+    """All ranks' rows times w.T: this rank's own first, then each as it arrives; with `keep`, the rows themselves too.
+
+    Rows that already lie in `Space.rows`, peer memory, are read by the others from there.
+    """
     space = space_of(group, x.device)
     world, rank, (rows, k) = space.peers.world, space.peers.rank, x.shape
-    shards = space.buffer("gather", (rows, k), x.dtype)
+    shards = space.rows(rows, k, x.dtype)
     gathered = torch.empty(world, rows, k, dtype=x.dtype, device=x.device)
     out = torch.empty(world, rows, w.shape[0], dtype=x.dtype, device=x.device)
-    marks = []
+    order = [(rank + turn) % world for turn in range(1, world)]
     space.side.after_main()
     with space.side.work():
-        shards[rank].copy_(x)
+        if x.data_ptr() != shards[rank].data_ptr():
+            shards[rank].copy_(x)
         space.meet()
-        for turn in range(1, world):
-            source = (rank + turn) % world
-            for c in range(way.chunks):
-                part = slice(c * rows // way.chunks, (c + 1) * rows // way.chunks)
-                space.copy(gathered[source, part], shards[source][part], way)
-                marks.append((source, part, space.side.mark()))
-        gathered[rank].copy_(x)
+        arrived = space.fetch([gathered[s] for s in order], [shards[s] for s in order], way)
+        if keep:
+            gathered[rank].copy_(x)
         space.meet()
     torch.mm(x, w.T, out=out[rank])
-    for source, part, mark in marks:
-        space.side.main_after(mark)
-        torch.mm(gathered[source, part], w.T, out=out[source, part])
+    for turn, source in enumerate(order):
+        for part, wait in arrived[turn]:
+            wait()
+            torch.mm(gathered[source, part], w.T, out=out[source, part])
     space.side.main_after()
-    return out.view(world * rows, -1), gathered.view(world * rows, k)
+    return out.view(world * rows, -1), gathered.view(world * rows, k) if keep else None

@@ -17,10 +17,11 @@ class Way:
     over: str = "group"
     chunks: int = 1
     blocks: int = 16  # of a device kernel that moves data beside the product
-    engine: bool = True  # copies are left to the device's copy engine, not to such a kernel
+    by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, or one "mover" for all
 
     def __str__(self) -> str:
-        return f"{self.over}, {self.chunks} chunks" if self.chunks > 1 else f"{self.over}, plain"
+        chunks = f"{self.chunks} chunks" if self.chunks > 1 else "plain"
+        return f"{self.over}, {chunks}" + (f", {self.blocks} blocks, {self.by}" if self.over == "peers" else "")
 
 
 PLAIN = Way()

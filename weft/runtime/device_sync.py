@@ -43,3 +43,22 @@ def uniform(index, seed, site):
 @triton.jit
 def meet_alone(pads, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
     meet(pads, tl.program_id(0), LIMIT, RANK, WORLD, LANES)
+
+
+@triton.jit
+def move(sources, targets, flags, words, BLOCK: tl.constexpr):
+    """Copy each source to its target, one after the other, and count in its flag the blocks that have done their share."""
+    for k in tl.static_range(len(sources)):
+        for first in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(targets[k] + at, tl.load(sources[k] + at, mask=at < words), mask=at < words)
+        tl.debug_barrier()
+        tl.atomic_add(flags + k, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for(flag, COUNT):
+    """Go on when COUNT blocks have done their share."""
+    seen = 0
+    while seen < COUNT:
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
