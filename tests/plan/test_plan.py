@@ -1,0 +1,80 @@
+"""The plan record: the same for the same inputs, read back strictly, told in words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.core.errors import PlanError
+from weft.plan.plan import Plan, differences, load, parse, rows
+from weft.plan.planner import Request, make_plan, usual_batch
+from weft.plan.setting import Setting
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    made = make_plan(Request("gpt2", "1x4xA100", batch=32))
+    assert isinstance(made, Plan)
+    return made
+
+
+def test_the_same_request_gives_the_same_bytes(plan: Plan) -> None:
+    again = make_plan(Request("gpt2", "1x4xA100", batch=32))
+    assert isinstance(again, Plan) and again.text() == plan.text()
+
+
+def test_no_baseline_is_better(plan: Plan) -> None:
+    assert plan.baselines_ms and plan.step_ms <= min(plan.baselines_ms.values())
+
+
+def test_saved_and_loaded(plan: Plan, tmp_path) -> None:
+    plan.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == parse(plan.text()) and load(tmp_path / "plan.json").setting == plan.setting
+    assert load(tmp_path / "plan.json").text() == plan.text()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weft_plan": 2}, "another version"), ({"extra": 1}, "unknown extra"), ({"seq": "long"}, "seq of plan is of the wrong kind"),
+        ({"layers": [1.5]}, "layers of plan is of the wrong kind"), ({"setting": {"tp": 2}}, "setting of plan cannot be read"),
+        ({"foreseen": {}}, "foreseen.step_ms"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_by_name(plan: Plan, change: dict, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        parse(json.dumps({**plan.data(), **change}))
+
+
+def test_a_bad_setting_is_refused(plan: Plan) -> None:
+    data = plan.data()
+    with pytest.raises(PlanError, match="no recompute named"):
+        parse(json.dumps({**data, "setting": {**data["setting"], "recompute": "some"}}))
+    with pytest.raises(PlanError, match="not JSON"):
+        parse("{")
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        load("nowhere.json")
+
+
+def test_rows_tell_every_degree(plan: Plan) -> None:
+    told = {name: value for name, value, _ in rows(plan)}
+    assert told["micro-batch"] == str(plan.setting.micro_batch) and told["recompute"] == plan.setting.recompute
+
+
+def test_differences(plan: Plan) -> None:
+    assert not list(differences(plan, plan))
+    other = parse(json.dumps({**plan.data(), "setting": {**plan.data()["setting"], "virtual": 2, "schedule": "interleaved"}}))
+    assert ("virtual", "1", "2") in list(differences(plan, other))
+
+
+def test_named_words(plan: Plan) -> None:
+    from dataclasses import replace
+
+    made = replace(plan, setting=Setting(global_batch=8, dp=2, tp=2, zero=1, sequence_parallel=True))
+    assert made.named == "dp2,tp2,zero1,sp"
+    assert replace(plan, setting=Setting(global_batch=8, pp=4)).named is None
+
+
+def test_usual_batch() -> None:
+    assert usual_batch(8e9, 8192) == 512 and usual_batch(4e11, 8192) == 2048

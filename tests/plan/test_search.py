@@ -1,0 +1,141 @@
+"""The search against brute force, its bounds against the simulator, and splits against enumeration."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from weft.cluster.spec import cluster
+from weft.core.errors import PlanError
+from weft.plan.baselines import BASELINES, EVERYTHING
+from weft.plan.planner import Infeasible, Request, make_plan
+from weft.plan.search import CLOSE, Found, Nothing, Search
+from weft.plan.space import Limits, Problem, candidates, parse_pins, shardings
+from weft.plan.stages import as_if, deal, shared, split, uneven
+from weft.plan.transformer import Shape
+
+SMALL = Shape(layers=8, hidden=1024, heads=16, vocab=32000, seq=1024, rotary=True, gated=True, bias=False, tied=False, name="small")
+
+
+def problem(text: str = "2x4xA100", batch: int = 32, shape: Shape = SMALL) -> Problem:
+    return Problem(shape, cluster(text), batch, "bf16")
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    return Search(problem())
+
+
+def everything(search: Search, name: str) -> list:
+    space = BASELINES[name]
+    return [s for c in candidates(search.problem, space, search.limits) for s in shardings(space, search.limits, c)]
+
+
+@pytest.mark.parametrize("name", ["data parallel", "zero1", "zero3", "alpa-like", "unity-like"])
+def test_search_equals_a_full_sweep(search: Search, name: str) -> None:
+    swept = [search.price(s) for s in everything(search, name)]
+    best = min(f.seconds for f in swept if f is not None and f.memory <= search.memory)
+    found = search.best(BASELINES[name])
+    assert isinstance(found, Found)
+    assert best <= found.seconds <= best / (1 - CLOSE)
+
+
+def test_bounds_hold(search: Search) -> None:
+    for name in ("zero2", "alpa-like", "megatron 3D"):
+        for s in everything(search, name)[::7]:
+            made = search.price(s)
+            if made is not None:
+                seconds, memory = search.bound(s)
+                assert seconds <= made.seconds * (1 + 1e-9), s
+                assert memory <= made.memory * (1 + 1e-9), s
+
+
+def test_never_worse_than_a_baseline(search: Search) -> None:
+    whole = search.best(EVERYTHING)
+    assert isinstance(whole, Found)
+    for name, space in BASELINES.items():
+        found = search.best(space)
+        assert isinstance(found, Nothing) or whole.seconds <= found.seconds / (1 - CLOSE), name
+
+
+def test_few_rounds_foretell_many() -> None:
+    search = Search(problem(batch=256))
+    found = search.best(BASELINES["alpa-like"], "memory")
+    assert isinstance(found, Found)
+    for pp, schedule in ((2, "1f1b"), (4, "zero-bubble")):
+        s = replace(found.setting, dp=1, tp=8 // pp, pp=pp, schedule=schedule, micro_batch=2, zero=0)
+        made = search.price(s)
+        assert made is not None and made.seconds == pytest.approx(search.step(s).seconds, rel=2e-3)
+
+
+def test_memory_objective_needs_least_memory(search: Search) -> None:
+    lean, fast = search.best(BASELINES["zero3"], "memory"), search.best(BASELINES["zero3"])
+    assert isinstance(lean, Found) and isinstance(fast, Found)
+    assert lean.memory <= fast.memory and lean.seconds >= fast.seconds
+
+
+def test_limits_are_kept() -> None:
+    found = Search(problem(), Limits(max_tp=2, pins={"pp": "2", "recompute": "full"})).best(EVERYTHING)
+    assert isinstance(found, Found)
+    assert (found.setting.pp, found.setting.recompute) == (2, "full") and found.setting.tp <= 2
+
+
+def test_too_little_memory_is_told() -> None:
+    found = Search(problem(), Limits(memory=1.6e9)).best(EVERYTHING)
+    assert isinstance(found, Nothing) and found.least > 1.6e9 and "needs at least" in found.reason
+
+
+def test_pins_are_read_strictly() -> None:
+    assert parse_pins(["tp=4", "sequence-parallel=True"]) == {"tp": "4", "sequence_parallel": "true"}
+    with pytest.raises(PlanError, match="cannot pin 'layers"):
+        parse_pins(["layers.*.mlp.w1=tp:S(1)"])
+    with pytest.raises(PlanError, match="a number"):
+        parse_pins(["tp=four"])
+    with pytest.raises(PlanError, match="no recompute named"):
+        parse_pins(["recompute=some"])
+
+
+def test_split_is_the_best_of_all_splits() -> None:
+    speed, extra = (1.0, 2.5, 1.3, 0.7), (3.0, 0.0, 0.0, 5.0)
+
+    def cost(i: int, n: int) -> float:
+        return n * speed[i] + extra[i]
+
+    found = split(13, 4, cost)
+    ways = [w for w in itertools.product(range(14), repeat=4) if sum(w) == 13 and w[1] and w[2]]
+    assert found is not None and sum(found) == 13
+    assert max(cost(i, n) for i, n in enumerate(found)) == min(max(cost(i, n) for i, n in enumerate(w)) for w in ways)
+    assert split(13, 4, cost, lambda i, n: n <= 3) is None
+
+
+def test_uneven_layers_beat_even_ones_where_the_head_is_heavy() -> None:
+    search = Search(problem(batch=64, shape=replace(SMALL, vocab=256_000, layers=16)))
+    base = next(c for c in candidates(search.problem, EVERYTHING, Limits(pins={"pp": "4", "schedule": "1f1b", "dp": "2", "tp": "1"})))
+    even, made = search.price(base), uneven(search, base)
+    assert even is not None and made is not None
+    assert made.seconds < even.seconds and made.layers[-1] < 4
+
+
+def test_deal_gives_fast_copies_more() -> None:
+    taken = deal(24, (4, 4), lambda kind, n: n * (1.0, 2.0)[kind])
+    assert taken == (4, 2)
+    assert deal(13, (4, 4), lambda kind, n: float(n)) is None
+
+
+def test_unequal_devices_share_by_speed() -> None:
+    text = "1x8xA100+1x8xH100"
+    search = Search(Problem(SMALL, cluster(text), 512, "bf16"))
+    base = next(c for c in candidates(search.problem, BASELINES["zero1"], Limits(pins={"micro_batch": "1"})))
+    even, made = search.price(replace(base, zero=1)), shared(search, replace(base, zero=1))
+    assert even is not None and made is not None
+    assert made.seconds < even.seconds and sum(s.samples for s in made.shares) == 512
+    assert {s.kind for s in made.shares} == {"A100", "H100"}
+    assert as_if(search.cluster, search.cluster.groups[1]).device.name == "H100"
+
+
+def test_infeasible_names_the_nearest_change() -> None:
+    made = make_plan(Request("gpt2", "1xA100", batch=8, limits=Limits(memory=2e9)))
+    assert isinstance(made, Infeasible)
+    assert "needs at least" in made.reason and made.change.startswith("without --memory")

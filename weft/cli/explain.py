@@ -1,0 +1,36 @@
+"""`weft explain PLAN`: for each decision the next best, what it would cost, why, and what would flip it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import typer
+
+from weft.cli.output import console, emit
+
+
+def register(app: typer.Typer) -> None:
+    app.command("explain")(explain)
+
+
+def explain(
+    plan: str = typer.Argument(..., help="A plan saved by `weft plan --out`."),
+    json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
+) -> None:
+    """Say why a plan is as it is."""
+    from weft.cli.plan import show
+    from weft.plan.explain import explain as reasons
+    from weft.plan.plan import load
+
+    began = time.perf_counter()
+    made = load(plan)
+    show(made)
+    found = []
+    with console.status("explaining") as status:
+        for r in reasons(made, lambda text: status.update(f"what else for {text}")):
+            found.append(r)
+            console.print(f"[bold]{r.decision} {r.value}[/]: next best {r.other}", highlight=False)
+            console.print(f"    {r.ms:+,.1f} ms, {r.gb:+,.1f} GB ({r.why}); flips at {r.flips}", highlight=False)
+    if json:
+        emit({"plan": plan, "step_ms": made.step_ms, "decisions": [asdict(r) for r in found], "seconds": time.perf_counter() - began})

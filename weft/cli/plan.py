@@ -1,0 +1,148 @@
+"""`weft plan MODEL --cluster SPEC`: the best way found to run a training step, beside what other systems would do."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from weft.cli.output import console, emit
+
+if TYPE_CHECKING:
+    from weft.plan.plan import Plan
+    from weft.plan.planner import Infeasible, Request
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(plan)
+
+
+def plan(
+    model: str = typer.Argument(..., help="A model of the zoo by name."),
+    cluster: str = typer.Option(..., "--cluster", help="NODESxDEVICESxKIND, `+` between unequal groups, or a YAML file."),
+    batch: int = typer.Option(0, "--batch", help="Samples of a step; about 4 million tokens if not given."),
+    seq: int = typer.Option(0, "--seq", help="Sequence length, if not the model's own."),
+    objective: str = typer.Option("time", "--objective", help="time of a step, memory, or cost (device time per token)."),
+    max_tp: int = typer.Option(0, "--max-tp", help="Devices that may share a product at most."),
+    memory: str = typer.Option("", "--memory", help="Memory of a device that may be used, such as 70GB."),
+    pin: list[str] = typer.Option([], "--pin", help="A decision already made, such as tp=4 or recompute=full."),
+    what_if: list[str] = typer.Option([], "--what-if", help="Also plan for another cluster=SPEC, batch=N, seq=N or memory=70GB."),
+    out: str = typer.Option("", "--out", help="Save the plan to this file."),
+    export: str = typer.Option("", "--export", help="Print it as fsdp2, torchtitan or accelerate instead."),
+    json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
+) -> None:
+    """Plan a training step: degrees, sharding, stages, recompute and schedule together, never worse than any baseline."""
+    from weft.plan.plan import Plan
+    from weft.plan.planner import Request, make_plan
+    from weft.plan.space import Limits, parse_pins
+
+    began = time.perf_counter()
+    request = Request(model, cluster, batch, seq, objective, Limits(max_tp, bytes_of(memory) if memory else 0.0, parse_pins(pin)))
+    changes = [changed(request, text) for text in what_if]  # refuse bad ones before the work
+    with console.status("planning") as status:
+        made = make_plan(request, status.update)
+        others = [(text, make_plan(other, status.update)) for text, other in zip(what_if, changes, strict=True)]
+    seconds = time.perf_counter() - began
+    if isinstance(made, Plan):
+        show(made, seconds)
+        if out:
+            made.save(out)
+            console.print(f"saved to {out}")
+    else:
+        console.print(f"[red]infeasible[/]: {made.reason}\n  nearest: {made.change}", highlight=False)
+    for text, other_made in others:
+        _show_other(text, made, other_made)
+    if export and isinstance(made, Plan):
+        from weft.plan.export import export as write
+
+        print(write(made, export), end="")
+    if json:
+        emit(result(request, made, seconds))
+    if not isinstance(made, Plan):
+        raise typer.Exit(2)
+
+
+def bytes_of(text: str) -> float:
+    """70GB, 64e9, 80GiB."""
+    import re
+
+    from weft.core.errors import PlanError
+
+    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*(GB|GiB|G|MB|MiB|B|)\s*", text, re.IGNORECASE)
+    if found is None:
+        raise PlanError(f"cannot read the memory {text!r}", needed="a number with GB or GiB", found=text, try_="--memory 70GB")
+    units = {"gb": 1e9, "g": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20, "b": 1.0, "": 1.0}
+    return float(found.group(1)) * units[found.group(2).lower()]
+
+
+def changed(request: Request, text: str) -> Request:
+    """The request with one thing changed."""
+    from dataclasses import replace
+
+    from weft.core.errors import PlanError
+
+    key, _, value = text.partition("=")
+    if key == "cluster" and value:
+        return replace(request, cluster=value)
+    if key in ("batch", "seq") and value.isdigit():
+        return replace(request, batch=int(value)) if key == "batch" else replace(request, seq=int(value))
+    if key == "memory" and value:
+        return replace(request, limits=replace(request.limits, memory=bytes_of(value)))
+    raise PlanError(f"cannot ask what if {text!r}", needed="cluster=SPEC, batch=N, seq=N or memory=70GB", found=text)
+
+
+def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[str, Any]:
+    from weft.plan.plan import Plan
+
+    keys = ("step_ms", "tokens_per_s", "mfu", "memory_gb")
+    if not isinstance(made, Plan):
+        empty = dict.fromkeys(keys)
+        lacking = {**made.infeasible, "nearest": made.change}
+        return {
+            "model": request.model, "cluster": request.cluster, **empty, "seconds": seconds, "baselines_ms": {}, "infeasible": lacking,
+            "plan": None,
+        }  # fmt: skip
+    return {
+        "model": request.model, "cluster": request.cluster, **{k: made.foreseen[k] for k in keys}, "seconds": seconds,
+        "baselines_ms": dict(made.baselines_ms), "infeasible": dict(made.infeasible), "plan": made.data(),
+    }  # fmt: skip
+
+
+def show(plan: Plan, seconds: float | None = None) -> None:
+    """The plan as a table a person reads in a minute."""
+    from rich.table import Table
+
+    from weft.plan.plan import rows
+
+    f = plan.foreseen
+    console.print(f"[bold]{plan.model}[/] on {plan.cluster}, {plan.setting.global_batch} samples of {plan.seq}", highlight=False)
+    table = Table("decision", "value", "meaning", box=None)
+    for row in rows(plan):
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        f"step {f['step_ms']:,.1f} ms, {f['tokens_per_s']:,.0f} tokens/s, utilisation {f['mfu']:.1%}, memory {f['memory_gb']:.1f} GB"
+    )
+    if f.get("causes_ms"):
+        parts = sorted(f["causes_ms"].items(), key=lambda item: -item[1])
+        console.print("of which " + ", ".join(f"{k} {v:,.1f}" for k, v in parts) + " ms on the busiest stage")
+    for name, ms in sorted(plan.baselines_ms.items(), key=lambda item: item[1]):
+        console.print(f"  {name:<14} {ms:>12,.1f} ms  {ms / f['step_ms']:.2f}x", highlight=False)
+    for name, reason in plan.infeasible.items():
+        console.print(f"  {name:<14} does not run: {reason}", highlight=False)
+    if seconds is not None:
+        proved = "nothing better in the space" if f["gap"] < 0.004 else f"at most {f['gap']:.1%} may be left"
+        console.print(f"planned in {seconds:.1f} s; {proved}")
+
+
+def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) -> None:
+    from weft.plan.plan import Plan
+    from weft.plan.search import describe
+
+    if not isinstance(other, Plan):
+        console.print(f"what if {text}: infeasible, {other.reason}", highlight=False)
+        return
+    ratio = f" ({other.step_ms / made.step_ms:.2f}x)" if isinstance(made, Plan) else ""
+    tokens = other.foreseen["tokens_per_s"]
+    console.print(f"what if {text}: {other.step_ms:,.1f} ms{ratio}, {tokens:,.0f} tokens/s, {describe(other.setting)}", highlight=False)

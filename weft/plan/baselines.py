@@ -1,0 +1,40 @@
+"""Systems people use today as smaller spaces of the same search, each with the overlap that system has.
+
+A baseline is the best of a full sweep of its own degrees, micro-batch, recompute and schedule, priced by the same simulator on
+the same kernels: what differs is only what the system can say.
+"""
+
+from __future__ import annotations
+
+from weft.plan.space import Space
+
+EVERYTHING = Space()
+
+_ALONE = {"sequence_parallel": (False,), "schedules": ("1f1b",), "overlap_tp": (False,), "keep_gathered": (False,)}
+
+BASELINES: dict[str, Space] = {
+    # gradients reduced in buckets beside the backward
+    "data parallel": Space(axes=("dp",), zero=(0,), **_ALONE),  # type: ignore[arg-type]
+    # the update is sharded; updated parameters are gathered at the end of the step
+    "zero1": Space(axes=("dp",), zero=(1,), overlap_params=False, **_ALONE),  # type: ignore[arg-type]
+    "zero2": Space(axes=("dp",), zero=(2,), overlap_params=False, **_ALONE),  # type: ignore[arg-type]
+    # parameters gathered ahead, layer by layer
+    "zero3": Space(axes=("dp",), zero=(3,), **{**_ALONE, "keep_gathered": (False, True)}),  # type: ignore[arg-type]
+    # tensor parallelism inside the node, interleaved stages, sharded optimizer, sends and tensor collectives beside compute
+    "megatron 3D": Space(
+        axes=("dp", "tp", "pp", "ep"), inside_node=("tp",), zero=(0, 1), keep_gathered=(False,),
+        recompute=("none", "selective", "full"), schedules=("1f1b", "interleaved"),
+    ),
+    # sharded parameters across, tensor parallelism inside the node, collectives in pieces beside products
+    "fsdp+tp": Space(axes=("dp", "tp", "ep"), inside_node=("tp",), zero=(3,), schedules=("1f1b",)),
+    # one fused reduction at the end and nothing beside compute; layers recomputed whole or not; 1F1B
+    "alpa-like": Space(
+        axes=("dp", "tp", "pp", "ep"), zero=(0, 1), keep_gathered=(False,), sequence_parallel=(False,), recompute=("none", "full"),
+        schedules=("1f1b",), overlap_tp=(False,), overlap_grads=False, overlap_params=False, overlap_sends=False,
+    ),
+    # no stages, no sharded state, no recompute, no overlap
+    "unity-like": Space(
+        axes=("dp", "tp", "ep"), zero=(0,), keep_gathered=(False,), sequence_parallel=(False,), recompute=("none",),
+        schedules=("1f1b",), overlap_tp=(False,), overlap_grads=False, overlap_params=False, overlap_sends=False,
+    ),
+}  # fmt: skip

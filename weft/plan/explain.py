@@ -1,0 +1,151 @@
+"""Why a plan is as it is: for each decision the next best, what it would cost in time and memory, and what would flip it.
+
+The next best of a decision is the best plan that decides it otherwise, everything else free again. What flips it is found by
+asking the same two plans at other sequence lengths, batches and network rates, by factors of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from weft.cluster.profile import Constant
+from weft.cluster.spec import Cluster
+from weft.core.errors import PlanError
+from weft.plan.baselines import EVERYTHING
+from weft.plan.plan import Plan
+from weft.plan.planner import Request
+from weft.plan.search import Found, Search, describe
+from weft.plan.setting import Setting
+from weft.plan.space import Limits, Problem
+
+DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
+FACTORS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A decision, the next best for it, and what that costs. `why` names what grows most; `flips` when it would win."""
+
+    decision: str
+    value: str
+    other: str
+    ms: float
+    gb: float
+    why: str
+    flips: str
+
+
+@dataclass(frozen=True)
+class _Not(Limits):
+    """Limits of the user, and one decision that must come out otherwise."""
+
+    decision: str = ""
+    value: str = ""
+
+    def allows(self, s: Setting, besides: tuple[str, ...] = ()) -> bool:
+        free = self.decision in besides
+        return super().allows(s, besides) and (free or str(getattr(s, self.decision)) != self.value)
+
+
+def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator[Reason]:
+    """Each decision of a plan with its next best; decisions without another choice are left out."""
+    if plan.shares:
+        found = f"{len(plan.shares)} kinds of copies"
+        raise PlanError("unequal copies are not explained", needed="a plan whose copies take equal shares", found=found)
+    problem = _problem(plan)
+    limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
+    own = Search(problem, limits)
+    chosen = own.price(plan.setting, plan.layers)
+    if chosen is None:
+        raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
+    for decision in DECISIONS:
+        if decision in limits.pins:
+            continue
+        say(decision)
+        value = str(getattr(plan.setting, decision))
+        search = Search(problem, _Not(limits.max_tp, limits.memory, limits.pins, decision, value), _works=own._works, _plain=own._plain)
+        found = search.best(EVERYTHING, "memory" if plan.objective == "memory" else "time")
+        if isinstance(found, Found):
+            yield _reason(own, decision, value, chosen, found)
+
+
+def _problem(plan: Plan) -> Problem:
+    request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq)
+    return replace(request.problem(), dtype=plan.setting.dtype)
+
+
+def _reason(search: Search, decision: str, value: str, chosen: Found, found: Found) -> Reason:
+    ms, gb = (found.seconds - chosen.seconds) * 1e3, (found.memory - chosen.memory) / 1e9
+    why = _why(search, chosen, found)
+    return Reason(decision, value, describe(found.setting), ms, gb, why, _flips(search, chosen, found))
+
+
+def _why(search: Search, chosen: Found, found: Found) -> str:
+    """What the busiest stage does longer, with the same number of samples."""
+    a, b = (_causes(search, f) for f in (chosen, found))
+    grown = sorted(((b.get(k, 0.0) - a.get(k, 0.0), k) for k in {**a, **b}), reverse=True)
+    top = [f"{k} +{d * 1e3:,.1f} ms" for d, k in grown[:2] if d > 1e-5]
+    less = [f"{k} {d * 1e3:,.1f} ms" for d, k in grown[::-1][:1] if d < -1e-5]
+    return ", ".join(top + less) or "no difference in time"
+
+
+def _causes(search: Search, found: Found) -> dict[str, float]:
+    s = found.setting
+    few = min(s.micro_batches, 4 * s.pp)
+    step = search.step(replace(s, global_batch=s.dp * s.micro_batch * few), found.layers)
+    once = ("dp", "optimizer", "bubble")
+    return {k: v * (1 if k in once else s.micro_batches / few) for k, v in step.causes.items()}
+
+
+def _flips(search: Search, chosen: Found, found: Found) -> str:
+    """The first change, by factors of two, at which the other setting is better or the chosen one no longer fits."""
+    for says, make in (("sequence", _longer), ("batch", _larger), ("network", _slower)):
+        for factor in FACTORS:
+            made = make(search, chosen, found, factor)
+            if made is not None:
+                return f"{says} {made}"
+    return "no change of sequence, batch or network up to 16 times"
+
+
+def _better(search: Search, chosen: Setting, other: Setting) -> bool:
+    a, b = search.price(chosen), search.price(other)
+    if b is None or b.memory > search.memory:
+        return False
+    return a is None or a.memory > search.memory or b.seconds < a.seconds
+
+
+def _longer(search: Search, chosen: Found, found: Found, factor: int) -> str | None:
+    p = search.problem
+    longer = Search(replace(p, shape=replace(p.shape, seq=p.shape.seq * factor)), search.limits)
+    return f"from {p.shape.seq * factor:,}" if not found.layers and _better(longer, chosen.setting, found.setting) else None
+
+
+def _larger(search: Search, chosen: Found, found: Found, factor: int) -> str | None:
+    batch = search.problem.batch * factor
+    larger = Search(replace(search.problem, batch=batch), search.limits)
+    a, b = (replace(f.setting, global_batch=batch) for f in (chosen, found))
+    return f"from {batch:,}" if _better(larger, a, b) else None
+
+
+def _slower(search: Search, chosen: Found, found: Found, factor: int) -> str | None:
+    slow = Search(replace(search.problem, cluster=_scaled(search.cluster, 1 / factor)), search.limits)
+    if _better(slow, chosen.setting, found.setting):
+        return f"{factor} times slower"
+    fast = Search(replace(search.problem, cluster=_scaled(search.cluster, float(factor))), search.limits)
+    return f"{factor} times faster" if _better(fast, chosen.setting, found.setting) else None
+
+
+def _scaled(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with another rate between its nodes."""
+    groups = []
+    for g in cluster.groups:
+        links = list(g.profile.links)
+        for i in range(1, len(links)):
+            rate = links[i].constants["bandwidth"]
+            changed = {**links[i].constants, "bandwidth": Constant(rate.value * factor, rate.origin)}
+            links[i] = replace(links[i], constants=changed)
+        groups.append(replace(g, profile=replace(g.profile, links=tuple(links))))
+    return Cluster(cluster.text, tuple(groups))
+
+

@@ -1,0 +1,163 @@
+"""The plan: what was chosen and what is foreseen of it, as plain data: JSON with a version, parsed strictly, no times of day."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import PlanError
+from weft.plan.setting import Setting
+
+VERSION = 1
+SCHEMA: dict[str, type | tuple[type, ...]] = {
+    "weft_plan": int, "model": str, "cluster": str, "seq": int, "objective": str, "origin": str, "setting": dict, "layers": list,
+    "shares": list, "limits": dict, "foreseen": dict, "baselines_ms": dict, "infeasible": dict,
+}  # fmt: skip
+FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal."""
+
+    model: str
+    cluster: str
+    seq: int
+    objective: str
+    origin: str  # `weft`, or the baseline that was best
+    setting: Setting
+    layers: tuple[int, ...]
+    shares: tuple[Mapping[str, Any], ...]
+    limits: Mapping[str, Any]
+    foreseen: Mapping[str, Any]
+    baselines_ms: Mapping[str, float] = field(default_factory=dict)
+    infeasible: Mapping[str, str] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """The plan in JSON's own types."""
+        own = {"weft_plan": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        own |= {"setting": asdict(self.setting), "layers": list(self.layers), "shares": [dict(s) for s in self.shares]}
+        own |= {k: dict(own[k]) for k in ("limits", "foreseen", "baselines_ms", "infeasible")}
+        return {key: own[key] for key in SCHEMA}
+
+    def text(self) -> str:
+        return json.dumps(self.data(), indent=1, ensure_ascii=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.text())
+
+    @property
+    def step_ms(self) -> float:
+        return float(self.foreseen["step_ms"])
+
+    @property
+    def named(self) -> str | None:
+        """The words `parallelize(plan=...)` takes, where they can say it: one stage, equal shares."""
+        s = self.setting
+        if s.pp > 1 or self.shares:
+            return None
+        words = [f"{a}{getattr(s, a)}" for a in ("dp", "cp", "ep", "tp") if getattr(s, a) > 1]
+        return ",".join([*words, *([f"zero{s.zero}"] if s.zero else []), *(["sp"] if s.sequence_parallel else [])]) or "dp1"
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan file."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}", found=str(error), try_="weft plan MODEL --cluster SPEC --out FILE") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, where: str = "plan") -> Plan:
+    """A plan of its JSON text; whatever is missing, unknown or of the wrong kind is refused by name."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{where} is not JSON", found=str(error), try_="weft plan MODEL --cluster SPEC --out FILE") from error
+    if not isinstance(data, dict) or "weft_plan" not in data:
+        raise PlanError(f"{where} is not a plan", needed='a JSON object with "weft_plan"', found=type(data).__name__)
+    if data["weft_plan"] != VERSION:
+        raise PlanError(f"{where} is of another version", needed=f"version {VERSION}", found=str(data["weft_plan"]), try_="plan again")
+    _same_keys(where, SCHEMA, data)
+    for key, kind in SCHEMA.items():
+        _is(where, key, data[key], kind)
+    setting = _setting(where, data["setting"])
+    for key in FORESEEN:
+        _is(where, f"foreseen.{key}", data["foreseen"].get(key), (int, float))
+    for n in data["layers"]:
+        _is(where, "layers", n, int)
+    own = {k: data[k] for k in SCHEMA if k not in ("weft_plan", "setting", "layers", "shares")}
+    return Plan(**own, setting=setting, layers=tuple(data["layers"]), shares=tuple(data["shares"]))
+
+
+def _setting(where: str, data: Mapping[str, Any]) -> Setting:
+    known = {f.name: f.default for f in fields(Setting)}
+    _same_keys(f"setting of {where}", known, data)
+    for key, default in known.items():
+        _is(where, f"setting.{key}", data[key], type(default))
+    made = Setting(**data)
+    made.check()
+    return made
+
+
+def _same_keys(where: str, known: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    lacking, odd = [k for k in known if k not in data], [k for k in data if k not in known]
+    if lacking or odd:
+        found = f"unknown {', '.join(odd)}" if odd else "not there"
+        raise PlanError(f"{where} cannot be read", needed=", ".join(lacking or known), found=found)
+
+
+def _is(where: str, key: str, value: Any, kind: Any) -> None:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise PlanError(f"{key} of {where} is of the wrong kind", needed=" or ".join(k.__name__ for k in kinds), found=repr(value))
+
+
+# --- what a person reads
+
+DEGREES = (
+    ("dp", "copies of the model"), ("tp", "devices that share each product"), ("pp", "pipeline stages"),
+    ("cp", "devices that share a sequence"), ("ep", "devices that share the experts"),
+)  # fmt: skip
+ZERO = ("everything whole on every copy", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
+
+
+def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """The decisions, each with what it means."""
+    s = plan.setting
+    for axis, means in DEGREES:
+        if getattr(s, axis) > 1:
+            yield axis, str(getattr(s, axis)), means
+    yield "micro-batch", str(s.micro_batch), f"samples at a time, {s.micro_batches} times a step for {s.global_batch} samples"
+    yield "sharded", f"zero{s.zero}", ZERO[s.zero] + (", gathered once a step" if s.keep_gathered else "")
+    if s.tp > 1:
+        between = "tokens cut between the products" if s.sequence_parallel else "tokens whole between the products"
+        yield "tensor", "sp" if s.sequence_parallel else "plain", between + (", collectives beside products" if s.overlap_tp else "")
+    again = {"none": "nothing is run again", "full": "whole layers are run again"}
+    yield "recompute", s.recompute, again.get(s.recompute, "parts of layers are run again")
+    if s.pp > 1:
+        yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"
+        yield "layers", " ".join(map(str, plan.layers)) if plan.layers else "even", "of each stage"
+    for share in plan.shares:
+        much = f"{share['micro_batches']} micro-batches of {share['micro_batch']}"
+        yield "share", str(share["kind"]), f"{share['copies']} copies take {much} each"
+    yield "dtype", s.dtype, f"gradients summed in {s.grad_dtype}"
+
+
+def differences(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
+    """What two plans decide or foresee differently."""
+    for name in ("model", "cluster", "seq", "objective", "origin", "layers", "shares"):
+        x, y = getattr(a, name), getattr(b, name)
+        if x != y:
+            yield name, str(x), str(y)
+    for f in fields(Setting):
+        x, y = getattr(a.setting, f.name), getattr(b.setting, f.name)
+        if x != y:
+            yield f.name, str(x), str(y)
+    for key in FORESEEN:
+        if a.foreseen[key] != b.foreseen[key]:
+            yield key, f"{a.foreseen[key]:,.4g}", f"{b.foreseen[key]:,.4g}"

@@ -1,0 +1,235 @@
+"""From a model's name and a cluster to a plan: the whole space and every baseline searched, uneven splits tried, the best taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.cluster.spec import Cluster, Nodes
+from weft.cluster.spec import cluster as read_cluster
+from weft.core.errors import PlanError
+from weft.plan.baselines import BASELINES, EVERYTHING
+from weft.plan.models import shape as named_shape
+from weft.plan.plan import Plan
+from weft.plan.search import Found, Nothing, Search, describe
+from weft.plan.setting import Setting
+from weft.plan.space import Limits, Problem, divisors
+from weft.plan.stages import Shared, shared, uneven
+
+OBJECTIVES = ("time", "memory", "cost")
+HALVES = ("bf16", "fp16")
+TOKENS, MANY_TOKENS, LARGE = 2**22, 2**24, 1e11  # tokens of a step where no batch is given; more for models of LARGE parameters
+EXACT = 4096  # passes of a step up to which all are simulated, not the first rounds alone
+TRIED = 6  # settings whose layers or shares are split unevenly
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for."""
+
+    model: str
+    cluster: str
+    batch: int = 0
+    seq: int = 0
+    objective: str = "time"
+    limits: Limits = field(default_factory=Limits)
+
+    def problem(self) -> Problem:
+        if self.objective not in OBJECTIVES:
+            raise PlanError(f"no objective {self.objective!r}", needed=" or ".join(OBJECTIVES), found=self.objective)
+        place = read_cluster(self.cluster)
+        sizes = named_shape(self.model, **({"seq": self.seq} if self.seq else {}))
+        return Problem(sizes, place, self.batch or usual_batch(sizes.params, sizes.seq), best_dtype(place))
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """No setting fits: why, and the nearest change that would."""
+
+    reason: str
+    change: str
+    infeasible: dict[str, str]
+
+
+def usual_batch(params: float, seq: int) -> int:
+    """A power of two of samples with about as many tokens as models of this size are trained with."""
+    want = (MANY_TOKENS if params > LARGE else TOKENS) // seq
+    return 1 << max(0, want.bit_length() - 1)
+
+
+def best_dtype(cluster: Cluster) -> str:
+    """The faster of the 16-bit kinds on the slowest device; bf16 where they are equal."""
+    return max(HALVES, key=lambda d: min(g.profile.device.peak(d) for g in cluster.groups))
+
+
+def make_plan(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
+    """The best plan found, or why there is none. No baseline is better: each is searched on its own and is in the pool."""
+    problem = request.problem()
+    if request.objective == "cost":
+        return _cheapest(request, problem, say)
+    return _plan(request, problem, say)
+
+
+def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
+    search, objective = Search(problem, request.limits), request.objective
+    pool: dict[str, Found | Shared] = {}
+    lacking: dict[str, str] = {}
+    for name, space in {"weft": EVERYTHING, **BASELINES}.items():
+        say(f"{name}: searching")
+        found = search.best(space, objective, progress=lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
+        if isinstance(found, Nothing):
+            lacking[name] = found.reason
+        else:
+            pool[name] = found
+            say(f"{name}: {found.seconds * 1e3:,.0f} ms, {describe(found.setting)}")
+    names = list(pool)
+    pool |= _unequal(search, request, pool, say)
+    if not pool:
+        return _infeasible(search, request, problem, lacking)
+    exact = {name: _exactly(search, found) for name, found in pool.items()}
+    best = min(exact, key=lambda n: (*_rank(exact[n], objective), n != "weft"))
+    others = {n: _ms(exact[n].seconds) for n in names if n != "weft"}
+    return _record(request, search, exact[best], best, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
+
+
+def _unequal(search: Search, request: Request, pool: dict[str, Found | Shared], say: Say) -> dict[str, Found | Shared]:
+    """Layers split by the time of stages; on unequal devices also the batch by their speed."""
+    made: list[Found | Shared] = []
+    settings = [f.setting for f in pool.values() if isinstance(f, Found)]
+    if not search.cluster.uniform:
+        say("unequal devices: splitting layers and batch by speed")
+        settings += _on_unequal(search)
+    for s in dict.fromkeys(settings):
+        tried = [uneven(search, s), *([shared(search, s)] if not search.cluster.uniform else [])]
+        made += [t for t in tried if t is not None and t.memory <= _budget(search, t)]
+    best = min(made, key=lambda f: _rank(f, request.objective), default=None)
+    return {"weft, uneven": best} if best is not None else {}
+
+
+def _budget(search: Search, found: Found | Shared) -> float:
+    return search.memory if isinstance(found, Found) else float("inf")  # shares were checked kind by kind
+
+
+def _on_unequal(search: Search) -> list[Setting]:
+    """The settings with the best bounds that fit, a few with one stage and a few with stages on whole groups."""
+    ranked = [c.setting for c in search.ranked(EVERYTHING)]
+    found = []
+    for wanted in (1, len(search.cluster.groups), 2 * len(search.cluster.groups), 4 * len(search.cluster.groups)):
+        some = [replace(s, zero=z) for s in ranked if s.pp == wanted and s.virtual == 1 for z in (1, 3) if s.size("data") > 1]
+        fits = (s for s in some if search.bound(s)[1] <= search.memory)
+        found += [s for s, _ in zip(fits, range(TRIED), strict=False)]
+    return found
+
+
+def _rank(found: Found | Shared, objective: str) -> tuple[float, float]:
+    both = (float(f"{found.seconds:.9g}"), float(f"{found.memory:.9g}"))
+    return (both[1], both[0]) if objective == "memory" else both
+
+
+def _exactly(search: Search, found: Found | Shared) -> Found | Shared:
+    """With every micro-batch simulated, where only the first rounds were."""
+    if isinstance(found, Shared) or _tasks(found.setting) > EXACT:
+        return found
+    step = search.step(found.setting, found.layers)
+    return replace(found, seconds=step.seconds, memory=step.peak_memory.total)
+
+
+def _tasks(s: Setting) -> int:
+    return s.pp * s.virtual * s.micro_batches
+
+
+def _ms(seconds: float) -> float:
+    return float(f"{seconds * 1e3:.6g}")
+
+
+def _record(
+    request: Request, search: Search, found: Found | Shared, origin: str, others: dict[str, float], lacking: dict[str, str],
+    pool: dict[str, Found | Shared],
+) -> Plan:  # fmt: skip
+    p, s = search.problem, found.setting
+    tokens = s.global_batch * p.shape.seq
+    peak = sum(g.devices * g.profile.device.peak(s.dtype) for g in p.cluster.groups)
+    free = pool.get("weft")
+    foreseen = {
+        "step_ms": _ms(found.seconds), "tokens_per_s": float(f"{tokens / found.seconds:.6g}"),
+        "mfu": float(f"{p.shape.flops_per_token * tokens / found.seconds / peak:.4g}"), "memory_gb": float(f"{found.memory / 1e9:.4g}"),
+        "gap": float(f"{free.gap if isinstance(free, Found) else 0.0:.3g}"), **_breakdown(search, found),
+    }  # fmt: skip
+    limits = {"max_tp": request.limits.max_tp, "memory_gb": request.limits.memory / 1e9, "pins": dict(request.limits.pins)}
+    shares = tuple(dataclasses.asdict(x) for x in found.shares) if isinstance(found, Shared) else ()
+    layers = found.layers if isinstance(found, Found) else ()
+    return Plan(
+        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, limits, foreseen, others, lacking
+    )  # fmt: skip
+
+
+def _breakdown(search: Search, found: Found | Shared) -> dict[str, Any]:
+    """Where the time of the busiest stage goes; not told of unequal copies, whose kinds differ."""
+    if isinstance(found, Shared):
+        return {"causes_ms": {}, "memory_parts_gb": {}}
+    s = found.setting
+    m = s.micro_batches
+    few, more = (m, m) if _tasks(s) <= EXACT else (2 * s.pp, 3 * s.pp)
+    a, b = (search.step(replace(s, global_batch=s.dp * s.micro_batch * n), found.layers) for n in (few, more))
+    left = (m - more) / max(1, more - few)  # what a round adds, it adds in every further round
+    causes = {k: _ms(v + (v - a.causes.get(k, 0.0)) * left) for k, v in b.causes.items() if v > 1e-6}
+    return {"causes_ms": causes, "memory_parts_gb": {k: float(f"{v / 1e9:.4g}") for k, v in b.peak_memory.parts().items()}}
+
+
+# --- the cheapest part of a cluster
+
+
+def _cheapest(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
+    """The number of nodes at which a token takes the least device time."""
+    best: tuple[float, Plan] | None = None
+    answer: Plan | Infeasible | None = None
+    for part in parts(problem.cluster):
+        say(f"{part.text}: {part.devices} devices")
+        answer = _plan(replace(request, objective="time"), replace(problem, cluster=part), say)
+        if isinstance(answer, Plan):
+            cost = answer.step_ms * part.devices
+            if best is None or cost < best[0] * (1 - 1e-9):
+                best = (cost, answer)
+    if best is not None:
+        return replace(best[1], objective="cost")
+    assert isinstance(answer, Infeasible)
+    return answer
+
+
+def parts(cluster: Cluster) -> Sequence[Cluster]:
+    """Whole nodes of a cluster of one kind, by powers of two and all of them; the cluster alone where kinds differ."""
+    if len(cluster.groups) > 1:
+        return [cluster]
+    group = cluster.groups[0]
+    counts = [n for n in divisors(group.count) if n & (n - 1) == 0 or n == group.count]
+    return [Cluster(f"{n}x{group.size}x{group.profile.name}", (Nodes(n, group.size, group.profile),)) for n in counts]
+
+
+# --- when nothing fits
+
+
+def _infeasible(search: Search, request: Request, problem: Problem, lacking: dict[str, str]) -> Infeasible:
+    reason = lacking["weft"]
+    for change, other, limits in _changes(search, problem, request.limits):
+        found = Search(other, limits).best(EVERYTHING)
+        if isinstance(found, Found):
+            return Infeasible(reason, f"{change}: {found.seconds * 1e3:,.0f} ms with {describe(found.setting)}", lacking)
+    return Infeasible(reason, "none of: fewer limits, more nodes up to 64 times as many", lacking)
+
+
+def _changes(search: Search, problem: Problem, limits: Limits) -> Any:
+    """From the smallest change to the largest."""
+    for pin in limits.pins:
+        yield f"without --pin {pin}", problem, replace(limits, pins={k: v for k, v in limits.pins.items() if k != pin})
+    if limits.max_tp:
+        yield "without --max-tp", problem, replace(limits, max_tp=0)
+    if limits.memory:
+        yield "without --memory", problem, replace(limits, memory=0.0)
+    group = problem.cluster.groups[0]
+    for times in (2, 4, 8, 16, 64):
+        text = f"{group.count * times}x{group.size}x{group.profile.name}"
+        batch = max(problem.batch, times * group.count * group.size)
+        yield f"--cluster {text} --batch {batch}", replace(problem, cluster=read_cluster(text), batch=batch), limits

@@ -1,0 +1,347 @@
+"""The best setting of a space: branch and bound over every candidate, so the answer is that of a full sweep, to a third of a percent.
+
+For a candidate with M micro-batches on p stages let f, b be the plain passes of a stage over one micro-batch (no communication
+between copies), R and G the time its gradients and parameters need on their link. On stage i, with j running over earlier ones,
+
+    step >= sum_{j<i} f_j + M * max(f, G') + M * max(b, G' + R') + sum_{j<i} b_j + outside(R, G)
+
+where G', R' are what travels in every micro-batch (ZeRO-2/3) and `outside` what one pass cannot hide of what travels once.
+Candidates are simulated in the order of this bound until it comes near the best step found; memory is bounded the same way
+first. If the work allowed is spent before, the best so far is the answer, with its gap.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from weft.cluster.kernels import WIDTH
+from weft.cluster.spec import Cluster
+from weft.core.errors import WeftError
+from weft.plan.cost import Costs
+from weft.plan.memory import stage_memory
+from weft.plan.phase import Part, Pass, gathers, reductions
+from weft.plan.pipeline import Action
+from weft.plan.setting import Setting
+from weft.plan.simulate import Step, simulate
+from weft.plan.space import Limits, Problem, Space, candidates, shardings
+from weft.plan.transformer import workload
+from weft.plan.workload import Block, Collective, Op, Workload, per_op, split_weight
+
+STEADY = 2  # rounds of micro-batches after which a pipeline repeats itself
+CLOSE = 0.003  # a bound this near the best found is not followed further
+WORK = 40_000  # tasks of all simulations of one space; what is then left unproved is told as the gap
+FORWARD = (Action("forward", 0, 0),)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A setting that fits, its step and the bytes of its fullest device. `layers` of each virtual stage where uneven."""
+
+    setting: Setting
+    seconds: float
+    memory: float
+    layers: tuple[int, ...] = ()
+    gap: float = 0.0  # how far below it the best setting could still lie, as a share
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No setting fits. `least` is the smallest memory any candidate needs, with that candidate."""
+
+    reason: str
+    least: float = math.inf
+    nearest: Setting | None = None
+
+
+@dataclass
+class Search:
+    """Prices settings of one problem; remembers passes that many settings share."""
+
+    problem: Problem
+    limits: Limits = field(default_factory=Limits)
+    simulated: int = 0
+    _works: dict[object, Workload] = field(default_factory=dict)
+    _plain: dict[object, _Plain] = field(default_factory=dict)
+    _links: dict[object, float] = field(default_factory=dict)
+    _steps: dict[tuple[Setting, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes a device may use."""
+        least = min(g.profile.device.memory for g in self.problem.cluster.groups)
+        return min(least, self.limits.memory) if self.limits.memory else least
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.problem.cluster
+
+    def best(self, space: Space, objective: str = "time", progress: Callable[[str], None] | None = None) -> Found | Nothing:
+        """The best setting of the space that fits. A candidate is opened into its shardings when its turn comes."""
+        queue = self.ranked(space, objective)
+        if not queue:
+            return Nothing(self._why_empty(space))
+        heap = [(c.key(objective), n, c, False) for n, c in enumerate(queue)]  # sorted, so already a heap
+        found: Found | None = None
+        count, work, key = len(heap), 0, heap[0][0]
+        while heap:
+            key, _, c, opened = heapq.heappop(heap)
+            if found is not None and (key > _key(found, objective) * (1 - CLOSE) or work > WORK):
+                break
+            if opened:
+                found = self._better(c.setting, found, objective)
+                work += _tasks(c.setting)
+                if progress and self.simulated % 25 == 0:
+                    progress(f"{self.simulated} simulated of {len(queue)} candidates")
+                continue
+            if self._memory(_leanest(space, c.setting)) > self.memory:
+                continue
+            for s in shardings(space, self.limits, c.setting):
+                made = Bounded(s, *self.bound(s))
+                if made.memory <= self.memory:
+                    heapq.heappush(heap, (made.key(objective), count, made, True))
+                    count += 1
+        return replace(found, gap=max(0.0, 1 - key / _key(found, objective))) if found else self._too_large(space, queue)
+
+    def _better(self, setting: Setting, found: Found | None, objective: str) -> Found | None:
+        made = self.price(setting)
+        if made is None or made.memory > self.memory:
+            return found
+        return made if found is None or _order(made, objective) < _order(found, objective) else found
+
+    def ranked(self, space: Space, objective: str = "time") -> list[Bounded]:
+        """Candidates by their bound, before what copies share is chosen; equal ones by the plainer setting."""
+        lone = max(space.zero) == 0  # then what copies exchange is known already
+        found = []
+        for s in candidates(self.problem, space, self.limits):
+            memory = self._memory(_leanest(space, s)) if objective == "memory" else 0.0
+            found.append(Bounded(s, self._seconds(s, self.plain(s), travels=lone), memory))
+        return sorted(found, key=lambda c: (c.key(objective), c.seconds, plainness(c.setting)))
+
+    def _why_empty(self, space: Space) -> str:
+        p = self.problem
+        fixed = [f"{k}={v}" for k, v in self.limits.pins.items()]
+        pins = ", ".join([*fixed, *([f"tp<={self.limits.max_tp}"] if self.limits.max_tp else [])])
+        free = Search(p).ranked(space) if pins else []
+        if free:
+            return f"no setting meets {pins}; without it {describe(free[0].setting)} would do"
+        return f"no degrees divide {p.cluster.devices} devices, a batch of {p.batch} and {p.shape.heads} heads"
+
+    def _too_large(self, space: Space, queue: Sequence[Bounded]) -> Nothing:
+        lean = [_leanest(space, c.setting) for c in queue]
+        needed, least = min(((self._memory(s), s) for s in lean), key=lambda found: (found[0], plainness(found[1])))
+        reason = f"needs at least {needed / 1e9:.1f} GB of {self.memory / 1e9:.1f} GB, with {describe(least)}"
+        return Nothing(reason, needed, least)
+
+    # --- simulation
+
+    def price(self, setting: Setting, layers: tuple[int, ...] = ()) -> Found | None:
+        """Step and memory of a setting; of a long row of micro-batches only the beginning is simulated, the rest repeats."""
+        key = (setting, layers)
+        if key not in self._steps:
+            try:
+                self._steps[key] = self._foresee(setting, layers)
+            except WeftError:
+                self._steps[key] = (math.inf, math.inf)
+            self.simulated += 1
+        seconds, memory = self._steps[key]
+        return Found(setting, seconds, memory, layers) if seconds < math.inf else None
+
+    def _foresee(self, s: Setting, layers: tuple[int, ...]) -> tuple[float, float]:
+        m = s.micro_batches
+        few = STEADY * s.pp + m % s.pp
+        more = few + s.pp
+        if more >= m:
+            step = self.step(s, layers)
+            return step.seconds, step.peak_memory.total
+        a, b = (self.step(replace(s, global_batch=s.dp * s.micro_batch * n), layers) for n in (few, more))
+        return b.seconds + (b.seconds - a.seconds) * (m - more) / s.pp, b.peak_memory.total
+
+    def step(self, setting: Setting, layers: tuple[int, ...] = ()) -> Step:
+        """The whole simulation."""
+        return simulate(self.work(setting), setting, self.cluster, layers)
+
+    def work(self, s: Setting) -> Workload:
+        key = (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp)
+        if key not in self._works:
+            self._works[key] = workload(self.problem.shape, s)
+        return self._works[key]
+
+    # --- bounds
+
+    def bound(self, s: Setting) -> tuple[float, float]:
+        """Seconds and bytes that the simulation of a setting cannot go below."""
+        plain = self.plain(s)
+        return self._seconds(s, plain), self._memory(s)
+
+    def plain(self, s: Setting) -> _Plain:
+        key = (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp)
+        if key not in self._plain:
+            self._plain[key] = _Plain.of(self.work(s), self._costs(s))
+        return self._plain[key]
+
+    def _costs(self, s: Setting) -> Costs:
+        fastest = max((g.profile.device for g in self.cluster.groups), key=lambda d: d.peak(s.dtype))
+        return Costs(self.cluster, s, fastest)
+
+    def _seconds(self, s: Setting, plain: _Plain, travels: bool = True) -> float:
+        depth = self.problem.depth
+        if s.pp == 1:
+            return self._stage(s, plain, depth, (plain.first, plain.last), travels)
+        chunk, less = self._chunk(s)
+        outer = chunk * s.virtual - less
+        layers = (outer, -(-depth // s.pp), outer)  # some stage in between holds as many
+        ends = ((plain.first,), (), (plain.last,))
+        before = (0, s.pp // 2, s.pp - 1)
+        layer = plain.layer.forward + plain.layer.backward[s.recompute] - self._late(s, plain.layer)
+        send, stages = self._send(s), zip(layers, ends, before, strict=True)
+        blocked = 0.0 if s.overlap_sends else send * s.virtual * s.micro_batches
+        filled = ((self._stage(s, plain, n, extra, travels), i) for n, extra, i in stages)
+        computed = max(own + max(0, i * chunk - less) * layer + i * 2 * send for own, i in filled)
+        return max(computed + blocked, send * s.virtual * s.micro_batches)
+
+    def _chunk(self, s: Setting) -> tuple[int, int]:
+        """Layers of a chunk, and how many fewer the first and the last have."""
+        cuts, depth = s.pp * s.virtual, self.problem.depth
+        even = self.problem.chunk(cuts)
+        return (even, int(even * cuts > depth)) if even else (depth // cuts, 0)
+
+    def _send(self, s: Setting) -> float:
+        key = ("send", s.micro_batch, s.tp, s.cp, s.dp)
+        if key not in self._links:
+            self._links[key] = self._costs(s).send(self.work(s).boundary)
+        return self._links[key]
+
+    def _late(self, s: Setting, t: _Times) -> float:
+        return t.weight if s.schedule == "zero-bubble" else 0.0
+
+    def _stage(self, s: Setting, plain: _Plain, layers: int, ends: tuple[_Times, ...], travels: bool) -> float:
+        """Of one stage: its passes, and what they cannot hide."""
+        m = s.micro_batches
+        forward = layers * plain.layer.forward + sum(t.forward for t in ends)
+        backward = layers * plain.layer.backward[s.recompute] + sum(t.backward[s.recompute] for t in ends)
+        reduce, gather = self._travel(s) if travels and s.size("data") > 1 else (0.0, 0.0)
+        r, g = reduce * layers, gather * layers
+        if s.zero == 3 and not s.keep_gathered:
+            return m * (max(forward, g) + max(backward, g + r if s.overlap_grads else g))
+        if s.zero == 2 and s.overlap_grads:
+            return m * (forward + max(backward, r)) + (max(0.0, g - forward) if s.overlap_params else g)
+        ends_with = max(0.0, r - backward) if s.overlap_grads else 0.0
+        begins_with = max(0.0, g - forward) if s.zero and s.overlap_params else 0.0
+        return m * (forward + backward) + ends_with + begins_with
+
+    def _travel(self, s: Setting) -> tuple[float, float]:
+        """Seconds that gradients and parameters of one layer spend on their link."""
+        key = (s.tp, s.cp, s.dp, s.ep, s.zero == 0)
+        if (key, "r") not in self._links:
+            costs = self._costs(s)
+            how = Pass("backward", grad_bytes=float(WIDTH[s.grad_dtype]), reduce="reduce_scatter" if s.zero else "all_reduce")
+            layer = self.work(s).layer
+            self._links[key, "r"] = max((costs.seconds(op) for op in reductions(layer, how)), default=0.0)
+            self._links[key, "g"] = max((costs.seconds(op) for op in gathers(layer, how)), default=0.0)
+        return self._links[key, "r"], self._links[key, "g"] if s.zero else 0.0
+
+    def _memory(self, s: Setting) -> float:
+        """The first stage with as many forwards in flight as its order reaches, and the last with one."""
+        work, (chunk, less) = self.work(s), self._chunk(s)
+        chunks = [[Part(work.first, 1), Part(work.layer, chunk - less)]] + [[Part(work.layer, chunk)]] * (s.virtual - 1)
+        warm = s.pp - 1 if s.virtual == 1 else 2 * (s.pp - 1) + (s.virtual - 1) * s.pp
+        alive = min(s.micro_batches * s.virtual, warm + 1)
+        if s.pp == 1:
+            return stage_memory(s, [[*chunks[0], Part(work.last, 1)]], FORWARD).total
+        first = stage_memory(s, chunks, (Action("forward", s.virtual - 1, 0),) * alive).total
+        return max(first, stage_memory(s, [[Part(work.layer, chunk * s.virtual - less), Part(work.last, 1)]], FORWARD).total)
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A candidate and what it cannot go below."""
+
+    setting: Setting
+    seconds: float
+    memory: float
+
+    def key(self, objective: str) -> float:
+        return self.memory if objective == "memory" else self.seconds
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Ops of a block one after another: forward, backward by what is recomputed, and the part of it that may be put off."""
+
+    forward: float
+    backward: Mapping[str, float]
+    weight: float
+
+    @staticmethod
+    def of(block: Block, costs: Costs) -> _Times:
+        forward, back = _total(block.forward, costs), block.backward("none")
+        again = {"none": 0.0, "full": forward, "selective": _total(block.redo, costs), "per-op": _total(per_op(block.forward), costs)}
+        plain = _total(back, costs)
+        return _Times(forward, {k: plain + v for k, v in again.items()}, _total(split_weight(back)[1], costs))
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """The first block, a layer, and the last block, without what travels between copies."""
+
+    first: _Times
+    layer: _Times
+    last: _Times
+
+    @staticmethod
+    def of(work: Workload, costs: Costs) -> _Plain:
+        return _Plain(*(_Times.of(b, costs) for b in (work.first, work.layer, work.last)))
+
+
+def _leanest(space: Space, s: Setting) -> Setting:
+    """The sharding of a candidate that keeps least."""
+    return replace(s, zero=max(space.zero) if s.size("data") > 1 else min(space.zero))
+
+
+def _total(ops: Iterable[Op], costs: Costs) -> float:
+    """Ops one after another; what runs beside is waited for after the next that computes."""
+    seconds = beside = 0.0
+    for op in ops:
+        own = costs.seconds(op)
+        if isinstance(op, Collective):
+            beside, seconds = (max(beside, own), seconds) if op.hidden else (beside, seconds + own)
+        else:
+            seconds, beside = seconds + max(own, beside), 0.0
+    return seconds
+
+
+def _tasks(s: Setting) -> int:
+    return 50 + 3 * s.pp * s.virtual * min(s.micro_batches, 2 * STEADY * s.pp)
+
+
+def _key(found: Found, objective: str) -> float:
+    return found.memory if objective == "memory" else found.seconds
+
+
+def _order(found: Found, objective: str) -> tuple[object, ...]:
+    """By the objective, then by the other, then the plainer; steps equal to nine digits are equal."""
+    seconds, memory = float(f"{found.seconds:.9g}"), float(f"{found.memory:.9g}")
+    return (*((memory, seconds) if objective == "memory" else (seconds, memory)), plainness(found.setting))
+
+
+def plainness(s: Setting) -> tuple[object, ...]:
+    """Fewer kinds of cutting first, then smaller degrees, so that of equal settings the plainer is taken."""
+    used = sum(getattr(s, a) > 1 for a in ("tp", "pp", "cp", "ep"))
+    kept = ("none", "selective", "per-op", "full").index(s.recompute)
+    cut = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.virtual)
+    return (*cut, s.schedule, kept, -s.micro_batch, s.sequence_parallel, s.overlap_tp, s.keep_gathered)
+
+
+def describe(s: Setting) -> str:
+    """A setting in a line."""
+    degrees = " ".join(f"{a}{getattr(s, a)}" for a in ("dp", "tp", "pp", "cp", "ep") if getattr(s, a) > 1) or "one device"
+    extra = [f"zero{s.zero}" + (" kept" if s.keep_gathered else "")] if s.zero else []
+    extra += ["sequence parallel"] if s.sequence_parallel else []
+    extra += ["async tp"] if s.overlap_tp else []
+    extra += [s.schedule + (f" x{s.virtual}" if s.virtual > 1 else "")] if s.pp > 1 else []
+    extra += [f"recompute {s.recompute}"] if s.recompute != "none" else []
+    return ", ".join([degrees, *extra, f"micro-batch {s.micro_batch}"])

@@ -1,0 +1,185 @@
+"""The settings a search may choose from: degrees that divide the devices, and for each what is sharded, kept and overlapped.
+
+A space is a set of allowed values per decision. A named system is a smaller space (`plan.baselines`); a user's limits make any
+space smaller. What cannot divide is never built, so every candidate can be simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from weft.cluster.spec import Cluster
+from weft.core.errors import PlanError
+from weft.plan.setting import Setting
+from weft.plan.transformer import Shape
+
+AXES = ("dp", "tp", "pp", "cp", "ep")
+CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage under the interleaved schedule
+LARGEST = {"tp": 64, "cp": 64, "pp": 32}
+LEAST_SLICE = 512  # tokens of a sequence that one rank of cp keeps at least
+
+
+@dataclass(frozen=True)
+class Space:
+    """Allowed values. `axes` may be larger than one; `inside_node` are axes that must not leave the fastest links."""
+
+    axes: tuple[str, ...] = AXES
+    inside_node: tuple[str, ...] = ()
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    keep_gathered: tuple[bool, ...] = (False, True)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    recompute: tuple[str, ...] = ("none", "selective", "per-op", "full")
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zero-bubble")
+    overlap_tp: tuple[bool, ...] = (False, True)
+    overlap_grads: bool = True
+    overlap_params: bool = True
+    overlap_sends: bool = True
+
+
+PINNED = ("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual", "sequence_parallel", "overlap_tp")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a user fixes: the largest tp, bytes of a device that may be used, and decisions that are already made."""
+
+    max_tp: int = 0
+    memory: float = 0.0
+    pins: Mapping[str, str] = field(default_factory=dict)
+
+    def allows(self, s: Setting, besides: tuple[str, ...] = ()) -> bool:
+        if self.max_tp and s.tp > self.max_tp:
+            return False
+        return all(_said(getattr(s, key)) == value for key, value in self.pins.items() if key not in besides)
+
+
+def _said(value: object) -> str:
+    return str(value).lower()
+
+
+def parse_pins(texts: tuple[str, ...] | list[str]) -> dict[str, str]:
+    """`tp=4` and the like. Layouts of single tensors are no decision of this level."""
+    pins = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if key not in PINNED or not value:
+            kinds = "layouts of single tensors are not chosen here, so they cannot be pinned" if ":" in value else text
+            raise PlanError(f"cannot pin {text!r}", needed=f"NAME=VALUE with a name of {', '.join(PINNED)}", found=kinds, try_="--pin tp=4")
+        pins[key] = _said(value.strip())
+        _check_value(key, pins[key])
+    return pins
+
+
+def _check_value(key: str, value: str) -> None:
+    kind = {f.name: f.type for f in fields(Setting)}[key]
+    known = {"int": value.isdigit(), "bool": value in ("true", "false")}
+    if not known.get(str(kind), True):
+        raise PlanError(f"cannot pin {key} to {value!r}", needed={"int": "a number", "bool": "true or false"}[str(kind)], found=value)
+    if str(kind) == "str":
+        replace(Setting(), **{key: value}).check()  # type: ignore[arg-type]
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned: a model at a batch on a cluster, in a dtype."""
+
+    shape: Shape
+    cluster: Cluster
+    batch: int
+    dtype: str
+    kernels: str = "compiled"
+
+    @property
+    def depth(self) -> int:
+        return self.shape.layers // (self.shape.moe_every if self.shape.experts else 1)
+
+    def chunk(self, cuts: int) -> int:
+        """Layers of each of `cuts` chunks where they come out even, or would if embedding and head were a layer each; else 0."""
+        if cuts > self.depth:
+            return 0
+        return next((n // cuts for n in (self.depth, self.depth + 2) if n % cuts == 0), 0)
+
+
+def candidates(problem: Problem, space: Space, limits: Limits) -> Iterator[Setting]:
+    """Every setting of the space that divides, in a fixed order; what copies share is left to `shardings`."""
+    for degrees in _degrees(problem, space):
+        for micro in _micro_batches(problem, degrees["dp"]):
+            base = Setting(
+                global_batch=problem.batch, micro_batch=micro, **degrees,  # type: ignore[arg-type]
+                kernels=problem.kernels, dtype=problem.dtype,
+                overlap_grads=space.overlap_grads, overlap_params=space.overlap_params, overlap_sends=space.overlap_sends,
+            )  # fmt: skip
+            yield from (s for s in _choices(problem, space, base) if limits.allows(s, besides=("zero",)))
+
+
+def _degrees(problem: Problem, space: Space) -> Iterator[dict[str, int]]:
+    n, shape = problem.cluster.devices, problem.shape
+    for tp, pp, cp in itertools.product(divisors(n), repeat=3):
+        rest, over = divmod(n, tp * pp * cp)
+        if over or not rest or not _cuts(problem, tp, pp, cp) or problem.batch % rest:
+            continue
+        sizes = {"dp": rest, "tp": tp, "pp": pp, "cp": cp}
+        for ep in divisors(shape.experts) if shape.experts else [1]:
+            if rest % ep == 0 and _inside({**sizes, "ep": ep}, problem.cluster.node_size, space):
+                yield {**sizes, "ep": ep}
+
+
+def _cuts(problem: Problem, tp: int, pp: int, cp: int) -> bool:
+    s = problem.shape
+    whole = s.heads % tp == 0 and s.inner % tp == 0 and s.seq % cp == 0
+    small = all(size <= LARGEST[axis] for axis, size in (("tp", tp), ("cp", cp), ("pp", pp)))
+    return whole and small and pp <= problem.depth and (cp == 1 or s.seq // cp >= LEAST_SLICE)
+
+
+def _inside(sizes: Mapping[str, int], node: int, space: Space) -> bool:
+    if any(sizes[a] > 1 for a in AXES if a not in space.axes):
+        return False
+    return all(sizes[a] <= node and node % sizes[a] == 0 for a in space.inside_node)
+
+
+def _micro_batches(problem: Problem, dp: int) -> list[int]:
+    """Powers of two that divide the samples of a copy, and those samples whole."""
+    own = problem.batch // dp
+    powers = [m for m in (1, 2, 4, 8, 16, 32, 64) if own % m == 0]
+    return powers if own in powers or own > 64 else [*powers, own]
+
+
+def _choices(problem: Problem, space: Space, base: Setting) -> Iterator[Setting]:
+    for sp, overlap in _tensor_ways(space, base):
+        for recompute in space.recompute:
+            for schedule, chunks in _schedules(problem, space, base):
+                yield replace(base, sequence_parallel=sp, overlap_tp=overlap, recompute=recompute, schedule=schedule, virtual=chunks)
+
+
+def shardings(space: Space, limits: Limits, s: Setting) -> Iterator[Setting]:
+    """A candidate with each way its copies may share state."""
+    for zero in space.zero if s.size("data") > 1 else (min(space.zero),):
+        for keep in space.keep_gathered if zero == 3 and s.micro_batches > 1 else (False,):
+            made = replace(s, zero=zero, keep_gathered=keep)
+            if limits.allows(made):
+                yield made
+
+
+def _tensor_ways(space: Space, base: Setting) -> list[tuple[bool, bool]]:
+    if base.tp == 1:
+        return [(False, False)]
+    best = max(space.overlap_tp)  # a collective in pieces beside its product is never later than one before it
+    return [(sp, sp and best) for sp in space.sequence_parallel]
+
+
+def _schedules(problem: Problem, space: Space, base: Setting) -> Iterator[tuple[str, int]]:
+    if base.pp == 1:
+        yield "1f1b", 1
+        return
+    for name in space.schedules:
+        if name != "interleaved":
+            yield name, 1
+        elif base.micro_batches % base.pp == 0:
+            yield from ((name, v) for v in CHUNKS if problem.chunk(base.pp * v))

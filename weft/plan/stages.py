@@ -1,0 +1,222 @@
+"""Layers to stages, and batch to unequal devices.
+
+Stages: let c_i(n) be the time of one micro-batch on stage i with n layers, c_i(n) = a_i + n * l_i, where a_i is the embedding on
+the first and the head on the last stage and l_i a layer on the devices of stage i. The step of a pipeline follows its slowest
+stage, so with m_i(n) the bytes of stage i,
+
+    T(i, k) = min over n of max(T(i - 1, k - n), c_i(n))   with   m_i(n) <= memory of stage i,      answer T(p, depth)
+
+and of equal answers the one with the smaller sum of squares, that is the more even one. First and last stage may hold no layer.
+
+Copies: a copy of speed v takes v / sum(v) of the samples; whole samples are dealt out so that the slowest copy is soonest done.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from weft.cluster.profile import Device
+from weft.cluster.spec import Cluster, Nodes
+from weft.core.errors import ClusterError
+from weft.plan.cost import Costs
+from weft.plan.memory import Memory, stage_memory
+from weft.plan.phase import Part, Pass, phase
+from weft.plan.pipeline import orders
+from weft.plan.search import Found, Search
+from weft.plan.setting import Setting
+
+Cost = Callable[[int, int], float]
+
+
+def split(depth: int, stages: int, cost: Cost, fits: Callable[[int, int], bool] = lambda i, n: True) -> tuple[int, ...] | None:
+    """Layers of each stage, so that the slowest is as fast as can be; None where no split fits."""
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for i in range(stages):
+        least = 0 if i in (0, stages - 1) and stages > 1 else 1
+        row: dict[int, tuple[float, float, int]] = {}
+        for held, (slowest, squares, _) in best[-1].items():
+            for n in range(least, depth - held + 1):
+                if not fits(i, n):
+                    break  # more layers need more memory
+                made = (max(slowest, cost(i, n)), squares + cost(i, n) ** 2, n)
+                if held + n not in row or made[:2] < row[held + n][:2]:
+                    row[held + n] = made
+        best.append(row)
+    if depth not in best[-1]:
+        return None
+    counts: list[int] = []
+    held = depth
+    for row in reversed(best[1:]):
+        counts.append(row[held][2])
+        held -= row[held][2]
+    return tuple(reversed(counts))
+
+
+def uneven(search: Search, setting: Setting) -> Found | None:
+    """A pipeline with its layers split by the time of each stage; None where the even split is as good or nothing fits."""
+    if setting.pp == 1 or setting.virtual > 1:
+        return None
+    stages = _Stages(search, setting)
+    layers = split(search.problem.depth, setting.pp, stages.cost, stages.fits)
+    return None if layers is None else search.price(setting, layers)
+
+
+@dataclass
+class _Stages:
+    search: Search
+    setting: Setting
+
+    def __post_init__(self) -> None:
+        s = self.setting
+        self.work = self.search.work(s)
+        self.orders = orders(s.schedule, s.pp, min(s.micro_batches, 2 * s.pp), 1)
+        known: dict[str, tuple[float, float, float]] = {}
+        self.times = []
+        for device in stage_devices(self.search.cluster, s):
+            if device.name not in known:
+                known[device.name] = self._times(device)
+            self.times.append(known[device.name])
+        self._fits: dict[tuple[int, int], bool] = {}
+
+    def _times(self, device: Device) -> tuple[float, float, float]:
+        costs = Costs(self.search.cluster, self.setting, device)
+
+        def both(block: object, n: int) -> float:
+            parts = [Part(block, n)]  # type: ignore[arg-type]
+            ways = (Pass("forward"), Pass("backward", self.setting.recompute))
+            return sum(phase(costs, parts, how).seconds for how in ways)
+
+        return both(self.work.first, 1), both(self.work.layer, 4) - both(self.work.layer, 3), both(self.work.last, 1)
+
+    def cost(self, i: int, n: int) -> float:
+        first, layer, last = self.times[i]
+        return n * layer + (first if i == 0 else 0.0) + (last if i == self.setting.pp - 1 else 0.0)
+
+    def fits(self, i: int, n: int) -> bool:
+        if (i, n) not in self._fits:
+            self._fits[i, n] = self._memory(i, n).total <= self._budget(i)
+        return self._fits[i, n]
+
+    def _memory(self, i: int, n: int) -> Memory:
+        parts = [Part(self.work.layer, n)] if n else []
+        parts = [Part(self.work.first, 1)] * (i == 0) + parts + [Part(self.work.last, 1)] * (i == self.setting.pp - 1)
+        return stage_memory(self.setting, [parts], self.orders[i])
+
+    def _budget(self, i: int) -> float:
+        return self.search.memory
+
+
+def stage_devices(cluster: Cluster, s: Setting) -> list[Device]:
+    """The slowest kind of device of each stage."""
+    per = s.devices // s.pp
+    if cluster.uniform:
+        return [cluster.device] * s.pp
+    found = []
+    for first in range(0, s.devices, per):
+        kinds = {d.name: d for d in (cluster.device_of(r) for r in range(first, first + per))}
+        found.append(min(kinds.values(), key=lambda d: d.peak(s.dtype) * d.get("gemm.efficiency")))
+    return found
+
+
+# --- copies of unequal speed
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each copy on one kind of device takes of a step."""
+
+    kind: str
+    copies: int
+    micro_batch: int
+    micro_batches: int
+
+    @property
+    def samples(self) -> int:
+        return self.copies * self.micro_batch * self.micro_batches
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A setting whose copies take unequal shares of the batch."""
+
+    setting: Setting
+    shares: tuple[Share, ...]
+    seconds: float
+    memory: float
+
+
+def deal(total: int, counts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...] | None:
+    """How many of `total` each copy of every kind takes, at least one; `seconds(kind, n)` is what n take on that kind.
+
+    All copies of a kind take the same, so one more for a kind is one more for each of its copies.
+    """
+    taken = [1] * len(counts)
+    left = total - sum(counts)
+    queue = [(seconds(k, 2), k) for k in range(len(counts))]
+    heapq.heapify(queue)
+    while left > 0 and queue:
+        _, k = heapq.heappop(queue)
+        if counts[k] > left:
+            continue
+        taken[k] += 1
+        left -= counts[k]
+        heapq.heappush(queue, (seconds(k, taken[k] + 1), k))
+    return tuple(taken) if left == 0 else None
+
+
+def as_if(cluster: Cluster, group: Nodes) -> Cluster:
+    """The whole cluster made of one kind of device, on the links it has."""
+    profile = replace(group.profile, links=cluster.links)
+    if cluster.devices % cluster.node_size:
+        raise ClusterError("nodes of unequal size", needed=f"whole nodes of {cluster.node_size}", found=str(cluster.devices))
+    return Cluster(f"{cluster.text} as {profile.name}", (Nodes(cluster.devices // cluster.node_size, cluster.node_size, profile),))
+
+
+def shared(search: Search, setting: Setting) -> Shared | None:
+    """Copies that lie on one kind of device each take samples by its speed. Each kind is simulated as though all copies were of
+    it, with the share its copies take: a copy meets the others in collectives alone, and those wait for the slowest."""
+    cluster, s = search.cluster, setting
+    per = s.tp * s.cp
+    if s.pp > 1 or s.dp == 1 or any(g.devices % per for g in cluster.groups):
+        return None
+    counts = [g.devices // per for g in cluster.groups]
+    views = [Search(replace(search.problem, cluster=as_if(cluster, g)), search.limits) for g in cluster.groups]
+    best: Shared | None = None
+    for by_size in (True, False):
+        made = _dealt(views, s, counts, by_size)
+        if made is not None and (best is None or made.seconds < best.seconds):
+            best = made
+    return best
+
+
+def _dealt(views: Sequence[Search], s: Setting, counts: Sequence[int], by_size: bool) -> Shared | None:
+    """`by_size`: copies take as many micro-batches of unequal size, which every sharding allows; else more or fewer of one size."""
+    if not by_size and s.zero >= 2 and not s.keep_gathered:
+        return None  # each micro-batch has its collectives, so all copies must have as many
+    unit = s.dp * (s.micro_batches if by_size else s.micro_batch)
+    rounds = s.micro_batches if by_size else s.micro_batch
+    if s.global_batch % rounds:
+        return None
+
+    def at(n: int) -> Setting:
+        return replace(s, micro_batch=n, global_batch=unit * n) if by_size else replace(s, global_batch=unit * n)
+
+    def seconds(kind: int, n: int) -> float:
+        found = views[kind].price(at(n))
+        return found.seconds if found is not None and found.memory <= views[kind].memory else math.inf
+
+    taken = deal(s.global_batch // rounds, counts, seconds)
+    if taken is None:
+        return None
+    found = [view.price(at(n)) for view, n in zip(views, taken, strict=True)]
+    if any(f is None or f.memory > v.memory for f, v in zip(found, views, strict=True)):
+        return None
+    kinds = [v.cluster.device.name for v in views]
+    shares = tuple(
+        Share(kind, count, n if by_size else s.micro_batch, s.micro_batches if by_size else n)
+        for kind, count, n in zip(kinds, counts, taken, strict=True)
+    )
+    return Shared(s, shares, max(f.seconds for f in found if f), max(f.memory for f in found if f))
