@@ -206,7 +206,8 @@ ROWS = "fitted: half, chosen by hash, of the A100 iteration times of one and sev
 PAIRS = "fitted: pairs of A100 iteration times (vTrain) that differ in data parallelism alone, half of them by hash"
 PUBLISHED = "fitted: half, chosen by hash, of the published H100 steps"
 LINK = ("nvlink:launch", "nvlink:low_step", "nvlink:bulk", "nvlink:bulk_step", "nvlink:efficiency", "nvlink:small")
-LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 2e-5, "gemm.tile": 1e-5}  # beyond which none makes sense
+# beyond which a constant makes no sense
+LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 2e-5, "gemm.tile": 1e-5}
 SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
 STEPS = (
     "memory.efficiency", "gemm.efficiency", "gemm.tile", "gemm.misaligned", "kernel.launch", "host.launch",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.cluster import collectives
+from weft.cluster.collectives import Ranks
 from weft.cluster.spec import Cluster, cluster
 from weft.core.errors import ClusterError, UnknownName
 
@@ -51,6 +53,19 @@ def test_a_file(tmp_path: Path) -> None:
     made = cluster(str(path))
     assert made.devices == 9
     assert made.groups[0].profile.links[1].get("bandwidth") == pytest.approx(6.25e9)
+
+
+def test_a_spine(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("groups:\n- {nodes: 8, devices: 8, kind: A100}\nspine: {devices: 32, gbps_per_device: 10}\n")
+    made = cluster(str(path))
+    assert [link.name for link in made.links] == ["nvlink", "network", "spine"]
+    assert made.members(8, 8) == (1, 4, 8)
+    inside, across = (collectives.seconds(made, "all_reduce", 2**30, Ranks(m)) for m in ((1, 4, 4), (1, 4, 8)))
+    assert across > 1.2 * inside
+    path.write_text("groups:\n- {kind: A100}\nspine: fast\n")
+    with pytest.raises(ClusterError, match="the spine of"):
+        cluster(str(path))
 
 
 def test_a_profile_of_ones_own(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
         "memory.efficiency": bandwidth / ceiling, "kernel.launch": kernel, "host.launch": host,
         "attention.forward": wide[0] / peak, "attention.backward": wide[1] / peak,
         "attention.narrow": math.log2(max(1e-3, wide[0] / max(narrow[0], 1.0))), "gemm.misaligned": misaligned,
-        "gemm.sustained": sustained if device != "cpu" else 1.0, "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, near, kernel),
+        "gemm.sustained": sustained if device != "cpu" else 1.0,
+        "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, near, kernel),
         "host.compiled": compiled, "workspace.bytes": workspace,
     }  # fmt: skip
     if not base:

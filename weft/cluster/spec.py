@@ -108,7 +108,7 @@ def cluster(text: str | Cluster) -> Cluster:
     """Read a cluster from its short form or from a YAML (or JSON) file."""
     if isinstance(text, Cluster):
         return text
-    if text.endswith((".yaml", ".yml")) or (text.endswith(".json") and "groups" in _load_file(text)):
+    if text.endswith((".yaml", ".yml")) or (Path(text).suffix == ".json" and Path(text).is_file() and "groups" in _load_file(text)):
         return _of_data(_load_file(text), text)
     return Cluster(text, tuple(_part(part.strip()) for part in text.split("+")))
 
@@ -170,7 +170,8 @@ def _with_network(profile: Profile, gbps: float | None) -> Profile:
 
 
 def _of_data(data: Mapping[str, Any], where: str) -> Cluster:
-    """`groups: [{nodes, devices, kind, network_gbps_per_device}]`."""
+    """`groups: [{nodes, devices, kind, network_gbps_per_device}]`, and `spine: {devices, gbps_per_device}` where the network
+    is slower beyond so many devices."""
     groups = data.get("groups")
     if not isinstance(groups, list) or not groups:
         raise ClusterError(f"{where} has no groups", needed="groups: [{nodes: 2, devices: 8, kind: A100}]", found=str(list(data)))
@@ -179,7 +180,18 @@ def _of_data(data: Mapping[str, Any], where: str) -> Cluster:
         if "kind" not in group or set(group) - known:
             raise ClusterError(f"a group of {where} cannot be read", needed=", ".join(sorted(known)), found=str(dict(group)))
     made = [_nodes(g.get("nodes", 1), g.get("devices"), g["kind"], g.get("network_gbps_per_device")) for g in groups]
-    return Cluster(where, tuple(made))
+    return Cluster(where, tuple(_under_spine(g, data["spine"], where) if "spine" in data else g for g in made))
+
+
+def _under_spine(group: Nodes, spine: Any, where: str) -> Nodes:
+    """Nodes whose network reaches `devices` of them at its own rate and all others through a slower spine."""
+    if not isinstance(spine, Mapping) or set(spine) != {"devices", "gbps_per_device"}:
+        raise ClusterError(f"the spine of {where} cannot be read", needed="spine: {devices: 256, gbps_per_device: 100}", found=str(spine))
+    *inner, network = group.profile.links
+    rate = Constant(spine["gbps_per_device"] * GBIT, "datasheet: given with the cluster")
+    outer = Link("spine", 0, {**network.constants, "bandwidth": rate})
+    links = (*inner, dataclasses.replace(network, span=int(spine["devices"])), outer)
+    return dataclasses.replace(group, profile=dataclasses.replace(group.profile, links=links))
 
 
 def _load_file(path: str) -> Mapping[str, Any]:
