@@ -1,0 +1,50 @@
+"""`weft plan`, `explain` and `diff` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.cli.plan import bytes_of
+from weft.core.errors import PlanError
+
+
+def call(*args: str):
+    return CliRunner().invoke(app, list(args))
+
+
+def last(result) -> dict:
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_plan_explain_diff(tmp_path) -> None:
+    one, two = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    made = call("plan", "gpt2", "--cluster", "1x2xA100", "--batch", "8", "--out", one, "--json", "--what-if", "batch=16")
+    assert made.exit_code == 0, made.output
+    found = last(made)
+    keys = ["model", "cluster", "step_ms", "tokens_per_s", "mfu", "memory_gb", "seconds", "baselines_ms", "infeasible", "plan"]
+    assert list(found) == keys
+    assert found["step_ms"] <= min(found["baselines_ms"].values())
+    pinned = call("plan", "gpt2", "--cluster", "1x2xA100", "--batch", "8", "--out", two, "--json", "--pin", "recompute=full")
+    assert last(pinned)["plan"]["setting"]["recompute"] == "full"
+    assert {"what": "recompute", "a": "none", "b": "full"} in last(call("diff", one, two, "--json"))["differences"]
+    assert "recompute" in {d["decision"] for d in last(call("explain", one, "--json"))["decisions"]}
+
+
+def test_infeasible_is_an_answer() -> None:
+    made = call("plan", "gpt2", "--cluster", "1xA100", "--batch", "8", "--memory", "2GB", "--json")
+    assert made.exit_code == 2
+    found = last(made)
+    assert found["plan"] is None and "needs at least" in found["infeasible"]["weft"] and "--memory" in found["infeasible"]["nearest"]
+
+
+def test_words_that_cannot_be_read() -> None:
+    assert bytes_of("70GB") == 70e9 and bytes_of("1GiB") == 2**30
+    with pytest.raises(PlanError, match="cannot read the memory"):
+        bytes_of("much")
+    made = call("plan", "gpt2", "--cluster", "1x2xA100", "--what-if", "colour=red")
+    assert made.exit_code == 1 and "cannot ask what if" in made.output
+    assert "no objective" in call("plan", "gpt2", "--cluster", "1x2xA100", "--objective", "fun").output
