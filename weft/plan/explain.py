@@ -51,8 +51,8 @@ class _Not(Limits):
 def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator[Reason]:
     """Each decision of a plan with its next best; decisions without another choice are left out."""
     if plan.shares:
-        found = f"{len(plan.shares)} kinds of copies"
-        raise PlanError("unequal copies are not explained", needed="a plan whose copies take equal shares", found=found)
+        kinds = f"{len(plan.shares)} kinds of copies"
+        raise PlanError("unequal copies are not explained", needed="a plan whose copies take equal shares", found=kinds)
     problem = _problem(plan)
     limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
     own = Search(problem, limits)

@@ -125,7 +125,8 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "attention_norm", "ffn_n
 PARTS = ("self_attn", "mlp", "attention", "feed_forward", "attn")  # what reads the whole sequence
 
 
-def mesh(device: str = "cuda") -> DeviceMesh:
+def mesh(device: str = "") -> DeviceMesh:
+    device = device or (torch.accelerator.current_accelerator() or torch.device("cpu")).type
     copies = (DP, 1) if REPLICATE else (1, DP)
     return init_device_mesh(device, (*copies, TP), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
 
@@ -176,7 +177,7 @@ def parallelize(model: nn.Module, where: DeviceMesh) -> nn.Module:
 
 
 if __name__ == "__main__":
-    print(mesh("cuda" if torch.cuda.is_available() else "cpu"))
+    print(mesh())
 '''
 
 FORMS: dict[str, Callable[[Plan], str]] = {"fsdp2": _fsdp2, "torchtitan": _torchtitan, "accelerate": _accelerate}
