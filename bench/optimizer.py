@@ -299,7 +299,7 @@ class ShardedGloo(Flat):
         torch.sum(self.received.view(self.peers.world, -1), 0, out=self.shard_grad)
         self.shard_grad.div_(self.peers.world)
         self.update()
-        dist.all_gather_into_tensor(self.weight, self.shard)
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(self.weight, self.shard)  # renamed in torch 2.13
 
 
 class Shared(Flat):

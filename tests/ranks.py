@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(
-    world: int, job: Callable[[int], None], folder: Path, *, seconds: float = 60, may_die: tuple[int, ...] = ()
+    world: int, job: Callable[[int], None], folder: Path, *, seconds: float = 100, may_die: tuple[int, ...] = ()
 ) -> dict[int, str]:
     """Runs `job(rank)` on every rank. Returns what each rank left by `say`; raises the first failure but those of `may_die`."""
 

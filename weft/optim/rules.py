@@ -31,19 +31,24 @@ class Rule:
     scalars: tuple[str, ...]
 
 
+def _moments(g: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, Any]:
+    return h["beta1"] * s["m"] + (1.0 - h["beta1"]) * g, h["beta2"] * s["v"] + (1.0 - h["beta2"]) * (g * g)
+
+
+def _adamw_step(x: Any, m: Any, v: Any, h: dict[str, Any]) -> Any:
+    root = w.sqrt(v / (1.0 - h["beta2"] ** h["t"])) + h["eps"]
+    return x * (1.0 - h["lr"] * h["weight_decay"]) - h["lr"] * (m / (1.0 - h["beta1"] ** h["t"])) / root
+
+
 def adamw_update(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    hyper = optimizers.Hyper(h["beta1"], h["beta2"], h["eps"], h["weight_decay"])
-    x, m, v = optimizers.adamw(g, x, s["m"], s["v"], h["t"], h["lr"], hyper)
-    return x, {"m": m, "v": v}
+    m, v = _moments(g, s, h)
+    return _adamw_step(x, m, v, h), {"m": m, "v": v}
 
 
 def amsgrad_update(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    m = h["beta1"] * s["m"] + (1.0 - h["beta1"]) * g
-    v = h["beta2"] * s["v"] + (1.0 - h["beta2"]) * (g * g)
+    m, v = _moments(g, s, h)
     most = w.maximum(s["most"], v)
-    root = w.sqrt(most / (1.0 - h["beta2"] ** h["t"])) + h["eps"]
-    x = x * (1.0 - h["lr"] * h["weight_decay"]) - h["lr"] * (m / (1.0 - h["beta1"] ** h["t"])) / root
-    return x, {"m": m, "v": v, "most": most}
+    return _adamw_step(x, m, most, h), {"m": m, "v": v, "most": most}
 
 
 def lamb_update(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
