@@ -176,7 +176,7 @@ def test_the_layout_of_a_cotangent() -> None:
 def test_the_gradient_of_what_is_no_number() -> None:
     with pytest.raises(NotDifferentiable, match="needs a number") as e:
         grad(trace(lambda x: x * 2.0, DP, x=f64(3)))
-    assert e.value.needed == "an output of shape []"
+    assert e.value.needed == "a floating-point output of shape []"
 
 
 def test_which_output() -> None:

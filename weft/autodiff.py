@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from weft.core.errors import NotDifferentiable, TypeMismatch
+from weft.core.errors import NotDifferentiable, TypeMismatch, UnknownName
 from weft.core.layout import Layout, O, P, Placement, R, Replicated
 from weft.core.node import Node, Type, constant, make, toposort
 from weft.core.program import Program, new_program
@@ -27,17 +27,17 @@ def grad(program: Program, of: str | None = None, wrt: Sequence[str] | None = No
     A gradient comes in the layout it is born in, mostly Partial along the data axis; `reduce=True` brings it to its input's.
     """
     name = of or _only_output(program)
-    loss = program.output_names[name]
-    if loss.shape != ():
+    loss = _known(program.output_names, name, "output")
+    if loss.shape != () or not loss.dtype.is_floating_point:
         raise NotDifferentiable(
             f"the gradient of {name!r} needs a number",
-            needed="an output of shape []",
+            needed="a floating-point output of shape []",
             found=str(loss.type),
             try_="sum it first, or vjp(program)",
         )
     one = _dual(constant(1.0, loss.dtype, program.mesh), loss.type)
     names = list(wrt) if wrt is not None else [n for n, node in program.input_names.items() if node.dtype.is_floating_point]
-    grads = backward({loss: one}, [program.input_names[n] for n in names])
+    grads = backward({loss: one}, [_known(program.input_names, n, "input") for n in names])
     outputs = dict(program.outputs)
     for n in names:
         outputs[f"d.{n}"] = _finish(grads.get(program.input_names[n]), program.input_names[n], reduce)
@@ -54,9 +54,15 @@ def vjp(program: Program, wrt: Sequence[str] | None = None) -> Program:
             inputs.append(ct)
             seeds[node] = add(seeds[node], ct) if node in seeds else ct
     names = list(wrt) if wrt is not None else [n for n, node in program.input_names.items() if node.dtype.is_floating_point]
-    grads = backward(seeds, [program.input_names[n] for n in names])
+    grads = backward(seeds, [_known(program.input_names, n, "input") for n in names])
     outputs = {f"d.{n}": _finish(grads.get(program.input_names[n]), program.input_names[n], False) for n in names}
     return new_program(f"{program.name}_vjp", program.mesh, inputs, outputs)
+
+
+def _known(nodes: Mapping[str, Node], name: str, what: str) -> Node:
+    if name not in nodes:
+        raise UnknownName(f"no {what} {name!r} to differentiate", needed=f"one of {', '.join(nodes)}", found=name)
+    return nodes[name]
 
 
 def _only_output(program: Program) -> str:

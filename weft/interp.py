@@ -216,6 +216,13 @@ def _put_together(values: Mapping[tuple[int, ...], Any], layout: Layout) -> torc
     return out
 
 
+def _whole(inputs: Mapping[str, torch.Tensor], node: Node) -> torch.Tensor:
+    value = _take(inputs, node)
+    if tuple(value.shape) != node.shape:
+        raise InvalidProgram(f"input {node.attr('name')!r} has another shape", needed=str(node.type), found=str(list(value.shape)))
+    return value  # type: ignore[no-any-return]
+
+
 # -- both at once ----------------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +230,7 @@ def run(
     program: Program, inputs: Mapping[str, torch.Tensor], *, seed: int = 0, prime: int | None = None, tolerance: float = 1e-9
 ) -> dict[str, torch.Tensor]:
     """Global inputs in, global outputs out, through every rank of the mesh."""
-    spread = {name: distribute(inputs[name], n.type, seed + i, prime) for i, (name, n) in enumerate(program.input_names.items())}
+    spread = {name: distribute(_whole(inputs, n), n.type, seed + i, prime) for i, (name, n) in enumerate(program.input_names.items())}
     outs = run_ranks(program, spread, prime=prime)
     return {name: denote(outs[name], n.type, tolerance=tolerance, prime=prime) for name, n in program.outputs}
 

@@ -6,6 +6,7 @@ An error is a headline followed by labelled lines; `program` is an excerpt with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class WeftError(Exception):
@@ -28,6 +29,12 @@ class WeftError(Exception):
         self.program = program
         self.where = where
         super().__init__(self._text())
+
+    def at(self, where: str | None) -> Self:
+        """The same error, told where it happened unless it knows."""
+        self.where = self.where or where
+        self.args = (self._text(),)
+        return self
 
     def _text(self) -> str:
         head = self.message if self.where is None else f"{self.message} ({self.where})"

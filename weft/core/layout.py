@@ -277,6 +277,9 @@ class Layout:
     @staticmethod
     def of(mesh: Mesh, shape: tuple[int, ...], placements: Mapping[str, Placement] | None = None) -> Layout:
         """The layout of `shape` with the placements given; every other axis holds the whole value."""
+        odd = [n for n in shape if int(n) != n or n < 0]
+        if odd:
+            raise LayoutError("not a shape", needed="whole sizes, 0 or more", found=str(list(shape)))
         layout = Layout(mesh, tuple((Atom(int(n)),) for n in shape))
         given = dict(placements or {})
         for axis in given:
@@ -331,6 +334,13 @@ class Layout:
 
     def place(self, axis: str, placement: Placement) -> Layout:
         """The same layout with this axis, which must hold the whole value, holding it as told."""
+        if not isinstance(placement, Placement):
+            raise LayoutError(
+                f"axis {axis} holds nothing known",
+                needed="a placement: R, S(dim), P(), P('max'), P('min') or O(root)",
+                found=getattr(placement, "__name__", repr(placement)),
+                try_=f"{axis}={placement.__name__}(...)" if placement in (S, P, O) else None,
+            )
         if isinstance(placement, Replicated):
             return self
         if isinstance(placement, S):

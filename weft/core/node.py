@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.core.errors import TypeMismatch, UnknownName
+from weft.core.errors import TypeMismatch, UnknownName, WeftError
 from weft.core.layout import Layout, Mesh, Placement
 
 DTYPES = {
@@ -194,6 +194,29 @@ class Node:
     def __neg__(self) -> Any:
         return op_named("neg")(self)
 
+    def __abs__(self) -> Any:
+        return op_named("abs")(self)
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same node; a number it can never be."""
+        if isinstance(other, (int, float)):
+            raise TypeMismatch(
+                "== on a value asks whether it is the same node", needed="an op that compares elements", found=f"== {other!r}",
+                try_=f"weft.eq(x, {other!r}), or weft.ne", where=user_line(),
+            )  # fmt: skip
+        return self is other
+
+    def __bool__(self) -> bool:
+        """True, as of any object; but whoever writes a program, outside weft, has no elements to decide by."""
+        if _listeners and not sys._getframe(1).f_globals.get("__name__", "").startswith("weft."):
+            raise TypeMismatch(
+                "a value is not known while the program is written", needed="the same program whatever the value",
+                found=f"{self.op.name} where Python asks for true or false", try_="weft.where(condition, a, b)", where=user_line(),
+            )  # fmt: skip
+        return True
+
 
 _built: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 _listeners: list[Callable[[Node], None]] = []
@@ -201,11 +224,15 @@ _listeners: list[Callable[[Node], None]] = []
 
 def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
     """The only maker of nodes: the same request gives the same node, and a bad one fails here, on the line that wrote it."""
-    key = (op, args, tuple(sorted(attrs.items())))
+    said = tuple(sorted(attrs.items()))
+    key = (op, args, said, tuple(repr(v) for _, v in said if isinstance(v, float)))  # 0.0 == -0.0, but 1 / 0.0 != 1 / -0.0
     node = _built.get(key)
     if node is None:
-        types = op.infer(tuple(t for a in args for t in _one(a, op, attrs)), attrs)
-        node = Node(op, args, key[2], types if isinstance(types, tuple) else (types,))
+        try:
+            types = op.infer(tuple(t for a in args for t in _one(a, op, attrs)), attrs)
+        except WeftError as e:
+            raise e.at(user_line()) from None
+        node = Node(op, args, said, types if isinstance(types, tuple) else (types,))
         _built[key] = node
     for heard in _listeners:
         heard(node)
@@ -238,7 +265,9 @@ def apply(op: Op, args: tuple[Any, ...], attrs: Attrs) -> Any:
         return symbol.symbol_apply(op, flat, attrs)
     named = next((k for k, v in attrs.items() if isinstance(v, Node)), None)
     if named is not None:
-        raise TypeMismatch(f"{op.name} was given {named}= as an attribute", needed="program values by position", found=f"{named}={attrs[named]!r}")
+        raise TypeMismatch(
+            f"{op.name} was given {named}= as an attribute", needed="program values by position", found=f"{named}={attrs[named]!r}"
+        )
     nodes = [a for a in flat if isinstance(a, Node)]
     return make(op, tuple(_as_node(a, nodes, op) for a in flat), op.facets.get("normal", _as_is)(attrs))
 

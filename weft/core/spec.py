@@ -22,6 +22,9 @@ def _names_are_unique(p: Program) -> str | None:
 def _names_can_be_read_back(p: Program) -> str | None:
     names = [i.attr("name") for i in p.inputs] + [name for name, _ in p.outputs]
     odd = [n for n in names if not re.fullmatch(r"[\w.]+", n)]
+    numbers = [i.attr("name") for i in p.inputs if i.attr("name").isdigit()]
+    if numbers:
+        return f"input {numbers[0]!r} would print as the number of a node"
     odd += [n for n in (p.name, *(g.name for g in p.groups)) if not re.fullmatch(r"[\w.\-]+", n)]
     return f"the name {odd[0]!r} has more than letters, digits, _ and dots" if odd else None
 
@@ -84,17 +87,19 @@ RULES: tuple[Rule, ...] = (
 
 
 def leaves_and_returns(p: Program, group: set[Node]) -> Node | None:
-    """A node outside the group on a way from the group back into it: run as one kernel, it would wait for itself."""
-    tainted: set[Node] = set()
-    for n in p.nodes:
-        from_group = any(a in group or a in tainted for a in n.args)
-        if n in group:
-            bad = next((a for a in n.args if a in tainted), None)
-            if bad is not None:
-                return bad
-        elif from_group:
-            tainted.add(n)
-    return None
+    """A node outside the group on a way from the group back into it: run as one kernel, it would wait for itself.
+
+    A way may enter another group at one node and leave it at any other, since that group runs as one too.
+    """
+    whole = {n: g.nodes for g in p.groups if group.isdisjoint(g.nodes) for n in g.nodes}
+    after: set[Node] = set()
+    todo = [u for n in group for u in p.users.get(n, ())]
+    while todo:
+        n = todo.pop()
+        if n not in after and n not in group:
+            after.add(n)
+            todo += (*p.users[n], *whole.get(n, ()))
+    return next((a for n in p.nodes if n in group for a in n.args if a in after), None)
 
 
 def validate(p: Program) -> Program:

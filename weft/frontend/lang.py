@@ -7,21 +7,30 @@ from typing import Any
 from weft.core.layout import Within
 from weft.core.node import op_named
 from weft.ops import comm as _comm
+from weft.ops.attention import attention
+from weft.ops.embed import embedding
 from weft.ops.linalg import einsum, matmul
+from weft.ops.loss import cross_entropy
+from weft.ops.norm import layer_norm, log_softmax, rms_norm, softmax
 from weft.ops.pointwise import (
     abs_ as abs,
 )
 from weft.ops.pointwise import (
     cos,
     dropout,
+    eq,
     erf,
     exp,
     floor,
     gelu,
     isfinite,
     log,
+    logical_and,
+    logical_not,
+    logical_or,
     maximum,
     minimum,
+    ne,
     relu,
     rsqrt,
     sigmoid,
@@ -33,12 +42,20 @@ from weft.ops.pointwise import (
     tanh,
     where,
 )
-from weft.ops.reduce import amax, amin, mean
+from weft.ops.reduce import mean
 from weft.ops.shape import concat, expand, narrow, pad, permute, reshape, transpose
 
 
 def sum(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
     return op_named("sum")(x, dims=dims, keepdim=keepdim)
+
+
+def amax(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
+    return op_named("amax")(x, dims=dims, keepdim=keepdim)
+
+
+def amin(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
+    return op_named("amin")(x, dims=dims, keepdim=keepdim)
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -99,8 +116,9 @@ def send(x: Any, axis: str, to: int) -> Any:
 reshard, settle = _comm.reshard, _comm.settle
 
 __all__ = [
-    "abs", "all_gather", "all_reduce", "all_to_all", "amax", "amin", "broadcast", "cast", "clamp", "concat", "cos", "dropout", "einsum",
-    "erf", "exp", "expand", "floor", "gelu", "isfinite", "log", "matmul", "maximum", "mean", "minimum", "narrow", "norm", "pad", "permute",
-    "reduce", "reduce_scatter", "relu", "reshape", "reshard", "rsqrt", "send", "settle", "sigmoid", "sign", "silu", "sin", "slice", "sqrt",
-    "square", "sum", "tanh", "transpose", "where",
+    "abs", "all_gather", "all_reduce", "all_to_all", "amax", "amin", "attention", "broadcast", "cast", "clamp", "concat", "cos",
+    "cross_entropy", "dropout", "einsum", "embedding", "eq", "erf", "exp", "expand", "floor", "gelu", "isfinite", "layer_norm", "log",
+    "log_softmax", "logical_and", "logical_not", "logical_or", "matmul", "maximum", "mean", "minimum", "narrow", "ne", "norm", "pad",
+    "permute", "reduce", "reduce_scatter", "relu", "reshape", "reshard", "rms_norm", "rsqrt", "send", "settle", "sigmoid", "sign",
+    "silu", "sin", "slice", "softmax", "sqrt", "square", "sum", "tanh", "transpose", "where",
 ]  # fmt: skip

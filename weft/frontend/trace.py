@@ -79,7 +79,10 @@ def _declare(key: str, spec: Any, mesh: Mesh, flat: dict[str, Node]) -> Any:
         raise WeftError(
             f"input {key!r} is not described", needed="tensor(dtype, *shape, axis=placement)", found=repr(spec), where=user_line()
         )
-    flat[key] = input_node(key, spec.type_on(mesh))
+    try:
+        flat[key] = input_node(key, spec.type_on(mesh))
+    except WeftError as e:
+        raise e.at(f"input {key!r}, {user_line()}") from None
     return flat[key]
 
 

@@ -13,7 +13,7 @@ from weft.core.layout import Layout, Mesh, S, Within
 from weft.core.node import DTYPE_NAMES, Attrs, Node, Type, dtype_of, user_line
 from weft.ops.pointwise import cast, elementwise, eq
 from weft.ops.registry import Kind, Linear, Local, Types, define
-from weft.ops.shape import reshape
+from weft.ops.shape import one_dim, reshape
 
 Cuts: TypeAlias = tuple[tuple[str, int, Within], ...]
 
@@ -28,14 +28,6 @@ def cuts_of(x: Node, dims: Iterable[int] | None = None) -> Cuts:
     wanted = range(x.ndim) if dims is None else [d % x.ndim for d in dims]
     places = [(axis, x.type.on(axis)) for axis in x.mesh.axes]
     return tuple((axis, p.dim, p.within) for axis, p in places if isinstance(p, S) and p.dim in wanted)
-
-
-def one_dim(dim: int, rank: int) -> int:
-    """The dim counted from 0, if the tensor has it."""
-    if not -rank <= dim < rank:
-        needed = f"a dim from {-rank} to {rank - 1}"
-        raise TypeMismatch(f"no dim {dim} in a tensor of {rank} dims", needed=needed, found=str(dim), where=user_line())
-    return dim % rank
 
 
 def _laid_out(shape: tuple[int, ...], attrs: Attrs) -> Type:

@@ -51,6 +51,15 @@ def to_bool(types: Types, attrs: Attrs) -> torch.dtype:
     return torch.bool
 
 
+def floats(types: Types, attrs: Attrs) -> torch.dtype:
+    """The one dtype of the operands, which must have fractions: torch would change it otherwise."""
+    _same_dtype(types)
+    if not types[0].dtype.is_floating_point:
+        found = DTYPE_NAMES[types[0].dtype]
+        raise TypeMismatch("whole numbers have no fractions to give", needed="a floating-point dtype", found=found, try_="cast(x, 'f32')")
+    return types[0].dtype
+
+
 def _same_dtype(types: Types) -> None:
     if len({t.dtype for t in types}) > 1:
         raise TypeMismatch(
@@ -85,7 +94,13 @@ mul = _binary(
     linear=Linear.EACH,
     field=lambda p, a, b: (a * b) % p,
 )
-div = _binary("div", torch.div, lambda n, ct: (fit(ct / n.args[1], n.args[0]), fit(-(ct * n / n.args[1]), n.args[1])), linear=Linear.FIRST)
+div = _binary(
+    "div",
+    torch.div,
+    lambda n, ct: (fit(ct / n.args[1], n.args[0]), fit(-(ct * n / n.args[1]), n.args[1])),
+    linear=Linear.FIRST,
+    dtype=floats,
+)
 
 
 def _pow_vjp(n: Node, ct: Node) -> Any:
@@ -158,13 +173,19 @@ def _unary(name: str, run: Any, slope: Any, **facets: Any) -> Any:
     return define(name, kind=Kind.POINTWISE, equation=elementwise, arity=1, run=run, vjp=vjp, **facets)
 
 
+def _float_unary(name: str, run: Any, slope: Any, **facets: Any) -> Any:
+    return _unary(name, run, slope, dtype=floats, **facets)
+
+
 def _as_float(cond: Node, like: Node) -> Node:
     return cast(cond, dtype=DTYPE_NAMES[like.dtype])  # type: ignore[no-any-return]
 
 
 def _slope_op(name: str, run: Any) -> Any:
     """ct times a slope at x, as torch computes it in one pass; linear in ct."""
-    return define(name, kind=Kind.POINTWISE, equation=elementwise, arity=2, run=run, linear=Linear.FIRST, doc="(ct, x) -> ct * slope(x)")
+    return define(
+        name, kind=Kind.POINTWISE, equation=elementwise, arity=2, run=run, linear=Linear.FIRST, dtype=floats, doc="(ct, x) -> ct * slope(x)"
+    )
 
 
 gelu_backward = _slope_op(
@@ -189,22 +210,34 @@ neg = define(
     vjp=lambda n, ct: (-ct,),
     field=lambda p, a: (-a) % p,
 )
-exp = _unary("exp", torch.exp, lambda n: n, monotone=FIRST)
-log = _unary("log", torch.log, lambda n: 1.0 / n.args[0], monotone=OF_POSITIVES)
-sqrt = _unary("sqrt", torch.sqrt, lambda n: 0.5 / n, monotone=OF_POSITIVES)
-rsqrt = _unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
-tanh = _unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
-sigmoid = _unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
+exp = _float_unary("exp", torch.exp, lambda n: n, monotone=FIRST)
+log = _float_unary("log", torch.log, lambda n: 1.0 / n.args[0], monotone=OF_POSITIVES)
+sqrt = _float_unary("sqrt", torch.sqrt, lambda n: 0.5 / n, monotone=OF_POSITIVES)
+rsqrt = _float_unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
+tanh = _float_unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
+sigmoid = _float_unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
 relu = _unary("relu", torch.relu, lambda n: _as_float(gt(n.args[0], 0.0), n), monotone=FIRST)
 gelu = define(
-    "gelu", kind=Kind.POINTWISE, equation=elementwise, arity=1, run=_gelu, vjp=lambda n, ct: (gelu_backward(ct, n.args[0], **dict(n.attrs)),)
+    "gelu",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    arity=1,
+    run=_gelu,
+    dtype=floats,
+    vjp=lambda n, ct: (gelu_backward(ct, n.args[0], **dict(n.attrs)),),
 )
 silu = define(
-    "silu", kind=Kind.POINTWISE, equation=elementwise, arity=1, run=torch.nn.functional.silu, vjp=lambda n, ct: (silu_backward(ct, n.args[0]),)
+    "silu",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    arity=1,
+    run=torch.nn.functional.silu,
+    dtype=floats,
+    vjp=lambda n, ct: (silu_backward(ct, n.args[0]),),
 )
-erf = _unary("erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST)
-sin = _unary("sin", torch.sin, lambda n: cos(n.args[0]))
-cos: Op = _unary("cos", torch.cos, lambda n: -sin(n.args[0]))
+erf = _float_unary("erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST)
+sin = _float_unary("sin", torch.sin, lambda n: cos(n.args[0]))
+cos: Op = _float_unary("cos", torch.cos, lambda n: -sin(n.args[0]))
 abs_ = _unary("abs", torch.abs, lambda n: sign(n.args[0]))
 sign: Op = _unary("sign", torch.sign, lambda n: 0.0 * n, monotone=FIRST)
 square = _unary("square", torch.square, lambda n: 2.0 * n.args[0], field=lambda p, a: (a * a) % p)
@@ -221,12 +254,19 @@ def _clamp_slope(n: Node) -> Node:
     return inside
 
 
+def _clamp_normal(attrs: Attrs) -> Attrs:
+    given = {k: v for k, v in attrs.items() if v is not None}
+    if not given:
+        raise TypeMismatch("clamp between nothing", needed="lo=, hi= or both", found="neither", where=user_line())
+    return given
+
+
 clamp = _unary(
     "clamp",
     lambda x, lo=None, hi=None: torch.clamp(x, lo, hi),
     _clamp_slope,
     monotone=FIRST,
-    normal=lambda attrs: {k: v for k, v in attrs.items() if v is not None},
+    normal=_clamp_normal,
 )
 
 
@@ -234,12 +274,22 @@ def _cast_normal(attrs: Attrs) -> Attrs:
     return {"dtype": DTYPE_NAMES[dtype_of(attrs["dtype"])]}
 
 
+def _wraps(wide: torch.dtype, small: torch.dtype) -> bool:
+    """Whether numbers of the one dtype wrap around in the other, a smaller one of whole numbers."""
+    if small.is_floating_point or small == torch.bool:
+        return False
+    return (
+        wide.is_floating_point and small.itemsize == 1 or not wide.is_floating_point and wide != small and wide.itemsize >= small.itemsize
+    )
+
+
 def _cast_dtype(types: Types, attrs: Attrs) -> torch.dtype:
     """A pending sum passes where the cast is additive up to rounding; none of a bool, nor from fractions to whole numbers."""
     here, to = types[0].dtype, dtype_of(attrs["dtype"])
     pending = {p.op for _, p in types[0].layout.held if isinstance(p, P)}
     truncates = here.is_floating_point and not to.is_floating_point
-    if pending and (torch.bool in (here, to) or (truncates and "sum" in pending)):
+    wraps = {"sum": _wraps(to, here), "max": _wraps(here, to), "min": _wraps(here, to)}  # a small sum wraps before, a large max after
+    if pending and (torch.bool in (here, to) or (truncates and "sum" in pending) or any(wraps[op] for op in pending)):
         raise TypeMismatch(
             f"a pending {min(pending)} cannot be cast from {DTYPE_NAMES[here]} to {DTYPE_NAMES[to]}",
             needed="a reduced value, or a cast that keeps sums",

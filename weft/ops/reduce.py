@@ -51,7 +51,7 @@ def stretch(x: Node, like: Node, dims: Any, keepdim: bool) -> Node:
 
 
 def _sum(x: torch.Tensor, dims: Any = None, keepdim: bool = False) -> torch.Tensor:
-    return torch.sum(x, norm_dims(dims, x.ndim), keepdim=keepdim) if x.ndim else x.clone()
+    return torch.sum(x, norm_dims(dims, x.ndim), keepdim=keepdim) if x.ndim else torch.sum(x)
 
 
 def _sum_vjp(n: Node, ct: Node) -> Any:
@@ -63,8 +63,21 @@ def _sum_field(p: int, x: torch.Tensor, dims: Any = None, keepdim: bool = False)
     return _sum(x, dims, keepdim) % p
 
 
+def _sum_dtype(types: Types, attrs: Attrs) -> torch.dtype:
+    """Whole numbers and bools are counted in i64, as torch does."""
+    return types[0].dtype if types[0].dtype.is_floating_point else torch.int64
+
+
 sum_ = define(
-    "sum", kind=Kind.REDUCE, equation=_reducing("sum"), run=_sum, linear=Linear.FIRST, vjp=_sum_vjp, field=_sum_field, normal=_normal
+    "sum",
+    kind=Kind.REDUCE,
+    equation=_reducing("sum"),
+    run=_sum,
+    dtype=_sum_dtype,
+    linear=Linear.FIRST,
+    vjp=_sum_vjp,
+    field=_sum_field,
+    normal=_normal,
 )
 
 

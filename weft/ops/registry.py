@@ -312,6 +312,14 @@ def arg_sets(linear: Linear | ArgSets, args: int) -> ArgSets:
     return linear  # type: ignore[return-value]
 
 
+def passing(op: Op, kind: str, args: int) -> ArgSets:
+    """The sets of operands in which a pending sum, max or min may pass the op, the others whole; its type rule has the last word."""
+    if kind == "sum":
+        return arg_sets(op.linear, args)
+    ordered: Ordered = op.monotone
+    return ordered.get(kind, ()) if isinstance(ordered, Mapping) else ordered
+
+
 def _output(eq: Equation, out: tuple[str, ...], dtype: torch.dtype, mesh: Any, labels: dict[str, Dim], held: dict[str, Placement]) -> Type:
     dims = tuple(labels[x] if x in labels else (Atom(eq.sizes.get(x, 1)),) for x in out)
     layout = Layout(mesh, dims)

@@ -13,6 +13,15 @@ from weft.ops.registry import Equation, Kind, Linear, Local, Types, define
 
 FIRST = (frozenset({0}),)
 
+
+def one_dim(dim: int, rank: int) -> int:
+    """The dim counted from 0, if the tensor has it."""
+    if not -rank <= dim < rank:
+        needed = f"a dim from {-rank} to {rank - 1}"
+        raise TypeMismatch(f"no dim {dim} in a tensor of {rank} dims", needed=needed, found=str(dim), where=user_line())
+    return dim % rank
+
+
 item = define(
     "item",
     kind=Kind.VIEW,
@@ -94,12 +103,13 @@ _permute: Op = define(
 
 def permute(x: Any, *order: Any) -> Any:
     dims = tuple(order[0]) if len(order) == 1 and isinstance(order[0], (tuple, list)) else order
-    dims = tuple(d % x.ndim for d in dims)
+    dims = tuple(one_dim(d, x.ndim) for d in dims)
     return x if dims == tuple(range(x.ndim)) else _permute(x, order=dims)
 
 
 def transpose(x: Any, a: int = -2, b: int = -1) -> Any:
     order = list(range(x.ndim))
+    a, b = one_dim(a, x.ndim), one_dim(b, x.ndim)
     order[a], order[b] = order[b], order[a]
     return permute(x, *order)
 
@@ -221,7 +231,7 @@ _narrow = define(
 
 def narrow(x: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
     """Indices start to stop along a dim, as x[..., start:stop:step, ...]."""
-    dim %= x.ndim
+    dim = one_dim(dim, x.ndim)
     whole = start == 0 and stop == x.shape[dim] and step == 1
     return x if whole else _narrow(x, dim=dim, start=start, stop=stop, step=step)
 
@@ -254,11 +264,18 @@ _concat = define(
 
 
 def concat(xs: Any, dim: int) -> Any:
-    return _concat(*xs, dim=dim % xs[0].ndim)
+    if not xs:
+        raise TypeMismatch("concat of nothing", needed="at least one tensor", found="none", where=user_line())
+    return _concat(*xs, dim=one_dim(dim, xs[0].ndim))
 
 
 def _pad_equation(types: Types, attrs: Attrs) -> Equation:
     labels, dim = _one_dim(attrs, len(types[0].shape))
+    if min(attrs["before"], attrs["after"]) < 0:
+        found = f"{attrs['before']} and {attrs['after']}"
+        raise TypeMismatch(
+            "pad adds, it takes nothing away", needed="0 or more before and after", found=found, try_="narrow(x, dim, start, stop)"
+        )
     out = tuple("new" if i == dim else x for i, x in enumerate(labels))
     return Equation(
         (labels,), (out,), whole=frozenset({labels[dim]}), sizes={"new": types[0].shape[dim] + attrs["before"] + attrs["after"]}
@@ -277,7 +294,7 @@ _pad = define(
 
 def pad(x: Any, dim: int, before: int, after: int) -> Any:
     """Zeros before and after along a dim."""
-    return x if before == after == 0 else _pad(x, dim=dim % x.ndim, before=before, after=after)
+    return x if before == after == 0 else _pad(x, dim=one_dim(dim, x.ndim), before=before, after=after)
 
 
 __all__ = ["Local", "concat", "expand", "expand_like", "item", "narrow", "pad", "permute", "reshape", "split", "transpose"]

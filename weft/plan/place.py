@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S
-from weft.core.node import DTYPE_NAMES, Node, Type, make
+from weft.core.node import Node, Type, make
 from weft.core.program import Program, new_program
 from weft.ops.comm import reshard
 from weft.ops.registry import ONE, Equation, arg_sets
@@ -39,7 +39,6 @@ class _Way:
 
     places: tuple[Placement, ...]
     cost: float
-    keeps: float = field(default=0.0)  # bytes of result each rank makes; less where the op is cut
 
 
 def place(program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: Options | None = None) -> Program:
@@ -190,7 +189,3 @@ def _layouts(mesh: Mesh, args: Sequence[Node], combo: Sequence[_Way]) -> list[La
         except LayoutError:
             return None
     return out
-
-
-def type_name(type_: Type) -> str:
-    return f"{DTYPE_NAMES[type_.dtype]}{list(type_.shape)}"

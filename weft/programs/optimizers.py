@@ -56,15 +56,9 @@ def lamb(g: Any, x: Any, m: Any, v: Any, t: Any, lr: Any, h: Hyper) -> tuple[Any
     v = h.beta2 * v + (1 - h.beta2) * (g * g)
     u = (m / (1.0 - h.beta1**t)) / (w.sqrt(v / (1.0 - h.beta2**t)) + h.eps) + h.weight_decay * x
     xn, un = w.norm(x), w.norm(u)
-    usable = _both(xn > 0.0, un > 0.0)
+    usable = w.logical_and(xn > 0.0, un > 0.0)
     trust = w.where(usable, xn / w.where(usable, un, un * 0.0 + 1.0), un * 0.0 + 1.0)
     return x - lr * trust * u, m, v
-
-
-def _both(a: Any, b: Any) -> Any:
-    from weft.ops.pointwise import logical_and
-
-    return logical_and(a, b)
 
 
 def clipped(grads: Sequence[Any], bound: float) -> list[Any]:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from weft.core.layout import Layout, S, Within
+from weft.core.layout import Layout, P, S, Within
 from weft.core.node import Node
 from weft.ops import comm
-from weft.ops.registry import ONE, Equation, arg_sets, equation_of
+from weft.ops.registry import ONE, Equation, equation_of, passing
 from weft.ops.shape import _concat, _narrow, _reshape, item
 from weft.rewrite.engine import Rule, rule
 from weft.rewrite.pattern import Call, Expr, Hole
@@ -199,7 +199,8 @@ def delay_scatter(node: Node, reduced: Sequence[int]) -> Rule:
 def reducible_sets(node: Node, axis: str, op: Any) -> list[tuple[int, ...]]:
     """The sets of operands whose reduction may wait together, largest first."""
     here = {k for k, a in enumerate(node.args) if a.op is op and a.attr("axis") == axis and len(a.args) == 1}
-    sets = arg_sets(node.op.linear, len(node.args)) if node.op.kind.name != "COMM" else (frozenset({0}),)
+    kinds = {place.op for k in here if isinstance(place := node.args[k].args[0].type.on(axis), P)}
+    sets = (frozenset({0}),) if node.op.kind.name == "COMM" else [s for kind in kinds for s in passing(node.op, kind, len(node.args))]
     return sorted((tuple(sorted(s)) for s in sets if s <= here), key=len, reverse=True)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import count
 
 from weft.core.errors import InvalidTransform
-from weft.core.layout import P
 from weft.core.node import Node
 from weft.core.program import Group, Program
 from weft.core.spec import leaves_and_returns
@@ -98,12 +97,13 @@ def _check_closed(p: Program, nodes: Sequence[Node], verb: str) -> None:
     if through is not None:
         more = [n for n in p.nodes if n in set(nodes) or _between(p, set(nodes), n)]
         repair = tried(p, [f"fuse(p, [{', '.join(quoted(p, more))}])"]) if verb == "fuse" else ()
+        around = next((f" with the rest of {g.name}" for g in p.groups if through in g.nodes and not p.needs(through) & set(nodes)), "")
         raise refuse(
             p,
             through,
             verb,
             "no node outside between two members",
-            f"{name_in(p, through)} is computed from the group and needed by it",
+            f"{name_in(p, through)} is computed from the group{around} and needed by it",
             repair,
         )
 
@@ -229,4 +229,4 @@ def _follow_dim(n: Node, where: dict[Node, int]) -> int | None:
     return dims.pop() if agree and len(dims) == 1 else None
 
 
-__all__ = ["P", "fuse", "is_scalar", "overlap"]
+__all__ = ["fuse", "is_scalar", "overlap"]

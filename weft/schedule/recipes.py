@@ -60,7 +60,8 @@ def states_of(p: Program, but: Sequence[str] = ()) -> list[str]:
 def zero1(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Program:
     """Optimizer state in slices: each rank updates its slice, and the parameters are gathered."""
     p = scatter_compute_gather(p, axis, dim)
-    return shard_state(p, *states_of(p, but=(params,)))
+    names = states_of(p, but=(params,))
+    return shard_state(p, *names) if names else p
 
 
 def zero2(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Program:

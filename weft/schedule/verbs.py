@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from weft.core.errors import InvalidTransform, LayoutError, TypeMismatch
-from weft.core.layout import P, Replicated, S, Within
+from weft.core.layout import P, S, Within
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.text import excerpt, node_names
@@ -318,7 +318,7 @@ def _hoist_one(p: Program, node: Node) -> Program:
 
 
 def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
-    """A reduction moved after a linear op that reads it.
+    """A reduction moved after an op that reads it: a sum past what is linear, a max or min past what keeps the order.
 
     f(all_reduce(x), w)                  ->   all_reduce(f(x, w))             f linear in x
     all_reduce(x) + all_reduce(y)        ->   all_reduce(x + y)
@@ -347,14 +347,22 @@ def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
         p,
         f,
         f"{what} past {f.op.name}",
-        f"{f.op.name} to be linear in {name_in(p, node)} with its other operands whole along {axis}",
+        f"{f.op.name} to {_must(node)} {name_in(p, node)} with its other operands whole along {axis}",
         _why_not_linear(p, f, node, bool(sets)),
     )
+
+
+def _must(reduction: Node) -> str:
+    """What lets a pending reduction pass."""
+    place = reduction.args[0].type.on(reduction.attr("axis"))
+    return "be linear in" if isinstance(place, P) and place.op == "sum" else f"keep the order of the pending {getattr(place, 'op', '')}"
 
 
 def _why_not_linear(p: Program, f: Node, node: Node, some: bool) -> str:
     if some:
         return f"another operand of {f.op.name} is cut along {node.attr('axis')}"
+    if _must(node) != "be linear in":
+        return f"{f.op.name} may change it"
     others = [name_in(p, a) if a.op.name != "const" else repr(a.attr("value")) for a in f.args if a is not node]
     return f"{f.op.name} is not linear in it alone" + (
         f": {', '.join(others)} would be counted once per rank" if f.op.name in ("add", "sub") else ""
@@ -373,6 +381,8 @@ def shard_state(p: Program, *names: str, gather: bool = False) -> Program:
     Valid when every use of the input is the same slice, or an elementwise op that is only read in such slices, and its next
     value is the gather of a value cut alike.
     """
+    if not names:
+        raise InvalidTransform("shard_state of nothing", needed=f"inputs, of {', '.join(p.input_names)}", found="none")
     q = p
     for name in names:
         if name not in p.input_names:
@@ -601,4 +611,4 @@ def undo(p: Program) -> Program:
     return p.parent
 
 
-__all__ = ["P", "Replicated", "bucket", "by_hierarchy", "delay", "drop_dead", "hoist", "merge", "shard_state", "sink", "split", "undo"]
+__all__ = ["bucket", "by_hierarchy", "delay", "drop_dead", "hoist", "merge", "shard_state", "sink", "split", "undo"]
