@@ -10,6 +10,7 @@ import pytest
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.plan.baselines import BASELINES, EVERYTHING
+from weft.plan.plan import Plan
 from weft.plan.planner import Infeasible, Request, make_plan
 from weft.plan.search import CLOSE, Found, Nothing, Search
 from weft.plan.space import Limits, Problem, candidates, parse_pins, shardings
@@ -139,3 +140,13 @@ def test_infeasible_names_the_nearest_change() -> None:
     made = make_plan(Request("gpt2", "1xA100", batch=8, limits=Limits(memory=2e9)))
     assert isinstance(made, Infeasible)
     assert "needs at least" in made.reason and made.change.startswith("without --memory")
+
+
+def test_cost_takes_the_nodes_that_serve_a_token_cheapest() -> None:
+    whole, cheap = (make_plan(Request("gpt2", "2x2xA100@10", batch=8, objective=o)) for o in ("time", "cost"))
+    assert isinstance(whole, Plan) and isinstance(cheap, Plan)
+    assert cheap.step_ms * cluster(cheap.cluster).devices <= whole.step_ms * 4 and cheap.cluster == "1x2xA100@10"
+
+
+def test_an_instance_is_a_node() -> None:
+    assert cluster("8xp3.16xlarge").devices == 64 and cluster("p3.16xlarge").devices == 8

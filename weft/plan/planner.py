@@ -205,7 +205,13 @@ def parts(cluster: Cluster) -> Sequence[Cluster]:
         return [cluster]
     group = cluster.groups[0]
     counts = [n for n in divisors(group.count) if n & (n - 1) == 0 or n == group.count]
-    return [Cluster(f"{n}x{group.size}x{group.profile.name}", (Nodes(n, group.size, group.profile),)) for n in counts]
+    return [Cluster(_text(cluster, n), (Nodes(n, group.size, group.profile),)) for n in counts]
+
+
+def _text(cluster: Cluster, nodes: int) -> str:
+    """How another number of the same nodes is written, at the network rate that was given."""
+    group, (_, at, rate) = cluster.groups[0], cluster.text.partition("@")
+    return f"{nodes}x{group.size}x{group.profile.name}{at}{rate}"
 
 
 # --- when nothing fits
@@ -230,6 +236,6 @@ def _changes(search: Search, problem: Problem, limits: Limits) -> Any:
         yield "without --memory", problem, replace(limits, memory=0.0)
     group = problem.cluster.groups[0]
     for times in (2, 4, 8, 16, 64):
-        text = f"{group.count * times}x{group.size}x{group.profile.name}"
-        batch = max(problem.batch, times * group.count * group.size)
-        yield f"--cluster {text} --batch {batch}", replace(problem, cluster=read_cluster(text), batch=batch), limits
+        more = Cluster(_text(problem.cluster, group.count * times), (replace(group, count=group.count * times),))
+        batch = max(problem.batch, more.devices)
+        yield f"--cluster {more.text} --batch {batch}", replace(problem, cluster=more, batch=batch), limits
