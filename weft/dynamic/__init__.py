@@ -17,11 +17,12 @@ from weft.dynamic.grow import Growing
 from weft.dynamic.lazy import batched, flush
 from weft.dynamic.model import Model
 from weft.dynamic.policy import lower_bound
+from weft.dynamic.program import VertexProgram, program, shard
 from weft.dynamic.schedule import Reads, Schedule
 from weft.dynamic.structure import Builder, Structure, chains, edges, join, networkx, parents, trees
 from weft.dynamic.vertex import Vertex
 
 __all__ = [
-    "Builder", "Cost", "Growing", "Model", "Reads", "Schedule", "Structure", "Vertex", "assign", "batched", "chains", "draw",
-    "edges", "flush", "join", "lower_bound", "networkx", "parents", "trees",
+    "Builder", "Cost", "Growing", "Model", "Reads", "Schedule", "Structure", "Vertex", "VertexProgram", "assign", "batched",
+    "chains", "draw", "edges", "flush", "join", "lower_bound", "networkx", "parents", "program", "shard", "trees",
 ]  # fmt: skip

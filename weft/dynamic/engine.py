@@ -58,7 +58,7 @@ class Batch:
                 f"{name}{'+' if block.has_children else ''}", cell, block, self.layout.rows + 1, self.layout.edges, self.index,
                 self.workspace, self.plan.compiled,
             )  # fmt: skip
-            frame.supply({Source("weight", str(i)): self._weights[id(w)] for i, w in enumerate(cell.traced.weights)})
+            frame.supply({Source("weight", str(i)): self._weights.get(id(w), w) for i, w in enumerate(cell.traced.weights)})
 
     def forward(self) -> list[Tensor]:
         """The wanted rows of every output."""

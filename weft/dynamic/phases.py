@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from weft.core.errors import StructureError
-from weft.dynamic.trace import EDGES, ROWS, Traced, aten, shape_of
+from weft.dynamic.sizes import EDGES, ROWS
+from weft.dynamic.trace import Traced, aten, shape_of
 from weft.dynamic.vertex import Source
 
 FORWARD = ("weights", "eager", "rounds", "late")

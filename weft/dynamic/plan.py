@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +17,8 @@ from weft.dynamic.kernel import Kernel
 from weft.dynamic.trace import Function, Traced, differentiate, pretence, trace
 from weft.dynamic.verify import check_rows
 from weft.dynamic.vertex import Source
+
+Joint = Callable[[Traced, set[Source], set[str]], Traced]
 
 
 class Variant:
@@ -38,6 +40,8 @@ class Variant:
         for traced in self.functions.values():
             simplify.clean(simplify.slices_to_splits(traced))
             check_rows(traced)
+        self.written = {name: simplify.copy(f) for name, f in self.functions.items()}
+        self.joints = {name: f.joint for name, f in functions.items() if hasattr(f, "joint")}
         simplify.hoist(self.functions, self.states)
         self.weights = list({id(w): w for f in self.functions.values() for w in f.weights}.values())
         self.plans: dict[Any, Plan] = {}
@@ -45,6 +49,8 @@ class Variant:
 
 def held_by(function: Any) -> list[Tensor]:
     """Parameters a vertex function uses: its own, its object's, or those it closes over."""
+    if hasattr(function, "held"):
+        return list(function.held())
     owner = getattr(function, "__self__", function)
     if isinstance(owner, nn.Module):
         return list(owner.parameters())
@@ -65,8 +71,8 @@ def compile_plan(
         for has_children in (False, True):
             gone = {s for k, s in absent if k == (name, has_children)}
             gone |= set() if has_children else {s for s in function.sources if s.role in ("slot", "edge")}
-            one = simplify.specialise(function, gone)
-            made[name, has_children] = _with_gradients(one, grads) if needs else one
+            joint = variant.joints.get(name, differentiate)
+            made[name, has_children] = _with_gradients(function, gone, grads, joint) if needs else simplify.specialise(function, gone)
     sent = _settle(made)
     outputs = output_homes(made.values())
     cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in made.items()}
@@ -74,11 +80,14 @@ def compile_plan(
     return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs)
 
 
-def _with_gradients(one: Traced, grads: frozenset[str]) -> Traced:
+def _with_gradients(function: Traced, gone: set[Source], grads: frozenset[str], joint: Joint) -> Traced:
+    """Specialise and differentiate. A gradient the function brings with it is that of the whole, specialised afterwards."""
+    one = simplify.specialise(function, gone)
     wanted = {s for s in one.sources if s.role in ("slot", "edge") or (s.role == "pull" and s.name in grads)}
     wanted |= {s for s in one.sources if s.role == "weight" and one.weights[int(s.name)].requires_grad}
     pushed = {name for name, node in one.outputs.items() if node.meta["val"].dtype.is_floating_point}
-    return address(simplify.clean(differentiate(one, wanted, pushed)))
+    both = differentiate(one, wanted, pushed) if joint is differentiate else simplify.specialise(joint(function, wanted, pushed), gone)
+    return address(simplify.clean(both))
 
 
 def _settle(made: dict[CellKey, Traced]) -> set[tuple[str, ...]]:

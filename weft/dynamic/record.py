@@ -115,6 +115,9 @@ class Kind:
         self.name, self.ops, self.outs, self.inputs, self.weights, self.reads = name, ops, outs, inputs, weights, reads
         self.states = tuple(state_name(port, meta) for port, (_, meta) in enumerate(outs))
 
+    def held(self) -> list[Tensor]:
+        return list(self.weights)
+
     def __call__(self, v: Vertex) -> None:
         inputs = [v.pull(f"{self.name} {i}") for i in range(self.inputs)]
         children = [v.gather(state, ref.number) for ref, state in self.reads.items()]

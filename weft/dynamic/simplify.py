@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from weft.dynamic import ops
+from weft.dynamic.collective import exchange
 from weft.dynamic.pointwise import expression
 from weft.dynamic.trace import Traced, aten, shape_of
 from weft.dynamic.vertex import Source
@@ -26,7 +27,7 @@ _FIRST_ZERO = {
     aten._unsafe_view.default, aten.clone.default, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim,
     aten.expand.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.select.int, aten.sum.dim_IntList,
     ops.spread, ops.segment_sum, ops.segment_max, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem,
-    aten.mean.dim, aten.sin.default, aten._to_copy.default, aten.div.Tensor,
+    aten.mean.dim, aten.sin.default, aten._to_copy.default, aten.div.Tensor, exchange,
 }  # fmt: skip
 _ANY_ZERO = {aten.mm.default, aten.bmm.default, aten.mul.Tensor}
 _ALL_ZERO = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default, aten.maximum.default}

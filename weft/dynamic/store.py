@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from weft.dynamic.phases import domain
-from weft.dynamic.trace import EDGES, ROWS, shape_of
+from weft.dynamic.sizes import EDGES, ROWS
+from weft.dynamic.trace import shape_of
 
 Key = tuple[str, ...]
 

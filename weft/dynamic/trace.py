@@ -19,6 +19,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from weft.dynamic.schedule import Reads
+from weft.dynamic.sizes import EDGES, ROWS
 from weft.dynamic.vertex import Source, Use, Vertex, check_use
 
 
@@ -27,12 +28,11 @@ def pretence() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-ROWS, EDGES = 1_000_003, 2_000_003
 aten = torch.ops.aten
 Function = Callable[[Vertex], None]
 Shape = tuple[int, ...]
 
-_DECOMPOSED = get_decompositions([
+DECOMPOSED = get_decompositions([
     aten.addmm, aten.silu, aten.silu_backward, aten.gelu_backward, aten.sigmoid_backward, aten.tanh_backward,
     aten.threshold_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.hardtanh, aten.hardtanh_backward, aten.elu,
     aten.elu_backward, aten.softplus, aten.softplus_backward, aten.native_layer_norm, aten.native_layer_norm_backward,
@@ -95,12 +95,12 @@ def trace(
     args = [use.sources[s] for s in order]
     with torch.no_grad():
         made = make_fx(
-            functionalize(flat), tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=_DECOMPOSED
+            functionalize(flat), tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=DECOMPOSED
         )(*args)
     found = Traced(name, made.graph, {}, {}, {}, [], use.reads, use.optional)
-    found.sources = dict(zip(order, _placeholders(made.graph), strict=True))
-    _lift_weights(found, made)
-    _name_results(found, [*use.states], [*use.outputs])
+    found.sources = dict(zip(order, placeholders(made.graph), strict=True))
+    lift_weights(found, made)
+    name_results(found, [*use.states], [*use.outputs])
     return found
 
 
@@ -124,13 +124,13 @@ def differentiate(traced: Traced, wanted: set[Source], pushed: set[str]) -> Trac
         ys, ds = zip(*pairs, strict=True)
         return [*results, *torch.autograd.grad(ys, inputs, ds, allow_unused=True)]
 
-    args = [_like(n, s in wanted) for s, n in traced.sources.items()] + [_like(n, False) for n in keep]
-    made = make_fx(joint, tracing_mode="fake", decomposition_table=_DECOMPOSED)(*args)
+    args = [like(n, s in wanted) for s, n in traced.sources.items()] + [like(n, False) for n in keep]
+    made = make_fx(joint, tracing_mode="fake", decomposition_table=DECOMPOSED)(*args)
     both = Traced(
         traced.name, made.graph, {}, {}, {}, traced.weights, traced.reads, traced.optional
     )
-    both.sources = dict(zip([*sources, *cotangents], _placeholders(made.graph), strict=True))
-    _name_results(both, [*traced.states], [*traced.outputs], [s for s in sources if s in wanted])
+    both.sources = dict(zip([*sources, *cotangents], placeholders(made.graph), strict=True))
+    name_results(both, [*traced.states], [*traced.outputs], [s for s in sources if s in wanted])
     return both
 
 
@@ -160,18 +160,18 @@ def _pretend(
     return torch.empty(rows, *states[source.name], dtype=dtype, device=device)
 
 
-def _like(node: fx.Node, grad: bool) -> Tensor:
+def like(node: fx.Node, grad: bool) -> Tensor:
     value = node.meta["val"]
     with value.fake_mode:
         out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     return out.requires_grad_(grad and value.dtype.is_floating_point)
 
 
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
-def _lift_weights(found: Traced, module: fx.GraphModule) -> None:
+def lift_weights(found: Traced, module: fx.GraphModule) -> None:
     """Tensors the function closes over become inputs of the graph."""
     first = next(iter(found.graph.nodes))
     known: dict[int, fx.Node] = {}
@@ -187,10 +187,10 @@ def _lift_weights(found: Traced, module: fx.GraphModule) -> None:
             found.weights.append(value)
         node.replace_all_uses_with(known[id(value)])
         found.graph.erase_node(node)
-    found.sources = {s: n for n in _placeholders(found.graph) for s, m in found.sources.items() if m is n}
+    found.sources = {s: n for n in placeholders(found.graph) for s, m in found.sources.items() if m is n}
 
 
-def _name_results(found: Traced, states: list[str], outputs: list[str], grads: list[Source] | None = None) -> None:
+def name_results(found: Traced, states: list[str], outputs: list[str], grads: list[Source] | None = None) -> None:
     """Drop bookkeeping ops and read the results off the output node."""
     for node in list(found.graph.nodes):
         if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from weft.core.errors import StructureError
+from weft.dynamic.collective import exchange
 from weft.dynamic.phases import fill_in, is_sized
 from weft.dynamic.trace import Traced
 from weft.dynamic.vertex import Source
@@ -18,8 +19,8 @@ ROWS, PER_ROW = 3, 2
 
 def check_rows(traced: Traced) -> None:
     """Refuse a function in which a vertex's result depends on other vertices of its batch."""
-    if any(_is_random(n) for n in traced.graph.nodes):
-        return
+    if any(_is_random(n) or n.target is exchange for n in traced.graph.nodes):
+        return  # not the same twice, or in need of other ranks
     values = {s: _example(s, n, traced) for s, n in traced.sources.items()}
     module = fx.GraphModule(torch.nn.Module(), traced.graph)
     with torch.no_grad():

@@ -83,28 +83,28 @@ class Vertex:
 
     def spread(self, value: Tensor) -> Tensor:
         """A value of the vertex, once per edge."""
-        return ops.spread(value, self._at)
+        return ops.spread(value, self.edge_rows)
 
     def reduce(self, edges: Tensor, how: str = "sum") -> Tensor:
         """One row per vertex from one row per edge: sum, mean or max over its children (0 without children)."""
         if how == "sum":
-            return ops.segment_sum(edges, self._at, self._rows)
+            return ops.segment_sum(edges, self.edge_rows, self._rows)
         if how == "max":
-            return ops.segment_max(edges, self._at, self._rows)
+            return ops.segment_max(edges, self.edge_rows, self._rows)
         if how == "mean":
             count = self.count(edges.dtype).clamp(min=1)
-            return ops.segment_sum(edges, self._at, self._rows) / count.reshape(-1, *[1] * (edges.dim() - 1))
+            return ops.segment_sum(edges, self.edge_rows, self._rows) / count.reshape(-1, *[1] * (edges.dim() - 1))
         raise StructureError("unknown reduction over children", needed="sum, mean or max", found=repr(how))
 
     def count(self, dtype: torch.dtype | None = None) -> Tensor:
         """How many children each vertex reads together."""
-        return ops.segment_sum(torch.ones(self._edges, dtype=dtype, device=self._at.device), self._at, self._rows)
+        return ops.segment_sum(torch.ones(self._edges, dtype=dtype, device=self.edge_rows.device), self.edge_rows, self._rows)
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Softmax of edge scores over the children of each vertex."""
-        top = ops.segment_max(scores.detach(), self._at, self._rows)
+        top = ops.segment_max(scores.detach(), self.edge_rows, self._rows)
         weight = torch.exp(scores - self.spread(top))
-        return weight / self.spread(ops.segment_sum(weight, self._at, self._rows))
+        return weight / self.spread(ops.segment_sum(weight, self.edge_rows, self._rows))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of each vertex over its children: query per vertex; key and value per edge, [rows, heads, size]."""
@@ -125,7 +125,8 @@ class Vertex:
         return dict(self._use.states)
 
     @property
-    def _at(self) -> Tensor:
+    def edge_rows(self) -> Tensor:
+        """For every edge the row of the vertex it belongs to."""
         return self._take(Source("at"), False)
 
     def _take(self, source: Source, optional: bool) -> Tensor:
