@@ -113,11 +113,25 @@ def scheduled(name: str, schedule: str | None) -> Program:
 
 
 def line_count(fn: Callable[..., object]) -> int:
-    """Lines of code of a function: no blank lines, comments or docstring."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
-    node = tree.body[0]
-    assert isinstance(node, (ast.FunctionDef, ast.Assign))
-    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+    """Lines of code of a function and of the functions of its module that it calls: no blank lines, comments or docstrings."""
+    home, seen, todo = inspect.getmodule(fn), set[Callable[..., object]](), [fn]
+    while todo:
+        f = todo.pop()
+        if f not in seen:
+            seen.add(f)
+            names = {n.id for n in ast.walk(_parsed(f)) if isinstance(n, ast.Name)}
+            todo += [g for n in sorted(names) if inspect.isfunction(g := getattr(home, n, None)) and inspect.getmodule(g) is home]
+    return sum(_lines(f) for f in seen)
+
+
+def _parsed(fn: Callable[..., object]) -> ast.stmt:
+    return ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+
+
+def _lines(fn: Callable[..., object]) -> int:
+    node = _parsed(fn)
+    assert isinstance(node, ast.FunctionDef)
+    if ast.get_docstring(node) is not None:
         node.body = node.body[1:]
     return len([line for line in ast.unparse(node).splitlines() if line.strip()])
 
