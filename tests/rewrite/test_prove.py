@@ -96,9 +96,10 @@ def test_every_rule_reads_back() -> None:
     assert len({r.name for r in BUILT_IN}) == len(BUILT_IN)
 
 
-@pytest.mark.parametrize(
-    "name", ["split_scatter", "sink_gather_summing_both", "delay_sum_both", "merge_projections", "bilinear_left", "bucket", "column_then_row"]
-)
+CLIMBERS = "split_scatter sink_gather_summing_both delay_sum_both merge_projections bilinear_left bucket column_then_row"
+
+
+@pytest.mark.parametrize("name", CLIMBERS.split())
 def test_true_rules_are_proved_for_all_sizes(name: str) -> None:
     verdict = prove(next(r for r in BUILT_IN if r.name == name), QUICK)
     assert (verdict.rung, verdict.status) == (3, "proved"), verdict.line
@@ -178,6 +179,15 @@ def test_a_wrong_gradient_is_a_wrong_rule() -> None:
     assert found.status != "proved"
 
 
+def test_exp_and_division_have_laws_over_two_fields() -> None:
+    """exp turns sums of exponents mod q into products mod p; division is multiplication by the inverse."""
+    assert prove(rule("exp(x + y) == exp(x) * exp(y)"), QUICK).rung == 1
+    assert prove(rule("(x / y) / z == x / (y * z)"), QUICK).rung == 1
+    assert prove(rule("(x / y) * z == (x * z) / y"), QUICK).rung == 3  # it is linear in x, so no field is needed
+    assert prove(rule("exp(x * y) == exp(x) * exp(y)"), QUICK).status == "refuted"
+    assert prove(rule("x / y == y / x"), QUICK).status == "refuted"
+
+
 def test_special_laws_are_judged_by_numbers() -> None:
     """A table cannot know that relu twice is relu once; whole numbers do, so it is not refuted, nor proved."""
     assert prove(rule("relu(relu(x)) == relu(x)"), QUICK).rung == 1
@@ -188,7 +198,8 @@ def test_special_laws_are_judged_by_numbers() -> None:
 
 def test_every_verb_has_its_line() -> None:
     names = {r.name for r in parallel.rules()}
-    for verb in ("split_scatter", "split_root", "sink_gather", "hoist_slice", "delay_sum", "delay_scatter", "cancel_slice_gather", "cancel_gather_slice"):
+    verbs = "split_scatter split_root sink_gather hoist_slice delay_sum delay_scatter cancel_slice_gather cancel_gather_slice"
+    for verb in verbs.split():
         assert callable(getattr(communicate, verb))
         assert verb in names, verb
     assert {"merge", "bucket", "by_hierarchy", "turn"} <= names

@@ -202,7 +202,7 @@ def attrs_fit(attrs: Attrs, conditions: Sequence[Condition]) -> bool:
     return all(attrs[c.who[0]] != attrs[c.who[1]] for c in conditions if c.kind == "differ")
 
 
-def dims_fit(expr: Any, filled: Any, node: Node, conditions: Sequence[Condition], attrs: Attrs) -> bool:
+def dims_fit(expr: Any, node: Node, conditions: Sequence[Condition], attrs: Attrs) -> bool:
     """Whether ops keep the dims they must: a label that is not whole, and stands once in operand and result."""
     for call, at in _applications(expr, node):
         for c in conditions:
@@ -244,7 +244,7 @@ def matches(schema: Schema, node: Node) -> Iterator[Rule]:
         return
     for more in _free_attrs(schema, attrs, node):
         full = {**attrs, **more}
-        if attrs_fit(full, schema.conditions) and dims_fit(schema.left[0], None, node, schema.conditions, full):
+        if attrs_fit(full, schema.conditions) and dims_fit(schema.left[0], node, schema.conditions, full):
             left, right = (sized(fill(e, ops, full), bound) for e in (schema.left[0], schema.right[0]))
             try:
                 here, new = build(left, bound), build(right, bound)

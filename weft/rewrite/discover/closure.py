@@ -179,3 +179,16 @@ class Closure:
 
     def known(self, pair: tuple[int, int]) -> bool:
         return self.same(*pair)
+
+
+def follows(universe: Universe, rules: Iterable[Schema], left: Any, right: Any) -> bool:
+    """Whether an equality of two expressions of the universe, its inputs as holes, can be derived from the rules within it."""
+    grounder, closure = Grounder(universe), Closure(universe)
+    closure.add(c for rule in rules if len(rule.left) == 1 for c in grounder.clauses(rule))
+    inputs = {leaf.name: k for k, leaf in enumerate(universe.world.leaves)}
+    env = Env({name: universe.number[-1 - k, ()] for name, k in inputs.items()})
+    sides = [next(iter(grounder._find(e, env, ())), None) for e in (left, right)]
+    if sides[0] is None or sides[1] is None:
+        return False
+    through = (t for side in sides if side is not None for t in side[1].through)
+    return all(closure.same(t, universe.rep[t]) for t in through) and closure.same(sides[0][0], sides[1][0])

@@ -18,6 +18,12 @@ LETTERS = "fgh"
 def candidates(left: Any, right: Any) -> Iterator[Schema]:
     """Schemas the pair is an instance of, the most general first; the last is the pair with its inputs as holes."""
     left, right = _in_order(left, right)
+    for apart in _told_apart(left, right):
+        yield from _over_ops(*_in_order(*apart))
+    yield from _over_ops(left, right)
+
+
+def _over_ops(left: Any, right: Any) -> Iterator[Schema]:
     if erased(left) == erased(right):
         left, right = _any_place(left, right)
         yield _schema(*_any_op(left, right))
@@ -28,6 +34,26 @@ def candidates(left: Any, right: Any) -> Iterator[Schema]:
         for condition in _conditions(form):
             yield _schema(_abstract(left, form, "f"), _abstract(right, form, "f"), condition)
     yield _schema(left, right)
+
+
+def _told_apart(left: Any, right: Any) -> Iterator[tuple[Any, Any]]:
+    """An input used as often on both sides may be several: every way to say which use is which."""
+    for hole in holes_of(left):
+        uses = [_uses(e, hole) for e in (left, right)]
+        if 1 < uses[0] == uses[1] < 4:
+            names = [f"{hole}{i}" for i in range(uses[0])]
+            for order in itertools.permutations(names):
+                yield _replaced(left, hole, iter(names)), _replaced(right, hole, iter(order))
+
+
+def _uses(expr: Any, hole: str) -> int:
+    return int(expr.name == hole) if isinstance(expr, Hole) else sum(_uses(a, hole) for a in expr.args) if isinstance(expr, Call) else 0
+
+
+def _replaced(expr: Any, hole: str, names: Iterator[str]) -> Any:
+    if isinstance(expr, Hole):
+        return Hole(next(names)) if expr.name == hole else expr
+    return Call(expr.op, tuple(_replaced(a, hole, names) for a in expr.args), expr.attrs) if isinstance(expr, Call) else expr
 
 
 def _schema(left: Any, right: Any, conditions: tuple[Condition, ...] = ()) -> Schema:

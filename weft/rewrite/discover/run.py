@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import RuleError
+from weft.ops.registry import Kind
 from weft.rewrite.certificate import Certificate, Pair, write
 from weft.rewrite.discover.closure import Clause, Closure, Grounder
 from weft.rewrite.discover.enumerate import Enumerator, Universe
@@ -200,7 +201,7 @@ def _orient(u: Universe, pair: tuple[int, int]) -> tuple[int, int] | None:
 
 def _with_shapes(schema: Schema, u: Universe) -> Schema:
     """A rule of named ops carries the shapes it has in general."""
-    if schema.op_holes or not schema.calls:
+    if schema.op_holes or all(c.op.kind is Kind.COMM for c in schema.calls):
         return schema
     ranks = dict.fromkeys(schema.holes, (len(u.world.leaves[0].shape), False))
     shapes = infer_shapes([erased(e) for e in (*schema.left, *schema.right)], ranks)

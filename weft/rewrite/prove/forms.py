@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from weft.core.node import OPS, Attrs, Node, Op, op_named
 from weft.ops.registry import Equation, Kind, Types, define
@@ -27,6 +30,21 @@ def form(name: str, arity: int = 1, attrs: Attrs | None = None, fixed: tuple[flo
     op = op_named(name)
     normal = op.facets.get("normal", dict)
     return Form(op, tuple(sorted(normal(dict(attrs or {})).items())), arity, fixed)
+
+
+def mixed(given: Form) -> Form:
+    """An op of the same shapes that mixes all its elements and is not linear: what a condition keeps out, where no usual op does."""
+
+    def equation(types: Types, attrs: Attrs) -> Equation:
+        eq: Equation = given.op.equation(types, attrs)
+        return replace(eq, whole=frozenset(x for labels in (*eq.ins, *eq.outs) for x in labels))
+
+    def run(*xs: torch.Tensor, **attrs: Any) -> torch.Tensor:
+        y = given.op.run(*xs, **attrs)
+        return torch.cumsum(y.reshape(-1) ** 2, 0).reshape(y.shape)
+
+    op = define(f"mixed_{given.op.name}", kind=Kind.WHOLE, equation=equation, run=run)
+    return Form(OPS.pop(op.name), given.attrs, given.arity, given.fixed)
 
 
 _numbers = itertools.count()

@@ -56,33 +56,47 @@ class Instance:
         return f"{left}  ==  {right}"
 
 
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
 def settings(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: Sequence[str], rank: int = 2) -> Iterator[Setting]:
     """Every filling under the conditions whose two sides have the same shapes on one device."""
     fits = [[f for f in forms if f.arity == n and form_fits(f, name, schema.conditions)] for name, n in schema.op_holes.items()]
     keys = schema.attr_holes
+    known: dict[Any, list[Shapes]] = {}  # collectives vanish on one device, so many fillings share their shapes
     for chosen in itertools.product(*fits):
         ops = dict(zip(schema.op_holes, chosen, strict=True))
         for values in itertools.product(*(attr_choices(k, axes) for k in keys.values())):
             attrs = dict(zip(keys, values, strict=True))
-            if attrs_fit(attrs, schema.conditions):
-                yield from _shaped(schema, ops, attrs, sizes, rank)
+            if not attrs_fit(attrs, schema.conditions):
+                continue
+            left, right = (tuple(fill(e, ops, attrs) for e in side) for side in (schema.left, schema.right))
+            bare = _bare(left, right)
+            text = str([str(e) for side in bare for e in side])
+            kept = tuple(attrs.get(v) for c in schema.conditions if c.kind == "keeps" for v in c.args)
+            if (text, kept) not in known:
+                known[text, kept] = list(_shapes_alone(schema, bare, attrs, sizes, rank))
+            yield from (Setting(left, right, shapes, text) for shapes in known[text, kept])
 
 
-def _shaped(schema: Schema, ops: Mapping[str, Form], attrs: Mapping[str, Any], sizes: Sequence[int], rank: int) -> Iterator[Setting]:
-    left, right = (tuple(fill(e, ops, attrs) for e in side) for side in (schema.left, schema.right))
-    bare = [tuple(erased(e) for e in side) for side in (left, right)]
-    if _merged(bare[0]) or _merged(bare[1]):
-        bare[1] = bare[0] = tuple(e for e in bare[0] if not _merged((e,))) or ()
+def _bare(left: tuple[Any, ...], right: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Both sides without communication; items of a merged collective are told by the side that has none."""
+    bare = tuple(erased(e) for e in left), tuple(erased(e) for e in right)
+    whole = next((side for side in bare if not _merged(side)), ())
+    return (whole, whole) if any(map(_merged, bare)) else bare
+
+
+def _shapes_alone(
+    schema: Schema, bare: tuple[tuple[Any, ...], tuple[Any, ...]], attrs: Mapping[str, Any], sizes: Sequence[int], rank: int
+) -> Iterator[Shapes]:
     for choices in _shape_choices(schema, sizes, rank):
         for bound, nodes in typed(bare[0], choices):
-            if not all(
-                dims_fit(e, None, n, schema.conditions, attrs) for e, n in zip((erased(x) for x in schema.left), nodes, strict=False)
-            ):
+            unfilled = zip((erased(x) for x in schema.left), nodes, strict=False)
+            if not all(dims_fit(e, n, schema.conditions, attrs) for e, n in unfilled):
                 continue
             bound = {**{h: c[0] for h, c in choices.items()}, **bound}
             if _types_like(bare[1], bound, nodes):
-                shapes = tuple((h, bound[h].shape, bound[h].dtype) for h in schema.holes)
-                yield Setting(left, right, shapes, str([str(e) for side in bare for e in side]))
+                yield tuple((h, bound[h].shape, bound[h].dtype) for h in schema.holes)
 
 
 def _merged(exprs: Sequence[Any]) -> bool:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.core.errors import WeftError
+from weft.rewrite.prove import twofields
 from weft.rewrite.prove.compare import Difference, differ, differ_in_numbers
 from weft.rewrite.prove.domains import Field, Symbolic, Unsuitable
 from weft.rewrite.prove.example import explain, explain_types
-from weft.rewrite.prove.forms import usual_forms
+from weft.rewrite.prove.forms import mixed, usual_forms
 from weft.rewrite.prove.general import Derivation, derive
 from weft.rewrite.prove.instances import Instance, sample
 from weft.rewrite.schema import Form, Schema
@@ -64,7 +65,12 @@ def _fault(instance: Instance, seed: int) -> Difference | None:
         wrong = Difference("value", "out0", (), None, None)
     if wrong is None:
         return None
-    return wrong if _exact(instance) or differ_in_numbers(instance, seed) is not None else None
+    if _exact(instance):
+        return wrong
+    left, right = instance.program("left"), instance.program("right")
+    if twofields.speaks_of(left) and twofields.equal(left, right, seed):
+        return None
+    return wrong if differ_in_numbers(instance, seed) is not None else None
 
 
 def _exact(instance: Instance) -> bool:
@@ -135,4 +141,10 @@ def without(schema: Schema, k: int) -> Schema:
 
 def needless(schema: Schema, effort: Effort, forms: Sequence[Form]) -> list[tuple[Any, str]]:
     """Every condition, with the counterexample that shows it is needed; empty text where none was found."""
-    return [(c, refute(without(schema, k), effort, forms)[1]) for k, c in enumerate(schema.conditions)]
+    return [(c, _shown_needed(without(schema, k), effort, forms)) for k, c in enumerate(schema.conditions)]
+
+
+def _shown_needed(weaker: Schema, effort: Effort, forms: Sequence[Form]) -> str:
+    """A counterexample by a usual op, or by one made up that has the same shapes."""
+    found = refute(weaker, effort, forms)[1]
+    return found or refute(weaker, effort, [mixed(f) for f in forms if f.op.equation is not None and not f.fixed])[1]
