@@ -69,7 +69,7 @@ def test_what_cannot_be_measured() -> None:
 
 def test_a_calibrated_profile_is_a_profile() -> None:
     seen = [Product(64, 64, 64, 1, "fp32", 1e-5), Product(512, 512, 512, 1, "fp32", 5e-3)]
-    seen += [(1e10, 4e10), (5e-6, 0.0), (1e10, 8e9), (8e9, 7e9), 0.9, 1.0, 0.0, 0]
+    seen += [(1e10, 4e10), (5e-6, 0.0), (1e10, 8e9), (8e9, 7e9), 0.9, 1.0, 0.0, 0, 1e8]
     device = calibrate._device("cpu", None, "here", seen)
     made = calibrate.Profile("here", device, 2, calibrate._links(None, [], 2))
     assert parse(dump(made)) == made

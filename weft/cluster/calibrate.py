@@ -94,7 +94,7 @@ def _cores() -> int:
 def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> Device:
     timed = [s for s in seen if isinstance(s, Product)]
     others = [s for s in seen if not isinstance(s, Product)]
-    (bandwidth, near), (kernel, host), wide, narrow, misaligned, sustained, compiled, workspace = others
+    (bandwidth, near), (kernel, host), wide, narrow, misaligned, sustained, compiled, workspace, math_rate = others
     by = f"measured: weft calibrate, torch {torch.__version__.split('+')[0]}"
     constants = dict(base.device.constants) if base else _unknown(device, timed, by)
     main = "bf16" if device != "cpu" else "fp32"
@@ -106,7 +106,7 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
         "attention.narrow": math.log2(max(1e-3, wide[0] / max(narrow[0], 1.0))), "gemm.misaligned": misaligned,
         "gemm.sustained": sustained if device != "cpu" else 1.0,
         "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, near, kernel),
-        "host.compiled": compiled, "workspace.bytes": workspace,
+        "host.compiled": compiled, "workspace.bytes": workspace, "math.rate": math_rate,
     }  # fmt: skip
     if not base:
         constants["memory.bandwidth"] = Constant(bandwidth, by)

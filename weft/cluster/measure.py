@@ -120,11 +120,16 @@ def bandwidth(device: str) -> tuple[float, float]:
     """Bytes a second read and written together by a pointwise kernel: of tensors no cache holds, and of some it does."""
 
     def rate(size: int) -> float:
-        count = size // 8
-        x, y = torch.ones(count, device=device), torch.empty(count, device=device)
+        x, y = torch.ones(size // 8, device=device), torch.empty(size // 8, device=device)
         return size / seconds(lambda: torch.add(x, 1.0, out=y), device, 0.3)
 
     return rate(2**31 if device != "cpu" else 2**27), rate(cached(device))
+
+
+def math_rate(device: str) -> float:
+    """Elements a second through a gelu, whose exponentials cost a processor more than its bytes."""
+    x = torch.randn(2**18 if device == "cpu" else 2**26, device=device)
+    return x.numel() / seconds(lambda: F.gelu(x), device, 0.2)
 
 
 def cached(device: str) -> int:
@@ -206,3 +211,4 @@ def samples(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "sustained", lambda: sustained(device)
     yield "compiled kernels", lambda: compiled_host(device) if device != "cpu" else 0.0
     yield "workspace", lambda: workspace() if device != "cpu" else 0
+    yield "exponentials", lambda: math_rate(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from weft.cluster import collectives, kernels
@@ -62,6 +63,6 @@ def device_seconds(device: Device, op: Op) -> float:
         rows = op.batch * op.heads * op.queries
         return kernels.attention(device, op.flops, op.bytes, rows, op.head_dim, op.dtype, op.back, op.launches)
     if isinstance(op, Touch):
-        work = op.flops / (device.peak(op.dtype) * device.get("gemm.efficiency")) if op.flops else 0.0
-        return max(kernels.touch(device, op.bytes, op.launches), work)
+        work = op.flops / (device.peak(op.dtype) * device.get(op.share)) if op.flops else 0.0
+        return max(kernels.touch(device, op.bytes, op.launches), work, op.math / device.get("math.rate", math.inf))
     raise TypeError(f"{type(op).__name__} runs on links, not on a device")

@@ -21,6 +21,7 @@ from weft.plan.setting import Setting
 from weft.plan.workload import Collective, Gemm, Op, Touch
 
 DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16"}
+MATH = ("gelu", "exp", "tanh", "sigmoid", "silu", "erf", "log", "softmax", "cross_entropy", "dropout", "pow", "sin", "cos")
 SENT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
 
 
@@ -48,8 +49,13 @@ def of_node(node: Node) -> Iterator[Op]:
         m, n, k, batch = product_sizes(node)
         yield Gemm(m, n, k, batch, _dtype(node), node.op.name)
     else:
+        name = node.op.name
         work = flops(node) if kind is Kind.WHOLE else 0.0
-        yield Touch(node.op.name, float(memory_traffic(node)), 0, flops=work, dtype=_dtype(node))
+        share = "gemm.efficiency"
+        if name.startswith("attention"):
+            share = "attention.backward" if "backward" in name else "attention.forward"
+        math_ = _elements(node) if name.startswith(MATH) else 0.0
+        yield Touch(name, float(memory_traffic(node)), 0, flops=work, dtype=_dtype(node), share=share, math=math_)
 
 
 def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
@@ -64,7 +70,8 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
         if node.op.kind is Kind.COMM:
             yield from _sent(node)
     moved = sum(nbytes(a.type) for a in read) + sum(nbytes(t) for n in kept for t in n.types)
-    yield Touch("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0)
+    hard = sum(_elements(n) for n in nodes if n.op.name.startswith(MATH))
+    yield Touch("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
 
 
 def _sent(node: Node) -> Iterator[Op]:
@@ -87,6 +94,10 @@ def product_sizes(node: Node) -> tuple[int, int, int, int]:
     parts = (left & out - right, right & out - left, left & right - out, left & right & out)
     m, n, k, batch = (math.prod(size[x] for x in part if x != ONE) for part in parts)
     return m, n, k, batch
+
+
+def _elements(node: Node) -> float:
+    return float(math.prod(node.types[0].layout.largest_local))
 
 
 def _dtype(node: Node) -> str:

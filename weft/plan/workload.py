@@ -79,6 +79,8 @@ class Touch:
     saved: float = 0
     flops: float = 0.0  # where they may outweigh the bytes, as in a larger op kept whole
     dtype: str = "fp32"
+    share: str = "gemm.efficiency"  # the constant that says which share of the peak such flops reach
+    math: float = 0.0  # elements put through exp, tanh and the like
 
 
 @dataclass(frozen=True)
