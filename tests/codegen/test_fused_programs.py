@@ -58,6 +58,13 @@ def most(g: Any) -> Any:
     return s / weft.settle(weft.amax(weft.abs(s)))
 
 
+def with_its_norm(g: Any, lr: Any) -> Any:
+    """A number that leaves the kernel, and one that only a number needs."""
+    s = weft.reduce_scatter(g, "tp", 0)
+    size, most_ = weft.settle(weft.sum(s * s)), weft.settle(weft.amax(s))
+    return {"y": s * lr, "norm": weft.sqrt(size), "scaled": most_ * lr}
+
+
 def columns(g: Any, scale: Any) -> Any:
     """A factor for each row of a matrix."""
     return weft.all_gather(weft.reduce_scatter(g, "tp", 0) * scale, "tp")
@@ -71,11 +78,14 @@ def programs(ranks: int) -> list[Program]:
         traced(normalised, mesh, g=f(3, 8, 5, tp=P()), w=f(3, 8, 5)),
         traced(low_precision, mesh, g=b(70, 3, tp=P()), w=b(70, 3)),
         traced(one_shot, mesh, g=f(5, 7, tp=P()), x=f(5, 7), b=f(7)),
+        traced(with_its_norm, mesh, g=f(4, 9, tp=P()), lr=f()),
         traced(most, mesh, g=f(33, tp=P())),
         traced(columns, mesh, g=f(8, 6, tp=P()), scale=f(8, 1, tp=S(0))),
         traced(lambda x, y: weft.exp(-(x * x)) + y, mesh, x=f(9, 4), y=f(4)),
     ]
-    found += [EXAMPLES[name].schedules["fuse(RS-C-AG)"](EXAMPLES[name].make()) for name in ("sgd", "adamw", "lamb") if ranks == 4]
+    found += [
+        EXAMPLES[name].schedules["fuse(RS-C-AG)"](EXAMPLES[name].make()) for name in ("sgd", "adamw", "adamw-clipped", "lamb") if ranks == 4
+    ]
     return found
 
 

@@ -122,7 +122,8 @@ def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) ->
 def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
     """A call of codegen's as the runtime's plain data."""
     arguments = {n: k for k, n in enumerate(call.given)}
-    results = {n: k for k, n in enumerate(call.made)}
+    tensors = [n for n in call.made if n not in call.fused.numbers]
+    results = {n: k for k, n in enumerate(tensors)}
     sets: dict[Any, int] = {}
     parts = []
     for part in call.fused.parts:
@@ -132,11 +133,12 @@ def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
             role = "shared" if p.role == "whole" and slot in spread else p.role
             value = -1 if role == "index" else (results if p.node in results else arguments)[p.node]
             uses.append(Use(slot, role, value, p.offsets))
-        numbers = tuple((name, arguments[n]) for name, n in part.scalars.items())
-        parts.append((part.lengths, tuple(uses), sets.setdefault(numbers, len(sets))))
+        named = tuple((name, arguments[n]) for name, n in part.scalars.items())
+        parts.append((part.lengths, tuple(uses), sets.setdefault(named, len(sets))))
     spans = tuple(part.span for part in call.fused.parts for _ in part.lengths)
-    shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in call.made)
-    return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans)
+    shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in tensors)
+    numbers = tuple((part, which, n.dtype) for n, (part, which) in call.fused.numbers.items())
+    return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans, numbers)
 
 
 def compile_program(program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> Compiled:

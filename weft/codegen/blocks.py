@@ -29,8 +29,9 @@ class Call:
 
     @property
     def made(self) -> tuple[Node, ...]:
-        """What the call gives, in order."""
-        return tuple(dict.fromkeys(p.node for p in self._places() if p.role in ("out", "gathered")))
+        """What the call gives, in order: tensors, then numbers."""
+        tensors = (p.node for p in self._places() if p.role in ("out", "gathered"))
+        return tuple(dict.fromkeys([*tensors, *self.fused.numbers]))
 
     @property
     def given(self) -> tuple[Node, ...]:

@@ -88,19 +88,25 @@ class Value:
 
 @dataclass(frozen=True)
 class Group:
-    """A fused group: values stored into slots. Its rows are filled in when it is bound to tensors."""
+    """A fused group: values stored into slots, and numbers handed back. Its rows are filled in when it is bound to tensors."""
 
     name: str
     stores: tuple[tuple[Slot, Value], ...]
+    numbers: tuple[Value, ...] = ()  # below element level: what is known of totals when all is done
     slots: tuple[Slot, ...] = field(init=False)
     scalars: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        values = list(ordered(value for _, value in self.stores))
+        values = list(ordered(self.roots))
         read = [v.slot for v in values if v.slot]
         object.__setattr__(self, "slots", tuple(dict.fromkeys([*read, *(slot for slot, _ in self.stores)])))
         object.__setattr__(self, "scalars", tuple(dict.fromkeys(v.name for v in values if v.fn == "scalar")))
         self._check()
+
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """All that is wanted of the group."""
+        return (*(value for _, value in self.stores), *self.numbers)
 
     @property
     def compute(self) -> str:

@@ -51,6 +51,7 @@ class Fused:
     axis: str | None
     parts: tuple[Part, ...]
     reused: dict[Node, Node]  # results that overwrite an input, and that input
+    numbers: dict[Node, tuple[int, int]]  # scalars that leave: the part, and which of the body's numbers
 
 
 def fuse_group(program: Program, group: Group, rank: int, *, donate: bool = False, spend: frozenset[str] = frozenset()) -> list[Fused]:
@@ -93,9 +94,11 @@ class _Lowering:
     def _one_body(self, suffix: str, members: list[tuple[list[Node], list[Node]]]) -> Fused:
         names = _readable([node for node, _ in _Component(self, *members[0]).lower().slots], self.program)
         lowered = [_Component(self, nodes, outputs, names).lower() for nodes, outputs in members]
-        body = expr.Group(self.group.name + suffix, tuple(lowered[0].stores))
+        numbers = tuple(v for _, v in lowered[0].numbers)
+        body = expr.Group(self.group.name + suffix, tuple(lowered[0].stores), numbers)
         reused = {n: old for c in lowered for n, old in c.reused.items()}
-        return Fused(body, self.axis, tuple(c.part() for c in lowered), reused)
+        handed = {n: (k, j) for k, c in reversed(list(enumerate(lowered))) for j, (n, _) in enumerate(c.numbers)}
+        return Fused(body, self.axis, tuple(c.part() for c in lowered), reused, handed)
 
     def _axis(self) -> str | None:
         axes = {n.attr("axis") for n in self.group.nodes if n.op.kind is Kind.COMM}
@@ -126,12 +129,22 @@ class _Lowering:
         found: dict[Node, list[Node]] = {}
         for n in parent:
             found.setdefault(find(n), []).append(n)
-        stray = [n for n in self.outputs if is_scalar(n)]
-        if stray:
-            raise NotFusable(
-                f"{stray[0].op.name} of group {self.group.name} leaves as a scalar", needed="tensors as outputs", found=str(stray[0].type)
-            )
-        return [(nodes, [n for n in self.outputs if n in nodes]) for nodes in found.values()]
+        parts = [(nodes, [n for n in self.outputs if n in nodes]) for nodes in found.values()]
+        return [(nodes, outputs) for nodes, outputs in parts if outputs] or parts
+
+    def numbers_of(self, nodes: set[Node]) -> list[Node]:
+        """The scalars that leave and are a matter of these tensors; what is a matter of all tensors, or of none, is of each."""
+        found = []
+        for n in (n for n in self.outputs if is_scalar(n)):
+            about = [x for t in self._totals_under(n) for x in operands(t)]
+            mine = [x in nodes for x in about]
+            if all(mine) or any(mine) and len({self.home.get(x) for x in about}) > 1:
+                found.append(n)
+        return found
+
+    def _totals_under(self, n: Node) -> list[Node]:
+        inside = [x for x in self.program.needs(n) if x in self.members and x.op.name in REDUCES]
+        return [x for x in inside if not is_scalar(operands(x)[0])]
 
 
 class _Component:
@@ -144,13 +157,15 @@ class _Component:
         self.scalars: dict[str, Node] = {}
         self.stores: list[tuple[Slot, Value]] = []
         self.reused: dict[Node, Node] = {}
+        self.numbers: list[tuple[Node, Value]] = []
 
     def lower(self) -> _Component:
         self.domain = self._domain()
         self.rows = Rows(self.domain, self.whole.axis, self.whole.coords)
         for n in self.outputs:
             self.stores.append(self._store(n))
-        self.signature = _signature(self.stores)
+        self.numbers = [(n, self.value(n)) for n in self.whole.numbers_of(self.nodes)]
+        self.signature = (tuple(self.stores), tuple(v for _, v in self.numbers))
         return self
 
     # -- which elements --------------------------------------------------------------------------------------------
@@ -398,8 +413,3 @@ def _readable(nodes: list[Node], program: Program) -> list[str]:
 def _identifier(n: Node, number: int) -> str:
     name = str(n.attr("name") or f"scalar{number}").replace(".", "_")
     return name if name.isidentifier() else f"scalar{number}"
-
-
-def _signature(stores: list[tuple[Slot, Value]]) -> Any:
-    """Equal for two parts exactly if one body serves both; values are interned, so this is what they are."""
-    return tuple((slot, value) for slot, value in stores)

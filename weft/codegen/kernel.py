@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.codegen import to_cpu
-from weft.codegen.expr import Group, Slot, ordered
+from weft.codegen.expr import Group, Level, Slot, ordered
 from weft.codegen.phases import Cut, cut
 from weft.codegen.text import PYTHON, Writer, bare, host_scalars
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Plain data. `scalars` is a Python lambda from the group's scalars, by name, to the numbers the source expects."""
+    """Plain data. `scalars` is a Python lambda from the group's scalars, by name, to the numbers the source expects;
+    `numbers` one from the same scalars and a row's totals to what is handed back."""
 
     name: str
     target: str  # "cpu" or "triton"
@@ -23,6 +24,8 @@ class Kernel:
     scalar_names: tuple[str, ...]  # what the lambda takes
     scalar_count: int  # what it gives
     totals: int
+    total_kinds: tuple[tuple[str, bool], ...]  # sum, max or min; whether over all rows
+    numbers: str
     phases: int
     bytes_per_element: int  # moved over all ranks, for each element of the whole
 
@@ -31,20 +34,34 @@ def compile_group(group: Group, world: int, target: str = "cpu") -> Kernel:
     """Generate the kernel of `group` for `world` ranks."""
     parts = cut(group, world)
     source = to_cpu.emit(parts, world) if target == "cpu" else _triton(parts, world)
-    hosted = host_scalars(v for _, v in group.stores)
+    kinds = tuple((t.name, t.level == Level.CALL) for t in parts.totals)
     return Kernel(group.name, target, world, source, tuple(to_cpu.columns(parts)), scalar_lambda(group), group.scalars,
-                  len(hosted), len(parts.totals), len(parts.phases), bytes_moved(parts, world))  # fmt: skip
+                  len(host_scalars(group.roots)), len(kinds), kinds, number_lambda(parts), len(parts.phases),
+                  bytes_moved(parts, world))  # fmt: skip
 
 
 def scalar_lambda(group: Group) -> str:
     """The host's part of the arithmetic: hyper-parameters in, kernel scalars out, in double precision."""
+    writer = _python(group)
+    texts = [bare(writer.text(v)) for v in host_scalars(group.roots)]
+    return f"lambda {', '.join(group.scalars)}: ({''.join(f'{text}, ' for text in texts)})"
+
+
+def number_lambda(parts: Cut) -> str:
+    """What is handed back, worked out by the host from the totals of a row."""
+    writer = _python(parts.group)
+    for k, total in enumerate(parts.totals):
+        writer.name(total, f"totals[{k}]")
+    texts = [bare(writer.text(v)) for v in parts.group.numbers]
+    return f"lambda {', '.join([*parts.group.scalars, 'totals'])}: ({''.join(f'{text}, ' for text in texts)})"
+
+
+def _python(group: Group) -> Writer:
     writer = Writer(PYTHON, repr, lambda text, _: text)
-    roots = [v for _, v in group.stores]
-    for v in ordered(roots):
+    for v in ordered(group.roots):
         if v.fn == "scalar":
             writer.name(v, v.name)
-    texts = [bare(writer.text(v)) for v in host_scalars(roots)]
-    return f"lambda {', '.join(group.scalars)}: ({''.join(f'{text}, ' for text in texts)})"
+    return writer
 
 
 def bytes_moved(parts: Cut, world: int) -> int:

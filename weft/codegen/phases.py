@@ -46,11 +46,12 @@ def cut(group: Group, world: int) -> Cut:
 class _Cutter:
     def __init__(self, group: Group, world: int) -> None:
         self.group, self.world = group, world
-        self.values = list(ordered(value for _, value in group.stores))
+        self.values = list(ordered(group.roots))
         self.when: dict[Value, int] = {}
         for v in self.values:
             self.when[v] = max((self.when[a] for a in v.args), default=0) + (v.fn == "total")
-        self.phases = [Phase(p) for p in range(max(self.when.values()) + 1)]
+        last = max([*(self.when[v] for _, v in group.stores), *(self.when[v] - 1 for v in group.numbers)])
+        self.phases = [Phase(p) for p in range(last + 1)]
         self.stash: list[Slot] = []
 
     def cut(self) -> Cut:
@@ -66,6 +67,7 @@ class _Cutter:
     def _latest(self, totals: list[Value]) -> dict[Value, int]:
         """The last phase in which each total can still be taken: late ones often read what is read anyway."""
         due = dict.fromkeys(self.values, math.inf)
+        due.update(dict.fromkeys(self.group.numbers, len(self.phases)))
         due.update({v: self.when[v] for _, v in self.group.stores})
         for v in reversed(self.values):
             for a in v.args:

@@ -28,7 +28,7 @@ class _Emitter:
         self.cut, self.world = cut, world
         self.real = TYPES[cut.group.compute]
         self.totals = {t: k for k, t in enumerate(cut.totals)}
-        self.scalars = host_scalars(v for _, v in cut.group.stores)
+        self.scalars = host_scalars(cut.group.roots)
         self.columns = columns(cut)
 
     def source(self) -> str:

@@ -39,7 +39,7 @@ class _Emitter:
         self.cut, self.world = cut, world
         self.real = TYPES[cut.group.compute]
         self.totals = {t: k for k, t in enumerate(cut.totals)}
-        self.scalars = host_scalars(v for _, v in cut.group.stores)
+        self.scalars = host_scalars(cut.group.roots)
         self.column: dict[Slot, int] = {}
         at = HEAD
         for slot in columns(cut):

@@ -38,6 +38,8 @@ class KernelLike(Protocol):
     slots: tuple[Any, ...]
     scalar_count: int
     totals: int
+    total_kinds: tuple[tuple[str, bool], ...]
+    numbers: str
     phases: int
     bytes_per_element: int
 
@@ -131,6 +133,11 @@ class HostKernel:
         """Let all rows be somewhere else; lengths and scalars stay."""
         table, _ = flatten_rows(self._kernel, rows, self.peers.rank, self.peers.device, self._made)
         self._table[:] = [x for row in table for x in row]
+
+    def totals_of(self, row: int) -> list[float]:
+        """The totals a row has seen in the last call."""
+        count = len(self._kernel.total_kinds)
+        return self.totals[row * count : (row + 1) * count]
 
     def meet(self) -> None:
         """Only meet: all ranks' writes so far are seen by all."""

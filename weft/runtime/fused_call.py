@@ -47,6 +47,7 @@ class Plan:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # local shape and dtype
     scalars: tuple[tuple[tuple[str, int], ...], ...]  # name in the kernel, index among the arguments
     spans: tuple[int, ...]  # of each row, the longest any rank has
+    numbers: tuple[tuple[int, int, torch.dtype], ...] = ()  # handed back: part, which of the kernel's numbers, dtype
 
 
 class FusedCall:
@@ -56,6 +57,7 @@ class FusedCall:
         self.plan, self.peers = plan, peers
         self._held: dict[tuple[str, int], Held] = {}
         self._expand = eval(plan.kernel.scalars, {"math": math})  # type: ignore[attr-defined]
+        self._number_of = eval(plan.kernel.numbers, {"math": math})
         self._bound: Any = None
         self._placed: tuple[int, ...] = ()
 
@@ -74,7 +76,18 @@ class FusedCall:
         for value, held in ((v, h) for (role, v), h in self._held.items() if role == "shared"):
             if args[value].data_ptr() != held.own.data_ptr():
                 args[value].copy_(held.own)
-        return tuple(self._result(k, r) for k, r in enumerate(results))
+        return (*(self._result(k, r) for k, r in enumerate(results)), *self._numbers(args))
+
+    def _numbers(self, args: Sequence[Any]) -> list[Tensor]:
+        """Scalars worked out from the totals."""
+        found = []
+        for part, which, dtype in self.plan.numbers:
+            row = sum(len(lengths) for lengths, _, _ in self.plan.parts[:part])
+            names = self.plan.scalars[self.plan.parts[part][2]]
+            given = {name: float(args[k]) for name, k in names}
+            number = self._number_of(**given, totals=self._bound.totals_of(row))[which]
+            found.append(torch.tensor(number, device=self.peers.device).to(dtype))
+        return found
 
     def _place(self, use: Use, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[int, ...]:
         """Addresses of a value: one, or one per rank."""

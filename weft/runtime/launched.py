@@ -60,7 +60,7 @@ class DeviceKernel:
         self._columns, self._places = columns_of(kernel), dict[str, int]()
         firsts = [k if row.first is None else row.first for k, row in enumerate(rows)]
         work = _work(spans or [row.length for row in rows], firsts, self.launch.chunk)
-        self.pieces = len(work)
+        self.pieces, self._pieces = len(work), work
         self._work = torch.tensor(work, dtype=torch.int64, device=peers.device)
         groups = 1 + max((row.scalars for row in rows), default=0)
         real = torch.float64 if any(slot.nbytes == 8 for slot in kernel.slots) else torch.float32
@@ -97,6 +97,19 @@ class DeviceKernel:
             )  # fmt: skip
         if not inside and leave:
             self.meet()
+
+    def totals_of(self, row: int) -> list[float]:
+        """The totals a row has seen in the last call; waits for it."""
+        self.peers.barrier("totals")
+        real = self.scalars.dtype
+        parts = torch.stack([part.view(real)[: self.pieces * len(self._kernel.total_kinds)] for part in self._sums_keep.parts])
+        mine = next(piece for piece in self._pieces if piece[0] == row)
+        found = []
+        for k, (op, over_rows) in enumerate(self._kernel.total_kinds):
+            first, count = (0, self.pieces) if over_rows else (mine[2], mine[3])
+            values = parts[:, k * self.pieces + first : k * self.pieces + first + count]
+            found.append(float({"sum": values.sum, "max": values.max, "min": values.min}[op]()))
+        return found
 
     def meet(self) -> None:
         """Only meet: all ranks' work on this line so far is seen by all."""
