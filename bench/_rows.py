@@ -14,7 +14,7 @@ from pathlib import Path
 
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
-from weft.core.errors import WeftError
+from weft.core.errors import UnknownName, WeftError
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, simulate
 from weft.plan.transformer import Shape, workload
@@ -86,7 +86,7 @@ def _iteration(cells: Cells, case: str) -> Row:
         assumed["vocab"] = f"{WORDS}, not padded: rows of one node with tp 1 are slow by what unaligned logits cost"
     profile = _with_network(load("A100"), 100)
     setting, assumed["recompute"] = _with_recompute(shape, setting, profile)
-    cluster = Cluster(f"{gpus}xA100", (Nodes(max(1, gpus // node), min(gpus, node), profile),))
+    cluster = Cluster(f"{gpus}xA100", (_nodes(gpus, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}"
     measured = float(cells["iteration time (ms)"])
     return Row(case, group, shape, setting, cluster, measured, lambda step: step.seconds * 1e3, assumed)
@@ -136,7 +136,7 @@ def _published(cells: Cells, case: str) -> Row:
     shape = Shape(int(cell("layers")), hidden, heads, vocab, int(cell("seq")), kv, ffn, case, bias=not modern, dropout=not modern)
     shape = _of_size(shape, cells["source"], assumed) if modern else shape
     setting = _setting(cell, modern, shape, profile, gpus, cells, assumed)
-    cluster = Cluster(f"{gpus}x{profile.name}", (Nodes(max(1, gpus // 8), min(gpus, 8), profile),))
+    cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(setting.devices, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}x{profile.name}"
     metric = _metric(cell("metric"), shape, setting, gpus)
     return Row(f"{case} {cells['source']}", group, shape, setting, cluster, float(cell("value")), metric, assumed)
@@ -156,14 +156,23 @@ def _of_size(shape: Shape, source: str, assumed: dict[str, str]) -> Shape:
     return best
 
 
+def _nodes(devices: int, profile: Profile) -> Nodes:
+    """Whole nodes, of fewer devices each where they do not divide."""
+    size = next(n for n in range(min(devices, profile.node_size), 0, -1) if devices % n == 0)
+    return Nodes(devices // size, size, profile)
+
+
 def _usual(profile: Profile) -> float:
     return profile.links[-1].get("bandwidth") * 8 / 1e9
 
 
 def _device(text: str, assumed: dict[str, str]) -> Profile:
     """`H100-96 HBM2e 500W`: a kind, and what differs from its profile."""
-    kind = re.match(r"[A-Za-z]+\d+", text)
-    profile = load(kind.group() if kind else text)
+    try:
+        return load(text)
+    except UnknownName:
+        kind = re.match(r"[A-Za-z]+\d+", text)
+        profile = load(kind.group() if kind else text)
     changes: dict[str, Constant] = {}
     if size := re.search(r"-(\d+)", text):
         changes["memory.bytes"] = Constant(float(size.group(1)) * 1.07e9, "datasheet: memory of the row's device")
@@ -182,14 +191,20 @@ def _setting(
     cell: Callable[..., str], modern: bool, shape: Shape, profile: Profile, gpus: int, cells: Cells, assumed: dict[str, str]
 ) -> Setting:
     tp, pp, cp = (int(cell(key, "1")) for key in ("tp", "pp", "cp"))
-    dp = int(cell("dp", str(max(1, gpus // (tp * pp * cp))), "what is left of the devices"))
+    rest = max(1, gpus // (tp * pp * cp))
+    dp = int(cell("dp", str(rest), "what is left of the devices"))
+    if dp * tp * pp * cp != gpus:
+        dp, assumed["dp"] = rest, f"{rest} (what is left of the devices; {dp} does not fill them)"
     batch = int(cell("global_batch"))
     micro = int(cell("micro_batch", "1"))
+    if batch % (dp * micro):
+        batch = -(-batch // (dp * micro)) * dp * micro
+        assumed["global_batch"] = f"{batch} (whole micro-batches)"
     zero = cell("zero", "1" if modern and dp > 1 else "0", "usual of its time")
     virtual = _virtual(cell("layers_per_virtual_stage", "0", "stages are not interleaved") if pp > 1 else "0", shape.layers, pp)
     setting = Setting(
         batch, micro, dp, tp, pp, cp, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
-        zero=int(m.group()) if (m := re.match(r"\d", zero)) else 3, keep_gathered="without reshard" in zero,
+        zero=_zero(zero), keep_gathered="without reshard" in zero,
         **({"kernels": "compiled", "dtype": cells["dtype"] or "bf16"} if modern else CLASSIC),
     )  # fmt: skip
     if modern:
@@ -202,6 +217,14 @@ def _setting(
     if "sequence parallel" in recompute:
         setting = dataclasses.replace(setting, sequence_parallel=True)
     return _recomputed(setting, recompute, shape, profile, modern, assumed)
+
+
+def _zero(text: str) -> int:
+    """A stage by number, or by the name of what does the same."""
+    if (digit := re.search(r"[0-3]", text)) is not None:
+        return int(digit.group())
+    stages = {"fsdp": 3, "optimizer": 1, "ddp": 0, "none": 0}
+    return next((stage for name, stage in stages.items() if name in text.lower()), 0)
 
 
 def _overlapped(setting: Setting, assumed: dict[str, str]) -> Setting:

@@ -59,6 +59,21 @@ def test_settings_of_other_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        SC21.replace(",8,8,24,1,5", ",8,8,7,1,5"),  # dp that does not fill the devices
+        SC21.replace(",2304,2,8", ",2300,2,8"),  # a batch of no whole micro-batches
+        SC21.replace(",1536,80", ",1524,80").replace(",8,8,24,1,5", ",2,6,127,1,5"),  # no whole nodes of eight
+        K22.replace("A100-80", "A100-40").replace(",0,iteration_s", ",distributed optimizer,iteration_s"),
+    ],
+)
+def test_odd_rows_are_predicted_all_the_same(tmp_path: Path, line: str) -> None:
+    (row,) = rows(tmp_path, PUBLISHED + line)
+    assert isinstance(row, Row), row
+    assert row.predict() > 0
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         (SC21.replace("148,200", "many,200"), "could not convert"),

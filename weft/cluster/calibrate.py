@@ -27,6 +27,7 @@ from weft.core.errors import ClusterError
 Progress = Callable[[str, int, int], None]
 SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
 LINK = ("launch", "low_step", "bulk", "bulk_step", "efficiency", "small")
+LOCAL = ("launch", "low_step", "bulk", "efficiency", "cost.all_gather", "cost.reduce_scatter", "cost.all_to_all")  # over gloo
 
 
 def calibrate(device: str = "", name: str = "", ranks: Sequence[int] = (), progress: Progress = lambda *_: None) -> Profile:
@@ -174,7 +175,7 @@ def _links(base: Profile | None, taken: Sequence[Sent], node: int) -> tuple[Link
         cluster = Cluster("local", (Nodes(1, node, Profile("local", device, node, (link,))),))
         return cost.seconds(cluster, sent.kind, sent.size, Ranks((sent.ranks,)))
 
-    found = descend({k: start.get(k) for k in LINK}, taken, predict, lambda s: s.seconds)
+    found = descend({k: start.get(k) for k in (LINK if base else LOCAL)}, taken, predict, lambda s: s.seconds)
     fitted = {k: Constant(float(f"{v:.4g}"), by) for k, v in found.items()}
     link = dataclasses.replace(start, constants={**start.constants, **fitted})
     return (link, *base.links[1:]) if base else (link,)
@@ -183,7 +184,8 @@ def _links(base: Profile | None, taken: Sequence[Sent], node: int) -> tuple[Link
 def _first_guess(bandwidth: float, node: int) -> Link:
     guess = "assumed: where the fit began"
     values = {
-        "efficiency": 0.8, "small": 0.1, "launch": 1e-4, "low": 0.0, "low_step": 1e-5, "low_share": 0.5, "bulk": 1e-5, "bulk_step": 1e-5,
+        "efficiency": 0.8, "small": 0.0, "launch": 1e-4, "low": 0.0, "low_step": 1e-5, "low_share": 0.5, "bulk": 1e-5, "bulk_step": 0.0,
+        "cost.all_gather": 1.0, "cost.reduce_scatter": 1.0, "cost.all_to_all": 1.0,
     }  # fmt: skip
     constants = {key: Constant(value, guess) for key, value in values.items()}
     best = Constant(bandwidth / 0.8, "measured: the fastest collective seen, taken for eight tenths")

@@ -6,7 +6,8 @@ send side by side; the levels work as one pipeline. A level offers two ways to s
     t_l = min(low_l + steps_l * step_l + W / (m_{l-1} * B_l * f_l),   bulk_l + steps_l * bulk_step_l + W / (m_{l-1} * B_l))
     B_l = bandwidth_l * efficiency_l * (1 - small_l / n_l),     t = launch + max_l (bytes part) + sum_l (waiting part)
 
-Few ranks fill fewer channels, hence `small`; `f` is the share of bandwidth the low-latency way reaches.
+Few ranks fill fewer channels, hence `small`; `f` is the share of bandwidth the low-latency way reaches. A library may run
+one kind of collective at a lower rate than others, hence `cost.KIND`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _ring(kind: str, size: float, ranks: int, used: list[Level], bulk: bool) -> 
         step = link.get("bulk_step" if bulk else "low_step")
         waiting += wait + step * _steps(kind, blocks)
         speed = _bandwidth(link, blocks * below) * rate * _in_switch(kind, link, blocks)
-        moving = max(moving, _out_of_block(kind, size, ranks, below) / speed)
+        moving = max(moving, _out_of_block(kind, size, ranks, below) * link.get(f"cost.{kind}", 1.0) / speed)
     return waiting + moving
 
 
