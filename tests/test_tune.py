@@ -1,0 +1,131 @@
+"""Choices are measured on real ranks, agreed on, remembered; leaving things alone wins ties."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.ranks import run_ranks
+from weft.api.compiled import Compiled
+from weft.core.layout import Mesh, P
+from weft.programs.catalog import EXAMPLES
+from weft.programs.optimizers import optimizer
+from weft.tune.measure import decide, measure
+from weft.tune.programs import AS_IS, Rates, candidates, cost, prune, tune_program
+from weft.tune.store import Store
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "cache"
+    place.mkdir(mode=0o700)
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("WEFT_CACHE", str(place))
+    return place
+
+
+def test_the_baseline_wins_ties() -> None:
+    assert decide({"plain": 1.0, "fast": 0.98}, "plain") == "plain"
+    assert decide({"plain": 1.0, "fast": 0.90}, "plain") == "fast"
+    assert decide({"plain": 1.0, "slow": 1.5}, "plain") == "plain"
+
+
+def test_only_what_is_not_known_is_timed() -> None:
+    calls: list[str] = []
+
+    def call(name: str, seconds: float = 0.001) -> None:
+        calls.append(name)
+        time.sleep(seconds)
+
+    heard: list[str] = []
+    found = measure(
+        {"plain": lambda: call("plain", 0.004), "a": lambda: call("a"), "b": lambda: call("b")},
+        "plain", rounds=3, known={"plain": 4.0, "a": 1.0}, heard=lambda name, ms: heard.append(name),
+    )  # fmt: skip
+    assert heard == ["plain", "b"] or heard == ["b"]
+    assert "a" not in calls
+    assert found.choice in ("a", "b")
+    assert found.gain > 1.5
+
+
+def test_measurements_outlive_a_search_that_was_stopped(own_cache: Path) -> None:
+    first = Store("program", "text")
+    first.put("one kernel", 1.25)
+    assert Store("program", "text").times == {"one kernel": 1.25}
+    assert Store("program", "another text").times == {}
+    Store("program", "text").forget()
+    assert Store("program", "text").times == {}
+
+
+def test_candidates_are_valid_schedules_and_the_hopeless_are_left_out() -> None:
+    program = optimizer("adamw", Mesh(dp=2), [(1024, 256), (256,)])
+    found = candidates(program)
+    assert next(iter(found)) == AS_IS
+    assert "one kernel, state in slices dp dim 0" in found
+    assert len({p.text for p in found.values()}) == len(found)
+    kept = prune(found, Rates(), 3)
+    assert next(iter(kept)) == AS_IS
+    assert len(kept) <= 4
+    assert cost(found["one kernel, state in slices dp dim 0"], Rates()) < cost(program, Rates())
+    overlaps = [name for name in candidates(EXAMPLES["mlp"].make()) if "overlap" in name]
+    assert any("8 chunks" in name for name in overlaps)
+
+
+def test_a_program_is_tuned_on_its_ranks_and_all_choose_alike(own_cache: Path, tmp_path: Path) -> None:
+    program = optimizer("sgd", Mesh(dp=2), [(64, 32), (7,)])
+
+    def job(rank: int) -> str:
+        from weft.cli.tune_worker import random_inputs
+
+        best, found = tune_program(program, compile_=Compiled, inputs=random_inputs, limit=2)
+        again, told = tune_program(program, compile_=Compiled, inputs=random_inputs, limit=2)
+        assert told.times == found.times
+        assert again.text == best.text
+        assert found.times[found.choice] <= found.times[AS_IS]
+        return found.choice
+
+    said = run_ranks(2, job, tmp_path)
+    assert said[0] == said[1]
+
+
+def test_a_product_is_tuned_and_ways_that_cannot_work_are_left_out(own_cache: Path, tmp_path: Path) -> None:
+    def job(rank: int) -> str:
+        from weft.core.errors import RuntimeFault
+        from weft.nn.functional import product_all_reduce
+        from weft.nn.ways import Way
+        from weft.tune import tune_product
+
+        x, w = torch.randn(32, 16), torch.randn(8, 16)
+
+        def run(way: Way) -> object:
+            if way.over == "nowhere":
+                raise RuntimeFault("no such memory")
+            return product_all_reduce(x, w, None, way)
+
+        ways = [Way(), Way("group", 2), Way("nowhere")]
+        way, found = tune_product(run, ways, ["test"])
+        assert str(Way("nowhere")) not in found.times
+        assert str(Way()) in found.times
+        return str(way)
+
+    said = run_ranks(2, job, tmp_path)
+    assert said[0] == said[1]
+
+
+def test_a_rank_with_another_program_is_refused_before_it_can_hang(tmp_path: Path) -> None:
+    def job(rank: int) -> str:
+        size = 8 if rank == 1 else 4
+        p = weft.trace(lambda g: weft.all_reduce(g, "tp"), Mesh(tp=3), name="step", g=weft.f32(size, tp=P()))
+        try:
+            Compiled(p)
+        except weft.WeftError as error:
+            return str(error)
+        return "compiled"
+
+    said = run_ranks(3, job, tmp_path)
+    assert all("rank 1 has another program step" in text for text in said.values()), said
+    assert all("f32[4]" in text and "f32[8]" in text for text in said.values())
