@@ -11,13 +11,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from weft.dynamic.balance import Cost, assign
 from weft.dynamic.draw import draw
 from weft.dynamic.grow import Growing
 from weft.dynamic.lazy import batched, flush
 from weft.dynamic.model import Model
 from weft.dynamic.policy import lower_bound
-from weft.dynamic.program import VertexProgram, program, shard
 from weft.dynamic.schedule import Reads, Schedule
 from weft.dynamic.structure import Builder, Structure, chains, edges, join, networkx, parents, trees
 from weft.dynamic.vertex import Vertex
@@ -26,3 +28,12 @@ __all__ = [
     "Builder", "Cost", "Growing", "Model", "Reads", "Schedule", "Structure", "Vertex", "VertexProgram", "assign", "batched",
     "chains", "draw", "edges", "flush", "join", "lower_bound", "networkx", "parents", "program", "shard", "trees",
 ]  # fmt: skip
+
+_LATER = {"VertexProgram", "program", "shard"}  # they bring in the planner
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'weft.dynamic' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module("weft.dynamic.programs"), name)
+    return value

@@ -38,7 +38,7 @@ def exact(s: Schedule, sent: set[Key]) -> Layout:
 def _exact(s: Schedule, sent: set[Key]) -> Layout:
     arrays = {
         "edge_first": s.edge_first, "edge_child": s.edge_child, "edge_vertex": s.edge_parent,
-        "row": s.structure.row[s.vertex],
+        "row": s.rows,
     }  # fmt: skip
     arrays |= {f"slot{k}": child for k, child in enumerate(s.slot_child)}
     n = s.structure.vertices
@@ -152,7 +152,7 @@ def padded(s: Schedule, t: Template, taken: list[int], sent: set[Key]) -> Layout
     child = np.full(edges, rows, np.int64)
     child[native.spans(first[new[:-1]], old_degree)] = new[s.edge_child]
     row = np.full(rows, -1, np.int64)
-    row[new[:-1]] = s.structure.row[s.vertex]
+    row[new[:-1]] = s.rows
     arrays = {"edge_first": first, "edge_child": child, "edge_vertex": np.repeat(np.arange(rows), degree), "row": row}
     for k in range(t.slots):
         arrays[f"slot{k}"] = np.full(rows, rows, np.int64)

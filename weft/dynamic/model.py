@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
 from weft.dynamic.plan import Variant, compile_plan, held_by
 from weft.dynamic.run import Again, Once, Ready, Run
-from weft.dynamic.schedule import Reads, Schedule
+from weft.dynamic.schedule import Block, Reads, Schedule
 from weft.dynamic.structure import Structure
 from weft.dynamic.trace import Function, Traced
 from weft.dynamic.vertex import Source
@@ -143,7 +144,7 @@ class Model(nn.Module):
         """What kernels are written in: "" leaves every op to torch."""
         if self.fuse is False:
             return ""
-        return self.target or ("triton" if replay.is_accelerator(device) else "cpp" if native.available() else "")
+        return self.target or ("triton" if replay.is_accelerator(device) else "cpp" if _compiler() else "")
 
     def _call(self, variant: Variant, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints]) -> Once | Again:
         if self._replays(variant):
@@ -157,6 +158,11 @@ class Model(nn.Module):
         return self._templates.setdefault(id(plan), Templates(plan, variant.device))
 
 
+@functools.cache
+def _compiler() -> bool:
+    return native.available()
+
+
 def _absent(schedule: Schedule, functions: Mapping[str, Traced], inputs: Inputs) -> list[tuple[CellKey, Source]]:
     """Optional inputs that no vertex of a class has. A class with an input that is not optional needs it everywhere."""
     out: list[tuple[CellKey, Source]] = []
@@ -164,31 +170,28 @@ def _absent(schedule: Schedule, functions: Mapping[str, Traced], inputs: Inputs)
     blocks = {(s.kinds[b.kind], b.has_children): b for b in schedule.blocks.values()}
     for name, function in functions.items():
         pulls = [source for source in function.sources if source.role == "pull"]
-        for has_children in (False, True):
-            block = blocks.get((name, has_children))
-            if block is None:
-                out += [((name, has_children), p) for p in pulls if p in function.optional]
-                continue
-            vertices = schedule.vertex[block.start : block.start + block.count]
-            rows = s.row[vertices]
+        for key in ((name, False), (name, True)):
+            block = blocks.get(key)
+            rows = schedule.rows[block.start : block.start + block.count] if block is not None else None
+            low, high = (-1, -1) if rows is None else (int(rows.min()), int(rows.max()))
             for pull in pulls:
-                _check_rows(s, vertices, rows, pull, pull in function.optional, len(inputs[pull.name]))
-                if (rows < 0).all():
-                    out.append(((name, has_children), pull))
+                if rows is not None and (high >= len(inputs[pull.name]) or (low < 0 and pull not in function.optional)):
+                    _refuse_row(schedule, block, rows, pull, pull in function.optional, len(inputs[pull.name]))
+                if high < 0:
+                    out.append((key, pull))
     return out
 
 
-def _check_rows(s: Structure, vertices: Ints, rows: Ints, pull: Source, optional: bool, size: int) -> None:
-    bad = np.flatnonzero((rows >= size) | ((rows < 0) & (not optional)))
-    if len(bad):
-        sample, number = s.sample_of(int(vertices[bad[0]]))
-        row = int(rows[bad[0]])
-        raise StructureError(
-            f"sample {sample}: vertex {number} has no row of input {pull.name!r}" if row < 0
-            else f"sample {sample}: vertex {number} reads row {row} of input {pull.name!r}, which is not there",
-            needed=f"a row between 0 and {size - 1}", found="none" if row < 0 else str(row),
-            try_="pull it with optional=True, which reads zeros" if row < 0 else f"give at least {row + 1} rows",
-        )  # fmt: skip
+def _refuse_row(schedule: Schedule, block: Block, rows: Ints, pull: Source, optional: bool, size: int) -> None:
+    at = int(np.argmax((rows >= size) | ((rows < 0) & (not optional))))
+    sample, number = schedule.structure.sample_of(int(schedule.vertex[block.start + at]))
+    row = int(rows[at])
+    raise StructureError(
+        f"sample {sample}: vertex {number} has no row of input {pull.name!r}" if row < 0
+        else f"sample {sample}: vertex {number} reads row {row} of input {pull.name!r}, which is not there",
+        needed=f"a row between 0 and {size - 1}", found="none" if row < 0 else str(row),
+        try_="pull it with optional=True, which reads zeros" if row < 0 else f"give at least {row + 1} rows",
+    )  # fmt: skip
 
 
 def _inputs(inputs: Any, s: Structure | None) -> dict[str, Tensor]:

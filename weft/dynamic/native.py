@@ -40,6 +40,7 @@ def library() -> Any | None:
         function.argtypes = [ctypes.py_object] + [ctypes.c_void_p] * count
     found.weft_depth.argtypes = [I64] + [ctypes.c_void_p] * 3
     found.weft_order.argtypes = [I64, I64] + [ctypes.c_void_p] * 5
+    found.weft_edges.argtypes = [I64] + [ctypes.c_void_p] * 9
     found.weft_reverse.argtypes = [I64, I64] + [ctypes.c_void_p] * 3
     return found
 
@@ -75,6 +76,18 @@ def order(first: Ints, child: Ints, rounds: Ints, start: Ints) -> Ints:
         return _order(first, child, rounds, start)
     out = np.empty(len(rounds), np.int64)
     lib.weft_order(len(rounds), len(start) - 1, _at(first), _at(child), _at(rounds), _at(start), _at(out))
+    return out
+
+
+def edges(first: Ints, child: Ints, vertex: Ints, skip: Ints, degree: Ints, place: Ints) -> tuple[Ints, Ints, Ints]:
+    """Edges by place of the parent, as (first, place of the child, place of the parent)."""
+    lib, n = library(), len(vertex)
+    if lib is None:
+        bounds = np.concatenate(([0], np.cumsum(degree)))
+        return bounds, place[child[spans(first[vertex] + skip, degree)]], np.repeat(np.arange(n), degree)
+    total = int(degree.sum())
+    out = np.empty(n + 1, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
+    lib.weft_edges(n, *map(_at, (vertex, first, child, skip, degree, place, *out)))
     return out
 
 
@@ -144,4 +157,4 @@ def _order(first: Ints, child: Ints, rounds: Ints, start: Ints) -> Ints:
 
 
 def _at(array: Ints) -> int:
-    return int(array.ctypes.data)
+    return int(array.__array_interface__["data"][0])

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.errors import StructureError
 from weft.dynamic import native
@@ -67,7 +68,8 @@ class Schedule:
         self._kept: dict[Hashable, Any] = {}
         self.reads = [reads[k] if k in reads else _unknown(s, i, reads) for i, k in enumerate(s.kinds)]
         self.policy = policy_name
-        _check_arity(s, self.reads)
+        self._slots, self._rest = (_per_vertex(s, [getattr(r, name) for r in self.reads]) for name in ("slots", "rest"))
+        _check_arity(s, self.reads, self._slots, self._rest)
         self.klass = s.kind * 2 + (s.arity > 0)
         self.batch = policy(policy_name)(s, self.klass)
         self._lay_out()
@@ -93,15 +95,12 @@ class Schedule:
     def _edges(self) -> None:
         """Edges to the rest of the children, by place of the parent; and one array per slot."""
         s, v = self.structure, self.vertex
-        slots = np.array([r.slots for r in self.reads], np.int64)[s.kind]
-        rest = np.array([r.rest for r in self.reads], bool)[s.kind]
-        arity, fixed = s.arity[v], np.minimum(slots, s.arity)[v]
-        degree = np.where(rest[v], arity - fixed, 0)
-        self.edge_first = np.zeros(s.vertices + 1, np.int64)
-        np.cumsum(degree, out=self.edge_first[1:])
-        self.edge_child = self.place[s.child[native.spans(s.first[v] + fixed, degree)]]
-        self.edge_parent = np.repeat(np.arange(s.vertices), degree)
-        self.slot_child = [self._slot(k, arity, slots[v]) for k in range(int(slots.max(initial=0)))]
+        arity = s.arity[v]
+        slots, rest = (a if a.ndim == 0 else a[v] for a in (self._slots, self._rest))
+        fixed = np.minimum(slots, arity)
+        degree = np.where(rest, arity - fixed, 0)
+        self.edge_first, self.edge_child, self.edge_parent = native.edges(s.first, s.child, v, fixed, degree, self.place)
+        self.slot_child = [self._slot(k, arity, slots) for k in range(max((r.slots for r in self.reads), default=0))]
 
     def _slot(self, k: int, arity: Ints, slots: Ints) -> Ints:
         s, v = self.structure, self.vertex
@@ -109,6 +108,11 @@ class Schedule:
         at = np.where(has, s.first[v] + k, 0)
         child = np.where(has, s.child[at], NO_CHILD) if len(s.child) else np.full(len(v), NO_CHILD)
         return self.place[child]
+
+    @cached_property
+    def rows(self) -> Ints:
+        """The input row of every place."""
+        return self.structure.row[self.vertex]
 
     @cached_property
     def blocks(self) -> dict[int, Block]:
@@ -166,29 +170,34 @@ class Schedule:
         return copied
 
 
-def _check_arity(s: Structure, reads: list[Reads]) -> None:
+def _per_vertex(s: Structure, of_kind: list[Any]) -> NDArray[Any]:
+    """A fact about types for every vertex; one number where there is one type."""
+    facts = np.array(of_kind)
+    return facts[0] if len(facts) == 1 else facts[s.kind]
+
+
+def _check_arity(s: Structure, reads: list[Reads], slots: NDArray[Any], rest: NDArray[Any]) -> None:
     """A vertex has no children, or as many as its function reads."""
-    slots = np.array([r.slots for r in reads], np.int64)[s.kind]
-    rest = np.array([r.rest for r in reads], bool)[s.kind]
-    loose = np.array([r.optional for r in reads], bool)[s.kind]
-    few = (s.arity > 0) & (s.arity < slots) & ~loose
-    many = (s.arity > slots) & ~rest
-    bad = np.flatnonzero(few | many)
-    if len(bad):
-        v = int(bad[0])
+    loose = _per_vertex(s, [r.optional for r in reads])
+    wrong = (s.arity > slots) & ~rest
+    if slots.any():
+        wrong |= (s.arity > 0) & (s.arity < slots) & ~loose
+    if wrong.any():
+        v = int(np.argmax(wrong))
         sample, number = s.sample_of(v)
-        wanted = f"{slots[v]}{' or more' if rest[v] else ''}"
+        own = reads[s.kind[v]]
+        wanted = f"{own.slots}{' or more' if own.rest else ''}"
         raise StructureError(
             f"sample {sample}: vertex {number} has {s.arity[v]} children",
             needed=f"{wanted} children, as its type {s.kinds[s.kind[v]]!r} reads, or none",
             found=f"{s.arity[v]}",
             try_="read any number with v.gather(name) and v.reduce, or allow absent ones with optional=True",
         )
-    if not loose.all():
-        _check_absent(s, loose)
+    if not loose.all() and s.child.min(initial=0) < 0:
+        _check_absent(s, np.broadcast_to(loose, s.vertices))
 
 
-def _check_absent(s: Structure, loose: Ints) -> None:
+def _check_absent(s: Structure, loose: NDArray[Any]) -> None:
     absent = np.flatnonzero(s.child == NO_CHILD)
     if len(absent):
         owners = np.searchsorted(s.first, absent, side="right") - 1

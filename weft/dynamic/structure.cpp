@@ -135,6 +135,21 @@ void weft_order(i64 n, i64 rounds, const i64 *first, const i64 *child, const i64
         }
 }
 
+// The children that each place reads together: degree[p] of them from number skip[p] on, by place; absent ones are place n.
+void weft_edges(i64 n, const i64 *vertex, const i64 *first, const i64 *child, const i64 *skip, const i64 *degree, const i64 *place,
+                i64 *edge_first, i64 *edge_child, i64 *edge_parent) {
+    i64 e = 0;
+    for (i64 p = 0; p < n; ++p) {
+        const i64 *below = child + first[vertex[p]] + skip[p];
+        edge_first[p] = e;
+        for (i64 k = 0; k < degree[p]; ++k, ++e) {
+            edge_child[e] = place[below[k] < 0 ? n : below[k]];
+            edge_parent[e] = p;
+        }
+    }
+    edge_first[n] = e;
+}
+
 // The edges that end in each place, in order: edge[first[p]] .. edge[first[p + 1]] have to[e] == p.
 void weft_reverse(i64 edges, i64 places, const i64 *to, i64 *first, i64 *edge) {
     std::fill(first, first + places + 1, 0);

@@ -7,7 +7,7 @@ and every form ends as one Structure over all samples, with the vertices of a sa
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -333,23 +333,21 @@ def _number(child: int, base: int, size: int) -> int:
 
 
 def _cycle(s: Structure, vertex: int) -> str:
-    """The cycle through a vertex, as text."""
+    """The way from a vertex on a cycle back to itself, as text."""
     base = int(s.sample[s.sample_of(vertex)[0]])
-    parent: Mapping[int, int] = {}
-    frontier, seen = [vertex], {vertex: vertex}
-    while frontier:
-        v = frontier.pop()
-        for c in s.child[s.first[v] : s.first[v + 1]].tolist():
-            if c == vertex:
-                path = [vertex]
-                while v != vertex:
-                    path.append(v)
-                    v = seen[v]
-                return " -> ".join(str(p - base) for p in [*path, vertex])
-            if c >= 0 and c not in seen:
-                seen[c] = v
-                frontier.append(c)
-    return f"{vertex - base} waits for itself{parent or ''}"
+    came, todo = {vertex: vertex}, [vertex]
+    while todo:
+        v = todo.pop()
+        below = [c for c in s.child[s.first[v] : s.first[v + 1]].tolist() if c >= 0]
+        if vertex in below:
+            path = [v]
+            while path[-1] != vertex:
+                path.append(came[path[-1]])
+            return " -> ".join(str(p - base) for p in [*reversed(path), vertex])
+        new = [c for c in below if c not in came]
+        came |= dict.fromkeys(new, v)
+        todo += new
+    return f"{vertex - base} waits for itself"
 
 
 def _error(s: Structure, vertex: int, what: str, needed: str, found: str) -> StructureError:
