@@ -13,18 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from weft.cluster.calibrate import calibrate
-from weft.cluster.profile import Device, dump, load
-from weft.frontend import zoo
-from weft.plan.fusion import observe_compiled
-from weft.plan.observe import Observed, observe, seconds
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    from weft.cluster.profile import Device
+    from weft.plan.observe import Observed
 
 
 @dataclass(frozen=True)
@@ -44,9 +39,14 @@ class Case:
 
     def make(self, device: str, compiler: Callable[..., Any] | None = None) -> Callable[[], Any]:
         """Build it and return its training step."""
-        work = zoo.get(self.model, device=device, dtype=DTYPES[self.dtype], **self.changes)
+        import torch
+
+        from weft.frontend import zoo
+
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
+        work = zoo.get(self.model, device=device, dtype=dtype, **self.changes)
         batch = work.example(self.batch, device=device)
-        batch = {k: v.to(DTYPES[self.dtype]) if v.is_floating_point() else v for k, v in batch.items()}
+        batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
         if self.recompute:
             _checkpoint(work.model)
         optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-5, fused=True)
@@ -102,6 +102,9 @@ MEMORY = [
 
 def predict(case: Case, device: Device, place: str) -> tuple[float, float, Observed]:
     """Seconds and bytes of a step, from fake tensors alone."""
+    from weft.plan.fusion import observe_compiled
+    from weft.plan.observe import observe, seconds
+
     if case.compiled:
         seen = observe_compiled(lambda compiler: case.make(place, compiler))
         return seconds(seen, device, "host.compiled"), seen.peak + device.get("workspace.bytes", 0.0), seen
@@ -111,6 +114,8 @@ def predict(case: Case, device: Device, place: str) -> tuple[float, float, Obser
 
 def measure(case: Case, place: str, steps: int = 10) -> tuple[float, float]:
     """Median seconds of a step among several, and the most bytes allocated."""
+    import torch
+
     gc.collect()
     torch._dynamo.reset()
     on_device = place != "cpu"
@@ -132,6 +137,8 @@ def measure(case: Case, place: str, steps: int = 10) -> tuple[float, float]:
 
 
 def _wait(on_device: bool) -> None:
+    import torch
+
     if on_device:
         torch.cuda.synchronize()
 
@@ -157,6 +164,11 @@ def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
+    import torch
+
+    from weft.cluster.calibrate import calibrate
+    from weft.cluster.profile import dump, load
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", default="", help="a profile by name or file; the shipped one of this device if not given")
     parser.add_argument("--calibrate", action="store_true", help="measure the device first; --profile is then where to write it")
