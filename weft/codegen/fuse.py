@@ -6,6 +6,7 @@ Parts of the group that are alike (the same formulas for each of many parameters
 
 from __future__ import annotations
 
+import keyword
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,6 +210,8 @@ class _Component:
             once = self.rows.is_once(node, role)
             name = self.names[len(self.slots)] if self.names else f"x{len(self.slots)}"
             numbers = role == "index"
+            if DTYPE_NAMES[node.dtype] not in expr.BYTES and not numbers:
+                raise NotFusable("a tensor that is not of floats", needed=", ".join(expr.BYTES), found=str(node.type))
             self.slots[key] = Slot(name, DTYPE_NAMES[node.dtype], spread or terms, terms and spent, "", once, numbers)
         return self.slots[key]
 
@@ -244,8 +247,8 @@ class _Component:
 
     def _outside(self, n: Node) -> Value:
         if is_scalar(n):
-            name = _identifier(n, len(self.scalars))
-            self.scalars.setdefault(name, n)
+            name = _identifier(n, self.scalars)
+            self.scalars[name] = n
             return expr.scalar(name)
         if n.type.layout != self.domain and n.shape == self.domain.shape:
             return self._slice_of(n)
@@ -366,12 +369,21 @@ def _pointwise(n: Node, value: Callable[[Node], Value]) -> Value:
     if name in COMPOUND:
         return COMPOUND[name](n, *args)
     if name == "cast":
-        return expr.cast(args[0], DTYPE_NAMES[n.dtype]) if DTYPE_NAMES[n.dtype] in expr.BYTES else args[0]
+        return _cast(n, args[0])
     if name == "div" and args[1].level < args[0].level:
         return args[0] * (1.0 / args[1])  # one division for the row, none per element
     if name in SAME:
         return expr.apply(name, *args)
     raise NotFusable(f"{name} has no per-element formula", needed=f"one of {', '.join(sorted(SAME | set(COMPOUND)))}", found=name)
+
+
+def _cast(n: Node, x: Value) -> Value:
+    dtype = DTYPE_NAMES[n.dtype]
+    if dtype == "bool":
+        return expr.apply("ne", x, 0.0)
+    if dtype not in expr.BYTES:
+        raise NotFusable("a cast to whole numbers", needed=f"{', '.join(expr.BYTES)} or bool", found=dtype)
+    return expr.cast(x, dtype)
 
 
 def _clamp(n: Node, x: Value) -> Value:
@@ -410,6 +422,10 @@ def _readable(nodes: list[Node], program: Program) -> list[str]:
     return names
 
 
-def _identifier(n: Node, number: int) -> str:
-    name = str(n.attr("name") or f"scalar{number}").replace(".", "_")
-    return name if name.isidentifier() else f"scalar{number}"
+def _identifier(n: Node, taken: dict[str, Node]) -> str:
+    """A name for a scalar argument: its own where that is a free name in Python, else a number."""
+    name = str(n.attr("name") or "").replace(".", "_")
+    usable = name.isidentifier() and not keyword.iskeyword(name) and name not in ("math", "totals")
+    while not usable or taken.get(name, n) is not n:
+        name, usable = f"scalar{len(taken)}{'_' * (name in taken)}", True
+    return name
