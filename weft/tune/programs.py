@@ -19,7 +19,8 @@ from weft.core.program import Program
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
 from weft.runtime import cache
 from weft.runtime.machine import describe
-from weft.schedule import by_hierarchy, overlap, recipes, split
+from weft.schedule import by_hierarchy, fuse, merge, overlap, recipes, split
+from weft.schedule.groups import FUSIBLE
 from weft.tune.measure import Measured, measure
 from weft.tune.store import Store
 
@@ -54,6 +55,7 @@ def candidates(program: Program) -> dict[str, Program]:
 def _schedules(p: Program) -> Iterator[tuple[str, Callable[[], Program]]]:
     yield "fuse compute", lambda: recipes.fuse_compute(p)
     for axis in p.mesh.axes:
+        yield f"one shot {axis}", lambda axis=axis: one_shot(p, axis)
         for dim in range(max((n.ndim for n in recipes.gradient_sums(p, axis)), default=0)):
             yield f"scatter {axis} dim {dim}", lambda axis=axis, dim=dim: recipes.scatter_compute_gather(p, axis, dim)
             yield f"state in slices {axis} dim {dim}", lambda axis=axis, dim=dim: recipes.zero1(p, axis, dim=dim)
@@ -73,6 +75,15 @@ def _schedules(p: Program) -> Iterator[tuple[str, Callable[[], Program]]]:
         for node in recipes_sums(p):
             for axis in p.mesh.axes:
                 yield f"sum inside {axis} first", lambda node=node, axis=axis: by_hierarchy(p, node, inside=axis)
+
+
+def one_shot(p: Program, axis: str) -> Program:
+    """The sums along the axis and all that is computed from them in one kernel: every rank reads every term, none is gathered."""
+    sums = recipes.gradient_sums(p, axis)
+    p = merge(p, *sums) if len(sums) > 1 else p
+    whole = [n for n in p.find_all("all_reduce") if n.attr("axis") == axis and n.types[0].shape]
+    after = [n for n in p.nodes if n.op.kind in FUSIBLE and n.args and any(s in p.needs(n) for s in whole)]
+    return fuse(p, [*whole, *after])
 
 
 def recipes_sums(p: Program) -> list[Node]:
