@@ -71,6 +71,12 @@ def half(g: Any, totals: Any) -> Any:
     return weft.all_gather(weft.cast(weft.where(s > 0.0, s, 0.1 * s), "f16"), "tp")
 
 
+def whole_norm(g: Any) -> Any:
+    """A total of what every rank holds whole."""
+    s = weft.all_reduce(g, "tp")
+    return s / (weft.sqrt(weft.sum(s * s)) + weft.amax(s))
+
+
 def columns(g: Any, scale: Any) -> Any:
     """A factor for each row of a matrix."""
     return weft.all_gather(weft.reduce_scatter(g, "tp", 0) * scale, "tp")
@@ -86,6 +92,7 @@ def programs(ranks: int) -> list[Program]:
         traced(one_shot, mesh, g=f(5, 7, tp=P()), x=f(5, 7), b=f(7)),
         traced(with_its_norm, mesh, g=f(4, 9, tp=P()), lr=f()),
         traced(half, mesh, g=weft.tensor("f16", 40, 3, tp=P()), totals=f()),
+        traced(whole_norm, mesh, g=f(5, 7, tp=P())),
         traced(most, mesh, g=f(33, tp=P())),
         traced(columns, mesh, g=f(8, 6, tp=P()), scale=f(8, 1, tp=S(0))),
         traced(lambda x, y: weft.exp(-(x * x)) + y, mesh, x=f(9, 4), y=f(4)),

@@ -302,9 +302,14 @@ class _Component:
             return self.value(x)
         if x not in self.nodes and x in self.whole.members:
             raise NotFusable("a total of another tensor's values", needed="totals of this tensor, or one total over all", found=n.op.name)
-        if self.whole.axis is not None and not isinstance(self.domain.placement(self.whole.axis), S):
-            raise NotFusable(f"{n.op.name} over values every rank holds whole", needed="a sum over slices", found=str(x.type))
-        return expr.total(self.value(x), REDUCES[n.op.name])
+        return self._once(expr.total(self.value(x), REDUCES[n.op.name]))
+
+    def _once(self, total: Value) -> Value:
+        """A total over all ranks' slices; of what every rank holds whole, a sum has counted it once for each rank."""
+        axis = self.whole.axis
+        if axis is None or isinstance(self.domain.placement(axis), S) or total.name != "sum":
+            return total
+        return total * (1.0 / self.domain.mesh.size(axis))
 
     def _joined_totals(self, n: Node) -> Value | None:
         """A sum of every part's total is one total over all rows."""
@@ -321,7 +326,7 @@ class _Component:
             )
         self.whole.joined = True
         (mine,) = [x for x in leaves if x.args[0] in self.nodes]
-        return expr.total(self.value(mine.args[0]), JOINS[n.op.name], over_rows=True)
+        return self._once(expr.total(self.value(mine.args[0]), JOINS[n.op.name], over_rows=True))
 
     # -- where it lives --------------------------------------------------------------------------------------------
 
