@@ -32,10 +32,10 @@ class Captured:
         self.rows = {name: _room(len(x)) for name, x in sizes.items()}
         self.inputs = {n: torch.zeros((self.rows[n], *x.shape[1:]), dtype=x.dtype, device=device) for n, x in sizes.items()}
         self.asked = {name: _room(0) for name in plan.outputs}
-        lengths = {name: len(a) for name, a in layout.arrays.items()}
-        self._slices = _slices(lengths)
-        self._host = replay.pinned(sum(lengths.values()), torch.int64, device)
+        self._slices = layout.slices()
+        self._host = replay.pinned(len(layout.packed), torch.int64, device)
         self._device = torch.empty(len(self._host), dtype=torch.int64, device=device)
+        self._copied = replay.mark(device)
         self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights])
         self._weights_at = [w.data_ptr() for w in plan.weights]
         self._forward = self._backward = None
@@ -69,10 +69,10 @@ class Captured:
         return found
 
     def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
-        host = self._host.numpy()
-        for name, (low, high) in self._slices.items():
-            host[low:high] = layout.arrays[name]
+        self._copied()  # the copy before this one must have left the host's memory
+        self._host.copy_(torch.from_numpy(layout.packed))
         self._device.copy_(self._host, non_blocking=True)
+        self._copied = replay.mark(self.device)
         for name, x in inputs.items():
             self.inputs[name][: len(x)].copy_(x)
         if not self._wanted:
@@ -134,12 +134,4 @@ class Templates:
 
 def _room(size: int) -> int:
     return -(-int(size * 1.1 + 1) // 64) * 64
-
-
-def _slices(lengths: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    out, at = dict[str, tuple[int, int]](), 0
-    for name, size in lengths.items():
-        out[name] = (at, at + size)
-        at += size
-    return out
 

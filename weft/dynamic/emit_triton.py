@@ -86,9 +86,10 @@ class TritonEmitter(Emitter):
         body = [f"    {line}" for line in self._body()]
         if any(" - e0" in line for line in body):
             body.insert(0, f"    e0 = tl.load({self.index('edge_first')} + lo)")
+        indices = [f"p{i}" for i, p in enumerate(self.pointers) if p.kind == "index"]  # they begin anywhere
         arguments = ", ".join([*(f"p{i}" for i in range(len(self.pointers))), "lo", "eb"])
         return "\n".join([
-            "@triton.jit(do_not_specialize=['lo', 'eb'])",
+            f"@triton.jit(do_not_specialize={[*indices, 'lo', 'eb']})",
             f"def {self.name}({arguments}, BLOCK: tl.constexpr):",
             "    v = lo + tl.program_id(0)",
             "    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -28,6 +29,16 @@ class Layout:
     arrays: dict[str, Ints]
     place: Ints
     gaps: frozenset[int]  # classes in which some row has no input
+
+    @cached_property
+    def packed(self) -> Ints:
+        """All arrays after each other, to go to a device in one copy."""
+        return np.concatenate(list(self.arrays.values()))
+
+    def slices(self) -> dict[str, tuple[int, int]]:
+        """Where each array is in `packed`."""
+        ends = np.cumsum([len(a) for a in self.arrays.values()]).tolist()
+        return {name: (end - len(a), end) for (name, a), end in zip(self.arrays.items(), ends, strict=True)}
 
 
 def exact(s: Schedule, sent: set[Key]) -> Layout:
@@ -158,7 +169,9 @@ def padded(s: Schedule, t: Template, taken: list[int], sent: set[Key]) -> Layout
         arrays[f"slot{k}"] = np.full(rows, rows, np.int64)
         if k < len(s.slot_child):
             arrays[f"slot{k}"][new[:-1]] = new[s.slot_child[k]]
-    return Layout(blocks, rounds, rows, edges, arrays | _readers(arrays, rows, sent), new[s.place], frozenset(blocks))
+    out = Layout(blocks, rounds, rows, edges, arrays | _readers(arrays, rows, sent), new[s.place], frozenset(blocks))
+    out.packed  # noqa: B018 - worked out now, ahead of the run
+    return out
 
 
 def _spare_edges(degree: Ints, used: Ints, blocks: dict[int, Block], rounds: Sequence[Round]) -> None:

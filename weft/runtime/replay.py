@@ -28,6 +28,15 @@ def record(work: Callable[[], None], device: torch.device) -> Callable[[], None]
     return graph.replay
 
 
+def mark(device: torch.device) -> Callable[[], None]:
+    """A function that waits until all work given to the device so far is done."""
+    if not is_accelerator(device):
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory from which copies to the device need not wait."""
     return torch.empty(size, dtype=dtype, pin_memory=is_accelerator(device))
