@@ -74,7 +74,7 @@ def _derive_at(schema: Schema, dims: dict[str, int]) -> Derivation | None:
     if max((need[x] for x in labels), default=0) > MOST:
         return None
     prints = []
-    for more in (0, 1):
+    for more in range(2 + _counting(programs)):
         at = _programs(schema, sides, shapes, {x: max(1, need[x]) + more for x in labels})
         if at is None:
             return None
@@ -135,6 +135,24 @@ def _readable(domain: Symbolic, code: int) -> list[Any]:
 
 
 # -- cut-off sizes -----------------------------------------------------------------------------------------------------------------
+
+
+def _counting(programs: Pairs) -> int:
+    """At most how many bound indices no factor may name: sums of what a stretched value went into."""
+    return max(_counting_sums(p) for pair in programs for p in pair)
+
+
+def _counting_sums(program: Program) -> int:
+    stretched: set[Node] = set()
+    sums = 0
+    for node in program.nodes:
+        eq = equation_of(node)
+        grows = eq is None and node.op.kind is Kind.VIEW or eq is not None and any(ONE in labels for labels in eq.ins)
+        if grows or node.op.kind is Kind.SOURCE and node.op.name != "input" or any(a in stretched for a in node.args):
+            stretched.add(node)
+        lost = eq is not None and any(x != ONE and x not in eq.outs[0] for labels in eq.ins for x in labels)
+        sums += lost and node.op.kind is not Kind.VIEW and any(a in stretched for a in node.args)
+    return sums
 
 
 class _Tied:
