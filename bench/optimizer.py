@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from bench._ranks import machine, run_ranks, time_rounds, worst
+from bench._ranks import machine, quarter, run_ranks, start_line, time_rounds, worst
 
 HYPER = {"lr": 1e-3, "weight_decay": 0.1}
 MIXED = [int(2 ** (6 + 14 * ((k * 37) % 100) / 100)) + k for k in range(100)]
@@ -76,8 +76,8 @@ def one_case(label: str, rule: str, sizes: list[int], quick: bool) -> dict[str, 
     ways = [make(rule, sizes, peers) for make in (Fused, DdpGloo, ShardedGloo, DdpShared, ShardedShared)]
     ways = [way for way in ways if way.available]
     error = agree(ways, sizes, peers)
-    rounds = (7 if quick else 15) if sum(sizes) <= 1 << 22 else 5
-    ms = time_rounds({w.name: w.step for w in ways}, {w.name: w.fill for w in ways}, lambda: peers.barrier("round"), rounds)
+    rounds = (12 if quick else 40) if sum(sizes) <= 1 << 20 else 12
+    ms = time_rounds({w.name: w.step for w in ways}, {w.name: w.fill for w in ways}, peers, rounds)
     fused = ways[0]
     moved = fused.bytes_per_element * sum(sizes)
     limit = 1e3 * moved / bandwidth(moved, peers)
@@ -116,11 +116,11 @@ def bandwidth(moved: int, peers: Any) -> float:
     source, target = torch.ones(n, dtype=torch.uint8), torch.empty(n, dtype=torch.uint8)
     times = []
     for _ in range(9):
-        peers.barrier("probe")
+        start_line(peers)
         start = time.perf_counter()
         target.copy_(source)
         times.append(time.perf_counter() - start)
-    return peers.world * 2 * n / worst(sorted(times)[len(times) // 4])
+    return peers.world * 2 * n / worst(quarter(times))
 
 
 class Way:

@@ -1,5 +1,6 @@
 """One entry per op. Importing this package defines them all."""
 
+from weft.core.node import OPS
 from weft.ops import (  # noqa: F401
     attention,
     batchnorm,
@@ -19,3 +20,5 @@ from weft.ops import (  # noqa: F401
     shape,
     source,
 )
+
+BUILT_IN = frozenset(OPS)  # what weft itself defines, before captures and users add theirs
