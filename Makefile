@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up all they need in .venv, once, and then run.
 
 PYTHON  ?= python3
-JOBS    ?= 0        # pytest workers; 0 runs in one process
+JOBS    ?= 2        # pytest workers; 0 runs in one process
 TIMEOUT ?= 120      # seconds a single test may take
 ARGS    ?=
 
