@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import statistics
+import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -57,10 +59,6 @@ def workload(size: str) -> Any:
 
 
 def measure(rank: int, world: int, size: str, rounds: int, plans: list[str]) -> list[dict[str, Any]]:
-    import torch.distributed as dist
-
-    from bench._ranks import time_rounds
-
     w, batch = workload(size)
     batches = [w.example(batch * world, seed=i) for i in range(3)]
     peers = {"ddp": ddp(w, rank, world), "fsdp2": fsdp2(w, rank, world)}
@@ -69,7 +67,7 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str]) -> 
     losses = {name: [step(b) for b in batches] for name, step in ways.items()}
     for name, got in losses.items():
         assert max(abs(a - b) for a, b in zip(got, losses["ddp"], strict=True)) < 2e-3, (name, got, losses["ddp"])
-    took = time_rounds({n: (lambda s=s: s(batches[0])) for n, s in ways.items()}, {n: (lambda: None) for n in ways}, dist.barrier, rounds)
+    took = time_steps(ways, batches[0], rounds)
     theirs = {n: took[n] for n in peers}
     return [
         {
@@ -81,6 +79,22 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str]) -> 
 
 
 Stepper = Callable[[Any], float]
+
+
+def time_steps(ways: dict[str, Stepper], batch: Any, rounds: int) -> dict[str, float]:
+    """Median milliseconds of a step on its slowest rank. One round times every way once, so all see the same machine."""
+    import torch.distributed as dist
+
+    from bench._ranks import worst
+
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, step in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step(batch)
+            took[name].append(time.perf_counter() - start)
+    return {name: 1e3 * worst(statistics.median(seconds)) for name, seconds in took.items()}
 
 
 def _mine(batch: Any, rank: int, world: int) -> Any:

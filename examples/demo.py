@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import train  # noqa: E402 - the repository's own folder, found above
-from bench._ranks import run_ranks, time_rounds  # noqa: E402
+from bench._ranks import run_ranks  # noqa: E402
 from weft import interp  # noqa: E402
 from weft.core.program import Program  # noqa: E402
 from weft.frontend import zoo  # noqa: E402
@@ -109,8 +109,6 @@ def one_process() -> list[float]:
 
 def two_processes(rank: int, world: int) -> dict[str, Any]:
     """The same under a plan, with a bar; then step times of all ways."""
-    import torch.distributed as dist
-
     w = gpt()
     data = batches(list(w.example(1)))
     step = train.ours_under(w, PLAN, data[0])
@@ -126,8 +124,7 @@ def two_processes(rank: int, world: int) -> dict[str, Any]:
     ways = {f"weft {PLAN}": step, "DDP": train.ddp(w, rank, world), "FSDP2": train.fsdp2(w, rank, world)}
     for way in ways.values():
         way(data[0])
-    calls = {n: (lambda s=s: s(data[0])) for n, s in ways.items()}
-    return {"losses": losses, "ms": time_rounds(calls, dict.fromkeys(ways, lambda: None), dist.barrier, 9)}
+    return {"losses": losses, "ms": train.time_steps(ways, data[0], 9)}
 
 
 def training() -> None:

@@ -32,7 +32,7 @@ def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "PYTHONPATH": str(root), "WEFT_TIMEOUT": "3"}
+    env = {**os.environ, "PYTHONPATH": str(root), "WEFT_TIMEOUT": "3" if how == "hang" else "60"}
     return subprocess.run(
         [sys.executable, "-m", "weft", "run", "-n", "2", str(script), how], capture_output=True, text=True, timeout=100, env=env
     )
