@@ -53,10 +53,8 @@ def one(op: str, elements: int) -> dict[str, Any]:
     error = worst((ours.result() - theirs.result()).abs().max().item())
     assert error < 1e-5, f"{op} of {elements} is off by {error}"
     assert torch.isfinite(ours.result()).all()
-    rounds = 30 if elements < 1 << 20 else 9
-    ms = time_rounds(
-        {"weft": ours.run, "gloo": theirs.run}, {"weft": ours.fill, "gloo": theirs.fill}, lambda: peers.barrier("round"), rounds
-    )
+    rounds = 12 if elements < 1 << 20 else 4
+    ms = time_rounds({"weft": ours.run, "gloo": theirs.run}, {"weft": ours.fill, "gloo": theirs.fill}, peers, rounds)
     moved = ours.bytes_per_element * elements
     return {
         "case": f"{op} {4 * elements // 1024} KB", "weft_ms": ms["weft"], "peers_ms": {"gloo": ms["gloo"]},

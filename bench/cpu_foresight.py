@@ -65,9 +65,6 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
 def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], place: str) -> list[dict[str, Any]]:
     """Every plan that can be made, foreseen and then timed in turn with the others."""
-    import torch.distributed as dist
-
-    from bench._ranks import time_rounds
     from bench.train import workload
     from weft.cluster.spec import cluster
     from weft.plan.records import program_phase
@@ -81,9 +78,7 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], pla
         except Exception as error:  # a plan that is not there yet must not lose the others
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append({"case": f"gpt-{size} {plan}", "group": size, "error": None, "reason": reason})
-    for step in steps.values():
-        step(example)
-    took = time_rounds({p: (lambda s=s: s(example)) for p, s in steps.items()}, {p: (lambda: None) for p in steps}, dist.barrier, rounds)
+    took = _time({p: (lambda s=s: s(example)) for p, s in steps.items()}, rounds)
     for plan, step in steps.items():
         foreseen = program_phase(step.program, cluster(place))
         predicted = foreseen.seconds * 1e3
@@ -94,6 +89,26 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], pla
             }
         )  # fmt: skip
     return rows
+
+
+def _time(calls: dict[str, Any], rounds: int) -> dict[str, float]:
+    """Milliseconds of each call on its slowest rank: the lower quartile of rounds in which every call is timed once."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for n in range(rounds + 1):
+        for name, call in calls.items():
+            dist.barrier()
+            began = time.perf_counter()
+            call()
+            spent = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            if n:  # the first round makes and loads kernels
+                taken[name].append(spent.item() * 1e3)
+    return {name: sorted(t)[len(t) // 4] for name, t in taken.items()}
 
 
 def _step(work: Any, plan: str, example: Any) -> Any:

@@ -76,7 +76,7 @@ def one_case(label: str, rule: str, sizes: list[int], quick: bool) -> dict[str, 
     ways = [make(rule, sizes, peers) for make in (Fused, DdpGloo, ShardedGloo, DdpShared, ShardedShared)]
     ways = [way for way in ways if way.available]
     error = agree(ways, sizes, peers)
-    rounds = (12 if quick else 40) if sum(sizes) <= 1 << 20 else 12
+    rounds = (6 if quick else 16) if sum(sizes) <= 1 << 20 else 5
     ms = time_rounds({w.name: w.step for w in ways}, {w.name: w.fill for w in ways}, peers, rounds)
     fused = ways[0]
     moved = fused.bytes_per_element * sum(sizes)

@@ -23,7 +23,8 @@ for turn in range(1000):
         if sys.argv[1] == "hang": time.sleep(1000)
     if turn == 40 and sys.argv[1] == "well": break
     peers.barrier("the meeting")
-print("ended", rank)
+sys.stdout.write(f"ended {rank}\\n")  # one write: two ranks share the pipe
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 

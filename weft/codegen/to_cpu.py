@@ -40,7 +40,7 @@ class _Emitter:
             "",
             f"using real = {self.real};",
             f"constexpr int WORLD = {self.world}, COLUMNS = {width}, SCALARS = {len(self.scalars)}, "
-            f"TOTALS = {len(self.totals)}, BLOCK = 1024;",
+            f"TOTALS = {len(self.totals)}, BLOCK = 512;",
             "",
         ]
         parts = [line for phase in self.cut.phases for line in [*self.phase(phase), ""]]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.runtime.fused import Row
+from weft.runtime.memory import zeros
 
 UNIT = 64  # elements: tensors start, and slices are cut, on multiples of this, so every access is aligned
 
@@ -61,7 +62,7 @@ class Bank:
         kept = [_round_up(hi - lo) for lo, hi in (runs[peers.rank] for runs in self.slices.runs)]
         self._kept_at = [sum(kept[:k]) for k in range(len(kept))]
         names = [*states, *(["x"] if master else [])]
-        self.states = {s: torch.zeros(max(1, sum(kept)), device=peers.device, dtype=torch.float32) for s in names}
+        self.states = {s: zeros(max(1, sum(kept)), torch.float32, peers.device) for s in names}
         self.grad_views = [self._view(self.grads, k) for k in range(len(self.params))]
         self._adopt()
 

@@ -27,14 +27,16 @@ SENT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "b
 
 def records(program: Program) -> list[Op]:
     """Every node or fused group as records, in order."""
-    fused = {node: group for group in program.groups if group.kind == "fuse" for node in group.nodes}
-    last = {group: max(group.nodes, key=program.nodes.index) for group in fused.values()}
+    place = {node: i for i, node in enumerate(program.nodes)}
+    groups = [group for group in program.groups if group.kind == "fuse"]
+    inside = {node for group in groups for node in group.nodes}
+    last = {max(group.nodes, key=place.__getitem__): group for group in groups}
     made: list[Op] = []
     for node in program.nodes:
-        if node not in fused:
+        if node in last:
+            made += of_group(program, last[node].nodes)
+        elif node not in inside:
             made += of_node(node)
-        elif node is last[fused[node]]:
-            made += of_group(program, fused[node].nodes)
     return made
 
 
@@ -62,7 +64,8 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
     """One kernel: its bytes are those of values that come from outside or are read there, and what it sends."""
     inside = set(nodes)
     read = {a for n in nodes for a in n.args if a not in inside}
-    kept = [n for n in nodes if any(u not in inside for u in program.users[n]) or n in {o for _, o in program.outputs}]
+    outputs = {n for _, n in program.outputs}
+    kept = [n for n in nodes if n in outputs or any(u not in inside for u in program.users[n])]
     for node in nodes:
         if node.op.kind is Kind.CONTRACT:
             yield from of_node(node)
