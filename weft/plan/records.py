@@ -13,7 +13,7 @@ from weft.cluster.collectives import Ranks
 from weft.cluster.spec import Cluster
 from weft.core.layout import Mesh
 from weft.core.node import DTYPE_NAMES, Node
-from weft.core.program import Program
+from weft.core.program import Group, Program
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
 from weft.plan.cost import Costs
 from weft.plan.phase import Pass, Phase, Walk
@@ -27,17 +27,20 @@ SENT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "b
 
 def records(program: Program) -> list[Op]:
     """Every node or fused group as records, in order."""
+    return [op for _, ops in by_place(program) for op in ops]
+
+
+def by_place(program: Program) -> Iterator[tuple[Node | Group, list[Op]]]:
+    """The records of each node, or of each fused group at the place of its last node."""
     place = {node: i for i, node in enumerate(program.nodes)}
     groups = [group for group in program.groups if group.kind == "fuse"]
     inside = {node for group in groups for node in group.nodes}
     last = {max(group.nodes, key=place.__getitem__): group for group in groups}
-    made: list[Op] = []
     for node in program.nodes:
         if node in last:
-            made += of_group(program, last[node].nodes)
+            yield last[node], list(of_group(program, last[node].nodes))
         elif node not in inside:
-            made += of_node(node)
-    return made
+            yield node, list(of_node(node))
 
 
 def of_node(node: Node) -> Iterator[Op]:
@@ -133,17 +136,23 @@ def program_phase(program: Program, cluster: Cluster) -> Phase:
 
 
 def peak_bytes(program: Program) -> int:
-    """The most bytes the busiest rank holds: inputs throughout, every other value from its making to its last use."""
+    """The most bytes the busiest rank holds at any time."""
+    return max(live_bytes(program), default=0)
+
+
+def live_bytes(program: Program) -> list[int]:
+    """What the busiest rank holds while each node runs: inputs throughout, every other value from its making to its last use."""
     place = {n: i for i, n in enumerate(program.nodes)}
     outputs = {n for _, n in program.outputs}
     dies: dict[int, list[Node]] = {}
     for node in program.nodes:
         if node.args and node not in outputs and program.users[node]:
             dies.setdefault(max(place[u] for u in program.users[node]), []).append(node)
-    now = most = sum(nbytes(t) for n in program.inputs for t in n.types)
+    now = sum(nbytes(t) for n in program.inputs for t in n.types)
+    held = []
     for i, node in enumerate(program.nodes):
         if node.args and node.op.kind is not Kind.VIEW:
             now += sum(nbytes(t) for t in node.types)
-        most = max(most, now)
+        held.append(now)
         now -= sum(nbytes(t) for n in dies.get(i, ()) if n.op.kind is not Kind.VIEW for t in n.types)
-    return most
+    return held

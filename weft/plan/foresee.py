@@ -1,0 +1,61 @@
+"""One run of a program on a cluster, foreseen: when each node would run, for what, and what is held meanwhile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from weft.cluster.spec import Cluster
+from weft.core.node import Node
+from weft.core.program import Group, Program
+from weft.ops.registry import Kind
+from weft.plan.phase import Pass, Walk
+from weft.plan.records import OnMesh, by_place, live_bytes
+from weft.plan.run import Seen
+from weft.plan.setting import Setting
+from weft.plan.timeline import Task, Timeline
+
+FUSED = "fused"  # communication and computation in one kernel: its time cannot be told apart
+
+
+def foresee(program: Program, cluster: Cluster) -> Seen:
+    """Time, causes, timeline and memory of the busiest rank."""
+    walker = Walk(OnMesh(cluster, Setting(), cluster.device, mesh=program.mesh), Pass("forward"))
+    at, held = {n: i for i, n in enumerate(program.nodes)}, live_bytes(program)
+    causes: dict[str, float] = defaultdict(float)
+    tasks: list[tuple[Task, float]] = []
+    memory = []
+    for unit, ops in by_place(program):
+        began = walker.now
+        for op in ops:
+            walker.op(op)
+        walker.join()
+        spent, why = walker.now - began, cause_of(unit)
+        last = unit if isinstance(unit, Node) else max(unit.nodes, key=at.__getitem__)
+        memory.append((began, float(held[at[last]])))
+        if spent > 0:
+            causes[why] += spent
+            tasks.append((Task(name_of(unit), stream_of(why), spent, (), why), began))
+    line = Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks))
+    memory.append((walker.now, memory[-1][1] if memory else 0.0))
+    return Seen(walker.now * 1e3, max(held, default=0) / 1e9, {k: v * 1e3 for k, v in causes.items()}, line, memory)
+
+
+def cause_of(unit: Node | Group) -> str:
+    """What the time of a node or group is for: `compute`, the axis it communicates along, or both in one kernel."""
+    if isinstance(unit, Group):
+        sends = any(n.op.kind is Kind.COMM and n.op.wire(2) > 0 for n in unit.nodes)
+        return FUSED if sends else "compute"
+    sends = unit.op.kind is Kind.COMM and unit.op.wire(2) > 0 and unit.mesh.size(unit.attr("axis")) > 1
+    return str(unit.attr("axis")) if sends else "compute"
+
+
+def stream_of(cause: str) -> str:
+    return "compute" if cause in ("compute", FUSED) else "communication"
+
+
+def name_of(unit: Node | Group) -> str:
+    """A node by its op; a group by its name and what it mostly does."""
+    if isinstance(unit, Node):
+        return unit.op.name
+    moved = list(dict.fromkeys(n.op.name for n in unit.nodes if n.op.kind is Kind.COMM and n.op.name != "slice"))
+    return f"{unit.kind} {unit.name}: {len(unit.nodes)} nodes" + (f" with {', '.join(moved)}" if moved else "")

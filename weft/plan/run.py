@@ -1,0 +1,163 @@
+"""A run: what training writes about itself, as plain data beside the plan: times, memory, one traced step, what was foreseen.
+
+A run is a folder with `run.json`, or that file. It is written whole each time, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import PlanError
+from weft.plan.timeline import Task, Timeline
+
+VERSION = 1
+FILE = "run.json"
+WARM = 2  # steps that load kernels and fill caches, and are not counted
+TRY = 'weft.parallelize(..., record="run/"), or weft.dynamic.Recorder(model, "run/")'
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step, foreseen or measured. `causes_ms` by what the time was for, `memory` as (seconds, bytes held)."""
+
+    step_ms: float
+    memory_gb: float
+    causes_ms: Mapping[str, float] = field(default_factory=dict)
+    line: Timeline = field(default_factory=lambda: Timeline((), (), ()))
+    memory: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """`tensors` are held as `places` say; `steps` has a list each of ms, wait_ms and loss; `unit` is what a step takes so many of."""
+
+    name: str
+    kind: str  # "training", or "dynamic" for models of graphs
+    plan: str
+    program: str  # a hash of its text
+    machine: str
+    cluster: str
+    mesh: Mapping[str, int]
+    unit: str
+    per_step: float
+    flops: float  # of the model in one step, over all ranks
+    peak_flops: float  # per second, over all ranks; 0 where it is not known
+    steps: Mapping[str, Sequence[float]]
+    predicted: Seen | None
+    measured: Seen | None
+    tensors: Sequence[Mapping[str, Any]] = ()
+    communication: Sequence[Mapping[str, Any]] = ()
+    verbs: Sequence[str] = ()
+    alternatives: Sequence[Mapping[str, Any]] = ()
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    says: Sequence[str] = ()
+
+    @property
+    def step_ms(self) -> float:
+        """The median of steps past the first few; 0 before there are any."""
+        return median(self.steps.get("ms", ())[WARM:] or self.steps.get("ms", ()))
+
+    @property
+    def wait_ms(self) -> float:
+        """The median time between two steps, in which input was made."""
+        return median(self.steps.get("wait_ms", ())[WARM:] or self.steps.get("wait_ms", ()))
+
+    @property
+    def per_second(self) -> float:
+        return self.per_step / (self.step_ms + self.wait_ms) * 1e3 if self.step_ms else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak that the model's own work reached, input waits included; None where the peak is not known."""
+        if not (self.peak_flops and self.flops and self.step_ms):
+            return None
+        return self.flops / ((self.step_ms + self.wait_ms) / 1e3) / self.peak_flops
+
+    def data(self) -> dict[str, Any]:
+        """The run in JSON's own types."""
+        own = {"weft_run": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        return own | {"predicted": _pack(self.predicted), "measured": _pack(self.measured)}
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `folder/run.json` in one move."""
+        where = Path(folder)
+        where.mkdir(parents=True, exist_ok=True)
+        half = where / f".{FILE}.{os.getpid()}"
+        half.write_text(json.dumps(self.data(), separators=(",", ":"), allow_nan=False) + "\n")
+        half.replace(where / FILE)
+        return where / FILE
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return (ordered[middle] + ordered[~middle]) / 2 if ordered else 0.0
+
+
+def load(path: str | Path) -> Run:
+    """Read a run from its folder or file."""
+    where = Path(path)
+    where = where / FILE if where.is_dir() else where
+    try:
+        data = json.loads(where.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot read the run {path}", needed=f"a folder with {FILE}, or that file", found=str(error), try_=TRY) from error
+    return parse(data, str(path))
+
+
+def parse(data: Any, where: str = "run") -> Run:
+    """A run of its data; another version and missing or unknown fields are refused by name."""
+    if not isinstance(data, dict) or "weft_run" not in data:
+        raise PlanError(f"{where} is not a run", needed='a JSON object with "weft_run"', found=type(data).__name__, try_=TRY)
+    if data["weft_run"] != VERSION:
+        raise PlanError(f"{where} is of another version", needed=f"version {VERSION}", found=str(data["weft_run"]), try_="train again")
+    known = [f.name for f in fields(Run)]
+    lacking, odd = [k for k in known if k not in data], [k for k in data if k not in known and k != "weft_run"]
+    if lacking or odd:
+        raise PlanError(f"{where} cannot be read", needed=", ".join(lacking or known), found=f"unknown {', '.join(odd)}" if odd else "not there")
+    own = {k: data[k] for k in known}
+    return Run(**own | {"predicted": _unpack(data["predicted"]), "measured": _unpack(data["measured"])})
+
+
+# --- a timeline in few bytes: names once, microseconds as whole numbers where they are long
+
+
+def _pack(seen: Seen | None) -> dict[str, Any] | None:
+    if seen is None:
+        return None
+    own = asdict(Seen(seen.step_ms, seen.memory_gb, seen.causes_ms))
+    return own | {"line": pack(seen.line), "memory": [[_micro(t), round(b)] for t, b in seen.memory]}
+
+
+def pack(line: Timeline) -> dict[str, Any]:
+    """Names, streams and causes once each; a row is (name, stream, cause, start, length), in microseconds."""
+    kinds = [list(dict.fromkeys(getattr(t, what) for t in line.tasks)) for what in ("name", "stream", "cause")]
+    names, streams, causes = ({x: i for i, x in enumerate(kind)} for kind in kinds)
+    rows = [
+        [names[t.name], streams[t.stream], causes[t.cause], _micro(start), _micro(end - start)]
+        for t, start, end in zip(line.tasks, line.start, line.end, strict=True)
+        if end > start
+    ]
+    return {"names": kinds[0], "streams": kinds[1], "causes": kinds[2], "rows": rows}
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _unpack(data: Mapping[str, Any] | None) -> Seen | None:
+    if data is None:
+        return None
+    memory = [(t / 1e6, float(b)) for t, b in data["memory"]]
+    return Seen(data["step_ms"], data["memory_gb"], data["causes_ms"], unpack(data["line"]), memory)
+
+
+def unpack(data: Mapping[str, Any]) -> Timeline:
+    rows = data["rows"]
+    tasks = [Task(data["names"][n], data["streams"][s], d / 1e6, (), data["causes"][c]) for n, s, c, _, d in rows]
+    return Timeline(tuple(tasks), tuple(r[3] / 1e6 for r in rows), tuple((r[3] + r[4]) / 1e6 for r in rows))

@@ -1,0 +1,147 @@
+"""One run of a generated step with a clock between its statements, or with its memory counted there.
+
+The text of the step gets a mark before every statement; the marked text runs in place of the plain one, once. A statement lasts
+until the next begins. On a GPU marks are events on the stream, so statements are timed where they run, not where they are launched.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_STATEMENT = re.compile(r"    ([A-Za-z_][\w, ]*?),? = (?!inputs\[)(.*)")
+_ON = re.compile(r"\bon\.(\w+)")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """`made` is the first name it binds; `axis` where it starts a collective; `waits` where it ends one."""
+
+    made: str
+    text: str
+    axis: str = ""
+    waits: bool = False
+
+
+@dataclass
+class Trace:
+    """When each statement began and ended, in seconds from the first, and what was held then where that was asked for."""
+
+    statements: list[Statement]
+    began: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+
+
+def marked(text: str) -> tuple[str, list[Statement]]:
+    """The step's text with `_mark(k, locals())` before statement k and before the return."""
+    lines, found = [], list[Statement]()
+    for line in text.splitlines():
+        match = _STATEMENT.fullmatch(line)
+        if match is not None:
+            lines.append(f"    _mark({len(found)}, locals())")
+            found.append(_read(match[1].split(",")[0], match[2]))
+        elif line.startswith("    return"):
+            lines.append(f"    _mark({len(found)}, locals())")
+        lines.append(line)
+    return "\n".join(lines) + "\n", found
+
+
+def _read(made: str, text: str) -> Statement:
+    if text.startswith(f"{made}.wait()"):
+        return Statement(made, text, waits=True)
+    axis = _ON.search(text) if text.startswith("comm.") else None
+    return Statement(made, text, axis[1] if axis else "")
+
+
+def traced(step: Callable[..., Any], text: str, device: torch.device, *, memory: bool = False) -> tuple[Callable[..., Any], Trace]:
+    """The step marked, to be called once, and what its marks will have noted."""
+    new, statements = marked(text)
+    trace, marks = Trace(statements), _Held(device) if memory else _clock(device)
+    names = {**step.__globals__, "_mark": marks.mark}
+    exec(compile(new, "<traced step>", "exec"), names)  # the text is weft's own
+
+    def call(inputs: Any) -> Any:
+        out = names["step"](inputs)
+        if memory:
+            trace.held = marks.values()
+        else:
+            times = marks.values()
+            trace.began, trace.ended = times[:-1], times[1:]
+        return out
+
+    return call, trace
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def mark(self, _k: int, _values: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def values(self) -> list[float]:
+        return [t - self.times[0] for t in self.times]
+
+
+class _StreamClock:
+    """Events on the stream; read when all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.events = device, list[Any]()
+
+    def mark(self, _k: int, _values: Any) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self.events.append(event)
+
+    def values(self) -> list[float]:
+        torch.cuda.synchronize(self.device)
+        return [self.events[0].elapsed_time(e) / 1e3 for e in self.events]
+
+
+def _clock(device: torch.device) -> Any:
+    return _StreamClock(device) if device.type == "cuda" else _HostClock()
+
+
+class _Held:
+    """Bytes held: what the allocator counts where there is one, else the storage of everything the step can still reach."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes = device, list[int]()
+
+    def mark(self, _k: int, values: Any) -> None:
+        if self.device.type == "cuda":
+            self.bytes.append(torch.cuda.memory_allocated(self.device))
+        else:
+            stores = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in _reached(values))}
+            self.bytes.append(sum(stores.values()))
+
+    def values(self) -> list[int]:
+        return self.bytes
+
+
+def _reached(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a value: in containers, and in what a pending collective will give."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _reached(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _reached(item)
+    elif hasattr(value, "wait") and hasattr(value, "_finish"):
+        for cell in value._finish.__closure__ or ():
+            yield from _reached(cell.cell_contents)
