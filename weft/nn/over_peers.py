@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,14 @@ def _sum_kernel(dtype: str, world: int, target: str) -> Kernel:
 def _copy_kernel(dtype: str, target: str) -> Kernel:
     source, out = Slot("source", dtype), Slot("out", dtype)
     return compile_group(Group("copy", ((out, load(source)),)), 1, target)
+
+
+class Fetched(NamedTuple):
+    """What the main line calls before its first product, before it uses each tensor, and when it has used all."""
+
+    begun: Callable[[], None]
+    arrived: list[Callable[[], None]]
+    used: Callable[[], None]
 
 
 class Space:
@@ -65,7 +73,7 @@ class Space:
 
     def sum_into(self, out: Tensor, terms: list[Tensor], way: Way, name: str) -> None:
         """out = sum of the ranks' terms, on the current line; `name` tells apart what is kept for it."""
-        key = (name, tuple(t.data_ptr() for t in terms), out.numel())
+        key = (name, tuple(t.data_ptr() for t in terms), out.numel(), way.blocks)
         if key not in self._sums:
             kernel = _sum_kernel(DTYPE_NAMES[out.dtype], self.peers.world, self.peers.target)
             row = Row(out.numel(), {"terms": [t.data_ptr() for t in terms], "out": out.data_ptr()})
@@ -91,21 +99,18 @@ class Space:
         """Where `gather_product` takes each rank's rows from."""
         return self.buffer("gather", (rows, k), dtype)
 
-    def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Way) -> list[list[tuple[slice, Callable[[], None]]]]:
-        """Start bringing every source to its target; for each, its parts and what to call before one is used."""
+    def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Way) -> Fetched:
+        """Start bringing every source to its target."""
         if way.by == "mover" and self.peers.target == "triton":
             mover = self._mover = self._mover or Mover(targets[0].device, self.peers.world)
             mover.move(targets, sources, way.blocks)
-            return [[(slice(None), functools.partial(mover.wait, k))] for k in range(len(targets))]
-        found = []
+            waits = [functools.partial(mover.wait, k) for k in range(len(targets))]
+            return Fetched(functools.partial(mover.begun, len(targets)), waits, mover.rest)
+        begun, waits = functools.partial(self.side.main_after, self.side.mark()), []
         for target, source in zip(targets, sources, strict=True):
-            parts = []
-            for c in range(way.chunks):
-                part = slice(c * len(target) // way.chunks, (c + 1) * len(target) // way.chunks)
-                self.copy(target[part], source[part], way)
-                parts.append((part, functools.partial(self.side.main_after, self.side.mark())))
-            found.append(parts)
-        return found
+            self.copy(target, source, way)
+            waits.append(functools.partial(self.side.main_after, self.side.mark()))
+        return Fetched(begun, waits, lambda: None)
 
 
 _spaces: dict[Any, Space] = {}
@@ -165,7 +170,8 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
 
 
 def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-    """All ranks' rows times w.T: this rank's own first, then each as it arrives; with `keep`, the rows themselves too.
+    """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `way.chunks` turns; with `keep`, the
+    rows themselves too.
 
     Rows that already lie in `Space.rows`, peer memory, are read by the others from there.
     """
@@ -180,14 +186,34 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
         if x.data_ptr() != shards[rank].data_ptr():
             shards[rank].copy_(x)
         space.meet()
-        arrived = space.fetch([gathered[s] for s in order], [shards[s] for s in order], way)
+        fetched = space.fetch([gathered[s] for s in order], [shards[s] for s in order], way)
         if keep:
             gathered[rank].copy_(x)
         space.meet()
+    fetched.begun()
     torch.mm(x, w.T, out=out[rank])
-    for turn, source in enumerate(order):
-        for part, wait in arrived[turn]:
-            wait()
-            torch.mm(gathered[source, part], w.T, out=out[source, part])
+    for turns in _in_turns(world - 1, way.chunks):
+        for turn in turns:
+            fetched.arrived[turn]()
+        for first, last in _stretches([order[turn] for turn in turns]):
+            torch.mm(gathered[first:last].view(-1, k), w.T, out=out[first:last].view(-1, w.shape[0]))
+    fetched.used()
     space.side.main_after()
     return out.view(world * rows, -1), gathered.view(world * rows, k) if keep else None
+
+
+def _in_turns(count: int, parts: int) -> list[range]:
+    """range(count) cut into at most so many parts, the later ones the longer: what comes first should not be waited for long."""
+    parts = max(1, min(count, parts))
+    return [range(p * count // parts, (p + 1) * count // parts) for p in range(parts)] if count else []
+
+
+def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
+    """Neighbouring numbers together, as first and one past the last: one product each."""
+    found: list[tuple[int, int]] = []
+    for n in sorted(numbers):
+        if found and found[-1][1] == n:
+            found[-1] = (found[-1][0], n + 1)
+        else:
+            found.append((n, n + 1))
+    return found

@@ -12,7 +12,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Way:
-    """`over` is "group" (torch.distributed) or "peers" (memory all ranks can reach). One chunk means no overlap."""
+    """`over` is "group" (torch.distributed) or "peers" (memory all ranks can reach).
+
+    One chunk means no overlap, but for a gather over peers: there a rank's own product runs beside the moving always, and
+    chunks are the products in which it takes the others' rows.
+    """
 
     over: str = "group"
     chunks: int = 1

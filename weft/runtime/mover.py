@@ -14,10 +14,10 @@ BLOCK = 32768  # words a block has under way at once: 128 KiB, enough to keep on
 
 
 class Mover:
-    """Moves on the current line; `wait` holds the current line until one tensor has arrived."""
+    """Moves up to `most` tensors on the current line; `wait` holds the current line until one has arrived."""
 
     def __init__(self, device: torch.device, most: int) -> None:
-        self._flags = torch.zeros(most, dtype=torch.int32, device=device)
+        self._flags = torch.zeros(most + 1, dtype=torch.int32, device=device)
         self._blocks = 1
 
     def move(self, targets: Sequence[Tensor], sources: Sequence[Tensor], blocks: int) -> None:
@@ -25,14 +25,22 @@ class Mover:
         from weft.runtime.device_sync import move
 
         words = sources[0].numel() * sources[0].element_size() // 4
-        self._flags.zero_()
         self._blocks = max(1, min(blocks, -(-words // BLOCK)))
         move[(self._blocks,)](_words(sources), _words(targets), self._flags, words, BLOCK=BLOCK, num_warps=32)
+
+    def begun(self, count: int) -> None:
+        """Hold the current line until all blocks that move these `count` tensors have a place to run: a product that fills
+        the device would keep them out."""
+        self.wait(count)
 
     def wait(self, k: int) -> None:
         from weft.runtime.device_sync import wait_for
 
         wait_for[(1,)](self._flags[k:], self._blocks, num_warps=1)
+
+    def rest(self) -> None:
+        """On the line that has waited for every tensor: so that the next moves, which come after, find no flag raised."""
+        self._flags.zero_()
 
 
 def _words(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
