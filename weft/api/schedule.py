@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from weft.core.errors import InvalidTransform
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.registry import nbytes
 from weft.schedule import bucket
 from weft.schedule.groups import is_scalar
 from weft.schedule.recipes import one_kernel
@@ -39,8 +42,8 @@ def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     for n in sums:
         by_dtype.setdefault(n.dtype, []).append(n)
     for group in by_dtype.values():
-        free = [n for n in group if not any(m in p.needs(n) for m in group if m is not n)]
-        if len(free) > 1:
+        free = [n for n, waits in p.waits(group).items() if not waits]
+        if any(nbytes(a.type) + nbytes(b.type) <= max_bytes for a, b in pairwise(free)):
             p = bucket(p, *free, max_bytes=max_bytes)
     return p
 

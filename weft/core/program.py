@@ -153,24 +153,26 @@ class Program:
         """The node and all it is computed from."""
         return self._reach([node], lambda n: n.args)
 
+    def waits(self, nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+        """For each of some nodes, which of the others it is computed from."""
+        bit = {n: 1 << k for k, n in enumerate(nodes)}
+        reach: dict[Node, int] = {}
+        for n in toposort(nodes):
+            reach[n] = bit.get(n, 0)
+            for a in n.args:
+                reach[n] |= reach[a]
+        return {n: [m for m in nodes if m is not n and reach[n] & bit[m]] for n in nodes}
+
     # -- another program from this one -------------------------------------------------------------------------------
 
     def rewrite(self, swap: Mapping[Node, Node], step: str, *, inputs: Mapping[Node, Node] | None = None) -> Program:
         """The program with every key of `swap` replaced and all that depends on it remade; handles are carried over."""
         swap = {**swap, **(inputs or {})}
         moved: dict[Node, Node] = {}
-
-        def build(node: Node) -> Node:
-            if node not in moved:
-                for n in toposort([node]):
-                    if n not in moved:
-                        moved[n] = swap[n] if n in swap else self._remade(n, moved)
-            return moved[node]
-
-        new_outputs = tuple((name, build(n)) for name, n in self.outputs)
-        for n in self.nodes:
-            build(n)
-        kept = tuple(build(n) if n in (inputs or {}) else n for n in self.inputs)
+        for n in toposort([*(n for _, n in self.outputs), *self.nodes, *(inputs or {})]):
+            moved[n] = swap[n] if n in swap else self._remade(n, moved)
+        new_outputs = tuple((name, moved[n]) for name, n in self.outputs)
+        kept = tuple(moved[n] if n in (inputs or {}) else n for n in self.inputs)
         groups = tuple(replace(g, nodes=tuple(dict.fromkeys(moved[n] for n in g.nodes))) for g in self.groups)
         lines = {**{moved[n]: line for n, line in self.lines.items() if n in moved}}
         new = Program(self.name, self.mesh, kept, new_outputs, self.state, groups, lines, self, step, moved)

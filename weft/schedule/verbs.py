@@ -576,8 +576,7 @@ def _alike(p: Program, places: Sequence[Place], verb: str, ops: Sequence[Any]) -
                 f"{nodes[0].op.name} with {dict(nodes[0].attrs)}",
                 f"{n.op.name} with {dict(n.attrs)}",
             )
-    for a in nodes:
-        waits = [b for b in nodes if b is not a and b in p.needs(a)]
+    for a, waits in p.waits(nodes).items():
         if waits:
             raise refuse(p, a, verb, "collectives that do not wait for one another", f"{name_in(p, a)} needs {name_in(p, waits[0])}")
     return nodes
