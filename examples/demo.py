@@ -1,6 +1,6 @@
 """What `make demo` runs: schedules that mean the same, then a small GPT trained on two local processes and compared.
 
-The GPT learns weft's own source, byte by byte: on one process by plain torch, on two under a plan, with equal losses;
+The GPT learns weft's own source, byte by byte: on one process by plain torch, on two under the plan weft picks, with equal losses;
 then a step is timed against DDP and FSDP2 in the same run.
 """
 
@@ -22,12 +22,13 @@ sys.path.insert(0, str(ROOT))
 from bench import train  # noqa: E402 - the repository's own folder, found above
 from bench._ranks import run_ranks  # noqa: E402
 from weft import interp  # noqa: E402
+from weft.api.parallelize import parallelize  # noqa: E402
 from weft.core.program import Program  # noqa: E402
 from weft.frontend import zoo  # noqa: E402
 from weft.programs.catalog import example  # noqa: E402
 
 console = Console(width=140)
-STEPS, BATCH, SEQ, PLAN = 30, 16, 64, "dp2,zero1"
+STEPS, BATCH, SEQ = 30, 16, 64
 
 
 # -- schedules -----------------------------------------------------------------------------------------------------------------
@@ -108,10 +109,17 @@ def one_process() -> list[float]:
 
 
 def two_processes(rank: int, world: int) -> dict[str, Any]:
-    """The same under a plan, with a bar; then step times of all ways."""
+    """The same under the plan that is foreseen to be fastest here, with a bar; then step times of all ways."""
     w = gpt()
     data = batches(list(w.example(1)))
-    step = train.ours_under(w, PLAN, data[0])
+    made = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-3), data[0], plan="auto")
+    assert made.decision is not None
+    if rank == 0:
+        console.print(f"chosen: {made.decision}", highlight=False)
+
+    def step(batch: Any) -> float:
+        return float(made(batch))
+
     losses = []
     columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=rank != 0) as bar:
@@ -121,7 +129,7 @@ def two_processes(rank: int, world: int) -> dict[str, Any]:
             losses.append(step(batch))
             rate = BATCH * SEQ / (time.perf_counter() - start)
             bar.update(task, advance=1, said=f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s")
-    ways = {f"weft {PLAN}": step, "DDP": train.ddp(w, rank, world), "FSDP2": train.fsdp2(w, rank, world)}
+    ways = {f"weft {made.decision.plan}": step, "DDP": train.ddp(w, rank, world), "FSDP2": train.fsdp2(w, rank, world)}
     for way in ways.values():
         way(data[0])
     return {"losses": losses, "ms": train.time_steps(ways, data[0], 9)}

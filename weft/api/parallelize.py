@@ -7,23 +7,26 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp
+from weft.api import auto
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
-from weft.api.schedule import bucketed, fused_update
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import R
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.step import named_batch
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import Named
 from weft.plan.place import place
+
+if TYPE_CHECKING:
+    from weft.api.record import Recorder
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -40,14 +43,21 @@ def parallelize(
     precision: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     seed: int = 0,
+    record: str | None = None,
+    progress: bool | None = None,
 ) -> Step:
     """A training step under the plan. `example` is one global batch; `loss(model, batch)` gives a number.
 
-    `plan` is a name such as "dp2,tp2,zero1". The degrees must multiply to the number of processes.
+    `plan` is a name such as "dp2,tp2,zero1" whose degrees multiply to the number of processes, a file that `weft plan --out`
+    wrote, or "auto": then `step.decision` says what was chosen and beside what.
+    `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
-    named = Named.parse(plan)
+    if auto.is_file(plan):
+        plan, rounds = auto.from_file(plan)
+        accumulate = accumulate if accumulate > 1 else rounds
+    named = None if plan == "auto" else Named.parse(plan)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if named.mesh.ranks != world:
+    if named is not None and named.mesh.ranks != world:
         raise PlanError(
             f"plan {plan!r} is for {named.mesh.ranks} processes",
             needed=f"{world} processes' worth of degrees",
@@ -55,11 +65,13 @@ def parallelize(
             try_=f"weft run -n {named.mesh.ranks} SCRIPT",
         )
     captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
-    layouts, options = input_layouts(captured.program, named, captured.states)
-    program = place(captured.program, named.mesh, layouts, options)
-    if named.dp > 1:
-        program = bucketed(fused_update(program, "dp") if named.zero else program, "dp")
-    return Step(captured, program, named, model, loss, optimizer, torch.device(device), seed)
+    decision = auto.agree(captured, torch.device(device)) if named is None else None
+    program = decision.program if decision else auto.prepare(captured, named)
+    step = Step(captured, program, decision.named if decision else named, model, loss, optimizer, torch.device(device), seed)
+    step.decision = decision
+    if record is not None or progress:
+        step.record(record, progress=progress is not False)
+    return step
 
 
 class Step:
@@ -81,9 +93,11 @@ class Step:
         self.compiled = Compiled(program, device=device, donate=True)
         self.steps = 0
         self.grad_norm: Tensor | None = None
+        self.decision: auto.Decision | None = None
         self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
         self._state = self._initial_state()
         self._eval: Compiled | None = None
+        self._watch: Recorder | None = None
 
     def _initial_state(self) -> dict[str, Tensor]:
         """This rank's part of parameters, buffers, constants and fresh optimizer state."""
@@ -107,13 +121,21 @@ class Step:
 
     def __call__(self, batch: Any) -> Tensor:
         """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
-        out = self.compiled({**self._state, **self._batch(batch), **self._numbers()})
+        run = self.compiled if self._watch is None else self._watch.call
+        out = run({**self._state, **self._batch(batch), **self._numbers()})
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
         self.steps += 1
         self.grad_norm = out.get("grad_norm")
         return out["loss"]
+
+    def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> Recorder:
+        """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
+        from weft.api.record import Recorder
+
+        self._watch = Recorder(self, folder, cluster, progress)
+        return self._watch
 
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""

@@ -1,5 +1,8 @@
 """Plans given by name: `dp2,tp2,zero1,sp`. A name says how the inputs of a training step are held; `place` does the rest.
 
+`dp2,pieces3` deals the batch in three equal pieces by torch.chunk's rule, two to the first rank and one to the last: the
+last may then be slower. It is a layout like any other, so the step still equals one process.
+
 Tensor parallelism is found, not configured: a weight is cut by columns, the cut is followed through the ops that keep it, and
 where it ends in a product with another weight, that one is cut by rows. Where it ends anywhere else the weight stays whole.
 """
@@ -11,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from weft.core.errors import LayoutError, PlanError
-from weft.core.layout import Layout, Mesh, Placement, S
+from weft.core.layout import Layout, Mesh, Placement, R, S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import ONE, Kind, equation_of
@@ -30,12 +33,13 @@ class Named:
     tp: int = 1
     zero: int = 0
     sp: bool = False
+    pieces: int = 0  # that the batch is dealt in along dp; as many as there are copies where it is 0
 
     @staticmethod
     def parse(text: str) -> Named:
         values: dict[str, int | bool] = {}
         for word in filter(None, re.split(r"[,\s]+", text.strip())):
-            m = re.fullmatch(r"(dp|cp|ep|tp|zero)(\d+)|(sp)", word)
+            m = re.fullmatch(r"(dp|cp|ep|tp|zero|pieces)(\d+)|(sp)", word)
             if m is None:
                 raise PlanError(f"no plan {text!r}", needed="words such as dp2, tp2, cp2, ep2, zero1, sp, joined by commas", found=word)
             values[m[3] or m[1]] = True if m[3] else int(m[2])
@@ -49,11 +53,14 @@ class Named:
 
     def __str__(self) -> str:
         words = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if f.name in AXES and getattr(self, f.name) > 1]
-        return ",".join(words + ([f"zero{self.zero}"] if self.zero else []) + (["sp"] if self.sp else [])) or "dp1"
+        more = [f"{w}{n}" for w, n in (("zero", self.zero), ("pieces", self.pieces)) if n]
+        return ",".join(words + more + (["sp"] if self.sp else [])) or "dp1"
 
 
-def input_layouts(program: Program, named: Named, states: Mapping[str, str]) -> tuple[dict[str, Placements], Options]:
-    """How every input is held. `states` tells of which parameter an optimizer's tensor is."""
+def input_layouts(
+    program: Program, named: Named, states: Mapping[str, str], pins: Mapping[str, Placements] | None = None
+) -> tuple[dict[str, Placements], Options]:
+    """How every input is held. `states` tells of which parameter an optimizer's tensor is; `pins` are parameters' own layouts."""
     held: dict[str, dict[str, Placement]] = {}
     for name, node in program.input_names.items():
         if name.startswith("batch.") and node.ndim:
@@ -64,6 +71,8 @@ def input_layouts(program: Program, named: Named, states: Mapping[str, str]) -> 
         held |= {n: {"tp": cut} for n, cut in tensor_cuts(program, loss, weights, named.tp).items()}
     if named.ep > 1:
         held |= {n: {"ep": S(0)} for n, w in weights.items() if _stacked(program, w, named.ep)}
+    for name, places in (pins or {}).items():
+        held[name] = {a: p for a, p in {**held.get(name, {}), **places}.items() if p != R}
     for state, param in states.items():
         held[state] = dict(held.get(param, {}))
     if named.zero and named.dp > 1:
@@ -75,12 +84,23 @@ def input_layouts(program: Program, named: Named, states: Mapping[str, str]) -> 
 
 
 def _batch(node: Node, named: Named) -> dict[str, Placement]:
-    places: dict[str, Placement] = {"dp": S(0)} if named.dp > 1 else {}
+    places: dict[str, Placement] = {"dp": S(0, _pieces(node, named))} if named.dp > 1 else {}
     if named.cp > 1 and node.ndim > 1:
         places["cp"] = S(1)
     if named.ep > 1 and node.shape[0] >= named.dp * named.ep:
         places["ep"] = S(0)
     return places
+
+
+def _pieces(node: Node, named: Named) -> tuple[int, int] | None:
+    """How the batch is dealt out where not evenly."""
+    n = node.shape[0]
+    if not named.pieces:
+        return None
+    if n % named.pieces:
+        more = -(-n // named.pieces) * named.pieces
+        raise PlanError(f"a batch of {n} is not {named.pieces} pieces", needed=f"a multiple of {named.pieces}", found=str(n), try_=str(more))
+    return n, named.pieces
 
 
 def _stacked(program: Program, weight: Node, n: int) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import PlanError
+from weft.core.layout import chunk
 from weft.plan.setting import Setting
 
 VERSION = 1
@@ -55,12 +57,24 @@ class Plan:
 
     @property
     def named(self) -> str | None:
-        """The words `parallelize(plan=...)` takes, where they can say it: one stage, equal shares."""
-        s = self.setting
-        if s.pp > 1 or self.shares:
+        """The words `parallelize(plan=...)` takes, where they can say it: one stage, and shares that torch.chunk's rule deals out."""
+        s, pieces = self.setting, self.pieces
+        if s.pp > 1 or pieces is None:
             return None
         words = [f"{a}{getattr(s, a)}" for a in ("dp", "cp", "ep", "tp") if getattr(s, a) > 1]
-        return ",".join([*words, *([f"zero{s.zero}"] if s.zero else []), *(["sp"] if s.sequence_parallel else [])]) or "dp1"
+        words += [f"{word}{n}" for word, n in (("zero", s.zero), ("pieces", pieces)) if n]
+        return ",".join([*words, *(["sp"] if s.sequence_parallel else [])]) or "dp1"
+
+    @property
+    def pieces(self) -> int | None:
+        """How many equal pieces of the batch give every copy its share, dealt by torch.chunk's rule: 0 of equal shares, None if none."""
+        if not self.shares:
+            return 0
+        taken = [int(x["micro_batch"]) * int(x["micro_batches"]) for x in self.shares for _ in range(int(x["copies"]))]
+        least = math.gcd(*taken)
+        pieces = sum(taken) // least
+        dealt = [chunk(pieces, len(taken), r) for r in range(len(taken))]
+        return pieces if [(hi - lo) * least for lo, hi in dealt] == taken else None
 
 
 def load(path: str | Path) -> Plan:

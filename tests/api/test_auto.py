@@ -1,0 +1,161 @@
+"""`plan="auto"`: all ranks take rank 0's choice, it is the fastest foreseen that fits, and it trains as one process does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.api.ranks import on_ranks
+from weft.api import auto
+from weft.api.parallelize import parallelize
+from weft.cluster.spec import cluster
+from weft.core.errors import PlanError
+from weft.frontend import zoo
+from weft.frontend.capture import Captured, capture
+from weft.plan.named import Named
+from weft.plan.pins import dtensor_pins, parse_pin
+from weft.plan.plan import Plan, load
+from weft.plan.setting import Setting
+
+STEPS = 3
+
+
+def workload() -> Any:
+    w = zoo.small("gpt2", dtype=torch.float64)
+    for m in w.model.modules():
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.0
+    return w
+
+
+def adamw(w: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(w.model.parameters(), lr=1e-2)
+
+
+def torch_losses(batch: int) -> list[float]:
+    w, out = workload(), []
+    opt = adamw(w)
+    for i in range(STEPS):
+        opt.zero_grad()
+        loss = w.loss(w.model, w.example(batch, seed=i))
+        loss.backward()
+        opt.step()
+        out.append(loss.item())
+    return out
+
+
+def weft_losses(plan: str, batch: int, **more: Any) -> tuple[list[float], Any]:
+    w = workload()
+    step = parallelize(w.model, w.loss, adamw(w), w.example(batch), plan=plan, **more)
+    return [step(w.example(batch, seed=i)).item() for i in range(STEPS)], step
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    w = workload()
+    return capture(w.model, w.example(8), w.loss, adamw(w))
+
+
+def test_ranks_agree_and_train_as_one(tmp_path: Path) -> None:
+    want, uneven = torch_losses(8), torch_losses(12)
+
+    def job(rank: int) -> None:
+        got, step = weft_losses("auto", 8)
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+        chosen: list[Any] = [None, None]
+        dist.all_gather_object(chosen, (str(step.decision), step.decision.text))
+        assert chosen[0] == chosen[1] and step.decision.named.mesh.ranks == 2
+        got, step = weft_losses("dp2,pieces3", 12)
+        torch.testing.assert_close(got, uneven, rtol=1e-8, atol=1e-8)
+        local = {n.layout.local_shape({"dp": rank})[0] for name, n in step.program.input_names.items() if name.startswith("batch.")}
+        assert local == {8 if rank == 0 else 4}
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_the_fastest_that_fits_is_taken(captured: Captured) -> None:
+    found = auto.decide(captured, cluster("2xx86-2"))
+    had = [o for o in found.options if not o.reason]
+    assert found.chosen.ms == min(o.ms for o in had) and {"dp2", "dp2,zero1", "tp2", "cp2"} <= {o.plan for o in had}
+    assert found.program.text == found.text and any(o.plan.startswith(auto.SOLVER) for o in had)
+    assert "foreseen" in str(found) and f"  {had[-1].plan}: +" in str(found)
+    again = auto.decide(captured, cluster("2xx86-2"))
+    assert again == found
+
+
+def test_too_little_memory_is_told(captured: Captured) -> None:
+    place = cluster("2xx86-2")
+    small = {**place.device.constants, "memory.bytes": replace(place.device.constants["memory.bytes"], value=1e3)}
+    tight = replace(place.groups[0].profile, device=replace(place.device, constants=small))
+    with pytest.raises(PlanError, match=r"no plan fits on 2xx86-2\n\n +needed +1e-06 GB on a rank or less"):
+        auto.decide(captured, replace(place, groups=(replace(place.groups[0], profile=tight),)))
+
+
+def test_pins_bind_every_plan(captured: Captured) -> None:
+    name = next(n for n, x in captured.parameters.items() if "mlp" in n and x.ndim == 2)
+    pin = parse_pin(f"{name.removeprefix('param.')}=tp:S(1)")
+    found = auto.decide(captured, cluster("2xx86-2"), [pin])
+    assert found.named.tp == 2 and str(found.program.input_names[name].layout.placement("tp")) == "S(1)"
+    assert "an axis of dp" in next(o.reason for o in found.options if o.plan == "dp2") or any(
+        "dp2" == o.plan and o.reason for o in found.options
+    )
+
+
+def test_a_users_own_plan_is_in_the_pool(captured: Captured) -> None:
+    model = workload().model
+    linear = next(n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear))
+    mine = dtensor_pins(model, {linear: "rowwise"})
+    found = auto.decide(captured, cluster("2xx86-2"), others={"mine": mine})
+    assert next(o for o in found.options if o.plan == "tp2 as mine").ms >= found.chosen.ms
+
+
+FORESEEN = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "memory_gb": 1.0, "gap": 0.0}
+
+
+def saved(path: Path, **changes: Any) -> Plan:
+    limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
+    shares = changes.pop("shares", ())
+    plan = Plan("gpt2", "2xx86-2", 16, "time", "weft", replace(Setting(global_batch=8), **changes), (), shares, limits, FORESEEN)
+    plan.save(path)
+    return load(path)
+
+
+def test_a_plan_file_runs(tmp_path: Path) -> None:
+    want = torch_losses(8)
+    saved(tmp_path / "plan.json", dp=2, zero=1, micro_batch=2)
+
+    def job(rank: int) -> None:
+        got, step = weft_losses(str(tmp_path / "plan.json"), 8)
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+        assert step.plan == Named(dp=2, zero=1)
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_what_a_plan_file_asks_and_is_not_done(tmp_path: Path) -> None:
+    saved(tmp_path / "again.json", dp=2, recompute="full")
+    with pytest.warns(UserWarning, match="not followed: recompute full"):
+        assert auto.from_file(str(tmp_path / "again.json")) == ("dp2", 4)
+    saved(tmp_path / "stages.json", pp=2, micro_batch=1)
+    with pytest.raises(PlanError, match="cannot be run by parallelize"):
+        auto.from_file(str(tmp_path / "stages.json"))
+
+
+def test_shares_that_can_be_dealt(tmp_path: Path) -> None:
+    two = (
+        {"kind": "a", "copies": 1, "micro_batch": 8, "micro_batches": 1},
+        {"kind": "b", "copies": 1, "micro_batch": 4, "micro_batches": 1},
+    )
+    assert saved(tmp_path / "a.json", dp=2, global_batch=12, shares=two).named == "dp2,pieces3"
+    three = ({**two[0], "micro_batch": 9}, {**two[1], "micro_batch": 3})
+    assert saved(tmp_path / "b.json", dp=2, global_batch=12, shares=three).named is None
+
+
+def test_a_batch_that_is_not_so_many_pieces(captured: Captured) -> None:
+    with pytest.raises(PlanError, match="a batch of 8 is not 3 pieces"):
+        auto.prepare(captured, Named(dp=2, pieces=3))
