@@ -14,7 +14,7 @@ from weft.api.compiled import Compiled
 from weft.core.layout import Mesh, P
 from weft.programs.catalog import EXAMPLES
 from weft.programs.optimizers import optimizer
-from weft.tune.measure import decide, measure
+from weft.tune.measure import confirm, decide, measure
 from weft.tune.programs import AS_IS, Rates, candidates, cost, prune, tune_program
 from weft.tune.store import Store
 
@@ -34,6 +34,11 @@ def test_the_baseline_wins_ties() -> None:
     assert decide({"plain": 1.0, "slow": 1.5}, "plain") == "plain"
 
 
+def test_a_lucky_time_is_not_believed() -> None:
+    assert confirm([1.0, 1.0, 1.0, 1.0], [0.9, 0.9, 0.9, 1.1]) == 0.9
+    assert confirm([1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 1.1, 1.1]) == 1.0
+
+
 def test_only_what_is_not_known_is_timed() -> None:
     calls: list[str] = []
 
@@ -46,7 +51,7 @@ def test_only_what_is_not_known_is_timed() -> None:
         {"plain": lambda: call("plain", 0.004), "a": lambda: call("a"), "b": lambda: call("b")},
         "plain", rounds=3, known={"plain": 4.0, "a": 1.0}, heard=lambda name, ms: heard.append(name),
     )  # fmt: skip
-    assert heard == ["plain", "b"] or heard == ["b"]
+    assert set(heard) <= {"plain", "b"}
     assert "a" not in calls
     assert found.choice in ("a", "b")
     assert found.gain > 1.5

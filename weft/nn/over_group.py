@@ -6,6 +6,7 @@ a rank receives chunk by chunk lies in its result in order. Results are written 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
 from typing import Any
 
@@ -22,7 +23,9 @@ _scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
-    """x @ w.T summed over the ranks."""
+    """x @ w.T summed over the ranks. The first chunks and the last are small: the first product and the last sum have nothing
+    to run beside."""
+    sizes = _ramped(x.shape[0], way.chunks)
     out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
 
     def one(rows: Tensor, into: Tensor) -> Generator[None, None, None]:
@@ -31,8 +34,15 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
         yield
         work.wait()
 
-    in_turn([one(rows, into) for rows, into in zip(x.chunk(way.chunks), out.chunk(way.chunks), strict=True)])
+    in_turn([one(rows, into) for rows, into in zip(x.split(sizes), out.split(sizes), strict=True)])
     return out
+
+
+def _ramped(rows: int, chunks: int) -> list[int]:
+    """So many parts of the rows, doubling from both ends up to four times the outermost."""
+    shares = [min(4, 1 << k, 1 << (chunks - 1 - k)) for k in range(chunks)]
+    edges = [rows * sum(shares[:k]) // sum(shares) for k in range(chunks + 1)]
+    return [b - a for a, b in itertools.pairwise(edges)]
 
 
 def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
