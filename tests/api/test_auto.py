@@ -99,7 +99,7 @@ def test_too_little_memory_is_told(captured: Captured) -> None:
 def test_pins_bind_every_plan(captured: Captured) -> None:
     name = next(n for n, x in captured.parameters.items() if "mlp" in n and x.ndim == 2)
     pin = parse_pin(f"{name.removeprefix('param.')}=tp:S(1)")
-    found = auto.decide(captured, cluster("2xx86-2"), [pin])
+    found = auto.decide(captured, cluster("2xx86-2"), auto.Wish((pin,)))
     assert found.named.tp == 2 and str(found.program.input_names[name].layout.placement("tp")) == "S(1)"
     assert "an axis of dp" in next(o.reason for o in found.options if o.plan == "dp2") or any(
         "dp2" == o.plan and o.reason for o in found.options

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.api.noise import measured
 from weft.api.schedule import bucketed, fused_update
 from weft.cluster.here import here
 from weft.cluster.profile import Constant
@@ -26,7 +27,7 @@ from weft.core.text import parse
 from weft.frontend.capture import Captured
 from weft.plan.named import Named, input_layouts
 from weft.plan.pins import Pin, resolve
-from weft.plan.place import Placements, place
+from weft.plan.place import place
 from weft.plan.plan import Plan, load
 from weft.plan.records import peak_bytes, program_phase
 from weft.plan.space import divisors
@@ -84,10 +85,25 @@ def _why(best: Option, other: Option) -> str:
     return ", ".join(f"{k} {ms:+,.1f} ms" for ms, k in grown[:2] if ms > 0.005) or "nothing takes longer"
 
 
-def prepare(captured: Captured, named: Named, pins: Mapping[str, Placements] | None = None) -> Program:
+@dataclass(frozen=True)
+class Wish:
+    """What a user wants of every plan: layouts that are fixed, and the noise of the gradients measured."""
+
+    pins: tuple[Pin, ...] = ()
+    noise: bool = False
+
+
+def prepare(captured: Captured, named: Named, wish: Wish = Wish()) -> Program:
     """The step under a plan, as it is run."""
-    layouts, options = input_layouts(captured.program, named, captured.states, pins)
-    return scheduled(place(captured.program, named.mesh, layouts, options), named)
+    return scheduled(_placed(captured, named, wish), named)
+
+
+def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
+    shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
+    held = resolve(wish.pins, shapes, named.mesh.sizes)
+    layouts, options = input_layouts(captured.program, named, captured.states, held)
+    program = place(captured.program, named.mesh, layouts, options)
+    return measured(program) if wish.noise else program
 
 
 def scheduled(program: Program, named: Named) -> Program:
@@ -98,15 +114,15 @@ def scheduled(program: Program, named: Named) -> Program:
 # -- choosing ----------------------------------------------------------------------------------------------------------------------
 
 
-def agree(captured: Captured, device: torch.device, pins: Sequence[Pin] = (), others: Others | None = None) -> Decision:
+def agree(captured: Captured, device: torch.device, wish: Wish = Wish(), others: Others | None = None) -> Decision:
     """The decision of rank 0, on every rank; if it finds none, its reason is raised on every rank."""
     if not dist.is_initialized():
-        return decide(captured, here(1, device), pins, others)
+        return decide(captured, here(1, device), wish, others)
     told: list[Any] = [None]
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), pins, others)))]
+            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), wish, others)))]
         except Exception as e:  # the others wait to be told
             told, failed = [json.dumps({"error": str(e)})], e
     dist.broadcast_object_list(told, src=0, device=device if device.type != "cpu" else None)
@@ -116,14 +132,14 @@ def agree(captured: Captured, device: torch.device, pins: Sequence[Pin] = (), ot
     return Decision(**{**data, "options": tuple(Option(**o) for o in data["options"])})
 
 
-def decide(captured: Captured, where: Cluster, pins: Sequence[Pin] = (), others: Others | None = None) -> Decision:
-    """The fastest plan that fits. `pins` bind every plan; `others` are a user's own tensor-parallel plans, by name."""
-    pool = _Pool(captured, _with_doubles(where), tuple(pins))
+def decide(captured: Captured, where: Cluster, wish: Wish = Wish(), others: Others | None = None) -> Decision:
+    """The fastest plan that fits and grants the wish; `others` are a user's own tensor-parallel plans, by name."""
+    pool = _Pool(captured, _with_doubles(where), wish)
     for named in words(captured, where.devices):
-        pool.try_named(str(named), named, ())
+        pool.try_named(str(named), named, wish)
         for name, own in (others or {}).items():
             if named.tp > 1:
-                pool.try_named(f"{named} as {name}", named, own)
+                pool.try_named(f"{named} as {name}", named, replace(wish, pins=(*own, *wish.pins)))
     pool.schedule()
     pool.try_layouts()
     return pool.decision()
@@ -158,17 +174,14 @@ def words(captured: Captured, world: int) -> Iterator[Named]:
 class _Pool:
     """Plans that were placed, each with its program and what is foreseen of it."""
 
-    def __init__(self, captured: Captured, where: Cluster, pins: Sequence[Pin]) -> None:
-        self.captured, self.where, self.pins = captured, where, pins
+    def __init__(self, captured: Captured, where: Cluster, wish: Wish) -> None:
+        self.captured, self.where, self.wish = captured, where, wish
         self.programs: dict[str, tuple[Named, Program]] = {}
         self.options: dict[str, Option] = {}
-        self.shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
 
-    def try_named(self, name: str, named: Named, own: Sequence[Pin]) -> None:
+    def try_named(self, name: str, named: Named, wish: Wish) -> None:
         try:
-            held = resolve((*own, *self.pins), self.shapes, dict(named.mesh.sizes))
-            layouts, options = input_layouts(self.captured.program, named, self.captured.states, held)
-            self.add(name, named, place(self.captured.program, named.mesh, layouts, options))
+            self.add(name, named, _placed(self.captured, named, wish))
         except (PlanError, LayoutError) as e:
             self.options[name] = Option(name, reason=f"{e.message}: {e.found}" if e.found else e.message)
 
@@ -195,21 +208,22 @@ class _Pool:
 
     def try_layouts(self) -> None:
         """What the layout solver makes of the two best meshes."""
-        from weft.plan.layouts import OnCluster, choose
-
-        meshes = dict.fromkeys(self.programs[o.plan][0].mesh for o in self.fitting)
-        for mesh in list(meshes)[:2]:
+        for mesh in list(dict.fromkeys(self.programs[o.plan][0].mesh for o in self.fitting))[:2]:
             named = Named(**mesh.sizes)
-            held = {n: [p] for n, p in resolve(self.pins, self.shapes, dict(mesh.sizes)).items()}
-            blocks = self.captured.blocks
             try:
-                made = choose(
-                    self.captured.program, mesh, OnCluster(self.where, mesh), memory=self.where.device.memory, blocks=blocks, pins=held
-                )
+                self.add(f"{SOLVER} {named}", named, self._solved(named))
             except PlanError as e:
                 self.options[f"{SOLVER} {named}"] = Option(f"{SOLVER} {named}", reason=e.message)
-                continue
-            self.add(f"{SOLVER} {named}", named, bucketed(made.program, "dp") if named.dp > 1 else made.program)
+
+    def _solved(self, named: Named) -> Program:
+        from weft.plan.layouts import OnCluster, choose
+
+        mesh, memory = named.mesh, self.where.device.memory
+        shapes = {n: node.shape for n, node in self.captured.program.input_names.items() if n.startswith("param.")}
+        pins = {n: [p] for n, p in resolve(self.wish.pins, shapes, mesh.sizes).items()}
+        prices = OnCluster(self.where, mesh)
+        program = choose(self.captured.program, mesh, prices, memory=memory, blocks=self.captured.blocks, pins=pins).program
+        return scheduled(measured(program) if self.wish.noise else program, named)
 
     def decision(self) -> Decision:
         best = self.fitting[0]

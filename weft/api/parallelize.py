@@ -6,7 +6,7 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +17,14 @@ from weft import interp
 from weft.api import auto
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
+from weft.api.noise import INPUT, Noise, Probe
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import R
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named
+from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.place import place
 
 if TYPE_CHECKING:
@@ -43,13 +45,18 @@ def parallelize(
     precision: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     seed: int = 0,
+    pins: Sequence[str] = (),
+    others: Mapping[str, Mapping[str, Any]] | None = None,
+    noise: bool = False,
     record: str | None = None,
     progress: bool | None = None,
 ) -> Step:
     """A training step under the plan. `example` is one global batch; `loss(model, batch)` gives a number.
 
     `plan` is a name such as "dp2,tp2,zero1" whose degrees multiply to the number of processes, a file that `weft plan --out`
-    wrote, or "auto": then `step.decision` says what was chosen and beside what.
+    wrote, or "auto": then `step.decision` says what was chosen and beside what. `pins` fix layouts of parameters, as in
+    "layers.*.mlp.w1=tp:S(1)"; `others` are plans for `parallelize_module`, compared by name. With `noise`, `step.noise.scale` tells
+    the gradient noise scale.
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
     if auto.is_file(plan):
@@ -65,8 +72,10 @@ def parallelize(
             try_=f"weft run -n {named.mesh.ranks} SCRIPT",
         )
     captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
-    decision = auto.agree(captured, torch.device(device)) if named is None else None
-    program = decision.program if decision else auto.prepare(captured, named)
+    wish = auto.Wish(tuple(map(parse_pin, pins)), noise)
+    own = {name: dtensor_pins(model, mine) for name, mine in (others or {}).items()}
+    decision = auto.agree(captured, torch.device(device), wish, own) if named is None else None
+    program = decision.program if decision else auto.prepare(captured, named, wish)
     step = Step(captured, program, decision.named if decision else named, model, loss, optimizer, torch.device(device), seed)
     step.decision = decision
     if record is not None or progress:
@@ -97,6 +106,8 @@ class Step:
         self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
         self._state = self._initial_state()
         self._eval: Compiled | None = None
+        self.noise = Noise()
+        self._probe = Probe(program, self.compiled.coords, self.noise, device) if INPUT in program.input_names else None
         self._watch: Recorder | None = None
 
     def _initial_state(self) -> dict[str, Tensor]:
@@ -123,6 +134,8 @@ class Step:
         """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
         run = self.compiled if self._watch is None else self._watch.call
         out = run({**self._state, **self._batch(batch), **self._numbers()})
+        if self._probe is not None:
+            self._probe.take(out)
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
@@ -181,7 +194,8 @@ class Step:
         rates = {f"lr.{i}": g["lr"] for i, g in enumerate(self.optimizer.param_groups)}
         values = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in rates.items()}
         values |= {"step": torch.tensor(self.steps), "seed": torch.tensor(self.seed + self.steps)}
-        return {n: v.to(self.compiled.device) for n, v in values.items() if n in self.program.input_names}
+        own = {n: v.to(self.compiled.device) for n, v in values.items() if n in self.program.input_names}
+        return own | (self._probe.inputs() if self._probe is not None else {})
 
     # -- state -----------------------------------------------------------------------------------------------------------------
 
@@ -240,7 +254,7 @@ class Step:
         copies = {n: x.clone() for n, x in self._state.items()}
         got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
         worst = 0.0
-        for name, node in self.program.outputs:
+        for name, node in ((n, x) for n, x in self.program.outputs if n in want):
             value = gathered(node.layout, got[name], self.compiled)
             if value.is_floating_point():
                 worst = max(worst, float((value - want[name]).abs().max() / want[name].abs().max().clamp(min=1e-12)))
