@@ -17,7 +17,7 @@ from weft.core.node import Attrs, Node, Type, user_line
 from weft.ops.comm import all_reduce, is_comm
 from weft.ops.fill import indices, one_dim, stop_gradient, zeros_like
 from weft.ops.pointwise import eq, where
-from weft.ops.registry import Equation, Kind, Linear, Local, Types, define
+from weft.ops.registry import Equation, Kind, Linear, Local, Types, define, nbytes
 from weft.ops.shape import reshape
 
 
@@ -96,6 +96,7 @@ _take = define(
     vjp=lambda n, ct: (put(ct, n.args[1], indices(n.args[0], n.attr("dim")), n.attr("dim")), None),
     field=lambda p, x, index, dim: _take_run(x, index, dim),
     flops=out_elements,
+    traffic=lambda n: nbytes(n.args[1].type) + 2 * nbytes(n.type),  # rows that are asked for, not the table
 )
 
 

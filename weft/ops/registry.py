@@ -380,4 +380,6 @@ def memory_traffic(node: Node) -> int:
     """Bytes the busiest rank reads and writes, each operand once."""
     if node.op.kind in (Kind.VIEW, Kind.COMM):
         return 0
+    if "traffic" in node.op.facets:  # an op that does not read an operand whole
+        return int(node.op.facets["traffic"](node))
     return sum(nbytes(a.type) for a in node.args) + sum(nbytes(t) for t in node.types)

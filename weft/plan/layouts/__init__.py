@@ -1,7 +1,8 @@
 """Layouts within a stage: a program for one device, and the best way found to hold and compute all of it on a mesh."""
 
 from weft.plan.layouts.choose import Chosen, choose
+from weft.plan.layouts.model import Rates
 from weft.plan.layouts.moves import AlphaBeta, Move, OnCluster, Prices
 from weft.plan.layouts.shapes import best_mesh, shapes
 
-__all__ = ["AlphaBeta", "Chosen", "Move", "OnCluster", "Prices", "best_mesh", "choose", "shapes"]
+__all__ = ["AlphaBeta", "Chosen", "Move", "OnCluster", "Prices", "Rates", "best_mesh", "choose", "shapes"]

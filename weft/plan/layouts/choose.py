@@ -17,11 +17,12 @@ from weft.ops.source import input_node
 from weft.plan.assignment import Answer, solve
 from weft.plan.assignment.budget import Budget
 from weft.plan.layouts.alike import Instance
-from weft.plan.layouts.model import COPY, Model, Tap, build, forward_of
+from weft.plan.layouts.model import COPY, Model, Rates, Tap, build
 from weft.plan.layouts.moves import Placements, Prices
 from weft.plan.layouts.ways import Centre, Way, Ways
+from weft.plan.roles import Roles
 
-AT_ONCE = 2  # axes that are searched together; the ways of a node grow as a power of their number
+AT_ONCE = 2
 WORK = 1e9  # about two seconds; the solver finds good layouts in a tenth of it
 GAP = 5e-3  # a plan this close to the best is good enough to go on with
 Pins = Mapping[str, Sequence[Mapping[str, Placement]]]
@@ -66,14 +67,17 @@ def choose(
     work: float = WORK,
     seconds: float = math.inf,
     gap: float = GAP,
+    rates: Rates | None = None,
+    at_once: int = AT_ONCE,
 ) -> Chosen:
     """The cheapest layouts found within `work`, or the first within `gap` of the cheapest; `memory` is in bytes per device.
 
-    `blocks` are repeated parts that shall be laid out alike. `pins` give, by name of input, the layouts it may have.
+    `blocks` are repeated parts that shall be laid out alike. `pins` give, by name of input, the layouts it may have. `rates` say what
+    counts for less; `at_once` how many axes are searched together, since the ways of a node grow as a power of their number.
     """
     _check_pins(program, pins or {})
-    task = _Task(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap)
-    model, answer = task.solve() if len(mesh.axes) <= AT_ONCE else task.refine()
+    task = _Task(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap, rates or Rates(), at_once)
+    model, answer = task.solve() if len(mesh.axes) <= at_once else task.refine()
     if answer.x is None:
         raise _no_layouts(program, mesh, memory, str(answer.reason))
     writer = _Writer(program, mesh, model, [int(a) for a in answer.x])
@@ -93,11 +97,13 @@ class _Task:
     pins: Pins
     budget: Budget
     gap: float
+    rates: Rates
+    at_once: int
 
     def solve(self, centres: Mapping[Node, Centre] | None = None) -> tuple[Model, Answer]:
         pins = {name: [_placements(self.mesh, p) for p in options] for name, options in self.pins.items()}
         ways = Ways(self.mesh)
-        model = build(self.program, ways, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres)
+        model = build(self.program, ways, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres, rates=self.rates)
         left = self.budget.work - self.budget.spent
         answer = solve(model.problem, work=left, seconds=self.budget.left, gap=self.gap)
         self.budget.spend(answer.work)
@@ -108,7 +114,7 @@ class _Task:
         joined = Mesh(**{a: self.mesh.sizes[a] for a in outer}, **{middle: self.mesh.sizes[middle] * self.mesh.sizes[inner]})
         pins = {name: [{a: p for a, p in option.items() if a != inner} for option in options] for name, options in self.pins.items()}
         coarse = replace(self, mesh=joined, prices=self.prices.on(joined), pins=pins)
-        model, answer = coarse.solve() if len(joined.axes) <= AT_ONCE else coarse.refine()
+        model, answer = coarse.solve() if len(joined.axes) <= self.at_once else coarse.refine()
         centres = {n: tuple((*p, p[-1]) for p in c) for n, c in _centres(model, answer).items()}
         best = self.solve(centres)
         while best[1].x is not None and not self.budget.over:
@@ -153,7 +159,7 @@ class _Writer:
 
     def __init__(self, program: Program, mesh: Mesh, model: Model, x: Sequence[int]) -> None:
         self.program, self.mesh, self.model, self.x = program, mesh, model, x
-        self.forward = forward_of(program)
+        self.forward = Roles(program).forward
         self.made: dict[Node, Node] = {}
         self.again: set[str] = set()
 

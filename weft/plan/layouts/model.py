@@ -8,6 +8,9 @@
     claim     bytes of a value from when it is made until it is last read; of inputs always; of copies while they are read
     state     an edge from the value that becomes an input of the next step to that input
 
+    rates     what runs once a step counts 1/m of m micro-batches; of communication that compute can hide, max(0, H - C) =
+              max over 0 <= l <= 1 of l (H - C), a share l is charged: solutions at several l are ranked by the simulator
+
 A block that repeats n times costs n times as much, and an edge from one instance to the next joins the part to itself.
 """
 
@@ -27,11 +30,21 @@ from weft.ops.registry import Kind
 from weft.plan.assignment.problem import Floats, Problem, assemble
 from weft.plan.layouts.alike import Instance, parts
 from weft.plan.layouts.lifetimes import Lifetimes
-from weft.plan.layouts.moves import Move, Placements, Prices, route
+from weft.plan.layouts.moves import Move, Placements, Prices, edges_of_chain, outside, route
 from weft.plan.layouts.ways import Centre, Way, Ways, may_pend
+from weft.plan.roles import Roles
 
 SELF, COPY, KEPT = "self", "copy", "kept"
 Reader = tuple[Node, int]  # a node, and which of its operands
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What counts for less than its price: the parts of a step that run once in `rounds` micro-batches, and communication of
+    parameters and gradients, which may run beside compute: `hide` is the share of it that is charged."""
+
+    hide: float = 1.0
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -72,21 +85,17 @@ def build(
     blocks: Sequence[Sequence[Instance]] = (),
     pins: Mapping[str, Sequence[Placements]] | None = None,
     centres: Mapping[Node, Centre] | None = None,
+    rates: Rates | None = None,
 ) -> Model:
     """The layouts problem of a one-device program on the mesh of `ways`. `pins` are the layouts some inputs may have.
 
     With `centres`, only ways that differ from a node's own along one axis at most.
     """
-    builder = _Builder(program, ways, prices, limit, parts(program, blocks), pins or {}, centres or {})
+    builder = _Builder(program, ways, prices, limit, parts(program, blocks), pins or {}, centres or {}, rates or Rates())
     builder.place_nodes()
     builder.join_readers()
     builder.join_outputs()
     return builder.model()
-
-
-def forward_of(program: Program) -> set[Node]:
-    """What the loss needs; everything, where there is no loss."""
-    return program.needs(program.output_names["loss"]) if "loss" in program.output_names else set(program.nodes)
 
 
 class Routes:
@@ -129,12 +138,14 @@ class _Builder:
         part: Mapping[Node, int],
         pins: Mapping[str, Sequence[Placements]],
         centres: Mapping[Node, Centre],
+        rates: Rates,
     ) -> None:
         self.program, self.ways, self.prices, self.limit = program, ways, prices, limit
         self.part, self.pins, self.centres = part, pins, centres
         self.routes = Routes(ways.mesh, prices)
         self.lifetimes = Lifetimes(program)
-        self.forward = forward_of(program)
+        self.roles, self.rates = Roles(program), rates
+        self.forward = self.roles.forward
         self.sites: list[Site] = []
         self.site: dict[Node, int] = {}
         self.taps: dict[tuple[Node, bool], int] = {}
@@ -161,7 +172,7 @@ class _Builder:
                 self.sites.append(Site(node.op.name, found, (), np.zeros(len(found))))
                 by_part[self.part[node]] = len(self.sites) - 1
             at = self.site[node] = by_part[self.part[node]]
-            self.sites[at].cost = self.sites[at].cost + self._work(node) + self._oddness(node)
+            self.sites[at].cost = self.sites[at].cost + self._work(node) * self._share(node) + self._oddness(node)
             for index, type_ in enumerate(node.types):
                 span = self.lifetimes.of(node, index)
                 if span is not None:
@@ -183,18 +194,21 @@ class _Builder:
 
     def _work(self, node: Node) -> Floats:
         """Work by way. Of pointwise ops, which are fused with their neighbours, only what enters and leaves the chain counts."""
-        pointwise = node.op.kind is Kind.POINTWISE
-        enters = tuple(not pointwise or a.op.kind is not Kind.POINTWISE for a in node.args)
-        users = self.program.users[node]
-        leaves = not pointwise or not users or any(u.op.kind is not Kind.POINTWISE for u in users)
+        enters, leaves = edges_of_chain(self.program, node)
 
         def work() -> Floats:
-            seen = [_outside(w.node, enters, leaves) for w in self._ways(node)]
+            seen = [outside(w.node, enters, leaves) for w in self._ways(node)]
             return np.array([self.prices.work(n) if n.args or n.types else 0.0 for n in seen])
 
         if node.op.kind in (Kind.VIEW, Kind.SOURCE):
             return np.zeros(len(self._ways(node)))
         return self._table(("work", self.site[node], enters, leaves), work)
+
+    def _share(self, reader: Node, value: Node | None = None) -> float:
+        """The share of a price that counts: of a node's work, or of bringing a value to it."""
+        once = 1 / self.rates.rounds if reader in self.roles.after else 1.0
+        hides = value is not None and (value in self.roles.given or reader in self.roles.updates)
+        return once * (self.rates.hide if hides else 1.0)
 
     def _oddness(self, node: Node) -> Floats:
         """Next to nothing, and less for what is whole or cut along early dims, so that equals are always decided alike."""
@@ -232,7 +246,8 @@ class _Builder:
 
     def _join(self, node: Node, reader: Node, k: int) -> None:
         u, v, size = self.site[node], self.site[reader], _bytes(node.type)
-        self._edge(u, v, self._table(("join", u, v, k), lambda: self.routes.between(self._made(node), self._wanted(reader, k), size)))
+        table = self._table(("join", u, v, k), lambda: self.routes.between(self._made(node), self._wanted(reader, k), size))
+        self._edge(u, v, _scaled(table, self._share(reader, node)))
 
     def _wanted(self, reader: Node, k: int) -> list[Placements]:
         return [w.operands[k] for w in self._ways(reader)]
@@ -248,9 +263,10 @@ class _Builder:
             self._tap_sites[key] = len(self.sites) - 1
         at = self.taps[node, late] = self._tap_sites[key]
         taps = self.sites[at].taps
-        self._edge(self.site[node], at, self._table((key, "in"), lambda: self._into(self._made(node), taps, size, late)))
+        comes = self._table((key, "in"), lambda: self._into(self._made(node), taps, size, late))
+        self._edge(self.site[node], at, _scaled(comes, max(self._share(u, node) for u, _ in readers)))
         for u, k in readers:
-            self._edge(at, self.site[u], self._out(key, [t.layout for t in taps], u, k, size))
+            self._edge(at, self.site[u], _scaled(self._out(key, [t.layout for t in taps], u, k, size), self._share(u, node)))
         times = [self.lifetimes.time[u] for u, _ in readers]
         copied = (COPY,) if late else (COPY, KEPT)
         self._claim(at, (min(times), max(times) + 1), [size * self.routes.share(t.layout) * (t.how in copied) for t in taps])
@@ -286,7 +302,8 @@ class _Builder:
             made, size, at = self._made(node), _bytes(node.type), self.site[node]
             home = self.program.input_names.get(state.get(name, ""))
             if home is not None:
-                self._edge(at, self.site[home], self.routes.between(made, self._made(home), size))
+                once = self.rates.hide / self.rates.rounds if node in self.roles.after else 1.0
+                self._edge(at, self.site[home], _scaled(self.routes.between(made, self._made(home), size), once))
             else:
                 whole = tuple(R for _ in self.routes.mesh.axes)
                 self.sites[at].cost = self.sites[at].cost + self.routes.between(made, [whole], size)[:, 0]
@@ -313,14 +330,12 @@ def _equal(a: Sequence[Placements], b: Sequence[Placements]) -> Floats:
     return np.where(rows[:, None] == columns, 0.0, np.inf)
 
 
+def _scaled(table: Floats, share: float) -> Floats:
+    return table if share == 1.0 else table * share
+
+
 def _odd(way: Way) -> int:
     return sum(1 + p.dim for layout in (*way.operands, *way.results) for p in layout if isinstance(p, S))
-
-
-def _outside(node: Node, enters: tuple[bool, ...], leaves: bool) -> Node:
-    """The node with only those operands and results that pass the edge of a fused chain."""
-    args = tuple(a for a, outside in zip(node.args, enters, strict=True) if outside)
-    return Node(node.op, args, node.attrs, node.types if leaves else ())
 
 
 def _bytes(type_: Type) -> float:

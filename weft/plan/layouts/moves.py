@@ -16,6 +16,7 @@ from weft.cluster.collectives import Ranks
 from weft.cluster.spec import Cluster
 from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S
 from weft.core.node import DTYPE_NAMES, Node
+from weft.core.program import Program
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic
 
 Placements = tuple[Placement, ...]  # one per axis of the mesh, in order
@@ -117,6 +118,11 @@ class OnCluster:
         stride, size = math.prod(self.mesh.sizes[a] for a in inner), self.mesh.sizes[move.axis]
         return collectives.seconds(self.cluster, move.kind, move.size, Ranks(self.cluster.members(stride, size)))
 
+    def chained(self, program: Program, node: Node) -> float:
+        """Work of a node of a placed program, fused with the pointwise ops around it."""
+        seen = outside(node, *edges_of_chain(program, node))
+        return self.work(seen) if seen.args or seen.types else 0.0
+
     def work(self, node: Node) -> float:
         kind, device = node.op.kind, self.cluster.device
         if kind in (Kind.VIEW, Kind.SOURCE):
@@ -127,6 +133,20 @@ class OnCluster:
         if kind is Kind.WHOLE:
             return max(moved, flops(node) / (device.peak(_dtype(node)) * device.get("gemm.efficiency")))
         return moved
+
+
+def edges_of_chain(program: Program, node: Node) -> tuple[tuple[bool, ...], bool]:
+    """Which operands enter a fused chain at this node, and whether its result leaves it; ops that are not pointwise are alone."""
+    pointwise = node.op.kind is Kind.POINTWISE
+    enters = tuple(not pointwise or a.op.kind is not Kind.POINTWISE for a in node.args)
+    users = program.users[node]
+    return enters, not pointwise or not users or any(u.op.kind is not Kind.POINTWISE for u in users)
+
+
+def outside(node: Node, enters: tuple[bool, ...], leaves: bool) -> Node:
+    """The node with only those operands and results that pass the edge of a fused chain."""
+    args = tuple(a for a, out in zip(node.args, enters, strict=True) if out)
+    return Node(node.op, args, node.attrs, node.types if leaves else ())
 
 
 def _dtype(node: Node) -> str:

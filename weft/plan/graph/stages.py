@@ -1,0 +1,180 @@
+"""Units to stages of a pipeline, with what is run again chosen stage by stage.
+
+Let c_i(a, b) be the seconds of one micro-batch on stage i with units a..b-1, the least amount of work run again included that makes it
+fit: stage i of p keeps p - i micro-batches in flight, so early stages run more again and take fewer units.
+
+    T(i, b) = min over a of max(T(i - 1, a), c_i(a, b)),      answer T(p, all units)
+
+Within a stage units are run again in the order of seconds per byte saved. The order of passes is then simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.cluster import collectives
+from weft.cluster.spec import Cluster
+from weft.plan.graph.units import Unit
+from weft.plan.memory import FRAGMENTATION, RESIDENT
+from weft.plan.pipeline import orders
+from weft.plan.timeline import Task, run
+
+NONE, FULL, MIXED = "none", "full", "mixed"
+STEADY = 3  # rounds of micro-batches after which a pipeline repeats itself
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Units of one stage as one, which of them are run again, and the bytes it needs."""
+
+    first: int
+    last: int
+    total: Unit
+    again: tuple[int, ...]
+    more: float  # seconds that running again adds to the backward
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return self.total.forward + self.total.backward + self.more
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Stages, the order of their passes, and what the step takes."""
+
+    stages: tuple[Stage, ...]
+    schedule: str
+    seconds: float
+
+    @property
+    def memory(self) -> float:
+        return max(s.memory for s in self.stages)
+
+
+@dataclass(frozen=True)
+class Stager:
+    """Splits one program's units. `memory` bytes of a device, `rounds` micro-batches, `recompute` none, full or mixed."""
+
+    units: Sequence[Unit]
+    memory: float
+    rounds: int
+    recompute: str = MIXED
+
+    def split(self, count: int) -> tuple[Stage, ...] | None:
+        """The stages whose slowest is fastest; None where nothing fits."""
+        n = len(self.units)
+        best: dict[int, tuple[float, tuple[Stage, ...]]] = {0: (0.0, ())}
+        for i in range(count):
+            row: dict[int, tuple[float, tuple[Stage, ...]]] = {}
+            alive = min(self.rounds, count - i)
+            for a, (slowest, before) in best.items():
+                for b in range(a + 1, n - (count - i - 1) + 1):
+                    made = self.stage(a, b, alive)
+                    if made is None:
+                        break
+                    found = max(slowest, made.seconds)
+                    if b not in row or found < row[b][0]:
+                        row[b] = (found, (*before, made))
+            best = row
+        return best[n][1] if n in best else None
+
+    def stage(self, a: int, b: int, alive: int) -> Stage | None:
+        """Units a..b-1 with as little run again as fits."""
+        key = a, b, alive
+        if key not in self._known:
+            self._known[key] = self._stage(a, b, alive)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int], Stage | None]:
+        return {}
+
+    def _stage(self, a: int, b: int, alive: int) -> Stage | None:
+        units = self.units[a:b]
+        total = units[0]
+        for u in units[1:]:
+            total = total + u
+        held = total.state + (total.grads if self.rounds > 1 else 0.0) + 2 * total.work
+        enters = [self.units[i - 1].sent if i else 0.0 for i in range(a, b)]
+        kept = [u.saved for u in units]
+        options = sorted(range(len(units)), key=lambda i: units[i].forward / max(1.0, kept[i] - enters[i]))
+        again: list[int] = list(range(len(units))) if self.recompute == FULL else []
+        while True:
+            chosen = set(again)
+            bytes_ = held + alive * sum(enters[i] if i in chosen else kept[i] for i in range(len(units)))
+            bytes_ += max((kept[i] for i in chosen), default=0.0)
+            if bytes_ * (1 + FRAGMENTATION) + RESIDENT <= self.memory:
+                break
+            left = [i for i in options if i not in chosen]
+            if not left or self.recompute != MIXED:
+                return None
+            again.append(left[0])
+        more = sum(units[i].forward for i in chosen)
+        return Stage(a, b, total, tuple(sorted(a + i for i in chosen)), more, bytes_ * (1 + FRAGMENTATION) + RESIDENT)
+
+
+def pipelined(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
+    """Seconds of a step; of a long row of micro-batches the beginning is simulated and the rest repeats."""
+    count = len(stages)
+    few, more = STEADY * count, (STEADY + 1) * count
+    if rounds <= more:
+        return _simulated(stages, cluster, rounds, schedule, beside)
+    a, b = (_simulated(stages, cluster, n, schedule, beside) for n in (few, more))
+    return b + (b - a) * (rounds - more) / count
+
+
+def _simulated(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
+    count, split = len(stages), schedule == "zero-bubble"
+    plan = orders(schedule, count, rounds)
+    index = {(a.kind, s, a.micro): i for i, (s, a) in enumerate((s, a) for s, order in enumerate(plan) for a in order)}
+    sends = [collectives.send_seconds(cluster, st.total.sent, cluster.devices // count) for st in stages]
+    tasks: list[Task] = []
+    links: list[Task] = []
+    for s, order in enumerate(plan):
+        total = stages[s].total
+        weight = total.weight if split else 0.0
+        seconds = {"forward": total.forward, "backward": total.backward + stages[s].more - weight, "weight": weight}
+        for a in order:
+            blocked = 0.0 if beside else _sent(a.kind, s, count, sends)
+            after = _after(a.kind, s, a.micro, count, index)
+            tasks.append(Task(a.kind, f"stage {s}", seconds[a.kind] + blocked, after, a.kind))
+    if beside:
+        tasks = _with_links(tasks, links, sends, index, count)
+    last = run([*tasks, *links])
+    ends = [max(last.end[i] for (_, s, _), i in index.items() if s == st) for st in range(count)]
+    return max(end + st.total.once for end, st in zip(ends, stages, strict=True))
+
+
+def _sent(kind: str, stage: int, count: int, sends: Sequence[float]) -> float:
+    if kind == "forward" and stage + 1 < count:
+        return sends[stage]
+    return sends[stage - 1] if kind == "backward" and stage else 0.0
+
+
+def _after(kind: str, stage: int, micro: int, count: int, index: dict[tuple[str, int, int], int]) -> tuple[int, ...]:
+    if kind == "forward":
+        return (index["forward", stage - 1, micro],) if stage else ()
+    if kind == "weight":
+        return (index["backward", stage, micro],)
+    later = (index["backward", stage + 1, micro],) if stage + 1 < count else ()
+    return (*later, index["forward", stage, micro])
+
+
+def _with_links(
+    tasks: list[Task], links: list[Task], sends: Sequence[float], index: dict[tuple[str, int, int], int], count: int
+) -> list[Task]:
+    """Each send a task of its own on the link between two stages."""
+    made = list(tasks)
+    for (kind, s, micro), i in index.items():
+        source = {"forward": s - 1, "backward": s + 1}.get(kind, -1)
+        if 0 <= source < count and kind != "weight":
+            j = index[kind, source, micro]
+            links.append(Task("send", f"{source} to {s}", sends[min(source, s)], (j,), "pp"))
+            after = tuple(len(tasks) + len(links) - 1 if k == j else k for k in tasks[i].after)
+            made[i] = Task(tasks[i].name, tasks[i].stream, tasks[i].seconds, after, tasks[i].cause)
+    return made
+
+

@@ -1,0 +1,258 @@
+"""When each node of a placed program runs, and how long its step takes on one rank.
+
+    compute     one node after another in the order of `roles`, each when its operands are there
+    collective  from when its operand is there and its link is free; waited for where it is first read, or at once where the
+                system lets nothing of its kind run beside compute
+    parameters  gathered one ahead of where they are needed, as they are used
+    gradients   sent in buckets of BUCKET bytes
+
+A step of m micro-batches is m - 1 passes without what is done once (gradients, updates) and one with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from weft.cluster.spec import Cluster
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.comm import is_comm
+from weft.ops.registry import Kind, nbytes
+from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
+from weft.plan.layouts.lifetimes import Lifetimes
+from weft.plan.layouts.moves import OnCluster
+from weft.plan.memory import FRAGMENTATION, RESIDENT
+from weft.plan.records import OnMesh
+from weft.plan.setting import Setting
+from weft.plan.workload import Collective
+
+BUCKET = 25e6
+SLICES = ("slice", "turn")  # change the layout of what is at hand; nothing travels
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a pass and what they went into: compute, and each axis waited for; `hidden` travelled beside compute."""
+
+    seconds: float
+    causes: Mapping[str, float]
+    hidden: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A program on a mesh that fills a cluster, priced once for all the ways it may be run."""
+
+    program: Program
+    cluster: Cluster
+    again: frozenset[str] = frozenset()  # inputs gathered anew for the backward pass, their copies dropped after the forward
+
+    @cached_property
+    def roles(self) -> Roles:
+        return Roles(self.program)
+
+    @cached_property
+    def costs(self) -> OnMesh:
+        return OnMesh(self.cluster, Setting(), self.cluster.device, mesh=self.program.mesh)
+
+    @cached_property
+    def seconds(self) -> dict[Node, float]:
+        """Of every node that computes. Pointwise chains touch only what enters and leaves them."""
+        prices = OnCluster(self.cluster, self.program.mesh)
+        return {n: prices.chained(self.program, n) for n in self.roles.order if not is_comm(n)}
+
+    def collective(self, node: Node) -> Collective:
+        size = nbytes(node.type) if node.op.name == "all_gather" else nbytes(node.args[0].type)
+        return Collective(node.op.name, float(size), str(node.attr("axis")))
+
+    def step(self, overlap: frozenset[str], rounds: int = 1) -> Timed:
+        """A step of so many micro-batches, each of the program's own batch."""
+        last = Run(self, overlap, once=True).run()
+        if rounds == 1:
+            return last
+        plain = Run(self, overlap, once=False).run()
+        more = self.accumulated * 3 / self.cluster.device.bandwidth  # read both, write the sum
+        causes = _sum(last.causes, plain.causes, rounds - 1)
+        causes["compute"] = causes.get("compute", 0.0) + more * (rounds - 1)
+        return Timed(last.seconds + (rounds - 1) * (plain.seconds + more), causes, _sum(last.hidden, plain.hidden, rounds - 1))
+
+    @cached_property
+    def accumulated(self) -> float:
+        """Bytes of gradients as they are before they travel."""
+        made = {a for u in self.roles.updates for a in u.args if a not in self.roles.given}
+        sources = {_before_travel(self.roles, n) for n in made}
+        return float(sum(nbytes(n.type) for n in sources if n.args and len(n.types) == 1))
+
+    def memory(self, rounds: int = 1) -> float:
+        """Bytes the busiest rank must have: state throughout, all else while it is read, and what the device keeps for itself."""
+        return (self.peak + (self.accumulated if rounds > 1 else 0.0)) * (1 + FRAGMENTATION) + RESIDENT
+
+    @cached_property
+    def peak(self) -> float:
+        spans = Lifetimes(self.program)
+        order = [*self.program.inputs, *self.roles.order]
+        spans.time = {n: t for t, n in enumerate(order)}
+        change = defaultdict(float)
+        for node in order:
+            for index, type_ in enumerate(node.types):
+                for start, stop in self._spans(spans, node, index):
+                    change[start] += nbytes(type_)
+                    change[stop] -= nbytes(type_)
+        most = now = 0.0
+        for t in sorted(change):
+            now += change[t]
+            most = max(most, now)
+        return most
+
+    def _spans(self, spans: Lifetimes, node: Node, index: int) -> list[tuple[int, int]]:
+        """When a result takes memory; a copy that is made again is gone in between."""
+        span = spans.of(node, index)
+        if span is None:
+            return []
+        if not self.made_again(node):
+            return [span]
+        times = [(spans.time[u], u in self.roles.forward) for u in computing(self.program, node)]
+        early, late = ([t for t, forward in times if forward is is_forward] for is_forward in (True, False))
+        return [(span[0], max(early) + 1), (min(late), span[1])] if early and late else [span]
+
+    def made_again(self, node: Node) -> bool:
+        """Whether a collective's result is dropped after the forward pass and made anew for the backward pass."""
+        return is_comm(node) and self._root(node) in self.again
+
+    def _root(self, node: Node) -> str:
+        while node.args and len(node.args) == 1:
+            node = node.args[0]
+        return str(node.attr("name")) if node in self.program.inputs else ""
+
+
+def _before_travel(roles: Roles, node: Node) -> Node:
+    while node in roles.only_updates and node.args:
+        node = node.args[0]
+    return node
+
+
+def _sum(a: Mapping[str, float], b: Mapping[str, float], times: int) -> dict[str, float]:
+    return {k: a.get(k, 0.0) + times * b.get(k, 0.0) for k in {**a, **b}}
+
+
+@dataclass
+class Run:
+    """One pass over the program: clocks of the device and of the links."""
+
+    placed: Placed
+    overlap: frozenset[str]
+    once: bool
+    now: float = 0.0
+    links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ready: dict[Node, float] = field(default_factory=dict)
+    causes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    buckets: dict[tuple[str, str], list[Node]] = field(default_factory=lambda: defaultdict(list))
+    came: dict[Node, str] = field(default_factory=dict)
+    spent: dict[Node, float] = field(default_factory=lambda: defaultdict(float))  # of the device's time, waiting included
+
+    def run(self) -> Timed:
+        roles = self.placed.roles
+        self.ahead = _Ahead(self.placed, [n for n in roles.order if is_comm(n) and roles.carried(n) == PARAMS])
+        self.given = set(self.ahead.nodes)
+        for i, node in enumerate(roles.order):
+            if not self.once and (node in roles.after or node in roles.only_updates):
+                continue
+            began = self.now
+            for comm in self.ahead.due(i):
+                self.send(comm, PARAMS)
+            if node in roles.after:
+                self.flush()
+            if not is_comm(node):
+                self.compute(node)
+            elif node not in self.given:
+                self.send(node, roles.carried(node))
+            self.spent[node] += self.now - began
+        self.flush()
+        self.wait(max([self.now, *self.links.values()]), "data")
+        return Timed(self.now, dict(self.causes), dict(self.hidden))
+
+    def at(self, node: Node) -> float:
+        return self.ready.get(node, 0.0)
+
+    def compute(self, node: Node) -> None:
+        for a in node.args:
+            self.wait(self.at(a), self.came.get(a, "data"))
+        seconds = self.placed.seconds[node]
+        self.causes["compute"] += seconds
+        self.now += seconds
+        self.ready[node] = self.now
+        views = [a for a in node.args if a in self.came] if node.op.kind is Kind.VIEW else []
+        if views:
+            self.came[node] = self.came[views[0]]
+
+    def wait(self, until: float, cause: str) -> None:
+        if until > self.now:
+            self.causes[cause] += until - self.now
+            self.hidden[cause] = max(0.0, self.hidden[cause] - (until - self.now))
+            self.now = until
+
+    def send(self, node: Node, carried: str) -> None:
+        op = self.placed.collective(node)
+        if node.op.name in SLICES:
+            self.ready[node] = max(self.at(node.args[0]), 0.0)
+            return
+        if carried == GRADS:
+            bucket = self.buckets[op.kind, op.axis]
+            bucket.append(node)
+            if any(a in self.buckets_open for a in node.args) or sum(self.placed.collective(n).bytes for n in bucket) >= BUCKET:
+                self.flush()
+            return
+        self._carry([node], op, carried)
+
+    @property
+    def buckets_open(self) -> set[Node]:
+        return {n for bucket in self.buckets.values() for n in bucket}
+
+    def flush(self) -> None:
+        """Send what waits in buckets; a collective on another's result comes after it."""
+        waiting = [(key, n) for key, bucket in self.buckets.items() for n in bucket]
+        self.buckets.clear()
+        while waiting:
+            inside = {n for _, n in waiting}
+            first = [(key, n) for key, n in waiting if not any(a in inside for a in n.args)]
+            for key in dict.fromkeys(k for k, _ in first):
+                nodes = [n for k, n in first if k == key]
+                size = sum(self.placed.collective(n).bytes for n in nodes)
+                self._carry(nodes, Collective(key[0], size, key[1]), GRADS)
+            waiting = [w for w in waiting if w not in first]
+
+    def _carry(self, nodes: Sequence[Node], op: Collective, carried: str) -> None:
+        costs = self.placed.costs
+        link, seconds = costs.link(op.axis), costs.seconds(op)
+        begin = max(self.links[link], max(self.at(a) for n in nodes for a in n.args))
+        end = self.links[link] = begin + seconds
+        self.hidden[op.axis] += seconds
+        for n in nodes:
+            self.ready[n], self.came[n] = end, op.axis
+        if carried not in self.overlap and (carried != SPREAD or self.once):
+            self.wait(end, op.axis)
+
+
+class _Ahead:
+    """Collectives of parameters, in the order their results are needed; each is sent when the one before is first used."""
+
+    def __init__(self, placed: Placed, nodes: Sequence[Node]) -> None:
+        place = {n: i for i, n in enumerate(placed.roles.order)}
+        calls = []
+        for n in nodes:
+            users = computing(placed.program, n)
+            passes = [users] if not placed.made_again(n) else [users & placed.roles.forward, users - placed.roles.forward]
+            calls += [(min(place[u] for u in some), place[n], n) for some in passes if some]
+        calls.sort(key=lambda call: call[:2])
+        self.nodes, self.needed, self.sent = [n for *_, n in calls], [at for at, *_ in calls], 0
+
+    def due(self, at: int) -> Sequence[Node]:
+        """What is to be sent before the node at this place runs: all it needs, and the next one ahead of it."""
+        start = self.sent
+        while self.sent < len(self.nodes) and (self.needed[self.sent] <= at or self.sent == 0 or self.needed[self.sent - 1] <= at):
+            self.sent += 1
+        return self.nodes[start : self.sent]
