@@ -38,10 +38,10 @@ def fused_update(p: Program, axis: str) -> Program:
 def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     """The gradients' all_reduces along an axis, in a few large ones, in the order the backward pass makes them."""
     sums = [n for n in p.find_all("all_reduce") if n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1 and _alone(p, n)]
-    by_dtype: dict[object, list[Node]] = {}
+    alike: dict[object, list[Node]] = {}
     for n in sums:
-        by_dtype.setdefault(n.dtype, []).append(n)
-    for group in by_dtype.values():
+        alike.setdefault((n.dtype, n.layout.held), []).append(n)  # some may still be pending along another axis
+    for group in alike.values():
         free = [n for n, waits in p.waits(group).items() if not waits]
         if any(nbytes(a.type) + nbytes(b.type) <= max_bytes for a, b in pairwise(free)):
             p = bucket(p, *free, max_bytes=max_bytes)

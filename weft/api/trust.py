@@ -1,0 +1,142 @@
+"""Whether a step can be trusted: its plan is checked against the model before it runs, a loss that is no number does no harm,
+and a deterministic run gives the same bits again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.api.schedule import unfold_updates
+from weft.core.errors import PlanError, RuleError, RuntimeFault
+from weft.core.program import Program, new_program
+from weft.frontend.capture import Captured
+from weft.ops.pointwise import isfinite, logical_and, where
+
+if TYPE_CHECKING:
+    from weft.rewrite.check import Report
+
+ON_NAN = ("raise", "skip", "ignore")
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------------------------
+
+
+def verified(single: Program, sharded: Program) -> Report | None:
+    """The report of rank 0 on whether the placed program is the captured one; every rank raises if it is not."""
+    from weft.rewrite.check import equal_or_raise
+
+    report, told = None, [None]
+    if _rank() == 0:
+        try:
+            report = equal_or_raise(_as_updated(single, sharded), _without_more(single, sharded))
+        except RuleError as e:
+            told = [str(e)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        raise PlanError(
+            "the plan changes what the model computes", needed="the same loss and the same updates", found=told[0],
+            try_="report this plan and model: no plan should; check=False runs it as it is",
+        )  # fmt: skip
+    return report
+
+
+def _as_updated(single: Program, sharded: Program) -> Program:
+    """The captured program, its updates in simpler ops if the other's are."""
+    return single if any(n.op.facets.get("unfold") for n in sharded.nodes) else unfold_updates(single)
+
+
+def _without_more(single: Program, sharded: Program) -> Program:
+    """Only the outputs that both have: a measurement beside the step is no part of it."""
+    more = [name for name, _ in sharded.outputs if name not in single.output_names]
+    return sharded.with_outputs([o for o in sharded.outputs if o[0] not in more], "") if more else sharded
+
+
+# -- losses that are no number ---------------------------------------------------------------------------------------------------------
+
+
+def guarded(captured: Captured) -> Captured:
+    """The step that leaves all state as it was where the loss, or the norm of the gradient, is no number."""
+    p = captured.program
+    ok = isfinite(p.output_names["loss"])
+    if "grad_norm" in p.output_names:
+        ok = logical_and(ok, isfinite(p.output_names["grad_norm"]))
+    state = dict(p.state)
+    outputs = {name: where(ok, n, p.input_names[state[name]]) if name in state else n for name, n in p.outputs}
+    return replace(captured, program=new_program(p.name, p.mesh, p.inputs, outputs, state=p.state, lines=p.lines))
+
+
+class Losses:
+    """Looks at losses as they come. On an accelerator one is looked at while the next step runs, so that nothing waits."""
+
+    def __init__(self, on_nan: str) -> None:
+        if on_nan not in ON_NAN:
+            raise PlanError(f"on_nan={on_nan!r}", needed=f"one of {', '.join(ON_NAN)}", found=on_nan)
+        self.on_nan = on_nan
+        self.skipped = 0
+        self._last: tuple[Tensor, int, Mapping[str, Tensor]] | None = None
+
+    def see(self, loss: Tensor, norm: Tensor | None, steps: int, batch: Mapping[str, Tensor]) -> None:
+        if self.on_nan == "skip":
+            self.skipped += not _finite(loss, norm)
+        elif self.on_nan == "raise":
+            now: Any = (loss, steps, batch)
+            if loss.device.type != "cpu":
+                now, self._last = self._last, now
+            if now is not None and not _finite(now[0]):
+                raise _no_number(*now)
+
+
+def _finite(*numbers: Tensor | None) -> bool:
+    return all(bool(torch.isfinite(x)) for x in numbers if x is not None)
+
+
+def _no_number(loss: Tensor, steps: int, batch: Mapping[str, Tensor]) -> RuntimeFault:
+    odd = [n.removeprefix("batch.") for n, x in batch.items() if x.is_floating_point() and not bool(torch.isfinite(x).all())]
+    given = f"the batch has such values in {', '.join(odd)}" if odd else f"the batch has none on rank {_rank()}"
+    return RuntimeFault(
+        f"the loss is {loss.item()} at step {steps}",
+        needed="a finite loss",
+        found=f"{given}; the parameters have been updated with it",
+        try_=("restore the last checkpoint with a lower learning rate or clip=", 'on_nan="skip" leaves such steps out'),
+    )
+
+
+# -- the same bits again ----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def exactly(wanted: bool) -> Iterator[None]:
+    """Inside, torch takes only algorithms that give the same bits for the same inputs."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def require_exact(device: torch.device) -> None:
+    """What a deterministic run needs from outside: cuBLAS reads its setting once, when it starts."""
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise RuntimeFault(
+            "deterministic=True on a GPU",
+            needed="CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment",
+            found=str(os.environ.get("CUBLAS_WORKSPACE_CONFIG")),
+            try_="export it before the script starts",
+        )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
