@@ -21,6 +21,7 @@ COMMANDS = (
     "explain",
     "fuzz",
     "plan",
+    "report",
     "run",
     "show",
     "simulate",

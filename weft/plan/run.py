@@ -52,7 +52,7 @@ class Run:
     measured: Seen | None
     tensors: Sequence[Mapping[str, Any]] = ()
     communication: Sequence[Mapping[str, Any]] = ()
-    verbs: Sequence[str] = ()
+    verbs: Sequence[Mapping[str, Any]] = ()  # a `step`, and whether one device would run the `same` nodes after it
     alternatives: Sequence[Mapping[str, Any]] = ()
     schedule: Mapping[str, Any] = field(default_factory=dict)
     says: Sequence[str] = ()

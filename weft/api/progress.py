@@ -1,0 +1,104 @@
+"""What training says of itself: speed, utilisation, what was foreseen against what is measured, and why they part."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import TextIO
+
+from weft.plan.foresee import FUSED
+from weft.plan.run import Run, Seen
+
+APART = 0.15  # beyond this, foresight and measurement are said to part
+EVERY = 10.0  # seconds between two lines
+
+
+def line(run: Run) -> str:
+    """One line on the run so far."""
+    if not run.step_ms:
+        return "no step yet"
+    words = [f"step {len(run.steps['ms'])}", f"{time_of(run.step_ms)}", f"{run.per_second:,.0f} {run.unit}/s"]
+    words += [f"MFU {run.mfu:.1%}"] if run.mfu is not None else []
+    if run.predicted is not None:
+        words.append(f"foreseen {time_of(run.predicted.step_ms)} ({_off(run.step_ms, run.predicted.step_ms)})")
+    words += [_memory(run.predicted, run.measured)] if run.measured is not None else []
+    return ", ".join(words)
+
+
+def _memory(predicted: Seen | None, measured: Seen) -> str:
+    said = f"memory {size_of(measured.memory_gb)}"
+    return said if predicted is None else f"{said}, foreseen {size_of(predicted.memory_gb)} ({_off(measured.memory_gb, predicted.memory_gb)})"
+
+
+def time_of(ms: float) -> str:
+    return f"{ms / 1e3:,.2f} s" if ms >= 1e4 else f"{ms:,.1f} ms"
+
+
+def size_of(gb: float) -> str:
+    return f"{gb:,.1f} GB" if gb >= 1 else f"{gb * 1e3:,.1f} MB"
+
+
+def _off(measured: float, predicted: float) -> str:
+    return f"{measured / predicted - 1:+.0%}" if predicted else "nothing was foreseen"
+
+
+# --- why
+
+
+def partings(run: Run) -> Iterator[str]:
+    """Where measurement parts from foresight by more than 15%, with what the traced step shows."""
+    p, m = run.predicted, run.measured
+    if p is not None and p.step_ms and run.step_ms and abs(run.step_ms / p.step_ms - 1) > APART:
+        how = "longer" if run.step_ms > p.step_ms else "less"
+        yield f"a step takes {time_of(run.step_ms)}, {abs(run.step_ms / p.step_ms - 1):.0%} {how} than foreseen: {why(run)}"
+    if p is not None and m is not None and p.memory_gb and abs(m.memory_gb / p.memory_gb - 1) > APART:
+        how = "more" if m.memory_gb > p.memory_gb else "less"
+        yield f"memory is {size_of(m.memory_gb)}, {abs(m.memory_gb / p.memory_gb - 1):.0%} {how} than the {size_of(p.memory_gb)} foreseen"
+    if run.wait_ms > APART * run.step_ms > 0:
+        yield f"training waits for input: {time_of(run.wait_ms)} between steps of {time_of(run.step_ms)}"
+
+
+def why(run: Run) -> str:
+    """What takes longer, or less long, from the traced step: the causes that explain most of the difference."""
+    if run.predicted is None or run.measured is None or not run.measured.causes_ms:
+        return "no step was traced yet"
+    changes = parted(run.predicted.causes_ms, run.measured.causes_ms)
+    sign = 1 if run.step_ms > run.predicted.step_ms else -1
+    told = [f"{_means(k)} {'slower' if d > 0 else 'faster'} ({d:+,.1f} ms)" for k, d in changes if d * sign > 0.05 * abs(sum(d for _, d in changes))]
+    return ", ".join(told[:3]) or "the traced step shows no one cause; other work on this machine may slow it"
+
+
+def parted(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Milliseconds measured beyond those foreseen, by cause, the largest change first."""
+    keys = {**predicted, **measured}
+    return sorted(((k, measured.get(k, 0.0) - predicted.get(k, 0.0)) for k in keys), key=lambda item: -abs(item[1]))
+
+
+def _means(cause: str) -> str:
+    known = {"compute": "compute is", FUSED: "the fused update with its communication is", "host": "issuing from the host is"}
+    return known.get(cause, f"communication along {cause} is")
+
+
+class Printer:
+    """Says a line now and then, and each parting once; every line is one write."""
+
+    def __init__(self, stream: TextIO | None = None, every: float = EVERY) -> None:
+        self.stream, self.every, self.last = stream, every, 0.0
+        self.said: set[str] = set()
+
+    def due(self) -> bool:
+        return time.monotonic() - self.last >= self.every
+
+    def say(self, run: Run) -> None:
+        self.last = time.monotonic()
+        self._write(line(run))
+        for text in partings(run):
+            if (kind := text.split(" ")[0]) not in self.said:
+                self.said.add(kind)
+                self._write(text)
+
+    def _write(self, text: str) -> None:
+        stream = self.stream or sys.stderr
+        stream.write(f"weft: {text}\n")
+        stream.flush()

@@ -1,0 +1,260 @@
+"""What a training step writes about itself: per-step times, one step traced, one with its memory counted, beside what was foreseen.
+
+    step = weft.parallelize(..., record="run/")        # then train as always; `weft report run/` shows it
+
+Recording waits for the device after every step. The fourth step is traced, the fifth counts memory; both train as the others do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from weft.api.progress import Printer, partings
+from weft.cluster.spec import Cluster
+from weft.cluster.spec import cluster as read_cluster
+from weft.core.errors import WeftError
+from weft.core.node import DTYPE_NAMES, Node
+from weft.core.program import Group, Program
+from weft.core.text import node_names
+from weft.ops.registry import Kind, flops
+from weft.plan.foresee import cause_of, foresee, name_of
+from weft.plan.records import DTYPES, records
+from weft.plan.run import Run, Seen
+from weft.plan.timeline import Task, Timeline
+from weft.plan.workload import Collective
+from weft.rewrite.engine import same_erased
+from weft.runtime.machine import describe
+from weft.runtime.trace import Trace, synchronize, traced
+
+if TYPE_CHECKING:
+    from weft.api.parallelize import Step
+
+TIMED, HELD = 3, 4  # the steps, counted from 0, that are traced
+OFTEN = 5.0  # seconds between two writes of the file
+MOST, LARGE = 12, 4000  # plans foreseen for comparison, and nodes of a program from which none are
+
+
+class Recorder:
+    """Watches the calls of one step. Every rank keeps one, so that all trace the same steps; rank 0 writes."""
+
+    def __init__(self, step: Step, folder: str | Path | None, cluster: str = "", progress: bool = True) -> None:
+        self.step, self.folder = step, folder
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.printer = Printer() if progress and self.rank == 0 else None
+        self.series: dict[str, list[float]] = {"ms": [], "wait_ms": [], "loss": []}
+        self.cluster = _cluster(step, cluster)
+        self.predicted = foresee(step.program, self.cluster) if self.cluster is not None else None
+        self.measured: Seen | None = None
+        self.alternatives: list[dict[str, Any]] = _options(getattr(step, "decision", None))
+        self._traces: dict[int, Trace] = {}
+        self._ended = self._wrote = 0.0
+        atexit.register(self.close)
+
+    def call(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Run the step once, watched."""
+        compiled, n = self.step.compiled, len(self.series["ms"])
+        plain = compiled._step
+        if n in (TIMED, HELD):
+            compiled._step, self._traces[n] = traced(plain, compiled.code.text, compiled.device, memory=n == HELD)
+        began = time.perf_counter()
+        try:
+            out = compiled(values)
+            synchronize(compiled.device)
+        finally:
+            compiled._step = plain
+        spent, waited = time.perf_counter() - began, began - self._ended if self._ended else 0.0
+        self._note(spent, waited, float(out["loss"].detach()) if "loss" in out else 0.0)
+        self._ended = time.perf_counter()  # what was written and said meanwhile is no wait
+        return out
+
+    def _note(self, spent: float, waited: float, loss: float) -> None:
+        """Traced steps are slower, so they count neither as steps nor as waits."""
+        n = len(self.series["ms"])
+        usual = n not in (TIMED, HELD)
+        self.series["ms"].append(spent * 1e3 if usual else self.series["ms"][-1])
+        self.series["wait_ms"].append(waited * 1e3)
+        self.series["loss"].append(loss)
+        if n == HELD:
+            self.measured = self._seen()
+        if self.rank == 0:
+            self._tell(n == HELD)
+
+    def _tell(self, now: bool) -> None:
+        if self.printer is not None and self.measured is not None and (now or self.printer.due()):
+            self.printer.say(self.run())
+        if self.folder is not None and (now or time.monotonic() - self._wrote > OFTEN):
+            self._wrote = time.monotonic()
+            self.run().save(self.folder)
+
+    def close(self) -> None:
+        """Write what there is, with the plans that were not taken. Called at the end of the process, if not before."""
+        atexit.unregister(self.close)
+        if self.rank == 0 and self.folder is not None and self.series["ms"]:
+            if not self.alternatives and self.cluster is not None and len(self.step.program.nodes) < LARGE:
+                self.alternatives = _others(self.step, self.cluster)
+            self.run().save(self.folder)
+
+    def run(self) -> Run:
+        """The run so far."""
+        step, program = self.step, self.step.program
+        unit, per_step = _taken(program)
+        peak = self.cluster.device.peak(_main_dtype(step.captured.program)) * program.mesh.ranks if self.cluster is not None else 0.0
+        made = Run(
+            name=program.name, kind="training", plan=str(step.plan), program=digest(program), machine=describe(step.compiled.device),
+            cluster=self.cluster.text if self.cluster is not None else "", mesh=dict(program.mesh.sizes), unit=unit, per_step=per_step,
+            flops=model_flops(step.captured.program), peak_flops=peak, steps={k: [round(x, 4) for x in v] for k, v in self.series.items()},
+            predicted=self.predicted, measured=self.measured, tensors=tensors(program, step.captured.states),
+            communication=communication(program), verbs=verbs(program, step.captured.program), alternatives=self.alternatives,
+        )  # fmt: skip
+        return Run(**{**made.__dict__, "says": list(partings(made))})
+
+    def _seen(self) -> Seen:
+        """The traced step: statements as tasks, and bytes at the times the same statements had in the step before."""
+        timed, held = self._traces.pop(TIMED), self._traces.pop(HELD)
+        line, causes = measured_line(self.step.program, timed)
+        times = [*timed.began, timed.ended[-1]]
+        memory = [(t, float(b)) for t, b in zip(times, held.held, strict=True)]
+        return Seen(timed.ended[-1] * 1e3, max(held.held) / 1e9, causes, line, memory)
+
+
+def _cluster(step: Step, text: str) -> Cluster | None:
+    """Where the step is foreseen: as given, else this machine as `plan="auto"` sees it; None where there is no profile for it."""
+    from weft.api.auto import here
+
+    if text:
+        return read_cluster(text)
+    try:
+        return here(step.program.mesh.ranks, step.compiled.device)
+    except WeftError:
+        return None
+
+
+def digest(program: Program) -> str:
+    """A short name for a program: equal texts, equal names."""
+    return hashlib.sha256(program.text.encode()).hexdigest()[:16]
+
+
+# --- what a program is, as data
+
+
+def tensors(program: Program, states: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Every input that is held: what it is, and along which axes it is cut."""
+    found = []
+    for name, node in program.input_names.items():
+        kind, _, key = name.partition(".")
+        role = "state" if name in states else kind
+        places = {a: str(p) for a, p in node.layout.placements.items() if str(p) != "R"}
+        local = list(node.layout.largest_local)
+        if role in ("param", "state", "buffer", "batch"):
+            found.append(
+                {"name": key, "role": role, "shape": list(node.shape), "local": local, "dtype": DTYPE_NAMES[node.dtype], "places": places}
+            )
+    return found
+
+
+def communication(program: Program) -> list[dict[str, Any]]:
+    """Collectives by kind and axis, with how many there are and the bytes of their tensors."""
+    count: Counter[tuple[str, str]] = Counter()
+    size: Counter[tuple[str, str]] = Counter()
+    for op in records(program):
+        if isinstance(op, Collective):
+            count[op.kind, op.axis] += 1
+            size[op.kind, op.axis] += round(op.bytes)
+    return [{"kind": kind, "axis": axis, "count": n, "bytes": size[kind, axis]} for (kind, axis), n in count.most_common()]
+
+
+def model_flops(program: Program) -> float:
+    """Of one step on one device: products and ops kept whole, forward and backward."""
+    return sum(flops(n) for n in program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE))
+
+
+def _main_dtype(program: Program) -> str:
+    work: Counter[str] = Counter()
+    for n in program.nodes:
+        if n.op.kind is Kind.CONTRACT:
+            work[DTYPES.get(DTYPE_NAMES[n.types[0].dtype], "fp32")] += round(flops(n))
+    return work.most_common(1)[0][0] if work else "fp32"
+
+
+def _taken(program: Program) -> tuple[str, float]:
+    """Tokens where a batch has rows of whole numbers, else samples."""
+    batch = [n for name, n in program.input_names.items() if name.startswith("batch.") and n.ndim]
+    words = [n for n in batch if n.ndim == 2 and not n.dtype.is_floating_point]
+    if words:
+        return "tokens", float(words[0].shape[0] * words[0].shape[1])
+    return "samples", float(batch[0].shape[0] if batch else 1)
+
+
+def verbs(program: Program, captured: Program) -> list[dict[str, Any]]:
+    """The steps that led to a program, each with whether it leaves what one device would run as it is, node for node."""
+    found: list[dict[str, Any]] = []
+    while program.parent is not None:
+        if program.step:
+            found.append({"step": program.step, "same": same_erased(program.parent, program)})
+        program = program.parent
+    words = ", ".join(f"{a} {n}" for a, n in program.mesh.sizes.items())
+    placed = {"step": f"place on {words}", "same": same_erased(captured, program)}
+    return [placed, *reversed(found)]
+
+
+# --- the traced step
+
+
+def measured_line(program: Program, trace: Trace) -> tuple[Timeline, dict[str, float]]:
+    """Statements on the lane of the rank; a collective under way from its start to the end of its wait."""
+    units, causes = _by_variable(program), dict[str, float]()
+    tasks: list[tuple[Task, float]] = []
+    started: dict[str, tuple[float, str, str]] = {}
+    for statement, began, ended in zip(trace.statements, trace.began, trace.ended, strict=True):
+        unit = units.get(statement.made)
+        name, cause = (name_of(unit), cause_of(unit)) if unit is not None else (statement.text[:40], "compute")
+        cause = statement.axis or cause
+        if statement.axis:
+            started[statement.made] = (ended, name, statement.axis)
+        elif statement.waits and statement.made in started:
+            start, name, cause = started.pop(statement.made)
+            tasks.append((Task(name, "communication", ended - start, (), cause), start))
+            name = f"wait for {name}"
+        causes[cause] = causes.get(cause, 0.0) + (ended - began) * 1e3
+        tasks.append((Task(name, "compute", ended - began, (), cause), began))
+    tasks.sort(key=lambda item: item[1])
+    return Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks)), causes
+
+
+def _by_variable(program: Program) -> dict[str, Node | Group]:
+    """What each variable of the generated code stands for: a node, or the group it is in."""
+    grouped = {n: g for g in program.groups for n in g.nodes}
+    return {f"t{name[1:]}": grouped.get(n, n) for n, name in node_names(program).items() if name[1:2].isdigit()}
+
+
+# --- what else could have been
+
+
+def _options(decision: Any) -> list[dict[str, Any]]:
+    told = getattr(decision, "options", ())
+    return [{"plan": o.plan, "step_ms": o.ms, "memory_gb": o.gb, "causes_ms": dict(o.causes), "reason": o.reason} for o in told]
+
+
+def _others(step: Step, cluster: Cluster) -> list[dict[str, Any]]:
+    """The other plans for these ranks, by name, each foreseen as it would run."""
+    from weft.api.auto import prepare, words
+
+    found = []
+    for named in list(words(step.captured, cluster.devices))[:MOST]:
+        try:
+            seen = foresee(prepare(step.captured, named), cluster)
+        except WeftError as e:
+            found.append({"plan": str(named), "step_ms": 0.0, "memory_gb": 0.0, "causes_ms": {}, "reason": e.message})
+        else:
+            found.append(
+                {"plan": str(named), "step_ms": seen.step_ms, "memory_gb": seen.memory_gb, "causes_ms": dict(seen.causes_ms), "reason": ""}
+            )
+    return found

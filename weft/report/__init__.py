@@ -1,0 +1,56 @@
+"""Plans and runs as pages a person reads: `weft report`, and pictures in notebooks. A page is one HTML file and needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.report.facts import Facts
+
+
+def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], None] = lambda _: None) -> Facts:
+    """The facts of a plan file, of a run's folder, or of its file."""
+    import json
+
+    from weft.plan import plan, run
+    from weft.report.of_plan import of_plan
+    from weft.report.of_run import of_run
+
+    where = Path(source)
+    if where.is_dir():
+        return of_run(run.load(where))
+    text = where.read_text() if where.is_file() else ""
+    try:
+        is_run = "weft_run" in json.loads(text)
+    except (ValueError, TypeError):
+        is_run = False
+    return of_run(run.load(where)) if is_run else of_plan(plan.load(where), explained, say)
+
+
+def report(source: str | Path, out: str | Path = "", explained: bool = True, say: Callable[[str], None] = lambda _: None) -> tuple[Path, Path]:
+    """Write the page of a plan or run, and a trace for Perfetto beside it; where they are."""
+    import json
+
+    from weft.report.page import page
+    from weft.report.trace import perfetto
+
+    facts = facts_of(source, explained, say)
+    page_at = Path(out) if out else _beside(Path(source))
+    page_at.parent.mkdir(parents=True, exist_ok=True)
+    page_at.write_text(page(facts))
+    trace_at = page_at.with_suffix(".trace.json")
+    trace_at.write_text(json.dumps(perfetto(facts), separators=(",", ":")))
+    return page_at, trace_at
+
+
+def _beside(source: Path) -> Path:
+    return source / "report.html" if source.is_dir() else source.with_suffix(".html")
+
+
+def html(thing: Any) -> str:
+    """A picture of a plan, run, program or schedule for a notebook."""
+    from weft.report.notebook import picture
+
+    return picture(thing)

@@ -1,0 +1,64 @@
+"""What a page shows, whichever it is of: a plan that is foreseen, or a run that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.plan.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that matters, said large."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """Timelines that share one axis of time, by what they are: `predicted`, `measured`."""
+
+    title: str
+    lines: Mapping[str, Timeline]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bytes over seconds; a stacked curve lies on the one before it."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`held` are tensors as `weft.plan.run` writes them; `repeats` says how often a folded layer stands in the whole model."""
+
+    title: str
+    about: str
+    figures: Sequence[Figure]
+    plan: Sequence[tuple[str, str, str]]
+    says: Sequence[str] = ()
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    held: Sequence[Mapping[str, Any]] = ()
+    repeats: float = 1.0
+    stages: Sequence[int] = ()
+    communication: Sequence[Mapping[str, Any]] = ()
+    views: Sequence[View] = ()
+    causes_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # predicted, measured
+    memory: Sequence[Curve] = ()
+    budget: float = 0.0
+    memory_note: str = ""
+    alternatives: Sequence[Mapping[str, Any]] = ()  # plan, step_ms, memory_gb, reason
+    chosen: str = ""
+    reasons: Sequence[Mapping[str, Any]] = ()
+    verbs: Sequence[Mapping[str, Any]] = ()
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    steps: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    unit: str = ""

@@ -1,0 +1,183 @@
+"""A plan as facts for a page: its step is foreseen again, its model captured with few layers, its decisions explained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from weft.core.errors import WeftError
+from weft.plan.memory import FRAGMENTATION, RESIDENT, saved
+from weft.plan.named import Named, input_layouts
+from weft.plan.place import place
+from weft.plan.plan import Plan, rows
+from weft.plan.planner import EXACT, Request
+from weft.plan.search import Search, describe
+from weft.plan.setting import Setting
+from weft.plan.simulate import Step, detail, share
+from weft.plan.space import Limits
+from weft.plan.workload import Workload
+from weft.report.facts import Curve, Facts, Figure, View
+from weft.report.words import count, ms, percent
+
+Say = Callable[[str], None]
+
+
+def figures(plan: Plan) -> list[Figure]:
+    """What the plan promises."""
+    f = plan.foreseen
+    best = min(plan.baselines_ms.items(), key=lambda item: item[1], default=None)
+    made = [
+        Figure("step, foreseen", ms(f["step_ms"]), f"{plan.setting.global_batch:,} samples of {plan.seq:,}"),
+        Figure("tokens per second", count(f["tokens_per_s"])),
+        Figure("utilisation (MFU)", percent(f["mfu"])),
+        Figure("memory of a device", f"{f['memory_gb']:.1f} GB", "with allowance"),
+    ]
+    if best is not None:
+        made.append(Figure("next best system", ms(best[1]), f"{best[0]}, {best[1] / f['step_ms']:.2f} times as long"))
+    return made
+
+
+def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Facts:
+    """Everything a page tells of a plan."""
+    base = Facts(
+        title=f"{plan.model} on {plan.cluster}",
+        about=f"A plan by weft: {describe(plan.setting)}. Nothing here was measured; all of it is foreseen.",
+        figures=figures(plan), plan=list(rows(plan)), mesh=_mesh(plan.setting), alternatives=list(_alternatives(plan)), chosen="this plan",
+    )  # fmt: skip
+    say("the model")
+    made = replace(base, **_model(plan))
+    if plan.shares:
+        return replace(made, memory_note="Copies of unequal devices take unequal shares; their step is not drawn.")
+    say("the step")
+    made = replace(made, **_step(plan))
+    if explained:
+        from weft.plan.explain import explain
+
+        made = replace(made, reasons=[dataclasses.asdict(r) for r in explain(plan, lambda text: say(f"what else for {text}"))])
+    return made
+
+
+def _mesh(s: Setting) -> dict[str, int]:
+    return {a: getattr(s, a) for a in ("dp", "pp", "cp", "ep", "tp") if getattr(s, a) > 1} or {"dp": 1}
+
+
+def _alternatives(plan: Plan) -> Iterator[dict[str, Any]]:
+    yield {"plan": "this plan", "step_ms": plan.step_ms, "memory_gb": plan.foreseen["memory_gb"], "reason": ""}
+    for name, took in plan.baselines_ms.items():
+        yield {"plan": name, "step_ms": took, "memory_gb": None, "reason": ""}
+    for name, reason in plan.infeasible.items():
+        yield {"plan": name, "step_ms": None, "memory_gb": None, "reason": reason}
+
+
+# --- the model
+
+
+def _model(plan: Plan) -> dict[str, Any]:
+    """Tensors of the model and how they are held: two layers captured, since all are alike, and placed as the plan says."""
+    from weft.plan.models import shape
+
+    sizes = shape(plan.model, seq=plan.seq)
+    few = 2 * (sizes.moe_every if sizes.experts else 1)
+    try:
+        made = _placed(plan, few)
+    except WeftError as error:
+        return {"says": [f"The layouts of single tensors are not drawn: {error.message}."]}
+    stages = _stages(plan, sizes.layers) if plan.setting.pp > 1 else []
+    return {**made, "repeats": sizes.layers / few, "stages": stages}
+
+
+def _stages(plan: Plan, layers: int) -> list[int]:
+    """Layers of each stage, its chunks together."""
+    s = plan.setting
+    chunks = list(plan.layers) or share(layers, s.pp * s.virtual)
+    return [sum(chunks[i :: s.pp]) for i in range(s.pp)]
+
+
+def _placed(plan: Plan, layers: int) -> dict[str, Any]:
+    """One micro-batch of a few layers on the mesh of one stage."""
+    import torch
+
+    from weft.api.record import communication, tensors, verbs
+    from weft.frontend import zoo
+    from weft.frontend.capture import capture
+
+    s = plan.setting
+    w = zoo.get(plan.model, layers=layers, seq=plan.seq)
+    optimizer = torch.optim.AdamW(w.model.parameters())
+    captured = capture(w.model, w.example(s.dp * s.micro_batch), w.loss, optimizer)
+    named = Named(s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel and s.tp > 1)
+    program = place(captured.program, named.mesh, *input_layouts(captured.program, named, captured.states))
+    mesh = {"pp": s.pp, **named.mesh.sizes} if s.pp > 1 else dict(named.mesh.sizes)
+    held = tensors(program, captured.states)
+    return {"held": held, "mesh": mesh, "communication": communication(program), "verbs": verbs(program, captured.program)}
+
+
+# --- the step
+
+
+def _step(plan: Plan) -> dict[str, Any]:
+    search, setting, note = _search(plan), plan.setting, ""
+    if setting.pp * setting.virtual * setting.micro_batches > EXACT:
+        few = 2 * setting.pp
+        note = f"The first {few} of {setting.micro_batches:,} micro-batches; the rest repeats them."
+        setting = replace(setting, global_batch=setting.dp * setting.micro_batch * few)
+    step = search.step(setting, plan.layers)
+    views = [View("the whole step", {"predicted": step.timeline}, note)]
+    for title, line in detail(search.work(setting), setting, search.cluster).items():
+        views.append(View(title, {"predicted": line}, "Op by op: what the host issues, the device computes and the links carry."))
+    causes = {k: v for k, v in (plan.foreseen.get("causes_ms") or {}).items() if v > 0}
+    worst = max(range(len(step.memory)), key=lambda i: step.memory[i].total)
+    curves = list(_memory(search.work(setting), setting, step, plan.layers, worst))
+    where = f"stage {worst}, the fullest of {setting.pp}" if setting.pp > 1 else "a device"
+    return {
+        "views": views, "causes_ms": {"predicted": causes} if causes else {}, "memory": curves, "budget": search.memory,
+        "memory_note": f"Of {where}. {note}".strip(),
+    }  # fmt: skip
+
+
+def _search(plan: Plan) -> Search:
+    request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq)
+    limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
+    return Search(replace(request.problem(), dtype=plan.setting.dtype), limits)
+
+
+def _memory(work: Workload, s: Setting, step: Step, layers: tuple[int, ...], stage: int) -> Iterator[Curve]:
+    """What is held all the time, activations as passes come and go, buffers of the pass at work, and the allowance."""
+    m, end = step.memory[stage], step.seconds
+    for name, held in (("parameters", m.params), ("gradients", m.grads), ("optimizer", m.optimizer), ("buffers", m.buffers)):
+        if held:
+            yield Curve(name, [(0.0, held), (end, held)], stacked=True)
+    yield Curve("activations", _activations(work, s, step, layers, stage), stacked=True)
+    yield Curve("passing", _passing(step, stage, m.passing), stacked=True)
+    yield Curve("allowance", [(0.0, m.allocated * FRAGMENTATION + RESIDENT), (end, m.allocated * FRAGMENTATION + RESIDENT)], stacked=True)
+
+
+def _activations(work: Workload, s: Setting, step: Step, layers: tuple[int, ...], stage: int) -> list[tuple[float, float]]:
+    """A forward adds what its backward will need; that backward frees it."""
+    counts = list(layers) or share(work.depth, s.pp * s.virtual)
+    sizes = [saved(s, work.layer) * n for n in counts]
+    sizes[0] += saved(s, work.first)
+    sizes[-1] += saved(s, work.last)
+    line, now, points = step.timeline, 0.0, [(0.0, 0.0)]
+    frees = "weight" if any(t.cause == "weight" for t in line.tasks) else "backward"
+    for i in sorted(line.on(f"stage {stage}"), key=line.start.__getitem__):
+        task = line.tasks[i]
+        chunk = int(task.name.rpartition("chunk ")[2]) if "chunk" in task.name else 0
+        if task.cause == "forward":
+            now += sizes[chunk * s.pp + stage]
+            points.append((line.start[i], now))
+        elif task.cause == frees:
+            now = max(0.0, now - sizes[chunk * s.pp + stage])
+            points.append((line.end[i], now))
+    return [*points, (step.seconds, now)]
+
+
+def _passing(step: Step, stage: int, held: float) -> list[tuple[float, float]]:
+    """The largest buffers of a pass, while one runs."""
+    line, points = step.timeline, [(0.0, 0.0)]
+    for i in sorted(line.on(f"stage {stage}"), key=line.start.__getitem__):
+        if line.tasks[i].cause in ("forward", "backward", "weight"):
+            points += [(line.start[i], held), (line.end[i], 0.0)]
+    return [*points, (step.seconds, 0.0)]

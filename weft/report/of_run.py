@@ -1,0 +1,88 @@
+"""A run as facts for a page: what was measured beside what was foreseen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.cluster.spec import cluster
+from weft.core.errors import WeftError
+from weft.plan.plan import ZERO
+from weft.plan.run import Run, Seen
+from weft.report.facts import Curve, Facts, Figure, View
+from weft.report.words import count, ms, percent, size
+
+
+def of_run(run: Run) -> Facts:
+    """Everything a page tells of a run."""
+    seen = {"predicted": run.predicted, "measured": run.measured}
+    known: dict[str, Seen] = {k: v for k, v in seen.items() if v is not None}
+    ranks = " × ".join(f"{a} {n}" for a, n in run.mesh.items())
+    steps = len(run.steps.get("ms", ()))
+    about = f"{steps:,} steps under {run.plan} on {ranks} ({run.machine})." if run.plan else f"{steps:,} steps ({run.machine})."
+    return Facts(
+        title=f"{run.name}, trained", about=about, figures=list(_figures(run)), plan=list(_plan(run)), says=list(run.says), mesh=run.mesh,
+        held=run.tensors, communication=run.communication, views=_views(run, known),
+        causes_ms={k: v.causes_ms for k, v in known.items() if v.causes_ms}, memory=[Curve(k, v.memory) for k, v in known.items() if v.memory],
+        budget=_budget(run), memory_note=_memory_note(run), alternatives=run.alternatives, chosen=run.plan, verbs=run.verbs,
+        schedule=run.schedule, steps=run.steps, unit=run.unit,
+    )  # fmt: skip
+
+
+def _figures(run: Run) -> Any:
+    p, m = run.predicted, run.measured
+    off = f"foreseen {ms(p.step_ms)}, {run.step_ms / p.step_ms - 1:+.0%}" if p is not None and p.step_ms else ""
+    yield Figure("step, measured", ms(run.step_ms), off)
+    yield Figure(f"{run.unit} per second", count(run.per_second), f"{count(run.per_step)} a step")
+    if run.mfu is not None:
+        yield Figure("utilisation (MFU)", percent(run.mfu), f"of {run.peak_flops / 1e9:,.0f} GFLOP/s")
+    if m is not None and m.memory_gb:
+        note = f"foreseen {size(p.memory_gb * 1e9)}, {m.memory_gb / p.memory_gb - 1:+.0%}" if p is not None and p.memory_gb else ""
+        yield Figure("memory of a rank", size(m.memory_gb * 1e9), note)
+    loss = run.steps.get("loss") or ()
+    if len(loss) > 1:
+        yield Figure("loss", f"{loss[-1]:.4g}", f"from {loss[0]:.4g}")
+
+
+def _plan(run: Run) -> Any:
+    """The words of the plan, each with what it means, and what the run was made on."""
+    for axis, n in run.mesh.items():
+        if n > 1:
+            yield axis, str(n), {"dp": "copies of the model", "tp": "ranks share each product", "cp": "ranks share a sequence",
+                                 "ep": "ranks share the experts"}.get(axis, "ranks")  # fmt: skip
+    words = run.plan.split(",")
+    level = next((int(w[4:]) for w in words if w.startswith("zero")), None)
+    if level is not None:
+        yield "sharded", f"zero{level}", f"{ZERO[level]} cut over the copies"
+    if "sp" in words:
+        yield "sequence parallel", "sp", "tokens cut between the products"
+    if run.per_step:
+        yield "a step", count(run.per_step), run.unit
+    if run.flops:
+        yield "work of a step", f"{run.flops / 1e9:,.1f} GFLOP", "forward and backward, as utilisation counts it"
+    if run.program:
+        yield "program", run.program, "a hash of its text; equal hashes, equal programs"
+    if run.cluster:
+        yield "foreseen on", run.cluster, "the profile that priced it"
+
+
+def _views(run: Run, known: dict[str, Seen]) -> list[View]:
+    lines = {k: v.line for k, v in known.items() if v.line.tasks}
+    note = "One traced step of rank 0; a collective is drawn from its start to the end of its wait."
+    if run.kind == "dynamic":
+        note = "One traced step, batch by batch."
+    return [View("one step", lines, note)] if lines else []
+
+
+def _budget(run: Run) -> float:
+    try:
+        return cluster(run.cluster).device.memory if run.cluster else 0.0
+    except WeftError:
+        return 0.0
+
+
+def _memory_note(run: Run) -> str:
+    if run.measured is None or not run.measured.memory:
+        return ""
+    budget = _budget(run)
+    room = f" The rank may use {size(budget)}." if budget else ""
+    return f"Parameters, optimizer state and values that the step can still reach, on rank 0, at each statement.{room}"

@@ -1,0 +1,46 @@
+"""Numbers and names as a person reads them: units said, three digits that matter, causes in words."""
+
+from __future__ import annotations
+
+import re
+
+from weft.plan.foresee import FUSED
+
+AXES = ("dp", "tp", "pp", "cp", "ep")
+MEANS = {
+    "compute": "computing", "forward": "forward", "backward": "backward", "weight": "weight gradients", "host": "waiting for the host",
+    "bubble": "waiting for other stages", "optimizer": "optimizer", FUSED: "update and its communication, one kernel",
+    "input": "waiting for input", "rounds": "rounds forward", "back": "rounds backward", "rest": "all else",
+    **{axis: f"communication along {axis}" for axis in AXES},
+}  # fmt: skip
+
+
+def means(cause: str) -> str:
+    return MEANS.get(cause, cause)
+
+
+def ms(value: float) -> str:
+    """Milliseconds; seconds from ten of them on."""
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:,.2f} s"
+    return f"{value:,.0f} ms" if abs(value) >= 1e3 else f"{value:.3g} ms"
+
+
+def size(bytes_: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(bytes_) >= scale:
+            return f"{bytes_ / scale:,.1f} {unit}"
+    return f"{bytes_:,.0f} B"
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def colour(cause: str) -> str:
+    """The class that colours a cause or an axis: its own name, made safe."""
+    return "c-" + re.sub(r"\W+", "-", cause.lower())
