@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from weft.api.progress import Printer, partings
+from weft.plan.progress import Printer, partings
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import WeftError

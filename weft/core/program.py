@@ -13,6 +13,7 @@ from typing import Any
 from weft.core.errors import AmbiguousPlace, InvalidProgram
 from weft.core.layout import Mesh
 from weft.core.node import Node, make, toposort
+from weft.core.picture import html_of
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,9 @@ class Program:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def __repr__(self) -> str:
         return f"<Program {self.name}: {len(self.nodes)} nodes>"

@@ -25,15 +25,15 @@ from weft.dynamic.structure import Builder, Structure, chains, edges, join, netw
 from weft.dynamic.vertex import Vertex
 
 __all__ = [
-    "Builder", "Cost", "Growing", "Model", "Reads", "Schedule", "Structure", "Vertex", "VertexProgram", "assign", "batched",
+    "Builder", "Cost", "Growing", "Model", "Reads", "Recorder", "Schedule", "Structure", "Vertex", "VertexProgram", "assign", "batched",
     "chains", "draw", "edges", "flush", "join", "lower_bound", "networkx", "parents", "program", "shard", "trees",
 ]  # fmt: skip
 
-_LATER = {"VertexProgram", "program", "shard"}  # they bring in the planner
+_LATER = {"Recorder": "watch", "VertexProgram": "programs", "program": "programs", "shard": "programs"}  # they bring in the planner
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'weft.dynamic' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module("weft.dynamic.programs"), name)
+    value = globals()[name] = getattr(import_module(f"weft.dynamic.{_LATER[name]}"), name)
     return value

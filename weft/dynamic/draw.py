@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from weft.dynamic.schedule import Schedule
 
 WIDTH = 40
@@ -29,6 +31,16 @@ def draw(schedule: Schedule) -> str:
     if slots:
         lines += ["", f"{slots - schedule.gathered} of {slots} rows read one by one already lie in order; the rest are copied together"]
     return "\n".join(lines)
+
+
+def as_data(schedule: Schedule) -> dict[str, Any]:
+    """A schedule as plain data: how much there is, and each batch as (vertices, rows, edges)."""
+    s = schedule.structure
+    rounds = [(_name(schedule, r.klass), r.stop - r.start, r.edge_stop - r.edge_start) for r in schedule.rounds]
+    return {
+        "samples": len(s), "vertices": int(s.vertices), "edges": len(s.child), "batches": len(rounds), "least": int(schedule.lower_bound),
+        "policy": schedule.policy, "rounds": rounds,
+    }  # fmt: skip
 
 
 def _headline(schedule: Schedule) -> str:

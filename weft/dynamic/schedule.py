@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import StructureError
+from weft.core.picture import html_of
 from weft.dynamic import native
 from weft.dynamic.native import Ints
 from weft.dynamic.policy import batches, lower_bound, policy
@@ -74,6 +75,9 @@ class Schedule:
         self.batch = policy(policy_name)(s, self.klass)
         self._lay_out()
         self._edges()
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def _lay_out(self) -> None:
         """Order the vertices, then place them: the blocks of the classes, in each the rounds in the order they run."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import PlanError
+from weft.core.picture import html_of
 from weft.plan.timeline import Task, Timeline
 
 VERSION = 1
@@ -77,6 +78,9 @@ class Run:
         if not (self.peak_flops and self.flops and self.step_ms):
             return None
         return self.flops / ((self.step_ms + self.wait_ms) / 1e3) / self.peak_flops
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def data(self) -> dict[str, Any]:
         """The run in JSON's own types."""

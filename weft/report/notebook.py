@@ -67,7 +67,7 @@ def _program(program: Program) -> Markup:
 
 
 def _schedule(schedule: Any) -> Markup:
-    from weft.dynamic.record import as_data
+    from weft.dynamic.draw import as_data
 
     data = as_data(schedule)
     said = f"{data['samples']:,} samples in {data['batches']:,} batches; at least {data['least']:,} are needed"

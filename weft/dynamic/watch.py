@@ -1,0 +1,224 @@
+"""What training of a dynamic model writes about itself: times of steps, the batched schedule, one step foreseen and then traced.
+
+    run = weft.dynamic.Recorder(model, "run/")
+    for graphs, x, y in batches:
+        with run.step(graphs):
+            loss = criterion(model(graphs, x), y); loss.backward(); optimizer.step()
+            run.loss = float(loss)
+    run.close()                                         # `weft report run/` shows it
+
+The fourth step is traced to learn what a round of each class costs, alpha + beta * rows. The sixth is foreseen from its graphs by
+these costs, and then traced too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.dynamic.draw import as_data
+from weft.dynamic.frame import Frame, Span
+from weft.dynamic.model import Model
+from weft.dynamic.policy import POLICIES
+from weft.dynamic.schedule import Schedule
+from weft.dynamic.structure import Structure
+from weft.plan.progress import Printer
+from weft.plan.run import Run, Seen, median
+from weft.plan.timeline import Task, Timeline
+from weft.runtime.machine import describe
+from weft.runtime.trace import synchronize
+
+LEARNED, TRACED = 3, 5  # steps counted from 0
+FORWARD, BACKWARD = ("weights", "eager", "rounds", "late"), ("before", "back", "after")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One phase of one class over some rows."""
+
+    klass: str
+    phase: str
+    rows: int
+    start: float
+    seconds: float
+
+
+@contextmanager
+def traced(device: Any) -> Iterator[list[Piece]]:
+    """Notes every phase while it lasts. The engine is changed only inside, so it pays nothing while nobody watches."""
+    found: list[Piece] = []
+    plain, began = Frame.run, time.perf_counter()
+
+    def run(self: Frame, phase: str, span: Span) -> None:
+        start = time.perf_counter()
+        plain(self, phase, span)
+        synchronize(device)
+        found.append(Piece(self.name, phase, span[1] - span[0], start - began, time.perf_counter() - start))
+
+    Frame.run = run  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Frame.run = plain  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a phase of a class: alpha, and beta for each row; and of all else in a step, for each vertex."""
+
+    phases: Mapping[tuple[str, str], tuple[float, float]]
+    rest: float
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], step: float, vertices: int) -> Costs:
+        by: dict[tuple[str, str], list[Piece]] = {}
+        for p in pieces:
+            by.setdefault((p.klass, p.phase), []).append(p)
+        known = sum(p.seconds for p in pieces)
+        return Costs({key: _line(own) for key, own in by.items()}, max(0.0, step - known) / max(1, vertices))
+
+    def of_schedule(self, schedule: Schedule) -> list[Piece]:
+        """The phases of a step, one after the other, as the engine takes them."""
+        names = {k: class_name(schedule, k) for k in schedule.blocks}
+        whole = {names[k]: b.count for k, b in schedule.blocks.items()}
+        rounds = [(names[r.klass], r.stop - r.start) for r in schedule.rounds]
+        order = [(name, phase, rows) for phase in ("weights", "eager") for name, rows in whole.items()]
+        order += [(name, "rounds", rows) for name, rows in rounds]
+        order += [(name, phase, rows) for phase in ("late", "before") for name, rows in whole.items()]
+        order += [(name, "back", rows) for name, rows in reversed(rounds)]
+        order += [(name, "after", rows) for name, rows in whole.items()]
+        out, now = [], 0.0
+        for name, phase, rows in order:
+            alpha, beta = self.phases.get((name, phase), (0.0, 0.0))
+            out.append(Piece(name, phase, rows, now, alpha + beta * rows))
+            now += out[-1].seconds
+        return out
+
+    def seconds(self, schedule: Schedule) -> float:
+        return sum(p.seconds for p in self.of_schedule(schedule)) + self.rest * schedule.structure.vertices
+
+
+def _line(pieces: Sequence[Piece]) -> tuple[float, float]:
+    """Least squares of seconds over rows; neither share may be negative."""
+    rows, seconds = (np.array([getattr(p, what) for p in pieces], float) for what in ("rows", "seconds"))
+    if len(set(rows.tolist())) < 2:
+        return 0.0, float(seconds.mean() / max(1.0, rows.mean()))
+    beta, alpha = np.polyfit(rows, seconds, 1)
+    if beta < 0:
+        return float(seconds.mean()), 0.0
+    return (float(alpha), float(beta)) if alpha >= 0 else (0.0, float(seconds.sum() / rows.sum()))
+
+
+def class_name(schedule: Schedule, klass: int) -> str:
+    block = schedule.blocks[klass]
+    return f"{schedule.structure.kinds[block.kind]}{'+' if block.has_children else ''}"
+
+
+class Recorder:
+    """Watches the steps of one model and writes a run."""
+
+    def __init__(self, model: Model, folder: str | Path | None, *, name: str = "", progress: bool = True) -> None:
+        self.model, self.folder, self.name = model, folder, name or type(next(iter(model.functions.values()))).__name__
+        self.printer = Printer() if progress else None
+        self.loss: float | None = None
+        self.series: dict[str, list[float]] = {"ms": [], "wait_ms": [], "loss": []}
+        self.vertices: list[int] = []
+        self.device = next((p.device for p in model.parameters()), None)
+        self.costs: Costs | None = None
+        self.predicted: Seen | None = None
+        self.measured: Seen | None = None
+        self.data: dict[str, Any] = {}
+        self.alternatives: list[dict[str, Any]] = []
+        self._ended = 0.0
+        atexit.register(self.close)
+
+    @contextmanager
+    def step(self, graphs: Structure | Schedule) -> Iterator[Recorder]:
+        """Time what is done inside: forward, backward and update of one batch."""
+        n, structure = len(self.series["ms"]), graphs.structure if isinstance(graphs, Schedule) else graphs
+        waited = time.perf_counter() - self._ended if self._ended else 0.0
+        pieces: list[Piece] = []
+        began = time.perf_counter()
+        if n in (LEARNED, TRACED):
+            with traced(self.device) as pieces:
+                yield self
+        else:
+            yield self
+        self._synchronize()
+        spent = time.perf_counter() - began
+        self.vertices.append(structure.vertices)
+        self.series["ms"].append(spent * 1e3 if not pieces else self.series["ms"][-1])
+        self.series["wait_ms"].append(waited * 1e3)
+        self.series["loss"] += [self.loss] if self.loss is not None else []
+        if n == LEARNED:
+            self.costs = Costs.of(pieces, spent, structure.vertices)
+        elif n == TRACED:
+            self._compare(pieces, spent, structure)
+        self._ended = time.perf_counter()
+
+    def _synchronize(self) -> None:
+        if self.device is not None:
+            synchronize(self.device)
+
+    def _compare(self, pieces: Sequence[Piece], spent: float, structure: Structure) -> None:
+        """Foresee the traced step by what was learned before, and set the two side by side; then say so."""
+        assert self.costs is not None
+        schedule = self.model.schedule(structure)
+        self.data = as_data(schedule)
+        self.predicted = _seen(self.costs.of_schedule(schedule), self.costs.seconds(schedule))
+        self.measured = _seen(pieces, spent)
+        for policy in POLICIES:
+            other = Schedule(structure, self.model.reads(), policy)
+            took, batches = self.costs.seconds(other) * 1e3, len(other.rounds)
+            self.alternatives.append({"plan": f"{policy}: {batches} batches", "step_ms": took, "memory_gb": 0.0, "causes_ms": {}, "reason": ""})
+        if self.printer is not None:
+            self.printer.say(self.run())
+        if self.folder is not None:
+            self.run().save(self.folder)
+
+    def run(self) -> Run:
+        """The run so far."""
+        device = describe(self.device) if self.device is not None else ""
+        tensors = [
+            {"name": name, "role": "param", "shape": list(p.shape), "local": list(p.shape), "dtype": str(p.dtype).removeprefix("torch."), "places": {}}
+            for name, p in self.model.cells.named_parameters()
+        ]
+        taken = self.data.get("policy", self.model.policy)
+        return Run(
+            name=self.name, kind="dynamic", plan=f"{taken}: {self.data.get('batches', 0)} batches", program="", machine=device, cluster="",
+            mesh={"dp": 1}, unit="vertices", per_step=median(self.vertices), flops=0.0, peak_flops=0.0,
+            steps={k: [round(x, 4) for x in v] for k, v in self.series.items()}, predicted=self.predicted, measured=self.measured,
+            tensors=tensors, alternatives=self.alternatives, schedule=self.data,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Write what there is; called at the end of the process, if not before."""
+        atexit.unregister(self.close)
+        if self.folder is not None and self.series["ms"]:
+            self.run().save(self.folder)
+
+
+def _seen(pieces: Sequence[Piece], spent: float) -> Seen:
+    """Phases on two lanes, forward and backward; what is left of the step is all else."""
+    causes: dict[str, float] = {}
+    for p in pieces:
+        cause = p.phase if p.phase in ("rounds", "back") else "compute"
+        causes[cause] = causes.get(cause, 0.0) + p.seconds * 1e3
+    causes["rest"] = max(0.0, spent * 1e3 - sum(causes.values()))
+    tasks = [_task(p) for p in pieces if p.seconds > 0]
+    starts = [p.start for p in pieces if p.seconds > 0]
+    line = Timeline(tuple(tasks), tuple(starts), tuple(s + t.seconds for s, t in zip(starts, tasks, strict=True)))
+    return Seen(spent * 1e3, 0.0, causes, line)
+
+
+def _task(p: Piece) -> Task:
+    cause = p.phase if p.phase in ("rounds", "back") else "compute"
+    name = f"{p.klass}: {p.rows} rows" if cause != "compute" else f"{p.klass}: {p.phase}, {p.rows} rows"
+    return Task(name, "forward" if p.phase in FORWARD else "backward", p.seconds, (), cause)
