@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,14 +33,6 @@ def _sum_kernel(dtype: str, world: int, target: str) -> Kernel:
 def _copy_kernel(dtype: str, target: str) -> Kernel:
     source, out = Slot("source", dtype), Slot("out", dtype)
     return compile_group(Group("copy", ((out, load(source)),)), 1, target)
-
-
-class Fetched(NamedTuple):
-    """What the main line calls before its first product, before it uses each tensor, and when it has used all."""
-
-    begun: Callable[[], None]
-    arrived: list[Callable[[], None]]
-    used: Callable[[], None]
 
 
 class Space:
@@ -99,18 +91,17 @@ class Space:
         """Where `gather_product` takes each rank's rows from."""
         return self.buffer("gather", (rows, k), dtype)
 
-    def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Way) -> Fetched:
-        """Start bringing every source to its target."""
+    def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Way) -> tuple[list[Callable[[], None]], Callable[[], None]]:
+        """Start bringing every source to its target. For each: what the main line calls before it uses it; and what after all."""
         if way.by == "mover" and self.peers.target == "triton":
             mover = self._mover = self._mover or Mover(targets[0].device, self.peers.world)
             mover.move(targets, sources, way.blocks)
-            waits = [functools.partial(mover.wait, k) for k in range(len(targets))]
-            return Fetched(functools.partial(mover.begun, len(targets)), waits, mover.rest)
-        begun, waits = functools.partial(self.side.main_after, self.side.mark()), []
+            return [functools.partial(mover.wait, k) for k in range(len(targets))], mover.rest
+        arrived: list[Callable[[], None]] = []
         for target, source in zip(targets, sources, strict=True):
             self.copy(target, source, way)
-            waits.append(functools.partial(self.side.main_after, self.side.mark()))
-        return Fetched(begun, waits, lambda: None)
+            arrived.append(functools.partial(self.side.main_after, self.side.mark()))
+        return arrived, lambda: None
 
 
 _spaces: dict[Any, Space] = {}
@@ -186,18 +177,17 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
         if x.data_ptr() != shards[rank].data_ptr():
             shards[rank].copy_(x)
         space.meet()
-        fetched = space.fetch([gathered[s] for s in order], [shards[s] for s in order], way)
+        arrived, rest = space.fetch([gathered[s] for s in order], [shards[s] for s in order], way)
         if keep:
             gathered[rank].copy_(x)
         space.meet()
-    fetched.begun()
     torch.mm(x, w.T, out=out[rank])
     for turns in _in_turns(world - 1, way.chunks):
         for turn in turns:
-            fetched.arrived[turn]()
+            arrived[turn]()
         for first, last in _stretches([order[turn] for turn in turns]):
             torch.mm(gathered[first:last].view(-1, k), w.T, out=out[first:last].view(-1, w.shape[0]))
-    fetched.used()
+    rest()
     space.side.main_after()
     return out.view(world * rows, -1), gathered.view(world * rows, k) if keep else None
 

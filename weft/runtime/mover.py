@@ -17,7 +17,7 @@ class Mover:
     """Moves up to `most` tensors on the current line; `wait` holds the current line until one has arrived."""
 
     def __init__(self, device: torch.device, most: int) -> None:
-        self._flags = torch.zeros(most + 1, dtype=torch.int32, device=device)
+        self._flags = torch.zeros(most, dtype=torch.int32, device=device)
         self._blocks = 1
 
     def move(self, targets: Sequence[Tensor], sources: Sequence[Tensor], blocks: int) -> None:
@@ -27,11 +27,6 @@ class Mover:
         words = sources[0].numel() * sources[0].element_size() // 4
         self._blocks = max(1, min(blocks, -(-words // BLOCK)))
         move[(self._blocks,)](_words(sources), _words(targets), self._flags, words, BLOCK=BLOCK, num_warps=32)
-
-    def begun(self, count: int) -> None:
-        """Hold the current line until all blocks that move these `count` tensors have a place to run: a product that fills
-        the device would keep them out."""
-        self.wait(count)
 
     def wait(self, k: int) -> None:
         from weft.runtime.device_sync import wait_for
