@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from weft.plan.progress import Printer, partings
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import WeftError
@@ -26,6 +25,7 @@ from weft.core.program import Group, Program
 from weft.core.text import node_names
 from weft.ops.registry import Kind, flops
 from weft.plan.foresee import cause_of, foresee, name_of
+from weft.plan.progress import Printer, partings
 from weft.plan.records import DTYPES, records
 from weft.plan.run import Run, Seen
 from weft.plan.timeline import Task, Timeline
@@ -112,7 +112,7 @@ class Recorder:
             cluster=self.cluster.text if self.cluster is not None else "", mesh=dict(program.mesh.sizes), unit=unit, per_step=per_step,
             flops=model_flops(step.captured.program), peak_flops=peak, steps={k: [round(x, 4) for x in v] for k, v in self.series.items()},
             predicted=self.predicted, measured=self.measured, tensors=tensors(program, step.captured.states),
-            communication=communication(program), verbs=verbs(program, step.captured.program), alternatives=self.alternatives,
+            communication=communication(program), verbs=[*verbs(program, step.captured.program), *_checked(step)], alternatives=self.alternatives,
         )  # fmt: skip
         return Run(**{**made.__dict__, "says": list(partings(made))})
 
@@ -203,6 +203,12 @@ def verbs(program: Program, captured: Program) -> list[dict[str, Any]]:
     words = ", ".join(f"{a} {n}" for a, n in program.mesh.sizes.items())
     placed = {"step": f"place on {words}", "same": same_erased(captured, program)}
     return [placed, *reversed(found)]
+
+
+def _checked(step: Step) -> list[dict[str, Any]]:
+    """What the check of the plan found before the first step, where it was asked for."""
+    report = getattr(step, "report", None)
+    return [] if report is None else [{"step": "check the whole step", "same": report.equal, "said": f"Against the captured model: {report}."}]
 
 
 # --- the traced step

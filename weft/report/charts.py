@@ -14,27 +14,32 @@ LEFT, RIGHT, TOP, BOTTOM = 74, 12, 14, 30
 POINTS = 480  # of a curve; more would not be seen
 
 
-def ticks(most: float, about: int = 5) -> list[float]:
-    """Round numbers from 0 to about the most."""
-    if most <= 0:
-        return [0.0]
-    raw = most / about
+def ticks(most: float, about: int = 5, least: float = 0.0) -> list[float]:
+    """Round numbers between the least and the most, about so many."""
+    if most <= least:
+        return [least]
+    raw = (most - least) / about
     scale = 10 ** math.floor(math.log10(raw))
     step = next(s * scale for s in (1, 2, 2.5, 5, 10) if s * scale >= raw)
-    return [i * step for i in range(int(most / step * (1 + 1e-9)) + 1)]
+    return [i * step for i in range(math.ceil(least / step - 1e-9), int(most / step * (1 + 1e-9)) + 1)]
+
+
+def clock(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"
 
 
 class Frame:
-    """A box with axes: x from 0 to `span`, y from 0 to `most`."""
+    """A box with axes: x from 0 to `span`, y from `least` to `most`."""
 
-    def __init__(self, span: float, most: float, height: int = HEIGHT) -> None:
-        self.span, self.most, self.height = span or 1.0, most or 1.0, height
+    def __init__(self, span: float, most: float, height: int = HEIGHT, least: float = 0.0) -> None:
+        self.span, self.least, self.height = span or 1.0, least, height
+        self.most = most if most > least else least + 1.0
 
     def x(self, value: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * value / self.span
 
     def y(self, value: float) -> float:
-        return self.height - BOTTOM - (self.height - BOTTOM - TOP) * value / self.most
+        return self.height - BOTTOM - (self.height - BOTTOM - TOP) * (value - self.least) / (self.most - self.least)
 
     def axes(self, across: Callable[[float], str], up: Callable[[float], str], about: int = 4) -> Markup:
         rows = [
@@ -42,7 +47,7 @@ class Frame:
                 tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=self.y(v), y2=self.y(v), cls="grid"),
                 tag("text", up(v), x=LEFT - 8, y=self.y(v) + 4, text_anchor="end"),
             ]
-            for v in ticks(self.most, about)
+            for v in ticks(self.most, about, self.least)
         ]
         columns = [tag("text", across(v), x=self.x(v), y=self.height - 8, text_anchor="middle") for v in ticks(self.span, 6)[1:]]
         return join([rows, columns])
@@ -68,7 +73,7 @@ def memory(curves: Sequence[Curve], budget: float) -> Markup:
             below = above
     lines = [tag("polyline", points=_steps(frame, thinned[c.label]), cls=f"line {colour(c.label)}") for c in curves if not c.stacked]
     line = _budget(frame, shown) if shown else None
-    return frame.draw("memory over one step", frame.axes(lambda t: ms(t * 1e3), size), areas, lines, line)
+    return frame.draw("memory over one step", frame.axes(clock, size), areas, lines, line)
 
 
 def thin(points: Sequence[tuple[float, float]], span: float) -> list[tuple[float, float]]:
@@ -150,9 +155,10 @@ def _bar(label: str, parts: Mapping[str, float], most: float) -> Markup:
 # --- times of steps
 
 
-def series(values: Sequence[float], label: str, up: Callable[[float], str], kind: str) -> Markup:
+def series(values: Sequence[float], label: str, up: Callable[[float], str], kind: str, from_zero: bool = True) -> Markup:
     """One value per step."""
-    frame = Frame(max(1, len(values) - 1), max(values, default=0.0) * 1.08, 180)
+    room = 0.08 * (max(values) - min(values))
+    frame = Frame(max(1, len(values) - 1), max(values) + room, 180, 0.0 if from_zero else min(values) - room)
     points = " ".join(f"{frame.x(i):.1f},{frame.y(v):.1f}" for i, v in enumerate(values))
     axes = frame.axes(lambda v: f"step {v:.0f}" if v == int(v) else "", up, 3)
     return frame.draw(label, axes, tag("polyline", points=points, cls=f"line {colour(kind)}"))

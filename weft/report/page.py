@@ -174,7 +174,7 @@ def _plans(f: Facts) -> Markup:
         if a["reason"]:
             rows.append((name, ("", 1e30), ("", 1e30), tag("span", f"does not run: {a['reason']}", cls="muted")))
             continue
-        held = (f"{a['memory_gb']:.3g} GB", a["memory_gb"]) if a["memory_gb"] else ("", 0.0)
+        held = (size(a["memory_gb"] * 1e9), a["memory_gb"]) if a["memory_gb"] else ("", 0.0)
         rows.append((name, (ms(a["step_ms"]), a["step_ms"]), held, _against(a, f, best)))
     return sortable(("plan", "step, foreseen", "memory", "against the one taken"), rows, (1, 2), name="alternatives-table")
 
@@ -224,7 +224,7 @@ def _training(f: Facts) -> Markup | None:
         return None
     made = [tag("h3", "Time of each step"), charts.series(took, "time of each step", ms, "measured")]
     if len(loss) > 1:
-        made += [tag("h3", "Loss"), charts.series(loss, "loss at each step", lambda v: f"{v:.3g}", "loss")]
+        made += [tag("h3", "Loss"), charts.series(loss, "loss at each step", lambda v: f"{v:.4g}", "loss", from_zero=False)]
     return join(made)
 
 

@@ -1,0 +1,88 @@
+"""The three things a page is shown of: a plan for llama3-8b, a GPT trained on two processes, a Tree-LSTM trained on one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_ranks
+from weft import dynamic
+from weft.report import report
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages by name."""
+    folder = tmp_path_factory.mktemp("pages")
+    plan = folder / "plan.json"
+    llama().save(plan)
+    run_ranks(2, lambda rank: train_gpt(folder / "gpt"), folder)
+    train_trees(folder / "trees")
+    sources = {"llama3-8b-plan": plan, "gpt-run": folder / "gpt", "tree-lstm-run": folder / "trees"}
+    return {name: report(source, folder / f"{name}.html")[0] for name, source in sources.items()}
+
+
+def llama() -> Any:
+    """Small enough to be explained in a second or two; pinned so that every axis has something to show."""
+    from weft.plan.planner import Request, make_plan
+    from weft.plan.space import Limits
+
+    limits = Limits(0, 0.0, {"tp": "2", "pp": "2", "zero": "1", "schedule": "1f1b"})
+    return make_plan(Request("llama3-8b", "8xA100", 32, 4096, "time", limits))
+
+
+def train_gpt(folder: Path) -> None:
+    from weft.api.parallelize import parallelize
+    from weft.frontend import zoo
+
+    w = zoo.get("gpt2", device="cpu", layers=2, hidden=64, heads=2, vocab=128, seq=32, dropout=0.0)
+    step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan="dp2,zero1", record=str(folder))
+    for i in range(8):
+        step(w.example(8, seed=i))
+    step.recorder.close()
+
+
+class TreeLSTM(nn.Module):
+    """Child-sum, as Tai and others wrote it."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.word, self.below = nn.Linear(inputs, 3 * hidden), nn.Linear(hidden, 3 * hidden, bias=False)
+        self.forget = nn.Linear(hidden, hidden)
+
+    def forward(self, v: dynamic.Vertex) -> None:
+        x, h, c = v.pull("x", optional=True), v.gather("h"), v.gather("c")
+        i, o, u = (self.word(x) + self.below(v.reduce(h, "sum"))).chunk(3, dim=1)
+        c = torch.sigmoid(i) * torch.tanh(u) + v.reduce(torch.sigmoid(self.forget(h)) * c, "sum")
+        h = torch.sigmoid(o) * torch.tanh(c)
+        v.scatter(h=h, c=c)
+        v.push(h=h)
+
+
+def train_trees(folder: Path) -> None:
+    rng = random.Random(0)
+    torch.manual_seed(0)
+
+    def tree(leaves: int) -> Any:
+        if leaves == 1:
+            return rng.randrange(50)
+        left = rng.randint(1, leaves - 1)
+        return tree(left), tree(leaves - left)
+
+    model, words = dynamic.Model(TreeLSTM(16, 32), states={"h": 32, "c": 32}), torch.randn(50, 16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    run = dynamic.Recorder(model, folder, name="Tree-LSTM")
+    for _ in range(9):
+        graphs = dynamic.trees([tree(rng.randint(4, 24)) for _ in range(16)])
+        with run.step(graphs):
+            optimizer.zero_grad()
+            loss = (model(graphs, words).sum(1) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.loss = float(loss.detach())
+    run.close()
