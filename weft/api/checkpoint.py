@@ -136,20 +136,24 @@ class Store:
 
     def _hash(self) -> str:
         inputs = self.step.program.input_names
-        return model_hash({n: inputs[n].shape for n in self._tensors()})
+        return model_hash({n: inputs[n].shape for n in self.step.state_names if not n.startswith("constant.")})
 
     def _distributed(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
         return {n: as_dtensor(x, self.step.program.input_names[n].layout, self.step.compiled.device_mesh) for n, x in state.items()}
 
 
 def as_dtensor(local: Tensor, layout: Layout, device_mesh: Any) -> Any:
-    """A rank's part as the DTensor of the whole; alone, the tensor itself."""
+    """A rank's part as the DTensor of the whole, over the ranks of its stage of a pipeline; alone, the tensor itself."""
     if device_mesh is None:
         return local
     from torch.distributed.tensor import DTensor
 
     whole = torch.empty(layout.shape, device="meta")
-    return DTensor.from_local(local, device_mesh, to_placements(layout), run_check=False, shape=whole.shape, stride=whole.stride())
+    stage = tuple(a for a in layout.mesh.axes if a != "pp")
+    mesh = device_mesh[stage] if len(stage) < len(layout.mesh.axes) else device_mesh
+    bare = layout.release("pp") if "pp" in layout.mesh.axes else layout
+    places = [p for a, p in zip(layout.mesh.axes, to_placements(bare), strict=True) if a in stage]
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _rank() -> int:

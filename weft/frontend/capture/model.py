@@ -57,6 +57,7 @@ def capture(
         if learns:
             step.backward(value)
             _require_gradients(step)
+            step.note_gradients()
             if clip is not None:
                 step.give("grad_norm", nn.utils.clip_grad_norm_(list(step.tape.parameters.values()), clip))
             step.give_gradients() if optimizer is None else step.update(optimizer)

@@ -42,6 +42,7 @@ class Captured:
     assumed: tuple[str, ...]
     states: Mapping[str, str] = field(default_factory=dict)  # `exp_avg.NAME` -> `param.NAME`
     rates: tuple[float, ...] = ()
+    gradients: Mapping[str, Node] = field(default_factory=dict)  # `param.NAME` -> its gradient before clipping, where vjps made it
 
     def inputs(self, batch: Any, seed: int = 0, step: int = 0, rates: Sequence[float] | None = None) -> dict[str, Tensor]:
         """A value for every input: the module's tensors, the batch, zeros for a new optimizer's state."""
@@ -94,6 +95,7 @@ class Step:
         self.states: dict[str, Node] = {}  # optimizer state by input name, its value now
         self.owners: dict[str, str] = {}
         self.rates: list[float] = []
+        self.noted: dict[str, Node] = {}
         tape.recorder.step = self
 
     @property
@@ -120,6 +122,12 @@ class Step:
             seeds[node] = w.add(seeds[node], one) if node in seeds else one
         found = backward(seeds, [recorder.ref(t).read() for t in wrt])
         return [recorder.wrap(found[n]) if (n := recorder.ref(t).read()) in found else None for t in wrt]
+
+    def note_gradients(self) -> None:
+        """Remember the gradients as they are now; those of a joint trace are not vjps of the forward pass, and stay unknown."""
+        if not self.recorder.joint:
+            grads = {name: t.grad for name, t in self.tape.parameters.items()}
+            self.noted = {name: self.recorder.ref(g).read() for name, g in grads.items() if g is not None}
 
     def give_gradients(self) -> None:
         for name, tensor in self.tape.parameters.items():
@@ -201,6 +209,7 @@ class Step:
         return Captured(
             program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
+            self.noted,
         )  # fmt: skip
 
 

@@ -1,0 +1,257 @@
+"""Pipelines over real processes: every schedule gives the losses of one-process torch, and each rank holds its own stage only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.api.ranks import on_ranks
+from weft.api.parallelize import parallelize
+from weft.core.errors import PlanError, RuntimeFault
+from weft.frontend import zoo
+
+STEPS = 3
+
+
+def workload(name: str, **settings: Any) -> Any:
+    w = zoo.small(name, dtype=torch.float64, **settings)
+    for m in w.model.modules():
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.0
+    return w
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def torch_run(name: str, clip: float | None = None, **settings: Any) -> list[float]:
+    """Losses and, where they are clipped, norms of gradients, step by step."""
+    w = workload(name, **settings)
+    opt, out = adam(w.model), []
+    for i in range(STEPS):
+        opt.zero_grad()
+        loss = w.loss(w.model, w.example(8, seed=i))
+        loss.backward()
+        out.append(loss.item())
+        if clip is not None:
+            out.append(float(torch.nn.utils.clip_grad_norm_(w.model.parameters(), clip)))
+        opt.step()
+    return out
+
+
+def weft_run(name: str, plan: str, clip: float | None = None, **settings: Any) -> list[float]:
+    w = workload(name, **settings)
+    step, out = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan=plan, clip=clip), []
+    for i in range(STEPS):
+        out.append(step(w.example(8, seed=i)).item())
+        if clip is not None:
+            out.append(float(step.grad_norm))
+    return out
+
+
+def same(name: str, world: int, plans: list[str], folder: Path, clip: float | None = None, **settings: Any) -> None:
+    want = torch_run(name, clip, **settings)
+
+    def job(rank: int) -> None:
+        for plan in plans:
+            got = weft_run(name, plan, clip, **settings)
+            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8, msg=lambda m, plan=plan: f"{plan}: {m}")
+
+    on_ranks(world, job, folder)
+
+
+def test_every_schedule_with_tied_embeddings_and_clipping(tmp_path: Path) -> None:
+    plans = ["pp2", "pp2,gpipe,micro2", "pp2,interleaved,micro4", "pp2,zero-bubble,micro4", "pp2,zero-bubble,recompute"]
+    same("gpt2", 2, plans, tmp_path, clip=0.5, layers=4)
+
+
+def test_products_with_other_plans(tmp_path: Path) -> None:
+    plans = ["dp2,pp2,zero1", "dp2,pp2,zero3,micro2", "tp2,pp2", "tp2,pp2,sp,interleaved", "pp4,zero-bubble", "cp2,pp2,recompute"]
+    same("gpt2", 4, plans, tmp_path, clip=0.5, layers=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        ("bert-large", ["pp2"]),
+        ("vit", ["pp2,gpipe"]),
+        ("mixtral-8x7b", ["pp2,micro1"]),  # its balancing loss is of whole batches
+        ("llama3-8b", ["pp2,zero-bubble"]),
+        ("resnext50", ["pp2,micro1"]),  # so are the statistics of batch norm
+        ("mlp", ["pp2,1f1b,micro8"]),  # no block repeats: cut where one value passes
+    ],
+)
+def test_other_models(name: str, plans: list[str], tmp_path: Path) -> None:
+    same(name, 2, plans, tmp_path)
+
+
+def test_micro_batches_alone_accumulate() -> None:
+    torch.testing.assert_close(weft_run("gpt2", "micro4", 0.5), torch_run("gpt2", 0.5), rtol=1e-8, atol=1e-8)
+
+
+def test_dropout_is_that_of_the_same_micro_batches_in_one_process(tmp_path: Path) -> None:
+    def run(plan: str) -> list[float]:
+        w = zoo.small("gpt2", dtype=torch.float64, layers=4, dropout=0.2)
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan=plan)
+        return [step(w.example(8, seed=i)).item() for i in range(STEPS)]
+
+    want = run("micro4")
+    assert abs(want[0] - run("micro2")[0]) > 1e-6
+
+    def job(rank: int) -> None:
+        for plan in ("pp2,micro4", "pp2,interleaved,micro4,recompute"):
+            torch.testing.assert_close(run(plan), want, rtol=1e-10, atol=1e-10)
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_rank_holds_its_stage_and_no_more(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        w = workload("gpt2", layers=4)
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan="pp2")
+        blocks = {n.split(".")[2] for n in step.state if n.startswith("param.blocks.")}
+        assert len(blocks) == 2 and all(("blocks" not in n) or n.split(".")[2] in blocks for n in step.state)
+        assert ("param.tokens.weight" in step.state) == (rank == 0)  # the head reads it too, but has it sent
+        assert {n.removeprefix("exp_avg.") for n in step.state if n.startswith("exp_avg.")} == {
+            n.removeprefix("param.") for n in step.state if n.startswith("param.")
+        }
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_check_eval_state_and_the_model(tmp_path: Path) -> None:
+    one = workload("gpt2", layers=4)
+    alone = parallelize(one.model, one.loss, adam(one.model), one.example(8), plan="dp1")
+    alone(one.example(8, seed=1))
+    value, state = alone.eval(one.example(8, seed=2)).item(), alone.state_dict()
+
+    def job(rank: int) -> None:
+        w = workload("gpt2", layers=4)
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan="pp2,interleaved")
+        step(w.example(8, seed=1))
+        assert step.check(w.example(8, seed=2)) < 1e-8
+        assert step.eval(w.example(8, seed=2)).item() == pytest.approx(value, rel=1e-8)
+        whole = step.state_dict()
+        assert whole.keys() == state.keys()
+        for name in state:
+            torch.testing.assert_close(whole[name], state[name], rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(step.sync_model().blocks[3].mlp.up.weight, state["param.blocks.3.mlp.up.weight"], rtol=1e-7, atol=1e-9)
+        step.load_state_dict(state)
+        assert step.eval(w.example(8, seed=2)).item() == pytest.approx(value, rel=1e-8)
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_checkpoints_move_between_pipelines_and_other_plans(tmp_path: Path) -> None:
+    plans = ["dp2", "pp2", "pp2,interleaved", "micro2,dp2,zero1"]
+
+    def job(rank: int) -> None:
+        steps, wants = {}, {}
+        w = workload("gpt2", layers=4)
+        for i, plan in enumerate(plans):
+            steps[plan] = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan=plan)
+            steps[plan](w.example(8, seed=i))
+            steps[plan].checkpoints(str(tmp_path / plan)).save(wait=i % 2 == 0) if i % 2 == 0 else _async(steps[plan], tmp_path / plan)
+            wants[plan] = steps[plan](w.example(8, seed=7)).item()
+        for plan, step in steps.items():
+            for other in plans:
+                assert step.checkpoints(str(tmp_path / other)).restore() == 1
+                assert step(w.example(8, seed=7)).item() == pytest.approx(wants[other], rel=1e-8), (plan, other)
+
+    on_ranks(2, job, tmp_path)
+
+
+def _async(step: Any, folder: Path) -> None:
+    store = step.checkpoints(str(folder))
+    store.save(wait=False)
+    store.finish()
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------------------
+
+
+def refuse(world: int, plan: str, match: str, folder: Path, name: str = "gpt2", batch: int = 8, **more: Any) -> None:
+    w = workload(name)
+
+    def job(rank: int) -> None:
+        with pytest.raises((PlanError, RuntimeFault), match=match):
+            parallelize(more.get("model", w.model), more.get("loss", w.loss), adam(w.model), w.example(batch), plan=plan)
+
+    on_ranks(world, job, folder)
+
+
+def test_more_stages_than_layers(tmp_path: Path) -> None:
+    refuse(2, "pp2,interleaved", r"4 stages are more than the model can be cut into(.|\n)*4 or more layers(.|\n)*found +2(.|\n)*pp2", tmp_path)
+
+
+def test_a_batch_that_does_not_split(tmp_path: Path) -> None:
+    refuse(2, "pp2,micro3", r"a batch of 8 is not 3 equal micro-batches(.|\n)*multiple of 3(.|\n)*micro2", tmp_path)
+
+
+class _Shared(torch.nn.Module):
+    """One batch norm on both sides of a long way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = layer(x).relu()
+        return self.norm(x)
+
+
+def test_state_that_two_stages_share(tmp_path: Path) -> None:
+    model = _Shared()
+
+    def job(rank: int) -> None:
+        with pytest.raises(PlanError, match="is changed in the forward pass and used by several stages"):
+            parallelize(model, lambda m, x: m(x).square().mean(), adam(model), torch.randn(8, 8), plan="pp2")
+
+    on_ranks(2, job, tmp_path)
+
+
+class _Short(torch.nn.Module):
+    """One product and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w * x).sum()
+
+
+def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
+    model = _Short()
+
+    def job(rank: int) -> None:
+        with pytest.raises(PlanError, match=r"4 stages are more(.|\n)*parts that pass one value on(.|\n)*pp2"):
+            parallelize(model, lambda m, x: m(x), adam(model), torch.randn(8, 4), plan="pp4,micro2")
+
+    on_ranks(4, job, tmp_path)
+
+
+def test_a_batch_of_another_shape(tmp_path: Path) -> None:
+    w = workload("gpt2")
+    step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan="micro2")
+    with pytest.raises(RuntimeFault, match="batch") as e:
+        step(w.example(6))
+    assert "[8, 16], or this rank's" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [("dp2,gpipe", "pp2 or more for gpipe"), ("pp2,virtual2", "interleaved"), ("pp2,interleaved,micro3", "micro4"), ("pp0", "degrees of 1")],
+)
+def test_words_that_do_not_go_together(plan: str, match: str) -> None:
+    from weft.plan.named import Named
+
+    with pytest.raises(PlanError, match=match):
+        Named.parse(plan)

@@ -1,0 +1,107 @@
+"""Recomputed blocks: the same losses to the last bit, the same dropout, and fewer live bytes in the code that really runs."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tests.api.ranks import on_ranks
+from weft.api.parallelize import parallelize
+from weft.core.errors import PlanError
+from weft.frontend import zoo
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of storage made inside that were alive at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, list[int]] = {}  # address -> size, tensors
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {x.untyped_storage().data_ptr() for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor):
+                at = x.untyped_storage().data_ptr()
+                if at in self.live or at not in known:
+                    self._note(x, at)
+        return out
+
+    def _note(self, x: torch.Tensor, at: int) -> None:
+        entry = self.live.setdefault(at, [x.untyped_storage().nbytes(), 0])
+        self.now += entry[0] if entry[1] == 0 else 0
+        entry[1] += 1
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(x, self._gone, at)
+
+    def _gone(self, at: int) -> None:
+        entry = self.live[at]
+        entry[1] -= 1
+        if entry[1] == 0:
+            self.now -= entry[0]
+            del self.live[at]
+
+
+def build(plan: str, **settings: Any) -> tuple[Any, Any]:
+    w = zoo.small("gpt2", dtype=torch.float64, **{"layers": 6, "dropout": 0.1, **settings})
+    return parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-2), w.example(8), plan=plan), w
+
+
+def losses(plan: str, **settings: Any) -> list[float]:
+    step, w = build(plan, **settings)
+    return [step(w.example(8, seed=i)).item() for i in range(3)]
+
+
+def peak(plan: str, **settings: Any) -> int:
+    step, w = build(plan, **settings)
+    batch = w.example(8)
+    step(batch)
+    with Peak() as seen:
+        step(batch)
+    return seen.peak
+
+
+@pytest.mark.parametrize("plan", ["dp1", "micro2"])
+def test_losses_are_the_same_to_the_last_bit(plan: str) -> None:
+    assert losses(f"{plan},recompute") == losses(plan)
+
+
+def test_what_is_live_grows_by_a_blocks_input_not_by_the_block() -> None:
+    kept = [peak("dp1", layers=n) for n in (2, 8)]
+    again = [peak("dp1,recompute", layers=n) for n in (2, 8)]
+    assert again[1] < 0.5 * kept[1]
+    state = sum(p.numel() for p in build("dp1", layers=3)[1].model.parameters()) - sum(
+        p.numel() for p in build("dp1", layers=2)[1].model.parameters()
+    )
+    activation = 8 * 8 * 16 * 32  # one block's input, in bytes
+    assert (again[1] - again[0]) / 6 < 3 * activation + 2 * 8 * state  # beside what its gradients and new parameters take
+
+
+def test_a_pipeline_keeps_less_of_every_micro_batch(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        assert losses("pp2,recompute") == losses("pp2")
+        assert peak("pp2,gpipe,micro4,recompute") < 0.6 * peak("pp2,gpipe,micro4")
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_with_sharded_parameters(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        assert losses("dp2,zero3,recompute") == losses("dp2,zero3")
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_model_without_repeated_blocks_is_refused() -> None:
+    w = zoo.small("mlp")
+    with pytest.raises(PlanError, match="nothing can be recomputed") as e:
+        parallelize(w.model, w.loss, torch.optim.SGD(w.model.parameters(), lr=0.1), w.example(8), plan="recompute")
+    assert "no block that repeats" in str(e.value)

@@ -1,0 +1,239 @@
+"""A training step in micro-batches, over the stages of a pipeline or, with `micro` alone, on every rank by itself.
+
+The state is that of the update program, which every rank has; between two updates each rank runs its stages by the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from weft import interp
+from weft.api.compiled import Compiled
+from weft.api.parallelize import Step, gathered
+from weft.api.runner import Runner, Values
+from weft.core.errors import PlanError, RuntimeFault
+from weft.core.layout import Layout
+from weft.core.node import Type
+from weft.core.program import Program, new_program
+from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.step import named_batch
+from weft.ops.comm import reshard
+from weft.ops.source import input_node
+from weft.plan.line import Placed, lay, place_stage, spread
+from weft.plan.named import Named, input_layouts
+from weft.plan.pipeline import Action, orders
+from weft.plan.recompute import recomputed_stage
+from weft.plan.split import LOSS_SUM, Forward, chosen_borders, program_of, split, update
+from weft.runtime.agree import require_same
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def pipelined(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, example: Any, plan: Named, accumulate: int,
+              clip: float | None, precision: torch.dtype | None, device: torch.device, seed: int) -> PipelinedStep:  # fmt: skip
+    """The step of a plan in micro-batches; `accumulate` says how many where the plan does not."""
+    if accumulate > 1 and plan.micro not in (0, accumulate):
+        raise PlanError(f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}")
+    plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
+    captured = capture(model, micro_batch(example, 0, plan.micro_batches), loss, optimizer, clip=clip, precision=precision)
+    return PipelinedStep(captured, plan, model, loss, optimizer, device, seed)
+
+
+def micro_batch(batch: Any, k: int, parts: int) -> Any:
+    """One of equal parts of a batch; numbers go to every part."""
+
+    def cut(x: Tensor) -> Tensor:
+        if x.ndim and x.shape[0] % parts:
+            fits = max(n for n in range(1, x.shape[0] + 1) if x.shape[0] % n == 0 and n <= parts)
+            raise PlanError(
+                f"a batch of {x.shape[0]} is not {parts} equal micro-batches",
+                needed=f"a multiple of {parts}",
+                found=str(list(x.shape)),
+                try_=f"micro{fits}",
+            )
+        return x.chunk(parts)[k] if x.ndim else x
+
+    return tree_map_only(Tensor, cut, batch)
+
+
+class PipelinedStep(Step):
+    """Forward and backward in micro-batches by a schedule, then one update."""
+
+    def __init__(self, captured: Captured, plan: Named, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer,
+                 device: torch.device, seed: int) -> None:  # fmt: skip
+        if not captured.gradients:
+            raise PlanError(
+                f"{plan} needs gradients that follow from the forward pass",
+                needed="a model without autograd functions of its own",
+                found="one that was traced together with its backward pass",
+                try_="a plan without pp and micro",
+            )
+        self.held, self.options = input_layouts(captured.program, plan, captured.states)
+        self.chosen = chosen_borders(captured, plan.stages)
+        stages = split(captured, plan.stages, plan.micro_batches, self.chosen)
+        if plan.recompute:
+            stages = tuple(recomputed_stage(s, plan.schedule == "zero-bubble") for s in stages)
+        self.line = lay(captured, stages, plan, self.held, self.options)
+        super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
+        require_same(f"pipeline {plan}", self.line.text)
+        self.runner = Runner(self.line.stages, orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks), self.compiled)
+        self._spread = self._spreader(self.line.stages)
+        self._batch_types = _batch_types(self.line.stages)
+        self._evaluate: _Evaluation | None = None
+
+    def _spreader(self, stages: tuple[Placed, ...]) -> Compiled | None:
+        program = spread(self.line, stages, self.program)
+        return None if program is None else Compiled(program, self.compiled.device_mesh, self.compiled.device)
+
+    def _readable(self, spreader: Compiled | None) -> Values:
+        """State as this rank's stages read it: its own, and what others keep for it."""
+        if spreader is None:
+            return dict(self._state)
+        given = {n: self._state[n] for n in spreader.program.input_names if n in self._state}
+        copies = {n.rsplit(".", 1)[0]: x for n, x in spreader(given).items()}
+        return {**self._state, **copies}
+
+    # -- running ---------------------------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
+        out = self._step(batch, self._state)
+        for name, inp in self.program.state:
+            if inp in self._state:
+                self._state[inp] = out[name]
+        self.steps += 1
+        self.grad_norm = out.get("grad_norm")
+        return out["loss"]
+
+    def _step(self, batch: Any, state: Values) -> Values:
+        """All micro-batches and the update; `state` is overwritten as far as the update may."""
+        parts = self._micro_batches(batch)
+        readable = {**self._readable(self._spread), **state}
+        sums = self.runner.run(readable, lambda k: {**parts[k], **self._seed(k)})
+        state |= {n: readable[n] for n in state if n.startswith("buffer.")}
+        return self.compiled({**state, **sums, **self._numbers()})
+
+    def _seed(self, k: int) -> Values:
+        """Another seed for every micro-batch of every step."""
+        return {"seed": torch.tensor((self.seed + self.steps) * self.plan.micro_batches + k, device=self.compiled.device)}
+
+    def _micro_batches(self, batch: Any) -> list[Values]:
+        """The inputs of every micro-batch on this rank: parts of a global batch, or of this rank's part of one."""
+        given, k = named_batch(batch), self.plan.micro_batches
+        parts: list[Values] = [{} for _ in range(k)]
+        for name, type_ in self._batch_types.items():
+            if name not in given:
+                raise RuntimeFault(
+                    f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given)
+                )
+            for part, x in zip(parts, self._parts(name, given[name], type_, k), strict=True):
+                part[name] = x.to(self.compiled.device)
+        return parts
+
+    def _parts(self, name: str, x: Tensor, type_: Type, k: int) -> list[Tensor]:
+        if not type_.shape:
+            return [x] * k
+        local = type_.layout.local_shape(self.compiled.coords)
+        whole, mine = ((k * shape[0], *shape[1:]) for shape in (type_.shape, local))
+        if tuple(x.shape) == whole:
+            return [interp.take_local(part, type_.layout, self.compiled.coords) for part in x.chunk(k)]
+        if tuple(x.shape) == mine:
+            return list(x.chunk(k))
+        raise RuntimeFault(
+            f"batch {name.removeprefix('batch.')!r}", needed=f"{list(whole)}, or this rank's {list(mine)}", found=str(list(x.shape))
+        )
+
+    def eval(self, batch: Any) -> Tensor:
+        """The loss alone, in evaluation mode; nothing changes."""
+        if self._evaluate is None:
+            self._evaluate = _Evaluation(self, batch)
+        return self._evaluate(batch)
+
+    # -- trust -----------------------------------------------------------------------------------------------------------------
+
+    def check(self, batch: Any, tolerance: float = 1e-4) -> float:
+        """The largest relative difference between this step and the same micro-batches on one device; nothing changes."""
+        want = self._on_one_device(batch)
+        got = self._step(batch, {n: x.clone() for n, x in self._state.items()})
+        pairs = [(gathered(node.layout, got.get(name), self.compiled), want[name]) for name, node in self.program.outputs]
+        return self._close(pairs, tolerance)
+
+    def _on_one_device(self, batch: Any) -> Values:
+        """The captured step, micro-batch by micro-batch, and the update, by the interpreter."""
+        p, k = self.captured.program, self.plan.micro_batches
+        grads = {f"d.{n}": g for n, g in self.captured.gradients.items()}
+        kept = {n: x for n, x in p.outputs if n == "loss" or n.startswith("buffer.")}
+        one = program_of("one", {**kept, **grads}, p, {})
+        values = {n: self.full(n) for n in self.state_names} | self._numbers()
+        sums: Values = {}
+        for j in range(k):
+            inputs = {**values, **named_batch(micro_batch(batch, j, k)), **self._seed(j)}
+            out = interp.run_global(one, {n: inputs[n].to(self.compiled.device) for n in one.input_names})
+            values |= {n: x for n, x in out.items() if n.startswith("buffer.")}
+            sums = {n: sums[n] + x if j else x for n, x in out.items() if not n.startswith("buffer.")}
+        terms = {f"{n}.0": x / k for n, x in sums.items() if n != "loss"} | {LOSS_SUM: sums["loss"]}
+        last = update(self.captured, {n: [f"d.{n}.0"] for n in self.captured.gradients}, k, lambda _: None)
+        return interp.run_global(last, {n: {**values, **terms}[n] for n in last.input_names})
+
+
+def _batch_types(stages: tuple[Placed, ...]) -> dict[str, Type]:
+    """How micro-batches are held, whichever stages read them."""
+    found: dict[str, Type] = {}
+    for s in stages:
+        for p in s.turns:
+            found |= {n: Type(x.dtype, _without_pp(x.type)) for n, x in p.input_names.items() if n.startswith("batch.")}
+    return found
+
+
+def _without_pp(type_: Type) -> Any:
+    return type_.layout.release("pp") if "pp" in type_.mesh.axes else type_.layout
+
+
+class _Evaluation:
+    """The forward pass alone through the same stages, of a whole batch at once."""
+
+    def __init__(self, step: PipelinedStep, batch: Any) -> None:
+        self.step, training = step, step.model.training
+        step.model.eval()
+        try:
+            self.captured = capture(step.model, batch, step.loss)
+        finally:
+            step.model.train(training)
+        plan, program = step.plan, self.captured.program
+        held, options = input_layouts(program, plan, {})
+        held |= {n: places for n, places in step.held.items() if n in program.input_names and not n.startswith("batch.")}
+        laid: dict[str, Any] = {}
+        stages = split(self.captured, plan.stages, 1, _again(self.captured, plan.stages, step.chosen))
+        self.stages = tuple(place_stage(s, plan, held, options, laid) for s in stages)
+        order = tuple(tuple(Action("forward", c, 0) for c in range(plan.chunks)) for _ in range(plan.pp))
+        self.runner = Runner(self.stages, order, step.compiled)
+        self.spread = step._spreader(self.stages)
+        self.types = _batch_types(self.stages)
+        self.last = Compiled(_settled(self.stages), step.compiled.device_mesh, step.compiled.device)
+
+    def __call__(self, batch: Any) -> Tensor:
+        coords, device = self.step.compiled.coords, self.step.compiled.device
+        given = named_batch(batch)
+        inputs = {n: interp.take_local(given[n], t.layout, coords).to(device) for n, t in self.types.items()}
+        state = self.step._readable(self.spread)
+        state |= {n: x.to(device) for n, x in self.captured.constants.items()}
+        sums = self.runner.run(state, lambda _: inputs)
+        return self.last(sums)["loss"]
+
+
+def _again(captured: Captured, stages: int, chosen: tuple[int, ...]) -> tuple[int, ...]:
+    """The borders of the training step, where evaluation has as many; else its own."""
+    return chosen if not chosen or max(chosen) < len(Forward(captured).borders) else chosen_borders(captured, stages)
+
+
+def _settled(stages: tuple[Placed, ...]) -> Program:
+    """The loss of the last stage, whole on every rank."""
+    loss = stages[-1].turns[0].output_names["loss"]
+    given = input_node(LOSS_SUM, loss.type)
+    return new_program("loss", loss.mesh, [given], {"loss": reshard(given, Layout.of(loss.mesh, ()))})

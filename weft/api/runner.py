@@ -1,0 +1,162 @@
+"""One rank of a pipeline at work: it takes up what the schedule says, in order, and passes values on to the other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from weft.api.compiled import Compiled
+from weft.plan.line import Placed
+from weft.plan.pipeline import Action, Order
+from weft.plan.split import LOSS_SUM
+from weft.runtime.messages import Messages, Spec
+
+Values = dict[str, Tensor]
+
+
+class Runner:
+    """This rank's stages, compiled. `like` is any program of the step: its groups and device are shared."""
+
+    def __init__(self, stages: Sequence[Placed], orders: Sequence[Order], like: Compiled) -> None:
+        self.stages, self.orders, self.like = stages, orders, like
+        self.me = like.coords.get("pp", 0)
+        self.turns = {s.number: [self._compiled(p) for p in s.turns] for s in stages if s.rank == self.me}
+        self.later = {g: {n for c in turns[1:] for n in c.program.input_names} for g, turns in self.turns.items()}
+        self.makers = {n: s.number for s in stages for n in s.types if n in s.turns[0].output_names}
+        self.routes = {(s.number, kind): self._readers(s.number, kind) for s in stages for kind in ("forward", "backward", "weight")}
+        sent = [(self._rank(src), self._rank(dst)) for src in range(len(orders)) for dst, *_ in self._messages(src)]
+        self.messages = Messages(sent, like.device) if sent else None
+        self._here: dict[Hashable, list[Tensor]] = {}  # messages between two stages of this rank
+
+    def _compiled(self, program: Any) -> Compiled:
+        return Compiled(program, self.like.device_mesh, self.like.device, together=False)
+
+    def _rank(self, stage: int) -> int:
+        """The rank of the world beside this one at another place of the pipeline."""
+        return self.like.program.mesh.rank({**self.like.coords, **({"pp": stage % len(self.orders)} if len(self.orders) > 1 else {})})
+
+    # -- who sends what ----------------------------------------------------------------------------------------------------------
+
+    def _number(self, rank: int, action: Action) -> int:
+        return action.chunk * len(self.orders) + rank
+
+    def _readers(self, g: int, kind: str) -> dict[int, list[str]]:
+        """The stages that read what an action of stage g makes, and what of it."""
+        out: dict[int, list[str]] = {}
+        if kind == "forward":
+            for name in self.stages[g].gives(0, "act."):
+                for s in self.stages:
+                    if name in s.types and s.number != g:
+                        out.setdefault(s.number, []).append(name)
+        elif kind == "backward" and len(self.stages[g].turns) > 1:
+            for name in self.stages[g].gives(1, "d.act."):
+                out.setdefault(self.makers[name.removeprefix("d.").rsplit(".", 1)[0]], []).append(name)
+        return out
+
+    def _messages(self, rank: int) -> list[tuple[int, Hashable, list[str]]]:
+        """What a rank of the pipeline sends to others, in order: to which stage, the message, its tensors."""
+        out: list[tuple[int, Hashable, list[str]]] = []
+        for a in self.orders[rank]:
+            g = self._number(rank, a)
+            for dst, names in self.routes[g, a.kind].items():
+                if dst % len(self.orders) != rank:
+                    out.append((dst, (a.kind, g, dst, a.micro), names))
+        return out
+
+    def _expected(self) -> dict[int, list[tuple[Hashable, list[Spec]]]]:
+        """What comes to this rank from each other, in the order it is sent."""
+        out: dict[int, list[tuple[Hashable, list[Spec]]]] = {}
+        for rank in range(len(self.orders)):
+            for dst, key, names in self._messages(rank):
+                if dst % len(self.orders) == self.me:
+                    types = [self.stages[dst].types[n] for n in names]
+                    specs = [(t.layout.local_shape(self.like.coords), t.dtype) for t in types]
+                    out.setdefault(self._rank(rank), []).append((key, specs))
+        return out
+
+    def _send(self, g: int, action: Action, values: Values) -> None:
+        for dst, names in self.routes[g, action.kind].items():
+            tensors = [values.pop(n) if action.kind == "backward" else values[n] for n in names]
+            if dst % len(self.orders) == self.me:
+                self._here[action.kind, g, dst, action.micro] = tensors
+            else:
+                assert self.messages is not None
+                self.messages.send(self._rank(dst), tensors)
+
+    def _receive(self, g: int, action: Action) -> Values:
+        got: Values = {}
+        for s in self.stages:
+            names = self.routes[s.number, action.kind].get(g)
+            if names is not None:
+                key = (action.kind, s.number, g, action.micro)
+                tensors = self._here.pop(key) if s.rank == self.me else self.messages.receive(self._rank(s.rank), key)  # type: ignore[union-attr]
+                got |= dict(zip(names, tensors, strict=True))
+        return got
+
+    # -- running ---------------------------------------------------------------------------------------------------------------
+
+    def run(self, state: Values, inputs: Callable[[int], Values]) -> Values:
+        """All micro-batches: gradients and losses added up, by the names the update knows them by. Buffers in `state` are renewed."""
+        if self.messages is not None:
+            self.messages.expect(self._expected())
+        sums, kept = Sums(), dict[tuple[int, int], Values]()
+        for action in self.orders[self.me]:
+            g = self._number(self.me, action)
+            if action.kind == "forward":
+                kept[g, action.micro] = self._forward(g, action, state, inputs(action.micro), sums)
+            else:
+                self._backward(g, action, state, kept, sums)
+        if self.messages is not None:
+            self.messages.finish()
+        return sums.values
+
+    def _forward(self, g: int, action: Action, state: Values, inputs: Values, sums: Sums) -> Values:
+        values = {**inputs, **self._receive(g, action)}
+        step = self.turns[g][0]
+        given = _chosen(step, {**state, **values})
+        out = step(given)
+        if "loss" in out:
+            sums.add(LOSS_SUM, out["loss"])
+        for name, _ in step.program.state:
+            values[name] = given[name]  # what the backward pass of this micro-batch would read
+            state[name] = out[name]
+        self._send(g, action, out)
+        return {n: x for n, x in {**out, **values}.items() if n in self.later[g]}
+
+    def _backward(self, g: int, action: Action, state: Values, kept: dict[tuple[int, int], Values], sums: Sums) -> None:
+        turn = 1 if action.kind == "backward" else 2
+        values = {**kept.pop((g, action.micro), {}), **self._receive(g, action)}
+        if turn >= len(self.turns[g]):
+            return
+        step = self.turns[g][turn]
+        out = step(_chosen(step, {**state, **values}))
+        self._send(g, action, out)
+        for name, x in out.items():
+            if name.startswith("d.param."):
+                sums.add(f"{name}.{g}", x)
+        if turn + 1 < len(self.turns[g]):
+            later = self.turns[g][turn + 1].program.input_names
+            kept[g, action.micro] = {n: x for n, x in {**values, **out}.items() if n in later}
+
+
+def _chosen(step: Compiled, values: Mapping[str, Tensor]) -> Values:
+    return {n: values[n] for n in step.program.input_names if n in values}
+
+
+class Sums:
+    """Tensors added up by name. The first of a name may be shared with others, so it is never added to in place."""
+
+    def __init__(self) -> None:
+        self.values: Values = {}
+        self._own: set[str] = set()
+
+    def add(self, name: str, x: Tensor) -> None:
+        if name not in self.values:
+            self.values[name] = x
+        elif name in self._own:
+            self.values[name] += x
+        else:
+            self.values[name] = self.values[name] + x
+            self._own.add(name)

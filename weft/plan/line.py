@@ -1,0 +1,210 @@
+"""Pipeline stages placed on a mesh with an axis `pp`: stage g is at rank g mod pp, its values at O(g mod pp).
+
+Between two stages a value goes rank to rank, in slices: along every axis that holds it whole or as a pending sum it is cut for
+the way, and gathered on the far side, so each byte is sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.core.errors import LayoutError, PlanError
+from weft.core.layout import Layout, O, P, Placement, S
+from weft.core.node import Type
+from weft.core.program import Program, new_program
+from weft.frontend.capture import Captured
+from weft.ops.comm import send
+from weft.plan.named import Named
+from weft.plan.place import Options, Placements, place
+from weft.plan.split import LOSS_SUM, Stage, update
+from weft.plan.turns import in_turn
+
+Held = Mapping[str, Placements]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A stage on the mesh: its programs in turn (forward, backward and, where that is split, weights), and where its values go."""
+
+    number: int
+    rank: int
+    turns: tuple[Program, ...]
+    types: Mapping[str, Type]  # of what passes its borders, either way
+
+    def gives(self, turn: int, kind: str) -> list[str]:
+        return [n for n in self.turns[turn].output_names if n.startswith(kind)]
+
+    def inputs(self) -> set[str]:
+        return {n for p in self.turns for n in p.input_names if not n.startswith("kept.")}
+
+
+@dataclass(frozen=True)
+class Line:
+    """All stages of a training step, what follows the last micro-batch, and where every input is at home."""
+
+    named: Named
+    stages: tuple[Placed, ...]
+    update: Program
+    homes: Mapping[str, int | None]
+
+    @property
+    def text(self) -> str:
+        return "\n".join([p.text for s in self.stages for p in s.turns] + [self.update.text])
+
+
+def lay(captured: Captured, stages: Sequence[Stage], named: Named, held: Held, options: Options) -> Line:
+    """Every stage placed, and the update with the state at the ranks that read it."""
+    homes = homes_of(captured, stages, named)
+    if named.zero >= 2:  # gradients in slices, as the state they go into
+        held = {**held, **{f"d.{param}": held[state] for state, param in captured.states.items() if state in held}}
+    placed, laid = list[Placed](), dict[str, _Border]()
+    for stage in stages:
+        placed.append(place_stage(stage, named, held, options, laid))
+    sources, given = _terms(placed, named)
+    where = {name: placed[int(name.rsplit(".", 1)[1])].rank for name in given if name.startswith("d.")}
+    layouts = {n: {**held.get(n, {}), **at(named, homes.get(n))} for n in captured.program.input_names if n in homes}
+    program = update(captured, sources, named.micro_batches, lambda name: where.get(name, homes.get(name)))
+    inputs = {**{n: p for n, p in layouts.items() if n in program.input_names}, **given}
+    return Line(named, tuple(placed), place(program, named.mesh, inputs, options), homes)
+
+
+def at(named: Named, rank: int | None) -> dict[str, Placement]:
+    return {"pp": O(rank)} if named.pp > 1 and rank is not None else {}
+
+
+def homes_of(captured: Captured, stages: Sequence[Stage], named: Named) -> dict[str, int | None]:
+    """The rank of the pipeline that holds an input: the first that reads a parameter; of other things, None where several do."""
+    readers: dict[str, list[int]] = {}
+    for stage in stages:
+        for name in (*stage.forward.input_names, *stage.gives("buffer.")):
+            readers.setdefault(name, []).append(stage.number % named.pp)
+    homes: dict[str, int | None] = {}
+    for name in captured.program.input_names:
+        ranks = dict.fromkeys(readers.get(name, ()))
+        alone = next(iter(ranks)) if len(ranks) == 1 else None
+        homes[name] = next(iter(ranks), 0) if name.startswith("param.") else alone
+        if name.startswith("buffer.") and len(ranks) > 1 and name in captured.program.output_names:
+            raise PlanError(
+                f"{name} is changed in the forward pass and used by several stages",
+                needed="state that one stage has to itself",
+                found=f"ranks {', '.join(map(str, ranks))} of the pipeline",
+                try_="a plan without pp, or a module of its own for every place that keeps state",
+            )
+    return {**homes, **{state: homes[param] for state, param in captured.states.items()}}
+
+
+# -- one stage -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Border:
+    """How a value that passes a border is held where it is made, whole or cut, and on its way."""
+
+    home: Layout
+    way: Layout
+
+
+def place_stage(stage: Stage, named: Named, held: Held, options: Options, laid: dict[str, _Border]) -> Placed:
+    """The stage on the mesh. `laid` tells of the borders before it and is told of those after."""
+    rank = stage.number % named.pp
+    here = at(named, rank)
+    inputs = {n: {**held.get(n, {}), **here} for n in stage.step.input_names if not _passes(n)}
+    inputs |= {n: {**laid[n].way.placements, **here} for n in stage.reads("act.")}
+    arrive = {n: {**laid[n].home.placements, **here} for n in stage.reads("act.")}
+    first = place(stage.forward, named.mesh, _only(inputs, stage.forward), options, outputs=_open(stage.forward, here), arrivals=arrive)
+    laid |= {n: border(first.output_names[n].type, here) for n in stage.gives("act.")}
+    for n in stage.reads("d.act."):
+        inputs[n], arrive[n] = {**laid[_act(n)].way.placements, **here}, {**laid[_act(n)].home.placements, **here}
+    wants: dict[str, Placements] = _open(stage.step, here)
+    wants |= {n: {**laid[_act(n)].way.placements, **here} for n in stage.step.output_names if _passes(n)}
+    wants |= {n: {**held[n], **here} for n in stage.gives("d.param.") if n in held}
+    program = place(stage.step, named.mesh, inputs, options, outputs=wants, arrivals=arrive)
+    passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
+    return Placed(stage.number, rank, tuple(in_turn(program, _groups(stage, named), _is_state)), dict(passing))
+
+
+def _passes(name: str) -> bool:
+    return name.startswith(("act.", "d.act."))
+
+
+def _act(name: str) -> str:
+    """The border value a name is about."""
+    return name if name.startswith("act.") else name.removeprefix("d.").rsplit(".", 1)[0]
+
+
+def _only(inputs: Held, program: Program) -> dict[str, Placements]:
+    return {n: p for n, p in inputs.items() if n in program.input_names}
+
+
+def _open(program: Program, here: Placements) -> dict[str, Placements]:
+    """Outputs left as they come, at the stage's rank; state as it was."""
+    state = {o for o, _ in program.state}
+    return {n: here for n in program.output_names if n not in state}
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(("param.", "constant."))
+
+
+def _groups(stage: Stage, named: Named) -> list[list[str]]:
+    """Outputs by turn: forward; then gradients, those that other stages wait for apart where the schedule says so."""
+    forward = list(stage.forward.output_names)
+    if stage.step is stage.forward:
+        return [forward]
+    border, weights = stage.gives("d.act."), stage.gives("d.param.")
+    turns = [forward, border, weights] if named.schedule == "zero-bubble" else [forward, weights + border]
+    return [group for group in turns if group]
+
+
+def border(type_: Type, here: Placements) -> _Border:
+    """Pending sums done and, for the way, cut by every axis that does not cut it yet, where some dim divides evenly."""
+    home = type_.layout
+    for axis, pending in type_.layout.held:
+        home = home.release(axis) if isinstance(pending, P) else home
+    way = home
+    for axis in home.mesh.axes:
+        if axis not in here and home.mesh.size(axis) > 1 and not isinstance(home.placement(axis), S):
+            way = _cut_evenly(way, axis)
+    return _Border(home, way)
+
+
+def _cut_evenly(layout: Layout, axis: str) -> Layout:
+    dims = sorted(range(layout.rank), key=lambda d: (any(a.cut for a in layout.dims[d]), d != layout.rank - 2, d))
+    for d in dims:
+        try:
+            cut = layout.cut(axis, d)
+        except LayoutError:
+            continue
+        if cut.is_even:
+            return cut
+    return layout
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------------------
+
+
+def _terms(placed: Sequence[Placed], named: Named) -> tuple[dict[str, list[str]], dict[str, Placements]]:
+    """The inputs of the update that hold terms of each gradient, one per stage that has any, and how they and the loss are held."""
+    sources: dict[str, list[str]] = {}
+    given: dict[str, Placements] = {}
+    for stage in placed:
+        for p in stage.turns:
+            for name, node in p.outputs:
+                if name.startswith("d.param."):
+                    sources.setdefault(name.removeprefix("d."), []).append(f"{name}.{stage.number}")
+                    given[f"{name}.{stage.number}"] = node.layout.placements
+                elif name == "loss":
+                    given[LOSS_SUM] = node.layout.placements
+    return sources, given
+
+
+def spread(line: Line, stages: Sequence[Placed], like: Program) -> Program | None:
+    """State brought to the ranks of the pipeline that read it but are not its home: `NAME.RANK` for each; None where there is none."""
+    wanted = {(n, s.rank): None for s in stages for n in s.inputs() if line.homes.get(n) not in (None, s.rank)}
+    names = dict.fromkeys(n for n, _ in wanted)
+    if not names:
+        return None
+    nodes = {n: like.input_names[n] for n in names}
+    outputs = {f"{n}.{r}": send(nodes[n], axis="pp", to=r) for n, r in wanted}
+    return new_program("spread", like.mesh, list(nodes.values()), outputs)

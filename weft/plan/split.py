@@ -1,0 +1,276 @@
+"""A captured training step cut into pipeline stages: its forward pass at borders, its backward pass by the chain rule.
+
+Let w_1 ... w_n be the flops of the forward pass in program order and b_1 < ... < b_m its borders: the ends of repeated blocks
+or, where no block repeats, the places that one value alone passes. With W(j, k) the flops between two borders,
+
+    T(s, k) = min over j < k of max(T(s - 1, j), W(j, k)),      answer T(stages, m + 1)
+
+is the slowest of the stages. What reads no batch or no parameter (masks, casts of weights) is made wherever it is read. The
+backward pass of a stage is the vjp of its own forward pass, so every stage that reads a tied weight has a gradient of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.autodiff import backward
+from weft.core.errors import PlanError
+from weft.core.node import Node, constant, make, toposort
+from weft.core.program import Program, new_program
+from weft.frontend.capture import Captured
+from weft.ops.pointwise import add, mul
+from weft.ops.registry import flops
+from weft.ops.shape import concat
+from weft.ops.source import input_node
+
+LOSS_SUM = "loss.sum"  # the losses of the micro-batches, added up
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage does with a micro-batch: forward alone, and forward and backward in one program.
+
+    `act.K` is a value that passes a border, an output of the stage that makes it and an input of those that read it. Its
+    gradient goes the other way as `d.act.K.STAGE`, from each of its readers. `d.param.NAME` are gradients of parameters.
+    """
+
+    number: int
+    forward: Program
+    step: Program
+    blocks: tuple[frozenset[Node], ...]  # the forward nodes of every repeated block in it
+
+    def reads(self, kind: str) -> list[str]:
+        return [n for n in self.step.input_names if n.startswith(kind)]
+
+    def gives(self, kind: str) -> list[str]:
+        return [n for n in self.step.output_names if n.startswith(kind)]
+
+
+def split(captured: Captured, stages: int, micro: int = 1, chosen: Sequence[int] | None = None) -> tuple[Stage, ...]:
+    """The stages of a step whose loss is the mean over so many micro-batches; `chosen` are borders found before."""
+    forward = Forward(captured)
+    made = forward.stages(chosen if chosen is not None else balanced(forward.weights(), stages))
+    return _with_gradients(captured, forward, made, micro) if captured.gradients else tuple(made)
+
+
+def chosen_borders(captured: Captured, stages: int) -> tuple[int, ...]:
+    """Which of the borders part the stages, by number."""
+    forward = Forward(captured)
+    places, what = len(forward.borders), "layers" if forward.repeats else "parts that pass one value on"
+    most = forward.repeats or places + 1
+    if stages > most:
+        raise PlanError(
+            f"{stages} stages are more than the model can be cut into",
+            needed=f"{stages} or more {what}",
+            found=str(most),
+            try_=f"pp{most}" if most > 1 else "a plan without pp: nowhere does one value alone pass, and no block repeats",
+        )
+    return balanced(forward.weights(), stages)
+
+
+def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Where to cut a row of weights, as numbers of the gaps, so that the heaviest part is as light as can be."""
+    total = [0.0, *itertools.accumulate(weights)]
+    best: list[tuple[float, tuple[int, ...]]] = [(total[k], ()) for k in range(len(total))]
+    for s in range(1, parts):
+        ends = range(len(total))
+        best = [
+            min(((max(best[j][0], total[k] - total[j]), (*best[j][1], j - 1)) for j in range(s, k)), default=(float("inf"), ())) for k in ends
+        ]
+    return best[-1][1]
+
+
+# -- the forward pass ----------------------------------------------------------------------------------------------------------
+
+
+class Forward:
+    """The forward pass of a captured step, in order, and where it can be cut."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured, self.program = captured, captured.program
+        self.loss = self.program.output_names["loss"]
+        self.written = {name: n for name, n in self.program.outputs if name.startswith("buffer.")}
+        self.main = toposort([self.loss])
+        self.order = toposort([self.loss, *self.written.values()])
+        self.at = {n: i for i, n in enumerate(self.main)}
+        self.active = _active(self.order)
+        ends = [[self.at[n] for n in b.outputs if n in self.at] for group in captured.blocks for b in group]
+        self.repeats = len(ends)
+        self.borders = sorted({max(e) for e in ends if e}) or self._narrow()
+
+    def _narrow(self) -> list[int]:
+        """The places where one active value alone is read later."""
+        last = {a: i for i, n in enumerate(self.main) for a in n.args if a in self.active}
+        found, open_ = [], set[Node]()
+        for i, n in enumerate(self.main[:-1]):
+            open_ -= {a for a in n.args if last.get(a) == i}
+            open_ |= {n} if n in self.active else set()
+            if open_ == {n} and len(n.types) == 1:
+                found.append(i)
+        return found
+
+    def weights(self) -> list[float]:
+        """Flops between the borders."""
+        sums = [0.0] * (len(self.borders) + 1)
+        for i, n in enumerate(self.main):
+            sums[bisect_left(self.borders, i)] += flops(n) if n in self.active else 0.0
+        return sums
+
+    def stage_of(self, chosen: Sequence[int]) -> dict[Node, int]:
+        """The stage of every active value, never before those of its operands."""
+        ends = [self.borders[k] for k in chosen]
+        found: dict[Node, int] = {}
+        for n in self.order:
+            if n in self.active:
+                before = max((found[a] for a in n.args if a in found), default=0)
+                found[n] = before if n.op.name == "item" or n not in self.at else bisect_left(ends, self.at[n])
+        return found
+
+    def stages(self, chosen: Sequence[int]) -> list[Stage]:
+        where = self.stage_of(chosen)
+        readers: dict[Node, set[int]] = {}
+        for n in self.order:
+            for a in n.args:
+                if a in where and where[a] != where[n]:
+                    readers.setdefault(a, set()).add(where[n])
+        names = {n: f"act.{k}" for k, n in enumerate(readers)}
+        return [self._stage(g, where, readers, names, len(chosen)) for g in range(len(chosen) + 1)]
+
+    def _stage(self, g: int, where: Mapping[Node, int], readers: Mapping[Node, set[int]], names: Mapping[Node, str], last: int) -> Stage:
+        roots = {names[n]: n for n in readers if where[n] == g} | ({"loss": self.loss} if g == last else {})
+        roots |= {name: n for name, n in self.written.items() if where.get(n, 0) == g}
+        swap = {n: input_node(names[n], n.type) for n, who in readers.items() if g in who}
+        made = remade(roots.values(), swap)
+        program = program_of(f"{self.program.name}.{g}", {name: made[n] for name, n in roots.items()}, self.program, made)
+        blocks = [{made[n] for n in b.nodes if where.get(n) == g} for group in self.captured.blocks for b in group]
+        return Stage(g, program, program, tuple(frozenset(b) for b in blocks if b))
+
+
+def _active(order: Iterable[Node]) -> set[Node]:
+    """Nodes that read both of a batch and of a parameter."""
+    reads: dict[Node, int] = {}
+    for n in order:
+        name = n.attr("name", "") if n.op.name == "input" else ""
+        reads[n] = 1 if name.startswith("batch.") or name == "seed" else 2 if name.startswith("param.") else 0
+        for a in n.args:
+            reads[n] |= reads[a]
+    return {n for n, r in reads.items() if r == 3}
+
+
+def remade(roots: Iterable[Node], swap: Mapping[Node, Node]) -> dict[Node, Node]:
+    """What becomes of the roots and all they need when some nodes are replaced."""
+    made = dict(swap)
+    for n in toposort(roots):
+        if n not in made:
+            args = tuple(made[a] for a in n.args)
+            made[n] = n if all(a is b for a, b in zip(args, n.args, strict=True)) else make(n.op, args, dict(n.attrs))
+    return made
+
+
+def program_of(name: str, outputs: Mapping[str, Node], like: Program, made: Mapping[Node, Node], inputs: Iterable[Node] = ()) -> Program:
+    """The program of some outputs, with all inputs they read, and more if told."""
+    read = dict.fromkeys([*inputs, *(n for n in toposort(outputs.values()) if n.op.name == "input")])
+    kept = {n.attr("name") for n in read}
+    state = tuple((o, i) for o, i in like.state if o in outputs and i in kept)
+    lines = {made[n]: line for n, line in like.lines.items() if n in made}
+    return new_program(name, like.mesh, list(read), dict(outputs), state=state, lines=lines)
+
+
+# -- the backward pass ---------------------------------------------------------------------------------------------------------
+
+
+def _with_gradients(captured: Captured, forward: Forward, stages: Sequence[Stage], micro: int) -> tuple[Stage, ...]:
+    """Last stage first: what a stage finds of its border values' gradients is what the stages before it start from."""
+    moving = _moving(stages, captured)
+    found: dict[str, list[int]] = {}
+    made: list[Stage] = []
+    for stage in reversed(stages):
+        program, reached = _gradient(stage, captured.gradients, moving, found, micro)
+        for name in reached:
+            found.setdefault(name, []).append(stage.number)
+        made.insert(0, Stage(stage.number, stage.forward, program, stage.blocks))
+    return tuple(made)
+
+
+def _moving(stages: Sequence[Stage], captured: Captured) -> set[str]:
+    """The border values through which a gradient can flow to a parameter."""
+    moves: set[str] = set()
+    for stage in stages:
+        known: dict[Node, bool] = {}
+        for n in stage.forward.nodes:
+            name = n.attr("name") if n.op.name == "input" else None
+            flows = any(known[a] for a in n.args) and n.op.name != "stop_gradient" and n.types[0].dtype.is_floating_point
+            known[n] = name in moves or name in captured.gradients or flows
+        moves |= {name for name, n in stage.forward.outputs if known[n]}
+    return moves
+
+
+def _gradient(
+    stage: Stage, params: Mapping[str, Node], moving: set[str], found: Mapping[str, Sequence[int]], micro: int
+) -> tuple[Program, list[str]]:
+    p, seeds = stage.forward, dict[Node, Node]()
+    for name, node in p.outputs:
+        cts = [input_node(f"d.{name}.{reader}", node.type) for reader in found.get(name, ())]
+        cts += [constant(1.0 / micro, node.dtype, p.mesh)] if name == "loss" else []
+        for ct in cts:
+            seeds[node] = add(seeds[node], ct) if node in seeds else ct
+    wrt = [n for n in p.input_names if n in moving or n in params]
+    grads = backward(seeds, [p.input_names[n] for n in wrt])
+    reached = [n for n in wrt if p.input_names[n] in grads]
+    outputs = dict(p.outputs)
+    outputs |= {f"d.{n}": grads[p.input_names[n]] for n in reversed(reached) if n in params}  # as the backward pass finds them
+    outputs |= {f"d.{n}.{stage.number}": grads[p.input_names[n]] for n in reached if n in moving}
+    return program_of(f"{p.name}.step", outputs, p, {n: n for n in p.nodes}), [n for n in reached if n in moving]
+
+
+# -- the update ----------------------------------------------------------------------------------------------------------------
+
+Home = Callable[[str], int | None]
+
+
+def update(captured: Captured, sources: Mapping[str, Sequence[str]], micro: int, home: Home) -> Program:
+    """What follows the last micro-batch: gradients, given by the inputs that hold their terms, clipped and applied; the mean loss.
+
+    `home` tells the rank of the pipeline where an input is; numbers gathered from several are first put together on each.
+    """
+    p = captured.program
+    lost = [name for name in captured.gradients if not sources.get(name)]
+    if lost:
+        raise PlanError(f"no stage has a gradient of {lost[0]}", needed="every parameter that learns to be read by a stage", found="none")
+    swap = {g: _sum([input_node(n, g.type) for n in sources[name]]) for name, g in captured.gradients.items()}
+    loss = p.output_names["loss"]
+    kept = {name: n for name, n in p.outputs if name != "loss" and not name.startswith("buffer.")}
+    made = remade(kept.values(), swap)
+    mean = mul(input_node(LOSS_SUM, loss.type), 1.0 / micro)
+    outputs = {"loss": mean, **{name: made[n] for name, n in kept.items()}}
+    outputs = _gathered_at_home(outputs, home)
+    held = [n for name, n in p.input_names.items() if not name.startswith("batch.") and name != "seed"]
+    return program_of(f"{p.name}.update", outputs, p, {}, held)
+
+
+def _sum(terms: Sequence[Node]) -> Node:
+    total = terms[0]
+    for t in terms[1:]:
+        total = add(total, t)
+    return total
+
+
+def _gathered_at_home(outputs: Mapping[str, Node], home: Home) -> dict[str, Node]:
+    """Concats of values from several ranks of the pipeline, as concats of what each rank puts together."""
+    at: dict[Node, frozenset[int]] = {}
+    swap: dict[Node, Node] = {}
+    for n in toposort(outputs.values()):
+        here = home(n.attr("name")) if n.op.name == "input" else None
+        at[n] = frozenset({here} if here is not None else ()).union(*(at[a] for a in n.args))
+        if n.op.name == "concat" and len(at[n]) > 1:
+            runs = [list(run) for _, run in itertools.groupby(n.args, key=at.__getitem__)]
+            if len(runs) < len(n.args):
+                swap[n] = concat([concat(r, n.attr("dim")) if len(r) > 1 else r[0] for r in runs], n.attr("dim"))
+    made = remade(outputs.values(), swap)
+    return {name: made[n] for name, n in outputs.items()}
+
+
+__all__ = ["LOSS_SUM", "Forward", "Stage", "balanced", "chosen_borders", "program_of", "remade", "split", "update"]

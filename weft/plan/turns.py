@@ -1,0 +1,57 @@
+"""One program as several that run in turn, each keeping for the later ones what they read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from weft.core.node import Node, toposort
+from weft.core.program import Program
+from weft.ops.source import input_node
+from weft.plan.split import program_of, remade
+
+
+def in_turn(p: Program, groups: Sequence[Sequence[str]], afresh: Callable[[str], bool]) -> list[Program]:
+    """One program per group of outputs. What later ones read is an output `kept.K` of the first that has it.
+
+    A value made only of inputs that `afresh` names, such as a gathered weight, is made again rather than kept.
+    """
+    turn = _turns(p, groups)
+    cheap = _made_of(p, afresh)
+    kept = _kept(p, groups, turn, cheap)
+    return [_one(p, k, group, turn, kept) for k, group in enumerate(groups)]
+
+
+def _turns(p: Program, groups: Sequence[Sequence[str]]) -> dict[Node, int]:
+    """The first turn that needs a node; the items of a tuple are taken where it is made."""
+    turn: dict[Node, int] = {}
+    for k, group in enumerate(groups):
+        for n in toposort(p.output_names[name] for name in group):
+            turn[n] = turn[n.args[0]] if n.op.name == "item" else turn.get(n, k)
+    return turn
+
+
+def _made_of(p: Program, afresh: Callable[[str], bool]) -> set[Node]:
+    found: set[Node] = set()
+    for n in p.nodes:
+        if afresh(n.attr("name")) if n.op.name == "input" else all(a in found for a in n.args):
+            found.add(n)
+    return found
+
+
+def _kept(p: Program, groups: Sequence[Sequence[str]], turn: dict[Node, int], cheap: set[Node]) -> dict[Node, str]:
+    last: dict[Node, int] = {}
+    for n, k in turn.items():
+        for a in n.args:
+            last[a] = max(k, last.get(a, 0))
+    for k, group in enumerate(groups):
+        for name in group:
+            last[p.output_names[name]] = max(k, last.get(p.output_names[name], 0))
+    made = [n for n in turn if n.op.name != "input" and n not in cheap and last.get(n, 0) > turn[n]]
+    return {n: f"kept.{i}" for i, n in enumerate(made)}
+
+
+def _one(p: Program, k: int, group: Sequence[str], turn: dict[Node, int], kept: dict[Node, str]) -> Program:
+    swap = {n: input_node(name, n.type) for n, name in kept.items() if turn[n] < k}
+    roots = {name: p.output_names[name] for name in group} | {name: n for n, name in kept.items() if turn[n] == k}
+    made = remade(roots.values(), swap)
+    return program_of(f"{p.name}.{k}", {name: made[n] for name, n in roots.items()}, p, made)

@@ -1,0 +1,68 @@
+"""Messages between pipeline stages: sent at once, received in the order they were sent, over a group of their own per direction.
+
+Two ranks agree on the order of the messages from one to the other beforehand, since both know both schedules. A group per
+direction means that a message never waits for one that goes the other way, whatever the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import RuntimeFault
+
+Spec = tuple[tuple[int, ...], torch.dtype]  # of one tensor of a message
+Way = tuple[int, int]  # from a rank to a rank, of the world
+AHEAD = 1  # messages asked for before they are needed
+
+
+class Messages:
+    """The messages of one rank. A message is a key and tensors; both ends know the tensors' shapes."""
+
+    def __init__(self, ways: Iterable[Way], device: torch.device) -> None:
+        self.rank, self.device = dist.get_rank(), device
+        # every rank makes its groups in the same order, so that none waits in a circle
+        self.groups = {w: dist.new_group(sorted(w), use_local_synchronization=True) for w in sorted(set(ways)) if self.rank in w}
+        self._expected: dict[int, list[tuple[Hashable, Sequence[Spec]]]] = {}
+        self._asked: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+
+    def expect(self, order: Mapping[int, Sequence[tuple[Hashable, Sequence[Spec]]]]) -> None:
+        """What will come from each rank, in the order it is sent."""
+        self._expected = {source: list(messages) for source, messages in order.items()}
+        for source in self._expected:
+            self._ask(source, AHEAD)
+
+    def send(self, to: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Start sending; the tensors are kept until they are gone."""
+        group = self.groups[self.rank, to]
+        self._sent = [(w, x) for w, x in self._sent if not w.is_completed()]
+        self._sent += [(dist.isend(x, to, group=group), x) for x in (t.contiguous() for t in tensors)]
+
+    def receive(self, source: int, key: Hashable) -> list[torch.Tensor]:
+        """The tensors of a message, once they are here."""
+        while key not in self._asked:
+            if not self._expected[source]:
+                raise RuntimeFault(f"no message {key} will come from rank {source}", needed="a message both ranks know of", found="none left")
+            self._ask(source, 1)
+        tensors = []
+        for work, x in self._asked.pop(key):
+            work.wait()
+            tensors.append(x)
+        self._ask(source, AHEAD)
+        return tensors
+
+    def _ask(self, source: int, count: int) -> None:
+        waiting, self._expected[source] = self._expected[source][:count], self._expected[source][count:]
+        for key, specs in waiting:
+            buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs]
+            self._asked[key] = [(dist.irecv(x, source, group=self.groups[source, self.rank]), x) for x in buffers]
+
+    def finish(self) -> None:
+        """Wait until all that was sent is gone."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent = []
