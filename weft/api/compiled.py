@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -20,17 +21,26 @@ from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
 from weft.runtime.peers import Alone, connect, kernel_language
+from weft.runtime.traced import Traced
 
 
 class Compiled:
     """A program made callable on this rank. Inputs and outputs are local tensors, by name."""
 
-    def __init__(self, program: Program, device_mesh: Any = None, device: str | torch.device = "cpu", *, donate: bool = False) -> None:
+    def __init__(
+        self, program: Program, device_mesh: Any = None, device: str | torch.device = "cpu", *, donate: bool = False,
+        inductor: bool | None = None, together: bool = True,
+    ) -> None:  # fmt: skip
+        """`donate`: state may be overwritten. `inductor`: compile the step as a whole; left open, on GPUs only.
+
+        `together`: every rank calls this program, among others in the same order.
+        """
         self.program = program
         self.device = torch.device(device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         _check_world(program)
-        require_same(f"program {program.name}", program.text)
+        if together:
+            require_same(f"program {program.name}", program.text)
         self.device_mesh = device_mesh or _device_mesh(program, self.device)
         self.groups = {a: self.device_mesh.get_group(a) if self.device_mesh is not None else None for a in program.mesh.axes}
         self.coords = program.mesh.coords(self.rank)
@@ -47,7 +57,22 @@ class Compiled:
         names |= {name: FusedCall(_plan(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
         self._step = names["step"]
-        self._board = world_board()
+        if self._may_trace(inductor):
+            exec(compile(self.code.parts, f"<weft {program.name}, in parts>", "exec"), names)
+            parts = (names["step"], names["compute"], names["update"])
+            self._step = Traced(*parts, program.state, self.device, record=donate and not dist.is_initialized())
+        self._board = world_board() if together else None
+
+    @property
+    def how(self) -> str:
+        """How a call runs."""
+        return self._step.how if isinstance(self._step, Traced) else "node by node"
+
+    def _may_trace(self, asked: bool | None) -> bool:
+        """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into."""
+        wanted = self.device.type == "cuda" if asked is None else asked
+        whole = not self.code.calls and not any(g.kind == "overlap" for g in self.program.groups)
+        return wanted and whole and os.environ.get("WEFT_INDUCTOR", "1") != "0"
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._check(inputs)

@@ -90,6 +90,10 @@ class Block:
     calls: tuple[Call, ...] = ()
     chunked: Chunked | None = None
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.group.nodes
+
 
 def blocks_of(
     program: Program, rank: int, fuse: Collection[str | None], donate: bool, target: str = "cpu"
@@ -245,9 +249,9 @@ def _name(x: Node, inputs: Sequence[Node]) -> str:
 # -- the order of steps ----------------------------------------------------------------------------------------------
 
 
-def in_blocks(nodes: Sequence[Node], blocks: Sequence[Block]) -> list[Node | Block]:
-    """The nodes in order, each block in one place: after all it reads, before all that reads it."""
-    home: dict[Node, Block] = {n: b for b in blocks for n in b.group.nodes}
+def in_blocks(nodes: Sequence[Node], blocks: Sequence[Any]) -> list[Any]:
+    """The nodes in order, each block (or form) in one place: after all it reads, before all that reads it."""
+    home: dict[Node, Any] = {n: b for b in blocks for n in b.nodes}
     units: dict[Any, None] = dict.fromkeys(home.get(n, n) for n in nodes)
     done: dict[Any, None] = {}
 
@@ -259,7 +263,7 @@ def in_blocks(nodes: Sequence[Node], blocks: Sequence[Block]) -> list[Node | Blo
                 done.setdefault(u, None)
             elif u not in done:
                 stack.append((u, True))
-                args = u.inputs if isinstance(u, Block) else u.args
+                args = u.args if isinstance(u, Node) else u.inputs
                 stack.extend((home.get(a, a), False) for a in reversed(args) if home.get(a, a) in units)
 
     for unit in units:

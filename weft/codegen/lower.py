@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.codegen.blocks import Block, blocks_of, in_blocks
+from weft.codegen.forms import Form, forms_of
 from weft.core.layout import Atom, Layout, O, P, _atom_positions
-from weft.core.node import Node
+from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.ops.registry import Kind
 
@@ -20,9 +21,9 @@ PREFETCH = 8  # how many computations ahead a gather of inputs may be started
 
 @dataclass(frozen=True)
 class Step:
-    """One statement of a rank: a node to compute, or to start, or a whole group, and the collectives to finish first."""
+    """One statement of a rank: a node to compute, or to start, or several at once, and the collectives to finish first."""
 
-    what: Node | Block
+    what: Node | Block | Form
     waits: tuple[Node, ...]  # started earlier, first needed here
     frees: tuple[Node, ...]  # not needed after
 
@@ -50,25 +51,44 @@ def takes_part(node: Node, coords: Mapping[str, int]) -> bool:
 
 
 def order(program: Program) -> list[Node]:
-    """Collectives as soon as their operands are there, those of inputs a little ahead, the rest as written."""
+    """Collectives as soon as their operands are there, those of inputs a little ahead; forward as written, backward early."""
     nodes = [n for n in program.nodes if n.op.name != "input"]
-    at = {n: float(i) for i, n in enumerate(nodes)}
+    early = _after_results(program)
+    at: dict[Node, tuple[float, float]] = {}
     for i, n in enumerate(nodes):
+        made = [at[a] for a in n.args if a in at]
         if is_wire(n):
-            made = [at[a] for a in n.args if a in at]
-            at[n] = max(made) + 0.5 if made else max(-0.5, i - PREFETCH - 0.5)
-    return sorted(nodes, key=lambda n: (at[n], program.nodes.index(n)) if is_wire(n) else (at[n], -1))
+            base, depth = max(made) if made else (max(-0.5, i - PREFETCH - 0.5), 0.0)
+            at[n] = base, depth + 0.5
+        elif n in early and made and not any(is_wire(a) for a in n.args):
+            base, depth = max(made)
+            at[n] = base, depth + 1.0
+        else:
+            at[n] = float(i), 0.0
+    number = {n: i for i, n in enumerate(nodes)}
+    return sorted(nodes, key=lambda n: (at[n], number[n]))
+
+
+def _after_results(program: Program) -> set[Node]:
+    """Nodes that only state needs: gradients and updates. Done as soon as they can be, they let go of what they read,
+    and their collectives have the rest of the step to hide behind."""
+    kept = dict(program.state)
+    results = [n for name, n in program.outputs if name not in kept]
+    if not results or len(results) == len(program.outputs):
+        return set()
+    return set(program.nodes) - set(toposort(results))
 
 
 def rank_program(
-    program: Program, rank: int, fuse: Collection[str | None] = (), donate: bool = False, target: str = "cpu"
+    program: Program, rank: int, fuse: Collection[str | None] = (), donate: bool = False, target: str = "cpu", device: str = "cpu"
 ) -> RankProgram:
     """The steps of one rank. Groups along an axis in `fuse` become kernels over peer memory."""
     coords = program.mesh.coords(rank)
     blocks, reasons = blocks_of(program, rank, fuse, donate, target)
-    grouped = {n for b in blocks for n in b.group.nodes}
+    grouped = {n for b in blocks for n in b.nodes}
+    forms = forms_of(program, grouped, coords, donate, device)
     nodes = [n for n in order(program) if n in grouped or takes_part(n, coords)]
-    units = in_blocks(nodes, blocks)
+    units = in_blocks(_placed(nodes, forms), [*blocks, *forms])
     last, mine = _last_use(program, units), {n for n in nodes if takes_part(n, coords)}
     pending: dict[Node, None] = {}
     steps = []
@@ -83,11 +103,19 @@ def rank_program(
     return RankProgram(program, coords, tuple(steps), tuple(pending), reasons)
 
 
-def _args(unit: Node | Block) -> tuple[Node, ...]:
-    return unit.inputs if isinstance(unit, Block) else unit.args
+def _placed(nodes: Sequence[Node], forms: Sequence[Form]) -> list[Node]:
+    """The order of nodes with every form where the last of its nodes is, and those that overwrite at the end."""
+    home = {n: f for f in forms for n in f.nodes}
+    final = {home[n]: n for n in nodes if n in home}
+    here = [n for n in nodes if n not in home or final[home[n]] is n]
+    return sorted(here, key=lambda n: n in home and home[n].last)
 
 
-def _last_use(program: Program, units: Sequence[Node | Block]) -> dict[Node, int]:
+def _args(unit: Node | Block | Form) -> tuple[Node, ...]:
+    return unit.args if isinstance(unit, Node) else unit.inputs
+
+
+def _last_use(program: Program, units: Sequence[Node | Block | Form]) -> dict[Node, int]:
     kept = {n for _, n in program.outputs}
     last = {a: i for i, unit in enumerate(units) for a in _args(unit)}
     return {a: i for a, i in last.items() if a not in kept}

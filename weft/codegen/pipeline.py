@@ -38,7 +38,7 @@ PASSES: tuple[Pass, ...] = (
 
 
 def _localise(program: Program, to: Target) -> RankProgram:
-    return rank_program(program, to.rank, to.fuse, to.donate, to.kernels)
+    return rank_program(program, to.rank, to.fuse, to.donate, to.kernels, to.device)
 
 
 def lower(program: Program, rank: int = 0, fuse: Collection[str | None] = (), donate: bool = False, device: str = "cpu",

@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from weft.core.node import Node
+from weft.core.program import Program
 
 Test = Callable[[Node, str], bool]
-FLASH = {"cpu": (torch.float32, torch.float64, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
+FLASH = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
+}
 
 
 def _rows_whole(q: Node, k: Node) -> bool:
@@ -32,13 +36,55 @@ def _plain_adam(n: Node, device: str) -> bool:
     return len(n.args) == 6 and n.attr("sign") == 1 and all(a.dtype == torch.float32 for a in n.args[:4])
 
 
-QUICK: Mapping[str, Test] = {"attention": _plain_attention(0), "attention_backward": _plain_attention(1), "adam": _plain_adam}
+def _one_dtype(n: Node, device: str) -> bool:
+    return len({a.dtype for a in n.args}) == 1
 
 
-def quick_call(n: Node, args: list[str], device: str, own: bool) -> str | None:
-    """The call, or None where the op's own function must do."""
+def _unsmoothed(n: Node, device: str) -> bool:
+    return n.attr("smoothing") == 0.0 and n.args[1].dtype.is_floating_point
+
+
+def _always(n: Node, device: str) -> bool:
+    return True
+
+
+def _all_rows(n: Node) -> bool:
+    """Whether the rows that a put fills are all there are, in order."""
+    rows = n.args[2]
+    return rows.op.name == "arange" and (rows.attr("start"), rows.attr("step")) == (0, 1) and not any(a.cut for a in rows.layout.dims[0])
+
+
+QUICK: Mapping[str, Test] = {
+    "attention": _plain_attention(0),
+    "attention_backward": _plain_attention(1),
+    "adam": _plain_adam,
+    "put": _always,
+    "layer_norm": _one_dtype,
+    "layer_norm_backward": _one_dtype,
+    "cross_entropy_backward": _unsmoothed,
+}
+
+
+def quick_call(n: Node, args: list[str], device: str, own: bool, statistics: str | None = None) -> str | None:
+    """The call, or None where the op's own function must do. `statistics` is where a norm leaves, or finds, its own."""
     test = QUICK.get(n.op.name)
     if test is None or not test(n, device):
         return None
-    attrs = {k: v for k, v in n.attrs if k != "sign"} | ({"own": own} if n.op.name == "adam" else {})
-    return f"quick.{n.op.name}({', '.join(args + [f'{k}={v!r}' for k, v in attrs.items()])})"
+    if n.op.name == "put" and _all_rows(n):
+        return f"quick.put_all({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={n.args[2].shape[0]})"
+    attrs: dict[str, object] = {k: v for k, v in n.attrs if k != "sign"} | ({"own": own} if n.op.name == "adam" else {})
+    more = [f"statistics={statistics}"] if statistics and n.op.name == "layer_norm_backward" else []
+    call = f"quick.{n.op.name}({', '.join([*args, *(f'{k}={v!r}' for k, v in attrs.items()), *more])})"
+    return f"{call}[0]" if n.op.name == "layer_norm" and statistics is None else call
+
+
+def keeps_statistics(p: Program) -> dict[Node, Node]:
+    """Norms whose backward follows, by the same kernel: mean and deviation are kept between them."""
+    norms = {(n.args[0], n.attr("eps")): n for n in p.nodes if n.op.name == "layer_norm" and _one_dtype(n, "")}
+    found: dict[Node, Node] = {}
+    for back in p.nodes:
+        if back.op.name == "layer_norm_backward" and _one_dtype(back, ""):
+            n = norms.get((back.args[1], back.attr("eps")))
+            if n is not None and n not in found:
+                found[n] = back
+    return found

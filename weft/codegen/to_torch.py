@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from weft.codegen.blocks import Block, Call, Chunked, ChunkLocal
+from weft.codegen.forms import Form
 from weft.codegen.lower import Lie, RankProgram, Step, is_wire, lie_of, local_size, pending_op, rank_program, root_of
-from weft.codegen.quick import quick_call
+from weft.codegen.product import product
+from weft.codegen.quick import keeps_statistics, quick_call
 from weft.core.layout import Layout
 from weft.core.node import Node
 from weft.core.text import node_names
@@ -27,12 +29,14 @@ class Code:
     text: str
     names: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, Call] = field(default_factory=dict)  # fused kernels, by the name the text calls them
+    parts: str = ""  # the same as `compute` and `update`
 
 
 def emit(rp: RankProgram, device: str = "cpu", own: bool = False) -> Code:
     """The rank's function. `inputs` maps names to local tensors; the result maps output names to local tensors.
 
-    `device` says whose fused kernels may be called, `own` that state may be overwritten.
+    `device` says whose fused kernels may be called, `own` that state may be overwritten. What overwrites state comes last, in
+    a function of its own: `compute(inputs)` gives the results and the values that `update(inputs, values)` takes.
     """
     return _Writer(rp, device=device, own=own).write()
 
@@ -46,22 +50,46 @@ class _Writer:
         self.names: dict[str, Any] = {}
         self.calls: dict[str, Call] = {}
         self.lines: list[str] = []
+        self.kept = {} if chunked is not None else keeps_statistics(rp.program)
+        self.statistics = {n: f"{self.var[n]}_statistics" for n in self.kept}
+        self.backward_of: dict[Node, str] = {}  # a norm's backward, and where the statistics are once the norm has run
 
     def write(self) -> Code:
         where = ", ".join(f"{a} {i}" for a, i in self.at.items()) or "alone"
-        self.lines = [f"def step(inputs):  # {self.rp.program.name}, rank at {where}"]
-        for group, why in self.rp.reasons.items():
-            self.line(f"# group {group} runs node by node: {why}")
-        for n in self.rp.program.inputs:
+        heads = [f"def step(inputs):  # {self.rp.program.name}, rank at {where}"]
+        heads += [f"    # group {group} runs node by node: {why}" for group, why in self.rp.reasons.items()]
+        first = next((i for i, step in enumerate(self.rp.steps) if isinstance(step.what, Form) and step.what.last), len(self.rp.steps))
+        self.read_inputs(self.rp.program.inputs)
+        for step in self.rp.steps[:first]:
+            self.step(step)
+        waits = [f"    {self.var[n]} = {self.var[n]}.wait()" for n in self.rp.last_waits]
+        compute, self.lines = self.lines, []
+        for step in self.rp.steps[first:]:
+            self.step(step)
+        outs = [(name, n) for name, n in self.rp.program.outputs if n.types[0].layout.present(self.at)]
+        given = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs)
+        text = [*heads, *compute, *self.lines, *waits, f"    return {{{given}}}"]
+        return Code("\n".join(text) + "\n", self.names, self.calls, self.parts(first, compute, waits, outs))
+
+    def parts(self, first: int, compute: list[str], waits: list[str], outs: list[tuple[str, Node]]) -> str:
+        """The same in two functions: all that makes values, all that overwrites them."""
+        updates = self.rp.steps[first:]
+        read = dict.fromkeys(a for step in updates for a in step.what.inputs)  # type: ignore[union-attr]
+        values = "".join(f"{self.var[a]}, " for a in read if a.op.name not in ("input", "const"))
+        awaited = [f"    {self.var[n]} = {self.var[n]}.wait()" for step in updates for n in step.waits]
+        overwritten = {new for step in updates for new, _ in step.what.instead}  # type: ignore[union-attr]
+        results = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n not in overwritten)
+        self.lines = []
+        self.read_inputs(a for a in read if a.op.name == "input")
+        for step in updates:
+            self.lines.append(f"    {step.what.text(self.value)}")  # type: ignore[union-attr]
+        head = ["def compute(inputs):", *compute, *awaited, *waits, f"    return {{{results}}}, ({values})", "", "def update(inputs, values):"]
+        return "\n".join([*head, *([f"    {values}= values"] if values else []), *self.lines, "    return"]) + "\n"
+
+    def read_inputs(self, nodes: Iterable[Node]) -> None:
+        for n in nodes:
             if n.type.layout.present(self.at):
                 self.line(f"{self.var[n]} = inputs[{n.attr('name')!r}]", n)
-        for step in self.rp.steps:
-            self.step(step)
-        for n in self.rp.last_waits:
-            self.line(f"{self.var[n]} = {self.var[n]}.wait()")
-        outs = [f"{name!r}: {self.value(n)}" for name, n in self.rp.program.outputs if n.types[0].layout.present(self.at)]
-        self.line("return {" + ", ".join(outs) + "}")
-        return Code("\n".join(self.lines) + "\n", self.names, self.calls)
 
     def line(self, text: str, node: Node | None = None) -> None:
         shape = "" if node is None else "  # " + ", ".join(f"{list(t.layout.local_shape(self.at))}" for t in node.types)
@@ -72,11 +100,26 @@ class _Writer:
             self.line(f"{self.var[n]} = {self.var[n]}.wait()")
         if isinstance(step.what, Block):
             self.block(step.what)
+        elif isinstance(step.what, Form):
+            self.form(step.what)
         elif step.what in self.var:
-            self.line(f"{self.var[step.what]} = {self.expression(step.what)}", step.what)
+            self.line(f"{self.target(step.what)} = {self.expression(step.what)}", step.what)
         frees = [self.var[n] for n in step.frees if n in self.var and n.op.name != "input"]
+        frees += [self.backward_of[step.what]] if step.what in self.backward_of else []
         if frees:
             self.line(f"del {', '.join(frees)}")
+
+    def form(self, form: Form) -> None:
+        made = ", ".join(self.var[n] for n in form.outputs)
+        self.line(f"{made} = {form.text(self.value)}" if made else form.text(self.value), form.outputs[0] if len(form.outputs) == 1 else None)
+        self.var |= {new: self.var[old] for new, old in form.instead}
+
+    def target(self, n: Node) -> str:
+        """Where a result goes; a norm whose backward follows also leaves its statistics."""
+        if n not in self.statistics:
+            return self.var[n]
+        self.backward_of[self.kept[n]] = self.statistics[n]
+        return f"{self.var[n]}, *{self.statistics[n]}"
 
     def value(self, n: Node) -> str:
         return self.var[n] if n in self.var else repr(n.attr("value"))
@@ -90,12 +133,15 @@ class _Writer:
         if n.op.kind is Kind.COMM:
             return self.communicate(n)
         args = [self.value(a) for a in n.args]
+        plain = product(n, args, self.at)
+        if plain is not None:
+            return plain
         if n.op.name in INFIX:
             return f"{args[0]} {INFIX[n.op.name]} {args[1]}"
         writer = SPECIAL.get(n.op.name)
         if writer is not None:
             return writer(self, n, args)
-        quick = quick_call(n, args, self.device, self.own) if self.chunked is None else None
+        quick = quick_call(n, args, self.device, self.own, self.statistics.get(n) or self.backward_of.get(n)) if self.chunked is None else None
         if quick is not None:
             return quick
         if n.op.local is not None:
@@ -260,7 +306,7 @@ SPECIAL: dict[str, Callable[[_Writer, Node, list[str]], str]] = {
     "together": lambda w, n, a: f"({', '.join(a)},)",
     "cast": lambda w, n, a: f"{a[0]}.to(torch.{str(n.types[0].dtype).removeprefix('torch.')})",
     "const": lambda w, n, a: (
-        f"torch.tensor({n.attr('value')!r}, dtype=torch.{str(n.types[0].dtype).removeprefix('torch.')}, device=device)"
+        f"torch.full((), {n.attr('value')!r}, dtype=torch.{str(n.types[0].dtype).removeprefix('torch.')}, device=device)"
     ),
     "neg": lambda w, n, a: f"-{a[0]}",
     "einsum": lambda w, n, a: f"torch.einsum({n.attr('equation')!r}, {', '.join(a)})",

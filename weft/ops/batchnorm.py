@@ -8,6 +8,7 @@ from typing import Any
 from weft.core.errors import TypeMismatch
 from weft.core.node import user_line
 from weft.ops.comm import settle
+from weft.ops.fill import stop_gradient
 from weft.ops.pointwise import rsqrt
 from weft.ops.reduce import mean
 from weft.ops.shape import reshape
@@ -23,7 +24,8 @@ def batch_norm(
         raise TypeMismatch("batch_norm has one value per channel", needed="two or more in training", found=str(x.type), where=user_line())
     center = settle(mean(x, dims))
     off = x - per_channel(center, x)
-    var = settle(mean(off * off, dims))
+    still = x - per_channel(stop_gradient(center), x)  # the variance is least at the mean: no gradient goes through it
+    var = settle(mean(still * still, dims))
     y = off * per_channel(rsqrt(var + eps), x) * per_channel(weight, x) + per_channel(bias, x)
     unbiased = var * (count / (count - 1))
     return y, _toward(running_mean, center, momentum), _toward(running_var, unbiased, momentum)

@@ -11,24 +11,37 @@ _aten = torch.ops.aten
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if q.is_cuda:
+    if not q.is_cuda:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    if q.dtype != torch.float32:
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
 
 
 def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> Any:
     if not q.is_cuda:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, out, lse, 0.0, causal, scale=scale)
-    none = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of a generator that is not used
+    if q.dtype == torch.float32:
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a generator that is not used
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # rows come by 32
+        wanted = [True, True, True, False]
+        return _aten._scaled_dot_product_efficient_attention_backward(do, q, k, v, None, out, lse, none, none, 0.0, wanted, causal, scale=scale)[:3]
+    none = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
+        do, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none[0], scale=scale
     )
+
+
+def _shares_keys(q: Tensor) -> bool:
+    """Whether the kernel itself lets several query heads read one key head."""
+    return q.is_cuda and q.dtype != torch.float32
 
 
 def _heads(x: Tensor, like: Tensor) -> Tensor:
     """Keys or values [b, g, t, d] for every one of the r query heads of their group, [b, g * r, t, d]."""
     b, g, r = like.shape[:3]
-    return x if r == 1 else x.unsqueeze(2).expand(b, g, r, *x.shape[2:]).reshape(b, g * r, *x.shape[2:])
+    return x if r == 1 or _shares_keys(like) else x.unsqueeze(2).expand(b, g, r, *x.shape[2:]).reshape(b, g * r, *x.shape[2:])
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -44,9 +57,77 @@ def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     dq, dk, dv = _flash_backward(
         do.reshape(flat), q.reshape(flat), _heads(k, q), _heads(v, q), out.reshape(flat), lse.reshape(b, g * r, s), causal, scale
     )
-    if r > 1:
+    if r > 1 and not _shares_keys(q):
         dk, dv = (x.reshape(b, g, r, *x.shape[2:]).sum(2) for x in (dk, dv))
     return dq.reshape(q.shape), dk, dv
+
+
+def layer_norm(x: Tensor, *vectors: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm, and the mean and deviation its backward needs."""
+    weight, bias = (*vectors, None, None)[:2]
+    return _aten.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)  # type: ignore[no-any-return]
+
+
+def layer_norm_backward(ct: Tensor, x: Tensor, *weight: Tensor, eps: float, vectors: int, statistics: Any = None) -> Any:
+    mean, deviation = statistics or layer_norm(x, eps=eps)[1:]
+    w = weight[0] if weight else None
+    wanted = [True, vectors > 0, vectors > 1]
+    out = _aten.native_layer_norm_backward(ct, x, [x.shape[-1]], mean, deviation, w, w if vectors > 1 else None, wanted)
+    return out[: 1 + vectors] if vectors else out[0]
+
+
+def cross_entropy_backward(ct: Tensor, x: Tensor, target: Tensor, *, ignore_index: int, smoothing: float) -> Tensor:
+    """The softmax less one at the target, times the cotangent."""
+    keep = target != ignore_index
+    scale = torch.where(keep, ct, torch.zeros((), dtype=ct.dtype, device=ct.device)).unsqueeze(-1)
+    p = torch.softmax(x, -1, dtype=ct.dtype)
+    if x.is_cuda:  # a comparison fuses with the rest, a scatter does not
+        hit = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
+        return ((p - hit.to(p.dtype)) * scale).to(x.dtype)
+    at = torch.where(keep, target, 0).long().unsqueeze(-1)
+    return p.scatter_add_(-1, at, torch.full_like(at, -1, dtype=p.dtype)).mul_(scale).to(x.dtype)
+
+
+def put(x: Tensor, index: Tensor, rows: Tensor, *, dim: int) -> Tensor:
+    """Every slice of x added to the row its index names; `rows` are the ascending rows held, of which an index may miss."""
+    held = rows.numel()
+    flat = index.reshape(-1)
+    x = x.reshape(*x.shape[:dim], flat.numel(), *x.shape[dim + index.ndim :])
+    at = torch.searchsorted(rows, flat.contiguous()).clamp(max=max(held - 1, 0))
+    hit = (rows[at] == flat) if held else torch.zeros_like(flat, dtype=torch.bool)
+    x = torch.where(hit.reshape(-1, *(1,) * (x.ndim - 1 - dim)), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return x.new_zeros(*x.shape[:dim], held, *x.shape[dim + 1 :]).index_add_(dim, at, x)
+
+
+def put_all(x: Tensor, index: Tensor, *, dim: int, rows: int) -> Tensor:
+    """The same where all rows are held."""
+    if dim == 0:
+        return _aten.embedding_dense_backward(x.reshape(index.numel(), -1), index.reshape(-1), rows, -1, False).reshape(rows, *x.shape[index.ndim :])  # type: ignore[no-any-return]
+    x = x.reshape(*x.shape[:dim], index.numel(), *x.shape[dim + index.ndim :])
+    return x.new_zeros(*x.shape[:dim], rows, *x.shape[dim + 1 :]).index_add_(dim, index.reshape(-1), x)
+
+
+def conv2d_backward(ct: Tensor, x: Tensor, w: Tensor, *, stride: Any, padding: Any, dilation: Any) -> tuple[Tensor, Tensor]:
+    """The gradients by input and by weight; with five dims, groups stand before the channels."""
+    groups = w.shape[0] if w.ndim == 5 else 1
+    flat = [y.flatten(1, 2) if y.ndim == 5 else y for y in (ct, x)]
+    kernel = w.flatten(0, 1) if w.ndim == 5 else w
+    dx, dw, _ = _aten.convolution_backward(*flat, kernel, None, stride, padding, dilation, False, [0, 0], groups, [True, True, False])
+    return dx.reshape(x.shape), dw.reshape(w.shape)
+
+
+def adam_(
+    ps: list[Tensor], gs: list[Tensor], ms: list[Tensor], vs: list[Tensor], lr: Tensor, step: Tensor, *,
+    betas: Any, eps: float, decay: float, decoupled: bool,
+) -> None:  # fmt: skip
+    """All parameters and their moments in one pass, in place."""
+    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    count = step.to(ps[0].device, torch.float32)
+    rate = lr.to(ps[0].device) if ps[0].is_cuda else float(lr)
+    update(
+        ps, [g.contiguous() for g in gs], ms, vs, [], [count] * len(ps), lr=rate, beta1=betas[0], beta2=betas[1],
+        weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 def adam(
@@ -74,7 +155,7 @@ def adam(
         [v],
         [],
         [step.to(p.device, torch.float32)],
-        lr=float(lr),
+        lr=lr.to(p.device) if p.is_cuda else float(lr),
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=decay,

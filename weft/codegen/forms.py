@@ -1,0 +1,159 @@
+"""Several nodes that torch does in one call: a product with its bias, pieces laid side by side, both gradients of a
+convolution, the updates of many parameters. Each form is one step of a rank, found in its program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.codegen.product import is_linear
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.registry import Kind
+
+Text = Callable[[Callable[[Node], str]], str]  # from the name of a value to the call
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """Nodes done by one call: what it reads, what it gives, and its text."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    text: Text
+    instead: tuple[tuple[Node, Node], ...] = ()  # results that are an input, overwritten
+
+    @property
+    def last(self) -> bool:
+        """Whether it overwrites what others read, and so comes after them."""
+        return bool(self.instead)
+
+
+def forms_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Form]:
+    """The forms in a program, none sharing a node with another or with `busy`."""
+    taken, found = set(busy), []
+    for form in (*_updates(program, donate), *_convolutions(program), *_sides(program), *_linears(program)):
+        present = all(t.layout.present(coords) for n in form.nodes for t in n.types)
+        if present and not taken & set(form.nodes):
+            taken |= set(form.nodes)
+            found.append(form)
+    return found
+
+
+def _only_read_by(p: Program, n: Node, user: Node) -> bool:
+    return list(p.users[n]) == [user] and not p.outputs_of(n)
+
+
+# -- x w^T + b ---------------------------------------------------------------------------------------------------------------------
+
+
+def _linears(p: Program) -> Iterator[Form]:
+    for n in p.nodes:
+        if n.op.name == "add":
+            for y, bias in (n.args, n.args[::-1]):
+                if is_linear(y) and _only_read_by(p, y, n) and bias.shape == y.shape[-1:] and bias.dtype == y.dtype:
+                    x, w = y.args
+                    yield Form((y, n), (x, w, bias), (n,), lambda v, x=x, w=w, b=bias: f"torch.nn.functional.linear({v(x)}, {v(w)}, {v(b)})")
+                    break
+
+
+# -- pieces side by side: a sum of pads that do not overlap --------------------------------------------------------------------------
+
+
+def _sides(p: Program) -> Iterator[Form]:
+    for n in p.nodes:
+        if n.op.name != "add" or any(u.op.name == "add" and _only_read_by(p, n, u) and _leaves(p, u) for u in p.users[n]):
+            continue
+        leaves = _leaves(p, n)
+        if leaves is None:
+            continue
+        inner, pads = leaves
+        pads = sorted(pads, key=lambda x: x.attr("before"))
+        dim, at = pads[0].attr("dim"), 0
+        for x in pads:
+            at = at + x.args[0].shape[dim] if x.attr("before") == at and x.attr("dim") == dim else -1
+        if at != n.shape[dim]:
+            continue
+        pieces = tuple(x.args[0] for x in pads)
+        yield Form((*inner, *pads, n), pieces, (n,), lambda v, xs=pieces, d=dim: f"torch.cat([{', '.join(map(v, xs))}], {d})")
+
+
+def _leaves(p: Program, n: Node) -> tuple[list[Node], list[Node]] | None:
+    """The adds below an add, and the pads they sum; None where anything else is summed."""
+    inner, pads = [], []
+    for a in n.args:
+        if a.op.name == "pad" and _only_read_by(p, a, n):
+            pads.append(a)
+        elif a.op.name == "add" and _only_read_by(p, a, n) and (below := _leaves(p, a)) is not None:
+            inner += [*below[0], a]
+            pads += below[1]
+        else:
+            return None
+    return inner, pads
+
+
+# -- both gradients of a convolution -------------------------------------------------------------------------------------------------
+
+
+def _convolutions(p: Program) -> Iterator[Form]:
+    how = ("stride", "padding", "dilation")
+    by_input = {(n.args[0], *map(n.attr, how)): n for n in p.nodes if n.op.name == "conv2d_input_grad"}
+    for n in p.nodes:
+        other = by_input.pop((n.args[1], *map(n.attr, how)), None) if n.op.name == "conv2d_weight_grad" else None
+        if other is not None and (other.shape, n.shape) == (n.args[0].shape, other.args[1].shape):
+            (x, ct), w = n.args, other.args[1]
+            settings = ", ".join(f"{k}={n.attr(k)}" for k in how)
+            yield Form((other, n), (ct, x, w), (other, n), lambda v, xs=(ct, x, w), s=settings: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})")
+
+
+# -- many updates ----------------------------------------------------------------------------------------------------------------------
+
+
+def _updates(p: Program, donate: bool) -> Iterator[Form]:
+    """Adam of all parameters whose gradients are there at the same time, in place; the last thing a step does."""
+    groups: dict[Any, list[Node]] = {}
+    state = dict(p.state)
+    for n in p.find_all("adam") if donate else []:
+        if _in_place(p, n, state):
+            groups.setdefault((n.attrs, *n.args[-2:], _awaited(n.args[1])), []).append(n)
+    for (attrs, rate, count, _), nodes in groups.items():
+        items = tuple(u for n in nodes for u in p.users[n])
+        instead = tuple((u, n.args[(0, 2, 3)[u.attr("index")]]) for n in nodes for u in p.users[n])
+        inputs = tuple(dict.fromkeys(a for n in nodes for a in n.args))
+        settings = ", ".join(f"{k}={v!r}" for k, v in attrs if k != "sign")
+        columns = tuple(tuple(n.args[k] for n in nodes) for k in range(4))
+
+        def text(v: Callable[[Node], str], columns: Any = columns, rate: Node = rate, count: Node = count, s: str = settings) -> str:
+            lists = ", ".join(f"[{', '.join(map(v, column))}]" for column in columns)
+            return f"quick.adam_({lists}, {v(rate)}, {v(count)}, {s})"
+
+        yield Form((*nodes, *items), inputs, (), text, instead)
+
+
+def _in_place(p: Program, n: Node, state: Mapping[str, str]) -> bool:
+    """One dtype throughout; parameter and moments are state whose next value is this update and nothing else."""
+    if len(n.args) != 6 or n.attr("sign") != 1 or {a.dtype for a in n.args[:4]} not in ({torch.float32}, {torch.bfloat16}):
+        return False
+    for u in p.users[n]:
+        home = n.args[(0, 2, 3)[u.attr("index")]]
+        names = p.outputs_of(u)
+        if p.users[u] or home.op.name != "input" or not names or any(state.get(name) != home.attr("name") for name in names):
+            return False
+        if p.outputs_of(home) or u.type != home.type:
+            return False
+    return True
+
+
+def _awaited(n: Node) -> Node | None:
+    """The collective a gradient comes from, seen through views."""
+    while n.op.kind is Kind.VIEW or n.op.name == "item":
+        n = n.args[0]
+    return n if n.op.kind is Kind.COMM else None
+
+
+__all__ = ["Form", "forms_of"]

@@ -1,0 +1,89 @@
+"""A contraction of two operands as the torch product that needs no copy: linear, mm or a batched matmul."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.core.node import Node
+from weft.ops.registry import Kind, equation_of
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a contraction: in all three, only left, only right, summed."""
+
+    batch: str
+    left: str
+    right: str
+    summed: str
+
+
+def _labels(a: str, b: str, out: str) -> Labels | None:
+    """None where a label stands in one operand alone and is summed, or nothing is summed."""
+    found = Labels(
+        "".join(c for c in a if c in b and c in out), "".join(c for c in a if c not in b),
+        "".join(c for c in b if c not in a), "".join(c for c in a if c in b and c not in out),
+    )  # fmt: skip
+    return found if found.summed and all(c in out for c in found.left + found.right) else None
+
+
+def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
+    """The product as an expression over the operands' names; None where only einsum will do."""
+    eq = equation_of(n)
+    if n.op.kind is not Kind.CONTRACT or len(args) != 2 or eq is None:
+        return None
+    short = {label: chr(97 + i) for i, label in enumerate(dict.fromkeys(x for labels in eq.ins for x in labels))}
+    a, b, out = ("".join(short[x] for x in labels) for labels in (*eq.ins, eq.outs[0]))
+    found = _labels(a, b, out)
+    if found is None:
+        return None
+    sizes: dict[str, int] = {}
+    for text, arg in zip((a, b), n.args, strict=True):
+        sizes |= dict(zip(text, arg.type.layout.local_shape(at), strict=True))
+    return _batched(a, b, out, found, args) if found.batch else _plain(a, b, out, found, sizes, args)
+
+
+def is_linear(n: Node) -> bool:
+    """x [..., k] times a weight [n, k], giving [..., n]."""
+    eq = equation_of(n)
+    if n.op.kind is not Kind.CONTRACT or len(n.args) != 2 or eq is None:
+        return False
+    (*rows, k), w, out = eq.ins[0], eq.ins[1], eq.outs[0]
+    return len(w) == 2 and w[1] == k and k not in out and out == (*rows, w[0]) and len(rows) > 0
+
+
+def _plain(a: str, b: str, out: str, f: Labels, sizes: Mapping[str, int], args: Sequence[str]) -> str | None:
+    m, n, k = (math.prod(sizes[c] for c in part) for part in (f.left, f.right, f.summed))
+    if a == f.left + f.summed and out == f.left + f.right and len(f.summed) == len(f.right) == 1 and f.left:
+        if b == f.right + f.summed:
+            return f"torch.nn.functional.linear({args[0]}, {args[1]})"
+        return f"{args[0]} @ {args[1]}"
+    left = _matrix(args[0], a, f.left, f.summed, m, k)
+    right = _matrix(args[1], b, f.summed, f.right, k, n)
+    if left is None or right is None or out not in (f.left + f.right, f.right + f.left):
+        return None
+    if out == f.left + f.right:
+        text = f"{left} @ {right}"
+    else:
+        text = f"{_matrix(args[1], b, f.right, f.summed, n, k)} @ {_matrix(args[0], a, f.summed, f.left, k, m)}"
+    return text if len(out) == 2 else f"({text}).reshape({tuple(sizes[c] for c in out)})"
+
+
+def _matrix(x: str, labels: str, rows: str, columns: str, r: int, c: int) -> str | None:
+    """The operand as a matrix [rows, columns], turned if it lies the other way round."""
+    if labels == rows + columns:
+        return x if len(labels) == 2 else f"{x}.reshape({r}, {c})"
+    if labels == columns + rows:
+        return f"{x}.t()" if len(labels) == 2 else f"{x}.reshape({c}, {r}).t()"
+    return None
+
+
+def _batched(a: str, b: str, out: str, f: Labels, args: Sequence[str]) -> str | None:
+    m, n, k, batch = f.left, f.right, f.summed, f.batch
+    if max(len(m), len(n), len(k)) > 1 or not (m and n) or out != batch + m + n:
+        return None
+    left = {batch + m + k: args[0], batch + k + m: f"{args[0]}.mT"}.get(a)
+    right = {batch + k + n: args[1], batch + n + k: f"{args[1]}.mT"}.get(b)
+    return f"{left} @ {right}" if left and right else None

@@ -1,0 +1,128 @@
+"""A rank's generated step compiled whole: traced to ATen, given to Inductor, and on a GPU recorded as one CUDA graph.
+
+The trace sees only tensors, so the generated code may use any Python it likes. What overwrites state is left out of it: that
+is one fused call already. State keeps its addresses from step to step, so a recording stays good.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Values = dict[str, Any]
+WARM_UP = 3  # calls before one is recorded
+
+
+class Traced:
+    """`compute` by Inductor, then `update`; `plain` where it cannot be. Compiled at the first call, for the shapes of that call."""
+
+    def __init__(
+        self, plain: Callable[..., Values], compute: Callable[..., Any], update: Callable[..., None], state: Sequence[tuple[str, str]],
+        device: torch.device, *, record: bool,
+    ) -> None:  # fmt: skip
+        self._plain, self._compute, self._update, self._device = plain, compute, update, device
+        self._state = dict(state)
+        self._compiled: Callable[..., Any] | None = None
+        self._recorder = Recorder(self._once, set(self._state.values())) if record and device.type == "cuda" else None
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Values:
+        with torch.no_grad():
+            return self._once(inputs) if self._recorder is None else self._recorder(inputs)
+
+    @property
+    def how(self) -> str:
+        """What a call does now."""
+        if self._compiled is None:
+            return "not yet called"
+        if self._compiled is self._plain:
+            return "node by node"
+        return "a CUDA graph of Inductor's kernels" if self._recorder is not None and self._recorder.recorded else "Inductor's kernels"
+
+    def _once(self, inputs: Mapping[str, Tensor]) -> Values:
+        if self._compiled is None:
+            self._names = list(inputs)
+            try:
+                self._compiled = self._compile(inputs)
+            except Exception as error:
+                warnings.warn(f"the step runs node by node: Inductor refused it ({type(error).__name__}: {error})", stacklevel=2)
+                self._compiled = self._plain
+        if self._compiled is self._plain:
+            with torch.device(self._device):
+                return self._plain(inputs)
+        flat = self._compiled(*(inputs[n] for n in self._names))
+        out = dict(zip(self._results, flat, strict=False))
+        self._update(inputs, tuple(flat[len(self._results) :]))
+        return {**{name: inputs[home] for name, home in self._state.items() if home in inputs}, **out}
+
+    def _compile(self, inputs: Mapping[str, Tensor]) -> Callable[..., Any]:
+        from torch._inductor import compile as inductor
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            with torch.device(self._device):
+                out, values = self._compute(dict(zip(self._names, tensors, strict=True)))
+            self._results = list(out)
+            return [*out.values(), *values]
+
+        given = [inputs[n] for n in self._names]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = make_fx(flat, tracing_mode="fake")(*given)
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+            return inductor(graph, given)  # type: ignore[no-any-return]
+
+
+class Recorder:
+    """Work that is recorded after a few calls and then replayed, as long as its state stays where it is."""
+
+    def __init__(self, work: Callable[[Mapping[str, Tensor]], Values], state: set[str]) -> None:
+        self._work, self._state = work, state
+        self._calls = 0
+        self._places: tuple[int, ...] = ()
+        self._graph: Any = None
+        self._given: dict[str, Tensor] = {}
+        self._out: Values = {}
+
+    @property
+    def recorded(self) -> bool:
+        return self._graph is not None
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Values:
+        places = tuple(x.data_ptr() for n, x in inputs.items() if n in self._state)
+        if places != self._places:
+            self._places, self._calls, self._graph = places, 0, None
+        self._calls += 1
+        if self._graph is None and (self._calls != WARM_UP or not self._record(inputs)):
+            return self._in_place(inputs)
+        for name, x in self._given.items():
+            x.copy_(inputs[name], non_blocking=True)
+        self._graph.replay()
+        return {name: x if name in self._state else x.clone() for name, x in self._out.items()}
+
+    def _in_place(self, inputs: Mapping[str, Tensor]) -> Values:
+        """The work, with every piece of state left where it was."""
+        out = self._work(inputs)
+        for name in self._state & out.keys() & inputs.keys():
+            if out[name].data_ptr() != inputs[name].data_ptr():
+                inputs[name].copy_(out[name])
+                out[name] = inputs[name]
+        return out
+
+    def _record(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether it could be: work that asks the device for a number, say, cannot."""
+        self._given = {n: x.clone() for n, x in inputs.items() if n not in self._state}
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._out = self._in_place({**inputs, **self._given})
+        except RuntimeError as error:
+            warnings.warn(f"the step is not recorded as a CUDA graph: {error}", stacklevel=2)
+            return False
+        self._graph = graph
+        return True
