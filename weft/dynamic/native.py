@@ -34,7 +34,7 @@ def library() -> Any | None:
         found = ctypes.PyDLL(str(native.build(SOURCE.read_text())))
     except (KernelError, OSError):
         return None
-    for name, result, count in (("count", I64, 0), ("flatten", I64, 4), ("depth", I64, 4)):
+    for name, result, count in (("count", I64, 0), ("flatten", I64, 5), ("depth", I64, 4)):
         function = getattr(found, f"weft_{name}")
         function.restype = result
         function.argtypes = [ctypes.py_object] + [ctypes.c_void_p] * count
@@ -45,8 +45,8 @@ def library() -> Any | None:
     return found
 
 
-def flatten(trees: Sequence[Any]) -> tuple[Ints, Ints, Ints, Ints] | None:
-    """(first, child, row, sample) of nested tuples, or None where only the slow reader can say what is wrong."""
+def flatten(trees: Sequence[Any]) -> tuple[Ints, Ints, Ints, Ints, Ints] | None:
+    """(first, child, row, sample, depth) of nested tuples, or None where only the slow reader can say what is wrong."""
     lib = library()
     if lib is None or not isinstance(trees, (list, tuple)):
         return None
@@ -54,10 +54,10 @@ def flatten(trees: Sequence[Any]) -> tuple[Ints, Ints, Ints, Ints] | None:
     if count < 0:
         return None
     first, child, row = np.empty(count + 1, np.int64), np.empty(max(count, 1), np.int64), np.empty(count, np.int64)
-    sample = np.empty(len(trees) + 1, np.int64)
-    if lib.weft_flatten(trees, _at(first), _at(child), _at(row), _at(sample)) < 0:
+    sample, depth = np.empty(len(trees) + 1, np.int64), np.empty(count, np.int64)
+    if lib.weft_flatten(trees, _at(first), _at(child), _at(row), _at(sample), _at(depth)) < 0:
         return None
-    return first, child[: first[-1]], row, sample
+    return first, child[: first[-1]], row, sample, depth
 
 
 def depth(first: Ints, child: Ints) -> tuple[Ints, int]:

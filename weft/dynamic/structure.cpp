@@ -48,7 +48,7 @@ i64 weft_count(PyObject *trees) {
 }
 
 // Number the vertices children first; 0 when every leaf was an integer or None, else -1 and Python looks again.
-i64 weft_flatten(PyObject *trees, i64 *first, i64 *child, i64 *row, i64 *sample) {
+i64 weft_flatten(PyObject *trees, i64 *first, i64 *child, i64 *row, i64 *sample, i64 *depth) {
     std::vector<Open> stack;
     std::vector<i64> done;  // numbers of finished vertices whose parent is still open
     i64 v = 0, e = 0;
@@ -67,12 +67,17 @@ i64 weft_flatten(PyObject *trees, i64 *first, i64 *child, i64 *row, i64 *sample)
             } else if ((void *)node == (void *)&_Py_NoneStruct || is_tuple(node) || is_list(node)) row[v] = -1;
             else return -1;
             first[v] = e;
+            depth[v] = 0;
             done.push_back(v++);
             while (!stack.empty() && stack.back().next == stack.back().size) {
                 const intptr_t n = stack.back().size;
                 first[v] = e;
                 row[v] = -1;
-                for (intptr_t k = 0; k < n; ++k) child[e++] = done[done.size() - n + k];
+                depth[v] = 0;
+                for (intptr_t k = 0; k < n; ++k) {
+                    child[e] = done[done.size() - n + k];
+                    depth[v] = std::max(depth[v], depth[child[e++]] + 1);
+                }
                 done.resize(done.size() - n);
                 done.push_back(v++);
                 stack.pop_back();

@@ -97,10 +97,13 @@ def trees(samples: Sequence[Any], *, leaf: str = "vertex", inner: str = "vertex"
     None is a leaf without input. `leaf` and `inner` name the types of the two kinds of vertex.
     """
     flat = native.flatten(samples)
-    first, child, row, sample = flat if flat is not None else _flatten(samples)
+    first, child, row, sample = flat[:4] if flat is not None else _flatten(samples)
     kinds = tuple(dict.fromkeys((leaf, inner)))
     kind = np.zeros(len(row), np.int64) if len(kinds) == 1 else (np.diff(first) > 0).astype(np.int64)
-    return Structure(first, child, row, sample, kind, kinds)
+    made = Structure(first, child, row, sample, kind, kinds)
+    if flat is not None:
+        vars(made)["depth"] = flat[4]  # a nested tuple has no cycle and no child that is not there
+    return made
 
 
 def chains(lengths: Sequence[int] | Ints, *, kind: str = "vertex", rows: Ints | None = None) -> Structure:

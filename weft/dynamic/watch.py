@@ -71,18 +71,18 @@ def traced(device: Any) -> Iterator[list[Piece]]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a phase of a class: alpha, and beta for each row; and of all else in a step, for each vertex."""
+    """Seconds of a phase of a class: alpha, and beta for each row; and of what lies before, between and after, for each vertex."""
 
     phases: Mapping[tuple[str, str], tuple[float, float]]
-    rest: float
+    around: Mapping[str, float]
 
     @staticmethod
     def of(pieces: Sequence[Piece], step: float, vertices: int) -> Costs:
         by: dict[tuple[str, str], list[Piece]] = {}
         for p in pieces:
             by.setdefault((p.klass, p.phase), []).append(p)
-        known = sum(p.seconds for p in pieces)
-        return Costs({key: _line(own) for key, own in by.items()}, max(0.0, step - known) / max(1, vertices))
+        gaps = {p.phase: p.seconds / max(1, vertices) for p in around(pieces, step)}
+        return Costs({key: _line(own) for key, own in by.items()}, gaps)
 
     def of_schedule(self, schedule: Schedule) -> list[Piece]:
         """The phases of a step, one after the other, as the engine takes them."""
@@ -94,15 +94,29 @@ class Costs:
         order += [(name, phase, rows) for phase in ("late", "before") for name, rows in whole.items()]
         order += [(name, "back", rows) for name, rows in reversed(rounds)]
         order += [(name, "after", rows) for name, rows in whole.items()]
-        out, now = [], 0.0
+        out: list[Piece] = []
+        now = self.around.get("prepare", 0.0) * schedule.structure.vertices
         for name, phase, rows in order:
+            if phase == "before" and (not out or out[-1].phase != "before"):
+                now += self.around.get("loss", 0.0) * schedule.structure.vertices
             alpha, beta = self.phases.get((name, phase), (0.0, 0.0))
             out.append(Piece(name, phase, rows, now, alpha + beta * rows))
             now += out[-1].seconds
         return out
 
     def seconds(self, schedule: Schedule) -> float:
-        return sum(p.seconds for p in self.of_schedule(schedule)) + self.rest * schedule.structure.vertices
+        last = self.of_schedule(schedule)[-1]
+        return last.start + last.seconds + self.around.get("update", 0.0) * schedule.structure.vertices
+
+
+def around(pieces: Sequence[Piece], step: float) -> list[Piece]:
+    """What a step does besides its phases: before the first, between forward and backward, and after the last."""
+    there = [p.start for p in pieces if p.phase in FORWARD], [p.start + p.seconds for p in pieces if p.phase in FORWARD]
+    back = [p.start for p in pieces if p.phase in BACKWARD], [p.start + p.seconds for p in pieces if p.phase in BACKWARD]
+    if not there[0] or not back[0]:
+        return []
+    spans = {"prepare": (0.0, min(there[0])), "loss": (max(there[1]), min(back[0])), "update": (max(back[1]), step)}
+    return [Piece("", name, 0, low, high - low) for name, (low, high) in spans.items() if high > low]
 
 
 def _line(pieces: Sequence[Piece]) -> tuple[float, float]:
@@ -158,8 +172,8 @@ class Recorder:
         self.series["wait_ms"].append(waited * 1e3)
         self.series["loss"] += [self.loss] if self.loss is not None else []
         if n == LEARNED:
-            self.costs = Costs.of(pieces, spent, structure.vertices)
-        elif n == TRACED:
+            self.costs = Costs.of(pieces, spent, structure.vertices) if pieces else None
+        elif n == TRACED and self.costs is not None:
             self._compare(pieces, spent, structure)
         self._ended = time.perf_counter()
 
@@ -169,7 +183,7 @@ class Recorder:
 
     def _compare(self, pieces: Sequence[Piece], spent: float, structure: Structure) -> None:
         """Foresee the traced step by what was learned before, and set the two side by side; then say so."""
-        assert self.costs is not None
+        assert self.costs is not None  # learned from an earlier step
         schedule = self.model.schedule(structure)
         self.data = as_data(schedule)
         self.predicted = _seen(self.costs.of_schedule(schedule), self.costs.seconds(schedule))
@@ -206,19 +220,23 @@ class Recorder:
 
 
 def _seen(pieces: Sequence[Piece], spent: float) -> Seen:
-    """Phases on two lanes, forward and backward; what is left of the step is all else."""
+    """Phases on two lanes, forward and backward, what lies around them on a third; what is left of the step is all else."""
+    every = sorted([*pieces, *around(pieces, spent)], key=lambda p: p.start)
     causes: dict[str, float] = {}
-    for p in pieces:
-        cause = p.phase if p.phase in ("rounds", "back") else "compute"
-        causes[cause] = causes.get(cause, 0.0) + p.seconds * 1e3
+    for p in every:
+        causes[_cause(p)] = causes.get(_cause(p), 0.0) + p.seconds * 1e3
     causes["rest"] = max(0.0, spent * 1e3 - sum(causes.values()))
-    tasks = [_task(p) for p in pieces if p.seconds > 0]
-    starts = [p.start for p in pieces if p.seconds > 0]
-    line = Timeline(tuple(tasks), tuple(starts), tuple(s + t.seconds for s, t in zip(starts, tasks, strict=True)))
+    kept = [p for p in every if p.seconds > 0]
+    line = Timeline(tuple(map(_task, kept)), tuple(p.start for p in kept), tuple(p.start + p.seconds for p in kept))
     return Seen(spent * 1e3, 0.0, causes, line)
 
 
+def _cause(p: Piece) -> str:
+    return p.phase if p.phase in ("rounds", "back") or not p.klass else "compute"
+
+
 def _task(p: Piece) -> Task:
-    cause = p.phase if p.phase in ("rounds", "back") else "compute"
-    name = f"{p.klass}: {p.rows} rows" if cause != "compute" else f"{p.klass}: {p.phase}, {p.rows} rows"
-    return Task(name, "forward" if p.phase in FORWARD else "backward", p.seconds, (), cause)
+    if not p.klass:
+        return Task(p.phase, "around", p.seconds, (), p.phase)
+    name = f"{p.klass}: {p.rows} rows" if _cause(p) != "compute" else f"{p.klass}: {p.phase}, {p.rows} rows"
+    return Task(name, "forward" if p.phase in FORWARD else "backward", p.seconds, (), _cause(p))
