@@ -25,10 +25,14 @@ from weft import interp  # noqa: E402
 from weft.api.parallelize import parallelize  # noqa: E402
 from weft.core.program import Program  # noqa: E402
 from weft.frontend import zoo  # noqa: E402
+from weft.plan.progress import line, partings  # noqa: E402
+from weft.plan.run import load  # noqa: E402
 from weft.programs.catalog import example  # noqa: E402
+from weft.report import report  # noqa: E402
 
 console = Console(width=140)
 STEPS, BATCH, SEQ = 30, 16, 64
+RUN = ROOT / "build" / "demo-run"  # what training writes about itself
 
 
 # -- schedules -----------------------------------------------------------------------------------------------------------------
@@ -120,7 +124,7 @@ def two_processes(rank: int, world: int) -> dict[str, Any]:
     def step(batch: Any) -> float:
         return float(made(batch))
 
-    losses = []
+    losses, recorder = [], made.record(str(RUN), progress=False)
     columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=rank != 0) as bar:
         task = bar.add_task("training", total=STEPS, said="")
@@ -129,6 +133,8 @@ def two_processes(rank: int, world: int) -> dict[str, Any]:
             losses.append(step(batch))
             rate = BATCH * SEQ / (time.perf_counter() - start)
             bar.update(task, advance=1, said=f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s")
+    recorder.close()
+    made.recorder = None  # what is timed next is not watched
     ways = {f"weft {made.decision.plan}": step, "DDP": train.ddp(w, rank, world), "FSDP2": train.fsdp2(w, rank, world)}
     for way in ways.values():
         way(data[0])
@@ -150,7 +156,19 @@ def training() -> None:
     console.print(table)
 
 
+def told() -> None:
+    """What training said of itself, and where to see it."""
+    run = load(RUN)
+    console.rule("what training saw")
+    console.print(line(run), highlight=False)
+    for text in partings(run):
+        console.print(f"  {text}", highlight=False)
+    page, trace = report(RUN)
+    console.print(f"the report is at {page}, for any browser; a trace for Perfetto at {trace}", highlight=False, soft_wrap=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     schedules()
     training()
+    told()

@@ -109,6 +109,8 @@ def test_equal_layers_fold_and_unequal_ones_do_not() -> None:
     blocks = model.fold([held("words.weight", [10, 4]), *same, other, held("head.weight", [10, 4])])
     assert [(b.title, b.layers) for b in blocks] == [("words", ()), ("blocks", (0, 1, 2)), ("blocks", (3,)), ("head", ())]
     assert list(blocks[1].parts) == ["up"]
+    ends = model.fold([held("norm.weight", [4]), held("head.weight", [10, 4])])
+    assert [list(b.parts) for b in ends] == [["norm", "head"]]
 
 
 def test_a_glyph_shows_the_part_a_rank_holds() -> None:

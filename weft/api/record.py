@@ -220,7 +220,7 @@ def measured_line(program: Program, trace: Trace) -> tuple[Timeline, dict[str, f
     tasks: list[tuple[Task, float]] = []
     started: dict[str, tuple[float, str, str]] = {}
     for statement, began, ended in zip(trace.statements, trace.began, trace.ended, strict=True):
-        unit = units.get(statement.made)
+        unit = units.get(statement.text.partition("(")[0]) or units.get(statement.made)
         name, cause = (name_of(unit), cause_of(unit)) if unit is not None else (statement.text[:40], "compute")
         cause = statement.axis or cause
         if statement.axis:
@@ -236,9 +236,10 @@ def measured_line(program: Program, trace: Trace) -> tuple[Timeline, dict[str, f
 
 
 def _by_variable(program: Program) -> dict[str, Node | Group]:
-    """What each variable of the generated code stands for: a node, or the group it is in."""
+    """What each variable of the generated code stands for: a node, or the group it is in. A group's kernel has its name."""
     grouped = {n: g for g in program.groups for n in g.nodes}
-    return {f"t{name[1:]}": grouped.get(n, n) for n, name in node_names(program).items() if name[1:2].isdigit()}
+    named = {g.name: g for g in program.groups if g.kind == "fuse"}
+    return {**named, **{f"t{name[1:]}": grouped.get(n, n) for n, name in node_names(program).items() if name[1:2].isdigit()}}
 
 
 # --- what else could have been

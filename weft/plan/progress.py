@@ -63,9 +63,10 @@ def why(run: Run) -> str:
     """What takes longer, or less long, from the traced step: the causes that explain most of the difference."""
     if run.predicted is None or run.measured is None or not run.measured.causes_ms:
         return "no step was traced yet"
-    changes = parted(run.predicted.causes_ms, run.measured.causes_ms)
-    sign = 1 if run.step_ms > run.predicted.step_ms else -1
-    told = [f"{_means(k)} {'slower' if d > 0 else 'faster'} ({d:+,.1f} ms)" for k, d in changes if d * sign > 0.05 * abs(sum(d for _, d in changes))]
+    usual = run.step_ms / run.measured.step_ms  # a traced step is slower than others
+    changes = parted(run.predicted.causes_ms, {k: v * usual for k, v in run.measured.causes_ms.items()})
+    apart = run.step_ms - run.predicted.step_ms
+    told = [f"{_means(k)} {'slower' if d > 0 else 'faster'} ({d:+,.1f} ms)" for k, d in changes if d * apart > 0.05 * apart * apart]
     return ", ".join(told[:3]) or "the traced step shows no one cause; other work on this machine may slow it"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from weft.report.tags import Markup, join, tag
@@ -34,7 +35,18 @@ def fold(tensors: Sequence[Mapping[str, Any]]) -> list[Block]:
     for (head, index), own in layers.items():
         looks = (head, tuple((rest, tuple(t["shape"]), tuple(t["places"].items()), t["dtype"]) for rest, t in own.items()))
         groups.setdefault(looks if index >= 0 else (head, None), []).append((index, own))
-    return [_block(head, found) for (head, _), found in groups.items()]
+    return list(_joined([_block(head, found) for (head, _), found in groups.items()]))
+
+
+def _joined(blocks: Sequence[Block]) -> Iterator[Block]:
+    """Neighbours that are no layers as one block, each a part of it."""
+    for layered, run in groupby(blocks, key=lambda b: bool(b.layers)):
+        found = list(run)
+        if layered or len(found) == 1:
+            yield from found
+            continue
+        parts = {b.title: [{**t, "leaf": f"{m}.{t['leaf']}" if m else t["leaf"]} for m, own in b.parts.items() for t in own] for b in found}
+        yield Block("", (), parts)
 
 
 def _numbered(name: str) -> tuple[str, int, str]:
@@ -87,7 +99,7 @@ def _draw(
     block: Block, mesh: Mapping[str, int], states: Mapping[str, Any], longest: int, repeats: float, stages: Sequence[int]
 ) -> Markup:
     many = round(len(block.layers) * repeats) if block.layers else 1
-    head = [tag("b", block.title)]
+    head = [tag("b", block.title)] if block.title else []
     if many > 1:
         head.append(tag("span", f"{many} layers alike", cls="muted"))
     elif block.layers:
@@ -109,10 +121,14 @@ def _tensor(t: Mapping[str, Any], mesh: Mapping[str, int], state: Mapping[str, A
     apart = state is not None and state["places"] != t["places"]
     if apart:
         figures.append(tag("span", glyph(state, mesh, longest), cls="state", title="its optimizer state"))
-    chips = [chip(a, f"{a} {p}", _says(a, p, mesh)) for a, p in t["places"].items()]
+    chips = [tag("div", _chips(t["places"], mesh))] if t["places"] else []
     if apart:
-        chips += [chip(a, f"state {a} {p}", f"optimizer state: {_says(a, p, mesh)}") for a, p in state["places"].items()]  # type: ignore[index]
+        chips.append(tag("div", tag("small", "state"), _chips(state["places"], mesh)))  # type: ignore[index]
     return tag("figure", tag("div", figures, cls="glyphs"), tag("figcaption", t["leaf"], tag("br"), tag("small", shape), chips))
+
+
+def _chips(places: Mapping[str, str], mesh: Mapping[str, int]) -> list[Markup]:
+    return [chip(a, f"{a} {p}", _says(a, p, mesh)) for a, p in places.items()]
 
 
 def _says(axis: str, place: str, mesh: Mapping[str, int]) -> str:

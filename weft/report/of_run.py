@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from weft.cluster.spec import cluster
@@ -18,7 +19,9 @@ def of_run(run: Run) -> Facts:
     known: dict[str, Seen] = {k: v for k, v in seen.items() if v is not None}
     ranks = " × ".join(f"{a} {n}" for a, n in run.mesh.items())
     steps = len(run.steps.get("ms", ()))
-    about = f"{steps:,} steps under {run.plan} on {ranks} ({run.machine})." if run.plan else f"{steps:,} steps ({run.machine})."
+    about = f"{steps:,} steps under {run.plan} on {ranks} ({run.machine})."
+    if run.kind == "dynamic":
+        about = f"{steps:,} steps on graphs, {run.schedule.get('samples', 0):,} samples at a time ({run.machine})."
     return Facts(
         title=f"{run.name}, trained", about=about, figures=list(_figures(run)), plan=list(_plan(run)), says=list(run.says), mesh=run.mesh,
         held=run.tensors, communication=run.communication, views=_views(run, known),
@@ -55,6 +58,8 @@ def _plan(run: Run) -> Any:
         yield "sharded", f"zero{level}", f"{ZERO[level]} cut over the copies"
     if "sp" in words:
         yield "sequence parallel", "sp", "tokens cut between the products"
+    if run.schedule:
+        yield from _batching(run.schedule)
     if run.per_step:
         yield "a step", count(run.per_step), run.unit
     if run.flops:
@@ -63,6 +68,13 @@ def _plan(run: Run) -> Any:
         yield "program", run.program, "a hash of its text; equal hashes, equal programs"
     if run.cluster:
         yield "foreseen on", run.cluster, "the profile that priced it"
+
+
+def _batching(schedule: Mapping[str, Any]) -> Any:
+    least, batches = schedule["least"], schedule["batches"]
+    yield "policy", schedule["policy"], "what decides which vertices run together"
+    yield "batches", f"{batches:,}", "the fewest possible" if batches == least else f"at least {least:,} are needed"
+    yield "rows a batch", f"{schedule['vertices'] / max(1, batches):,.1f}", "vertices of one class that run together, on average"
 
 
 def _views(run: Run, known: dict[str, Seen]) -> list[View]:

@@ -11,6 +11,7 @@ MEANS = {
     "compute": "computing", "forward": "forward", "backward": "backward", "weight": "weight gradients", "host": "waiting for the host",
     "bubble": "waiting for other stages", "optimizer": "optimizer", FUSED: "update and its communication, one kernel",
     "input": "waiting for input", "rounds": "rounds forward", "back": "rounds backward", "rest": "all else",
+    "prepare": "schedule and index arrays", "loss": "loss and its gradient", "update": "weight gradients and update",
     **{axis: f"communication along {axis}" for axis in AXES},
 }  # fmt: skip
 
