@@ -25,7 +25,7 @@ from weft.rewrite.rulefile import parse_rule, show
 from weft.rewrite.schema import Schema, make_node
 
 QUICK = Effort(per_mesh=3, symbolic=0)
-FULL = Effort(per_mesh=10, symbolic=8, inner=True)
+FULL = Effort(per_mesh=10, symbolic=8, inner=True, every=True)
 Tell = Callable[[str], None]
 
 
@@ -88,7 +88,7 @@ def _judge(job: tuple[str, int, int, bool]) -> tuple[str, int, str, str]:
         if not wrong:
             return text, rung, ("proved" if rung == 3 else "proved up to size") + f", {len(done)} fresh instances", ""
         return text, 0, "refuted", wrong
-    found = prove(schema, Effort(FULL.per_mesh if full else 8, FULL.symbolic, seed, full))
+    found = prove(schema, Effort(FULL.per_mesh if full else 8, FULL.symbolic, seed, full, full))
     return text, found.rung, found.status, found.counterexample
 
 

@@ -246,12 +246,15 @@ def _calls(expr: Any) -> Iterator[Call]:
 
 
 def sample(
-    schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, *, inner: bool = False, patience: int = 6
+    schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, *, inner: bool = False, every: bool = False, patience: int = 6
 ) -> Iterator[Instance]:
-    """Some instances of a rule on every small mesh, from many fillings; gives up on a mesh after `patience` times as many."""
+    """Some instances of a rule on every small mesh, from many fillings; gives up on a mesh after `patience` times as many.
+
+    With `every`, the first filling that types on a mesh is tried in all layouts the types allow.
+    """
     for rank in (2, 3):  # matrices, and where those never type, stacks of them
         some = False
-        for instance in _sample(schema, forms, rng, per_site, inner, patience, rank):
+        for instance in _sample(schema, forms, rng, per_site, inner, every, patience, rank):
             some = True
             yield instance
         if some or schema.shapes:
@@ -259,7 +262,7 @@ def sample(
 
 
 def _sample(
-    schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, inner: bool, patience: int, rank: int
+    schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, inner: bool, every: bool, patience: int, rank: int
 ) -> Iterator[Instance]:
     some, untried = False, True
     for mesh, sizes in SITES:
@@ -267,15 +270,15 @@ def _sample(
         rng.shuffle(pools)
         if untried:  # every op, with every attribute, that may fill a hole is tried at least once
             pools = _one_of_each(pools)
-        left, share = per_site, -(-per_site // max(1, len(pools)))
+        left, share, drawn = per_site, -(-per_site // max(1, len(pools))), not every
         for k, setting in enumerate(pools):
             first = untried and k < len({s.bare for s in pools})
             if not first and (left <= 0 or some and k >= per_site * patience):
                 break
-            found = list(instances(setting, mesh, inner=inner, rng=rng, most=10 if some else 0))
-            taken = rng.sample(found, min(len(found), share))
-            left -= len(taken)
-            some = some or bool(taken)
+            found = list(instances(setting, mesh, inner=inner, rng=rng, most=10 if some and drawn else 0))
+            taken = rng.sample(found, min(len(found), share)) if drawn else found
+            left -= min(len(taken), share)
+            some, drawn = some or bool(taken), drawn or bool(taken)
             yield from taken
         untried = False
 

@@ -26,6 +26,7 @@ class Effort:
     symbolic: int = 6
     seed: int = 0
     inner: bool = False
+    every: bool = False  # all layouts of one filling on each mesh, not some
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def refute(schema: Schema, effort: Effort, forms: Sequence[Form]) -> tuple[list[
     """Instances tried without finding fault, or the first fault found as text."""
     rng = random.Random(effort.seed)
     done: list[Instance] = []
-    for k, instance in enumerate(sample(schema, forms, rng, effort.per_mesh, inner=effort.inner)):
+    for k, instance in enumerate(sample(schema, forms, rng, effort.per_mesh, inner=effort.inner, every=effort.every)):
         wrong = _fault(instance, effort.seed + k)
         if wrong is not None:
             return done, explain(schema, instance, wrong, effort.seed + k)
