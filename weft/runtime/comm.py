@@ -6,6 +6,8 @@ and since only late pieces are short, what is gathered is right after cutting of
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,13 @@ Span = tuple[int, int, int]  # elements before the cut part, its size, elements 
 REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@atexit.register
+def _let_go() -> None:
+    """gloo's threads drop their last tensors a moment after the wait, and one that does so while Python ends aborts the process."""
+    if dist.is_gloo_available():
+        time.sleep(0.1)
 
 
 class Pending:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
+import threading
 
 from weft.core.errors import RuntimeFault
 from weft.runtime import faults
@@ -25,6 +27,17 @@ def main() -> None:
         if board is None or not faults.is_lost_connection(error):
             raise
         leave(faults.LOST_A_PEER)
+    finish()
+
+
+def finish() -> None:
+    """End a script that ended well without taking the interpreter down: gloo's threads may still hold a tensor, and one that
+    lets go of it while Python ends aborts the process."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    leave(0)
 
 
 def leave(status: int) -> None:
