@@ -32,6 +32,8 @@ class Inference:
     def __init__(self, model: nn.Module, plan: str, example: Any, device: torch.device) -> None:
         self.captured = capture(model, example)
         named = Named.parse(plan)
+        if named.pp > 1 or named.micro or named.recompute:
+            raise PlanError("inference runs a batch whole", needed="a plan without pp, micro and recompute", found=plan)
         layouts, options = input_layouts(self.captured.program, named, {})
         self.program = place(self.captured.program, named.mesh, layouts, options)
         self.compiled = Compiled(self.program, device=device)

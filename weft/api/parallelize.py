@@ -6,7 +6,7 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from weft.api import auto
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
 from weft.api.noise import INPUT, Noise, Probe
+from weft.api.trust import Losses, exactly, guarded, require_exact, verified
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import R
 from weft.core.program import Program
@@ -26,9 +27,11 @@ from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.place import place
+from weft.plan.recompute import recomputed
 
 if TYPE_CHECKING:
     from weft.api.record import Recorder
+    from weft.rewrite.check import Report
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -50,6 +53,9 @@ def parallelize(
     noise: bool = False,
     record: str | None = None,
     progress: bool | None = None,
+    check: bool = True,
+    on_nan: str = "raise",
+    deterministic: bool = False,
 ) -> Step:
     """A training step under the plan. `example` is one global batch; `loss(model, batch)` gives a number.
 
@@ -57,6 +63,8 @@ def parallelize(
     wrote, or "auto": then `step.decision` says what was chosen and beside what. `pins` fix layouts of parameters, as in
     "layers.*.mlp.w1=tp:S(1)"; `others` are plans for `parallelize_module`, compared by name. With `noise`, `step.noise.scale` tells
     the gradient noise scale.
+    `check` compares the plan's program with the captured one before it runs. `on_nan` says what becomes of a step whose loss is no number:
+    "raise", "skip" (nothing changes, `step.skipped` counts them) or "ignore". `deterministic` gives the same bits on every run.
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
     if auto.is_file(plan):
@@ -71,13 +79,26 @@ def parallelize(
             found=str(named),
             try_=f"weft run -n {named.mesh.ranks} SCRIPT",
         )
+    if named is not None and named.micro_batches > 1:
+        from weft.api.pipelined import pipelined
+
+        if noise or record is not None or progress:
+            raise PlanError(f"{plan} is run in micro-batches", needed="no noise, record or progress with it", found="one of them")
+        how = {"accumulate": accumulate, "clip": clip, "precision": precision, "pins": pins, "guard": on_nan == "skip"}
+        step = pipelined(model, loss, optimizer, example, named, torch.device(device), seed, **how)
+        step.trust(on_nan, deterministic)
+        return step
     captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
+    captured = guarded(captured) if on_nan == "skip" else captured
+    captured = recomputed(captured) if named is not None and named.recompute else captured
     wish = auto.Wish(tuple(map(parse_pin, pins)), noise)
     own = {name: dtensor_pins(model, mine) for name, mine in (others or {}).items()}
     decision = auto.agree(captured, torch.device(device), wish, own) if named is None else None
     program = decision.program if decision else auto.prepare(captured, named, wish)
+    report = verified(captured.program, program) if check else None
     step = Step(captured, program, decision.named if decision else named, model, loss, optimizer, torch.device(device), seed)
-    step.decision = decision
+    step.decision, step.report = decision, report
+    step.trust(on_nan, deterministic)
     if record is not None or progress:
         step.record(record, progress=progress is not False)
     return step
@@ -103,18 +124,23 @@ class Step:
         self.steps = 0
         self.grad_norm: Tensor | None = None
         self.decision: auto.Decision | None = None
+        self.report: Report | None = None  # of the check of the plan
+        self.losses = Losses("ignore")
+        self.deterministic = False
         self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
         self._state = self._initial_state()
         self._eval: Compiled | None = None
         self.noise = Noise()
         self._probe = Probe(program, self.compiled.coords, self.noise, device) if INPUT in program.input_names else None
-        self._watch: Recorder | None = None
+        self.recorder: Recorder | None = None
 
     def _initial_state(self) -> dict[str, Tensor]:
         """This rank's part of parameters, buffers, constants and fresh optimizer state."""
         values = {**self.captured.parameters, **self.captured.buffers, **self.captured.constants}
         out = {}
         for name, node in self.program.input_names.items():
+            if not node.layout.present(self.compiled.coords):
+                continue  # another stage of the pipeline has it
             shape = node.layout.local_shape(self.compiled.coords)
             if name in self.captured.states:
                 out[name] = torch.zeros(shape, dtype=node.dtype, device=self.compiled.device)
@@ -132,8 +158,10 @@ class Step:
 
     def __call__(self, batch: Any) -> Tensor:
         """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
-        run = self.compiled if self._watch is None else self._watch.call
-        out = run({**self._state, **self._batch(batch), **self._numbers()})
+        run = self.compiled if self.recorder is None else self.recorder.call
+        given = self._batch(batch)
+        with exactly(self.deterministic):
+            out = run({**self._state, **given, **self._numbers()})
         if self._probe is not None:
             self._probe.take(out)
         for name, inp in self.program.state:
@@ -141,14 +169,26 @@ class Step:
                 self._state[inp] = out[name]
         self.steps += 1
         self.grad_norm = out.get("grad_norm")
+        self.losses.see(out["loss"], self.grad_norm, self.steps, given)
         return out["loss"]
+
+    def trust(self, on_nan: str, deterministic: bool) -> None:
+        """What is done about losses that are no number, and whether every run must give the same bits."""
+        if deterministic:
+            require_exact(self.compiled.device)
+        self.losses, self.deterministic = Losses(on_nan), deterministic
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose loss was no number and which changed nothing."""
+        return self.losses.skipped
 
     def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> Recorder:
         """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
         from weft.api.record import Recorder
 
-        self._watch = Recorder(self, folder, cluster, progress)
-        return self._watch
+        self.recorder = Recorder(self, folder, cluster, progress)
+        return self.recorder
 
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""
@@ -193,7 +233,7 @@ class Step:
         """What changes from step to step by itself: learning rates, the step count, the seed of dropout."""
         rates = {f"lr.{i}": g["lr"] for i, g in enumerate(self.optimizer.param_groups)}
         values = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in rates.items()}
-        values |= {"step": torch.tensor(self.steps), "seed": torch.tensor(self.seed + self.steps)}
+        values |= {"step": torch.tensor(self.steps - self.skipped), "seed": torch.tensor(self.seed + self.steps)}
         own = {n: v.to(self.compiled.device) for n, v in values.items() if n in self.program.input_names}
         return own | (self._probe.inputs() if self._probe is not None else {})
 
@@ -204,6 +244,12 @@ class Step:
         """This rank's part of every parameter, buffer and optimizer tensor, by name."""
         return self._state
 
+    @property
+    def state_names(self) -> list[str]:
+        """Everything in the state of any rank."""
+        known = {**self.captured.states, **self.captured.parameters, **self.captured.buffers, **self.captured.constants}
+        return [n for n in self.program.input_names if n in known]
+
     def checkpoints(self, folder: str, keep: int = 2) -> Store:
         """Where to save and restore: `store = step.checkpoints(folder); store.restore(); ...; store.save(wait=False)`."""
         return Store(folder, self, keep)
@@ -211,11 +257,11 @@ class Step:
     def full(self, name: str) -> Tensor:
         """A state tensor whole, on every rank. Every rank must ask."""
         node = self.program.input_names[name]
-        return gathered(node.layout, self._state[name], self.compiled)
+        return gathered(node.layout, self._state.get(name), self.compiled)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
-        names = [n for n in self._state if not n.startswith("constant.")]
+        names = [n for n in self.state_names if not n.startswith("constant.")]
         return {n: self.full(n) for n in names} | {"steps": torch.tensor(self.steps)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -231,11 +277,19 @@ class Step:
                 self._state[n] = self._local(n, state[n]).clone()
         self.steps = int(state["steps"])
 
+    def take_state(self, other: Step) -> None:
+        """Go on where another step of the same model is. Held alike, tensors are taken as they are; else every rank must ask."""
+        mine, theirs = self.program.input_names, other.program.input_names
+        if all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
+            self._state, self.steps = {n: other._state[n] for n in self._state}, other.steps
+        else:
+            self.load_state_dict(other.state_dict())
+
     def sync_model(self) -> nn.Module:
         """The user's module with the trained values in it; every rank must ask."""
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         with torch.no_grad():
-            for name in self._state:
+            for name in self.state_names:
                 kind, _, key = name.partition(".")
                 if kind in ("param", "buffer"):
                     own[key].copy_(self.full(name))
@@ -248,16 +302,18 @@ class Step:
 
         The step is tried on a copy of the state; nothing changes. The batch must be a global one.
         """
-        whole = {n: self.full(n) for n in self._state}
+        whole = {n: self.full(n) for n in self.state_names}
         inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in named_batch(batch).items()}, **self._numbers()}
         want = interp.run_global(self.captured.program, {n: inputs[n] for n in self.captured.program.input_names})
         copies = {n: x.clone() for n, x in self._state.items()}
         got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
-        worst = 0.0
-        for name, node in ((n, x) for n, x in self.program.outputs if n in want):
-            value = gathered(node.layout, got[name], self.compiled)
-            if value.is_floating_point():
-                worst = max(worst, float((value - want[name]).abs().max() / want[name].abs().max().clamp(min=1e-12)))
+        shared = [(name, node) for name, node in self.program.outputs if name in want]
+        return self._close([(gathered(node.layout, got[name], self.compiled), want[name]) for name, node in shared], tolerance)
+
+    def _close(self, pairs: Iterable[tuple[Tensor, Tensor]], tolerance: float) -> float:
+        """The largest relative difference between what was found and what was wanted; too large a one is refused."""
+        floats = [(x, y) for x, y in pairs if x.is_floating_point()]
+        worst = max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-12)) for x, y in floats)
         if not worst <= tolerance:
             raise RuntimeFault(
                 f"the step under {self.plan} does not equal one device",
@@ -267,13 +323,15 @@ class Step:
         return worst
 
 
-def gathered(layout: Any, local: Tensor, compiled: Compiled) -> Tensor:
-    """A value whole on every rank, from what each holds."""
-    if not dist.is_initialized() or all(layout.where_cut(a) is None for a in layout.mesh.axes):
+def gathered(layout: Any, local: Tensor | None, compiled: Compiled) -> Tensor:
+    """A value whole on every rank, from what each holds, if anything."""
+    everywhere = all(layout.where_cut(a) is None for a in layout.mesh.axes) and not layout.held
+    if local is not None and (not dist.is_initialized() or everywhere):
         return local
     parts: list[Any] = [None] * layout.mesh.ranks
-    dist.all_gather_object(parts, local.cpu())
-    return interp.denote(parts, _typed(layout, local), tolerance=1e-5).to(local.device)
+    dist.all_gather_object(parts, None if local is None else local.cpu())
+    some = next(x for x in parts if x is not None)
+    return interp.denote(parts, _typed(layout, some), tolerance=1e-5).to(compiled.device)
 
 
 def _typed(layout: Any, local: Tensor) -> Any:

@@ -5,7 +5,7 @@ The state is that of the update program, which every rank has; between two updat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from weft import interp
 from weft.api.compiled import Compiled
 from weft.api.parallelize import Step, gathered
 from weft.api.runner import Runner, Values
+from weft.api.trust import exactly, guarded
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout
 from weft.core.node import Type
@@ -27,22 +28,49 @@ from weft.ops.comm import reshard
 from weft.ops.source import input_node
 from weft.plan.line import Placed, lay, place_stage, spread
 from weft.plan.named import Named, input_layouts
+from weft.plan.pins import parse_pin, resolve
 from weft.plan.pipeline import Action, orders
+from weft.plan.place import Placements
 from weft.plan.recompute import recomputed_stage
 from weft.plan.split import LOSS_SUM, Forward, chosen_borders, program_of, split, update
 from weft.runtime.agree import require_same
+from weft.runtime.messages import Messages
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def pipelined(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, example: Any, plan: Named, accumulate: int,
-              clip: float | None, precision: torch.dtype | None, device: torch.device, seed: int) -> PipelinedStep:  # fmt: skip
+def pipelined(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    example: Any,
+    plan: Named,
+    device: torch.device,
+    seed: int,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    precision: torch.dtype | None = None,
+    pins: Sequence[str] = (),
+    guard: bool = False,
+) -> PipelinedStep:
     """The step of a plan in micro-batches; `accumulate` says how many where the plan does not."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
-        raise PlanError(f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}")
+        raise PlanError(
+            f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
+        )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
     captured = capture(model, micro_batch(example, 0, plan.micro_batches), loss, optimizer, clip=clip, precision=precision)
-    return PipelinedStep(captured, plan, model, loss, optimizer, device, seed)
+    if not captured.gradients:
+        raise PlanError(
+            f"{plan} needs gradients that follow from the forward pass",
+            needed="a model without autograd functions of its own",
+            found="one that was traced together with its backward pass",
+            try_="a plan without pp and micro",
+        )
+    shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
+    pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
+    return PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, guard)
 
 
 def micro_batch(batch: Any, k: int, parts: int) -> Any:
@@ -65,24 +93,29 @@ def micro_batch(batch: Any, k: int, parts: int) -> Any:
 class PipelinedStep(Step):
     """Forward and backward in micro-batches by a schedule, then one update."""
 
-    def __init__(self, captured: Captured, plan: Named, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer,
-                 device: torch.device, seed: int) -> None:  # fmt: skip
-        if not captured.gradients:
-            raise PlanError(
-                f"{plan} needs gradients that follow from the forward pass",
-                needed="a model without autograd functions of its own",
-                found="one that was traced together with its backward pass",
-                try_="a plan without pp and micro",
-            )
-        self.held, self.options = input_layouts(captured.program, plan, captured.states)
+    def __init__(
+        self,
+        captured: Captured,
+        plan: Named,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        seed: int,
+        pinned: Mapping[str, Placements] | None = None,
+        guard: bool = False,
+    ) -> None:
+        self.held, self.options = input_layouts(captured.program, plan, captured.states, pinned)
         self.chosen = chosen_borders(captured, plan.stages)
         stages = split(captured, plan.stages, plan.micro_batches, self.chosen)
         if plan.recompute:
             stages = tuple(recomputed_stage(s, plan.schedule == "zero-bubble") for s in stages)
-        self.line = lay(captured, stages, plan, self.held, self.options)
+        self.line = lay(captured, stages, plan, self.held, self.options, guarded if guard else None)
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)
-        self.runner = Runner(self.line.stages, orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks), self.compiled)
+        self.messages = Messages(plan.mesh.groups("pp"), device) if plan.pp > 1 else None
+        order = orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
+        self.runner = Runner(self.line.stages, order, self.compiled, self.messages)
         self._spread = self._spreader(self.line.stages)
         self._batch_types = _batch_types(self.line.stages)
         self._evaluate: _Evaluation | None = None
@@ -103,12 +136,16 @@ class PipelinedStep(Step):
 
     def __call__(self, batch: Any) -> Tensor:
         """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
-        out = self._step(batch, self._state)
+        before, skipped = {n: x for n, x in self._state.items() if n.startswith("buffer.")}, self.skipped
+        with exactly(self.deterministic):
+            out = self._step(batch, self._state)
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
         self.steps += 1
         self.grad_norm = out.get("grad_norm")
+        self.losses.see(out["loss"], self.grad_norm, self.steps, named_batch(batch))
+        self._state |= before if self.skipped > skipped else {}
         return out["loss"]
 
     def _step(self, batch: Any, state: Values) -> Values:
@@ -212,7 +249,7 @@ class _Evaluation:
         stages = split(self.captured, plan.stages, 1, _again(self.captured, plan.stages, step.chosen))
         self.stages = tuple(place_stage(s, plan, held, options, laid) for s in stages)
         order = tuple(tuple(Action("forward", c, 0) for c in range(plan.chunks)) for _ in range(plan.pp))
-        self.runner = Runner(self.stages, order, step.compiled)
+        self.runner = Runner(self.stages, order, step.compiled, step.messages)
         self.spread = step._spreader(self.stages)
         self.types = _batch_types(self.stages)
         self.last = Compiled(_settled(self.stages), step.compiled.device_mesh, step.compiled.device)

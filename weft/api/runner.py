@@ -19,15 +19,13 @@ Values = dict[str, Tensor]
 class Runner:
     """This rank's stages, compiled. `like` is any program of the step: its groups and device are shared."""
 
-    def __init__(self, stages: Sequence[Placed], orders: Sequence[Order], like: Compiled) -> None:
-        self.stages, self.orders, self.like = stages, orders, like
+    def __init__(self, stages: Sequence[Placed], orders: Sequence[Order], like: Compiled, messages: Messages | None) -> None:
+        self.stages, self.orders, self.like, self.messages = stages, orders, like, messages
         self.me = like.coords.get("pp", 0)
         self.turns = {s.number: [self._compiled(p) for p in s.turns] for s in stages if s.rank == self.me}
         self.later = {g: {n for c in turns[1:] for n in c.program.input_names} for g, turns in self.turns.items()}
         self.makers = {n: s.number for s in stages for n in s.types if n in s.turns[0].output_names}
         self.routes = {(s.number, kind): self._readers(s.number, kind) for s in stages for kind in ("forward", "backward", "weight")}
-        sent = [(self._rank(src), self._rank(dst)) for src in range(len(orders)) for dst, *_ in self._messages(src)]
-        self.messages = Messages(sent, like.device) if sent else None
         self._here: dict[Hashable, list[Tensor]] = {}  # messages between two stages of this rank
 
     def _compiled(self, program: Any) -> Compiled:

@@ -6,8 +6,8 @@ the way, and gathered on the far side, so each byte is sent once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from weft.core.errors import LayoutError, PlanError
 from weft.core.layout import Layout, O, P, Placement, S
@@ -53,8 +53,15 @@ class Line:
         return "\n".join([p.text for s in self.stages for p in s.turns] + [self.update.text])
 
 
-def lay(captured: Captured, stages: Sequence[Stage], named: Named, held: Held, options: Options) -> Line:
-    """Every stage placed, and the update with the state at the ranks that read it."""
+def lay(
+    captured: Captured,
+    stages: Sequence[Stage],
+    named: Named,
+    held: Held,
+    options: Options,
+    guard: Callable[[Captured], Captured] | None = None,
+) -> Line:
+    """Every stage placed, and the update, guarded if told how, with the state at the ranks that read it."""
     homes = homes_of(captured, stages, named)
     if named.zero >= 2:  # gradients in slices, as the state they go into
         held = {**held, **{f"d.{param}": held[state] for state, param in captured.states.items() if state in held}}
@@ -65,6 +72,7 @@ def lay(captured: Captured, stages: Sequence[Stage], named: Named, held: Held, o
     where = {name: placed[int(name.rsplit(".", 1)[1])].rank for name in given if name.startswith("d.")}
     layouts = {n: {**held.get(n, {}), **at(named, homes.get(n))} for n in captured.program.input_names if n in homes}
     program = update(captured, sources, named.micro_batches, lambda name: where.get(name, homes.get(name)))
+    program = guard(replace(captured, program=program)).program if guard is not None else program
     inputs = {**{n: p for n, p in layouts.items() if n in program.input_names}, **given}
     return Line(named, tuple(placed), place(program, named.mesh, inputs, options), homes)
 

@@ -3,6 +3,11 @@
 `dp2,pieces3` deals the batch in three equal pieces by torch.chunk's rule, two to the first rank and one to the last: the
 last may then be slower. It is a layout like any other, so the step still equals one process.
 
+`pp4,zero-bubble,micro8` cuts the layers into four stages and the batch into eight micro-batches. `1f1b` is the schedule where none
+is named; `interleaved` gives a rank two runs of layers, or as many as `virtual4` says; `micro8` without `pp` accumulates.
+`recompute` keeps of a repeated block only its inputs, and runs it again before its backward pass. `cp2,ring` gathers keys in chunks
+beside the attention that reads them; `cp2,a2a` brings heads to the ranks instead of keys.
+
 Tensor parallelism is found, not configured: a weight is cut by columns, the cut is followed through the ops that keep it, and
 where it ends in a product with another weight, that one is cut by rows. Where it ends anywhere else the weight stays whole.
 """
@@ -20,7 +25,10 @@ from weft.core.program import Program
 from weft.ops.registry import ONE, Kind, equation_of
 from weft.plan.place import Options, Placements
 
-AXES = ("dp", "cp", "ep", "tp")
+AXES = ("pp", "dp", "cp", "ep", "tp")
+NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+WORDS = ("sp", "recompute", "ring", "a2a", *SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -34,27 +42,64 @@ class Named:
     zero: int = 0
     sp: bool = False
     pieces: int = 0  # that the batch is dealt in along dp; as many as there are copies where it is 0
+    pp: int = 1
+    schedule: str = "1f1b"
+    micro: int = 0  # micro-batches; twice as many as there are stages where it is 0
+    virtual: int = 0  # runs of layers on each rank of the pipeline
+    recompute: bool = False
+    ring: bool = False  # keys gathered along cp in chunks, beside the attention
+    a2a: bool = False  # heads cut along cp during the attention
 
     @staticmethod
     def parse(text: str) -> Named:
-        values: dict[str, int | bool] = {}
+        values: dict[str, int | bool | str] = {}
         for word in filter(None, re.split(r"[,\s]+", text.strip())):
-            m = re.fullmatch(r"(dp|cp|ep|tp|zero|pieces)(\d+)|(sp)", word)
+            m = re.fullmatch(rf"({'|'.join(NUMBERS)})=?(\d+)|({'|'.join(WORDS)})", word)
             if m is None:
-                raise PlanError(f"no plan {text!r}", needed="words such as dp2, tp2, cp2, ep2, zero1, sp, joined by commas", found=word)
-            values[m[3] or m[1]] = True if m[3] else int(m[2])
-        if values.get("zero", 0) > 3 or any(v == 0 for k, v in values.items() if k != "zero"):
+                raise PlanError(
+                    f"no plan {text!r}",
+                    needed=f"numbers such as dp2 of {', '.join(NUMBERS)}, and words of {', '.join(WORDS)}, joined by commas",
+                    found=word,
+                )
+            values |= {"schedule": word} if word in SCHEDULES else {m[3] or m[1]: True if m[3] else int(m[2])}
+        if int(values.get("zero", 0)) > 3 or any(v == 0 for k, v in values.items() if k != "zero"):
             raise PlanError(f"no plan {text!r}", needed="degrees of 1 or more, and zero0 to zero3", found=text)
-        return Named(**values)  # type: ignore[arg-type]
+        return Named(**values)._checked(text, "schedule" in values)  # type: ignore[arg-type]
+
+    def _checked(self, text: str, ordered: bool) -> Named:
+        if self.pp == 1 and ordered:
+            raise PlanError(f"no plan {text!r}", needed=f"pp2 or more for {self.schedule}", found="one stage")
+        if self.virtual > 1 and self.schedule != "interleaved":
+            raise PlanError(f"no plan {text!r}", needed="interleaved, where a rank has several runs of layers", found=self.schedule)
+        if self.schedule == "interleaved" and self.micro_batches % self.pp:
+            near = -(-self.micro_batches // self.pp) * self.pp
+            raise PlanError(
+                f"no plan {text!r}", needed=f"micro-batches in rounds of {self.pp}", found=str(self.micro_batches), try_=f"micro{near}"
+            )
+        return self
 
     @property
     def mesh(self) -> Mesh:
         return Mesh(**{a: getattr(self, a) for a in AXES if getattr(self, a) > 1 or a == "dp"})
 
+    @property
+    def micro_batches(self) -> int:
+        return self.micro or (2 * self.pp if self.pp > 1 else 1)
+
+    @property
+    def chunks(self) -> int:
+        """Runs of layers on each rank of the pipeline."""
+        return self.virtual or (2 if self.schedule == "interleaved" else 1)
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
     def __str__(self) -> str:
         words = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if f.name in AXES and getattr(self, f.name) > 1]
-        more = [f"{w}{n}" for w, n in (("zero", self.zero), ("pieces", self.pieces)) if n]
-        return ",".join(words + more + (["sp"] if self.sp else [])) or "dp1"
+        words += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []
+        numbers = [f"{w}{getattr(self, w)}" for w in ("zero", "pieces", "micro", "virtual") if getattr(self, w)]
+        return ",".join(words + numbers + [w for w in ("sp", "recompute", "ring", "a2a") if getattr(self, w)]) or "dp1"
 
 
 def input_layouts(
@@ -80,7 +125,8 @@ def input_layouts(
         for name in sharded:
             held[name] = _also_cut(program.input_names[name], held.get(name, {}), named)
     scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
-    return held, Options(scatter)  # type: ignore[return-value]
+    turn = frozenset({"cp"}) if named.a2a and named.cp > 1 else frozenset()
+    return held, Options(scatter, turn=turn)  # type: ignore[return-value]
 
 
 def _batch(node: Node, named: Named) -> dict[str, Placement]:

@@ -3,7 +3,8 @@
 For every op and every mesh axis the candidates are: all operands whole; cut the label some operand is already cut along; let a
 pending sum pass, where the op is linear in it. The cheapest in bytes moved is taken, and whatever an operand lacks is
 brought by explicit communication. State leaves in the layout it came in, so storing optimizer state in slices makes a
-step ZeRO-1, and storing parameters in slices makes it ZeRO-3; no rule says so.
+step ZeRO-1, and storing parameters in slices makes it ZeRO-3; no rule says so. Operands held by different ranks of an axis (O)
+are sent to one of them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
-from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S
+from weft.core.layout import Layout, Mesh, O, P, Placement, R, Replicated, S
 from weft.core.node import Node, Type, make
 from weft.core.program import Program, new_program
 from weft.ops.comm import reshard
-from weft.ops.registry import ONE, Equation, arg_sets
+from weft.ops.registry import ONE, Equation, Kind, arg_sets
 from weft.ops.source import input_node
 
 Placements = Mapping[str, Placement]
@@ -27,10 +29,15 @@ Choose = Callable[[str, Type], Placements]
 
 @dataclass(frozen=True)
 class Options:
-    """`scatter` are axes along which a pending sum that must be done may leave its value cut (sequence parallelism)."""
+    """`scatter` are axes along which a pending sum that must be done may leave its value cut (sequence parallelism).
+
+    `turn` are axes along which an op kept whole that would have to gather, as attention does its keys, is cut along another dim
+    instead, its operands brought there and its results back by all_to_all (context parallelism over heads).
+    """
 
     scatter: frozenset[str] = frozenset()
     scatter_dim: int = -2
+    turn: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -41,13 +48,33 @@ class _Way:
     cost: float
 
 
-def place(program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: Options | None = None) -> Program:
-    """The program on the mesh. Inputs not named are whole on every rank."""
-    return _Placer(program, mesh, inputs, options or Options()).run()
+def place(
+    program: Program,
+    mesh: Mesh,
+    inputs: Mapping[str, Placements],
+    options: Options | None = None,
+    *,
+    outputs: Mapping[str, Placements] | None = None,
+    arrivals: Mapping[str, Placements] | None = None,
+) -> Program:
+    """The program on the mesh. Inputs not named are whole on every rank.
+
+    Outputs named in `outputs` are held as told there and, along other axes, as they come; others are whole or as their state.
+    Inputs named in `arrivals` are first brought to other placements, such as a value that was sent in slices.
+    """
+    return _Placer(program, mesh, inputs, options or Options(), outputs or {}, arrivals or {}).run()
 
 
 class _Placer:
-    def __init__(self, program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: Options) -> None:
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        inputs: Mapping[str, Placements],
+        options: Options,
+        outputs: Mapping[str, Placements],
+        arrivals: Mapping[str, Placements],
+    ) -> None:
         unknown = [n for n in inputs if n not in program.input_names]
         if unknown:
             raise PlanError(
@@ -56,8 +83,9 @@ class _Placer:
                 found=unknown[0],
             )
         self.program, self.mesh, self.options = program, mesh, options
-        self.inputs = inputs
+        self.inputs, self.outputs, self.arrivals = inputs, outputs, arrivals
         self.made: dict[Node, Node] = {}
+        self.home: dict[Node, list[Layout]] = {}  # where the results of an op that was turned belong
 
     def run(self) -> Program:
         new_inputs = [self._input(n) for n in self.program.inputs]
@@ -75,11 +103,14 @@ class _Placer:
             layout = Layout.of(self.mesh, node.shape, self.inputs.get(name, {}))
         except LayoutError as e:
             raise PlanError(f"input {name!r} cannot be held so", needed=e.needed, found=e.found or str(self.inputs[name])) from e
-        self.made[node] = input_node(name, Type(node.dtype, layout))
-        return self.made[node]
+        new = input_node(name, Type(node.dtype, layout))
+        self.made[node] = reshard(new, Layout.of(self.mesh, node.shape, self.arrivals[name])) if name in self.arrivals else new
+        return new
 
     def _output(self, name: str, node: Node, state: Mapping[str, str]) -> Node:
         value = self.made[node]
+        if name in self.outputs:
+            return reshard(value, Layout.of(self.mesh, node.shape, {**value.layout.placements, **self.outputs[name]}))  # type: ignore[no-any-return]
         home = self.program.input_names.get(state.get(name, ""))
         want = self.made[home].layout if home is not None else Layout.of(self.mesh, node.shape)
         return reshard(value, want)  # type: ignore[no-any-return]
@@ -90,7 +121,12 @@ class _Placer:
         args = [self.made[a] for a in node.args]
         attrs = {k: self.mesh.key if k == "mesh" else v for k, v in node.attrs}
         if len(args) == 1 and len(args[0].types) > 1:
-            return make(node.op, tuple(args), attrs)
+            item = make(node.op, tuple(args), attrs)
+            return reshard(item, self.home[args[0]][node.attr("index")]) if args[0] in self.home else item
+        for axis in self.options.turn:
+            turned = self._turned(axis, node, args, attrs)
+            if turned is not None:
+                return turned
         for ways in self._candidates(node, args):
             try:
                 return make(node.op, tuple(reshard(a, w) for a, w in zip(args, ways, strict=True)), attrs)
@@ -103,6 +139,25 @@ class _Placer:
             where=self.program.lines.get(node),
         )
 
+    def _turned(self, axis: str, node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node | None:
+        """The op cut along another of its dims, where it would have to gather along the axis."""
+        if node.op.kind is not Kind.WHOLE or node.op.equation is None:
+            return None
+        eq = node.op.equation(tuple(a.type for a in args), dict(node.attrs))
+        here = [a.type.on(axis) for a in args]
+        seq = {eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S)}
+        if not seq or min(w.cost for w in self._ways(axis, node, eq, args)) == 0:
+            return None
+        for label in _other_labels(eq, seq):
+            try:
+                new = make(node.op, tuple(reshard(a, _moved(a.layout, axis, eq.ins[k], {label})) for k, a in enumerate(args)), attrs)
+                home = [_moved(t.layout, axis, out, seq) for t, out in zip(new.types, eq.outs, strict=True)]
+            except (TypeMismatch, LayoutError):
+                continue
+            self.home[new] = home
+            return new if len(home) > 1 else reshard(new, home[0])
+        return None
+
     def _candidates(self, node: Node, args: Sequence[Node]) -> Iterable[list[Layout]]:
         """Layouts to bring the operands to, the likeliest first, all whole last."""
         if node.op.equation is not None:
@@ -114,6 +169,7 @@ class _Placer:
                     yield layouts
         else:
             yield from self._gathered_one_by_one(args)
+        yield [Layout.of(self.mesh, a.shape, {x: p for x, p in a.layout.held if isinstance(p, O)}) for a in args]
         yield [Layout.of(self.mesh, a.shape) for a in args]
 
     def _gathered_one_by_one(self, args: Sequence[Node]) -> Iterable[list[Layout]]:
@@ -128,6 +184,8 @@ class _Placer:
         """Every way the axis may hold the operands, cheapest first."""
         n = self.mesh.size(axis)
         here = [a.type.on(axis) for a in args]
+        if any(isinstance(h, O) for h in here):
+            return _at_one_root(here, args, n)
         ways = [_way(tuple(R for _ in args), here, args, axis, n, whole=True)]
         labels = dict.fromkeys(eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S))
         for label in labels:
@@ -151,6 +209,32 @@ class _Placer:
         label = eq.label(k, dim)
         kept = label not in eq.whole and label != ONE and label in eq.outs[0]
         return [_way(_cut_places(eq, label, here, args), here, args, axis, n)] if kept else []
+
+
+def _other_labels(eq: Equation, seq: set[str]) -> list[str]:
+    """Dims that every result and every operand without stretched dims has, the innermost first."""
+    large = [labels for labels in eq.ins if labels and ONE not in labels]
+    kept = [x for x in reversed(eq.outs[0]) if x not in eq.whole and x not in seq]
+    return [x for x in kept if all(x in labels for labels in (*eq.outs, *large))]
+
+
+def _moved(layout: Layout, axis: str, labels: Sequence[str], onto: set[str]) -> Layout:
+    """The axis taken from where it cuts and put on the dim of one of some labels, if there is one; parts must be equal."""
+    dim = next((d for d, x in enumerate(labels) if x in onto), None)
+    layout = layout.uncut(axis) if dim is None else layout.uncut(axis).cut(axis, dim)
+    if not layout.is_even:
+        raise LayoutError("parts that differ in size", needed="equal parts", found=str(layout))
+    return layout
+
+
+def _at_one_root(here: Sequence[Placement], args: Sequence[Node], n: int) -> list[_Way]:
+    """What several ranks hold, sent to one of them, or to all."""
+    roots = dict.fromkeys(h for h in here if isinstance(h, O))
+    size = [math.prod(a.layout.largest_local) * a.dtype.itemsize if isinstance(h, O) else 0 for h, a in zip(here, args, strict=True)]
+    ways = [
+        _Way(tuple(r if isinstance(h, O) else h for h in here), sum(s for h, s in zip(here, size, strict=True) if h != r)) for r in roots
+    ]
+    return sorted([*ways, _Way(tuple(R for _ in here), sum(size) * (n - 1))], key=lambda w: w.cost)
 
 
 def _cut_places(eq: Equation, label: str, here: Sequence[Placement], args: Sequence[Node]) -> tuple[Placement, ...]:

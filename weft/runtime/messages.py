@@ -1,12 +1,12 @@
-"""Messages between pipeline stages: sent at once, received in the order they were sent, over a group of their own per direction.
+"""Messages between pipeline stages: sent at once, and received in the order they were sent.
 
-Two ranks agree on the order of the messages from one to the other beforehand, since both know both schedules. A group per
-direction means that a message never waits for one that goes the other way, whatever the backend.
+Two ranks agree on the order of the messages from one to the other beforehand, since both know both schedules. What goes to higher
+ranks has a group of its own, and what goes to lower ones: a message never waits for one that goes the other way, whatever the backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,16 @@ import torch.distributed as dist
 from weft.core.errors import RuntimeFault
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of one tensor of a message
-Way = tuple[int, int]  # from a rank to a rank, of the world
 AHEAD = 1  # messages asked for before they are needed
 
 
 class Messages:
     """The messages of one rank. A message is a key and tensors; both ends know the tensors' shapes."""
 
-    def __init__(self, ways: Iterable[Way], device: torch.device) -> None:
+    def __init__(self, lines: Sequence[Sequence[int]], device: torch.device) -> None:
+        """`lines` are the ranks of every pipeline there is; all ranks must make theirs together."""
         self.rank, self.device = dist.get_rank(), device
-        # every rank makes its groups in the same order, so that none waits in a circle
-        self.groups = {w: dist.new_group(sorted(w), use_local_synchronization=True) for w in sorted(set(ways)) if self.rank in w}
+        self._up, self._down = (dist.new_subgroups_by_enumeration([list(line) for line in lines])[0] for _ in range(2))
         self._expected: dict[int, list[tuple[Hashable, Sequence[Spec]]]] = {}
         self._asked: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         self._sent: list[tuple[Any, torch.Tensor]] = []
@@ -38,7 +37,7 @@ class Messages:
 
     def send(self, to: int, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; the tensors are kept until they are gone."""
-        group = self.groups[self.rank, to]
+        group = self._up if to > self.rank else self._down
         self._sent = [(w, x) for w, x in self._sent if not w.is_completed()]
         self._sent += [(dist.isend(x, to, group=group), x) for x in (t.contiguous() for t in tensors)]
 
@@ -58,8 +57,9 @@ class Messages:
     def _ask(self, source: int, count: int) -> None:
         waiting, self._expected[source] = self._expected[source][:count], self._expected[source][count:]
         for key, specs in waiting:
+            group = self._up if source < self.rank else self._down
             buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs]
-            self._asked[key] = [(dist.irecv(x, source, group=self.groups[source, self.rank]), x) for x in buffers]
+            self._asked[key] = [(dist.irecv(x, source, group=group), x) for x in buffers]
 
     def finish(self) -> None:
         """Wait until all that was sent is gone."""
