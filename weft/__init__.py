@@ -80,6 +80,7 @@ _PUBLIC = {
     ),
     "weft.autodiff": ("grad", "vjp"),
     "weft.frontend.capture": ("capture",),
+    "weft.api.module": ("parallelize_module",),
     "weft.api.parallelize": ("parallelize",),
     "weft.api.compile": ("compile",),
     "weft.schedule": (

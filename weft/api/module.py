@@ -1,0 +1,310 @@
+"""`weft.parallelize_module(model, plan, example)`: for a user who keeps the training loop.
+
+The model comes back with DTensor parameters, held as the plan says; its forward and backward passes are weft's programs, inside one
+autograd function. Losses, optimizers, schedulers and checkpoints stay torch's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from weft import interp
+from weft.api.checkpoint import as_dtensor
+from weft.api.compiled import Compiled
+from weft.api.trust import verified
+from weft.core.dtensor import to_placements
+from weft.core.errors import PlanError, RuntimeFault
+from weft.core.layout import Layout, Placement, S
+from weft.core.program import Program
+from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.model import capture_step
+from weft.frontend.capture.recorder import readable
+from weft.frontend.capture.step import named_batch
+from weft.plan.named import Named, input_layouts
+from weft.plan.place import place
+from weft.plan.turns import in_turn
+
+GIVEN, CTS, OUT, GRAD = "batch.given", "batch.cts", "out.out", "out.grads"
+
+
+def parallelize_module(
+    model: nn.Module, plan: str, example: Any, *, device: str | torch.device = "cpu", seed: int = 0, check: bool = True
+) -> nn.Module:
+    """The model with sharded parameters and weft's forward and backward. `example` is one global batch, as the model takes it.
+
+    Call it with a global batch or with this rank's part of one. It gives DTensors of the global results: `.full_tensor()` is whole,
+    `.to_local()` this rank's part. `zero3` holds parameters in slices; where optimizer state is, the optimizer's DTensors say.
+    """
+    named = _named(plan)
+    sharded = Sharded(model, named, example, torch.device(device), seed, check)
+    sharded.adopt()
+    return model
+
+
+def _named(plan: str) -> Named:
+    named = Named.parse(plan)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if named.mesh.ranks != world:
+        tip = f"weft run -n {named.mesh.ranks} SCRIPT"
+        raise PlanError(f"plan {plan!r} is for {named.mesh.ranks} processes", needed=f"a plan for {world}", found=str(named), try_=tip)
+    if named.zero in (1, 2) or named.micro_batches > 1:
+        raise PlanError(
+            f"plan {plan!r} needs the optimizer step",
+            needed="dp, tp, sp, cp, ep and zero3: what concerns the model alone",
+            found=plan,
+            try_="weft.parallelize, which has the step too",
+        )
+    return named
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One mode of the model as programs: forward, and backward where it learns; how its results were nested."""
+
+    captured: Captured
+    forward: Program
+    backward: Program | None
+    outs: tuple[str, ...]  # the results, in order, by output name
+    nest: TreeSpec
+
+
+class Sharded:
+    """A module's passes on this rank, and what it calls instead of its own forward."""
+
+    def __init__(self, model: nn.Module, plan: Named, example: Any, device: torch.device, seed: int, check: bool) -> None:
+        self.model, self.plan, self.device, self.seed = model, plan, device, seed
+        self.example, self.calls = example, 0
+        self.signature = inspect.signature(model.forward)
+        self.names = {readable(f"param.{n}"): n for n, _ in model.named_parameters()}
+        self.passes = {mode: self._passes(mode, check) for mode in (True, False)}
+        self._compiled: dict[str, Compiled] = {}
+        self._mesh: Any = None
+
+    # -- programs ----------------------------------------------------------------------------------------------------------------
+
+    def _passes(self, learning: bool, check: bool) -> Passes:
+        was = self.model.training
+        self.model.train(learning)
+        try:
+            first, nest = captured_with_nest(self.model, self.example)
+            return self._learning(first, nest, check) if learning else self._judging(first, nest)
+        finally:
+            self.model.train(was)
+
+    def _learning(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
+        results = [n for n, _ in first.program.outputs if n not in dict(first.program.state)]
+        cts = [torch.empty(first.program.output_names[n].shape, dtype=first.program.output_names[n].dtype) for n in results]
+        both = joint(self.model, self.example, cts)
+        program = self._placed(both)
+        if check:
+            verified(both.program, program)
+        outs = [n for n in program.output_names if n.startswith(OUT)]
+        grads = [n for n in program.output_names if n.startswith(GRAD)]
+        state = [n for n in program.output_names if n not in grads and n not in outs]
+        forward, backward = in_turn(program, [[*outs, *state], grads], lambda name: name.startswith("param."))
+        return Passes(both, forward, backward, tuple(outs), nest)
+
+    def _judging(self, first: Captured, nest: TreeSpec) -> Passes:
+        program = self._placed(first)
+        results = tuple(n for n in program.output_names if n not in dict(program.state))
+        return Passes(first, program, None, results, nest)
+
+    def _placed(self, captured: Captured) -> Program:
+        layouts, options = input_layouts(captured.program, self.plan, {})
+        rows = next((n.shape[0] for name, n in captured.program.input_names.items() if name.startswith("batch") and n.ndim), 0)
+        wanted = {n: self._held(captured.program, n, layouts, rows) for n in captured.program.output_names if n.startswith("out")}
+        return place(captured.program, self.plan.mesh, layouts, options, outputs=wanted)
+
+    def _held(self, program: Program, out: str, layouts: Mapping[str, Any], rows: int) -> Mapping[str, Placement]:
+        """Gradients as their parameters; results cut along the batch, and whole along every other axis."""
+        node, mesh = program.output_names[out], self.plan.mesh
+        places: Mapping[str, Placement] = {}
+        if out.startswith(GRAD):
+            places = layouts.get(f"param.{out.removeprefix(GRAD + '.')}", {})
+        elif node.ndim and node.shape[0] == rows and self.plan.dp > 1:
+            places = {"dp": S(0)}
+        return Layout.of(mesh, node.shape, places).placements
+
+    def compiled(self, program: Program) -> Compiled:
+        if program.name not in self._compiled:
+            self._compiled[program.name] = Compiled(program, self._mesh, self.device)
+            self._mesh = self._compiled[program.name].device_mesh
+        return self._compiled[program.name]
+
+    # -- the module --------------------------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Put this rank's parts into the module, and the sharded passes in the place of its own."""
+        forward = self.compiled(self.passes[True].forward)
+        own = dict(self.model.named_parameters())
+        made = {id(own[n]): self._parameter(forward, name, own[n]) for name, n in self.names.items() if n in own}
+        for module in self.model.modules():
+            for key, p in list(module._parameters.items()):
+                if p is not None and id(p) in made:
+                    module._parameters[key] = made[id(p)]
+        self.model.to(self.device)
+        self.model.forward = self.__call__  # type: ignore[method-assign]
+        self.model.weft = self  # type: ignore[assignment]
+
+    def _parameter(self, forward: Compiled, name: str, p: nn.Parameter) -> nn.Parameter:
+        node = self.passes[True].captured.program.input_names.get(name)
+        layout = Layout.of(self.plan.mesh, p.shape) if node is None else self._layout(name)
+        local = interp.take_local(p.detach(), layout, forward.coords).to(self.device).clone()
+        return nn.Parameter(as_dtensor(local, layout, forward.device_mesh), requires_grad=p.requires_grad)
+
+    def _layout(self, name: str) -> Layout:
+        programs = [self.passes[True].forward, self.passes[True].backward]
+        return next(p.input_names[name].layout for p in programs if p is not None and name in p.input_names)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passes = self.passes[self.model.training]
+        given = self._given(passes, self._as_example(args, kwargs))
+        self.calls += 1
+        own = dict(self.model.named_parameters())
+        names = [n for n in passes.captured.program.input_names if n in self.names]
+        learns = passes.backward is not None and torch.is_grad_enabled()
+        run = _Pass.apply if learns else lambda s, p, g, n, *x: _run_forward(s, p, g, n, x)[0]
+        outs = run(self, passes, given, tuple(names), *(own[self.names[n]] for n in names))
+        return tree_unflatten(list(outs), passes.nest)
+
+    def _as_example(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        bound = self.signature.bind(*args, **kwargs).arguments
+        if isinstance(self.example, Mapping):
+            return {k: v for k, v in bound.items() if v is not None}
+        values = list(bound.values())
+        return values[0] if isinstance(self.example, Tensor) else values
+
+    def _given(self, passes: Passes, batch: Any) -> dict[str, Tensor]:
+        """This rank's part of the batch, of buffers and constants, and the seed."""
+        named = named_batch(batch if passes.backward is None else {"given": batch})
+        buffers = {readable(f"buffer.{n}"): b for n, b in self.model.named_buffers()}
+        known = {**named, **buffers, **passes.captured.constants, "seed": torch.tensor(self.seed + self.calls)}
+        out = {}
+        for program in (passes.forward, passes.backward):
+            for name, node in program.input_names.items() if program is not None else ():
+                if not name.startswith((CTS, "kept.", "param.")):
+                    out[name] = self._part(name, known.get(name), node.layout)
+        return out
+
+    def _part(self, name: str, x: Any, layout: Layout) -> Tensor:
+        coords = self.compiled(self.passes[True].forward).coords
+        local = layout.local_shape(coords)
+        x = x.full_tensor() if hasattr(x, "full_tensor") else x
+        if x is not None and tuple(x.shape) == layout.shape:
+            x = interp.take_local(x, layout, coords)
+        if x is None or tuple(x.shape) != local:
+            found = "nothing" if x is None else str(list(x.shape))
+            raise RuntimeFault(
+                f"the module was parallelized for another batch: {name.removeprefix(GIVEN).lstrip('.') or 'its only input'}",
+                needed=f"{list(layout.shape)}, or this rank's {list(local)}",
+                found=found,
+                try_="parallelize it with an example of this shape, or pad the batch",
+            )
+        return x.to(self.device)
+
+
+def captured_with_nest(model: nn.Module, example: Any) -> tuple[Captured, TreeSpec]:
+    """The forward pass, and how what it returns is nested."""
+    seen: list[TreeSpec] = []
+    hook = model.register_forward_hook(lambda _m, _a, out: seen.append(tree_flatten(out)[1]))
+    try:
+        return capture(model, example), seen[-1]
+    finally:
+        hook.remove()
+
+
+def joint(model: nn.Module, example: Any, cts: Sequence[Tensor]) -> Captured:
+    """The results of a model on a batch, and the gradients of its parameters for given gradients of the results."""
+
+    def both(batch: Any) -> Any:
+        outs = tree_flatten(_called(model, batch["given"]))[0]
+        moving = {n: p for n, p in model.named_parameters() if n in learning}
+        floats = [(out, ct) for out, ct in zip(outs, batch["cts"], strict=True) if out.is_floating_point()]
+        grads = torch.autograd.grad([x for x, _ in floats], list(moving.values()), [ct for _, ct in floats], allow_unused=True)
+        return {"out": outs, "grads": {n: g for n, g in zip(moving, grads, strict=True) if g is not None}}
+
+    learning = {n for n, p in model.named_parameters() if p.requires_grad}
+    unused = torch.optim.SGD(model.parameters(), lr=0.0)
+    return capture_step(both, model, unused, {"given": example, "cts": list(cts)}, name=type(model).__name__)
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+# -- inside autograd -------------------------------------------------------------------------------------------------------------------
+
+
+class _Pass(torch.autograd.Function):
+    """The sharded forward and backward as one function of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: Sharded, passes: Passes, given: dict[str, Tensor], names: tuple[str, ...], *params: Any) -> Any:
+        outs, ctx.kept = _run_forward(sharded, passes, given, names, params)
+        ctx.sharded, ctx.passes, ctx.given, ctx.names, ctx.params = sharded, passes, given, names, params
+        ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Any) -> Any:
+        sharded, passes = ctx.sharded, ctx.passes
+        run = sharded.compiled(passes.backward)
+        inputs = {**ctx.given, **ctx.kept, **_locals(ctx.names, ctx.params), **_gradients(run, passes, cts)}
+        with torch.no_grad():
+            out = run({n: inputs[n] for n in run.program.input_names})
+        ctx.kept = ctx.params = None
+        return None, None, None, None, *(_gradient(run, n, out) for n in ctx.names)
+
+
+def _run_forward(
+    sharded: Sharded, passes: Passes, given: Mapping[str, Tensor], names: Sequence[str], params: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """The results as DTensors, and what the backward pass needs of the way there; buffers are written."""
+    run = sharded.compiled(passes.forward)
+    inputs = {**given, **_locals(names, params)}
+    with torch.no_grad():
+        out = run({n: inputs[n] for n in run.program.input_names})
+        own = {readable(f"buffer.{n}"): b for n, b in sharded.model.named_buffers()}
+        for name, held in passes.captured.program.state:
+            if held in own:
+                own[held].copy_(out[name])
+    results = tuple(as_dtensor(out[n], run.program.output_names[n].layout, run.device_mesh) for n in passes.outs)
+    return results, {n: x for n, x in out.items() if n.startswith("kept.")}
+
+
+def _locals(names: Sequence[str], params: Sequence[Any]) -> dict[str, Tensor]:
+    return {n: (p.to_local() if hasattr(p, "to_local") else p).detach() for n, p in zip(names, params, strict=True)}
+
+
+def _gradients(run: Compiled, passes: Passes, cts: Sequence[Any]) -> dict[str, Tensor]:
+    """What autograd gives for the results, held as the backward pass reads it."""
+    out = {}
+    for name, ct in zip(passes.outs, cts, strict=True):
+        key = name.replace(OUT, CTS, 1)
+        node = run.program.input_names.get(key)
+        if node is not None:
+            out[key] = _at(ct, node.layout, run)
+    return out
+
+
+def _at(ct: Any, layout: Layout, run: Compiled) -> Tensor:
+    if hasattr(ct, "redistribute"):
+        return ct.redistribute(run.device_mesh, to_placements(layout)).to_local().contiguous()  # type: ignore[no-any-return]
+    return interp.take_local(ct, layout, run.coords).contiguous()
+
+
+def _gradient(run: Compiled, name: str, out: Mapping[str, Tensor]) -> Any:
+    key = f"{GRAD}.{name.removeprefix('param.')}"
+    return as_dtensor(out[key], run.program.output_names[key].layout, run.device_mesh) if key in out else None
+
+
