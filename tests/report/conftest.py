@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 
 from tests.ranks import run_ranks
@@ -15,15 +17,30 @@ from weft import dynamic
 from weft.report import report
 
 
+NAMES = ("llama3-8b-plan", "gpt-run", "tree-lstm-run")
+
+
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages by name."""
-    folder = tmp_path_factory.mktemp("pages")
+    """Pages by name; made once, also where tests run in several processes."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return make(tmp_path_factory.mktemp("pages"))
+    folder = tmp_path_factory.getbasetemp().parent / "pages"
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():
+            return {name: folder / f"{name}.html" for name in NAMES}
+        making = tmp_path_factory.mktemp("making")
+        make(making)
+        making.rename(folder)
+    return {name: folder / f"{name}.html" for name in NAMES}
+
+
+def make(folder: Path) -> dict[str, Path]:
     plan = folder / "plan.json"
     llama().save(plan)
     run_ranks(2, lambda rank: train_gpt(folder / "gpt"), folder)
     train_trees(folder / "trees")
-    sources = {"llama3-8b-plan": plan, "gpt-run": folder / "gpt", "tree-lstm-run": folder / "trees"}
+    sources = dict(zip(NAMES, (plan, folder / "gpt", folder / "trees"), strict=True))
     return {name: report(source, folder / f"{name}.html")[0] for name, source in sources.items()}
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-NAMES = ("llama3-8b-plan", "gpt-run", "tree-lstm-run")
+from tests.report.conftest import NAMES
+
 WAIT = 60  # seconds; a busy machine is slow to start a browser
 
 
@@ -66,7 +67,7 @@ def test_a_page_opens_without_error(browser: Any, pages: dict[str, Path], name: 
     assert (red > 200) is (scheme == "light")
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     if folder := os.environ.get("WEFT_SCREENSHOTS"):
-        height = min(2400, browser.execute_script("return document.documentElement.scrollHeight"))
+        height = min(4600, browser.execute_script("return document.documentElement.scrollHeight"))
         show(browser, pages[name], scheme, height=height)
         browser.save_screenshot(f"{folder}/report-{name}-{scheme}.png")
 

@@ -85,6 +85,7 @@ class Run:
     def data(self) -> dict[str, Any]:
         """The run in JSON's own types."""
         own = {"weft_run": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        own = {k: list(v) if isinstance(v, tuple) else v for k, v in own.items()}
         return own | {"predicted": _pack(self.predicted), "measured": _pack(self.measured)}
 
     def save(self, folder: str | Path) -> Path:
