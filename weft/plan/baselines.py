@@ -6,11 +6,16 @@ the same kernels: what differs is only what the system can say.
 
 from __future__ import annotations
 
+from weft.plan.setting import RECOMPUTE
 from weft.plan.space import Space
+from weft.plan.tailor import Measure
 
 EVERYTHING = Space()
 
-_ALONE = {"sequence_parallel": (False,), "schedules": ("1f1b",), "overlap_tp": (False,), "keep_gathered": (False,)}
+_ALONE = {
+    "sequence_parallel": (False,), "schedules": ("1f1b",), "overlap_tp": (False,), "keep_gathered": (False,), "recompute": RECOMPUTE,
+}  # fmt: skip
+_SOME_LAYERS = Measure(("none", "full"), free=False)  # a number of layers run again whole, the same on every stage
 
 BASELINES: dict[str, Space] = {
     # gradients reduced in buckets beside the backward
@@ -23,10 +28,10 @@ BASELINES: dict[str, Space] = {
     # tensor parallelism inside the node, interleaved stages, sharded optimizer, sends and tensor collectives beside compute
     "megatron 3D": Space(
         axes=("dp", "tp", "pp", "ep"), inside_node=("tp",), zero=(0, 1), keep_gathered=(False,),
-        recompute=("none", "selective", "full"), schedules=("1f1b", "interleaved"),
+        recompute=("none", "selective", "full", "mixed"), measure=_SOME_LAYERS, schedules=("1f1b", "interleaved"),
     ),
     # sharded parameters across, tensor parallelism inside the node, collectives in pieces beside products
-    "fsdp+tp": Space(axes=("dp", "tp", "ep"), inside_node=("tp",), zero=(3,), schedules=("1f1b",)),
+    "fsdp+tp": Space(axes=("dp", "tp", "ep"), inside_node=("tp",), zero=(3,), schedules=("1f1b",), measure=_SOME_LAYERS),
     # one fused reduction at the end and nothing beside compute; layers recomputed whole or not; 1F1B
     "alpa-like": Space(
         axes=("dp", "tp", "pp", "ep"), zero=(0, 1), keep_gathered=(False,), sequence_parallel=(False,), recompute=("none", "full"),

@@ -16,7 +16,7 @@ from weft.plan.baselines import EVERYTHING
 from weft.plan.plan import Plan
 from weft.plan.planner import Request
 from weft.plan.search import Found, Search, describe
-from weft.plan.setting import Setting
+from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, Problem
 
 DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
@@ -45,7 +45,7 @@ class _Not(Limits):
 
     def allows(self, s: Setting, besides: tuple[str, ...] = ()) -> bool:
         free = self.decision in besides
-        return super().allows(s, besides) and (free or str(getattr(s, self.decision)) != self.value)
+        return super().allows(s, besides) and (free or str(getattr(s, self.decision)) not in (self.value, MIXED))  # a mix may come out as it
 
 
 def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator[Reason]:
@@ -56,7 +56,7 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator
     problem = _problem(plan)
     limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
     own = Search(problem, limits)
-    chosen = own.price(plan.setting, plan.layers)
+    chosen = own.price(plan.setting, plan.layers, plan.stages)
     if chosen is None:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
     for decision in DECISIONS:
@@ -93,7 +93,7 @@ def _why(search: Search, chosen: Found, found: Found) -> str:
 def _causes(search: Search, found: Found) -> dict[str, float]:
     s = found.setting
     few = min(s.micro_batches, 4 * s.pp)
-    step = search.step(replace(s, global_batch=s.dp * s.micro_batch * few), found.layers)
+    step = search.step(replace(s, global_batch=s.dp * s.micro_batch * few), found.layers, found.stages)
     once = ("dp", "optimizer", "bubble")
     return {k: v * (1 if k in once else s.micro_batches / few) for k, v in step.causes.items()}
 
@@ -109,7 +109,7 @@ def _flips(search: Search, chosen: Found, found: Found) -> str:
 
 
 def _better(search: Search, chosen: Setting, other: Setting) -> bool:
-    a, b = search.price(chosen), search.price(other)
+    a, b = (search.price(s) if s.recompute != MIXED else search.tailored(s, EVERYTHING.measure) for s in (chosen, other))
     if b is None or b.memory > search.memory:
         return False
     return a is None or a.memory > search.memory or b.seconds < a.seconds

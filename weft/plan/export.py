@@ -13,7 +13,8 @@ from weft.plan.plan import Plan
 from weft.plan.search import describe
 
 TITAN_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "ZBVZeroBubble"}
-TITAN_RECOMPUTE = {"none": "none", "selective": "selective", "per-op": "selective", "full": "full"}
+TITAN_SCHEDULES |= {"1f1b-eager": "1F1B", "zero-bubble-eager": "ZBVZeroBubble"}
+TITAN_RECOMPUTE = {"none": "none", "selective": "selective", "per-op": "selective", "full": "full", "mixed": "full"}
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
 
 
@@ -28,6 +29,8 @@ def unsaid(plan: Plan, form: str) -> list[str]:
     """What of a plan a form cannot say."""
     s = plan.setting
     found = [f"unequal shares of the batch: {', '.join(str(x['kind']) for x in plan.shares)}"] if plan.shares else []
+    found += ["recompute layer by layer: given as full, which needs no more memory"] if s.recompute == "mixed" else []
+    found += [f"{s.schedule}: begins with twice as many forwards"] if s.schedule.endswith("eager") and s.pp > 1 else []
     if form == "fsdp2":
         found += [f"pp {s.pp} with {s.schedule}: cut the model with torch.distributed.pipelining first"] if s.pp > 1 else []
         found += [f"{a} {getattr(s, a)}" for a in ("cp", "ep") if getattr(s, a) > 1]
@@ -41,7 +44,7 @@ def unsaid(plan: Plan, form: str) -> list[str]:
         found += [f"zero{s.zero}: dp_shard_size shards all state"] if s.zero in (1, 2) else []
         found += [f"pp {s.pp} with {s.schedule}"] if s.pp > 1 else []
         found += [f"ep {s.ep}"] if s.ep > 1 else []
-        found += [f"recompute {s.recompute}"] if s.recompute != "none" else []
+        found += [f"recompute {s.recompute}"] if s.recompute not in ("none", "mixed") else []
         found += ["sequence parallelism beside tp"] if s.sequence_parallel else []
     found += ["collectives of tp beside products"] if s.overlap_tp and form != "torchtitan" else []
     found += [f"recompute {s.recompute}: given as selective"] if s.recompute == "per-op" and form == "torchtitan" else []
@@ -95,7 +98,7 @@ def _fsdp2(plan: Plan) -> str:
     s = plan.setting
     filled = {
         "dp": s.dp, "tp": s.tp, "sp": s.sequence_parallel, "replicate": s.zero == 0, "reshard": s.zero == 3 and not s.keep_gathered,
-        "recompute": s.recompute == "full", "some": s.recompute in ("selective", "per-op"), "dtype": TORCH_DTYPE.get(s.dtype, "bfloat16"),
+        "recompute": s.recompute in ("full", "mixed"), "some": s.recompute in ("selective", "per-op"), "dtype": TORCH_DTYPE.get(s.dtype, "bfloat16"),
         "reduce": TORCH_DTYPE[s.grad_dtype], "micro_batch": s.micro_batch, "rounds": s.micro_batches,
     }  # fmt: skip
     text = _CODE

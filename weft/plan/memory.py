@@ -83,7 +83,7 @@ def _width(setting: Setting) -> float:
 
 def saved(setting: Setting, block: Block) -> float:
     """Bytes of one layer that wait for its backward."""
-    if setting.recompute == "full" and block.kept:
+    if block.recomputes(setting.recompute) == "full" and block.kept:
         return block.kept
     return block.saved - block.not_kept(setting.recompute)
 
@@ -103,7 +103,7 @@ def _peak_activations(setting: Setting, chunks: Sequence[Sequence[Part]], order:
 
 def _passing(setting: Setting, block: Block) -> float:
     """The layer at work: what it recomputed, and its largest buffer with that buffer's gradient."""
-    again = block.saved if setting.recompute == "full" and block.kept else block.not_kept(setting.recompute)
+    again = block.saved if block.recomputes(setting.recompute) == "full" and block.kept else block.not_kept(setting.recompute)
     return again + 2 * block.work
 
 

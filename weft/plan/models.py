@@ -22,6 +22,13 @@ def shape(name: str, **changes: Any) -> Shape:
     return found
 
 
+def is_transformer(name: str) -> bool:
+    """Whether a model of the zoo is a stack of transformer layers, which are planned by their sizes alone."""
+    from weft.frontend import zoo
+
+    return of_settings(zoo.entry(name).settings, name) is not None
+
+
 def of_settings(settings: Any, name: str) -> Shape | None:
     """A shape of any settings that have layers, hidden and heads; None of others."""
     if not all(hasattr(settings, field) for field in ("layers", "hidden", "heads")):

@@ -1,5 +1,7 @@
 """Orders in which pipeline stages take up their work: GPipe, 1F1B, interleaved 1F1B, zero-bubble (ZB-H1).
 
+The eager kinds of 1F1B and zero-bubble begin with twice as many forwards, so that what travels between stages has a pass to travel in.
+
 An action is forward, backward, or weight gradient of one micro-batch on one chunk of the stage's layers.
 Virtual stage g = chunk * stages + stage; micro-batch j runs forward through g = 0, 1, ... and backward the other way.
 """
@@ -26,11 +28,16 @@ Order = tuple[Action, ...]
 def orders(schedule: str, stages: int, micro: int, virtual: int = 1) -> tuple[Order, ...]:
     """What each stage does, in order."""
     make: dict[str, Callable[[int, int, int, int], list[Action]]] = {
-        "gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved,
+        "gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved, "1f1b-eager": _eager,
     }  # fmt: skip
-    if schedule == "zero-bubble":
-        return _zero_bubble(stages, micro)
+    if puts_off_weights(schedule):
+        return _zero_bubble(stages, micro, schedule.endswith("eager"))
     return tuple(tuple(make[schedule](stage, stages, micro, virtual)) for stage in range(stages))
+
+
+def puts_off_weights(schedule: str) -> bool:
+    """Whether weight gradients are passes of their own."""
+    return schedule.startswith("zero-bubble")
 
 
 def in_flight(order: Order) -> int:
@@ -51,6 +58,10 @@ def _one_forward_one_backward(stage: int, stages: int, micro: int, virtual: int)
     return _paired([(0, j) for j in range(micro)], [(0, j) for j in range(micro)], warm=stages - stage - 1)
 
 
+def _eager(stage: int, stages: int, micro: int, virtual: int) -> list[Action]:
+    return _paired([(0, j) for j in range(micro)], [(0, j) for j in range(micro)], warm=2 * (stages - stage - 1))
+
+
 def _interleaved(stage: int, stages: int, micro: int, virtual: int) -> list[Action]:
     """Rounds of `stages` micro-batches through one chunk after another."""
     rounds = [range(first, min(first + stages, micro)) for first in range(0, micro, stages)]
@@ -68,13 +79,13 @@ def _paired(forward: list[tuple[int, int]], backward: list[tuple[int, int]], war
     return order + [Action("backward", *b) for b in backward[len(forward) - warm :]]
 
 
-def _zero_bubble(stages: int, micro: int) -> tuple[Order, ...]:
+def _zero_bubble(stages: int, micro: int, eager: bool = False) -> tuple[Order, ...]:
     """1F1B with the weight gradients put off: found by running it with equal times, filling idle slots with them.
 
     As many micro-batches are in flight as under 1F1B, so the memory is the same (Qi 2024, ZB-H1).
     """
     done: dict[tuple[str, int, int], int] = {}
-    main = [_one_forward_one_backward(s, stages, micro, 1) for s in range(stages)]
+    main = [(_eager if eager else _one_forward_one_backward)(s, stages, micro, 1) for s in range(stages)]
     late: list[list[int]] = [[] for _ in range(stages)]
     at, made = [0] * stages, [[] for _ in range(stages)]  # type: tuple[list[int], list[list[Action]]]
     clock = 0

@@ -10,20 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import PlanError
-from weft.core.layout import chunk
+from weft.core.picture import html_of
 from weft.plan.setting import Setting
+from weft.plan.shares import dealt
 
 VERSION = 1
 SCHEMA: dict[str, type | tuple[type, ...]] = {
     "weft_plan": int, "model": str, "cluster": str, "seq": int, "objective": str, "origin": str, "setting": dict, "layers": list,
-    "shares": list, "limits": dict, "foreseen": dict, "baselines_ms": dict, "infeasible": dict,
+    "shares": list, "limits": dict, "foreseen": dict, "baselines_ms": dict, "infeasible": dict, "stages": list, "layouts": dict,
 }  # fmt: skip
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal."""
+    """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal.
+
+    `stages` name what each virtual stage is made of, (block, what it runs again, how often), where layers differ. `layouts` of a
+    captured program: the mesh of a stage, how every input is held on it, and the substitutions made before.
+    """
 
     model: str
     cluster: str
@@ -37,12 +42,15 @@ class Plan:
     foreseen: Mapping[str, Any]
     baselines_ms: Mapping[str, float] = field(default_factory=dict)
     infeasible: Mapping[str, str] = field(default_factory=dict)
+    stages: tuple[tuple[tuple[str, str, int], ...], ...] = ()
+    layouts: Mapping[str, Any] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
         """The plan in JSON's own types."""
         own = {"weft_plan": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
         own |= {"setting": asdict(self.setting), "layers": list(self.layers), "shares": [dict(s) for s in self.shares]}
-        own |= {k: dict(own[k]) for k in ("limits", "foreseen", "baselines_ms", "infeasible")}
+        own |= {k: dict(own[k]) for k in ("limits", "foreseen", "baselines_ms", "infeasible", "layouts")}
+        own |= {"stages": [[list(piece) for piece in stage] for stage in self.stages]}
         return {key: own[key] for key in SCHEMA}
 
     def text(self) -> str:
@@ -50,6 +58,9 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.text())
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     @property
     def step_ms(self) -> float:
@@ -73,8 +84,7 @@ class Plan:
         taken = [int(x["micro_batch"]) * int(x["micro_batches"]) for x in self.shares for _ in range(int(x["copies"]))]
         least = math.gcd(*taken)
         pieces = sum(taken) // least
-        dealt = [chunk(pieces, len(taken), r) for r in range(len(taken))]
-        return pieces if [(hi - lo) * least for lo, hi in dealt] == taken else None
+        return pieces if [n * least for n in dealt(pieces, len(taken))] == taken else None
 
 
 def load(path: str | Path) -> Plan:
@@ -104,8 +114,19 @@ def parse(text: str, where: str = "plan") -> Plan:
         _is(where, f"foreseen.{key}", data["foreseen"].get(key), (int, float))
     for n in data["layers"]:
         _is(where, "layers", n, int)
-    own = {k: data[k] for k in SCHEMA if k not in ("weft_plan", "setting", "layers", "shares")}
-    return Plan(**own, setting=setting, layers=tuple(data["layers"]), shares=tuple(data["shares"]))
+    own = {k: data[k] for k in SCHEMA if k not in ("weft_plan", "setting", "layers", "shares", "stages")}
+    stages = tuple(tuple(_piece(where, p) for p in stage) for stage in data["stages"])
+    return Plan(**own, setting=setting, layers=tuple(data["layers"]), shares=tuple(data["shares"]), stages=stages)
+
+
+def _piece(where: str, data: Any) -> tuple[str, str, int]:
+    """A block by name, what it runs again, and how often it comes."""
+    _is(where, "stages", data, list)
+    for value, kind in zip(data, (str, str, int), strict=False):
+        _is(where, "stages", value, kind)
+    if len(data) != 3:
+        raise PlanError(f"stages of {where} are of the wrong kind", needed="[block, what it runs again, how often]", found=str(data))
+    return data[0], data[1], data[2]
 
 
 def _setting(where: str, data: Mapping[str, Any]) -> Setting:
@@ -151,7 +172,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if s.tp > 1:
         between = "tokens cut between the products" if s.sequence_parallel else "tokens whole between the products"
         yield "tensor", "sp" if s.sequence_parallel else "plain", between + (", collectives beside products" if s.overlap_tp else "")
-    again = {"none": "nothing is run again", "full": "whole layers are run again"}
+    again = {"none": "nothing is run again", "full": "whole layers are run again", "mixed": _mixed(plan)}
     yield "recompute", s.recompute, again.get(s.recompute, "parts of layers are run again")
     if s.pp > 1:
         yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"
@@ -160,6 +181,16 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         much = f"{share['micro_batches']} micro-batches of {share['micro_batch']}"
         yield "share", str(share["kind"]), f"{share['copies']} copies take {much} each"
     yield "dtype", s.dtype, f"gradients summed in {s.grad_dtype}"
+
+
+def _mixed(plan: Plan) -> str:
+    """How many layers run what again."""
+    counts: dict[str, int] = {}
+    for stage in plan.stages:
+        for name, again, n in stage:
+            if name == "layer":
+                counts[again] = counts.get(again, 0) + n
+    return ", ".join(f"{n} layers {again}" for again, n in counts.items())
 
 
 def differences(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:

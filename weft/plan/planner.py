@@ -11,10 +11,11 @@ from weft.cluster.spec import Cluster, Nodes
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.plan.baselines import BASELINES, EVERYTHING
+from weft.plan.models import is_transformer
 from weft.plan.models import shape as named_shape
 from weft.plan.plan import Plan
 from weft.plan.search import Found, Nothing, Search, describe
-from weft.plan.setting import Setting
+from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, Problem, divisors
 from weft.plan.stages import Shared, shared, uneven
 
@@ -38,8 +39,7 @@ class Request:
     limits: Limits = field(default_factory=Limits)
 
     def problem(self) -> Problem:
-        if self.objective not in OBJECTIVES:
-            raise PlanError(f"no objective {self.objective!r}", needed=" or ".join(OBJECTIVES), found=self.objective)
+        _known_objective(self.objective)
         place = read_cluster(self.cluster)
         sizes = named_shape(self.model, **({"seq": self.seq} if self.seq else {}))
         return Problem(sizes, place, self.batch or usual_batch(sizes.params, sizes.seq), best_dtype(place))
@@ -67,10 +67,30 @@ def best_dtype(cluster: Cluster) -> str:
 
 def make_plan(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
     """The best plan found, or why there is none. No baseline is better: each is searched on its own and is in the pool."""
+    if not is_transformer(request.model):
+        return _captured(request, say)
     problem = request.problem()
     if request.objective == "cost":
         return _cheapest(request, problem, say)
     return _plan(request, problem, say)
+
+
+def _captured(request: Request, say: Say) -> Plan | Infeasible:
+    """A model that is not a stack of equal layers is captured and planned as a program."""
+    from weft.plan.graph import planner as graph
+
+    _known_objective(request.objective)
+    place = read_cluster(request.cluster)
+    say(f"capturing {request.model}")
+    made = graph.make_plan(graph.task_of(request.model, place, request.batch, best_dtype(place)), request.limits, say, request.objective)
+    if isinstance(made, Plan):
+        return made
+    return Infeasible(made["weft"], "none was tried: more nodes, or a smaller batch", made)
+
+
+def _known_objective(objective: str) -> None:
+    if objective not in OBJECTIVES:
+        raise PlanError(f"no objective {objective!r}", needed=" or ".join(OBJECTIVES), found=objective)
 
 
 def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
@@ -98,7 +118,7 @@ def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
 def _unequal(search: Search, request: Request, pool: dict[str, Found | Shared], say: Say) -> dict[str, Found | Shared]:
     """Layers split by the time of stages; on unequal devices also the batch by their speed."""
     made: list[Found | Shared] = []
-    settings = [f.setting for f in pool.values() if isinstance(f, Found)]
+    settings = [f.setting for f in pool.values() if isinstance(f, Found) and f.setting.recompute != MIXED]  # those are cut to measure
     if not search.cluster.uniform:
         say("unequal devices: splitting layers and batch by speed")
         settings += _on_unequal(search)
@@ -115,7 +135,7 @@ def _budget(search: Search, found: Found | Shared) -> float:
 
 def _on_unequal(search: Search) -> list[Setting]:
     """The settings with the best bounds that fit, a few with one stage and a few with stages on whole groups."""
-    ranked = [c.setting for c in search.ranked(EVERYTHING)]
+    ranked = [c.setting for c in search.ranked(EVERYTHING) if c.setting.recompute != MIXED]
     found = []
     for wanted in (1, len(search.cluster.groups), 2 * len(search.cluster.groups), 4 * len(search.cluster.groups)):
         some = [replace(s, zero=z) for s in ranked if s.pp == wanted and s.virtual == 1 for z in (1, 3) if s.size("data") > 1]
@@ -133,7 +153,7 @@ def _exactly(search: Search, found: Found | Shared) -> Found | Shared:
     """With every micro-batch simulated, where only the first rounds were."""
     if isinstance(found, Shared) or _tasks(found.setting) > EXACT:
         return found
-    step = search.step(found.setting, found.layers)
+    step = search.step(found.setting, found.layers, found.stages)
     return replace(found, seconds=step.seconds, memory=step.peak_memory.total)
 
 
@@ -160,9 +180,10 @@ def _record(
     }  # fmt: skip
     limits = {"max_tp": request.limits.max_tp, "memory_gb": request.limits.memory / 1e9, "pins": dict(request.limits.pins)}
     shares = tuple(dataclasses.asdict(x) for x in found.shares) if isinstance(found, Shared) else ()
-    layers = found.layers if isinstance(found, Found) else ()
+    layers, stages = (found.layers, found.stages) if isinstance(found, Found) else ((), ())
     return Plan(
-        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, limits, foreseen, others, lacking
+        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, limits, foreseen, others, lacking,
+        stages=stages,
     )  # fmt: skip
 
 
@@ -173,7 +194,7 @@ def _breakdown(search: Search, found: Found | Shared) -> dict[str, Any]:
     s = found.setting
     m = s.micro_batches
     few, more = (m, m) if _tasks(s) <= EXACT else (2 * s.pp, 3 * s.pp)
-    a, b = (search.step(replace(s, global_batch=s.dp * s.micro_batch * n), found.layers) for n in (few, more))
+    a, b = (search.step(replace(s, global_batch=s.dp * s.micro_batch * n), found.layers, found.stages) for n in (few, more))
     left = (m - more) / max(1, more - few)  # what a round adds, it adds in every further round
     causes = {k: _ms(v + (v - a.causes.get(k, 0.0)) * left) for k, v in b.causes.items() if v > 1e-6}
     return {"causes_ms": causes, "memory_parts_gb": {k: float(f"{v / 1e9:.4g}") for k, v in b.peak_memory.parts().items()}}

@@ -19,22 +19,26 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from weft.cluster.kernels import WIDTH
+from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
 from weft.plan.cost import Costs
-from weft.plan.memory import stage_memory
+from weft.plan.memory import FRAGMENTATION, RESIDENT, stage_memory
 from weft.plan.phase import Part, Pass, gathers, reductions
-from weft.plan.pipeline import Action
-from weft.plan.setting import Setting
-from weft.plan.simulate import Step, simulate
+from weft.plan.pipeline import Action, puts_off_weights
+from weft.plan.setting import MIXED, RECOMPUTE, Setting
+from weft.plan.simulate import Step, share, simulate
 from weft.plan.space import Limits, Problem, Space, candidates, shardings
+from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, least_more, stage_devices
 from weft.plan.transformer import workload
-from weft.plan.workload import Block, Collective, Op, Workload, per_op, split_weight
+from weft.plan.workload import Block, Collective, Op, Workload, split_weight
 
 STEADY = 2  # rounds of micro-batches after which a pipeline repeats itself
 CLOSE = 0.003  # a bound this near the best found is not followed further
 WORK = 40_000  # tasks of all simulations of one space; what is then left unproved is told as the gap
 FORWARD = (Action("forward", 0, 0),)
+CANDIDATE, BOUNDED, MEASURED = range(3)  # what is known of a setting: that it divides, its bound, its stages
+Stages = tuple[tuple[Piece, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Found:
     seconds: float
     memory: float
     layers: tuple[int, ...] = ()
+    stages: Stages = ()  # what each virtual stage is made of, where layers are cut to measure
     gap: float = 0.0  # how far below it the best setting could still lie, as a share
 
 
@@ -67,7 +72,10 @@ class Search:
     _works: dict[object, Workload] = field(default_factory=dict)
     _plain: dict[object, _Plain] = field(default_factory=dict)
     _links: dict[object, float] = field(default_factory=dict)
-    _steps: dict[tuple[Setting, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
+    _steps: dict[tuple[Setting, tuple[int, ...], Stages], tuple[float, float]] = field(default_factory=dict)
+    _cut: dict[tuple[Setting, Measure], Stages | None] = field(default_factory=dict)
+    _times: dict[object, Times] = field(default_factory=dict)
+    _hulls: dict[object, list[Point]] = field(default_factory=dict)
 
     @cached_property
     def memory(self) -> float:
@@ -84,30 +92,49 @@ class Search:
         queue = self.ranked(space, objective)
         if not queue:
             return Nothing(self._why_empty(space))
-        heap = [(c.key(objective), n, c, False) for n, c in enumerate(queue)]  # sorted, so already a heap
+        heap = [(c.key(objective), n, c, CANDIDATE) for n, c in enumerate(queue)]  # sorted, so already a heap
         found: Found | None = None
         count, work, key = len(heap), 0, heap[0][0]
         while heap:
-            key, _, c, opened = heapq.heappop(heap)
+            key, _, c, state = heapq.heappop(heap)
             if found is not None and (key > _key(found, objective) * (1 - CLOSE) or work > WORK):
                 break
-            if opened:
-                found = self._better(c.setting, found, objective)
+            if state == CANDIDATE:
+                made = self._opened(space, c.setting)
+                state = BOUNDED
+            elif state == BOUNDED and c.setting.recompute == MIXED and objective != "memory":
+                made = self._measured(c, space.measure)
+                state = MEASURED
+            else:
+                found = self._better(c.setting, found, objective, space.measure)
                 work += _tasks(c.setting)
                 if progress and self.simulated % 25 == 0:
                     progress(f"{self.simulated} simulated of {len(queue)} candidates")
                 continue
-            if self._memory(_leanest(space, c.setting)) > self.memory:
-                continue
-            for s in shardings(space, self.limits, c.setting):
-                made = Bounded(s, *self.bound(s))
-                if made.memory <= self.memory:
-                    heapq.heappush(heap, (made.key(objective), count, made, True))
-                    count += 1
+            for b in made:
+                heapq.heappush(heap, (max(key, b.key(objective)), count, b, state))
+                count += 1
         return replace(found, gap=max(0.0, 1 - key / _key(found, objective))) if found else self._too_large(space, queue)
 
-    def _better(self, setting: Setting, found: Found | None, objective: str) -> Found | None:
-        made = self.price(setting)
+    def _opened(self, space: Space, setting: Setting) -> list[Bounded]:
+        """A candidate with every way its copies may share state that can fit."""
+        if self._memory(_leanest(space, setting)) > self.memory:
+            return []
+        made = (Bounded(s, *self.bound(s)) for s in shardings(space, self.limits, setting))
+        return [b for b in made if b.memory <= self.memory]
+
+    def _measured(self, c: Bounded, measure: Measure) -> list[Bounded]:
+        """A candidate with its stages cut to measure: now its slowest stage is known."""
+        stages = self._stages(c.setting, measure)
+        if stages is None:
+            return []
+        devices, s = stage_devices(self.cluster, c.setting), c.setting
+        own = [sum(self.times(s, devices[g % s.pp]).of(name, way) * n for name, way, n in stage) for g, stage in enumerate(stages)]
+        slowest = max(sum(own[i :: s.pp]) for i in range(s.pp))
+        return [replace(c, seconds=max(c.seconds, s.micro_batches * slowest))]
+
+    def _better(self, setting: Setting, found: Found | None, objective: str, measure: Measure) -> Found | None:
+        made = self.price(setting) if setting.recompute != MIXED else self.tailored(setting, measure)
         if made is None or made.memory > self.memory:
             return found
         return made if found is None or _order(made, objective) < _order(found, objective) else found
@@ -138,34 +165,63 @@ class Search:
 
     # --- simulation
 
-    def price(self, setting: Setting, layers: tuple[int, ...] = ()) -> Found | None:
+    def tailored(self, setting: Setting, measure: Measure) -> Found | None:
+        """A setting with its stages cut to measure; the plain setting where all layers come out alike."""
+        stages = self._stages(setting, measure)
+        if stages is None:
+            return None
+        ways = {again for stage in stages for name, again, _ in stage if name not in ("first", "last")}
+        counts = tuple(sum(n for name, _, n in stage if name == "layer") for stage in stages)
+        whole = all(name in ("first", "layer", "last") for stage in stages for name, *_ in stage)
+        if len(ways) == 1 and whole:
+            even = setting.pp == 1 or list(counts) == share(self.problem.depth, setting.pp * setting.virtual)
+            return self.price(replace(setting, recompute=min(ways)), () if even else counts) if min(ways) in RECOMPUTE else self.price(setting, counts, stages)
+        return self.price(setting, counts, stages)
+
+    def _stages(self, setting: Setting, measure: Measure) -> Stages | None:
+        key = (setting, measure)
+        if key not in self._cut:
+            devices = stage_devices(self.cluster, setting)
+            times = {d.name: self.times(setting, d) for d in devices}
+            self._cut[key] = Tailor(self.work(setting), setting, self.cluster, devices, self.memory, measure, times).cut()
+        return self._cut[key]
+
+    def times(self, s: Setting, device: Device) -> Times:
+        key = (_work_key(s), device.name)
+        if key not in self._times:
+            self._times[key] = Times(self.work(s), Costs(self.cluster, s, device))
+        return self._times[key]
+
+    def price(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> Found | None:
         """Step and memory of a setting; of a long row of micro-batches only the beginning is simulated, the rest repeats."""
-        key = (setting, layers)
+        key = (setting, layers, stages)
         if key not in self._steps:
             try:
-                self._steps[key] = self._foresee(setting, layers)
+                self._steps[key] = self._foresee(setting, layers, stages)
             except WeftError:
                 self._steps[key] = (math.inf, math.inf)
             self.simulated += 1
         seconds, memory = self._steps[key]
-        return Found(setting, seconds, memory, layers) if seconds < math.inf else None
+        return Found(setting, seconds, memory, layers, stages) if seconds < math.inf else None
 
-    def _foresee(self, s: Setting, layers: tuple[int, ...]) -> tuple[float, float]:
+    def _foresee(self, s: Setting, layers: tuple[int, ...], stages: Stages) -> tuple[float, float]:
         m = s.micro_batches
         few = STEADY * s.pp + m % s.pp
         more = few + s.pp
         if more >= m:
-            step = self.step(s, layers)
+            step = self.step(s, layers, stages)
             return step.seconds, step.peak_memory.total
-        a, b = (self.step(replace(s, global_batch=s.dp * s.micro_batch * n), layers) for n in (few, more))
-        return b.seconds + (b.seconds - a.seconds) * (m - more) / s.pp, b.peak_memory.total
+        a, b = (self.step(replace(s, global_batch=s.dp * s.micro_batch * n), layers, stages) for n in (few, more))
+        period = max(b.seconds - a.seconds, *(b.busy(i) - a.busy(i) for i in range(s.pp)))  # no stage can be done sooner than it is busy
+        return b.seconds + period * (m - more) / s.pp, b.peak_memory.total
 
-    def step(self, setting: Setting, layers: tuple[int, ...] = ()) -> Step:
+    def step(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> Step:
         """The whole simulation."""
-        return simulate(self.work(setting), setting, self.cluster, layers)
+        work = self.work(setting)
+        return simulate(blocks_of(work, stages) if stages else work, setting, self.cluster, layers)
 
     def work(self, s: Setting) -> Workload:
-        key = (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp)
+        key = _work_key(s)
         if key not in self._works:
             self._works[key] = workload(self.problem.shape, s)
         return self._works[key]
@@ -178,7 +234,7 @@ class Search:
         return self._seconds(s, plain), self._memory(s)
 
     def plain(self, s: Setting) -> _Plain:
-        key = (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp)
+        key = _work_key(s)
         if key not in self._plain:
             self._plain[key] = _Plain.of(self.work(s), self._costs(s))
         return self._plain[key]
@@ -190,7 +246,10 @@ class Search:
     def _seconds(self, s: Setting, plain: _Plain, travels: bool = True) -> float:
         depth = self.problem.depth
         if s.pp == 1:
-            return self._stage(s, plain, depth, (plain.first, plain.last), travels)
+            again = s.micro_batches * self._must_rerun(s) if s.recompute == MIXED else 0.0
+            return self._stage(s, plain, depth, (plain.first, plain.last), travels) + again
+        if s.recompute == MIXED and s.virtual == 1:
+            return self._balanced(s, plain, travels)
         chunk, less = self._chunk(s)
         outer = chunk * s.virtual - less
         layers = (outer, -(-depth // s.pp), outer)  # some stage in between holds as many
@@ -202,6 +261,30 @@ class Search:
         filled = ((self._stage(s, plain, n, extra, travels), i) for n, extra, i in stages)
         computed = max(own + max(0, i * chunk - less) * layer + i * 2 * send for own, i in filled)
         return max(computed + blocked, send * s.virtual * s.micro_batches)
+
+    def _balanced(self, s: Setting, plain: _Plain, travels: bool) -> float:
+        """Stages of the same length, whatever they hold: none can be shorter than the average, and the others fill and drain once."""
+        whole = self._stage(s, plain, self.problem.depth, (plain.first, plain.last), travels)
+        once = self._stage(replace(s, global_batch=s.dp * s.micro_batch), plain, self.problem.depth, (plain.first, plain.last), False)
+        late = self.problem.depth * self._late(s, plain.layer)
+        filled = max(0.0, once - late) * (s.pp - 1) / s.pp**2
+        trip = 2 * self._send(s) * (s.pp - 1) / s.pp  # a micro-batch there and back, shared by as many as are in flight
+        waits = 0.0 if s.schedule.endswith("eager") else max(0.0, trip - late / s.pp)
+        return whole / s.pp + filled + s.micro_batches * (self._must_rerun(s) + waits)
+
+    def _must_rerun(self, s: Setting) -> float:
+        """Seconds of a micro-batch on the average stage that go into running again what its memory cannot keep."""
+        fastest = max((g.profile.device for g in self.cluster.groups), key=lambda d: d.peak(s.dtype))
+        key = _work_key(s)
+        if key not in self._hulls:
+            self._hulls[key] = self.times(s, fastest).hull(WAYS)
+        layers = self.problem.depth / s.pp
+        held = stage_memory(s, [[Part(self.work(s).layer, 1)]], ())
+        state = (held.params + held.grads + held.optimizer) * layers + held.passing + held.buffers
+        room = (self.memory - RESIDENT) / (1 + FRAGMENTATION) - state
+        ahead = 2 if s.schedule.endswith("eager") else 1
+        alive = (min(s.micro_batches, ahead * (s.pp - i - 1) + 1) for i in range(s.pp))
+        return sum(layers * least_more(self._hulls[key], room / (n * layers)) for n in alive) / s.pp
 
     def _chunk(self, s: Setting) -> tuple[int, int]:
         """Layers of a chunk, and how many fewer the first and the last have."""
@@ -216,7 +299,7 @@ class Search:
         return self._links[key]
 
     def _late(self, s: Setting, t: _Times) -> float:
-        return t.weight if s.schedule == "zero-bubble" else 0.0
+        return t.weight if puts_off_weights(s.schedule) else 0.0
 
     def _stage(self, s: Setting, plain: _Plain, layers: int, ends: tuple[_Times, ...], travels: bool) -> float:
         """Of one stage: its passes, and what they cannot hide."""
@@ -246,9 +329,11 @@ class Search:
 
     def _memory(self, s: Setting) -> float:
         """The first stage with as many forwards in flight as its order reaches, and the last with one."""
+        if s.recompute == MIXED:
+            return min(self._memory(replace(s, recompute=how)) for how in ("selective", "full"))
         work, (chunk, less) = self.work(s), self._chunk(s)
         chunks = [[Part(work.first, 1), Part(work.layer, chunk - less)]] + [[Part(work.layer, chunk)]] * (s.virtual - 1)
-        warm = s.pp - 1 if s.virtual == 1 else 2 * (s.pp - 1) + (s.virtual - 1) * s.pp
+        warm = (s.pp - 1) * (2 if s.schedule.endswith("eager") else 1) if s.virtual == 1 else 2 * (s.pp - 1) + (s.virtual - 1) * s.pp
         alive = min(s.micro_batches * s.virtual, warm + 1)
         if s.pp == 1:
             return stage_memory(s, [[*chunks[0], Part(work.last, 1)]], FORWARD).total
@@ -279,7 +364,7 @@ class _Times:
     @staticmethod
     def of(block: Block, costs: Costs) -> _Times:
         forward, back = _total(block.forward, costs), block.backward("none")
-        again = {"none": 0.0, "full": forward, "selective": _total(block.redo, costs), "per-op": _total(per_op(block.forward), costs)}
+        again = {how: _total(block.rerun(how), costs) for how in (*RECOMPUTE, MIXED)}  # of a mix nothing is known yet
         plain = _total(back, costs)
         return _Times(forward, {k: plain + v for k, v in again.items()}, _total(split_weight(back)[1], costs))
 
@@ -295,6 +380,11 @@ class _Plain:
     @staticmethod
     def of(work: Workload, costs: Costs) -> _Plain:
         return _Plain(*(_Times.of(b, costs) for b in (work.first, work.layer, work.last)))
+
+
+def _work_key(s: Setting) -> tuple[object, ...]:
+    """What a workload depends on."""
+    return (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp)
 
 
 def _leanest(space: Space, s: Setting) -> Setting:
@@ -331,7 +421,7 @@ def _order(found: Found, objective: str) -> tuple[object, ...]:
 def plainness(s: Setting) -> tuple[object, ...]:
     """Fewer kinds of cutting first, then smaller degrees, so that of equal settings the plainer is taken."""
     used = sum(getattr(s, a) > 1 for a in ("tp", "pp", "cp", "ep"))
-    kept = ("none", "selective", "per-op", "full").index(s.recompute)
+    kept = (*RECOMPUTE, MIXED).index(s.recompute)
     cut = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.virtual)
     return (*cut, s.schedule, kept, -s.micro_batch, s.sequence_parallel, s.overlap_tp, s.keep_gathered)
 

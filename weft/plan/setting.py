@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from weft.core.errors import PlanError
 
 RECOMPUTE = ("none", "selective", "per-op", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan says which
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
 KERNELS = ("classic", "eager", "compiled")
 
 
@@ -67,7 +68,7 @@ class Setting:
 
     def check(self) -> None:
         """Refuse what cannot be run, by name."""
-        for name, known in (("recompute", RECOMPUTE), ("schedule", SCHEDULES), ("kernels", KERNELS)):
+        for name, known in (("recompute", (*RECOMPUTE, MIXED)), ("schedule", SCHEDULES), ("kernels", KERNELS)):
             if getattr(self, name) not in known:
                 raise PlanError(f"no {name} named {getattr(self, name)!r}", needed=" or ".join(known), found=getattr(self, name))
         if self.zero not in (0, 1, 2, 3):

@@ -17,7 +17,7 @@ from weft.core.errors import PlanError
 from weft.plan.cost import Costs
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.phase import Part, Pass, Phase, gathers, minus, phase, reductions, walk
-from weft.plan.pipeline import Action, Order, orders
+from weft.plan.pipeline import Action, Order, orders, puts_off_weights
 from weft.plan.setting import Setting
 from weft.plan.timeline import Task, Timeline, run
 from weft.plan.workload import Collective, Touch, Workload
@@ -43,6 +43,10 @@ class Step:
     @property
     def mfu(self) -> float:
         return self.model_flops / self.seconds / self.peak_flops
+
+    def busy(self, stage: int) -> float:
+        """Seconds that a stage computes and waits for its own collectives."""
+        return self.timeline.busy(f"stage {stage}")
 
     @property
     def peak_memory(self) -> Memory:
@@ -113,6 +117,8 @@ class _Simulation:
     def parts(self) -> list[list[Part]]:
         """Layers of each virtual stage; the first also looks up words, the last also computes the loss."""
         cuts = self.setting.pp * self.setting.virtual
+        if self.work.stages:
+            return [[Part(block, n) for block, n in stage] for stage in self.work.stages]
         if cuts > self.work.depth:
             raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(cuts))
         counts = self.layers or share(self.work.depth, cuts)
@@ -188,7 +194,7 @@ class _Simulation:
     def _way(self, kind: str) -> Pass:
         """How a pass is made in the middle of the step. Sharded parameters are gathered and gradients reduced in each."""
         s = self.setting
-        split = s.schedule == "zero-bubble"
+        split = puts_off_weights(s.schedule)
         direction = "input" if split and kind == "backward" else kind
         gather = self.copies > 1 and s.zero == 3 and not s.keep_gathered and kind != "weight"
         ends = kind == ("weight" if split else "backward")
@@ -216,7 +222,7 @@ class _Simulation:
 
     def _tail(self, stage: int) -> Phase:
         """Reduction of gradients that the last backward does not hide."""
-        s, way = self.setting, self._way("weight" if self.setting.schedule == "zero-bubble" else "backward")
+        s, way = self.setting, self._way("weight" if puts_off_weights(self.setting.schedule) else "backward")
         if self.copies == 1 or not s.overlap_grads or way.reduce:
             return Phase(0.0)
         return self._beyond(stage, way, replace(way, reduce=self.how.reduce))

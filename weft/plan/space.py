@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, fields, replace
 
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
-from weft.plan.setting import Setting
+from weft.plan.setting import MIXED, RECOMPUTE, Setting
+from weft.plan.tailor import Measure
 from weft.plan.transformer import Shape
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage under the interleaved schedule
 LARGEST = {"tp": 64, "cp": 64, "pp": 32}
+CUT_TO_MEASURE = Measure()
 LEAST_SLICE = 512  # tokens of a sequence that one rank of cp keeps at least
 
 
@@ -30,8 +32,9 @@ class Space:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     keep_gathered: tuple[bool, ...] = (False, True)
     sequence_parallel: tuple[bool, ...] = (False, True)
-    recompute: tuple[str, ...] = ("none", "selective", "per-op", "full")
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zero-bubble")
+    recompute: tuple[str, ...] = (MIXED, *RECOMPUTE)
+    measure: Measure = CUT_TO_MEASURE  # what may be mixed, and whether stages may differ
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
     overlap_tp: tuple[bool, ...] = (False, True)
     overlap_grads: bool = True
     overlap_params: bool = True

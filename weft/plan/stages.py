@@ -27,6 +27,7 @@ from weft.plan.phase import Part, Pass, phase
 from weft.plan.pipeline import orders
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
+from weft.plan.tailor import stage_devices
 
 Cost = Callable[[int, int], float]
 
@@ -107,18 +108,6 @@ class _Stages:
 
     def _budget(self, i: int) -> float:
         return self.search.memory
-
-
-def stage_devices(cluster: Cluster, s: Setting) -> list[Device]:
-    """The slowest kind of device of each stage."""
-    per = s.devices // s.pp
-    if cluster.uniform:
-        return [cluster.device] * s.pp
-    found = []
-    for first in range(0, s.devices, per):
-        kinds = {d.name: d for d in (cluster.device_of(r) for r in range(first, first + per))}
-        found.append(min(kinds.values(), key=lambda d: d.peak(s.dtype) * d.get("gemm.efficiency")))
-    return found
 
 
 # --- copies of unequal speed

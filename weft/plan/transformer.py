@@ -133,6 +133,7 @@ class _Builder:
             tokens=t.micro_batch * s.seq, model_flops=s.flops_per_token, total_params=s.params,
             boundary=self.stream / t.tp,
             shared=s.vocab * s.hidden / t.tp if s.tied else 0.0,
+            halves=() if s.experts and s.moe_every > 1 else self.halves(bool(s.experts)),
         )  # fmt: skip
 
     def repeated(self) -> Block:
@@ -143,20 +144,36 @@ class _Builder:
         others = self.shape.moe_every - 1
         return replace(
             moe, forward=dense.forward * others + moe.forward, params=moe.params + others * dense.params,
-            kept=moe.kept, redo=dense.redo * others + moe.redo,
+            kept=moe.kept, redo=dense.redo * others + moe.redo, redo_frees=dense.redo_frees * others + moe.redo_frees,
+            parts=tuple((n, a * others + b, x * others + y) for (n, a, x), (_, b, y) in zip(dense.parts, moe.parts, strict=True)),
         )  # fmt: skip
 
     # --- blocks
 
     def layer(self, moe: bool) -> Block:
+        attention, ffn = self.halves(moe)
+        return Block(
+            "moe layer" if moe else "layer", attention.forward + ffn.forward, attention.params + ffn.params, ffn.expert_params,
+            kept=self.between, work=max(attention.work, ffn.work), redo=attention.redo + ffn.redo,
+            redo_frees=attention.redo_frees + ffn.redo_frees, parts=ffn.parts,
+        )  # fmt: skip
+
+    def halves(self, moe: bool) -> tuple[Block, Block]:
+        """Attention and feed-forward, each with its residual: where a layer may be cut between two stages."""
         s, t = self.shape, self.setting
-        ffn = self.experts() if moe else self.feed_forward()
-        ops = (*self.attention(), *self.leave(), *ffn, *([] if moe and t.tp == 1 else self.leave()))
-        ops = tuple(_beside_products(ops)) if t.overlap_tp else ops
+        ffn = (*self.experts(), *([] if t.tp == 1 else self.leave())) if moe else (*self.feed_forward(), *self.leave())
+        parts = ((*self.attention(), *self.leave()), ffn)
+        ops = [tuple(_beside_products(p)) if t.overlap_tp else p for p in parts]
         expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
-        params = (s.attention_params + (0 if moe else s.ffn_params)) / t.tp + s.norm_params + (s.hidden * s.experts if moe else 0)
-        work = self.tokens * max(s.inner * (2 if s.gated else 1), 3 * s.hidden) * self.width / t.tp
-        return Block("moe layer" if moe else "layer", ops, params, expert, kept=self.between, work=work, redo=self.redo())
+        attention = s.attention_params / t.tp + s.norm_params / 2
+        params = (0 if moe else s.ffn_params) / t.tp + s.norm_params / 2 + (s.hidden * s.experts if moe else 0)
+        work = [self.tokens * n * self.width / t.tp for n in (3 * s.hidden, s.inner * (2 if s.gated else 1))]
+        again = (self.redo_attention(), self.redo_activation(ffn))
+        return (
+            Block("attention", ops[0], attention, kept=self.between, work=work[0], redo=again[0][0], redo_frees=again[0][1]),
+            Block("ffn", ops[1], params, expert, kept=self.between, work=work[1], redo=again[1][0], redo_frees=again[1][1],
+                  parts=(("activation", *again[1]), ("ffn", *self.redo_ffn(ffn)))),
+        )  # fmt: skip
 
     def first(self) -> Block:
         """Look up words and positions."""
@@ -219,10 +236,10 @@ class _Builder:
         out = self.tokens * s.heads * s.head_dim // t.tp * self.width
         f, b = self.style.rotary if s.rotary else self.style.heads
         turn = Touch("rotary" if s.rotary else "heads", f * qkv, b * qkv, *self.style.rotary_launches)
-        core = self.core() if self.style.attention_in_memory else self.flash(qkv + out)
+        core = self.core() if self.style.attention_in_memory else self.flash(qkv)
         return (
             *self.norm(), *self.enter(), self.product("qkv", wide, s.hidden, self.between), turn, *self.ring(qkv), *core,
-            self.product("projection", s.hidden, s.heads * s.head_dim // t.tp, 0.0 if not self.style.attention_in_memory else out),
+            self.product("projection", s.hidden, s.heads * s.head_dim // t.tp, out),
         )  # fmt: skip
 
     def flash(self, saved: float) -> tuple[Op, ...]:
@@ -262,11 +279,30 @@ class _Builder:
         drop = (Touch("attention dropout", 2.5 * scores, 2.5 * scores, 1, 1, saved=1.5 * scores),) if s.dropout else ()
         return first, soft, *drop, second
 
-    def redo(self) -> tuple[Op, ...]:
-        """What selective recompute runs again: the middle of attention, whose memory grows with the square of the sequence."""
+    def redo_attention(self) -> tuple[tuple[Op, ...], float]:
+        """The middle of attention run again, and what that frees: scores in memory, which grow with the square of the sequence, or
+        the result of the one kernel, made again from what its backward needs anyhow."""
         if self.style.attention_in_memory:
-            return self.core()
-        return self.flash(0.0) + self.activation()
+            core = self.core()
+            return core, sum(op.saved for op in core)
+        return self.flash(0.0), float(self.tokens * self.shape.heads * self.shape.head_dim // self.setting.tp * self.width)
+
+    def redo_activation(self, ffn: tuple[Op, ...]) -> tuple[tuple[Op, ...], float]:
+        """The activation run again from what its own backward needs, which frees the input of the product after it."""
+        if self.style.attention_in_memory:
+            return (), 0.0  # that system runs attention again and nothing else
+        at = next(i for i, op in enumerate(ffn) if op.name.endswith("activation"))
+        after = next(op for op in ffn[at + 1 :] if isinstance(op, Gemm))
+        return (replace(ffn[at], saved=0),), float(after.saved)
+
+    def redo_ffn(self, ffn: tuple[Op, ...]) -> tuple[tuple[Op, ...], float]:
+        """The product before the activation run again too, tokens brought together for it once more: frees all that is wide."""
+        at = next(i for i, op in enumerate(ffn) if op.name.endswith("activation"))
+        up = next(i for i in range(at, -1, -1) if isinstance(ffn[i], Gemm))
+        gather = ffn[up - 1 : up] if isinstance(ffn[up - 1], Collective) and ffn[up - 1].name == "all gather" else ()
+        after = next(op for op in ffn[at + 1 :] if isinstance(op, Gemm))
+        again = tuple(replace(op, saved=0) for op in (*gather, *ffn[up : at + 1]))
+        return again, float(ffn[at].saved + after.saved)
 
     def activation(self) -> tuple[Op, ...]:
         s = self.shape

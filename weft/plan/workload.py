@@ -81,6 +81,7 @@ class Touch:
     dtype: str = "fp32"
     share: str = "gemm.efficiency"  # the constant that says which share of the peak such flops reach
     math: float = 0.0  # elements put through exp, tanh and the like
+    walk: str = ""  # the constant that says which share of the bandwidth such a pass reaches, where it is not all of it
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Collective:
     hidden: bool = False  # runs beside the compute that does not need it
     flops: float = 0.0
     saved: float = 0
+    peer: bool = False  # inside a kernel that reads and writes the memory of its peers, where they can be reached
 
 
 Op: TypeAlias = Gemm | Attention | Touch | Collective
@@ -111,20 +113,35 @@ class Block:
     kept: float = 0
     work: float = 0
     redo: tuple[Op, ...] = ()  # ops run again before the backward under selective recompute
+    redo_frees: float = 0  # bytes that need not be kept then
+    parts: tuple[tuple[str, tuple[Op, ...], float], ...] = ()  # other parts that may be run again by name, and what each frees
+    again: str = ""  # what this layer recomputes, where layers of one setting differ
 
     @property
     def saved(self) -> float:
         return sum(op.saved for op in self.forward)
 
+    def recomputes(self, setting: str) -> str:
+        """What this layer recomputes under a setting; a block that was not told keeps everything under `mixed`."""
+        return self.again or (setting if setting != "mixed" else "none")
+
     def not_kept(self, recompute: str) -> float:
         """Bytes that recompute does not keep."""
-        again = {"selective": self.redo, "per-op": tuple(per_op(self.forward))}.get(recompute, ())
-        return sum(op.saved for op in again)
+        how = self.recomputes(recompute)
+        if how == "per-op":
+            return _freed(self.forward, tuple(per_op(self.forward)))
+        return {"selective": self.redo_frees, **{name: frees for name, _, frees in self.parts}}.get(how, 0.0)
+
+    def rerun(self, recompute: str) -> tuple[Op, ...]:
+        """Ops run again before the backward."""
+        how = self.recomputes(recompute)
+        if how == "per-op":
+            return tuple(per_op(self.forward))
+        return {"selective": self.redo, "full": self.forward, **{name: ops for name, ops, _ in self.parts}}.get(how, ())
 
     def backward(self, recompute: str = "none") -> tuple[Op, ...]:
         """Ops of the backward, with what is run again before it."""
-        again = {"none": (), "selective": self.redo, "per-op": tuple(per_op(self.forward)), "full": self.forward}[recompute]
-        return again + tuple(b for op in reversed(self.forward) for b in backward(op))
+        return self.rerun(recompute) + tuple(b for op in reversed(self.forward) for b in backward(op))
 
 
 @dataclass(frozen=True)
@@ -141,6 +158,8 @@ class Workload:
     total_params: float
     boundary: float  # bytes one device hands to the next stage
     shared: float = 0  # parameters that first and last stage both hold
+    halves: tuple[Block, ...] = ()  # of a layer, where it may be cut in two
+    stages: tuple[tuple[tuple[Block, int], ...], ...] = ()  # blocks of each stage in order, where stages are not runs of equal layers
 
 
 def per_op(ops: Iterable[Op]) -> Iterator[Op]:
@@ -151,6 +170,16 @@ def per_op(ops: Iterable[Op]) -> Iterator[Op]:
         kept = isinstance(op, Attention) or (isinstance(op, Collective) and op.kind != "all_gather")
         if not kept and not (isinstance(op, Gemm) and products % 2):
             yield op
+
+
+def _freed(ops: Iterable[Op], again: tuple[Op, ...]) -> float:
+    """What need not be kept: inputs of ops after one that is run again from an input of its own that is kept."""
+    freed, remade = 0.0, False
+    for op in ops:
+        if not isinstance(op, Collective):
+            freed += op.saved if remade else 0.0
+            remade = op in again and op.saved > 0
+    return freed
 
 
 def backward(op: Op) -> Iterator[Op]:

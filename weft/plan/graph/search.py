@@ -7,9 +7,10 @@ the simulated step ranks them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from weft.cluster.spec import Cluster
@@ -19,7 +20,7 @@ from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.plan.graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
 from weft.plan.graph.task import Task
-from weft.plan.graph.timing import Placed, Timed
+from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Units
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
 from weft.plan.memory import FRAGMENTATION, RESIDENT
@@ -36,6 +37,8 @@ HIDES = (1.0, 0.3, 0.05)  # shares of hideable communication that the ILP is cha
 LARGE = 1500  # nodes from which two axes are searched one after the other, and fewer meshes
 EFFORT = 1e8  # work of one ILP
 MOST_ROUNDS = 64
+OWN_SCHEDULES = ("1f1b", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
+FINALISTS = 4  # spots that are laid out at several prices
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +70,17 @@ class Way:
         more += [f"{again} units run again"] if again else []
         more += [f"{self.rounds} micro-batches"] if self.rounds > 1 else []
         return ", ".join([degrees, *more, *self.rules])
+
+
+@dataclass(frozen=True, eq=False)
+class Spot:
+    """Where layouts are chosen: a program at so many micro-batches, on a mesh of one of so many stages."""
+
+    captured: Captured
+    part: Cluster
+    mesh: Mesh
+    rounds: int
+    pp: int
 
 
 @dataclass
@@ -107,9 +121,26 @@ class GraphSearch:
             "zero3": iter([(Named(dp=n, zero=3), frozenset({GRADS, PARAMS}))]),
             "megatron": ((Named(dp=n // t, tp=t, zero=z), frozenset({GRADS, PARAMS})) for t in inside for z in (0, 1)),
             "fsdp+tp": ((Named(dp=n // t, tp=t, zero=3), frozenset({GRADS, PARAMS, VALUES})) for t in inside),
-            "tables apart": ((Named(dp=n // t, tp=t), frozenset({GRADS, VALUES})) for t in divisors(n) if t > 1),
         }
-        return {name: self._best_of(name, ways) for name, ways in spaces.items() if name != "tables apart" or self.tables}
+        made = {name: self._best_of(name, ways) for name, ways in spaces.items()}
+        return made | ({"tables apart": self._tables_apart()} if self.tables else {})
+
+    def _tables_apart(self) -> Way | str:
+        """Tables cut by columns over as many devices as their rows allow, all else data parallel: what experts do for recommenders."""
+        n, captured = self.cluster.devices, self.task.captured()
+        widest = max(t for t in divisors(n) if all(w % t == 0 for w in self.tables.values()))
+        mesh = Mesh(dp=n // widest, tp=widest)
+        whole = {name: [{}] for name in captured.program.input_names if name.startswith("param.")}
+        pins: dict[str, list[Mapping[str, Placement]]] = {**whole, **{name: [{"tp": S(1)}] for name in self.tables}}  # type: ignore[dict-item]
+        pins |= {state: pins[param] for state, param in captured.states.items()}
+        pins |= {name: [places] for name, places in self.task.cut_samples("dp", "tp").items()}
+        try:
+            made = choose(captured.program, mesh, OnCluster(self.cluster, mesh), pins=pins, work=EFFORT)
+        except PlanError as reason:
+            return str(reason.message)
+        placed = Placed(made.program, self.cluster, made.again)
+        way = self._whole("tables apart", placed, frozenset({GRADS, VALUES}), 1, (NONE,))
+        return way or f"needs {placed.memory() / 1e9:.1f} GB of {self.memory / 1e9:.1f} GB"
 
     @cached_property
     def tables(self) -> dict[str, int]:
@@ -131,8 +162,8 @@ class GraphSearch:
     def _best_of(self, name: str, ways: Iterator[tuple[Named, frozenset[str]]]) -> Way | str:
         best, why = None, Reasons()
         for named, overlap in ways:
-            for rounds in self.rounds(named.dp if name != "tables apart" else named.dp * named.tp):
-                placed = self._held(named, rounds, tables=name == "tables apart")
+            for rounds in self.rounds(named.dp):
+                placed = self._held(named, rounds)
                 if placed is None:
                     break
                 made = self._whole(name, placed, overlap, rounds, again=(NONE, FULL))
@@ -149,28 +180,18 @@ class GraphSearch:
             return []
         return [r for r in (1, 2, 4, 8, 16, 32, 64) if own % r == 0 and r <= MOST_ROUNDS]
 
-    def _held(self, named: Named, rounds: int, tables: bool) -> Placed | None:
-        key = named, rounds, tables
+    def _held(self, named: Named, rounds: int) -> Placed | None:
+        key = named, rounds
         if key not in self._placed:
-            self._placed[key] = self._place(named, rounds, tables)
+            self._placed[key] = self._place(named, rounds)
         return self._placed[key]
 
-    def _place(self, named: Named, rounds: int, tables: bool) -> Placed | None:
+    def _place(self, named: Named, rounds: int) -> Placed | None:
         captured = self.task.captured(rounds)
-        plain = replace(named, tp=1) if tables else named
-        held, options = input_layouts(captured.program, plain, captured.states)
-        mesh = named.mesh
-        axes = [a for a in mesh.axes if a == "dp" or tables]
-        held |= self.task.cut_samples(*axes)  # type: ignore[arg-type]
-        if tables:
-            width = {w for w in self.tables.values()}
-            if any(w % named.tp for w in width):
-                return None
-            apart: Held = {name: {"tp": S(1)} for name in self.tables}
-            apart |= {state: dict(apart[param]) for state, param in captured.states.items() if param in apart}
-            held |= apart  # type: ignore[arg-type]
+        held, options = input_layouts(captured.program, named, captured.states)
+        held |= self.task.cut_samples("dp")  # type: ignore[arg-type]
         try:
-            program = place(captured.program, mesh, held, options)
+            program = place(captured.program, named.mesh, held, options)
         except (PlanError, LayoutError, TypeMismatch):
             return None
         again = frozenset(k for k in held if k.startswith("param.") and named.zero == 3)
@@ -198,74 +219,125 @@ class GraphSearch:
         """Arrangements of the devices of a stage in one or two axes; fewer for large programs."""
         tps = [t for t in divisors(devices) if t < devices]
         if nodes > LARGE:
-            tps = [t for t in tps if t in (1, 2, 4, self.cluster.node_size)]
+            tps = [t for t in tps if t in (1, min(self.cluster.node_size, devices // 2))]
         elif len(tps) > 8:
             tps = [t for t in tps if t & (t - 1) == 0 or t == self.cluster.node_size or t % 32 == 0]
         return [Mesh(dp=devices // t, **({"tp": t} if t > 1 else {})) for t in tps] or [Mesh(dp=1)]
 
-    def chosen(self, captured: Captured, part: Cluster, mesh: Mesh, rounds: int, hide: float, limit: float) -> Chosen | None:
-        key = id(captured), part.devices, mesh, rounds, hide, limit
+    def chosen(self, captured: Captured, part: Cluster, mesh: Mesh, rates: Rates, limit: float) -> Chosen | None:
+        key = id(captured), part.devices, mesh, rates, limit
         if key not in self._chosen:
             large = len(captured.program.nodes) > LARGE
             try:
                 self._chosen[key] = choose(
-                    captured.program, mesh, OnCluster(part, mesh), blocks=captured.blocks, memory=limit, work=EFFORT,
-                    rates=Rates(hide, rounds), at_once=1 if large else 2,
+                    captured.program, mesh, OnCluster(part, mesh), blocks=captured.blocks, memory=limit, rates=rates,
+                    work=EFFORT / 4 if large else EFFORT, at_once=1 if large else 2,
                 )  # fmt: skip
             except PlanError:
                 self._chosen[key] = None
         return self._chosen[key]
 
-    def free(self, say: Say, stages: bool = True) -> dict[str, Way | str]:
-        """Ways with layouts by the ILP: weft's own, and the same without overlap (unity-like), and with stages (alpa-like)."""
+    def free(self, say: Say) -> dict[str, Way | str]:
+        """Ways with layouts by the ILP: weft's own; the same with parameters held as used, without overlap and without stages
+        (unity-like), or with stages of 1F1B (alpa-like)."""
         best: dict[str, Way] = {}
-        for pp in self.depths() if stages else [1]:
-            for way in self.ways(pp, say):
-                if way.name not in best or way.seconds < best[way.name].seconds:
-                    best[way.name] = way
-                    say(f"{way.name}: {way.seconds * 1e3:,.1f} ms, {way.describe()}")
+        for way in self._everything():
+            if way.name not in best or way.seconds < best[way.name].seconds:
+                best[way.name] = way
+                say(f"{way.name}: {way.seconds * 1e3:,.1f} ms, {way.describe()}")
         lacking = {name: "no layouts fit" for name in ("weft", "unity-like", "alpa-like") if name not in best}
         return {**best, **lacking}
 
+    def _everything(self) -> Iterator[Way]:
+        """First every mesh at full price; the best again at lower prices of what may be hidden; then, with parameters held as used, every mesh
+        that could beat the best so held, judged by what it takes without overlap when held freely."""
+        own: list[tuple[float, Spot]] = []
+        without: list[tuple[float, Spot]] = []
+        for spot in (s for pp in self.depths() for s in self.spots(pp)):
+            made = list(self._ways(spot, 1.0))
+            yield from made
+            own += [(min(w.seconds for w in made), spot)] if made else []
+            without += [(w.seconds, spot) for w in self._without(made)]
+        few = self.is_large
+        for _, spot in sorted(own, key=lambda item: item[0])[: 1 if few else FINALISTS]:
+            for hide in HIDES[1:2] if few else HIDES[1:]:
+                yield from self._ways(spot, hide)
+        yield from self._as_used(sorted(without, key=lambda item: item[0]))
+
+    def _as_used(self, spots: Sequence[tuple[float, Spot]]) -> Iterator[Way]:
+        for whole in (True, False):  # of unity-like one stage and one micro-batch alone
+            best = math.inf
+            for bound, spot in spots:
+                alone = spot.pp == spot.rounds == 1
+                if bound > best or (whole and not alone):
+                    continue
+                for way in self._ways(spot, 1.0, restricted=True):
+                    if (way.name == "unity-like") == whole:
+                        best = min(best, way.seconds)
+                        yield way
+
+    def _without(self, ways: Sequence[Way]) -> Iterator[Way]:
+        """The first of these ways as it would be with nothing beside compute."""
+        for way in ways[:1]:
+            yield from itertools.islice(self.run("", way.placed, NOTHING, way.rounds, way.pp, (NONE, FULL), ("1f1b",)), 1)
+
     def depths(self) -> list[int]:
-        """Numbers of stages: powers of two up to the nodes, as far as there is work for them."""
+        """Numbers of stages: powers of two up to the nodes."""
         count = self.cluster.devices // self.cluster.node_size
         return [p for p in (1, 2, 4, 8, 16) if p <= max(1, count) and self.cluster.devices % p == 0]
 
-    def ways(self, pp: int, say: Say) -> Iterator[Way]:
+    def spots(self, pp: int) -> Iterator[Spot]:
+        """Meshes of a stage, at the fewest micro-batches that are worth a look."""
         devices = self.cluster.devices // pp
         part = self.cluster if pp == 1 else self.cluster.slice(0, devices)
         for rounds in self.some_rounds(pp):
             captured = self.task.captured(rounds)
-            found = False
-            for mesh in self.meshes(devices, len(captured.program.nodes)):
-                for hide in HIDES if pp == 1 else HIDES[:1]:
-                    for way in self._chosen_ways(captured, part, mesh, rounds, hide, pp):
-                        found = True
-                        yield way
-            if found:
-                return
+            yield from (Spot(captured, part, mesh, rounds, pp) for mesh in self.meshes(devices, len(captured.program.nodes)))
 
     def some_rounds(self, pp: int) -> list[int]:
-        """From the fewest micro-batches at which state and the values between units can fit."""
-        options = [r for r in self.rounds(1) if r >= (1 if pp == 1 else 4 * pp)]
-        return options[:6]
+        """The fewest micro-batches at which activations may fit, and twice as many; at least four for every stage."""
+        room = self.memory - RESIDENT - self.task.state_bytes / self.cluster.devices
+        least = 1 if pp == 1 else 4 * pp
+        options = [r for r in self.rounds(1) if r >= least]
+        fits = [r for r in options if self.boundary_bytes / r / self.cluster.devices * min(r, pp) < room]
+        return fits[: 1 if self.is_large or (pp == 1 and fits[:1] == [1]) else 2]
 
-    def _chosen_ways(self, captured: Captured, part: Cluster, mesh: Mesh, rounds: int, hide: float, pp: int) -> Iterator[Way]:
+    @cached_property
+    def is_large(self) -> bool:
+        return len(self.task.captured().program.nodes) > LARGE
+
+    @cached_property
+    def boundary_bytes(self) -> float:
+        """Of the whole batch, what must be kept between units of the forward pass even if all else is run again."""
+        whole = Placed(self.task.captured().program, self.cluster)
+        return sum(u.sent for u in Units(whole, NOTHING).all) + max(u.saved for u in Units(whole, NOTHING).all)
+
+    def _ways(self, spot: Spot, hide: float, restricted: bool = False) -> Iterator[Way]:
+        captured, part, mesh, rounds, pp = spot.captured, spot.part, spot.mesh, spot.rounds, spot.pp
         own = (self.memory - RESIDENT) / (1 + FRAGMENTATION)
-        made = self.chosen(captured, part, mesh, rounds, hide, own * pp)
+        rates = Rates(hide, rounds, restricted)
+        made = self.chosen(captured, part, mesh, rates, own * pp)
+        if made is None and pp == 1:  # what does not fit may fit when parts are run again
+            made = self.chosen(captured, part, mesh, rates, math.inf)
         if made is None:
             return
         placed = Placed(made.program, part, made.again)
-        if pp == 1:
-            way = self._whole("weft", placed, ALL, rounds, (NONE, MIXED))
-            plain = self._whole("unity-like", placed, NOTHING, rounds, (NONE,)) if hide == 1.0 and rounds == 1 else None
-            alpa = self._whole("alpa-like", placed, NOTHING, rounds, (NONE, FULL)) if hide == 1.0 else None
-            yield from (w for w in (way, plain, alpa) if w is not None)
+        if not restricted:
+            yield from self.run("weft", placed, ALL, rounds, pp, (NONE, MIXED), OWN_SCHEDULES)
             return
-        yield from self._staged("weft", placed, ALL, rounds, pp, MIXED, ("1f1b", "zero-bubble"), True)
-        for recompute in (NONE, FULL):
-            yield from self._staged("alpa-like", placed, NOTHING, rounds, pp, recompute, ("1f1b",), False)
+        yield from self.run("alpa-like", placed, NOTHING, rounds, pp, (NONE, FULL), ("1f1b",))
+        if pp == rounds == 1:
+            yield from self.run("unity-like", placed, NOTHING, rounds, pp, (NONE,), ("1f1b",))
+
+    def run(
+        self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, pp: int, again: Sequence[str], schedules: Sequence[str]
+    ) -> Iterator[Way]:
+        if pp == 1:
+            way = self._whole(name, placed, overlap, rounds, again)
+            yield from [way] if way is not None else []
+            return
+        for recompute in again if MIXED not in again else (MIXED,):  # a mix runs nothing again where nothing must be
+            yield from self._staged(name, placed, overlap, rounds, pp, recompute, schedules, beside=bool(overlap))
 
     def _staged(
         self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, pp: int, recompute: str, schedules: Sequence[str], beside: bool
@@ -273,10 +345,8 @@ class GraphSearch:
         units = Units(placed, overlap).all
         if len(units) < pp:
             return
-        stages = Stager(units, self.memory, rounds, recompute).split(pp)
-        if stages is None:
-            return
         for schedule in schedules:
-            seconds = pipelined(stages, self.cluster, rounds, schedule, beside)
-            staged = Staged(stages, schedule, seconds)
-            yield Way(name, placed, overlap, rounds, seconds, staged.memory, staged)
+            stages = Stager(units, self.memory, rounds, recompute, schedule.endswith("eager")).split(pp)
+            if stages is not None:
+                staged = Staged(stages, schedule, pipelined(stages, self.cluster, rounds, schedule, beside))
+                yield Way(name, placed, overlap, rounds, staged.seconds, staged.memory, staged)

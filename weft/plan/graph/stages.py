@@ -1,7 +1,7 @@
 """Units to stages of a pipeline, with what is run again chosen stage by stage.
 
 Let c_i(a, b) be the seconds of one micro-batch on stage i with units a..b-1, the least amount of work run again included that makes it
-fit: stage i of p keeps p - i micro-batches in flight, so early stages run more again and take fewer units.
+fit: stage i of p keeps p - i micro-batches in flight (eager orders twice as many), so early stages run more again and take fewer units.
 
     T(i, b) = min over a of max(T(i - 1, a), c_i(a, b)),      answer T(p, all units)
 
@@ -18,7 +18,7 @@ from weft.cluster import collectives
 from weft.cluster.spec import Cluster
 from weft.plan.graph.units import Unit
 from weft.plan.memory import FRAGMENTATION, RESIDENT
-from weft.plan.pipeline import orders
+from weft.plan.pipeline import orders, puts_off_weights
 from weft.plan.timeline import Task, run
 
 NONE, FULL, MIXED = "none", "full", "mixed"
@@ -62,6 +62,7 @@ class Stager:
     memory: float
     rounds: int
     recompute: str = MIXED
+    eager: bool = False  # twice as many micro-batches in flight
 
     def split(self, count: int) -> tuple[Stage, ...] | None:
         """The stages whose slowest is fastest; None where nothing fits."""
@@ -69,7 +70,7 @@ class Stager:
         best: dict[int, tuple[float, tuple[Stage, ...]]] = {0: (0.0, ())}
         for i in range(count):
             row: dict[int, tuple[float, tuple[Stage, ...]]] = {}
-            alive = min(self.rounds, count - i)
+            alive = min(self.rounds, (2 if self.eager else 1) * (count - i - 1) + 1)
             for a, (slowest, before) in best.items():
                 for b in range(a + 1, n - (count - i - 1) + 1):
                     made = self.stage(a, b, alive)
@@ -123,11 +124,12 @@ def pipelined(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: 
     if rounds <= more:
         return _simulated(stages, cluster, rounds, schedule, beside)
     a, b = (_simulated(stages, cluster, n, schedule, beside) for n in (few, more))
-    return b + (b - a) * (rounds - more) / count
+    period = max((b - a) / count, *(s.seconds for s in stages))  # no stage can be done sooner than it is busy
+    return b + period * (rounds - more)
 
 
 def _simulated(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
-    count, split = len(stages), schedule == "zero-bubble"
+    count, split = len(stages), puts_off_weights(schedule)
     plan = orders(schedule, count, rounds)
     index = {(a.kind, s, a.micro): i for i, (s, a) in enumerate((s, a) for s, order in enumerate(plan) for a in order)}
     sends = [collectives.send_seconds(cluster, st.total.sent, cluster.devices // count) for st in stages]

@@ -21,11 +21,11 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
-from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
 from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.layouts.moves import OnCluster
 from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.records import OnMesh
+from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
 from weft.plan.setting import Setting
 from weft.plan.workload import Collective
 

@@ -8,6 +8,7 @@ handed on.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,7 +150,7 @@ class Units:
         """Bytes of state by unit."""
         found: dict[int, float] = defaultdict(float)
         program = self.placed.program
-        homes = {o: i for o, i in program.state}
+        homes = dict(program.state)
         for u in self.placed.roles.updates:
             params = [a for a in u.args if a in self.of and str(a.attr("name")).startswith("param.")] if u.args else []
             unit = min((self.of[p] for p in params), default=0)
@@ -189,7 +190,7 @@ def _joined(units: list[Unit]) -> list[Unit]:
     """Neighbours joined, the cheapest pair first, until there are few enough."""
     units = list(units)
     while len(units) > MOST:
-        costs = [a.forward + a.backward + b.forward + b.backward for a, b in zip(units, units[1:], strict=False)]
+        costs = [a.forward + a.backward + b.forward + b.backward for a, b in itertools.pairwise(units)]
         i = costs.index(min(costs))
         units[i : i + 2] = [units[i] + units[i + 1]]
     return units

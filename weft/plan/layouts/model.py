@@ -45,6 +45,7 @@ class Rates:
 
     hide: float = 1.0
     rounds: int = 1
+    as_used: bool = False  # parameters are held in the layout they are used in, never brought to another during the step
 
 
 @dataclass(frozen=True)
@@ -200,13 +201,15 @@ class _Builder:
             seen = [outside(w.node, enters, leaves) for w in self._ways(node)]
             return np.array([self.prices.work(n) if n.args or n.types else 0.0 for n in seen])
 
-        if node.op.kind in (Kind.VIEW, Kind.SOURCE):
+        if node.op.kind is Kind.SOURCE or (node.op.kind is Kind.VIEW and len(node.args) < 2):
             return np.zeros(len(self._ways(node)))
         return self._table(("work", self.site[node], enters, leaves), work)
 
     def _share(self, reader: Node, value: Node | None = None) -> float:
         """The share of a price that counts: of a node's work, or of bringing a value to it."""
         once = 1 / self.rates.rounds if reader in self.roles.after else 1.0
+        if self.rates.as_used and value is not None and value in self.roles.given and reader not in self.roles.updates:
+            return math.inf
         hides = value is not None and (value in self.roles.given or reader in self.roles.updates)
         return once * (self.rates.hide if hides else 1.0)
 
@@ -331,6 +334,8 @@ def _equal(a: Sequence[Placements], b: Sequence[Placements]) -> Floats:
 
 
 def _scaled(table: Floats, share: float) -> Floats:
+    if math.isinf(share):
+        return np.where(table > 0, np.inf, 0.0)
     return table if share == 1.0 else table * share
 
 

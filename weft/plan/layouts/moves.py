@@ -17,7 +17,7 @@ from weft.cluster.spec import Cluster
 from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Program
-from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic
+from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
 
 Placements = tuple[Placement, ...]  # one per axis of the mesh, in order
 
@@ -125,6 +125,8 @@ class OnCluster:
 
     def work(self, node: Node) -> float:
         kind, device = node.op.kind, self.cluster.device
+        if kind is Kind.VIEW and len(node.args) > 1:  # joining copies
+            return kernels.touch(device, 2.0 * sum(nbytes(t) for t in node.types), 1)
         if kind in (Kind.VIEW, Kind.SOURCE):
             return 0.0
         if kind is Kind.CONTRACT:

@@ -1,0 +1,141 @@
+"""`weft bench planner`: plans against the best baseline at pairs of model and cluster. `weft bench unity`: the seven models of Unity's paper on its
+cluster, with the gain over data parallel, over experts and over substitutions chosen before layouts. `weft bench unequal`: two kinds of devices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import typer
+
+MODELS = ("gpt-39b", "llama3-8b", "llama3-70b", "mixtral-8x7b", "wide-resnet", "dlrm")
+CLUSTERS = ("8xp3.16xlarge", "16x8xH100")
+SEVEN = ("dlrm", "mlp", "xdl", "candle-uno", "inception-v3", "bert-large", "resnext50")
+UNITY = {"dlrm": 3.6, "mlp": 2.0, "xdl": 1.9, "candle-uno": 1.6, "inception-v3": 1.3, "bert-large": 1.0, "resnext50": 1.0}
+SUMMIT = "32x6xV100-Summit"
+PER_DEVICE = {"bert-large": 4, "inception-v3": 64, "resnext50": 64}  # as in the paper; the zoo's own example where it is the same
+EXPERTS = ("data parallel", "megatron", "tables apart")
+Row = dict[str, Any]
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def planner(
+        model: list[str] = typer.Option(list(MODELS), "--model", help="Models by name."),
+        cluster: list[str] = typer.Option(list(CLUSTERS), "--cluster", help="Clusters."),
+        json: bool = typer.Option(False, "--json", help="print one JSON object as the last line"),
+    ) -> None:
+        """Plan every pair and compare with the best baseline that fits."""
+        rows = [pair(m, c) for m in model for c in cluster]
+        gains = [r["gain"] for r in rows if r["gain"] is not None]
+        _finish("planner", rows, json, median_gain=statistics.median(gains) if gains else None, worst_gain=min(gains, default=None))
+
+    @app.command()
+    def unity(
+        model: list[str] = typer.Option(list(SEVEN), "--model", help="Models by name."),
+        cluster: str = typer.Option(SUMMIT, "--cluster", help="The cluster."),
+        json: bool = typer.Option(False, "--json", help="print one JSON object as the last line"),
+    ) -> None:
+        """Unity's seven models, with the gains its paper tells of."""
+        _finish("unity", [of_unity(m, cluster) for m in model], json)
+
+    @app.command()
+    def unequal(
+        model: str = typer.Option("llama3-8b", "--model"),
+        json: bool = typer.Option(False, "--json", help="print one JSON object as the last line"),
+    ) -> None:
+        """Four nodes of A100 and four of H100: the plan against equal shares, the H100s alone, and the sum of both rates."""
+        _finish("unequal", [mixed(model, "4x8xA100", "4x8xH100")], json)
+
+
+def _finish(name: str, rows: list[Row], json: bool, **facts: Any) -> None:
+    from bench._ranks import machine
+    from weft.cli.output import emit
+
+    if json:
+        emit({"bench": name, "machine": machine(), **facts, "rows": rows})
+
+
+def pair(model: str, cluster: str) -> Row:
+    from weft.cli.output import console
+    from weft.plan.plan import Plan
+    from weft.plan.planner import Request, make_plan
+
+    begun = time.perf_counter()
+    made = make_plan(Request(model, cluster))
+    seconds = round(time.perf_counter() - begun, 1)
+    case = f"{model} on {cluster}"
+    if not isinstance(made, Plan):
+        console.print(f"{case}: nothing fits ({made.reason})", highlight=False)
+        return {"case": case, "weft_ms": None, "peers_ms": {}, "ratios": {}, "limit_ms": None, "correct": True, "gain": None,
+                "seconds": seconds, "infeasible": dict(made.infeasible)}  # fmt: skip
+    peers = dict(made.baselines_ms)
+    ratios = {name: ms / made.step_ms for name, ms in peers.items()}
+    best = min(peers, key=lambda name: peers[name]) if peers else ""
+    gain = ratios[best] if best else None
+    console.print(f"{case}: {made.step_ms:,.1f} ms, {gain or 0:.3f}x over {best}, planned in {seconds} s", highlight=False)
+    return {"case": case, "weft_ms": made.step_ms, "peers_ms": peers, "ratios": ratios, "limit_ms": None,
+            "correct": all(r >= 1 - 1e-9 for r in ratios.values()), "gain": gain, "best": best, "seconds": seconds,
+            "infeasible": dict(made.infeasible)}  # fmt: skip
+
+
+def of_unity(model: str, cluster: str) -> Row:
+    """In fp32, with plain SGD (Adam for BERT), as the paper has it."""
+    from weft.cli.output import console
+    from weft.cluster.spec import cluster as read
+    from weft.frontend import zoo
+    from weft.plan.graph.search import GraphSearch, Way
+    from weft.plan.graph.task import Task
+    from weft.plan.substitute import joint_and_sequential
+
+    begun = time.perf_counter()
+    place = read(cluster)
+    batch = PER_DEVICE.get(model, zoo.entry(model).batch) * place.devices
+    search = GraphSearch(Task(model, place, batch, "fp32", "adam" if model.startswith("bert") else "sgd"), place.device.memory)
+    found = {**search.baselines(), **search.free(lambda _: None)}
+    ways = {k: w for k, w in found.items() if isinstance(w, Way)}
+    planned = round(time.perf_counter() - begun, 1)
+    both = joint_and_sequential(search, ways["weft"])
+    best = min(ways["weft"].seconds, both.joint.seconds)
+    peers = {k: w.seconds * 1e3 for k, w in ways.items() if k != "weft"} | {"sequential": both.sequential.seconds * 1e3}
+    expert = min(peers[k] for k in EXPERTS if k in peers)
+    row = {
+        "case": f"{model} on {cluster}", "weft_ms": best * 1e3, "peers_ms": peers, "ratios": {k: v / best / 1e3 for k, v in peers.items()},
+        "limit_ms": None, "correct": all(v >= best * 1e3 * (1 - 1e-9) for v in peers.values()), "over_data_parallel": peers["data parallel"] / best / 1e3
+        if "data parallel" in peers else None, "over_expert": expert / best / 1e3, "over_sequential": both.sequential.seconds / best,
+        "rules": list(both.joint.rules), "sequential_rules": list(both.sequential.rules), "unity": UNITY[model],
+        "plan": ways["weft"].describe(), "seconds": planned, "seconds_with_substitutions": round(time.perf_counter() - begun, 1),
+        "infeasible": {k: v for k, v in found.items() if isinstance(v, str)},
+    }  # fmt: skip
+    console.print(
+        f"{row['case']}: {best * 1e3:,.2f} ms; over data parallel {row['over_data_parallel'] or 0:.2f}x, expert {row['over_expert']:.2f}x, "
+        f"sequential {row['over_sequential']:.2f}x ({', '.join(both.joint.rules) or 'no rule'}); Unity {UNITY[model]}x; {planned} s", highlight=False,
+    )  # fmt: skip
+    return row
+
+
+def mixed(model: str, slow: str, fast: str) -> Row:
+    from weft.cli.output import console
+    from weft.plan.baselines import EVERYTHING
+    from weft.plan.plan import Plan
+    from weft.plan.planner import Request, make_plan
+    from weft.plan.search import Found, Search
+
+    both = Request(model, f"{slow}+{fast}")
+    batch = both.problem().batch
+    made = make_plan(both)
+    assert isinstance(made, Plan)
+    even = Search(both.problem()).best(EVERYTHING)
+    alone = {c: make_plan(Request(model, c, batch)) for c in (slow, fast)}
+    rates = {c: batch / p.step_ms for c, p in alone.items() if isinstance(p, Plan)}
+    share = batch / made.step_ms / sum(rates.values())
+    equal_ms = even.seconds * 1e3 if isinstance(even, Found) else None
+    fast_ms = alone[fast].step_ms  # type: ignore[union-attr]
+    console.print(f"{both.cluster}: {made.step_ms:,.1f} ms, {share:.1%} of the summed rates; equal split {equal_ms or 0:,.1f}, {fast} alone {fast_ms:,.1f}")
+    peers = {"equal split": equal_ms, f"{fast} alone": fast_ms}
+    return {
+        "case": f"{model} on {both.cluster}", "weft_ms": made.step_ms, "peers_ms": peers,
+        "ratios": {k: v / made.step_ms for k, v in peers.items() if v}, "limit_ms": batch / sum(rates.values()),
+        "share_of_summed_rates": share, "correct": share >= 0.85 and all(v > made.step_ms for v in peers.values() if v),
+    }  # fmt: skip

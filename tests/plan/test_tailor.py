@@ -1,0 +1,94 @@
+"""Stages cut to measure: what is mixed, what fits, and that nothing fixed is better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weft.plan.planner import Request
+from weft.plan.search import Found, Search
+from weft.plan.setting import RECOMPUTE, Setting
+from weft.plan.tailor import WAYS, Measure, Point, blocks_of, least_more
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    return Search(Request("gpt-2.6b", "2x8xV100", batch=128).problem())
+
+
+def setting(search: Search, **changes: object) -> Setting:
+    base = Setting(global_batch=search.problem.batch, micro_batch=2, dp=2, tp=2, pp=4, zero=1, recompute="mixed", overlap_sends=True, dtype="fp16")
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def cut(search: Search, s: Setting, measure: Measure | None = None) -> Found:
+    found = search.tailored(s, measure or Measure())
+    assert found is not None
+    return found
+
+
+def test_stages_hold_every_half_layer_once(search: Search) -> None:
+    found = cut(search, setting(search))
+    names = [(name, n) for stage in found.stages for name, _, n in stage]
+    halves = [sum(n for name, n in names if name == half) for half in ("attention", "ffn")]
+    assert halves[0] == halves[1]
+    assert sum(n for name, n in names if name == "layer") + halves[0] == search.problem.depth
+    assert [name for name, _ in names][0] == "first" and [name for name, _ in names][-1] == "last"
+
+
+def test_little_memory_is_met_by_running_more_again() -> None:
+    problem = Request("gpt-2.6b", "2x8xV100", batch=128).problem()
+    plenty = Search(problem)
+    tight = Search(problem)
+    s = setting(plenty)
+    free = cut(plenty, s)
+    tight.__dict__["memory"] = free.memory * 0.8
+    found = cut(tight, s)
+    assert found.memory <= tight.memory < free.memory
+    assert found.seconds > free.seconds
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_no_fixed_recompute_is_better(search: Search, recompute: str, schedule: str) -> None:
+    fixed = search.price(setting(search, recompute=recompute, schedule=schedule))
+    assert fixed is not None
+    if fixed.memory <= search.memory:
+        assert cut(search, setting(search, schedule=schedule)).seconds <= fixed.seconds * 1.02
+
+
+def test_a_number_of_whole_layers_is_the_same_on_every_stage(search: Search) -> None:
+    tight = Search(search.problem)
+    tight.__dict__["memory"] = cut(search, setting(search)).memory * 0.85
+    found = cut(tight, setting(search), Measure(("none", "full"), free=False))
+    again = {sum(n for name, way, n in stage if name == "layer" and way == "full") for stage in found.stages}
+    assert len(again) == 1 and again != {0}
+
+
+def test_interleaved_stages_are_mixed_too(search: Search) -> None:
+    tight = Search(search.problem)
+    s = setting(search, schedule="interleaved", virtual=2)
+    tight.__dict__["memory"] = cut(search, s).memory * 0.85
+    found = cut(tight, s)
+    assert len(found.stages) == 8
+    assert found.memory <= tight.memory
+
+
+def test_the_least_that_must_be_run_again_is_on_the_hull() -> None:
+    hull = [Point(0.0, 10.0, "none"), Point(1.0, 6.0, "activation"), Point(4.0, 2.0, "full")]
+    assert [least_more(hull, kept) for kept in (12.0, 10.0, 8.0, 6.0, 4.0, 1.0)] == [0.0, 0.0, 0.5, 1.0, 2.5, 4.0]
+
+
+def test_every_way_frees_what_it_says(search: Search) -> None:
+    layer = search.work(setting(search)).layer
+    for way in WAYS:
+        told = replace(layer, again=way)
+        assert 0 <= told.not_kept("none") <= layer.saved
+        assert (way == "none") == (not told.rerun("none"))
+
+
+def test_pieces_name_known_blocks(search: Search) -> None:
+    work = search.work(setting(search))
+    made = blocks_of(work, [[("first", "none", 1), ("layer", "full", 2), ("attention", "none", 1)]])
+    assert [(b.name, b.again, n) for b, n in made.stages[0]] == [("embedding", "none", 1), ("layer", "full", 2), ("attention", "none", 1)]

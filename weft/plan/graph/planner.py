@@ -1,0 +1,105 @@
+"""A plan for any model that can be captured: every baseline and weft's own ways priced alike, the best taken and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from weft.cluster.spec import Cluster
+from weft.core.layout import R, S
+from weft.plan.graph.search import GraphSearch, Way
+from weft.plan.graph.task import Task
+from weft.plan.plan import Plan
+from weft.plan.setting import MIXED, Setting
+
+if TYPE_CHECKING:
+    from weft.plan.space import Limits
+
+Say = Callable[[str], None]
+
+
+def task_of(model: str, cluster: Cluster, batch: int, dtype: str, optimizer: str = "adam") -> Task:
+    """The model at a batch: as many samples on every device as the zoo's example has, where none is given."""
+    from weft.frontend import zoo
+
+    return Task(model, cluster, batch or zoo.entry(model).batch * cluster.devices, dtype, optimizer)
+
+
+def make_plan(task: Task, limits: Limits, say: Say, objective: str = "time") -> Plan | dict[str, str]:
+    """The best way found, or why each system has none."""
+    memory = min(g.profile.device.memory for g in task.cluster.groups)
+    search = GraphSearch(task, min(memory, limits.memory) if limits.memory else memory)
+    say("baselines")
+    found = {**search.baselines(), **search.free(say)}
+    ways = {name: way for name, way in found.items() if isinstance(way, Way)}
+    lacking = {name: why for name, why in found.items() if isinstance(why, str)}
+    if not ways:
+        return lacking
+    best = min(ways.values(), key=lambda w: (_digits(w.memory if objective == "memory" else w.seconds), w.name != "weft"))
+    others = {name: _ms(way.seconds) for name, way in ways.items() if name != "weft"}
+    return record(task, limits, best, others, {k: v for k, v in lacking.items() if k != "weft"}, objective)
+
+
+def record(task: Task, limits: Limits, way: Way, others: Mapping[str, float], lacking: Mapping[str, str], objective: str) -> Plan:
+    from weft.ops.registry import flops
+
+    work = sum(flops(n) for n in task.captured().program.nodes)
+    peak = task.cluster.devices * task.cluster.device.peak(task.dtype)
+    foreseen = {
+        "step_ms": _ms(way.seconds), "tokens_per_s": float(f"{task.batch / way.seconds:.6g}"),
+        "mfu": float(f"{work / way.seconds / peak:.4g}"), "memory_gb": float(f"{way.memory / 1e9:.4g}"), "gap": 0.0,
+        "causes_ms": {k: _ms(v) for k, v in sorted(way.causes.items()) if v > 1e-9}, "memory_parts_gb": {},
+    }  # fmt: skip
+    said = {"max_tp": limits.max_tp, "memory_gb": limits.memory / 1e9, "pins": dict(limits.pins)}
+    stages = tuple(_pieces(way)) if way.staged else ()
+    return Plan(
+        task.model, task.cluster.text, 0, objective, way.name, setting_of(task, way), (), (), said, foreseen, others, lacking,
+        stages=stages, layouts=layouts_of(way),
+    )  # fmt: skip
+
+
+def setting_of(task: Task, way: Way) -> Setting:
+    """The degrees of a way in the words of a setting; `layouts` say the rest."""
+    sizes, held = way.mesh.sizes, way.placed.program.input_names
+    dp, tp = sizes.get("dp", 1), sizes.get("tp", 1)
+    params = [n.layout.placement("dp") for name, n in held.items() if name.startswith("param.")] if "dp" in sizes else []
+    cut = sum(isinstance(p, S) for p in params)
+    states = any(isinstance(n.layout.placement("dp"), S) for name, n in held.items() if name.startswith("exp_avg.")) if "dp" in sizes else False
+    zero = 3 if cut * 2 > len(params) > 0 else 1 if states else 0
+    own = task.batch // (way.rounds * dp)
+    micro = own if own and task.batch % (dp * own) == 0 else 1
+    again = way.staged is not None and any(s.again for s in way.staged.stages)
+    schedule = way.staged.schedule if way.staged else "1f1b"
+    return Setting(
+        global_batch=task.batch, micro_batch=micro, dp=dp, tp=tp, pp=way.pp, zero=zero, recompute=MIXED if again else "none",
+        schedule=schedule, dtype=task.dtype, overlap_sends=bool(way.overlap),
+    )  # fmt: skip
+
+
+def layouts_of(way: Way) -> dict[str, Any]:
+    """The mesh of a stage, how every input that is not whole is held on it, what is gathered again, and the rules used."""
+    inputs = {
+        name: {axis: str(place) for axis, place in node.layout.placements.items() if place != R}
+        for name, node in way.placed.program.input_names.items()
+    }
+    return {
+        "mesh": dict(way.mesh.sizes), "inputs": {k: v for k, v in inputs.items() if v}, "again": sorted(way.placed.again),
+        "rules": list(way.rules), "micro_batches": way.rounds,
+    }  # fmt: skip
+
+
+def _pieces(way: Way) -> list[tuple[tuple[str, str, int], ...]]:
+    assert way.staged is not None
+    made = []
+    for stage in way.staged.stages:
+        kinds = [(f"unit {i}", "full" if i in stage.again else "none", 1) for i in range(stage.first, stage.last)]
+        made.append(tuple(kinds))
+    return made
+
+
+def _ms(seconds: float) -> float:
+    return float(f"{seconds * 1e3:.6g}")
+
+
+def _digits(x: float) -> float:
+    return float(f"{x:.9g}")

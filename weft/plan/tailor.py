@@ -1,0 +1,299 @@
+"""Stages cut to measure: how many layers each holds, cut in half where that balances, and what each runs again.
+
+Of a layer let f + b be its passes, e_o the seconds and s_o the bytes kept under way o of running parts again (none, activation, ffn, selective,
+full). For n layers whose activations may take A bytes,
+
+    min sum_o x_o e_o   with   sum_o x_o s_o <= A,  sum_o x_o = n
+
+is solved on the lower hull of the points (s_o, e_o): layers move from one way to the next, one by one, until they fit. With
+c_i(n) the seconds of a stage that fits in this way (stage i of p keeps p - i micro-batches, so early stages run more again), halves of
+layers go to stages by
+
+    T(i, k) = min over n of max(T(i - 1, k - n), c_i(n)),      answer T(p, 2 * depth).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from weft.cluster.profile import Device
+from weft.cluster.spec import Cluster
+from weft.plan.cost import Costs
+from weft.plan.memory import stage_memory
+from weft.plan.phase import Part, Pass, phase
+from weft.plan.pipeline import Order, orders
+from weft.plan.setting import Setting
+from weft.plan.workload import Block, Workload
+
+WAYS = ("none", "activation", "selective", "ffn", "per-op", "full")
+REACH = 5  # half layers more or fewer than the average that a stage may hold
+Piece = tuple[str, str, int]  # name of a block, what it runs again, how often it comes
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How freely stages are cut: ways of running again that may be mixed, and whether stages may differ."""
+
+    ways: tuple[str, ...] = WAYS
+    free: bool = True
+
+
+def blocks_of(work: Workload, pieces: Sequence[Sequence[Piece]]) -> Workload:
+    """The workload with its stages made of these pieces."""
+    named = named_blocks(work)
+    stages = tuple(tuple((replace(named[name], again=again), n) for name, again, n in stage) for stage in pieces)
+    return replace(work, stages=stages)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way of running a layer: seconds more, bytes kept."""
+
+    more: float
+    kept: float
+    way: str
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Seconds of the blocks of a workload on one kind of device, both passes, each worked out once."""
+
+    work: Workload
+    costs: Costs
+    _known: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def of(self, name: str, way: str) -> float:
+        if (name, way) not in self._known:
+            block = replace(named_blocks(self.work)[name], again=way)
+            ways = (Pass("forward"), Pass("backward"))
+            more, less = (sum(phase(self.costs, [Part(block, n)], how).seconds for how in ways) for n in (3, 2))
+            self._known[name, way] = more - less
+        return self._known[name, way]
+
+    def hull(self, ways: Sequence[str]) -> list[Point]:
+        """The lower hull of (bytes kept, seconds more), from the fastest to the leanest."""
+        layer = self.work.layer
+        points = [Point(sum(self.costs.seconds(op) for op in layer.rerun(w)), _kept(layer, w), w) for w in ways]
+        hull: list[Point] = []
+        for p in sorted(points, key=lambda p: (p.more, p.kept)):
+            if hull and p.kept >= hull[-1].kept:
+                continue
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], p):
+                hull.pop()
+            hull.append(p)
+        return hull
+
+
+def least_more(hull: Sequence[Point], kept: float) -> float:
+    """Seconds more of a layer that may keep so many bytes, layers mixed in any parts; of less than the leanest, the leanest's."""
+    if kept >= hull[0].kept:
+        return hull[0].more
+    for a, b in itertools.pairwise(hull):
+        if kept >= b.kept:
+            return a.more + (b.more - a.more) * (a.kept - kept) / (a.kept - b.kept)
+    return hull[-1].more
+
+
+def _kept(layer: Block, way: str) -> float:
+    return layer.kept if way == "full" else layer.saved - layer.not_kept(way)
+
+
+def named_blocks(work: Workload) -> dict[str, Block]:
+    return {"first": work.first, "layer": work.layer, "last": work.last, **{b.name: b for b in work.halves}}
+
+
+@dataclass(frozen=True, eq=False)
+class Tailor:
+    """Cuts the stages of one setting."""
+
+    work: Workload
+    setting: Setting
+    cluster: Cluster
+    devices: Sequence[Device]  # the slowest of each stage
+    memory: float
+    measure: Measure
+    times: Mapping[str, Times]  # by kind of device
+
+    def cut(self) -> tuple[tuple[Piece, ...], ...] | None:
+        """Pieces of every virtual stage; None where nothing fits."""
+        s = self.setting
+        if s.pp == 1:
+            made = self._fitting(0, 0, 2 * self.work.depth)
+            return None if made is None else (made[1],)
+        if s.virtual > 1 or not self.measure.free:
+            return self._even()
+        return self._free()
+
+    # --- what a layer costs
+
+    @cached_property
+    def ways(self) -> tuple[str, ...]:
+        """Ways on the lower hull, from the fastest to the leanest."""
+        return tuple(point.way for point in self.layer_times.hull(self.measure.ways))
+
+    @cached_property
+    def layer_times(self) -> Times:
+        return self.times[self.devices[0].name]
+
+    # --- one stage
+
+    @cached_property
+    def _orders(self) -> tuple[Order, ...]:
+        s = self.setting
+        few = min(s.micro_batches, (2 if s.virtual == 1 else 3) * s.pp)
+        return orders(s.schedule, s.pp, few - few % s.pp if s.virtual > 1 else few, s.virtual)
+
+    def _pieces(self, stage: int, start: int, count: int, mix: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
+        """`count` half layers from half `start` on, whole layers by the mix, ends as the mix begins."""
+        lone = mix[0][0] if mix else "none"
+        made: list[Piece] = [("first", "none", 1)] if stage == 0 else []
+        if count and start % 2:
+            made.append((self.work.halves[1].name, lone, 1))
+        made += [("layer", way, n) for way, n in mix if n]
+        if count and (start + count) % 2:
+            made.append((self.work.halves[0].name, lone, 1))
+        return (*made, *([("last", "none", 1)] if stage == self.setting.pp - 1 else []))
+
+    def _mixes(self, layers: int) -> list[tuple[tuple[str, int], ...]]:
+        """From all layers the fastest way to all the leanest, one layer at a time."""
+        ways = self.ways
+        if not layers:
+            return [((ways[i], 0),) for i in range(len(ways))]
+        mixes: list[tuple[tuple[str, int], ...]] = [((ways[0], layers),)]
+        for a, b in itertools.pairwise(ways):
+            mixes += [((b, n), (a, layers - n)) for n in range(1, layers + 1)]
+        return mixes
+
+    def _fitting(self, stage: int, start: int, count: int) -> tuple[float, tuple[Piece, ...]] | None:
+        """Seconds and pieces of a stage with as little run again as fits."""
+        key = (stage, start % 2, count)
+        if key not in self._known:
+            layers = (count - start % 2 - (start + count) % 2) // 2
+            options = [self._pieces(stage, start, count, mix) for mix in self._mixes(max(0, layers))]
+            first = bisect.bisect_left(options, True, key=lambda pieces: self._bytes(stage, pieces) <= self.memory)
+            self._known[key] = (self._seconds(stage, options[first]), options[first]) if first < len(options) else None
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int], tuple[float, tuple[Piece, ...]] | None]:
+        return {}
+
+    def _bytes(self, stage: int, pieces: Sequence[Piece]) -> float:
+        parts = [Part(b, n) for b, n in blocks_of(self.work, [pieces]).stages[0]]
+        if not parts:
+            return 0.0
+        return stage_memory(self.setting, [parts], self._orders[stage]).total
+
+    def _seconds(self, stage: int, pieces: Sequence[Piece]) -> float:
+        times = self.times[self.devices[stage].name]
+        return sum(times.of(name, again) * n for name, again, n in pieces)
+
+    # --- all stages
+
+    def _free(self) -> tuple[tuple[Piece, ...], ...] | None:
+        s, total = self.setting, 2 * self.work.depth
+        step = 1 if self.work.halves and total / s.pp <= 24 else 2
+        reach = max(REACH, total // s.pp // 4)
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+        for i in range(s.pp):
+            row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+            for held, (slowest, squares, counts) in best.items():
+                for n in self._counts(held, i, reach, step):
+                    made = self._fitting(i, held, n)
+                    if made is None:
+                        break
+                    found = (max(slowest, made[0]), squares + made[0] ** 2, (*counts, n))
+                    if held + n not in row or found[:2] < row[held + n][:2]:
+                        row[held + n] = found
+            best = row
+        if total not in best:
+            return None
+        return self._named(best[total][2])
+
+    def _counts(self, held: int, stage: int, reach: int, step: int) -> Iterator[int]:
+        s, total = self.setting, 2 * self.work.depth
+        if stage == s.pp - 1:
+            yield total - held
+            return
+        even = (total - held) // (s.pp - stage)
+        least = 0 if stage == 0 else 1
+        low = max(least, even - reach)
+        yield from (n for n in range(low, min(total - held, even + reach) + 1) if n % step == 0 or step == 1)
+
+    def _named(self, counts: Sequence[int]) -> tuple[tuple[Piece, ...], ...]:
+        made, held = [], 0
+        for i, n in enumerate(counts):
+            found = self._fitting(i, held, n)
+            assert found is not None
+            made.append(found[1])
+            held += n
+        return tuple(made)
+
+    def _even(self) -> tuple[tuple[Piece, ...], ...] | None:
+        """Equal chunks, embedding and head counted as a layer where only that divides; every stage runs as much again as the
+        fullest must, or, where stages may differ, as it must itself."""
+        s, cuts = self.setting, self.setting.pp * self.setting.virtual
+        counts = _even_counts(self.work.depth, cuts)
+        if counts is None:
+            return None
+        levels = []
+        for stage in range(s.pp):
+            own = [counts[g] for g in range(stage, cuts, s.pp)]
+            level = self._level(stage, own)
+            if level is None:
+                return None
+            levels.append(level)
+        if not self.measure.free:
+            levels = [max(levels)] * s.pp
+        return tuple(self._chunk(g, counts[g], levels[g % s.pp]) for g in range(cuts))
+
+    def _chunk(self, g: int, layers: int, level: int) -> tuple[Piece, ...]:
+        """Chunk g with `level` steps along its mixes."""
+        mixes = self._mixes(layers)
+        cuts = self.setting.pp * self.setting.virtual
+        mix = mixes[min(level, len(mixes) - 1)]
+        ends = ([("first", "none", 1)] if g == 0 else [], [("last", "none", 1)] if g == cuts - 1 else [])
+        return (*ends[0], *(("layer", way, n) for way, n in mix if n), *ends[1])
+
+    def _level(self, stage: int, own: Sequence[int]) -> int | None:
+        most = max(len(self._mixes(n)) for n in own)
+
+        def fits(level: int) -> bool:
+            pieces = [self._chunk(stage + c * self.setting.pp, n, level) for c, n in enumerate(own)]
+            chunks = [[Part(b, n) for b, n in stage_] for stage_ in blocks_of(self.work, pieces).stages]
+            return stage_memory(self.setting, list(chunks), self._orders[stage]).total <= self.memory
+
+        first = bisect.bisect_left(range(most), True, key=fits)
+        return first if first < most else None
+
+
+def _even_counts(depth: int, cuts: int) -> list[int] | None:
+    if cuts > depth:
+        return None
+    if depth % cuts == 0:
+        return [depth // cuts] * cuts
+    if (depth + 2) % cuts == 0 and cuts > 1:
+        each = (depth + 2) // cuts
+        return [each - 1, *[each] * (cuts - 2), each - 1]
+    return None
+
+
+def _slope(a: Point, b: Point) -> float:
+    """Bytes freed per second more."""
+    return (a.kept - b.kept) / max(1e-12, b.more - a.more)
+
+
+def stage_devices(cluster: Cluster, s: Setting) -> list[Device]:
+    """The slowest kind of device of each stage."""
+    per = s.devices // s.pp
+    if cluster.uniform:
+        return [cluster.device] * s.pp
+    found = []
+    for first in range(0, s.devices, per):
+        kinds = {d.name: d for d in (cluster.device_of(r) for r in range(first, first + per))}
+        found.append(min(kinds.values(), key=lambda d: d.peak(s.dtype) * d.get("gemm.efficiency")))
+    return found
