@@ -17,10 +17,13 @@ from weft import interp
 from weft.api import auto
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
+from weft.api.data import Rows, beside_rows, rows_of
 from weft.api.noise import INPUT, Noise, Probe
 from weft.api.trust import Losses, exactly, guarded, require_exact, verified
+from weft.api.watch import watch
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import R
+from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.step import named_batch
@@ -120,6 +123,7 @@ class Step:
     ) -> None:
         self.captured, self.program, self.plan = captured, program, plan
         self.model, self.loss, self.optimizer, self.seed = model, loss, optimizer, seed
+        watch()
         self.compiled = Compiled(program, device=device, donate=True)
         self.steps = 0
         self.grad_norm: Tensor | None = None
@@ -216,18 +220,32 @@ class Step:
                 raise RuntimeFault(
                     f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given)
                 )
-            x = given[name]
-            local = type_.layout.local_shape(self.compiled.coords)
-            if tuple(x.shape) == type_.shape:
-                x = interp.take_local(x, type_.layout, self.compiled.coords)
-            elif tuple(x.shape) != local:
-                raise RuntimeFault(
-                    f"batch {name.removeprefix('batch.')!r}",
-                    needed=f"{list(type_.shape)}, or this rank's {list(local)}",
-                    found=str(list(x.shape)),
-                )
-            out[name] = x.to(self.compiled.device)
+            out[name] = self._part(name, type_, given[name]).to(self.compiled.device)
         return out
+
+    def _part(self, name: str, type_: Type, x: Tensor) -> Tensor:
+        """This rank's part of a global batch, of its own rows of one, or what is its part already."""
+        coords = self.compiled.coords
+        local = type_.layout.local_shape(coords)
+        if tuple(x.shape) == type_.shape:
+            return interp.take_local(x, type_.layout, coords)
+        if tuple(x.shape) == local:
+            return x
+        part = beside_rows(x, type_, coords)
+        if part is None:
+            raise RuntimeFault(
+                f"batch {name.removeprefix('batch.')!r} on rank {self.compiled.rank}",
+                needed=f"{list(type_.shape)}, or this rank's {list(local)}",
+                found=str(list(x.shape)),
+                try_="parallelize with an example of this shape, drop the last batch, or pad it",
+            )
+        return part
+
+    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> Rows:
+        """This rank's rows of every batch of a data set, from the step reached on: `DataLoader(data, batch_sampler=step.rows(len(data)))`."""
+        type_, parts = next(t for t in self._batch_types.values() if t.shape), self.plan.micro_batches
+        mine = rows_of(type_, self.compiled.coords) if parts == 1 else torch.arange(parts * type_.shape[0])  # a pipeline takes batches whole
+        return Rows(samples, parts * type_.shape[0], mine, shuffle=shuffle, seed=seed, start=self.steps)
 
     def _numbers(self) -> dict[str, Tensor]:
         """What changes from step to step by itself: learning rates, the step count, the seed of dropout."""
@@ -335,6 +353,4 @@ def gathered(layout: Any, local: Tensor | None, compiled: Compiled) -> Tensor:
 
 
 def _typed(layout: Any, local: Tensor) -> Any:
-    from weft.core.node import Type
-
     return Type(local.dtype, layout)
