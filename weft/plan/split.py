@@ -78,7 +78,8 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     for s in range(1, parts):
         ends = range(len(total))
         best = [
-            min(((max(best[j][0], total[k] - total[j]), (*best[j][1], j - 1)) for j in range(s, k)), default=(float("inf"), ())) for k in ends
+            min(((max(best[j][0], total[k] - total[j]), (*best[j][1], j - 1)) for j in range(s, k)), default=(float("inf"), ()))
+            for k in ends
         ]
     return best[-1][1]
 

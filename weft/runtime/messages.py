@@ -45,7 +45,9 @@ class Messages:
         """The tensors of a message, once they are here."""
         while key not in self._asked:
             if not self._expected[source]:
-                raise RuntimeFault(f"no message {key} will come from rank {source}", needed="a message both ranks know of", found="none left")
+                raise RuntimeFault(
+                    f"no message {key} will come from rank {source}", needed="a message both ranks know of", found="none left"
+                )
             self._ask(source, 1)
         tensors = []
         for work, x in self._asked.pop(key):
