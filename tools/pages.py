@@ -62,6 +62,7 @@ def run_page(path: Path, folder: Path, accept: bool = False) -> int:
     """
     space: dict[str, object] = {"__name__": "__main__"}
     printed, done = "", 0
+    sys.path[:0] = [str(folder), str(ROOT / "examples")]  # the process is the page's own
     with contextlib.chdir(folder):
         for number, block in enumerate(blocks(path.read_text())):
             where = f"{path.name}, line {block.line}"
@@ -102,7 +103,7 @@ def run_python(block: Block, name: str, space: dict[str, object]) -> str:
     return out.getvalue()
 
 
-def run_shell(block: Block, where: str, seconds: float = 110) -> str:
+def run_shell(block: Block, where: str, seconds: float = 400) -> str:
     """What it prints, to either stream."""
     bin_ = str(Path(sys.executable).parent)
     environ = {
