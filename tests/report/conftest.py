@@ -16,7 +16,6 @@ from tests.ranks import run_ranks
 from weft import dynamic
 from weft.report import report
 
-
 NAMES = ("llama3-8b-plan", "gpt-run", "tree-lstm-run")
 
 

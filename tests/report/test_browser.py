@@ -15,6 +15,7 @@ import pytest
 
 from tests.report.conftest import NAMES
 
+pytestmark = pytest.mark.timeout(400)  # the pages take a while to make on a busy machine
 WAIT = 60  # seconds; a busy machine is slow to start a browser
 
 

@@ -15,6 +15,8 @@ from weft.report.page import page
 from weft.report.tags import tag
 from weft.report.words import ms, size
 
+pytestmark = pytest.mark.timeout(400)  # the pages take a while to make on a busy machine
+
 SECTIONS = {
     "llama3-8b-plan": ["plan", "model", "steps", "time", "memory", "alternatives", "rules"],
     "gpt-run": ["plan", "model", "steps", "time", "memory", "alternatives", "rules", "training"],

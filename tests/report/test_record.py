@@ -21,6 +21,8 @@ from weft.plan.run import Run, Seen, load, median, parse
 from weft.plan.timeline import Task, Timeline
 from weft.runtime.trace import Statement, marked
 
+pytestmark = pytest.mark.timeout(400)  # the pages take a while to make on a busy machine
+
 CODE = """def step(inputs):  # GPT, rank at dp 0
     i_x = inputs['x']  # [4]
     t0 = torch.matmul(i_x, i_x)  # [4]
