@@ -6,7 +6,7 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from weft.rewrite.check import Report
 
 Loss = Callable[[nn.Module, Any], Tensor]
+Values = Mapping[str, Tensor]
 
 
 def parallelize(
@@ -322,23 +323,42 @@ class Step:
         """
         whole = {n: self.full(n) for n in self.state_names}
         inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in named_batch(batch).items()}, **self._numbers()}
-        want = interp.run_global(self.captured.program, {n: inputs[n] for n in self.captured.program.input_names})
+        names = self.captured.program.input_names
+        want = interp.run_global(self.captured.program, {n: inputs[n] for n in names})
         copies = {n: x.clone() for n, x in self._state.items()}
         got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
-        shared = [(name, node) for name, node in self.program.outputs if name in want]
-        return self._close([(gathered(node.layout, got[name], self.compiled), want[name]) for name, node in shared], tolerance)
+        found = {name: gathered(node.layout, got[name], self.compiled) for name, node in self.program.outputs if name in want}
+        return self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: _moved(inputs[n]) for n in names}))
 
-    def _close(self, pairs: Iterable[tuple[Tensor, Tensor]], tolerance: float) -> float:
-        """The largest relative difference between what was found and what was wanted; too large a one is refused."""
-        floats = [(x, y) for x, y in pairs if x.is_floating_point()]
-        worst = max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-12)) for x, y in floats)
-        if not worst <= tolerance:
+    def _close(self, found: Values, want: Values, tolerance: float, again: Callable[[], Values] | None = None) -> float:
+        """The largest relative difference between what was found and what was wanted; too large a one is refused.
+
+        Where rounding alone moves one device's own result (Adam divides a gradient that is nothing but noise by its size), so
+        much is allowed: it is learnt by running one device `again` from inputs moved in their last digit.
+        """
+        floats = {n: x for n, x in found.items() if x.is_floating_point()}
+        apart = {n: float((x - want[n]).abs().max()) if x.numel() else 0.0 for n, x in floats.items()}
+        size = {n: float(want[n].abs().max().clamp(min=1e-12)) if x.numel() else 1.0 for n, x in floats.items()}
+        if again is not None and not all(apart[n] <= tolerance * size[n] for n in apart):
+            moved = again()
+            apart = {n: max(d - 8 * float((moved[n] - want[n]).abs().max()), 0.0) if d == d else d for n, d in apart.items()}
+        worst = max(apart, key=lambda n: (apart[n] != apart[n], apart[n] / size[n]))
+        if not apart[worst] <= tolerance * size[worst]:
             raise RuntimeFault(
                 f"the step under {self.plan} does not equal one device",
-                needed=f"a relative difference up to {tolerance:g}",
-                found=f"{worst:.3g}",
+                needed=f"a relative difference up to {tolerance:g} beyond what rounding does to one device",
+                found=f"{apart[worst] / size[worst]:.3g} in {worst}",
+                try_=f"step.check(batch, tolerance=...) if that is small for {str(floats[worst].dtype).removeprefix('torch.')}; else report it",
             )
-        return worst
+        return apart[worst] / size[worst]
+
+
+def _moved(x: Tensor) -> Tensor:
+    """The tensor with each element moved by about its last digit, the same way on every rank."""
+    if not x.is_floating_point() or not x.ndim:
+        return x
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return x * (1 + signs.to(x.device, x.dtype) * torch.finfo(x.dtype).eps)
 
 
 def gathered(layout: Any, local: Tensor | None, compiled: Compiled) -> Tensor:

@@ -34,6 +34,7 @@ from weft.plan.place import Placements
 from weft.plan.recompute import recomputed_stage
 from weft.plan.split import LOSS_SUM, Forward, chosen_borders, program_of, split, update
 from weft.runtime.agree import require_same
+from weft.runtime.board import doing
 from weft.runtime.messages import Messages
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -152,7 +153,8 @@ class PipelinedStep(Step):
         """All micro-batches and the update; `state` is overwritten as far as the update may."""
         parts = self._micro_batches(batch)
         readable = {**self._readable(self._spread), **state}
-        sums = self.runner.run(readable, lambda k: {**parts[k], **self._seed(k)})
+        with doing(f"the stages of {self.captured.program.name}"):
+            sums = self.runner.run(readable, lambda k: {**parts[k], **self._seed(k)})
         state |= {n: readable[n] for n in state if n.startswith("buffer.")}
         return self.compiled({**state, **sums, **self._numbers()})
 
@@ -198,8 +200,8 @@ class PipelinedStep(Step):
         """The largest relative difference between this step and the same micro-batches on one device; nothing changes."""
         want = self._on_one_device(batch)
         got = self._step(batch, {n: x.clone() for n, x in self._state.items()})
-        pairs = [(gathered(node.layout, got.get(name), self.compiled), want[name]) for name, node in self.program.outputs]
-        return self._close(pairs, tolerance)
+        found = {name: gathered(node.layout, got.get(name), self.compiled) for name, node in self.program.outputs}
+        return self._close(found, want, tolerance)
 
     def _on_one_device(self, batch: Any) -> Values:
         """The captured step, micro-batch by micro-batch, and the update, by the interpreter."""
