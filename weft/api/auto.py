@@ -25,6 +25,7 @@ from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
 from weft.core.text import parse
 from weft.frontend.capture import Captured
+from weft.plan.context import ring
 from weft.plan.named import Named, input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import place
@@ -107,7 +108,8 @@ def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
 
 
 def scheduled(program: Program, named: Named) -> Program:
-    """Gradients in buckets, and sharded updates in one kernel."""
+    """Gradients in buckets, sharded updates in one kernel, and keys gathered beside the attention where the plan says so."""
+    program = ring(program, "cp") if named.ring and named.cp > 1 else program
     return bucketed(fused_update(program, "dp") if named.zero else program, "dp") if named.dp > 1 else program
 
 

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from weft.api.schedule import unfold_updates
 from weft.core.errors import PlanError, RuleError, RuntimeFault
+from weft.core.layout import Layout
+from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.ops.pointwise import isfinite, logical_and, where
+from weft.ops.source import input_node
 
 if TYPE_CHECKING:
     from weft.rewrite.check import Report
@@ -35,7 +38,7 @@ def verified(single: Program, sharded: Program) -> Report | None:
     report, told = None, [None]
     if _rank() == 0:
         try:
-            report = equal_or_raise(_as_updated(single, sharded), _without_more(single, sharded))
+            report = equal_or_raise(_as_updated(_with_inputs(single, sharded), sharded), _without_more(single, sharded))
         except RuleError as e:
             told = [str(e)]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -51,6 +54,13 @@ def verified(single: Program, sharded: Program) -> Report | None:
 def _as_updated(single: Program, sharded: Program) -> Program:
     """The captured program, its updates in simpler ops if the other's are."""
     return single if any(n.op.facets.get("unfold") for n in sharded.nodes) else unfold_updates(single)
+
+
+def _with_inputs(single: Program, sharded: Program) -> Program:
+    """The captured program with every input the other has: what a measurement carries through it is read by none of its nodes."""
+    more = [n for name, n in sharded.input_names.items() if name not in single.input_names]
+    own = [input_node(n.attr("name"), Type(n.dtype, Layout.of(single.mesh, n.shape))) for n in more]
+    return single.with_outputs(single.outputs, "", inputs=(*single.inputs, *own)) if more else single
 
 
 def _without_more(single: Program, sharded: Program) -> Program:

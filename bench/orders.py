@@ -1,0 +1,50 @@
+"""`weft bench orders`: five plans of different kind on the ranks at hand, in the order they are foreseen and in the order measured."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Annotated, Any
+
+import typer
+
+KINDS = {"data": "dp{n}", "sharded": "dp{n},zero3", "tensor": "tp{n}", "tensor, tokens cut": "tp{n},sp", "context": "cp{n}"}
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def orders(
+        json: Annotated[bool, typer.Option(help="one JSON object on the last line")] = False,
+        ranks: Annotated[int, typer.Option(help="processes")] = 2,
+        sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M",
+        rounds: Annotated[int, typer.Option(help="timed steps of each plan")] = 9,
+        profile: Annotated[str, typer.Option(help="a calibrated profile; measured first if not given")] = "",
+    ) -> None:
+        """Run five plans; compare the planner's order with the measured one."""
+        from bench._ranks import machine, run_ranks
+        from bench.cpu_foresight import _calibrate, measure
+        from weft.cli.output import console, emit
+
+        where = f"{ranks}x{profile or _calibrate(ranks)}"
+        plans = [p.format(n=ranks) for p in KINDS.values()]
+        rows = [order(size, run_ranks(measure, ranks, size, rounds, plans, where), plans) for size in sizes.split(",")]
+        for r in rows:
+            console.print(f"{r['case']}: foreseen {' < '.join(r['foreseen'])}\n{' ' * len(r['case'])}  measured {' < '.join(r['measured'])}")
+        if json:
+            emit({"bench": "orders", "machine": machine(), "ranks": ranks, "rows": rows})
+
+
+def order(size: str, found: list[dict[str, Any]], plans: list[str]) -> dict[str, Any]:
+    """Both orders, pairs that come out the wrong way round, and by how much the measured times of these differ."""
+    failed = {r["case"]: r["reason"] for r in found if r["error"] is None}
+    took = {r["case"].split()[-1]: r for r in found if r["error"] is not None}
+    by = {key: sorted(took, key=lambda p: took[p][key]) for key in ("predicted", "measured")}
+    wrong = {f"{a}, {b}": apart(took, a, b) for a, b in combinations(by["measured"], 2) if by["predicted"].index(a) > by["predicted"].index(b)}
+    return {
+        "case": f"gpt-{size}", "foreseen": by["predicted"], "measured": by["measured"], "same": not wrong and len(took) == len(plans),
+        "wrong": wrong, "failed": failed, "foreseen_ms": {p: took[p]["predicted"] for p in took},
+        "measured_ms": {p: took[p]["measured"] for p in took}, "correct": "every plan was checked against the model before it ran",
+    }  # fmt: skip
+
+
+def apart(took: dict[str, dict[str, Any]], a: str, b: str) -> float:
+    return took[b]["measured"] / took[a]["measured"] - 1
