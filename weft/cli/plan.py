@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,26 +25,31 @@ def plan(
     cluster: str = typer.Option(..., "--cluster", help="NODESxDEVICESxKIND, `+` between unequal groups, or a YAML file."),
     batch: int = typer.Option(0, "--batch", help="Samples of a step; about 4 million tokens if not given."),
     seq: int = typer.Option(0, "--seq", help="Sequence length, if not the model's own."),
-    objective: str = typer.Option("time", "--objective", help="time of a step, memory, or cost (device time per token)."),
+    objective: str = typer.Option("time", "--objective", help="time of a step, memory, cost (device time per token), or goodput."),
+    noise: float = typer.Option(0.0, "--noise", help="Gradient noise scale in samples, as step.noise.scale tells it; for goodput."),
     max_tp: int = typer.Option(0, "--max-tp", help="Devices that may share a product at most."),
     memory: str = typer.Option("", "--memory", help="Memory of a device that may be used, such as 70GB."),
-    pin: list[str] = typer.Option([], "--pin", help="A decision already made, such as tp=4 or recompute=full."),
+    pin: list[str] = typer.Option([], "--pin", help='A decision, such as tp=4, or a layout, such as "blocks.*.mlp.up=tp:S(0)".'),
+    dtensor: str = typer.Option("", "--dtensor", help="A JSON file with a plan for parallelize_module, {module: colwise or rowwise}."),
     what_if: list[str] = typer.Option([], "--what-if", help="Also plan for another cluster=SPEC, batch=N, seq=N or memory=70GB."),
     out: str = typer.Option("", "--out", help="Save the plan to this file."),
     export: str = typer.Option("", "--export", help="Print it as fsdp2, torchtitan or accelerate instead."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Plan a training step: degrees, sharding, stages, recompute and schedule together, never worse than any baseline."""
+    from weft.plan.pins import is_layout
     from weft.plan.plan import Plan
-    from weft.plan.planner import Request, make_plan
+    from weft.plan.planner import Request
     from weft.plan.space import Limits, parse_pins
 
     began = time.perf_counter()
-    request = Request(model, cluster, batch, seq, objective, Limits(max_tp, bytes_of(memory) if memory else 0.0, parse_pins(pin)))
+    limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, parse_pins([p for p in pin if not is_layout(p)]))
+    request = Request(model, cluster, batch, seq, objective, limits)
     changes = [changed(request, text) for text in what_if]  # refuse bad ones before the work
+    ask = Ask([p for p in pin if is_layout(p)], read_dtensor(dtensor) if dtensor else None, noise)
     with console.status("planning") as status:
-        made = make_plan(request, status.update)
-        others = [(text, make_plan(other, status.update)) for text, other in zip(what_if, changes, strict=True)]
+        made = ask.plan(request, status.update)
+        others = [(text, ask.plan(other, status.update)) for text, other in zip(what_if, changes, strict=True)]
     seconds = time.perf_counter() - began
     if isinstance(made, Plan):
         show(made, seconds)
@@ -61,6 +68,56 @@ def plan(
         emit(result(request, made, seconds))
     if not isinstance(made, Plan):
         raise typer.Exit(2)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked beside the request: layouts of tensors, a user's own plan to compare with, a noise scale."""
+
+    pins: Sequence[str] = ()
+    own: Mapping[str, Any] | None = None
+    noise: float = 0.0
+
+    def plan(self, request: Request, say: Callable[[str], None]) -> Plan | Infeasible:
+        from weft.plan.plan import Plan
+
+        made = self._alone(request, say)
+        if self.own is None or not isinstance(made, Plan):
+            return made
+        from weft.plan.tensors import with_baseline
+
+        return with_baseline(made, request, "dtensor", self.own, say)
+
+    def _alone(self, request: Request, say: Callable[[str], None]) -> Plan | Infeasible:
+        if request.objective == "goodput":
+            from weft.plan.goodput import plan_goodput
+
+            return plan_goodput(request, self.noise, say)
+        if self.pins:
+            from weft.plan.pins import parse_pin
+            from weft.plan.tensors import plan_pinned
+
+            return plan_pinned(request, [parse_pin(p) for p in self.pins], say)
+        from weft.plan.planner import make_plan
+
+        return make_plan(request, say)
+
+
+def read_dtensor(path: str) -> dict[str, str]:
+    """A user's plan: modules by pattern, each with how `parallelize_module` cuts it."""
+    import json
+    from pathlib import Path
+
+    from weft.core.errors import PlanError
+
+    needed = 'a JSON object such as {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise PlanError(f"cannot read the plan {path}", needed=needed, found=str(error)) from error
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise PlanError(f"cannot read the plan {path}", needed=needed, found=type(found).__name__)
+    return found
 
 
 def bytes_of(text: str) -> float:
