@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-PLANS = ("dp{n}", "dp{n},zero1", "dp{n},zero2", "dp{n},zero3", "tp{n}")
+PLANS = ("dp{n}", "dp{n},zero1", "dp{n},zero1,recompute", "dp{n},zero3", "tp{n}")
 
 
 def register(app: typer.Typer) -> None:

@@ -69,8 +69,14 @@ def test_what_cannot_be_measured() -> None:
 
 def test_a_calibrated_profile_is_a_profile() -> None:
     seen = [Product(64, 64, 64, 1, "fp32", 1e-5), Product(512, 512, 512, 1, "fp32", 5e-3)]
-    seen += [(1e10, 4e10), (5e-6, 0.0), (1e10, 8e9), (8e9, 7e9), 0.9, 1.0, 0.0, 0, 1e8]
+    seen += [
+        {"rate.memory": 1e10, "rate.cache": 4e10, "kernel.launch": 5e-6, "host.launch": 0.0, "gemm.sustained": 1.0, "math.rate": 1e8},
+        {"attention.forward.128": 1e10, "attention.backward.128": 8e9, "attention.forward.64": 8e9, "attention.backward.64": 7e9},
+        {"gemm.misaligned.1": 0.9, "gemm.misaligned.2": 0.8},
+    ]
     device = calibrate._device("cpu", None, "here", seen)
     made = calibrate.Profile("here", device, 2, calibrate._links(None, [], 2))
     assert parse(dump(made)) == made
     assert device.bandwidth == pytest.approx(1e10)
+    assert device.get("gemm.misaligned") == 0.8
+    assert device.get("attention.narrow") == pytest.approx(0.3219, abs=1e-3)

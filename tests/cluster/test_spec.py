@@ -117,3 +117,13 @@ def test_parts_of_a_cluster() -> None:
     assert [(g.count, g.size, g.profile.name) for g in part.groups] == [(1, 8, "H100"), (1, 8, "A100")]
     with pytest.raises(ClusterError, match="whole nodes"):
         whole.slice(0, 12)
+
+
+def test_processes_that_share_cores_share_every_rate() -> None:
+    two, four = cluster("2xx86-2"), cluster("4xx86-2")
+    for key in ("peak.fp32", "memory.bandwidth", "math.rate"):
+        assert four.device.get(key) == pytest.approx(two.device.get(key) / 2)
+    assert four.device.get("kernel.launch") == pytest.approx(2 * two.device.get("kernel.launch"))
+    assert four.links[0].get("bandwidth") == pytest.approx(two.links[0].get("bandwidth") / 2)
+    assert four.links[0].get("launch") == pytest.approx(2 * two.links[0].get("launch"))
+    assert four.links[0].get("efficiency") == two.links[0].get("efficiency")

@@ -99,3 +99,73 @@ def test_the_slower_of_host_and_device_sets_the_pace() -> None:
     seen, device = observe(mlp), load("H200").device
     kernels = sum(op.launches for op in seen.ops)
     assert seconds(seen, device) >= kernels * device.get("host.launch")
+
+
+def head(columns: int) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
+    """A product whose result is read by a pointwise kernel, compiled."""
+
+    def make(compiler: Callable[..., Any]) -> Callable[[], Any]:
+        x = torch.randn(4096, 1024, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.randn(columns, 1024, dtype=torch.bfloat16, requires_grad=True)
+        run = compiler(lambda: torch.tanh(F.linear(x, w)).square().sum())
+        return lambda: run().backward()
+
+    return make
+
+
+def test_a_compiler_pads_odd_rows_where_that_is_faster() -> None:
+    device = load("H200").device
+    odd, even = (observe_compiled(head(n), device=device) for n in (8191, 8192))
+    sizes = {(op.m, op.n, op.k) for op in odd.ops if isinstance(op, Gemm)}
+    assert sizes == {(4096, 8192, 1024), (8192, 1024, 4096), (4096, 1024, 8192)}
+    assert seconds(odd, device) < seconds(observe_compiled(head(8191)), device)
+    # the weight's gradient reads the product's gradient by columns, so that is copied once more
+    assert odd.peak - even.peak > 0.8 * 4096 * 8192 * 2
+
+
+def test_nothing_is_padded_where_the_copy_costs_more() -> None:
+    def make(compiler: Callable[..., Any]) -> Callable[[], Any]:
+        x, w = torch.randn(65535, 64), torch.randn(64, 33)
+        return compiler(lambda: x @ w)  # type: ignore[no-any-return]
+
+    (product,) = [op for op in observe_compiled(make, device=load("H200").device).ops if isinstance(op, Gemm)]
+    assert (product.m, product.n, product.k) == (65535, 33, 64)
+
+
+def test_a_step_that_compiles_by_itself_is_seen_compiled() -> None:
+    plain = torch.compile
+    seen = observe_compiled(lambda _: mlp(torch.compile))
+    assert seen.issued["host.compiled"] > 0
+    assert torch.compile is plain
+
+
+def test_what_depends_on_data_is_taken_at_its_largest() -> None:
+    def make() -> Callable[[], Any]:
+        x, mask = torch.randn(64, 8), torch.ones(64, dtype=torch.bool)
+        return lambda: (x[mask], mask.nonzero(), float(x.sum()))
+
+    taken = [op for op in observe(make).ops if op.name == "index"]
+    assert taken[0].bytes == 2 * 64 * 8 * 4
+
+
+def test_wefts_own_step_is_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given to the compiler by itself, and with nothing counted that was only there while it was traced."""
+    from weft.api.compiled import Compiled
+    from weft.api.parallelize import parallelize
+    from weft.frontend import zoo
+
+    def make(_: Callable[..., Any]) -> Callable[[], Any]:
+        work = zoo.get("mlp", device="cpu", layers=2, hidden=64, inputs=64)
+        batch = work.example(16)
+        step = parallelize(work.model, work.loss, torch.optim.AdamW(work.model.parameters()), batch)
+        return lambda: step(batch)
+
+    plain = observe_compiled(make, host="host.plain")
+    monkeypatch.setattr(Compiled, "_may_trace", lambda self, asked: True)
+    whole = observe_compiled(make, host="host.plain")
+    assert plain.issued["host.compiled"] == 0 < whole.issued["host.compiled"]
+    assert sum(whole.issued.values()) < sum(plain.issued.values())
+    assert sum(op.flops for op in whole.ops if isinstance(op, Gemm)) == sum(op.flops for op in plain.ops if isinstance(op, Gemm))
+    assert whole.held == pytest.approx(plain.held, rel=0.05)
+    device = load("H200").device
+    assert seconds(whole, device, recorded=True) < seconds(whole, device)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from weft.cluster.spec import cluster
-from weft.core.layout import Mesh
+from weft.core.layout import Mesh, S
 from weft.core.program import Program
-from weft.plan.records import peak_bytes, program_phase, records
-from weft.plan.workload import Collective, Gemm, Touch
-from weft.programs.blocks import mlp
+from weft.frontend import lang as w
+from weft.frontend.trace import tensor, trace
+from weft.plan.records import OnMesh, by_place, live_bytes, peak_bytes, product_sizes, program_phase, records
+from weft.plan.setting import Setting
+from weft.plan.workload import Collective, Gemm, Op, Touch
+from weft.programs.blocks import mlp, self_attention
+from weft.schedule import split
 from weft.schedule.groups import fuse
 
 BATCH, SEQ, HIDDEN = 2, 64, 128
@@ -53,3 +57,77 @@ def test_bytes_held() -> None:
     weights = 2 * HIDDEN * 4 * HIDDEN * 4
     assert one > weights + 2 * BATCH * SEQ * 4 * HIDDEN * 4
     assert four < one
+
+
+def sent(program: Program) -> list[tuple[str, float]]:
+    return [(op.kind, op.bytes) for op in records(program) if isinstance(op, Collective)]
+
+
+def test_a_split_sum_sends_the_whole_tensor_twice() -> None:
+    """Both halves are named by the bytes of the whole tensor, as collectives are priced."""
+    halves = split(block(4), "all_reduce", dim=1)
+    whole = BATCH * SEQ * HIDDEN * 4
+    assert sent(halves) == [("reduce_scatter", whole), ("all_gather", whole)]
+
+
+def test_a_slice_is_a_copy_and_sends_nothing() -> None:
+    program = trace(lambda x: w.slice(x, "dp", 0), Mesh(dp=4), x=tensor("f32", 16, 8))
+    assert records(program) == [Touch("slice", 2 * 4 * 8 * 4, 0)]
+
+
+def test_uneven_parts_count_as_the_largest() -> None:
+    program = trace(lambda a, b: a @ b, Mesh(dp=4), a=tensor("f32", 10, 8, dp=S(0)), b=tensor("f32", 8, 6))
+    (product,) = [n for n in program.nodes if n.op.name == "matmul"]
+    assert product_sizes(product) == (3, 6, 8, 1)
+
+
+def test_views_and_inputs_cost_nothing() -> None:
+    program = trace(lambda x: w.permute(w.reshape(x, 4, 2, 8), 1, 0, 2), Mesh(dp=2), x=tensor("f32", 8, 8))
+    assert records(program) == []
+    assert program_phase(program, cluster("2xA100")).seconds == 0
+
+
+def test_attention_is_priced_by_its_flops() -> None:
+    def of(seq: int) -> Touch:
+        (op,) = [op for op in records(self_attention(Mesh(dp=1), 1, seq, 128, n_heads=2, p=0.0, tp=None)) if op.name == "attention"]
+        assert isinstance(op, Touch)
+        return op
+
+    assert of(128).share == "attention.forward"
+    assert of(256).flops == pytest.approx(4 * of(128).flops)
+
+
+def test_each_place_has_its_records() -> None:
+    plain = block(2)
+    pointwise = [n for n in plain.nodes if n.op.name in ("add", "gelu")][:2]
+    fused = fuse(plain, pointwise)
+    places = list(by_place(fused))
+    assert [op for _, ops in places for op in ops] == records(fused)
+    groups = [ops for place, ops in places if place in fused.groups]
+    assert len(groups) == 1 and all(isinstance(op, Op) and op.name.startswith("fused") for op in groups[0])
+
+
+def test_what_is_held_falls_when_a_value_is_last_used() -> None:
+    program = block(1)
+    held = live_bytes(program)
+    assert len(held) == len(program.nodes)
+    assert max(held) == peak_bytes(program)
+    assert held[-1] < max(held)
+
+
+def test_axes_lie_in_the_cluster_with_the_last_innermost() -> None:
+    costs = OnMesh(cluster("2x4xA100"), Setting(), cluster("2x4xA100").device, mesh=Mesh(dp=2, tp=4))
+    assert costs.ranks("tp").members == (4, 4), "all of tp lies in one node"
+    assert costs.ranks("dp").members == (1, 2), "each of dp in a node of its own"
+    assert costs.seconds(Collective("all_reduce", 2**24, "tp")) < costs.seconds(Collective("all_reduce", 2**24, "dp"))
+
+
+def test_a_kernel_that_reaches_its_peers_launches_nothing() -> None:
+    program = split(block(2), "all_reduce", dim=1)
+    parts = [n for n in program.nodes if n.op.name in ("reduce_scatter", "all_gather")]
+    place = cluster("2xx86-2")
+    costs = OnMesh(place, Setting(), place.device, mesh=program.mesh)
+    sums = [Collective("reduce_scatter", 4096.0, "tp", peer=peer) for peer in (False, True)]
+    alone, inside = (costs.seconds(op) for op in sums)
+    assert inside < place.links[0].get("launch") < alone
+    assert [op.peer for op in records(program) if isinstance(op, Collective)] == [False] * len(parts)

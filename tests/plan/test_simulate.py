@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 from weft.cli import app
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError, UnknownName
+from weft.plan.cost import Costs
 from weft.plan.fits import fit
 from weft.plan.models import shape
+from weft.plan.phase import Pass, Walk
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, share, simulate
 from weft.plan.transformer import Shape, workload
-from weft.plan.workload import Attention, Gemm, backward, flops, per_op, split_weight
+from weft.plan.workload import Attention, Collective, Gemm, backward, flops, per_op, split_weight
 
 GPT = Shape(24, 2048, 16, 51200, 2048, name="gpt")
 MOE = Shape(8, 1024, 16, 32000, 1024, gated=True, rotary=True, experts=8, chosen=2, name="moe")
@@ -101,6 +103,26 @@ def test_a_large_cluster_costs_no_more_to_simulate() -> None:
     assert len(step.timeline.tasks) < 10_000
     assert 0.2 < step.mfu < 0.5
     assert step.tokens == 2048 * 8192
+
+
+@pytest.mark.parametrize(("place", "turns"), [("16x1xH100", True), ("4x4xH100", False)])
+def test_collectives_on_one_link_take_turns(place: str, turns: bool) -> None:
+    """Between single devices tensor and data parallelism share the network; in nodes of four each has its own link."""
+    setting = Setting(global_batch=4, tp=4, dp=4, zero=3)
+    made = cluster(place)
+    walker = Walk(Costs(made, setting, made.device), Pass("forward"))
+    first = walker.carry(Collective("all_gather", 2**24, "data"), "dp", 0.0)
+    second = walker.carry(Collective("all_reduce", 2**24, "tp"), "tp", 0.0)
+    alone = walker.costs.seconds(Collective("all_reduce", 2**24, "tp"))
+    assert second == pytest.approx(alone + (first if turns else 0.0))
+
+
+def test_a_stage_on_slower_devices_is_priced_by_them() -> None:
+    """Two kinds in one cluster: the pipeline's second half on the slower one sets the pace, and the trace shows which stage."""
+    setting = Setting(global_batch=32, pp=2, dp=8)
+    fast, mixed, slow = (foresee(GPT, setting, p) for p in ("2x8xH100", "8xH100+8xA100", "2x8xA100"))
+    assert fast.seconds < mixed.seconds < slow.seconds
+    assert mixed.timeline.busy("stage 1") > 1.5 * mixed.timeline.busy("stage 0")
 
 
 def test_the_slower_device_sets_the_pace() -> None:

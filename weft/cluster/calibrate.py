@@ -21,7 +21,7 @@ from weft.cluster.collectives import Ranks
 from weft.cluster.local import Sent
 from weft.cluster.measure import Product
 from weft.cluster.profile import Constant, Device, Link, Profile, load, names
-from weft.cluster.spec import Cluster, Nodes
+from weft.cluster.spec import Cluster, Nodes, crowded
 from weft.core.errors import ClusterError
 
 Progress = Callable[[str, int, int], None]
@@ -94,26 +94,32 @@ def _cores() -> int:
 
 def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> Device:
     timed = [s for s in seen if isinstance(s, Product)]
-    others = [s for s in seen if not isinstance(s, Product)]
-    (bandwidth, near), (kernel, host), wide, narrow, misaligned, sustained, compiled, workspace, math_rate = others
+    got: dict[str, float] = {k: v for s in seen if not isinstance(s, Product) for k, v in s.items()}
     by = f"measured: weft calibrate, torch {torch.__version__.split('+')[0]}"
     constants = dict(base.device.constants) if base else _unknown(device, timed, by)
     main = "bf16" if device != "cpu" else "fp32"
     peak = constants[f"peak.{main}"].value
-    ceiling = constants["memory.bandwidth"].value if base else bandwidth
-    found = {
-        "memory.efficiency": bandwidth / ceiling, "kernel.launch": kernel, "host.launch": host,
-        "attention.forward": wide[0] / peak, "attention.backward": wide[1] / peak,
-        "attention.narrow": math.log2(max(1e-3, wide[0] / max(narrow[0], 1.0))), "gemm.misaligned": misaligned,
-        "gemm.sustained": sustained if device != "cpu" else 1.0,
-        "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, near, kernel),
-        "host.compiled": compiled, "workspace.bytes": workspace, "math.rate": math_rate,
-    }  # fmt: skip
     if not base:
-        constants["memory.bandwidth"] = Constant(bandwidth, by)
-    constants |= {key: Constant(float(f"{value:.4g}"), by) for key, value in found.items()}
+        constants["memory.bandwidth"] = Constant(got["rate.memory"], by)
+    kernel = got["kernel.launch"]
+    found = {
+        "memory.efficiency": got.pop("rate.memory") / constants["memory.bandwidth"].value,
+        "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, got.pop("rate.cache"), kernel),
+        "gemm.misaligned": min(v for k, v in got.items() if k.startswith("gemm.misaligned")),
+        **_attention(got, peak), **{k: v for k, v in got.items() if not k.startswith("attention")},
+    }  # fmt: skip
+    constants |= {key: Constant(float(f"{value:.5g}"), by) for key, value in found.items()}
     constants |= {key: Constant(start, by) for key, start in zip(SURFACE, (0.8, kernel, 0.2 * kernel, 500.0), strict=True)}
     return _fit_products(Device(name, constants), timed, main, by)
+
+
+def _attention(got: Mapping[str, float], peak: float) -> dict[str, float]:
+    """Shares of the peak with wide heads, and how the rate falls with narrow ones."""
+    wide, narrow = got["attention.forward.128"], got["attention.forward.64"]
+    return {
+        "attention.forward": wide / peak, "attention.backward": got["attention.backward.128"] / peak,
+        "attention.narrow": math.log2(max(1e-3, wide / max(narrow, 1.0))),
+    }  # fmt: skip
 
 
 def _less_launch(device: str, rate: float, kernel: float) -> float:
@@ -168,12 +174,12 @@ def _links(base: Profile | None, taken: Sequence[Sent], node: int) -> tuple[Link
     start = base.links[0] if base else _first_guess(fastest, node)
     start = dataclasses.replace(start, span=node)
     by = "fitted: weft calibrate, collectives between local ranks"
+    cores = {} if base else {"cores": Constant(float(_cores()), "measured: what this process may run on")}
 
     def predict(values: Mapping[str, float], sent: Sent) -> float:
         link = dataclasses.replace(start, constants={**start.constants, **{k: Constant(v, by) for k, v in values.items()}})
-        device = Device("local", {})
-        cluster = Cluster("local", (Nodes(1, node, Profile("local", device, node, (link,))),))
-        return cost.seconds(cluster, sent.kind, sent.size, Ranks((sent.ranks,)))
+        profile = crowded(Profile("local", Device("local", cores), node, (link,)), sent.ranks)
+        return cost.seconds(Cluster("local", (Nodes(1, node, profile),)), sent.kind, sent.size, Ranks((sent.ranks,)))
 
     found = descend({k: start.get(k) for k in (LINK if base else LOCAL)}, taken, predict, lambda s: s.seconds)
     fitted = {k: Constant(float(f"{v:.4g}"), by) for k, v in found.items()}

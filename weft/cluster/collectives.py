@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.cluster.profile import Link
+from weft.cluster.profile import Device, Link
 from weft.cluster.spec import Cluster
 from weft.core.errors import ClusterError
 
@@ -58,6 +58,14 @@ def send_seconds(cluster: Cluster, size: float, stride: int) -> float:
     bulk = level.get("bulk") + size / _bandwidth(level, 2)
     low = level.get("low") + size / (_bandwidth(level, 2) * level.get("low_share"))
     return level.get("launch") + min(bulk, low)
+
+
+def peer_seconds(cluster: Cluster, device: Device, kind: str, size: float, ranks: Ranks) -> float:
+    """Time a kernel spends on bytes of its peers, whose memory it reaches by itself: over their link, or over the memory that
+    processes of one machine have in common. Nothing is launched for it."""
+    moved = size * wire(kind, ranks.size)
+    shared = "cores" in device.constants
+    return moved / (device.bandwidth if shared else _bandwidth(cluster.links[0], ranks.size))
 
 
 Level = tuple[Link, int, int]  # the link, ranks below that send side by side, blocks that it joins

@@ -6,8 +6,8 @@ A product of [m, k] and [k, n] is cut into tiles that the units of the device ta
     r = peak * efficiency * sustained * a / units,     tiles = batch * ceil(m / tm) * ceil(n / tn)
 
 and never less than its bytes take. A device of one unit takes the product as one tile. `half` says how much small tiles
-lose, `a` what rows cost that no 16-byte load can take
-(a = misaligned ** (missing factors of two / 3)). All else is bytes over bandwidth, or flops over a rate.
+lose, `a` what rows cost that no 16-byte load can take (measured for each number of missing factors of two, or
+a = misaligned ** (missing / 3)). All else is bytes over bandwidth, or flops over a rate.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ def _efficiency(device: Device, dtype: str) -> float:
 
 
 def _alignment(device: Device, dtype: str, *sizes: int) -> float:
-    """Rows should be multiples of 16 bytes."""
+    """Rows should be multiples of 16 bytes. Units that multiply single fp32 numbers do not mind."""
+    if dtype == "fp32" and device.get("units") > 1:
+        return 1.0
     want = int(math.log2(16 // WIDTH[dtype]))
-    have = min(want, *(_twos(x) for x in sizes))
-    return float(device.get("gemm.misaligned", 1.0) ** ((want - have) / 3))
+    missing = want - min(want, *(_twos(x) for x in sizes))
+    usual = float(device.get("gemm.misaligned", 1.0) ** (missing / 3))
+    return device.get(f"gemm.misaligned.{missing}", usual) if missing else 1.0
 
 
 def _twos(x: int) -> int:
@@ -56,6 +59,13 @@ def attention(device: Device, flops: float, size: float, rows: int, head_dim: in
     rate *= min(1.0, (head_dim / 128) ** device.get("attention.narrow", 0.3))
     rate *= min(1.0, math.ceil(rows / 128) / device.get("units"))
     return float(launches * device.get("kernel.launch") + max(flops / rate, size / device.bandwidth))
+
+
+def in_tiles(device: Device, queries: int, keys: int, tile: int = 128) -> float:
+    """What attention over whole tiles of queries and keys computes, over what it must."""
+    if device.get("units") == 1:
+        return 1.0
+    return float(math.ceil(queries / tile) * math.ceil(keys / tile) * tile * tile / (queries * keys))
 
 
 def touch(device: Device, size: float, launches: int) -> float:

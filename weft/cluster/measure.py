@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,17 +93,22 @@ def sustained(device: str, span: float = 2.0) -> float:
     return min(1.0, first / last)
 
 
-def misaligned(device: str) -> float:
-    """Rate of a product with odd rows over that of one with rows of whole 16-byte loads."""
+def misaligned(device: str) -> dict[str, float]:
+    """Rates of products whose rows lack one, two or three factors of two of a 16-byte load, over that of one with none missing."""
     size, dtype = (4096, torch.bfloat16) if device != "cpu" else (512, torch.float32)
-    odd = torch.randn(size, size - 1, device=device, dtype=dtype)
-    even = torch.randn(size, size, device=device, dtype=dtype)
-    slow = seconds(lambda: even @ odd, device) / (size - 1)
-    fast = seconds(lambda: even @ even, device) / size
-    return min(1.0, fast / slow)
+    left = torch.randn(size, size, device=device, dtype=dtype)
+
+    def per_column(columns: int) -> float:
+        right = torch.randn(size, columns, device=device, dtype=dtype)
+        return seconds(lambda: left @ right, device) / columns
+
+    fast = per_column(size)
+    wanted = 3 if dtype == torch.bfloat16 else 2
+    rates = {missing: min(1.0, fast / per_column(size - 2 ** (wanted - missing))) for missing in range(1, wanted + 1)}
+    return {f"gemm.misaligned.{missing}": rate for missing, rate in rates.items()}
 
 
-def attention(device: str, dtype: str, head_dim: int) -> tuple[float, float]:
+def attention(device: str, dtype: str, head_dim: int) -> dict[str, float]:
     """Flop/s of causal attention in one kernel, forward and backward, counting the half that must be computed."""
     batch, heads, length = (4, 32, 4096) if device != "cpu" else (1, 4, 512)
     shape = batch, heads, length, head_dim
@@ -113,17 +119,19 @@ def attention(device: str, dtype: str, head_dim: int) -> tuple[float, float]:
     with torch.no_grad():
         forward = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
     backward = seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
-    return flops / forward, 2.5 * flops / backward
+    return {f"attention.forward.{head_dim}": flops / forward, f"attention.backward.{head_dim}": 2.5 * flops / backward}
 
 
-def bandwidth(device: str) -> tuple[float, float]:
+def bandwidth(device: str) -> dict[str, float]:
     """Bytes a second read and written together by a pointwise kernel: of tensors no cache holds, and of some it does."""
 
     def rate(size: int) -> float:
         x, y = torch.ones(size // 8, device=device), torch.empty(size // 8, device=device)
-        return size / seconds(lambda: torch.add(x, 1.0, out=y), device, 0.3)
+        if device == "cpu":
+            return size / seconds(lambda: torch.add(x, 1.0, out=y), device, 0.3)
+        return size / _in_a_row(lambda: torch.add(x, 1.0, out=y), 50)
 
-    return rate(2**31 if device != "cpu" else 2**27), rate(cached(device))
+    return {"rate.memory": rate(2**31 if device != "cpu" else 2**27), "rate.cache": rate(cached(device))}
 
 
 def math_rate(device: str) -> float:
@@ -137,49 +145,57 @@ def cached(device: str) -> int:
     return 2**24 if device != "cpu" else 2**20
 
 
-def launches(device: str) -> tuple[float, float]:
-    """Seconds between small kernels of a stream, and seconds the host needs to issue a torch op in training."""
-    host = _host(device)
-    if device == "cpu":  # kernels run on the thread that issues them
-        return host, 0.0
-    return _back_to_back(), host
+def launches(device: str) -> dict[str, float]:
+    """Seconds between small kernels of a stream, and seconds the host needs to issue one: of a torch op in training, of one
+    without gradients, of a compiled function. On a processor kernels run on the thread that issues them."""
+    if device == "cpu":
+        return {"kernel.launch": _plain(device), "host.launch": 0.0, "host.plain": 0.0, "host.compiled": 0.0}
+    return {
+        "kernel.launch": _back_to_back(), "host.launch": _trained(device), "host.plain": _plain(device),
+        "host.compiled": _compiled(device),
+    }  # fmt: skip
 
 
-def _host(device: str) -> float:
-    layers, width = 20, 32
-    weights = [torch.randn(width, width, device=device, requires_grad=True) for _ in range(layers)]
-    x = torch.randn(8, width, device=device)
-
-    def step() -> None:
-        y = x
-        for w in weights:
-            y = F.gelu(F.linear(y, w))
-        y.sum().backward()
-
-    return seconds(step, device, 0.3) / (6 * layers)  # product and gelu; two products, gelu and a sum back
+LAYERS, NARROW = 20, 32  # of a network so small that only launches count
 
 
-def compiled_host(device: str) -> float:
-    """Seconds the host needs to issue a kernel of a compiled function."""
-    layers, width = 20, 32
-    weights = [torch.randn(width, width, device=device, requires_grad=True) for _ in range(layers)]
-    x = torch.randn(8, width, device=device)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        for w in weights:
-            x = F.gelu(F.linear(x, w))
-        return x.sum()
-
-    fast = torch.compile(forward)
-    return seconds(lambda: fast(x).backward(), device, 0.3) / (5 * layers)  # product and gelu; gelu and two products back
+def _forward(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for w in weights:
+        x = F.gelu(F.linear(x, w))
+    return x.sum()
 
 
-def workspace() -> int:
-    """Bytes the product library keeps, of the forward's thread and of the backward's."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:  # products timed before have already made it keep some
-        torch.cuda.synchronize()
-        clear()
+def _weights(device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    return [torch.randn(NARROW, NARROW, device=device, requires_grad=True) for _ in range(LAYERS)], torch.randn(8, NARROW, device=device)
+
+
+def _trained(device: str) -> float:
+    weights, x = _weights(device)
+    # product and gelu; two products, gelu and a sum back
+    return seconds(lambda: _forward(weights, x).backward(), device, 0.3) / (6 * LAYERS)
+
+
+def _plain(device: str) -> float:
+    weights, x = _weights(device)
+    with torch.no_grad():
+        return seconds(lambda: _forward(weights, x), device, 0.3) / (2 * LAYERS)
+
+
+def _compiled(device: str) -> float:
+    weights, x = _weights(device)
+    fast = torch.compile(_forward)
+    return seconds(lambda: fast(weights, x).backward(), device, 0.3) / (5 * LAYERS)  # product and gelu; gelu and two products back
+
+
+def workspace() -> dict[str, float]:
+    """Bytes the product library keeps, of the forward's thread and of the backward's, in a process that has done nothing else."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return {"workspace.bytes": float(pool.apply(_kept))}
+
+
+def _kept() -> int:
+    """What stays allocated after products with and without bias, forward and backward."""
     before = torch.cuda.memory_allocated()
     w = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (w @ w).sum().backward()
@@ -187,32 +203,57 @@ def workspace() -> int:
     F.linear(w.detach(), w, bias).sum().backward()
     del w, bias
     torch.cuda.synchronize()
-    return torch.cuda.memory_allocated() - before
+    return int(torch.cuda.memory_allocated() - before)
 
 
 def _back_to_back() -> float:
-    """Small kernels of a recorded graph, which the host does not slow down."""
     x = torch.zeros(1024, device="cuda")
-    x.add_(1.0)  # load the kernel before recording
+    return _in_a_row(lambda: x.add_(1.0), 200)
+
+
+def _in_a_row(call: Callable[[], Any], times: int) -> float:
+    """Seconds of a kernel among others of a recorded graph, which the host does not slow down."""
+    call()  # load the kernel before recording
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        for _ in range(200):
-            x.add_(1.0)
-    return seconds(graph.replay, "cuda") / 200
+        for _ in range(times):
+            call()
+    return seconds(graph.replay, "cuda", 0.2) / times
+
+
+def walks(device: str) -> dict[str, float]:
+    """What torch's passes that do not stream reach of the rate of one that does: into a wider type, and sums down the columns."""
+    x = torch.randn(2**15, 2**11, device=device, dtype=torch.bfloat16)
+    scale = torch.ones(x.shape[1], device=device, dtype=x.dtype)
+    _, mean, spread = torch.native_layer_norm(x, [x.shape[1]], scale, scale, 1e-5)
+    size = x.numel() * x.element_size()
+    streamed = 2 * size / seconds(lambda: x + 1.0, device)
+
+    def share(call: Callable[[], Any], moved: int) -> float:
+        return min(1.0, moved / seconds(call, device) / streamed)
+
+    backward = torch.ops.aten.native_layer_norm_backward
+    return {
+        "memory.widen": share(lambda: x.float(), 3 * size), "memory.columns": share(lambda: x.sum(0), size),
+        "memory.columns.norm": share(
+            lambda: backward(x, x, [x.shape[1]], mean, spread, scale, scale, [False, True, True]), 2 * size
+        ),
+    }  # fmt: skip
 
 
 def samples(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is measured, one by one: a name for the progress bar and the measurement."""
+    """What is measured, one by one: a name for the progress bar and the measurement, a product or numbers by name."""
     for shape in products(device):
         yield "products", lambda shape=shape: time_product(device, *shape)
     yield "memory", lambda: bandwidth(device)
     yield "launches", lambda: launches(device)
+    if device != "cpu":
+        yield "passes", lambda: walks(device)
     dtype = "bf16" if device != "cpu" else "fp32"
     yield "attention", lambda: attention(device, dtype, 128)
     yield "attention", lambda: attention(device, dtype, 64)
     yield "alignment", lambda: misaligned(device)
-    yield "sustained", lambda: sustained(device)
-    yield "compiled kernels", lambda: compiled_host(device) if device != "cpu" else 0.0
-    yield "workspace", lambda: workspace() if device != "cpu" else 0
-    yield "exponentials", lambda: math_rate(device)
+    yield "sustained", lambda: {"gemm.sustained": sustained(device) if device != "cpu" else 1.0}
+    yield "workspace", lambda: workspace() if device != "cpu" else {"workspace.bytes": 0.0}
+    yield "exponentials", lambda: {"math.rate": math_rate(device)}

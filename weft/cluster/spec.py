@@ -142,22 +142,27 @@ def _nodes(count: int, size: int | None, kind: str, gbps: float | None, profile:
     if count < 1 or (size is not None and size < 1):
         raise ClusterError("a cluster needs a device", needed="1 node of 1 device or more", found=f"{count}x{size}x{kind}")
     size = size or (profile.node_size if count > 1 else 1)
-    return Nodes(count, size, _crowded(_with_network(profile, gbps), size))
+    return Nodes(count, size, crowded(_with_network(profile, gbps), size))
 
 
-def _crowded(profile: Profile, size: int) -> Profile:
-    """Ranks on more processes than there are cores take turns, so each gets its share of every rate."""
-    cores = profile.device.get("cores", float(size))
-    if size <= cores:
+def crowded(profile: Profile, size: int) -> Profile:
+    """Ranks on more processes than there are cores take turns, so each gets its share of every rate, and sends at its share too."""
+    share = profile.device.get("cores", float(size)) / size
+    if share >= 1:
         return profile
-    share = cores / size
 
-    def slower(key: str, c: Constant) -> Constant:
-        rate, wait = key.startswith("peak.") or key.endswith(".bandwidth"), key.endswith(".launch")
-        return Constant(c.value * (share if rate else 1 / share if wait else 1.0), c.origin)
+    def slower(constants: Mapping[str, Constant]) -> dict[str, Constant]:
+        return {k: Constant(c.value * _crowding(k, share), c.origin) for k, c in constants.items()}
 
-    device = Device(profile.device.name, {k: slower(k, c) for k, c in profile.device.constants.items()})
-    return dataclasses.replace(profile, device=device)
+    links = tuple(dataclasses.replace(link, constants=slower(link.constants)) for link in profile.links)
+    return dataclasses.replace(profile, device=Device(profile.device.name, slower(profile.device.constants)), links=links)
+
+
+def _crowding(key: str, share: float) -> float:
+    """Rates shrink with the share of a core, waits grow."""
+    if key.startswith("peak.") or key == "bandwidth" or key.endswith(("memory.bandwidth", "cache.bandwidth", "math.rate")):
+        return share
+    return 1 / share if key in ("launch", "low_step", "bulk", "bulk_step") or key.endswith((".launch", ".tile")) else 1.0
 
 
 def _with_network(profile: Profile, gbps: float | None) -> Profile:

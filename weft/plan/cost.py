@@ -30,7 +30,10 @@ class Costs:
 
     def _price(self, op: Op) -> float:
         if isinstance(op, Collective):
-            return collectives.seconds(self.cluster, op.kind, op.bytes, self.ranks(op.axis))
+            ranks = self.ranks(op.axis)
+            if op.peer and ranks.members[0] == ranks.size:
+                return collectives.peer_seconds(self.cluster, self.device, op.kind, op.bytes, ranks)
+            return collectives.seconds(self.cluster, op.kind, op.bytes, ranks)
         return device_seconds(self.device, op)
 
     def host(self, op: Op) -> float:
@@ -61,8 +64,10 @@ def device_seconds(device: Device, op: Op) -> float:
         return kernels.product(device, op.m, op.n, op.k, op.batch, op.dtype)
     if isinstance(op, Attention):
         rows = op.batch * op.heads * op.queries
-        return kernels.attention(device, op.flops, op.bytes, rows, op.head_dim, op.dtype, op.back, op.launches)
+        flops = op.flops * kernels.in_tiles(device, op.queries, op.keys)
+        return kernels.attention(device, flops, op.bytes, rows, op.head_dim, op.dtype, op.back, op.launches)
     if isinstance(op, Touch):
         work = op.flops / (device.peak(op.dtype) * device.get(op.share)) if op.flops else 0.0
-        return max(kernels.touch(device, op.bytes, op.launches), work, op.math / device.get("math.rate", math.inf))
+        size = op.bytes / (device.get(op.walk, 1.0) if op.walk else 1.0)
+        return max(kernels.touch(device, size, op.launches), work, op.math / device.get("math.rate", math.inf))
     raise TypeError(f"{type(op).__name__} runs on links, not on a device")

@@ -7,15 +7,18 @@ own lies between; two ops are of one group when they are joined by edges and equ
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from weft.cluster.profile import Device
 from weft.plan.observe import ROUND, VIEWS, Observed, Recorder, kernels
+from weft.plan.padding import pad
 from weft.plan.workload import Op, Touch
 
 ALONE = (
@@ -25,18 +28,16 @@ ALONE = (
 LOOP = 4096  # a reduction over more elements reads its input again for each further pass
 
 
-def observe_compiled(make: Callable[[Callable[..., Any]], Callable[[], Any]], warm: int = 1) -> Observed:
-    """What a compiled step does. `make` is given `torch.compile` with a backend that records, and returns the step."""
+def observe_compiled(
+    make: Callable[[Callable[..., Any]], Callable[[], Any]], warm: int = 1, device: Device | None = None, host: str = "host.launch"
+) -> Observed:
+    """What a compiled step does. `make` is given `torch.compile` with a backend that records, and returns the step; a step
+    that calls `torch.compile` by itself is recorded as well. `device` says which products are worth padding."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        recorder = Recorder()
-
-        def compiled(fn: Any) -> Any:
-            torch._dynamo.reset()
-            return torch.compile(fn, backend=_backend(recorder))
-
-        with recorder:
+        recorder = Recorder(host)
+        with recorder, _recording(recorder, device) as compiled:
             step = make(compiled)
             for _ in range(warm):
                 step()
@@ -45,7 +46,40 @@ def observe_compiled(make: Callable[[Callable[..., Any]], Callable[[], Any]], wa
     return recorder.seen
 
 
-def _backend(recorder: Recorder) -> Any:
+@contextmanager
+def _recording(recorder: Recorder, device: Device | None) -> Iterator[Callable[..., Any]]:
+    """In place of `torch.compile`, and of its compiler called by itself, ones that record."""
+    import torch._inductor
+    from torch.fx.experimental import proxy_tensor
+
+    plain, inductor, make_fx = torch.compile, torch._inductor.compile, proxy_tensor.make_fx
+    backend = _backend(recorder, device)
+
+    def compiled(fn: Any = None, **options: Any) -> Any:
+        if fn is None:  # as a decorator with options
+            return lambda given: compiled(given, **options)
+        kept = {k: v for k, v in options.items() if k in ("fullgraph", "dynamic")}
+        return plain(fn, backend=backend, **kept)
+
+    def quietly(work: Callable[..., Any]) -> Callable[..., Any]:
+        """What is made while a graph is traced is not there when it runs."""
+
+        def quiet(*given: Any, **_: Any) -> Any:
+            with recorder.paused():
+                return work(*given)
+
+        return quiet
+
+    torch._dynamo.reset()
+    torch.compile, torch._inductor.compile = compiled, quietly(backend)
+    proxy_tensor.make_fx = lambda fn, **options: quietly(make_fx(fn, **options))  # type: ignore[assignment]
+    try:
+        yield compiled
+    finally:
+        torch.compile, torch._inductor.compile, proxy_tensor.make_fx = plain, inductor, make_fx
+
+
+def _backend(recorder: Recorder, device: Device | None) -> Any:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -53,9 +87,21 @@ def _backend(recorder: Recorder) -> Any:
     def compiler(gm: GraphModule, _: Any) -> Any:
         return _Compiled(Fused(gm), recorder)
 
+    def alone(gm: GraphModule, given: Any) -> Any:
+        return compiler(padded(gm), given)
+
+    def padded(gm: GraphModule) -> GraphModule:
+        if device is not None:
+            pad(gm, device)
+        return gm
+
+    def partition(joint: GraphModule, *given: Any, **options: Any) -> Any:
+        """Products are padded before the graph is cut in two, so that what is kept for the backward is padded too."""
+        return min_cut_rematerialization_partition(padded(joint), *given, **options)
+
     return aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
-        decompositions=select_decomp_table, partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=alone,
+        decompositions=select_decomp_table, partition_fn=partition,
     )  # fmt: skip
 
 
@@ -68,7 +114,7 @@ class _Compiled:
     _boxed_call: bool = True
 
     def __call__(self, args: list[Any]) -> Any:
-        self.recorder.seen.ops.extend(self.fused.ops)
+        self.recorder.seen.note(self.fused.ops, "host.compiled")
         self.recorder.seen.peak = max(self.recorder.seen.peak, self.recorder.live + self.fused.peak)
         given = list(args)
         args.clear()
@@ -116,6 +162,10 @@ class Fused:
         for node in self.nodes:
             above = max((found[i.name] + _alone(i) for i in self.inputs(node)), default=0)
             found[node.name] = above + (_alone(node) and any(not _alone(i) and i.op == "call_function" for i in self.inputs(node)))
+        for node in reversed(self.nodes):  # what only later kernels read is computed inside them
+            readers = self.users[node.name]
+            if not _alone(node) and readers and all(u.name in found and not _alone(u) for u in readers):
+                found[node.name] = max(found[node.name], min(found[u.name] for u in readers))
         return found
 
     @cached_property
@@ -138,8 +188,7 @@ class Fused:
         members: dict[str, list[Node]] = defaultdict(list)
         for node in self.nodes:
             members[find(node.name)].append(node)
-        place = {n.name: i for i, n in enumerate(self.nodes)}
-        return sorted(members.values(), key=lambda group: place[group[-1].name])
+        return list(_in_order(members, self.inputs))
 
     @cached_property
     def users(self) -> dict[str, list[Node]]:
@@ -162,8 +211,10 @@ class Fused:
     def records(self, group: Sequence[Node]) -> Iterator[Op]:
         first = group[0]
         if len(group) == 1 and _alone(first):
-            values = torch.fx.node.map_arg((first.args, first.kwargs), lambda n: n.meta.get("val"))
-            yield from kernels(first.target, values[0], values[1], first.meta["val"])
+            target, given = _inner(first)
+            values = torch.fx.node.map_arg((given, first.kwargs), lambda n: n.meta.get("val"))
+            made = kernels(target, values[0], values[1], first.meta["val"])
+            yield from (replace(op, walk="") if isinstance(op, Touch) else op for op in made)  # its own kernels walk as they should
             return
         inside = {n.name for n in group}
         read = {i.name: i for n in group for i in self.inputs(n) if i.name not in inside and _has_value(i)}
@@ -196,9 +247,45 @@ class Fused:
         return most
 
 
+def _in_order(members: Mapping[str, list[Node]], inputs: Callable[[Node], list[Node]]) -> Iterator[list[Node]]:
+    """Groups in the order of the graph, but each after those it reads."""
+    made = {n.name: key for key, group in members.items() for n in group}
+    done: set[str] = set()
+
+    def before(key: str) -> Iterator[str]:
+        return (made[i.name] for n in members[key] for i in inputs(n) if i.name in made)
+
+    def visit(key: str) -> Iterator[list[Node]]:
+        """Without recursion, since graphs are deep."""
+        waiting = [(key, before(key))]
+        done.add(key)
+        while waiting:
+            now, rest = waiting[-1]
+            following = next((k for k in rest if k not in done), None)
+            if following is None:
+                waiting.pop()
+                yield members[now]
+            else:
+                done.add(following)
+                waiting.append((following, before(following)))
+
+    for key in members:
+        if key not in done:
+            yield from visit(key)
+
+
+def _inner(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """What a node calls; an op run with a state of the random numbers is that op."""
+    if "rng_state" in str(node.target):
+        at = next(i for i, a in enumerate(node.args) if hasattr(a, "overloadpacket"))
+        return node.args[at], node.args[at + 1 :]
+    return node.target, node.args
+
+
 def _name(node: Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else str(node.target)
+    target, _ = _inner(node)
+    packet = getattr(target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else str(target)
 
 
 def _alone(node: Node) -> bool:
@@ -207,7 +294,7 @@ def _alone(node: Node) -> bool:
     name = _name(node)
     if name == "scatter" and isinstance(node.args[0], Node) and _name(node.args[0]) in ("full", "zeros", "full_like"):
         return False  # one place of each row set in a constant: a comparison of indices
-    return name in ALONE or any(name.startswith((a, f"_{a}")) for a in ALONE[7:]) or _over_rows(node)
+    return name in ALONE or "index_put" in name or any(name.startswith((a, f"_{a}")) for a in ALONE[7:]) or _over_rows(node)
 
 
 def _over_rows(node: Node) -> bool:

@@ -7,7 +7,8 @@ Storage is counted as the caching allocator counts it: rounded up to 512 bytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,21 +34,29 @@ class Observed:
     ops: list[Op] = field(default_factory=list)
     held: int = 0
     peak: int = 0
+    issued: Counter[str] = field(default_factory=Counter)  # kernels by the constant that says what issuing one costs the host
+
+    def note(self, ops: Sequence[Op], host: str) -> None:
+        self.ops.extend(ops)
+        self.issued[host] += sum(op.launches for op in ops)
 
 
-def seconds(seen: Observed, device: Device, host: str = "host.launch") -> float:
-    """Time of a step among many: the host issues ahead where it can, so the slower of host and device sets the pace."""
-    issued = sum(op.launches for op in seen.ops) * device.get(host, device.get("host.launch"))
-    return max(issued, sum(device_seconds(device, op) for op in seen.ops))
+def seconds(seen: Observed, device: Device, recorded: bool = False) -> float:
+    """Time of a step among many: the host issues ahead where it can, so the slower of host and device sets the pace.
+
+    A step `recorded` as one graph is issued at once."""
+    issued = sum(count * device.get(host, device.get("host.launch")) for host, count in seen.issued.items())
+    return max(0.0 if recorded else issued, sum(device_seconds(device, op) for op in seen.ops))
 
 
-def observe(make: Callable[[], Callable[[], Any]], warm: int = 1) -> Observed:
+def observe(make: Callable[[], Callable[[], Any]], warm: int = 1, host: str = "host.launch") -> Observed:
     """What a step does. `make` builds model, batch and optimizer and returns the step; `warm` steps come before the one
-    observed, so that gradients and optimizer state are there already."""
+    observed, so that gradients and optimizer state are there already. `host` says how its ops are issued: `host.launch` with
+    gradients followed, `host.plain` without."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        recorder = Recorder()
+        recorder = Recorder(host)
         with recorder:
             step = make()
             for _ in range(warm):
@@ -60,13 +69,16 @@ def observe(make: Callable[[], Callable[[], Any]], warm: int = 1) -> Observed:
 class Recorder(TorchDispatchMode):
     """Notes each kernel and follows each storage from its first tensor to its last."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Compiled functions run compiled under it."""
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "host.launch") -> None:
         super().__init__()
+        self.host = host
         self.seen = Observed()
         self.live = 0
         self.known: dict[int, Any] = {}
@@ -86,10 +98,11 @@ class Recorder(TorchDispatchMode):
         self.seen = Observed(held=self.live, peak=self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        guess = GUESSES.get(_packet(func), _no_guess)(args)
+        out = func(*args, **(kwargs or {})) if guess is None else guess
         if self.quiet or TracingContext.try_get() is not None:
             return out
-        self.seen.ops.extend(kernels(func, args, kwargs or {}, out))
+        self.seen.note(list(kernels(func, args, kwargs or {}, out)), self.host)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.follow(tensor)
@@ -110,6 +123,42 @@ class Recorder(TorchDispatchMode):
             self.live -= size
 
 
+# --- results that depend on the data, which is not there: taken at their largest
+
+
+def _no_guess(args: Any) -> Any:
+    return None
+
+
+def _all_true(args: Any) -> torch.Tensor:
+    (mask,) = args
+    return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+
+def _all_taken(args: Any) -> torch.Tensor | None:
+    """`x[mask]`: every row of x."""
+    x, index = args
+    if len(index) != 1 or index[0] is None or index[0].dtype != torch.bool:
+        return None
+    return x.new_empty((index[0].numel(), *x.shape[index[0].dim() :]))
+
+
+def _some_number(args: Any) -> Any:
+    (x,) = args
+    if getattr(x, "constant", None) is not None:
+        return None
+    return 1.0 if x.dtype.is_floating_point else 1
+
+
+def _they_are(args: Any) -> bool:
+    return True
+
+
+GUESSES: dict[str, Callable[[Any], Any]] = {
+    "nonzero": _all_true, "index": _all_taken, "_local_scalar_dense": _some_number, "equal": _they_are, "allclose": _they_are,
+}  # fmt: skip
+
+
 # --- what a torch op is as a kernel
 
 VIEWS = {
@@ -123,7 +172,7 @@ VIEWS = {
 
 def kernels(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
     """The records of one torch op; none of one that only makes a view."""
-    name = func.overloadpacket.__name__
+    name = _packet(func)
     if name in VIEWS or (name == "_to_copy" and not _moves(args, out)):
         return
     if name in PRODUCTS:
@@ -133,9 +182,51 @@ def kernels(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
     elif name in ("embedding", "index_select", "gather", "index"):
         moved = 2 * sum(_bytes(t) for t in _tensors(out))
         yield Touch(name, moved, 0)
+    elif name == "native_layer_norm_backward":
+        yield from _norm_backward(name, args, out)
     else:
         moved = sum(_bytes(t) for t in _unique(args, kwargs, out)) + sum(_bytes(t) for t in _overwritten(name, args))
-        yield Touch(name, float(moved), 0, launches=_launches(name, args))
+        yield Touch(name, float(moved + _read_again(name, args)), 0, launches=_launches(name, args), walk=_walk(name, args, out))
+
+
+def _norm_backward(name: str, args: Any, out: Any) -> Iterator[Op]:
+    """The gradient of the input row by row, those of scale and shift down the columns."""
+    grad, x = args[:2]
+    yield Touch(name, float(_bytes(grad) + _bytes(x) + _bytes(x)), 0)
+    if any(t is not None for t in out[1:]):
+        yield Touch(f"{name} of weights", float(_bytes(grad) + _bytes(x)), 0, walk="memory.columns.norm")
+
+
+LONG = 48 * 1024  # bytes of a row that fit the memory a block of threads shares
+
+
+def _read_again(name: str, args: Any) -> int:
+    """Bytes a softmax reads more than once: of rows too long to be kept, for the largest and for the sum; backward for the sum."""
+    if name not in ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"):
+        return 0
+    x = args[0]
+    if x.shape[-1] * 4 <= LONG:
+        return 0
+    return 2 * _bytes(x)  # twice the input; or once more the gradient and once more the result
+
+
+def _walk(name: str, args: Any, out: Any) -> str:
+    """Passes torch makes at less than the full bandwidth: into a wider type, and sums down the columns."""
+    if name == "_to_copy" and out.element_size() > args[0].element_size():
+        return "memory.widen"
+    if (
+        name == "sum"
+        and len(args) > 1
+        and isinstance(args[1], (list, tuple))
+        and args[0].dim() - 1 not in [d % args[0].dim() for d in args[1]]
+    ):
+        return "memory.columns"
+    return ""
+
+
+def _packet(func: Any) -> str:
+    """The name of an op, whichever overload; of an op of ops its own."""
+    return str(getattr(func, "overloadpacket", func).__name__)
 
 
 def _moves(args: Any, out: Any) -> bool:
@@ -173,7 +264,7 @@ def _launches(name: str, args: Any) -> int:
     if name.startswith(("_foreach", "_fused")):
         count = len(args[0]) if args and isinstance(args[0], (list, tuple)) else 1
         return max(1, count // 40)
-    return 2 if name in ("native_layer_norm_backward", "sum", "embedding_dense_backward", "_softmax_backward_data") else 1
+    return 2 if name in ("sum", "embedding_dense_backward") else 1
 
 
 def _dtype(t: torch.Tensor) -> str:
@@ -202,7 +293,7 @@ def _convolution(name: str, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
     grad, x, w = args[:3] if backward else (out, args[0], args[1])
     groups = args[9] if backward else args[8]
     m = grad.shape[0] * grad.shape[2:].numel()
-    n, k = grad.shape[1] // groups, w.shape[1] * w.shape[2:].numel()
+    n, k = grad.shape[1] // groups, _whole_loads(w.shape[1], x) * w.shape[2:].numel()
     if not backward:
         yield Gemm(m, n, k, groups, _dtype(x), name)
         return
@@ -211,6 +302,12 @@ def _convolution(name: str, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
         yield Gemm(m, k, n, groups, _dtype(x), f"{name} of input")
     if wanted[1]:
         yield Gemm(n, k, m, groups, _dtype(x), f"{name} of weight")
+
+
+def _whole_loads(channels: int, x: torch.Tensor) -> int:
+    """Channels as the library lays them out: whole loads of 16 bytes."""
+    unit = 16 // x.element_size()
+    return -(-channels // unit) * unit if x.device.type != "cpu" else channels
 
 
 PRODUCTS: dict[str, Callable[..., Iterator[Op]]] = {

@@ -74,20 +74,20 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
             yield from of_node(node)
     for node in nodes:
         if node.op.kind is Kind.COMM:
-            yield from _sent(node)
+            yield from _sent(node, peer=True)
     moved = sum(nbytes(a.type) for a in read) + sum(nbytes(t) for n in kept for t in n.types)
     hard = sum(_elements(n) for n in nodes if n.op.name.startswith(MATH))
     yield Touch("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
 
 
-def _sent(node: Node) -> Iterator[Op]:
+def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
     """A collective of all its tensors in one call; a slice sends nothing and costs a copy."""
     name, axis = node.op.name, str(node.attr("axis"))
     given = float(sum(nbytes(a.type) for a in node.args))
     taken = float(sum(nbytes(t) for t in node.types))
     if name in SENT:
-        yield Collective(name, max(given, taken) if name == "all_gather" else given, axis, name)
-    elif taken < given:
+        yield Collective(name, max(given, taken) if name == "all_gather" else given, axis, name, peer=peer)
+    elif taken < given and not peer:
         yield Touch(name, 2 * taken, 0)
 
 
