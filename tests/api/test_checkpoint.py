@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -87,6 +88,64 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
         step(w.example(8, seed=i))
         store.save()
     assert [d.name for d in store.complete()] == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_is_told_and_the_last_checkpoint_stays(wait: bool, tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        step, w = make("dp2,zero1")
+        step(w.example(8))
+        store = step.checkpoints(str(tmp_path / "saves"))
+        store.save()
+        step(w.example(8))
+        real = os.fsync
+        if rank == 1:
+            os.fsync = no_room
+        with pytest.raises(CheckpointError, match="step-00000002 could not be written") as e:
+            saved(store, wait)
+        os.fsync = real
+        assert "No space left on device" in str(e.value) and "the last complete checkpoint is step-00000001" in str(e.value)
+        assert sorted(d.name for d in (tmp_path / "saves").iterdir()) == ["step-00000001"]
+        assert store.restore() == 1
+        step(w.example(8))
+        saved(store, wait)  # room again
+        assert [d.name for d in store.complete()] == ["step-00000001", "step-00000002"]
+
+    on_ranks(2, job, tmp_path)
+
+
+def saved(store: Any, wait: bool) -> None:
+    store.save(wait=wait)
+    store.finish()
+
+
+def no_room(fd: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A real one: a file system of 256 KiB."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(small)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        step, _ = make("dp1", hidden=64)
+        with pytest.raises(CheckpointError, match="could not be written") as e:
+            step.checkpoints(str(small)).save()
+        assert "(0.0 MB free)" in str(e.value) and not list(small.glob("step-*"))
+    finally:
+        subprocess.run(["umount", str(small)], capture_output=True, check=False)
+
+
+def test_skipped_steps_are_remembered(tmp_path: Path) -> None:
+    step, _ = make("dp1")
+    step.steps, step.losses.skipped = 5, 2
+    step.checkpoints(str(tmp_path)).save()
+    other, _ = make("dp1")
+    assert other.checkpoints(str(tmp_path)).restore() == 5
+    assert other.skipped == 2
 
 
 SCRIPT = """

@@ -11,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from weft.core.dtensor import to_placements
 from weft.core.errors import CheckpointError
@@ -53,41 +55,67 @@ class Store:
         partial = final.with_name(final.name + ".partial")
         state = {name: x.clone() if not wait else x for name, x in self._tensors().items()}
         meta = {"version": VERSION, "model": self._hash(), "plan": str(self.step.plan), "steps": self.step.steps}
-        if _rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-        _meet()
-        try:
-            if wait:
-                dcp.save(self._distributed(state), checkpoint_id=partial, process_group=self._ranks)
-                self._name(partial, final, meta)
-            else:
-                writing = dcp.async_save(self._distributed(state), checkpoint_id=partial, process_group=self._ranks)
-                self._pending = (writing, partial, final, meta)
-        except OSError as e:
-            raise CheckpointError(
-                f"the checkpoint {final.name} could not be written", needed=f"room and leave to write in {self.folder}", found=str(e)
-            ) from e
+        meta["skipped"] = self.step.skipped
+        self._together(final, lambda: self._clear(partial))
+        if wait:
+            self._together(final, lambda: dcp.save(self._distributed(state), checkpoint_id=partial, process_group=self._ranks))
+            self._together(final, lambda: self._seal(partial, final, meta) if _rank() == 0 else None)
+        else:
+            writing = dcp.async_save(self._distributed(state), checkpoint_id=partial, process_group=self._ranks)
+            if _rank() == 0:  # its part is done last, when it has heard from all
+                writing = _then(writing, lambda: self._seal(partial, final, meta))
+            self._pending = writing, final
         return final
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is still being written."""
+        """Waits for a checkpoint that is still being written; fails if it could not be."""
         if self._pending is not None:
-            future, partial, final, meta = self._pending
+            future, final = self._pending
             self._pending = None
-            future.result()
-            self._name(partial, final, meta)
+            self._together(final, future.result)
 
-    def _name(self, partial: Path, final: Path, meta: Mapping[str, Any]) -> None:
-        """Every rank has written: the checkpoint says what it is, gets its name, and old ones go."""
-        _meet()
+    def _clear(self, partial: Path) -> None:
         if _rank() == 0:
-            (partial / META).write_text(json.dumps(meta))
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(partial, final)
-            for old in self.complete()[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
-        _meet()
+            shutil.rmtree(partial, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _seal(self, partial: Path, final: Path, meta: Mapping[str, Any]) -> None:
+        """Every rank has written: the checkpoint says what it is and gets its name, and old ones go. The disk has all before the name."""
+        with (partial / META).open("w") as f:
+            f.write(json.dumps(meta))
+            f.flush()
+            os.fsync(f.fileno())
+        _sync_folder(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        _sync_folder(self.folder)
+        for old in self.complete()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _together(self, final: Path, work: Callable[[], Any]) -> None:
+        """Done by every rank; if any cannot, what was written goes, every rank fails, and earlier checkpoints stay."""
+        error = ""
+        try:
+            work()
+        except (OSError, CheckpointException) as e:
+            error = f"{_reason(e)} ({_room(self.folder)} free)"
+        told = [error]
+        if self._ranks is not None:
+            told = [""] * dist.get_world_size()
+            dist.all_gather_object(told, error, group=self._ranks)
+        failed = {r: why for r, why in enumerate(told) if why}
+        if failed:
+            if _rank() == 0:
+                shutil.rmtree(final.with_name(final.name + ".partial"), ignore_errors=True)
+            if self._ranks is not None:
+                dist.barrier(self._ranks)
+            left = self.complete()
+            raise CheckpointError(
+                f"the checkpoint {final.name} could not be written",
+                needed=f"room and leave to write in {self.folder}",
+                found="; ".join(f"rank {r}: {why}" for r, why in list(failed.items())[:4]),
+                try_=f"free some room; the last complete checkpoint is {left[-1].name if left else 'none'}",
+            )
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
@@ -112,7 +140,7 @@ class Store:
         for name, x in held.items():
             local = x.to_local() if hasattr(x, "to_local") else x
             state[name].copy_(local)
-        self.step.steps = meta["steps"]
+        self.step.steps, self.step.losses.skipped = meta["steps"], meta.get("skipped", 0)
 
     def _meta(self, path: Path) -> dict[str, Any]:
         try:
@@ -160,6 +188,39 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _then(first: Future[Any], work: Callable[[], None]) -> Future[Any]:
+    """What is done when something else has been, by whichever thread did it."""
+    out: Future[Any] = Future()
+
+    def go(done: Future[Any]) -> None:
+        try:
+            done.result()
+            out.set_result(work())
+        except BaseException as e:
+            out.set_exception(e)
+
+    first.add_done_callback(go)
+    return out
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the traceback; torch gathers the failures of all ranks into one."""
+    inner = [e for e, _ in getattr(error, "failures", {}).values()]
+    return "; ".join(dict.fromkeys(str(e) or type(e).__name__ for e in inner)) or str(error)
+
+
+def _room(folder: Path) -> str:
+    """What is left on the disk: torch does not always say that it is full."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB"
+    except OSError:
+        return "nothing known"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Names are on the disk too, where folders can be synchronised."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
