@@ -38,10 +38,10 @@ def browser() -> Iterator[Any]:
     found.quit()
 
 
-def show(browser: Any, page: Path, scheme: str = "light", width: int = 1280, height: int = 1000) -> None:
+def show(browser: Any, page: Path, scheme: str = "light", width: int = 1280, height: int = 1000, scale: float = 1) -> None:
     """Open a page as a reader with this scheme and screen would."""
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
+    size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 700}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(page.as_uri())
 
@@ -68,8 +68,8 @@ def test_a_page_opens_without_error(browser: Any, pages: dict[str, Path], name: 
     assert (red > 200) is (scheme == "light")
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     if folder := os.environ.get("WEFT_SCREENSHOTS"):
-        height = min(4600, browser.execute_script("return document.documentElement.scrollHeight"))
-        show(browser, pages[name], scheme, height=height)
+        height = min(3600, browser.execute_script("return document.documentElement.scrollHeight"))
+        show(browser, pages[name], scheme, height=height, scale=0.6)
         browser.save_screenshot(f"{folder}/report-{name}-{scheme}.png")
 
 

@@ -154,7 +154,7 @@ def test_recording_changes_no_step(tmp_path: Path, capsys: pytest.CaptureFixture
         return losses
 
     assert train() == train(record=str(tmp_path))
-    assert "weft: step 5, " in capsys.readouterr().err
+    assert "weft: step 7, " in capsys.readouterr().err
     run = load(tmp_path)
     assert run.unit == "samples" and run.per_step == 6 and len(run.steps["ms"]) == 7
     assert run.measured is not None and run.predicted is not None

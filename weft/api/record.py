@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from weft.api.parallelize import Step
 
 TIMED, HELD = 3, 4  # the steps, counted from 0, that are traced
+SAID = 9  # the step after which there is enough to speak of
 OFTEN = 5.0  # seconds between two writes of the file
 MOST, LARGE = 12, 4000  # plans foreseen for comparison, and nodes of a program from which none are
 
@@ -85,18 +86,20 @@ class Recorder:
         if n == HELD:
             self.measured = self._seen()
         if self.rank == 0:
-            self._tell(n == HELD)
+            self._tell(n)
 
-    def _tell(self, now: bool) -> None:
-        if self.printer is not None and self.measured is not None and (now or self.printer.due()):
+    def _tell(self, n: int) -> None:
+        if self.printer is not None and n >= SAID and self.printer.due():
             self.printer.say(self.run())
-        if self.folder is not None and (now or time.monotonic() - self._wrote > OFTEN):
+        if self.folder is not None and (n == HELD or time.monotonic() - self._wrote > OFTEN):
             self._wrote = time.monotonic()
             self.run().save(self.folder)
 
     def close(self) -> None:
         """Write what there is, with the plans that were not taken. Called at the end of the process, if not before."""
         atexit.unregister(self.close)
+        if self.printer is not None and not self.printer.last and self.series["ms"]:
+            self.printer.say(self.run())
         if self.rank == 0 and self.folder is not None and self.series["ms"]:
             if not self.alternatives and self.cluster is not None and len(self.step.program.nodes) < LARGE:
                 self.alternatives = _others(self.step, self.cluster)

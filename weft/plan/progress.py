@@ -22,7 +22,7 @@ def line(run: Run) -> str:
     words += [f"MFU {run.mfu:.1%}"] if run.mfu is not None else []
     if run.predicted is not None:
         words.append(f"foreseen {time_of(run.predicted.step_ms)} ({_off(run.step_ms, run.predicted.step_ms)})")
-    words += [_memory(run.predicted, run.measured)] if run.measured is not None else []
+    words += [_memory(run.predicted, run.measured)] if run.measured is not None and run.measured.memory_gb else []
     return ", ".join(words)
 
 
@@ -89,7 +89,7 @@ class Printer:
         self.said: set[str] = set()
 
     def due(self) -> bool:
-        return time.monotonic() - self.last >= self.every
+        return not self.last or time.monotonic() - self.last >= self.every
 
     def say(self, run: Run) -> None:
         self.last = time.monotonic()
