@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
     def cpu_foresight(
         json: Annotated[bool, typer.Option(help="one JSON object on the last line")] = False,
         ranks: Annotated[int, typer.Option(help="processes")] = 2,
-        sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M,25M",
+        sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M,30M",
         rounds: Annotated[int, typer.Option(help="timed steps of each plan")] = 7,
         profile: Annotated[str, typer.Option(help="a calibrated profile; measured first if not given")] = "",
     ) -> None:
