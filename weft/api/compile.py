@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.core.errors import PlanError
+from weft.core.layout import S
 from weft.core.program import Program
-from weft.frontend.capture import capture
+from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.step import named_batch
-from weft.plan.named import Named, input_layouts
-from weft.plan.place import place
+from weft.plan.named import Named, input_layouts, tensor_cuts
+from weft.plan.place import Placements, place
+
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 def compile(what: Program | nn.Module, plan: str = "dp1", example: Any = None, *, device: str | torch.device = "cpu") -> Any:
@@ -27,23 +31,80 @@ def compile(what: Program | nn.Module, plan: str = "dp1", example: Any = None, *
 
 
 class Inference:
-    """A model's forward pass under a plan; weights are held as the plan says, results are whole on every rank."""
+    """A model's forward pass under a plan; weights are held as the plan says, results are whole on every rank.
+
+    Buffers that the pass writes, such as a key-value cache, stay on the ranks, cut as what is written to them is. A batch of a new shape
+    is compiled when it first comes, with the same weights and buffers: prefill and decode are two shapes of one model.
+    """
 
     def __init__(self, model: nn.Module, plan: str, example: Any, device: torch.device) -> None:
-        self.captured = capture(model, example)
-        named = Named.parse(plan)
-        if named.pp > 1 or named.micro or named.recompute:
+        self.model, self.device, self.named = model, device, Named.parse(plan)
+        if self.named.pp > 1 or self.named.micro or self.named.recompute:
             raise PlanError("inference runs a batch whole", needed="a plan without pp, micro and recompute", found=plan)
-        layouts, options = input_layouts(self.captured.program, named, {})
-        self.program = place(self.captured.program, named.mesh, layouts, options)
-        self.compiled = Compiled(self.program, device=device)
-        values = {**self.captured.parameters, **self.captured.buffers, **self.captured.constants}
-        self._weights = {n: self._local(n, v.detach()) for n, v in values.items() if n in self.program.input_names}
-
-    def _local(self, name: str, value: Tensor) -> Tensor:
-        layout = self.program.input_names[name].layout
-        return interp.take_local(value, layout, self.compiled.coords).to(self.compiled.device).contiguous()
+        self._held: dict[str, Placements] = {}
+        self._state: dict[str, Tensor] = {}
+        self._made: dict[Shapes, tuple[Compiled, dict[str, Tensor]]] = {}
+        self.compiled, _ = self._for(example)
+        self.program = self.compiled.program
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        given = {n: self._local(n, x) for n, x in named_batch(batch).items() if n in self.program.input_names}
-        return self.compiled({**self._weights, **given})  # type: ignore[no-any-return]
+        run, own = self._for(batch)
+        given = {n: _local(run, n, x) for n, x in named_batch(batch).items() if n in run.program.input_names}
+        known = {**self._state, **own, **given}
+        out = run({n: known[n] for n in run.program.input_names})
+        state = dict(run.program.state)
+        self._state |= {held: out[n] for n, held in state.items()}
+        return {n: x for n, x in out.items() if n not in state}
+
+    def buffer(self, name: str) -> Tensor:
+        """This rank's part of a buffer, as the last call left it."""
+        return self._state[f"buffer.{name}"]
+
+    def _for(self, batch: Any) -> tuple[Compiled, dict[str, Tensor]]:
+        """The program for batches of this shape, and the constants it reads."""
+        shapes = tuple((n, tuple(x.shape), x.dtype) for n, x in named_batch(batch).items())
+        if shapes not in self._made:
+            captured = self._captured(batch)
+            run = Compiled(self._placed(captured), device=self.device)
+            values = {n: x for n, x in {**captured.parameters, **captured.buffers}.items() if n not in self._state}
+            self._state |= {n: _local(run, n, x.detach()).clone() for n, x in values.items() if n in run.program.input_names}
+            own = {n: _local(run, n, x.detach()) for n, x in captured.constants.items() if n in run.program.input_names}
+            self._made[shapes] = run, own
+        return self._made[shapes]
+
+    def _captured(self, batch: Any) -> Captured:
+        training = self.model.training
+        self.model.eval()
+        try:
+            return capture(self.model, batch)
+        finally:
+            self.model.train(training)
+
+    def _placed(self, captured: Captured) -> Program:
+        """Parameters as the plan says; buffers as what is written to them comes, so that writing moves nothing."""
+        program, mesh = captured.program, self.named.mesh
+        layouts, options = input_layouts(program, self.named, {})
+        layouts |= self._cut_with_caches(program, layouts)
+        written = {n: held for n, held in program.state if held not in self._held}
+        if written:
+            free = program.with_outputs(program.outputs, "", state=())
+            first = place(free, mesh, layouts, options, outputs={n: {} for n in written})
+            found = {held: first.output_names[n].layout.placements for n, held in written.items()}
+            self._held |= {n: {a: p for a, p in places.items() if isinstance(p, S)} for n, places in found.items()}
+        self._held = {**{n: p for n, p in layouts.items() if n.startswith("param.")}, **self._held}
+        known = {n: p for n, p in self._held.items() if n in program.input_names}
+        return place(program, mesh, {**layouts, **known}, options)
+
+
+    def _cut_with_caches(self, program: Program, layouts: Mapping[str, Placements]) -> dict[str, Placements]:
+        """Tensor parallelism that may also cut what the pass writes, so that a cut of heads goes through their cache."""
+        if self.named.tp == 1:
+            return {}
+        held = {held for _, held in program.state}
+        may = {n: node for n, node in program.input_names.items() if n.startswith("param.") or n in held}
+        cuts = tensor_cuts(program, program.outputs[0][1], may, self.named.tp)
+        return {n: {**layouts.get(n, {}), "tp": cut} for n, cut in cuts.items()}
+
+
+def _local(run: Compiled, name: str, value: Tensor) -> Tensor:
+    return interp.take_local(value, run.program.input_names[name].layout, run.coords).to(run.device).contiguous()

@@ -52,6 +52,8 @@ class Named:
 
     @staticmethod
     def parse(text: str) -> Named:
+        if not isinstance(text, str):
+            raise PlanError("this is no plan", needed='words such as "dp2,zero1"', found=repr(text))
         values: dict[str, int | bool | str] = {}
         for word in filter(None, re.split(r"[,\s]+", text.strip())):
             m = re.fullmatch(rf"({'|'.join(NUMBERS)})=?(\d+)|({'|'.join(WORDS)})", word)
@@ -229,6 +231,9 @@ class _Flow:
             if node in self.found or self._local(node, cut) is None:
                 raise _Stop
             self.cuts[node] = cut
+        elif len(node.types) == 1 and not node.dtype.is_floating_point:
+            self.at[node] = cut  # indices and masks are whole on every rank: a slice of them is free, and says nothing of others
+            return
         elif node.op.name in ("input", "const") or len(node.types) != 1:
             raise _Stop
         else:
