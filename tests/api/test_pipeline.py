@@ -16,6 +16,12 @@ from weft.frontend import zoo
 STEPS = 3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """What a first capture imports, before any rank is forked."""
+    weft_run("mlp", "micro2")
+
+
 def workload(name: str, **settings: Any) -> Any:
     w = zoo.small(name, dtype=torch.float64, **settings)
     for m in w.model.modules():
@@ -69,8 +75,15 @@ def test_every_schedule_with_tied_embeddings_and_clipping(tmp_path: Path) -> Non
     same("gpt2", 2, plans, tmp_path, clip=0.5, layers=4)
 
 
-def test_products_with_other_plans(tmp_path: Path) -> None:
-    plans = ["dp2,pp2,zero1", "dp2,pp2,zero3,micro2", "tp2,pp2", "tp2,pp2,sp,interleaved", "pp4,zero-bubble", "cp2,pp2,recompute"]
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ["dp2,pp2,zero1", "dp2,pp2,zero3,micro2"],
+        ["tp2,pp2", "tp2,pp2,sp,interleaved"],
+        ["pp4,zero-bubble", "cp2,pp2,recompute"],
+    ],
+)
+def test_products_with_other_plans(plans: list[str], tmp_path: Path) -> None:
     same("gpt2", 4, plans, tmp_path, clip=0.5, layers=4)
 
 
@@ -91,6 +104,32 @@ def test_other_models(name: str, plans: list[str], tmp_path: Path) -> None:
 
 def test_micro_batches_alone_accumulate() -> None:
     torch.testing.assert_close(weft_run("gpt2", "micro4", 0.5), torch_run("gpt2", 0.5), rtol=1e-8, atol=1e-8)
+
+
+def test_mixed_precision_and_a_user_who_accumulates(tmp_path: Path) -> None:
+    def run(plan: str, **more: Any) -> list[float]:
+        w = zoo.small("gpt2", dropout=0.0)
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan=plan, precision=torch.bfloat16, **more)
+        return [step(w.example(8, seed=i)).item() for i in range(STEPS)]
+
+    want = run("micro2")
+    on_ranks(2, lambda rank: torch.testing.assert_close(run("pp2", accumulate=2), want, rtol=1e-4, atol=1e-4), tmp_path)
+
+
+def test_a_step_without_a_finite_loss_is_left_out_on_every_stage(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        w = workload("mlp")
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan="pp2", on_nan="skip", clip=1.0)
+        good, bad = w.example(8), w.example(8)
+        name = next(k for k, x in bad.items() if x.is_floating_point())
+        bad[name] = torch.full_like(bad[name], float("nan"))
+        before = step.eval(good).item()
+        assert not step(bad).isfinite() and step.skipped == 1
+        assert step.eval(good).item() == before
+        step(good)
+        assert step.skipped == 1 and step.eval(good).item() != before
+
+    on_ranks(2, job, tmp_path)
 
 
 def test_dropout_is_that_of_the_same_micro_batches_in_one_process(tmp_path: Path) -> None:
@@ -185,7 +224,9 @@ def refuse(world: int, plan: str, match: str, folder: Path, name: str = "gpt2", 
 
 
 def test_more_stages_than_layers(tmp_path: Path) -> None:
-    refuse(2, "pp2,interleaved", r"4 stages are more than the model can be cut into(.|\n)*4 or more layers(.|\n)*found +2(.|\n)*pp2", tmp_path)
+    refuse(
+        2, "pp2,interleaved", r"4 stages are more than the model can be cut into(.|\n)*4 or more layers(.|\n)*found +2(.|\n)*pp2", tmp_path
+    )
 
 
 def test_a_batch_that_does_not_split(tmp_path: Path) -> None:
@@ -248,7 +289,12 @@ def test_a_batch_of_another_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "match"),
-    [("dp2,gpipe", "pp2 or more for gpipe"), ("pp2,virtual2", "interleaved"), ("pp2,interleaved,micro3", "micro4"), ("pp0", "degrees of 1")],
+    [
+        ("dp2,gpipe", "pp2 or more for gpipe"),
+        ("pp2,virtual2", "interleaved"),
+        ("pp2,interleaved,micro3", "micro4"),
+        ("pp0", "degrees of 1"),
+    ],
 )
 def test_words_that_do_not_go_together(plan: str, match: str) -> None:
     from weft.plan.named import Named

@@ -26,6 +26,7 @@ class Runner:
         self.later = {g: {n for c in turns[1:] for n in c.program.input_names} for g, turns in self.turns.items()}
         self.makers = {n: s.number for s in stages for n in s.types if n in s.turns[0].output_names}
         self.routes = {(s.number, kind): self._readers(s.number, kind) for s in stages for kind in ("forward", "backward", "weight")}
+        self.coming = self._expected()
         self._here: dict[Hashable, list[Tensor]] = {}  # messages between two stages of this rank
 
     def _compiled(self, program: Any) -> Compiled:
@@ -98,7 +99,7 @@ class Runner:
     def run(self, state: Values, inputs: Callable[[int], Values]) -> Values:
         """All micro-batches: gradients and losses added up, by the names the update knows them by. Buffers in `state` are renewed."""
         if self.messages is not None:
-            self.messages.expect(self._expected())
+            self.messages.expect(self.coming)
         sums, kept = Sums(), dict[tuple[int, int], Values]()
         for action in self.orders[self.me]:
             g = self._number(self.me, action)
