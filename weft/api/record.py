@@ -111,7 +111,7 @@ class Recorder:
         unit, per_step = _taken(program)
         peak = self.cluster.device.peak(_main_dtype(step.captured.program)) * program.mesh.ranks if self.cluster is not None else 0.0
         made = Run(
-            name=program.name, kind="training", plan=str(step.plan), program=digest(program), machine=describe(step.compiled.device),
+            name=program.name, kind="training", plan=str(step.plan), program=digest(program), machine=_machine(step),
             cluster=self.cluster.text if self.cluster is not None else "", mesh=dict(program.mesh.sizes), unit=unit, per_step=per_step,
             flops=model_flops(step.captured.program), peak_flops=peak, steps={k: [round(x, 4) for x in v] for k, v in self.series.items()},
             predicted=self.predicted, measured=self.measured, tensors=tensors(program, step.captured.states),
@@ -206,6 +206,12 @@ def verbs(program: Program, captured: Program) -> list[dict[str, Any]]:
     words = ", ".join(f"{a} {n}" for a, n in program.mesh.sizes.items())
     placed = {"step": f"place on {words}", "same": same_erased(captured, program)}
     return [placed, *reversed(found)]
+
+
+def _machine(step: Step) -> str:
+    """The hardware, and how steps run on it where that is not as they are traced."""
+    how = getattr(step.compiled, "how", "node by node")
+    return describe(step.compiled.device) + (f"; steps run as {how}, the traced ones node by node" if how != "node by node" else "")
 
 
 def _checked(step: Step) -> list[dict[str, Any]]:

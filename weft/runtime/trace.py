@@ -60,10 +60,11 @@ def _read(made: str, text: str) -> Statement:
 
 
 def traced(step: Callable[..., Any], text: str, device: torch.device, *, memory: bool = False) -> tuple[Callable[..., Any], Trace]:
-    """The step marked, to be called once, and what its marks will have noted."""
+    """The step marked, to be called once, and what its marks will have noted. It runs node by node, however the step runs else."""
     new, statements = marked(text)
     trace, marks = Trace(statements), _Held(device) if memory else _clock(device)
-    names = {**step.__globals__, "_mark": marks.mark}
+    plain = getattr(step, "_plain", step)  # a step compiled whole has no statements; what it was compiled from has
+    names = {**plain.__globals__, "_mark": marks.mark}
     exec(compile(new, "<traced step>", "exec"), names)  # the text is weft's own
 
     def call(inputs: Any) -> Any:
