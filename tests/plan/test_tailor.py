@@ -18,7 +18,9 @@ def search() -> Search:
 
 
 def setting(search: Search, **changes: object) -> Setting:
-    base = Setting(global_batch=search.problem.batch, micro_batch=2, dp=2, tp=2, pp=4, zero=1, recompute="mixed", overlap_sends=True, dtype="fp16")
+    base = Setting(
+        global_batch=search.problem.batch, micro_batch=2, dp=2, tp=2, pp=4, zero=1, recompute="mixed", overlap_sends=True, dtype="fp16"
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -34,7 +36,7 @@ def test_stages_hold_every_half_layer_once(search: Search) -> None:
     halves = [sum(n for name, n in names if name == half) for half in ("attention", "ffn")]
     assert halves[0] == halves[1]
     assert sum(n for name, n in names if name == "layer") + halves[0] == search.problem.depth
-    assert [name for name, _ in names][0] == "first" and [name for name, _ in names][-1] == "last"
+    assert (names[0][0], names[-1][0]) == ("first", "last")
 
 
 def test_little_memory_is_met_by_running_more_again() -> None:

@@ -175,7 +175,11 @@ class Search:
         whole = all(name in ("first", "layer", "last") for stage in stages for name, *_ in stage)
         if len(ways) == 1 and whole:
             even = setting.pp == 1 or list(counts) == share(self.problem.depth, setting.pp * setting.virtual)
-            return self.price(replace(setting, recompute=min(ways)), () if even else counts) if min(ways) in RECOMPUTE else self.price(setting, counts, stages)
+            return (
+                self.price(replace(setting, recompute=min(ways)), () if even else counts)
+                if min(ways) in RECOMPUTE
+                else self.price(setting, counts, stages)
+            )
         return self.price(setting, counts, stages)
 
     def _stages(self, setting: Setting, measure: Measure) -> Stages | None:

@@ -27,10 +27,10 @@ from weft.plan.layouts import OnCluster, Rates, choose
 from weft.rewrite.schema import OpHole, Schema
 from weft.rewrite.search import both_ways, moves
 
-BUDGET = 6  # programs whose neighbours are looked at
+BUDGET, JOINT_BUDGET = 12, 2  # programs whose neighbours are looked at: a price on one device is a sum, on a mesh an ILP
 NEIGHBOURS = 40  # of one program, that are priced
 RELAX = 1.05  # a program this much dearer than the best is still followed
-EFFORT = 2e7  # work of one ILP while searching
+EFFORT = 5e6  # work of one ILP while searching
 LARGE = 900  # nodes of a step beyond which it is not rewritten: each price is an ILP
 PRODUCTS = {"ak,nk->an": (None, (1, 0)), "an,nk->ak": (None, None), "an,ak->nk": ((1, 0), None)}  # and which operand is transposed
 
@@ -46,18 +46,23 @@ class Both:
     sequential: Way
 
 
-def joint_and_sequential(found: GraphSearch, base: Way) -> Both:
-    """On the mesh, stages and micro-batches of a way that was found without rules. It stands where no rule helps."""
-    task, part = found.task, base.placed.cluster
-    whole = task.captured(base.rounds).program
-    if len(whole.nodes) > LARGE:
+def joint_and_sequential(found: GraphSearch, bases: Sequence[Way]) -> Both:
+    """On the meshes, stages and micro-batches of ways that were found without rules, best first. The best stands where no rule helps."""
+    task, base = found.task, bases[0]
+    if len(task.captured(base.rounds).program.nodes) > LARGE:
         return Both(base, base)
-    program, rules = as_products(whole), value_rules()
-    together = best_path(program, _on_mesh(base.mesh, part, base.rounds), rules)
+    rules, part = value_rules(), base.placed.cluster
+    together = best_path(as_products(task.captured(base.rounds).program), _on_mesh(base.mesh, part, base.rounds), rules, JOINT_BUDGET)
     lone = replace(task, batch=max(1, task.batch // task.cluster.devices)).captured(1).program
-    alone = best_path(as_products(lone), one_device(part), rules)
-    joint, sequential = (_way(found, base, program, path, rules) or base for path in (together, alone))
-    return Both(min(joint, base, key=lambda w: w.seconds), sequential)
+    alone = best_path(as_products(lone), one_device(part), rules, BUDGET)
+    joint, sequential = (_best(found, bases, path, rules) for path in (together, alone))
+    return Both(min(joint, base, key=lambda w: w.seconds), sequential if alone else base)
+
+
+def _best(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[Schema]) -> Way:
+    """The moves made on the program of every way, each laid out and run as that way is; the fastest."""
+    made = (_way(found, base, as_products(found.task.captured(base.rounds).program), path, rules) for base in bases)
+    return min((way for way in made if way is not None), key=lambda w: w.seconds, default=bases[0])
 
 
 def value_rules() -> list[Schema]:
@@ -86,13 +91,13 @@ def as_products(program: Program) -> Program:
     return new_program(program.name, program.mesh, program.inputs, outputs, state=program.state)
 
 
-def best_path(program: Program, price: Price, rules: Sequence[Schema]) -> Path:
+def best_path(program: Program, price: Price, rules: Sequence[Schema], budget: int) -> Path:
     """The moves that lead to the cheapest program found, best first."""
     least, best = price(program), ()  # type: tuple[float, Path]
     count = itertools.count()
     queue: list[tuple[float, int, Program, Path]] = [(least, next(count), program, ())]
     seen = {_key(program)}
-    for _ in range(BUDGET):
+    for _ in range(budget):
         if not queue or queue[0][0] > RELAX * least:
             break
         _, _, here, path = heapq.heappop(queue)

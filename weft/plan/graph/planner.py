@@ -64,7 +64,9 @@ def setting_of(task: Task, way: Way) -> Setting:
     dp, tp = sizes.get("dp", 1), sizes.get("tp", 1)
     params = [n.layout.placement("dp") for name, n in held.items() if name.startswith("param.")] if "dp" in sizes else []
     cut = sum(isinstance(p, S) for p in params)
-    states = any(isinstance(n.layout.placement("dp"), S) for name, n in held.items() if name.startswith("exp_avg.")) if "dp" in sizes else False
+    states = (
+        any(isinstance(n.layout.placement("dp"), S) for name, n in held.items() if name.startswith("exp_avg.")) if "dp" in sizes else False
+    )
     zero = 3 if cut * 2 > len(params) > 0 else 1 if states else 0
     own = task.batch // (way.rounds * dp)
     micro = own if own and task.batch % (dp * own) == 0 else 1

@@ -16,7 +16,6 @@ from functools import cached_property
 from weft.cluster.spec import Cluster
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Mesh, Placement, S
-from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.plan.graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
 from weft.plan.graph.task import Task
@@ -26,7 +25,7 @@ from weft.plan.layouts import Chosen, OnCluster, Rates, choose
 from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
-from weft.plan.roles import CARRIED, GRADS, PARAMS, VALUES
+from weft.plan.roles import CARRIED, GRADS, PARAMS, VALUES, Roles
 from weft.plan.space import divisors
 
 Say = Callable[[str], None]
@@ -88,12 +87,11 @@ class Reasons:
     """Why a system cannot run it: the least memory any of its ways needs."""
 
     least: float = math.inf
-    other: str = ""
 
     def said(self, memory: float) -> str:
         if math.isfinite(self.least):
             return f"needs at least {self.least / 1e9:.1f} GB of {memory / 1e9:.1f} GB"
-        return self.other or "no degrees divide the devices and the batch"
+        return "no degrees divide the devices and the batch"
 
 
 @dataclass
@@ -104,6 +102,7 @@ class GraphSearch:
     memory: float
     _chosen: dict[object, Chosen | None] = field(default_factory=dict)
     _placed: dict[object, Placed | None] = field(default_factory=dict)
+    by_mesh: dict[object, Way] = field(default_factory=dict)  # the best way of weft at each number of stages and mesh
 
     @property
     def cluster(self) -> Cluster:
@@ -114,7 +113,7 @@ class GraphSearch:
     def baselines(self) -> dict[str, Way | str]:
         """The best way of every system, or why it has none."""
         n, node = self.cluster.devices, self.cluster.node_size
-        inside = [t for t in divisors(node) if n % t == 0]
+        inside = [t for t in divisors(node) if n % t == 0 and (not self.is_large or t in (1, node))]
         spaces: dict[str, Iterator[tuple[Named, frozenset[str]]]] = {
             "data parallel": iter([(Named(dp=n), frozenset({GRADS}))]),
             "zero1": iter([(Named(dp=n, zero=1), frozenset({GRADS}))]),
@@ -147,31 +146,32 @@ class GraphSearch:
         """Parameters read by index alone, and how wide their rows are."""
         program = self.task.captured().program
         params = {k: v for k, v in program.input_names.items() if k.startswith("param.")}
-        found = {}
+        after, found = Roles(program).after, {}
         for name, node in params.items():
-            users = [u for u in program.users[node] if u not in self._after(program)]
+            users = [u for u in program.users[node] if u not in after]
             if users and all(u.op.name == "take" and u.args[0] is node for u in users):
                 found[name] = node.shape[-1]
         return found
-
-    def _after(self, program: Program) -> frozenset[object]:
-        from weft.plan.roles import Roles
-
-        return Roles(program).after  # type: ignore[return-value]
 
     def _best_of(self, name: str, ways: Iterator[tuple[Named, frozenset[str]]]) -> Way | str:
         best, why = None, Reasons()
         for named, overlap in ways:
             for rounds in self.rounds(named.dp):
-                placed = self._held(named, rounds)
-                if placed is None:
-                    break
-                made = self._whole(name, placed, overlap, rounds, again=(NONE, FULL))
+                least = self._least(named, rounds)
+                placed = self._held(named, rounds) if least <= self.memory else None
+                made = self._whole(name, placed, overlap, rounds, (NONE, FULL)) if placed is not None else None
                 if made is None:
-                    why.least = min(why.least, placed.memory(rounds))
+                    why.least = min(why.least, placed.memory(rounds) if placed is not None else least)
                     continue
                 best = made if best is None or made.seconds < best.seconds else best
+                break  # more micro-batches would only do the same in smaller pieces
         return best if best is not None else why.said(self.memory)
+
+    def _least(self, named: Named, rounds: int) -> float:
+        """Bytes that a plan cannot go below: its state, and what lies between units."""
+        weights = 4 * self.task.params
+        held = weights / (named.dp if named.zero == 3 else 1) + (self.task.state_bytes - weights) / (named.dp if named.zero else 1)
+        return held / named.tp + self.boundary_bytes / rounds / self.cluster.devices + RESIDENT
 
     def rounds(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every copy whole samples."""
@@ -197,7 +197,9 @@ class GraphSearch:
         again = frozenset(k for k in held if k.startswith("param.") and named.zero == 3)
         return Placed(program, self.cluster, again)
 
-    def _whole(self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, again: Sequence[str], rules: tuple[str, ...] = ()) -> Way | None:
+    def _whole(
+        self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, again: Sequence[str], rules: tuple[str, ...] = ()
+    ) -> Way | None:
         """One stage: as it is where it fits, else with parts of the forward pass run again."""
         if placed.memory(rounds) <= self.memory:
             timed = placed.step(overlap, rounds)
@@ -215,10 +217,10 @@ class GraphSearch:
 
     # --- layouts chosen by the ILP
 
-    def meshes(self, devices: int, nodes: int) -> list[Mesh]:
-        """Arrangements of the devices of a stage in one or two axes; fewer for large programs."""
+    def meshes(self, devices: int) -> list[Mesh]:
+        """Arrangements of the devices of a stage in one or two axes; fewer of large programs, and where there are several stages."""
         tps = [t for t in divisors(devices) if t < devices]
-        if nodes > LARGE:
+        if self.is_large or devices < self.cluster.devices:
             tps = [t for t in tps if t in (1, min(self.cluster.node_size, devices // 2))]
         elif len(tps) > 8:
             tps = [t for t in tps if t & (t - 1) == 0 or t == self.cluster.node_size or t % 32 == 0]
@@ -242,6 +244,9 @@ class GraphSearch:
         (unity-like), or with stages of 1F1B (alpa-like)."""
         best: dict[str, Way] = {}
         for way in self._everything():
+            key = way.pp, way.mesh
+            if way.name == "weft" and (key not in self.by_mesh or way.seconds < self.by_mesh[key].seconds):
+                self.by_mesh[key] = way
             if way.name not in best or way.seconds < best[way.name].seconds:
                 best[way.name] = way
                 say(f"{way.name}: {way.seconds * 1e3:,.1f} ms, {way.describe()}")
@@ -292,7 +297,7 @@ class GraphSearch:
         part = self.cluster if pp == 1 else self.cluster.slice(0, devices)
         for rounds in self.some_rounds(pp):
             captured = self.task.captured(rounds)
-            yield from (Spot(captured, part, mesh, rounds, pp) for mesh in self.meshes(devices, len(captured.program.nodes)))
+            yield from (Spot(captured, part, mesh, rounds, pp) for mesh in self.meshes(devices))
 
     def some_rounds(self, pp: int) -> list[int]:
         """The fewest micro-batches at which activations may fit, and twice as many; at least four for every stage."""
@@ -300,7 +305,7 @@ class GraphSearch:
         least = 1 if pp == 1 else 4 * pp
         options = [r for r in self.rounds(1) if r >= least]
         fits = [r for r in options if self.boundary_bytes / r / self.cluster.devices * min(r, pp) < room]
-        return fits[: 1 if self.is_large or (pp == 1 and fits[:1] == [1]) else 2]
+        return fits[: 1 if self.is_large or pp > 1 or fits[:1] == [1] else 2]
 
     @cached_property
     def is_large(self) -> bool:
@@ -309,8 +314,8 @@ class GraphSearch:
     @cached_property
     def boundary_bytes(self) -> float:
         """Of the whole batch, what must be kept between units of the forward pass even if all else is run again."""
-        whole = Placed(self.task.captured().program, self.cluster)
-        return sum(u.sent for u in Units(whole, NOTHING).all) + max(u.saved for u in Units(whole, NOTHING).all)
+        units = Units(Placed(self.task.captured().program, self.cluster), NOTHING).all
+        return sum(u.sent for u in units) + max(u.saved for u in units)
 
     def _ways(self, spot: Spot, hide: float, restricted: bool = False) -> Iterator[Way]:
         captured, part, mesh, rounds, pp = spot.captured, spot.part, spot.mesh, spot.rounds, spot.pp
@@ -340,7 +345,15 @@ class GraphSearch:
             yield from self._staged(name, placed, overlap, rounds, pp, recompute, schedules, beside=bool(overlap))
 
     def _staged(
-        self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, pp: int, recompute: str, schedules: Sequence[str], beside: bool
+        self,
+        name: str,
+        placed: Placed,
+        overlap: frozenset[str],
+        rounds: int,
+        pp: int,
+        recompute: str,
+        schedules: Sequence[str],
+        beside: bool,
     ) -> Iterator[Way]:
         units = Units(placed, overlap).all
         if len(units) < pp:

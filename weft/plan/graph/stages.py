@@ -131,7 +131,9 @@ def pipelined(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: 
 def _simulated(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
     count, split = len(stages), puts_off_weights(schedule)
     plan = orders(schedule, count, rounds)
-    index = {(a.kind, s, a.micro): i for i, (s, a) in enumerate((s, a) for s, order in enumerate(plan) for a in order)}
+    index: dict[tuple[str, int, int], int] = {
+        (a.kind, s, a.micro): i for i, (s, a) in enumerate((s, a) for s, order in enumerate(plan) for a in order)
+    }
     sends = [collectives.send_seconds(cluster, st.total.sent, cluster.devices // count) for st in stages]
     tasks: list[Task] = []
     links: list[Task] = []
@@ -178,5 +180,3 @@ def _with_links(
             after = tuple(len(tasks) + len(links) - 1 if k == j else k for k in tasks[i].after)
             made[i] = Task(tasks[i].name, tasks[i].stream, tasks[i].seconds, after, tasks[i].cause)
     return made
-
-

@@ -95,7 +95,7 @@ class Placed:
         spans = Lifetimes(self.program)
         order = [*self.program.inputs, *self.roles.order]
         spans.time = {n: t for t, n in enumerate(order)}
-        change = defaultdict(float)
+        change: dict[int, float] = defaultdict(float)
         for node in order:
             for index, type_ in enumerate(node.types):
                 for start, stop in self._spans(spans, node, index):
