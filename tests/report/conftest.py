@@ -37,7 +37,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def make(folder: Path) -> dict[str, Path]:
     plan = folder / "plan.json"
     llama().save(plan)
-    run_ranks(2, lambda rank: train_gpt(folder / "gpt"), folder)
+    run_ranks(2, lambda rank: train_gpt(folder / "gpt"), folder, seconds=300)
     train_trees(folder / "trees")
     sources = dict(zip(NAMES, (plan, folder / "gpt", folder / "trees"), strict=True))
     return {name: report(source, folder / f"{name}.html")[0] for name, source in sources.items()}
