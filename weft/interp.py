@@ -31,7 +31,7 @@ def run_global(program: Program, inputs: Mapping[str, torch.Tensor], *, prime: i
     """The outputs as one device would compute them; with `prime`, exactly, over integers mod that prime."""
     values: dict[Node, Value] = {}
     for node in program.nodes:
-        values[node] = _take(inputs, node) if node.op.name == "input" else _meaning(node, [values[a] for a in node.args], prime)
+        values[node] = _whole(inputs, node) if node.op.name == "input" else _meaning(node, [values[a] for a in node.args], prime)
     return {name: values[n] for name, n in program.outputs}
 
 
@@ -40,6 +40,15 @@ def _take(inputs: Mapping[str, Any], node: Node) -> Any:
     if name not in inputs:
         raise InvalidProgram(f"no value for input {name!r}", needed=str(node.type), found=f"values for {', '.join(inputs) or 'none'}")
     return inputs[name]
+
+
+def _whole(inputs: Mapping[str, Any], node: Node) -> Any:
+    value = _take(inputs, node)
+    shape = getattr(value, "shape", None)
+    if shape is None or tuple(shape) != node.shape:
+        found = type(value).__name__ if shape is None else str(list(shape))
+        raise InvalidProgram(f"input {node.attr('name')!r} has another shape", needed=f"a tensor of {node.type}", found=found)
+    return value
 
 
 def _meaning(node: Node, args: list[Value], prime: int | None) -> Value:
@@ -214,13 +223,6 @@ def _put_together(values: Mapping[tuple[int, ...], Any], layout: Layout) -> torc
         else:
             out = x.clone()
     return out
-
-
-def _whole(inputs: Mapping[str, torch.Tensor], node: Node) -> torch.Tensor:
-    value = _take(inputs, node)
-    if tuple(value.shape) != node.shape:
-        raise InvalidProgram(f"input {node.attr('name')!r} has another shape", needed=str(node.type), found=str(list(value.shape)))
-    return value  # type: ignore[no-any-return]
 
 
 # -- both at once ----------------------------------------------------------------------------------------------------------------

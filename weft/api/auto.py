@@ -248,7 +248,7 @@ class _Pool:
 
 
 def is_file(plan: str) -> bool:
-    return plan.endswith(".json")
+    return isinstance(plan, str) and plan.endswith(".json")
 
 
 def from_file(path: str) -> tuple[str, int]:

@@ -90,7 +90,7 @@ def search(program: Any, limit: int, again: bool) -> dict[str, Any]:
                     bar.update(task, advance=1, total=said["of"], description=f"{said['tried']}: {said['ms']:.3f} ms")
             _, errors = ranks.communicate()
         if ranks.returncode or not out.exists():
-            raise RuntimeFault(f"the ranks that were to tune {program.name} failed", found=errors.strip()[-2000:])
+            raise RuntimeFault(f"the ranks that were to tune {program.name} failed", needed="ranks that end well", found=errors.strip()[-2000:])
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 

@@ -124,10 +124,10 @@ def _read(path: Path) -> dict[str, Any]:
     """The file, laid over the one it extends."""
     try:
         data = json.loads(path.read_text())
-    except OSError as error:
-        raise ClusterError(f"cannot read the profile {path}", found=str(error), try_="check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cannot read the profile {path}", needed="a JSON file", found=str(error), try_="check the path") from error
     except json.JSONDecodeError as error:
-        raise ClusterError(f"{path} is not JSON", found=str(error), try_="weft calibrate --out FILE.json") from error
+        raise ClusterError(f"{path} is not JSON", needed="a profile", found=str(error), try_="weft calibrate --out FILE.json") from error
     if not isinstance(data, dict):
         raise ClusterError(f"{path} is not a profile", needed="a JSON object", found=type(data).__name__)
     base = data.get("extends")

@@ -52,6 +52,10 @@ class TypeMismatch(WeftError):
     """An op was given operands whose shapes, dtypes or layouts it cannot take."""
 
 
+class NoSuchMethod(TypeMismatch, AttributeError):
+    """A value of a program was used as a torch tensor is."""
+
+
 class InvalidProgram(WeftError):
     """A program that breaks a rule of `core.spec`."""
 

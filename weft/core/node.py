@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.core.errors import TypeMismatch, UnknownName, WeftError
+from weft.core.errors import NoSuchMethod, TypeMismatch, UnknownName, WeftError
 from weft.core.layout import Layout, Mesh, Placement
 
 DTYPES = {
@@ -22,7 +22,7 @@ DTYPE_NAMES = {d: n for n, d in DTYPES.items()}
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
-    if isinstance(name, torch.dtype):
+    if isinstance(name, torch.dtype) and name in DTYPE_NAMES:
         return name
     if name not in DTYPES:
         raise UnknownName(f"no dtype {name!r}", needed=f"one of {', '.join(DTYPES)}", found=repr(name))
@@ -190,6 +190,34 @@ class Node:
 
     def __le__(self, other: Any) -> Any:
         return op_named("le")(self, other)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NoSuchMethod(
+            f"a value has no {name!r}", needed="a function of weft", found=f"x.{name}", try_=f"weft.{name}(x)" if name in OPS else None,
+            where=user_line(),
+        )  # fmt: skip
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeMismatch(
+            "a value is not indexed", needed="an op", found=f"x[{index!r}]", try_=["weft.narrow(x, dim, start, stop)", "weft.embedding(x, i)"],
+            where=user_line(),
+        )  # fmt: skip
+
+    def __float__(self) -> float:
+        raise TypeMismatch(
+            "a value is not known while the program is written", needed="an op on it", found="float(x)", try_="return it as an output",
+            where=user_line(),
+        )  # fmt: skip
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func)).strip("_")
+        raise TypeMismatch(
+            f"torch's {name} was given a value of a program", needed="weft's ops, and numbers", found=f"torch.{name}",
+            try_=f"weft.{name}" if name in OPS else "weft.capture(model, example) reads torch code", where=user_line(),
+        )  # fmt: skip
 
     def __neg__(self) -> Any:
         return op_named("neg")(self)

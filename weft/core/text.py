@@ -99,6 +99,8 @@ _PLACE = re.compile(r"(?P<letter>R|P|S(?=\()|O(?=\())(?:\((?P<what>\w+)(?:\.(?P<
 
 def parse(text: str) -> Program:
     """The program a text denotes; a text that denotes none is refused with its line."""
+    if not isinstance(text, str):
+        raise ParseError("this is not a program", needed="text", found=type(text).__name__, try_="parse(str(program))")
     lines = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.strip().startswith("#")]
     if not lines or not (head := _HEAD.match(lines[0][1])):
         needed, found = "a first line 'program NAME(axis=size, ...)'", repr(lines[0][1] if lines else "")

@@ -108,7 +108,7 @@ def trees(samples: Sequence[Any], *, leaf: str = "vertex", inner: str = "vertex"
 
 def chains(lengths: Sequence[int] | Ints, *, kind: str = "vertex", rows: Ints | None = None) -> Structure:
     """Sequences: each vertex has the one before it as its child. Rows count through all sequences unless given."""
-    sizes = np.asarray(lengths, np.int64)
+    sizes = _lengths(lengths)
     total = int(sizes.sum())
     starts = _bounds(sizes)
     arity = np.ones(total, np.int64)
@@ -116,6 +116,16 @@ def chains(lengths: Sequence[int] | Ints, *, kind: str = "vertex", rows: Ints | 
     child = np.arange(total)[arity > 0] - 1
     row = np.arange(total) if rows is None else np.asarray(rows, np.int64)
     return Structure(_bounds(arity), child, row, starts, np.zeros(total, np.int64), (kind,))
+
+
+def _lengths(lengths: Any) -> Ints:
+    try:
+        sizes = np.asarray(lengths, np.int64)
+    except (ValueError, TypeError) as error:
+        raise StructureError("these are no lengths", needed="whole numbers", found=repr(lengths)) from error
+    if sizes.ndim != 1 or (sizes < 0).any():
+        raise StructureError("these are no lengths", needed="a list of whole numbers, 0 or more", found=repr(lengths))
+    return sizes
 
 
 def parents(
@@ -146,6 +156,12 @@ def edges(
     kinds: Sequence[Sequence[str]] = (),
 ) -> Structure:
     """One (number of vertices, [(child, parent), ...]) per sample; the order of a vertex's edges is that of its children."""
+    for s, sample in enumerate(samples):
+        if not (isinstance(sample, tuple) and len(sample) == 2 and isinstance(sample[0], (int, np.integer))):
+            raise StructureError(
+                f"sample {s} cannot be read", needed="(number of vertices, [(child, parent), ...])", found=repr(sample)[:80],
+                try_="dynamic.edges([(3, [(0, 2), (1, 2)])])",
+            )  # fmt: skip
     sizes = np.array([n for n, _ in samples], np.int64)
     bounds = _bounds(sizes)
     counts = np.array([len(e) for _, e in samples], np.int64)

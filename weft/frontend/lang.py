@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.core.layout import Within
-from weft.core.node import op_named
+from weft.core.node import Node, op_named
 from weft.ops import comm as _comm
 from weft.ops.attention import attention
 from weft.ops.embed import embedding
@@ -42,20 +42,29 @@ from weft.ops.pointwise import (
     tanh,
     where,
 )
-from weft.ops.reduce import mean
+from weft.ops.reduce import mean, norm_dims
 from weft.ops.shape import concat, expand, narrow, pad, permute, reshape, transpose
 
 
 def sum(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
-    return op_named("sum")(x, dims=dims, keepdim=keepdim)
+    """Over some dims, or all. Of a cut dim the result is pending."""
+    return _reduced("sum", x, dims, keepdim)
 
 
 def amax(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
-    return op_named("amax")(x, dims=dims, keepdim=keepdim)
+    """The largest over some dims, or all."""
+    return _reduced("amax", x, dims, keepdim)
 
 
 def amin(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
-    return op_named("amin")(x, dims=dims, keepdim=keepdim)
+    """The smallest over some dims, or all."""
+    return _reduced("amin", x, dims, keepdim)
+
+
+def _reduced(op: str, x: Any, dims: Any, keepdim: bool) -> Any:
+    """-1 and the last dim are one node."""
+    at = norm_dims(dims, x.ndim) if dims is not None and isinstance(x, Node) else dims
+    return op_named(op)(x, dims=at, keepdim=keepdim)
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -63,6 +72,7 @@ def cast(x: Any, dtype: Any) -> Any:
 
 
 def clamp(x: Any, lo: float | None = None, hi: float | None = None) -> Any:
+    """Elements brought between two numbers, or to one side of one."""
     return op_named("clamp")(x, lo=lo, hi=hi)
 
 

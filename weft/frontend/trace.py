@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,18 +34,22 @@ def tensor(dtype: str | torch.dtype, *shape: int, **placements: Placement) -> Sp
 
 
 def f32(*shape: int, **placements: Placement) -> Spec:
+    """A tensor of 32-bit floats, held whole along every axis that is not named."""
     return tensor("f32", *shape, **placements)
 
 
 def f64(*shape: int, **placements: Placement) -> Spec:
+    """A tensor of 64-bit floats, held whole along every axis that is not named."""
     return tensor("f64", *shape, **placements)
 
 
 def bf16(*shape: int, **placements: Placement) -> Spec:
+    """A tensor of bfloat16, held whole along every axis that is not named."""
     return tensor("bf16", *shape, **placements)
 
 
 def i64(*shape: int, **placements: Placement) -> Spec:
+    """A tensor of 64-bit whole numbers, held whole along every axis that is not named."""
     return tensor("i64", *shape, **placements)
 
 
@@ -54,6 +59,7 @@ def trace(fn: Callable[..., Any], mesh: Mesh, *, name: str | None = None, state:
     `inputs` are Specs, or dicts and lists of them. What `fn` returns is a dict of outputs, or one output called `out`.
     An output with the name and type of an input is its next value (state) unless `state` says otherwise.
     """
+    _fits(fn, mesh, inputs)
     flat: dict[str, Node] = {}
     args = {key: _declare(key, spec, mesh, flat) for key, spec in inputs.items()}
     lines: dict[Node, str] = {}
@@ -62,6 +68,18 @@ def trace(fn: Callable[..., Any], mesh: Mesh, *, name: str | None = None, state:
     outputs: dict[str, Node] = {}
     _collect("out" if not isinstance(result, (dict, list, tuple)) else "", result, outputs)
     return new_program(name or _name_of(fn), mesh, list(flat.values()), outputs, state=_state(flat, outputs, state), lines=lines)
+
+
+def _fits(fn: Callable[..., Any], mesh: Any, inputs: Mapping[str, Any]) -> None:
+    if not isinstance(mesh, Mesh):
+        raise InvalidProgram("no mesh to trace for", needed="weft.Mesh(dp=4)", found=repr(mesh), where=user_line())
+    try:
+        inspect.signature(fn).bind(**inputs)
+    except TypeError as e:
+        found = ", ".join(inputs) or "none"
+        raise InvalidProgram(
+            f"the inputs are not those of {_name_of(fn)}", needed=str(inspect.signature(fn)), found=f"{found}: {e}", where=user_line()
+        ) from None
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -107,6 +107,8 @@ def take(x: Any, index: Any, dim: int = 0) -> Any:
 
 def embedding(weight: Any, index: Any, padding_idx: int | None = None) -> Any:
     """Rows of a table [v, d]. A table cut along v gives a pending sum. The padding row gets no gradient."""
+    if weight.ndim != 2:
+        raise TypeMismatch("embedding needs a table", needed="weight of 2 dims, [v, d]", found=str(weight.type), where=user_line())
     rows = take(weight, index, 0)
     if padding_idx is None:
         return rows

@@ -20,6 +20,8 @@ Cuts: TypeAlias = tuple[tuple[str, int, Within], ...]
 
 def is_cut(x: Node, dim: int) -> bool:
     """Whether any axis cuts the dim."""
+    if not -x.ndim <= dim < x.ndim:
+        raise TypeMismatch(f"no dim {dim} in a tensor of {x.ndim} dims", needed=f"{abs(dim)} dims or more", found=str(x.type), where=user_line())
     return any(atom.cut for atom in x.layout.dims[dim])
 
 

@@ -13,7 +13,7 @@ import torch
 from weft.core.errors import TypeMismatch
 from weft.core.layout import P
 from weft.core.node import DTYPE_NAMES, Attrs, Node, Op, constant, dtype_of, op_named, user_line
-from weft.ops.registry import ONE, ArgSets, Equation, Kind, Linear, Local, Types, define
+from weft.ops.registry import ONE, ArgSets, Equation, Kind, Linear, Local, Types, _common_dtype, define
 
 EACH: ArgSets = (frozenset({0}), frozenset({1}))
 FIRST: ArgSets = (frozenset({0}),)
@@ -67,6 +67,17 @@ def _same_dtype(types: Types) -> None:
         )
 
 
+def numbers(types: Types, attrs: Attrs) -> torch.dtype:
+    """The operands' one dtype, which is not bool: torch subtracts none, and a sum of bools over ranks is no bool."""
+    dtype = _common_dtype(types, attrs)
+    if dtype == torch.bool:
+        raise TypeMismatch(
+            "arithmetic on bools", needed="numbers", found="bool", try_=["weft.cast(x, 'i64')", "weft.logical_or, logical_and, logical_not"],
+            where=user_line(),
+        )  # fmt: skip
+    return dtype
+
+
 def _binary(name: str, run: Any, vjp: Any, **facets: Any) -> Any:
     return define(name, kind=Kind.POINTWISE, equation=elementwise, arity=2, run=run, vjp=vjp, **facets)
 
@@ -85,6 +96,7 @@ sub = _binary(
     lambda n, ct: (fit(ct, n.args[0]), fit(-ct, n.args[1])),
     linear=Linear.JOINTLY,
     monotone=FIRST,
+    dtype=numbers,
     field=lambda p, a, b: (a - b) % p,
 )
 mul = _binary(
@@ -207,6 +219,7 @@ neg = define(
     arity=1,
     run=torch.neg,
     linear=Linear.FIRST,
+    dtype=numbers,
     vjp=lambda n, ct: (-ct,),
     field=lambda p, a: (-a) % p,
 )

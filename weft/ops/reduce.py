@@ -19,8 +19,8 @@ def norm_dims(dims: Any, rank: int) -> tuple[int, ...]:
     """Dims as a sorted tuple of whole numbers from 0; None is all of them."""
     given = range(rank) if dims is None else (dims,) if isinstance(dims, int) else dims
     for d in given:
-        if not -rank <= d < rank:
-            raise TypeMismatch(f"no dim {d} in a tensor of {rank} dims", needed=f"a dim from {-rank} to {rank - 1}", found=str(d))
+        if not isinstance(d, int) or not -rank <= d < rank:
+            raise TypeMismatch(f"no dim {d} in a tensor of {rank} dims", needed=f"a dim from {-rank} to {rank - 1}", found=repr(d))
     return tuple(sorted({d % rank for d in given}))
 
 

@@ -57,7 +57,9 @@ class Equation:
 
     @staticmethod
     def parse(text: str, whole: str = "", reduce: str = "sum", **sizes: int) -> Equation:
-        left, _, right = text.partition("->")
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise OpDefinitionError("this is no index equation", needed="labels of operands -> labels of results", found=repr(text), try_="'i k, k j -> i j'")
         sides = [tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right)]
         ins = sides[0] if left.strip() else ()
         return Equation(ins, sides[1], frozenset(whole.split()), reduce, sizes)

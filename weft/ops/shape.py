@@ -69,6 +69,8 @@ _reshape = define(
 def reshape(x: Any, *shape: Any) -> Any:
     """The same elements in other dims; one size may be -1."""
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if not all(isinstance(n, int) for n in sizes):
+        raise TypeMismatch("reshape to what is no shape", needed="whole sizes, one of them -1 at most", found=str(list(sizes)), where=user_line())
     if -1 in sizes:
         known = 1
         for n in sizes:
@@ -264,8 +266,18 @@ _concat = define(
 
 
 def concat(xs: Any, dim: int) -> Any:
-    if not xs:
-        raise TypeMismatch("concat of nothing", needed="at least one tensor", found="none", where=user_line())
+    """Tensors laid end to end along a dim; their other dims are alike."""
+    if isinstance(xs, Node) or not xs:
+        found = "one tensor, not in a list" if isinstance(xs, Node) else "none"
+        raise TypeMismatch(
+            "concat of nothing", needed="a list of at least one tensor", found=found, try_="concat([x, y], dim=0)", where=user_line()
+        )
+    ranks = dict.fromkeys(x.ndim for x in xs if isinstance(x, Node))
+    if len(ranks) > 1:
+        raise TypeMismatch(
+            "concat of tensors of several ranks", needed="as many dims in each", found=" and ".join(f"{n} dims" for n in ranks),
+            try_="reshape(x, ...) first", where=user_line(),
+        )  # fmt: skip
     return _concat(*xs, dim=one_dim(dim, xs[0].ndim))
 
 

@@ -81,6 +81,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _reach(self, device: torch.device) -> Any:
         """Peers in memory, or over the process group where memory cannot be shared (`over` insists on one of them)."""
+        if not dist.is_initialized():
+            raise RuntimeFault(
+                f"{type(self).__name__} sums gradients over ranks", needed="a process group", found="none",
+                try_='torch.distributed.init_process_group("gloo")',
+            )  # fmt: skip
         if self._over == "group":
             return GroupPeers(self._group, device)
         try:

@@ -91,8 +91,9 @@ def load(path: str | Path) -> Plan:
     """Read a plan file."""
     try:
         text = Path(path).read_text()
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path}", found=str(error), try_="weft plan MODEL --cluster SPEC --out FILE") from error
+    except (OSError, UnicodeDecodeError) as error:
+        tip = "weft plan MODEL --cluster SPEC --out FILE"
+        raise PlanError(f"cannot read the plan {path}", needed="a file that weft plan wrote", found=str(error), try_=tip) from error
     return parse(text, str(path))
 
 
@@ -101,7 +102,8 @@ def parse(text: str, where: str = "plan") -> Plan:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"{where} is not JSON", found=str(error), try_="weft plan MODEL --cluster SPEC --out FILE") from error
+        tip = "weft plan MODEL --cluster SPEC --out FILE"
+        raise PlanError(f"{where} is not JSON", needed="a plan", found=str(error), try_=tip) from error
     if not isinstance(data, dict) or "weft_plan" not in data:
         raise PlanError(f"{where} is not a plan", needed='a JSON object with "weft_plan"', found=type(data).__name__)
     if data["weft_plan"] != VERSION:

@@ -81,6 +81,6 @@ class Setting:
                 try_=f"--batch {-(-self.global_batch // (self.dp * self.micro_batch)) * self.dp * self.micro_batch}",
             )
         if self.virtual > 1 and self.schedule != "interleaved":
-            raise PlanError("several chunks per stage need the interleaved schedule", found=self.schedule, try_="--schedule interleaved")
+            raise PlanError("several chunks per stage need the interleaved schedule", needed="interleaved", found=self.schedule, try_="--schedule interleaved")
         if self.dp % self.ep:
             raise PlanError("experts are spread over data-parallel ranks", needed=f"ep a divisor of dp = {self.dp}", found=str(self.ep))

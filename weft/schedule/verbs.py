@@ -576,10 +576,20 @@ def _alike(p: Program, places: Sequence[Place], verb: str, ops: Sequence[Any]) -
                 f"{nodes[0].op.name} with {dict(nodes[0].attrs)}",
                 f"{n.op.name} with {dict(n.attrs)}",
             )
+    _one_reduction(p, nodes, verb)
     for a, waits in p.waits(nodes).items():
         if waits:
             raise refuse(p, a, verb, "collectives that do not wait for one another", f"{name_in(p, a)} needs {name_in(p, waits[0])}")
     return nodes
+
+
+def _one_reduction(p: Program, nodes: Sequence[Node], verb: str) -> None:
+    """A sum and a max cannot be one call."""
+    axis = nodes[0].attr("axis")
+    kinds = [n.args[0].type.on(axis) for n in nodes]
+    for n, kind in zip(nodes, kinds, strict=True):
+        if isinstance(kind, P) and kind != kinds[0]:
+            raise refuse(p, n, f"{verb} with {name_in(p, nodes[0])}", f"one reduction, {axis}:{kinds[0]}", f"{axis}:{kind}")
 
 
 def by_hierarchy(p: Program, at: Place, *, inside: str, dim: int = 0) -> Program:

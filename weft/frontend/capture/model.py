@@ -44,6 +44,11 @@ def capture(
     `accumulate` splits the batch and sums the gradients; `clip` limits their global norm; `precision` is autocast's dtype.
     `capacity` gives experts so many times their even share of the tokens, for planning; without it no token is dropped.
     """
+    _require(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
+    optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    _require(optimizers, "optimizer", "a torch.optim.Optimizer over model.parameters()", optimizer)
+    _require(isinstance(accumulate, int) and accumulate >= 1, "accumulate", "a whole number, 1 or more", accumulate)
+    _require(precision is None or isinstance(precision, torch.dtype), "precision", "a dtype such as torch.bfloat16", precision)
     model = _bare(model)
     learns = loss is not None and (gradients or optimizer is not None)
 
@@ -63,6 +68,11 @@ def capture(
             step.give_gradients() if optimizer is None else step.update(optimizer)
 
     return _traced(model, example, run, capacity, name)
+
+
+def _require(right: bool, what: str, needed: str, found: Any) -> None:
+    if not right:
+        raise CaptureError(f"this is no {what}", needed=needed, found=repr(found)[:80])
 
 
 def capture_step(

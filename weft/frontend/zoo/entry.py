@@ -103,7 +103,7 @@ def register(
 ) -> None:
     """Put a model into the zoo under `name`."""
     if name in _entries:
-        raise WeftError(f"the zoo already has a model named {name!r}", try_="choose another name")
+        raise WeftError(f"the zoo already has a model named {name!r}", needed="a new name", found=name, try_="choose another name")
     _entries[name] = Entry(name, settings, build, loss, fields, small, batch)
 
 
@@ -130,6 +130,12 @@ def resized(model: Entry, changes: Mapping[str, Any]) -> Any:
         if key not in known:
             near = get_close_matches(key, known, n=3, cutoff=0.5)
             raise UnknownName(f"{model.name} has no setting {key!r}", needed=", ".join(known), found=key, try_=near)
+        now = getattr(model.settings, key)
+        if isinstance(now, int) and not isinstance(now, bool) and (not isinstance(changes[key], int) or changes[key] < 0):
+            raise UnknownName(
+                f"{model.name} cannot have {key}={changes[key]!r}", needed="a whole number, 0 or more", found=repr(changes[key]),
+                try_=f"{key}={now}",
+            )  # fmt: skip
     return dataclasses.replace(model.settings, **changes)
 
 

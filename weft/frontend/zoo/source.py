@@ -40,7 +40,10 @@ def user_function(
     """Call a function of the user's file. It gives a Workload, or (model, loss, example batch)."""
     make = getattr(_import_file(path), name, None)
     if not callable(make):
-        raise UnknownName(f"{path} has no function {name!r}", needed="a function that returns (model, loss, batch)")
+        raise UnknownName(
+            f"{path} has no function {name!r}", needed="a function that returns (model, loss, batch)", found=name,
+            try_=f"def {name}(): return model, loss, batch",
+        )  # fmt: skip
     kept = torch.get_default_dtype()
     try:
         torch.set_default_dtype(dtype or kept)
@@ -66,7 +69,7 @@ def _import_file(path: Path) -> Any:
     module_name = f"weft_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise UnknownName(f"{path} cannot be imported", needed="a Python file")
+        raise UnknownName(f"{path} cannot be imported", needed="a Python file", found=str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
@@ -110,7 +113,12 @@ def _config_at(path: str) -> Any:
     if not place.exists():
         raise UnknownName(f"no Hugging Face config at {path!r}", needed="a directory with config.json, or that file",
                           found=path, try_="download it first: weft reads local files only")  # fmt: skip
-    return transformers.AutoConfig.from_pretrained(place if place.is_dir() else place.parent)
+    try:
+        return transformers.AutoConfig.from_pretrained(place if place.is_dir() else place.parent)
+    except (OSError, ValueError) as error:
+        raise UnknownName(
+            f"no Hugging Face config at {path!r}", needed="a config.json with a model_type", found=str(error).splitlines()[0],
+        ) from error  # fmt: skip
 
 
 def _transformers() -> Any:
@@ -126,7 +134,7 @@ def _build(config: Any, device: Any, dtype: torch.dtype | None, seed: int, chang
     transformers = _transformers()
     for key, value in changes.items():
         if not hasattr(config, key):
-            raise UnknownName(f"{type(config).__name__} has no field {key!r}", needed="a field of the config")
+            raise UnknownName(f"{type(config).__name__} has no field {key!r}", needed="a field of the config", found=key)
         setattr(config, key, value)
     named = [getattr(transformers, a) for a in config.architectures or [] if hasattr(transformers, a)]
     kept = torch.get_default_dtype()
@@ -150,7 +158,7 @@ def _by_task(transformers: Any, config: Any) -> nn.Module:
         head = getattr(transformers, task)
         if type(config) in head._model_mapping:
             return head.from_config(config)
-    raise CaptureError(f"no training head for {type(config).__name__}", needed=" or ".join(tasks),
+    raise CaptureError(f"no training head for {type(config).__name__}", needed=" or ".join(tasks), found=type(config).__name__,
                        try_="build the model yourself and pass it, with a loss")  # fmt: skip
 
 
@@ -181,7 +189,7 @@ def load_safetensors(model: nn.Module, directory: str | Path) -> None:
 
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
-        raise CaptureError(f"no weights in {directory}", needed="one or more .safetensors files")
+        raise CaptureError(f"no weights in {directory}", needed="one or more .safetensors files", found="none")
     state: dict[str, Tensor] = {}
     for file in files:
         state.update(load_file(file))
