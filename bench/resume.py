@@ -19,6 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
+from weft.core.errors import RuntimeFault
+
 ROOT = Path(__file__).resolve().parent.parent
 EVERY = 3
 SCRIPT = """
@@ -93,6 +95,8 @@ def disturbed(
         losses |= last["losses"]
         if last["done"]:
             return rows, losses
+        if last["killed"] is None:
+            raise RuntimeFault("a launch ended by itself", needed="a run that ends well or is killed", found=last["said"])
         rows.append({"rank": last["killed"], "reached": max(last["losses"], default=last["start"]), "resumed_at": last["start"], "redone": 0})
         console.print(f"{len(rows)}: rank {last['killed']} killed at step {rows[-1]['reached']}, started at {last['start']}", markup=False)
 
@@ -105,7 +109,8 @@ def launch(
                str(store), plan, str(steps), str(EVERY)]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     out: dict[str, Any] = {"start": 0, "losses": {}, "done": False, "killed": None}
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, start_new_session=True)
+    stderr = (script.parent / "stderr").open("w+")
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env, start_new_session=True)
     pids: list[int] = []
     assert run.stdout is not None
     try:
@@ -123,4 +128,5 @@ def launch(
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
             run.wait()
-    return out
+        stderr.close()
+    return {**out, "said": (script.parent / "stderr").read_text()[-2000:]}
