@@ -1,8 +1,6 @@
-"""weft's training step on a GPU against eager torch and torch.compile of the same step; ranks as hosts; inference.
+"""weft's training step on one GPU against eager torch and torch.compile of the same step, for five models.
 
-    python bench/gpu_train.py --stages one            five models, one process
-    python bench/gpu_train.py --stages ranks          4 ranks over NCCL sockets, against DDP and FSDP2
-    python bench/gpu_train.py --stages inference      a Llama block under tensor parallelism, prefill and decode
+    python bench/gpu_train.py [--models gpt2,llama3-8b,vit,resnext50,dlrm] [--precision bf16]
 
 Values are compared before anything is timed. Every case is a process of its own: all compile at the same time, then they are
 timed one after the other. A case that fails says so and the others go on. One JSON object on the last line.
@@ -34,7 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "resnext50": {"batch": 64},
     "dlrm": {"batch": 2048},
 }
-LIMIT = {"one": 170.0, "ranks": 150.0, "inference": 120.0}
+LIMIT = 170.0  # seconds in which all must have compiled
 
 
 # -- the parent ----------------------------------------------------------------------------------------------------------------
@@ -81,33 +79,15 @@ def run_cases(cases: list[Case], seconds: float) -> list[dict[str, Any]]:
 
 
 def parent(args: argparse.Namespace) -> None:
-    rows: dict[str, Any] = {}
-    for stage in args.stages.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            cases = []
-            for name in args.models.split(",") if stage != "inference" else ["tp2", "tp4"]:
-                ranks = 1 if stage == "one" else int(name[2:]) if stage == "inference" else args.ranks
-                for r in range(ranks) if stage != "one" else [0]:
-                    mine = [sys.executable, __file__, "--child", stage, "--case", name, "--precision", args.precision, "--rounds", str(args.rounds)]
-                    cases.append(Case(f"{name}.{r}" if r else name, mine, environment(r, ranks, folder, name), Path(folder)))
-                if stage != "one":  # ranks need the whole GPU among them: one case at a time
-                    rows.setdefault(stage, []).append(run_cases(cases, LIMIT[stage] / (2 if stage == "inference" else len(args.models.split(","))))[0])
-                    cases = []
-            if cases:
-                rows[stage] = run_cases(cases, LIMIT[stage])
     import torch
 
-    print(json.dumps({"bench": "gpu_train", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "precision": args.precision, "rows": rows}))
-
-
-def environment(rank: int, ranks: int, folder: str, name: str) -> dict[str, str]:
-    """Ranks of one GPU as hosts of their own: NCCL goes over sockets."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
-    if ranks > 1:
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "STORE": f"{folder}/store-{name}",
-                "NCCL_HOSTID": f"host{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1",
-                "NCCL_SOCKET_IFNAME": "lo"}  # fmt: skip
-    return env
+    how = ["--precision", args.precision, "--rounds", str(args.rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [Case(name, [sys.executable, __file__, "--case", name, *how], env, Path(folder)) for name in args.models.split(",")]
+        rows = run_cases(cases, LIMIT)
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    print(json.dumps({"bench": "gpu_train", "machine": machine, "precision": args.precision, "rows": rows}))
 
 
 # -- a child ---------------------------------------------------------------------------------------------------------------------
@@ -189,7 +169,7 @@ def one(name: str, precision: str) -> tuple[dict[str, Callable[[], Any]], dict[s
 
 def child(args: argparse.Namespace) -> None:
     try:
-        ways, said = {"one": one}[args.child](args.case, args.precision)
+        ways, said = one(args.case, args.precision)
         args.ready.touch()
         while not args.go.exists():
             time.sleep(0.02)
@@ -206,17 +186,14 @@ def child(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default="one")
     parser.add_argument("--models", default=",".join(SIZES))
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--precision", default="tf32", choices=["tf32", "bf16"])
-    for name in ("child", "case"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     for name in ("out", "ready", "go"):
         parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    child(args) if args.child else parent(args)
+    child(args) if args.case else parent(args)
 
 
 if __name__ == "__main__":

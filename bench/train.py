@@ -1,4 +1,8 @@
-"""`weft bench train`: a GPT's training step under weft's plans against DDP and FSDP2, in the same run on the same ranks."""
+"""`weft bench train`: a GPT's training step under weft's plans against the same plan in torch, in one run on the same ranks.
+
+dp and zero1 stand beside DDP, zero3 beside FSDP2, tp (on a Llama) beside torch's tensor parallelism. `alone` is torch's step
+without communication; what of DDP's exposed communication a plan takes away is `recovered`.
+"""
 
 from __future__ import annotations
 
@@ -10,72 +14,96 @@ from typing import Annotated, Any
 
 import typer
 
-SIZES = {  # layers, hidden, heads, batch, sequence
-    "10M": (6, 320, 5, 8, 128),
-    "25M": (8, 480, 8, 8, 128),
-    "85M": (12, 768, 12, 4, 128),
+SIZES = {  # layers, hidden, heads, batch per rank, sequence
+    "10M": (6, 352, 11, 8, 64),
+    "30M": (8, 544, 17, 4, 64),
+    "100M": (12, 816, 17, 2, 64),
 }
+LLAMAS = {"10M": (5, 384, 12, 8, 64), "30M": (7, 576, 12, 4, 64), "100M": (12, 768, 12, 2, 64)}
 VOCAB = 2048
+SAME = {"dp": "ddp", "zero1": "ddp", "zero3": "fsdp2", "tp": "tp"}  # what a plan is called in torch
 
 
 def register(app: typer.Typer) -> None:
     @app.command()
     def train(
         json: Annotated[bool, typer.Option(help="one JSON object on the last line")] = False,
-        ranks: Annotated[int, typer.Option(help="processes")] = 2,
-        sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M,25M",
-        rounds: Annotated[int, typer.Option(help="timed steps of each way")] = 7,
+        ranks: Annotated[str, typer.Option(help="numbers of processes, joined by commas")] = "2,4",
+        sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M,30M,100M",
+        rounds: Annotated[int, typer.Option(help="timed steps of each way")] = 5,
         plans: Annotated[
             str, typer.Option(help="weft's plans, joined by semicolons; {n} is the number of processes")
-        ] = "dp{n};dp{n},zero1",
+        ] = "dp{n};dp{n},zero1;dp{n},zero3;tp{n}",
+        link: Annotated[str, typer.Option(help="two hosts with a link of this rate between them, say 1gbit; needs root")] = "",
     ) -> None:
         """Time one training step of a GPT, each way once per round, after asserting equal losses."""
-        from bench._ranks import machine, run_ranks
+        from bench._ranks import machine
         from weft.cli.output import console, emit
 
-        chosen = [p.format(n=ranks) for p in plans.split(";")]
-        rows = [row for size in sizes.split(",") for row in run_ranks(measure, ranks, size, rounds, chosen)]
-        console.print(_table(rows))
+        rows: list[dict[str, Any]] = []
+        for size in sizes.split(","):
+            for n in map(int, ranks.split(",")):
+                chosen = [p.format(n=n) for p in plans.split(";")]
+                for some in ([p for p in chosen if not p.startswith("tp")], [p for p in chosen if p.startswith("tp")]):
+                    if some:
+                        found = _measured(n, size, rounds, some, link)
+                        console.print(_table(found))
+                        rows += found
         if json:
-            emit({"bench": "train", "machine": machine(), "ranks": ranks, "rows": rows})
+            emit({"bench": "train", "machine": machine(), "link": link, "rows": rows})
+
+
+def _measured(n: int, size: str, rounds: int, plans: list[str], link: str) -> list[dict[str, Any]]:
+    from bench._netns import Hosts
+    from bench._ranks import run_ranks
+
+    if not link:
+        return run_ranks(measure, n, size, rounds, plans)  # type: ignore[no-any-return]
+    with Hosts(link) as hosts:
+        return hosts.run("bench.train", "measure", size, rounds, plans, ranks_per_host=n // 2)  # type: ignore[no-any-return]
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table("case", "weft ms", *rows[0]["peers_ms"], "best peer / weft", title="one training step")
+    table = Table("case", "weft ms", *rows[0]["peers_ms"], "same plan / weft", "recovered", title="one training step")
     for r in rows:
-        table.add_row(r["case"], f"{r['weft_ms']:.1f}", *(f"{ms:.1f}" for ms in r["peers_ms"].values()), f"{min(r['ratios'].values()):.2f}")
+        cells = [f"{ms:.1f}" for ms in r["peers_ms"].values()]
+        table.add_row(r["case"], f"{r['weft_ms']:.1f}", *cells, f"{r['ratios'][r['same']]:.2f}", f"{r.get('recovered', float('nan')):.0%}")
     return table
 
 
-def workload(size: str) -> Any:
-    """The GPT of a size with a fresh, equal start on every rank."""
+def workload(size: str, model: str = "gpt2") -> Any:
+    """The model of a size with a fresh, equal start on every rank, and its batch per rank."""
     from weft.frontend import zoo
 
-    layers, hidden, heads, batch, seq = SIZES[size]
-    w = zoo.get("gpt2", device="cpu", layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq=seq, dropout=0.0)
-    return w, batch
+    layers, hidden, heads, batch, seq = (SIZES if model == "gpt2" else LLAMAS)[size]
+    more = {"dropout": 0.0} if model == "gpt2" else {"kv_heads": heads, "ffn": 4 * hidden}
+    return zoo.get(model, device="cpu", layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq=seq, **more), batch
 
 
 def measure(rank: int, world: int, size: str, rounds: int, plans: list[str]) -> list[dict[str, Any]]:
-    w, batch = workload(size)
-    batches = [w.example(batch * world, seed=i) for i in range(3)]
-    peers = {"ddp": ddp(w, rank, world), "fsdp2": fsdp2(w, rank, world)}
-    ours = {f"weft {plan}": ours_under(w, plan, batches[0]) for plan in plans}
-    ways = {**peers, **ours}
+    cut = plans[0].startswith("tp")
+    w, batch = workload(size, "llama3-8b" if cut else "gpt2")
+    batches = [w.example(batch * (1 if cut else world), seed=i) for i in range(3)]
+    kinds: dict[str, Any] = {"tp": tensor_parallel} if cut else {"ddp": ddp, "fsdp2": fsdp2, "alone": alone}
+    ways: dict[str, Stepper] = {name: make(w, rank, world) for name, make in kinds.items()}
+    ways |= {f"weft {plan}": ours_under(w, plan, batches[0]) for plan in plans}
     losses = {name: [step(b) for b in batches] for name, step in ways.items()}
+    first = losses[next(iter(kinds))]
     for name, got in losses.items():
-        assert max(abs(a - b) for a, b in zip(got, losses["ddp"], strict=True)) < 2e-3, (name, got, losses["ddp"])
+        assert name == "alone" or max(abs(a - b) for a, b in zip(got, first, strict=True)) < 2e-3, (name, got, first)
     took = time_steps(ways, batches[0], rounds)
-    theirs = {n: took[n] for n in peers}
-    return [
-        {
-            "case": f"gpt-{size} {name.removeprefix('weft ')}", "weft_ms": took[name], "peers_ms": theirs,
-            "ratios": {n: ms / took[name] for n, ms in theirs.items()}, "correct": "losses of three steps equal DDP's to 2e-3",
-        }
-        for name in ours
-    ]  # fmt: skip
+    return [_row(f"{'llama' if cut else 'gpt'}-{size} x{world} {plan}", plan, took, list(kinds)) for plan in plans]
+
+
+def _row(case: str, plan: str, took: dict[str, float], peers: list[str]) -> dict[str, Any]:
+    ours, theirs = took[f"weft {plan}"], {n: took[n] for n in peers}
+    same = next(peer for word, peer in reversed(SAME.items()) if word in plan)
+    row = {"case": case, "weft_ms": ours, "peers_ms": theirs, "same": same, "ratios": {n: ms / ours for n, ms in theirs.items()},
+           "correct": f"losses of three steps equal {peers[0]}'s to 2e-3"}  # fmt: skip
+    exposed = theirs["ddp"] - theirs["alone"] if "ddp" in theirs else 0.0
+    return {**row, "recovered": (theirs["ddp"] - ours) / exposed} if exposed > 0 else row
 
 
 Stepper = Callable[[Any], float]
@@ -123,6 +151,42 @@ def ddp(w: Any, rank: int, world: int) -> Stepper:
 
     model = DistributedDataParallel(copy.deepcopy(w.model), gradient_as_bucket_view=True)
     return _loop(model, w.loss, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), rank, world)
+
+
+def alone(w: Any, rank: int, world: int) -> Stepper:
+    """The step without communication: what DDP would take if that were free."""
+    import torch
+
+    model = copy.deepcopy(w.model)
+    return _loop(model, w.loss, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), rank, world)
+
+
+def tensor_parallel(w: Any, rank: int, world: int) -> Stepper:
+    """torch's own: columns then rows of every attention and feed-forward."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, mesh = copy.deepcopy(w.model), init_device_mesh("cpu", (world,))
+    columns = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+    plan = {**{n: ColwiseParallel() for n in columns}, "attention.o": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    cut = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    opts = [torch.optim.AdamW(cut, lr=1e-3), torch.optim.AdamW(whole, lr=1e-3, fused=True)]
+
+    def step(batch: Any) -> float:
+        for opt in opts:
+            opt.zero_grad()
+        value = w.loss(model, batch)
+        value.backward()
+        for opt in opts:
+            opt.step()
+        return float(value.detach())
+
+    return step
 
 
 def fsdp2(w: Any, rank: int, world: int) -> Stepper:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from weft.runtime import comm, native, pipeline, quick
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
-from weft.runtime.peers import Alone, connect, kernel_language
+from weft.runtime.near import near_of
+from weft.runtime.peers import Alone, HostPeers, connect, kernel_language
 from weft.runtime.traced import Traced
 
 
@@ -44,17 +45,20 @@ class Compiled:
         self.device_mesh = device_mesh or _device_mesh(program, self.device)
         self.groups = {a: self.device_mesh.get_group(a) if self.device_mesh is not None else None for a in program.mesh.axes}
         self.coords = program.mesh.coords(self.rank)
+        held = {name: n for name, n in program.input_names.items() if n.layout.present(self.coords)}
+        self._expected = {name: (n, n.layout.local_shape(self.coords)) for name, n in held.items()}
         peers = _peers(program, self.groups, self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernel_language(self.device))
         names: dict[str, Any] = {
             "torch": torch,
             "comm": comm,
-            "on": types.SimpleNamespace(**self.groups),
+            "on": types.SimpleNamespace(**{a: near_of(g, peers[a]) if _is_near(peers.get(a)) else g for a, g in self.groups.items()}),
             "device": self.device,
             **self.code.names,
         }
         names |= {"quick": quick, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(_plan(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
+        names["__source__"] = self.code.text  # for whoever looks at a frame of it
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
         self._step = names["step"]
         if self._may_trace(inductor):
@@ -74,8 +78,9 @@ class Compiled:
         whole = not self.code.calls and not any(g.kind == "overlap" for g in self.program.groups)
         return wanted and whole and os.environ.get("WEFT_INDUCTOR", "1") != "0"
 
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        self._check(inputs)
+    def __call__(self, inputs: Mapping[str, torch.Tensor], known: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """The outputs by name. `known` are inputs that have been here before and need no check."""
+        self._check(inputs, known)
         if self._board is None:
             return self._run(inputs)
         self._board.post(self.program.name)
@@ -89,11 +94,10 @@ class Compiled:
         with torch.device(self.device):
             return self._step(inputs)  # type: ignore[no-any-return]
 
-    def _check(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        for name, node in self.program.input_names.items():
-            if not node.layout.present(self.coords):
+    def _check(self, inputs: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
+        for name, (node, shape) in self._expected.items():
+            if name in known:
                 continue
-            shape = node.layout.local_shape(self.coords)
             x = inputs.get(name)
             if x is None or tuple(x.shape) != shape or x.dtype != node.dtype:
                 found = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
@@ -133,8 +137,10 @@ def _device_mesh(program: Program, device: torch.device) -> Any:
 
 
 def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) -> dict[str | None, Any]:
-    """For every axis with a fused group, the peers along it, where they can reach each other's memory."""
-    axes = dict.fromkeys(n.attr("axis") for g in program.groups if g.kind == "fuse" for n in g.nodes if n.attr("axis"))
+    """For every axis with a fused group, and on hosts with any collective, the peers along it that can reach each other's memory."""
+    grouped = [n for g in program.groups if g.kind == "fuse" for n in g.nodes]
+    axes = dict.fromkeys(n.attr("axis") for n in (program.nodes if device.type == "cpu" else grouped) if n.attr("axis"))
+    axes = {a: None for a in axes if program.mesh.size(a) > 1}
     if device.type == "cpu" and not native.available():
         return {}
     found: dict[str | None, Any] = {None: Alone(device, kernel_language(device))}
@@ -142,6 +148,10 @@ def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) ->
         with contextlib.suppress(RuntimeFault):  # several hosts: the group runs node by node
             found[axis] = connect(groups[axis], device)
     return found
+
+
+def _is_near(peers: Any) -> bool:
+    return isinstance(peers, HostPeers)
 
 
 def _plan(call: Call, coords: Mapping[str, int]) -> Plan:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Form:
     outputs: tuple[Node, ...]
     text: Text
     instead: tuple[tuple[Node, Node], ...] = ()  # results that are an input, overwritten
+    starts: bool = False  # its result is under way, to be waited for
 
     @property
     def last(self) -> bool:
@@ -37,7 +39,7 @@ class Form:
 def forms_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Form]:
     """The forms in a program, none sharing a node with another or with `busy`."""
     taken, found = set(busy), []
-    for form in (*_updates(program, donate), *_convolutions(program), *_sides(program), *_linears(program)):
+    for form in (*_updates(program, donate), *_buckets(program), *_convolutions(program), *_sides(program), *_linears(program)):
         present = all(t.layout.present(coords) for n in form.nodes for t in n.types)
         if present and not taken & set(form.nodes):
             taken |= set(form.nodes)
@@ -97,15 +99,57 @@ def _leaves(p: Program, n: Node) -> tuple[list[Node], list[Node]] | None:
     return inner, pads
 
 
+# -- many tensors summed as one --------------------------------------------------------------------------------------------------------
+
+
+def _buckets(p: Program) -> Iterator[Form]:
+    """An all_reduce of flat tensors laid end to end, and the pieces of its result: the tensors themselves, each summed."""
+    for n in p.find_all("all_reduce"):
+        joined = n.args[0]
+        flat = len(n.args) == 1 and joined.op.name == "concat" and joined.ndim == 1 and _only_read_by(p, joined, n)
+        pieces = [_piece(p, u, joined) for u in p.users[n]] if flat and n.mesh.size(n.attr("axis")) > 1 else [None]
+        if None in pieces or p.outputs_of(n):
+            continue
+        whole = [a.args[0] if a.op.name == "reshape" and _only_read_by(p, a, joined) else a for a in joined.args]
+        inside = tuple(a for a, x in zip(joined.args, whole, strict=True) if a is not x)
+        own = [_only_read_by(p, x, u) and x.op.kind not in (Kind.VIEW, Kind.SOURCE) for x, u in zip(whole, joined.args, strict=True) if x is not u]
+        own = own if len(own) == len(whole) else [False] * len(whole)
+        op, axis = joined.type.on(n.attr("axis")).op, n.attr("axis")  # type: ignore[attr-defined]
+        yield Form(
+            (*inside, joined, n), tuple(whole), (n,),
+            lambda v, xs=whole, a=axis, op=op, own=own: f"comm.all_reduce_list([{', '.join(map(v, xs))}], on.{a}, {op!r}, own={own})",
+            starts=True,
+        )  # fmt: skip
+        for piece in pieces:
+            nodes, k, shape = piece  # type: ignore[misc]
+            same = shape == tuple(whole[k].shape)
+            yield Form(nodes, (n,), nodes[-1:], lambda v, n=n, k=k, s=shape, same=same: f"{v(n)}[{k}]" if same else f"{v(n)}[{k}].reshape({s})")
+
+
+def _piece(p: Program, u: Node, joined: Node) -> tuple[tuple[Node, ...], int, tuple[int, ...]] | None:
+    """Which of the joined tensors a reader takes out again, and in which shape; None if it takes anything else."""
+    if u.op.name != "narrow" or u.attr("step") != 1 or p.outputs_of(u):
+        return None
+    ends = list(accumulate(a.shape[0] for a in joined.args))
+    k = ends.index(u.attr("stop")) if u.attr("stop") in ends else -1
+    if k < 0 or u.attr("start") != ends[k] - joined.args[k].shape[0]:
+        return None
+    users = p.users[u]
+    if len(users) == 1 and users[0].op.name == "reshape":
+        return (u, users[0]), k, tuple(users[0].shape)
+    return (u,), k, tuple(u.shape)
+
+
 # -- both gradients of a convolution -------------------------------------------------------------------------------------------------
 
 
 def _convolutions(p: Program) -> Iterator[Form]:
+    """Where one needs the other they are no pair: a transposed convolution is an input gradient itself, forward."""
     how = ("stride", "padding", "dilation")
     by_input = {(n.args[0], *map(n.attr, how)): n for n in p.nodes if n.op.name == "conv2d_input_grad"}
     for n in p.nodes:
         other = by_input.pop((n.args[1], *map(n.attr, how)), None) if n.op.name == "conv2d_weight_grad" else None
-        if other is not None and (other.shape, n.shape) == (n.args[0].shape, other.args[1].shape):
+        if other is not None and (other.shape, n.shape) == (n.args[0].shape, other.args[1].shape) and other not in p.needs(n):
             (x, ct), w = n.args, other.args[1]
             settings = ", ".join(f"{k}={n.attr(k)}" for k in how)
             yield Form((other, n), (ct, x, w), (other, n), lambda v, xs=(ct, x, w), s=settings: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})")

@@ -97,7 +97,9 @@ def rank_program(
         waits = tuple(a for a in args if a in pending)
         for a in waits:
             del pending[a]
-        if isinstance(unit, Node) and is_wire(unit):
+        if isinstance(unit, Form) and unit.starts:
+            pending |= dict.fromkeys(unit.outputs)
+        elif isinstance(unit, Node) and is_wire(unit):
             pending[unit] = None
         steps.append(Step(unit, waits, tuple(a for a in args if last.get(a) == i and a in mine and a.op.name != "const")))
     return RankProgram(program, coords, tuple(steps), tuple(pending), reasons)

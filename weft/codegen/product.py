@@ -21,12 +21,13 @@ class Labels:
 
 
 def _labels(a: str, b: str, out: str) -> Labels | None:
-    """None where a label stands in one operand alone and is summed, or nothing is summed."""
+    """None where a label stands in one operand alone and is summed, where nothing is, or where an operand keeps nothing of its own."""
     found = Labels(
         "".join(c for c in a if c in b and c in out), "".join(c for c in a if c not in b),
         "".join(c for c in b if c not in a), "".join(c for c in a if c in b and c not in out),
     )  # fmt: skip
-    return found if found.summed and all(c in out for c in found.left + found.right) else None
+    kept = found.left and found.right and all(c in out for c in found.left + found.right)
+    return found if found.summed and kept else None
 
 
 def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:

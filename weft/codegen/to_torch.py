@@ -177,7 +177,8 @@ class _Writer:
             args = ", ".join(map(self.value, call.given))
             self.line(f"{''.join(f'{self.var[n]}, ' for n in call.made) or '_'} = {name}({args})")
             for new, old in call.fused.reused.items():
-                self.line(f"{self.var[new]} = {self.value(old)}  # updated in place")
+                where = call.given.index(old) if old in call.given else -1
+                self.line(f"{self.var[new]} = {name}.home({where}, {self.value(old)})  # updated in place")
 
     def pipeline(self, block: Block, chunked: Chunked) -> None:
         """One chunk as a generator that gives way before it waits; the chunks in turn."""

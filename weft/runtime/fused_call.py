@@ -58,6 +58,8 @@ class FusedCall:
         self._held: dict[tuple[str, int], Held] = {}
         self._expand = eval(plan.kernel.scalars, {"math": math})  # type: ignore[attr-defined]
         self._number_of = eval(plan.kernel.numbers, {"math": math})
+        self._used: dict[int, Held] = {}  # of arguments updated in peer memory, where in this call
+        self._adopted: set[int] = set()  # arguments whose memory the caller has taken over
         self._bound: Any = None
         self._placed: tuple[int, ...] = ()
 
@@ -73,8 +75,8 @@ class FusedCall:
         self._bind(places, tensors, results)
         numbers = [x for names in self.plan.scalars for x in self._expand(**{name: float(args[k]) for name, k in names})]
         self._bound(numbers)
-        for value, held in ((v, h) for (role, v), h in self._held.items() if role == "shared"):
-            if args[value].data_ptr() != held.own.data_ptr():
+        for value, held in self._used.items():
+            if held is self._held.get(("spare", value)):
                 args[value].copy_(held.own)
         return (*(self._result(k, r) for k, r in enumerate(results)), *self._numbers(args))
 
@@ -93,6 +95,10 @@ class FusedCall:
         """Addresses of a value: one, or one per rank."""
         if use.role in ("terms", "shared"):
             held = self._hold(use.role, use.value, args[use.value])
+            if use.role == "shared":
+                if use.value in self._adopted and args[use.value].data_ptr() != held.own.data_ptr():
+                    held = self._hold("spare", use.value, args[use.value])  # a copy of the state: what was adopted stays as it is
+                self._used[use.value] = held
             if args[use.value].data_ptr() != held.own.data_ptr():
                 held.own.copy_(args[use.value])
             return held.buffer.addresses
@@ -105,6 +111,14 @@ class FusedCall:
             buffer = self.peers.empty(like.numel() * like.element_size())
             self._held[role, value] = Held(buffer, buffer.view(0, tuple(like.shape), like.dtype))
         return self._held[role, value]
+
+    def home(self, argument: int, given: Tensor) -> Tensor:
+        """Where an argument that was updated lives from now on: in peer memory, so that it need not be brought there again."""
+        held = self._used.get(argument)
+        if held is None or held is self._held.get(("spare", argument)):
+            return given
+        self._adopted.add(argument)
+        return held.own
 
     def peer_tensor(self, argument: int, like: Tensor) -> Tensor:
         """The tensor in peer memory to fill for an argument, so that no copy is made."""

@@ -1,0 +1,113 @@
+"""Collectives between ranks of one host, through memory all of them map: no sockets, one barrier each.
+
+Every rank puts its operand where the others can read it, all meet, and each takes what it needs. There are two such places,
+used in turn: who writes one again has met the others since, so nobody is still reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.peers import PeerBuffer, Peers
+
+SLICED = 1 << 16  # bytes above which, with more than two ranks, each sums only its share and takes the rest from the others
+FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+class Near:
+    """A process group whose ranks share a host. All ranks call the same things in the same order."""
+
+    def __init__(self, group: Any, peers: Peers) -> None:
+        self.group, self.peers = group, peers
+        self.rank, self.world = peers.rank, peers.world
+        self._places: list[PeerBuffer | None] = [None, None]
+        self._sizes = [0, 0]
+        self._turn = 0
+
+    def _next(self, nbytes: int) -> PeerBuffer:
+        """The place whose turn it is, grown by all ranks alike if it is too small."""
+        self._turn ^= 1
+        place = self._places[self._turn]
+        if place is None or self._sizes[self._turn] < nbytes:
+            self._sizes[self._turn] = max(nbytes, 2 * self._sizes[self._turn], 1 << 16)
+            place = self._places[self._turn] = self.peers.empty(self._sizes[self._turn])
+        return place
+
+    def _share(self, parts: Sequence[Tensor], op: str) -> list[Tensor]:
+        """Every rank's operand, its parts laid end to end, once all have put theirs there."""
+        count, dtype = sum(p.numel() for p in parts), parts[0].dtype
+        place = self._next(count * dtype.itemsize)
+        views = [place.view(0, (count,), dtype, r) for r in range(self.world)]
+        at = 0
+        for part in parts:
+            views[self.rank][at : at + part.numel()].view(part.shape).copy_(part)
+            at += part.numel()
+        self.peers.barrier(op)
+        return views
+
+    def all_reduce_list(self, xs: Sequence[Tensor], op: str, own: Sequence[bool]) -> list[Tensor]:
+        """Tensors reduced together, those that are `own` in place. Terms are taken in the order of ranks: all get the same bits."""
+        outs = [x if mine and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype) for x, mine in zip(xs, own, strict=True)]
+        terms = self._share(xs, "all_reduce")
+        sliced = self.world > 2 and terms[0].numel() * terms[0].element_size() > SLICED
+        shares = self._sum_shares(terms, op) if sliced else [(0, terms[0].numel(), terms)]
+        at = 0
+        for out in (out.view(-1) for out in outs):
+            for start, stop, held in shares:
+                lo, hi = max(at, start), min(at + out.numel(), stop)
+                if lo < hi:
+                    _fold([t[lo:hi] for t in held], op, out[lo - at : hi - at])
+            at += out.numel()
+        return outs
+
+    def _sum_shares(self, terms: list[Tensor], op: str) -> list[tuple[int, int, list[Tensor]]]:
+        """Every rank sums its share where it lies; who holds what then, as (start, stop, the one term)."""
+        whole = len(terms[0])
+        share = -(-whole // self.world)
+        bounds = [(min(r * share, whole), min((r + 1) * share, whole)) for r in range(self.world)]
+        start, stop = bounds[self.rank]
+        _fold([t[start:stop] for t in terms], op, terms[self.rank][start:stop])
+        self.peers.barrier("all_reduce")
+        return [(*bound, [term]) for bound, term in zip(bounds, terms, strict=True)]
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        """Every rank's piece, all of one shape, along a new first dim."""
+        out = mine.new_empty((self.world, *mine.shape))
+        for r, piece in enumerate(self._share([mine], "all_gather")):
+            out[r].copy_(mine if r == self.rank else piece.view(mine.shape))
+        return out
+
+    def reduce_scatter(self, parts: Tensor, op: str = "sum") -> Tensor:
+        """parts [ranks, ...]: this rank's one, reduced."""
+        return _folded([t.view(parts.shape)[self.rank] for t in self._share([parts], "reduce_scatter")], op)
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """parts [ranks, ...]: from every rank the one for this rank, in the order of ranks."""
+        return torch.stack([t.view(parts.shape)[self.rank] for t in self._share([parts], "all_to_all")])
+
+
+_near: dict[int, Near] = {}
+
+
+def near_of(group: Any, peers: Peers) -> Near:
+    """The one `Near` of these peers: its places are kept for all programs."""
+    return _near.setdefault(id(peers), Near(group, peers))
+
+
+def _fold(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
+    """The reduction of the terms into `out`, which may be one of them."""
+    fold: Any = FOLD[op]
+    if len(terms) == 1:
+        return out.copy_(terms[0])
+    total = fold(terms[0], terms[1], out=out) if len(terms) == 2 else fold(terms[0], terms[1])
+    for k, term in enumerate(terms[2:], 3):
+        total = fold(total, term, out=out if k == len(terms) else total)
+    return out
+
+
+def _folded(terms: Sequence[Tensor], op: str) -> Tensor:
+    return _fold(terms, op, torch.empty_like(terms[0], memory_format=torch.contiguous_format))
