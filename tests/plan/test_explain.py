@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from weft.core.errors import PlanError
-from weft.plan.explain import explain
+from weft.plan.explain import _flips, explain
 from weft.plan.plan import Plan
 from weft.plan.planner import Request, make_plan
-from weft.plan.search import CLOSE
+from weft.plan.search import CLOSE, Search
+from weft.plan.setting import Setting
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,30 @@ def test_every_next_best_decides_otherwise_and_costs(plan: Plan) -> None:
         assert r.why and r.flips
     again = next(r for r in found if r.decision == "recompute")
     assert "recompute" in again.other
+
+
+def test_what_flips_a_decision_does() -> None:
+    """Two settings, one better: asked anew at the sequence that is said to flip them the other is, and at half of it not yet."""
+    copies = Setting(global_batch=32, micro_batch=8, dp=4, zero=1)
+    stages = Setting(global_batch=32, micro_batch=4, pp=4)
+    search = _search(1024)
+    ours, theirs = search.price(copies), search.price(stages)
+    assert ours is not None and theirs is not None and ours.seconds < theirs.seconds
+    when, factor = _flips(search, ours, theirs)
+    at = int(1024 * factor)
+    assert when == f"from sequence {at:,}"
+    assert _cost(at, stages) < _cost(at, copies) and _cost(at // 2, stages) >= _cost(at // 2, copies)
+
+
+def _search(seq: int) -> Search:
+    return Search(Request("gpt2", "2x2xA100@400", batch=32, seq=seq).problem())
+
+
+def _cost(seq: int, setting: Setting) -> float:
+    """Seconds of a setting, endless where it does not fit."""
+    search = _search(seq)
+    found = search.price(setting)
+    return found.seconds if found is not None and found.memory <= search.memory else float("inf")
 
 
 def test_unequal_copies_are_refused(plan: Plan) -> None:

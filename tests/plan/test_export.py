@@ -120,6 +120,19 @@ def test_accelerate_says_what_it_cannot() -> None:
     assert unsaid(plan(dp=2, zero=3), "accelerate") == []
 
 
+def test_huggingface_settings_are_taken_by_the_library() -> None:
+    text = export(plan(dp=2, tp=2, zero=3, sequence_parallel=True), "huggingface")
+    assert "# not said here: sequence parallelism beside tp\n" in text and "zero0: 2 whole copies" in export(plan(dp=2), "huggingface")
+    distributed = pytest.importorskip("transformers.distributed")
+    line = next(x for x in text.splitlines() if x.startswith("config = "))
+    known = {}
+    try:
+        exec(line, {"DistributedConfig": distributed.DistributedConfig}, known)
+    except TypeError as e:
+        pytest.skip(f"another version of the library: {e}")
+    assert (known["config"].tp_size, known["config"].fsdp_size) == (2, 2)
+
+
 def test_unknown_form() -> None:
     with pytest.raises(PlanError, match="no form 'yaml'"):
         export(plan(), "yaml")

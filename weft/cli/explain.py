@@ -31,6 +31,6 @@ def explain(
         for r in reasons(made, lambda text: status.update(f"what else for {text}")):
             found.append(r)
             console.print(f"[bold]{r.decision} {r.value}[/]: next best {r.other}", highlight=False)
-            console.print(f"    {r.ms:+,.1f} ms, {r.gb:+,.1f} GB ({r.why}); flips at {r.flips}", highlight=False)
+            console.print(f"    {r.ms:+,.1f} ms, {r.gb:+,.1f} GB ({r.why}); {r.flips}", highlight=False)
     if json:
         emit({"plan": plan, "step_ms": made.step_ms, "decisions": [asdict(r) for r in found], "seconds": time.perf_counter() - began})

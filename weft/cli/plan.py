@@ -33,7 +33,7 @@ def plan(
     dtensor: str = typer.Option("", "--dtensor", help="A JSON file with a plan for parallelize_module, {module: colwise or rowwise}."),
     what_if: list[str] = typer.Option([], "--what-if", help="Also plan for another cluster=SPEC, batch=N, seq=N or memory=70GB."),
     out: str = typer.Option("", "--out", help="Save the plan to this file."),
-    export: str = typer.Option("", "--export", help="Print it as fsdp2, torchtitan or accelerate instead."),
+    export: str = typer.Option("", "--export", help="Print it as fsdp2, torchtitan, accelerate or huggingface instead."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Plan a training step: degrees, sharding, stages, recompute and schedule together, never worse than any baseline."""

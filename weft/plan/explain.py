@@ -25,7 +25,8 @@ FACTORS = (2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Reason:
-    """A decision, the next best for it, and what that costs. `why` names what grows most; `flips` when it would win."""
+    """A decision, the next best for it, and what that costs. `why` names what grows most; `flips` when it would win, of which
+    `factor` says how many times longer, larger, slower or (below 1) faster: 0 where no such change was found."""
 
     decision: str
     value: str
@@ -34,6 +35,8 @@ class Reason:
     gb: float
     why: str
     flips: str
+    factor: float = 0.0
+    setting: Setting | None = None  # of the next best
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ def _problem(plan: Plan) -> Problem:
 
 def _reason(search: Search, decision: str, value: str, chosen: Found, found: Found) -> Reason:
     ms, gb = (found.seconds - chosen.seconds) * 1e3, (found.memory - chosen.memory) / 1e9
-    why = _why(search, chosen, found)
-    return Reason(decision, value, describe(found.setting), ms, gb, why, _flips(search, chosen, found))
+    when, factor = _flips(search, chosen, found)
+    wins = f"{decision.replace('_', ' ')} {getattr(found.setting, decision)} wins {when}" if factor else when
+    return Reason(decision, value, describe(found.setting), ms, gb, _why(search, chosen, found), wins, factor, found.setting)
 
 
 def _why(search: Search, chosen: Found, found: Found) -> str:
@@ -98,14 +102,15 @@ def _causes(search: Search, found: Found) -> dict[str, float]:
     return {k: v * (1 if k in once else s.micro_batches / few) for k, v in step.causes.items()}
 
 
-def _flips(search: Search, chosen: Found, found: Found) -> str:
-    """The first change, by factors of two, at which the other setting is better or the chosen one no longer fits."""
-    for says, make in (("sequence", _longer), ("batch", _larger), ("network", _slower)):
+def _flips(search: Search, chosen: Found, found: Found) -> tuple[str, float]:
+    """The first change, by factors of two, at which the other setting is better or the chosen one no longer fits: both are
+    simulated there."""
+    for make in (_longer, _larger, _slower):
         for factor in FACTORS:
             made = make(search, chosen, found, factor)
             if made is not None:
-                return f"{says} {made}"
-    return "no change of sequence, batch or network up to 16 times"
+                return made
+    return f"no change of sequence, batch or network up to {FACTORS[-1]} times", 0.0
 
 
 def _better(search: Search, chosen: Setting, other: Setting) -> bool:
@@ -115,25 +120,28 @@ def _better(search: Search, chosen: Setting, other: Setting) -> bool:
     return a is None or a.memory > search.memory or b.seconds < a.seconds
 
 
-def _longer(search: Search, chosen: Found, found: Found, factor: int) -> str | None:
+Flip = tuple[str, float]
+
+
+def _longer(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
     p = search.problem
     longer = Search(replace(p, shape=replace(p.shape, seq=p.shape.seq * factor)), search.limits)
-    return f"from {p.shape.seq * factor:,}" if not found.layers and _better(longer, chosen.setting, found.setting) else None
+    return (f"from sequence {p.shape.seq * factor:,}", factor) if not found.layers and _better(longer, chosen.setting, found.setting) else None
 
 
-def _larger(search: Search, chosen: Found, found: Found, factor: int) -> str | None:
+def _larger(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
     batch = search.problem.batch * factor
     larger = Search(replace(search.problem, batch=batch), search.limits)
     a, b = (replace(f.setting, global_batch=batch) for f in (chosen, found))
-    return f"from {batch:,}" if _better(larger, a, b) else None
+    return (f"from batch {batch:,}", factor) if _better(larger, a, b) else None
 
 
-def _slower(search: Search, chosen: Found, found: Found, factor: int) -> str | None:
+def _slower(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
     slow = Search(replace(search.problem, cluster=_scaled(search.cluster, 1 / factor)), search.limits)
     if _better(slow, chosen.setting, found.setting):
-        return f"{factor} times slower"
+        return f"on a network {factor} times slower", factor
     fast = Search(replace(search.problem, cluster=_scaled(search.cluster, float(factor))), search.limits)
-    return f"{factor} times faster" if _better(fast, chosen.setting, found.setting) else None
+    return (f"on a network {factor} times faster", 1 / factor) if _better(fast, chosen.setting, found.setting) else None
 
 
 def _scaled(cluster: Cluster, factor: float) -> Cluster:

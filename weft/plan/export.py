@@ -1,4 +1,5 @@
-"""A plan as what people already run: FSDP2 with parallelize_module, torchtitan's settings, accelerate's ParallelismConfig.
+"""A plan as what people already run: FSDP2 with parallelize_module, torchtitan's settings, accelerate's ParallelismConfig,
+Hugging Face's DistributedConfig.
 
 Each form says in comments what of the plan it cannot say. The FSDP2 code stands alone: it needs torch and a model whose blocks
 are found by pattern, nothing of weft.
@@ -46,6 +47,14 @@ def unsaid(plan: Plan, form: str) -> list[str]:
         found += [f"ep {s.ep}"] if s.ep > 1 else []
         found += [f"recompute {s.recompute}"] if s.recompute not in ("none", "mixed") else []
         found += ["sequence parallelism beside tp"] if s.sequence_parallel else []
+    if form == "huggingface":
+        found += [f"zero{s.zero}: fsdp_size shards all state"] if s.zero in (1, 2) else []
+        found += [f"zero0: {s.dp} whole copies"] if s.zero == 0 and s.dp > 1 else []
+        found += [f"pp {s.pp}: the order {s.schedule} of {s.micro_batches} micro-batches"] if s.pp > 1 else []
+        found += [f"layers of the stages: {' '.join(map(str, plan.layers))}"] if plan.layers else []
+        found += [f"cp {s.cp}"] if s.cp > 1 else []
+        found += [f"recompute {s.recompute}"] if s.recompute not in ("none", "full") else []
+        found += ["sequence parallelism beside tp"] if s.sequence_parallel else []
     found += ["collectives of tp beside products"] if s.overlap_tp and form != "torchtitan" else []
     found += [f"recompute {s.recompute}: given as selective"] if s.recompute == "per-op" and form == "torchtitan" else []
     return found
@@ -91,6 +100,21 @@ def _accelerate(plan: Plan) -> str:
         + f"config = ParallelismConfig({args})\n"
         + f"accelerator = Accelerator(parallelism_config=config, gradient_accumulation_steps={rounds})\n"
         + f"micro_batch = {s.micro_batch}  # samples of one device's loader at a time\n"
+    )
+
+
+def _huggingface(plan: Plan) -> str:
+    s = plan.setting
+    sizes = {"tp_size": s.tp, "fsdp_size": s.dp if s.zero else 1, "pp_size": s.pp, "ep_size": s.ep}
+    args = ", ".join(f"{k}={v}" for k, v in sizes.items() if v > 1)
+    again = "model.gradient_checkpointing_enable()\n" if s.recompute == "full" else ""
+    return (
+        _comments(plan, "huggingface")
+        + "from transformers import AutoModelForCausalLM\nfrom transformers.distributed import DistributedConfig\n\n"
+        + f"config = DistributedConfig({args})\n"
+        + f"model = AutoModelForCausalLM.from_pretrained(MODEL, distributed_config=config)  # MODEL: {plan.model}\n"
+        + again
+        + f"micro_batch, micro_batches = {s.micro_batch}, {s.micro_batches}  # of every copy, each step\n"
     )
 
 
@@ -183,5 +207,7 @@ if __name__ == "__main__":
     print(mesh())
 '''
 
-FORMS: dict[str, Callable[[Plan], str]] = {"fsdp2": _fsdp2, "torchtitan": _torchtitan, "accelerate": _accelerate}
+FORMS: dict[str, Callable[[Plan], str]] = {
+    "fsdp2": _fsdp2, "torchtitan": _torchtitan, "accelerate": _accelerate, "huggingface": _huggingface,
+}  # fmt: skip
 
