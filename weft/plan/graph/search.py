@@ -129,8 +129,9 @@ class GraphSearch:
         n, captured = self.cluster.devices, self.task.captured()
         widest = max(t for t in divisors(n) if all(w % t == 0 for w in self.tables.values()))
         mesh = Mesh(dp=n // widest, tp=widest)
-        whole = {name: [{}] for name in captured.program.input_names if name.startswith("param.")}
-        pins: dict[str, list[Mapping[str, Placement]]] = {**whole, **{name: [{"tp": S(1)}] for name in self.tables}}  # type: ignore[dict-item]
+        pins: dict[str, list[Mapping[str, Placement]]]
+        pins = {name: [{}] for name in captured.program.input_names if name.startswith("param.")}
+        pins |= {name: [{"tp": S(1)}] for name in self.tables}
         pins |= {state: pins[param] for state, param in captured.states.items()}
         pins |= {name: [places] for name, places in self.task.cut_samples("dp", "tp").items()}
         try:
