@@ -22,6 +22,7 @@ from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nby
 Placements = tuple[Placement, ...]  # one per axis of the mesh, in order
 
 SLICE = 1e-9  # seconds; taking a part of what is there costs next to nothing, but more than not having to
+MANY = 16  # operations per element from which an op is more work than moving what it works on
 DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
 
@@ -173,6 +174,13 @@ def _label_sizes(node: Node) -> Iterator[tuple[str, int]]:
         yield from zip(labels, arg.type.layout.largest_local, strict=True)
 
 
+def _multiplies(node: Node) -> bool:
+    """A product, or a larger op that is made of products: it does much more than touch each element."""
+    if node.op.kind is Kind.WHOLE:
+        return flops(node) > MANY * sum(math.prod(x.shape) for x in (*(a.type for a in node.args), *node.types))
+    return node.op.kind is Kind.CONTRACT
+
+
 @dataclass(frozen=True)
 class AlphaBeta:
     """Communication alone: a + b * bytes on the wire, by axis, with a little more for what should lose ties.
@@ -201,4 +209,4 @@ class AlphaBeta:
 
     def work(self, node: Node) -> float:
         idle = (a for a, n in self.mesh.sizes.items() if n > 1 and all(arg.type.on(a) == R for arg in node.args))
-        return math.inf if node.op.kind is Kind.CONTRACT and any(True for _ in idle) else 0.0
+        return math.inf if _multiplies(node) and any(True for _ in idle) else 0.0
