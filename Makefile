@@ -15,13 +15,15 @@ export OMP_NUM_THREADS ?= 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench docs tables clean
 
 help:
 	@echo "make demo    see weft at work"
 	@echo "make test    lint, type check, test (ARGS='-k name' picks tests, JOBS=2 runs them in two processes)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   list the benchmarks (ARGS='NAME --json' runs one)"
+	@echo "make docs    write the references anew and build the documentation in site/"
+	@echo "make tables  write the measured tables of the documentation anew (FROM='a.json b.json')"
 	@echo "make clean   remove caches; .venv stays"
 
 setup: $(STAMP)
@@ -48,6 +50,14 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/weft bench $(ARGS)
+
+docs: $(STAMP)
+	@$(BIN)/python -m tools.refusals
+	@$(BIN)/python -m tools.reference
+	@$(BIN)/python -m tools.site site
+
+tables: $(STAMP)
+	@$(BIN)/python -m tools.tables $(FROM)
 
 clean:
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

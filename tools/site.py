@@ -2,7 +2,8 @@
 
     python -m tools.site            # writes site/
 
-Markdown is read by markdown-it and code coloured by Pygments, both of which rich brings. A link or an anchor that leads nowhere ends the build.
+Markdown is read by markdown-it and code coloured by Pygments, both of which rich brings. A link or an anchor that leads
+nowhere ends the build.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pygments.util import ClassNotFound
 ROOT = Path(__file__).resolve().parent.parent
 CONTENTS = {
     "Begin": ["README.md", "docs/first-plan.md", "docs/coming-from.md"],
-    "Do": ["docs/schedules.md", "docs/ops.md", "docs/clusters.md", "docs/training.md", "docs/dynamic.md", "docs/rules.md"],
+    "Do": ["docs/schedules.md", "docs/ops.md", "docs/clusters.md", "docs/training.md", "docs/dynamic.md", "docs/rules.md", "docs/report.md"],
     "Understand": ["docs/how-it-works.md", "docs/design.md", "docs/planning.md", "docs/foresight.md", "docs/performance.md"],
     "Look up": ["docs/api.md", "docs/errors.md", "CONTRIBUTING.md", "CHANGELOG.md"],
 }

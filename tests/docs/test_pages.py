@@ -1,0 +1,129 @@
+"""Every code block of every page runs; the site builds without a link that leads nowhere; references are up to date."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from pathlib import Path
+
+import pytest
+
+import weft
+from tools import pages, reference, refusals, site, tables
+
+PAGES = pages.pages()
+
+
+def child(path: Path, folder: Path) -> None:
+    """A page in a process of its own: it may define ops, change folders and start ranks."""
+    try:
+        (folder / "done").write_text(str(pages.run_page(path, folder)))
+    except BaseException as error:
+        said = str(error) if isinstance(error, pages.PageError) else traceback.format_exc()
+        (folder / "failed").write_text(said)
+    os._exit(0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", PAGES, ids=[p.stem for p in PAGES])
+def test_the_code_of_a_page_does_what_it_says(path: Path, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=child, args=(path, tmp_path))
+    process.start()
+    process.join(850)
+    process.kill()
+    assert not (tmp_path / "failed").exists(), (tmp_path / "failed").read_text()
+    assert (tmp_path / "done").exists(), "the page ended by itself"
+
+
+def test_a_block_that_is_left_out_says_why() -> None:
+    for path in PAGES:
+        for block in pages.blocks(path.read_text()):
+            known = block.kind in ("python", "sh", "output", *pages.SHOWN)
+            assert known, f"{path.name}, line {block.line}: a block of {block.kind or 'no language'}"
+            assert block.skip is None or len(block.skip) > 10, f"{path.name}, line {block.line}: why is it skipped?"
+
+
+def page(folder: Path, text: str) -> Path:
+    path = folder / "page.md"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("```python\n1 / 0\n```\n", "page.md, block at line 2: ZeroDivisionError"),
+        ("```python\nprint(3)\n```\n\n```output\n4\n```\n", "page.md, line 6: printed something else"),
+        ("```sh\nexit 3\n```\n", "page.md, line 2: status 3"),
+        ("```perl\nprint 3\n```\n", "a block of perl"),
+    ],
+)
+def test_a_page_that_lies_is_caught(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(pages.PageError, match=said):
+        pages.run_page(page(tmp_path, text), tmp_path)
+
+
+def test_dots_stand_for_anything_and_skipped_blocks_are_not_run(tmp_path: Path) -> None:
+    text = "```python\nprint('took 3 ms'); print('end')\n```\n\n```output\ntook ... ms\nend\n```\n<!-- skip: needs a GPU -->\n```sh\nfalse\n```\n"
+    assert pages.run_page(page(tmp_path, text), tmp_path) == 2
+
+
+# -- the site ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
+    made = site.build(tmp_path)
+    assert {"index.html", "first-plan.html", "api.html", "errors.html", "source/examples/small_weft.py.html"} <= {p.out for p in made}
+    for file in tmp_path.rglob("*.html"):
+        text = file.read_text()
+        assert "<script" not in text and 'src="http' not in text and 'rel="stylesheet" href="http' not in text
+    assert "http" not in (tmp_path / "style.css").read_text()
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = {name for names in site.CONTENTS.values() for name in names}
+    assert {str(p.relative_to(site.ROOT)) for p in PAGES} <= listed
+
+
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Title\n\n[here](#title) and [there](docs/none.md) and [so](#not)\n")
+    with pytest.raises(site.Broken, match=r"README.md, line 3: docs/none.md\n  README.md, line 3: #not"):
+        site.build(tmp_path / "out", tmp_path)
+
+
+# -- references and tables -----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_errors_is_up_to_date() -> None:
+    here, want = refusals.PAGE.read_text(), {refusals.row(r) for r in refusals.refusals()}
+    missing = [row for row in want if row not in here]
+    assert not missing, "run `make docs`: errors.md lacks\n" + "\n".join(missing[:5])
+    assert all(f"## {name}\n" in here for name in refusals.classes())
+
+
+def test_every_refusal_says_what_was_needed_and_found() -> None:
+    told_elsewhere = {"agree"}  # words of one rank, handed on by another
+    bare = [
+        f"{r.file}, line {r.line}: {r.words.get('message', '')}"
+        for r in refusals.refusals()
+        if r.words.get("message") and not {"needed", "found"} & set(r.words) and Path(r.file).stem not in told_elsewhere
+    ]
+    assert len(bare) <= 1, "\n".join(bare)  # one hands on the last word of a rank as it is
+
+
+def test_every_public_name_is_described() -> None:
+    text = reference.page()
+    nameless = [n for n in weft._HOME if f"### {n}\n" not in text and f"**`{n}`**" not in text]
+    assert not nameless
+    assert all(f"### {n}\n" in reference.PAGE.read_text() or f"**`{n}`**" in reference.PAGE.read_text() for n in weft._HOME), "make docs"
+
+
+def test_a_table_is_made_of_what_a_benchmark_printed(tmp_path: Path) -> None:
+    printed = tmp_path / "b.json"
+    printed.write_text('words\n{"bench": "b", "rows": [{"case": "x", "weft_ms": 0.5, "limit_ms": 0.25, "ratios": {"ddp": 2.0, "gloo": 12.3}}]}\n')
+    text = tables.table(tables.read(printed)["rows"])
+    assert text == "| case | weft ms | limit ms | ddp / weft | gloo / weft |\n|---|---|---|---|---|\n| x | 0.5000 | 0.2500 | 2.0x | 12x |"
+    page = "before\n<!-- bench b: begin -->\nold\n<!-- bench b: end -->\nafter"
+    assert tables.put(page, "b", text) == f"before\n<!-- bench b: begin -->\n\n{text}\n\n<!-- bench b: end -->\nafter"
+    assert tables.put(page, "other", text) is None

@@ -1,0 +1,101 @@
+"""docs/api.md: the public names with their signatures and docstrings, and the commands with their options, read off the code.
+
+`python -m tools.reference` writes the page; a test compares.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import weft
+from weft.core.node import Op
+from weft.core.program import Program
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "api.md"
+TITLES = {  # the home of public names, and what they are for
+    "weft.api.parallelize": "Train",
+    "weft.api.module": "Your own loop",
+    "weft.api.compile": "Run a program",
+    "weft.frontend.capture": "Capture",
+    "weft.frontend.trace": "Write a program",
+    "weft.frontend.lang": "The language",
+    "weft.core.layout": "Layouts",
+    "weft.core.program": "Programs",
+    "weft.core.text": "Text",
+    "weft.schedule": "Verbs",
+    "weft.autodiff": "Gradients",
+    "weft.ops.registry": "Ops of your own",
+    "weft.core.errors": "Errors",
+}
+GIVEN = {"weft.api.parallelize": ("Step",)}  # what public functions give
+MODULES = {"weft.interp": ("run", "run_global", "run_ranks"), "weft.optim": None, "weft.nn": None, "weft.dynamic": None}
+HEAD = "# API reference\n\nMade by `make docs` from docstrings; do not edit. Every name below is reached as `weft.NAME` unless its heading says otherwise.\n"
+
+
+def page() -> str:
+    homes = [*(h for h in TITLES if h in weft._PUBLIC), *(h for h in weft._PUBLIC if h not in TITLES)]
+    parts = [HEAD]
+    for home in homes:
+        parts += [f"## {TITLES.get(home, home)}\n", *(entry(n, getattr(weft, n)) for n in weft._PUBLIC[home])]
+        parts += [entry(n, getattr(import_module(home), n)) for n in GIVEN.get(home, ())]
+    for name, chosen in MODULES.items():
+        module = import_module(name)
+        parts += [f"## {name}\n", f"{summary(module)}\n"]
+        parts += [entry(n, getattr(module, n)) for n in chosen or module.__all__]
+    return "\n".join([*parts, *commands()]).rstrip() + "\n"
+
+
+def entry(name: str, value: Any) -> str:
+    if isinstance(value, Op):
+        return f"**`{name}`** {value.kind.value}. {value.doc}\n".replace(" \n", "\n")
+    lines = [f"### {name}\n", f"```text\n{name}{signature(value)}\n```\n", f"{documented(value)}\n"]
+    if isinstance(value, type) and (value is Program or value.__module__.startswith(("weft.api", "weft.dynamic"))):
+        own = [(n, m) for n, m in vars(value).items() if inspect.isfunction(m) and not n.startswith("_")]
+        lines += [f"- `.{n}{signature(m)}` {summary(m)}" for n, m in own] + [""]
+    return "\n".join(lines)
+
+
+def signature(value: Any) -> str:
+    try:
+        text = str(inspect.signature(value))
+    except (TypeError, ValueError):
+        return ""
+    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)  # annotations are kept as text
+    return re.sub(r"\b(?:typing|collections\.abc|torch\.nn\.modules\.module)\.", "", text).replace("(self, ", "(").replace("(self)", "()")
+
+
+def documented(value: Any) -> str:
+    """The docstring; indented drawings become blocks."""
+    text = inspect.getdoc(value) or ""
+    return re.sub(r"(?:^    .*\n?|^\n(?=    ))+", lambda m: f"\n```text\n{inspect.cleandoc(m[0])}\n```\n", text, flags=re.M)
+
+
+def summary(value: Any) -> str:
+    return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+
+
+def commands() -> list[str]:
+    import typer
+
+    from weft.cli import app
+
+    group = typer.main.get_command(app)
+    out = ["## Commands\n"]
+    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+        out += [f"### weft {name}\n", f"{(command.help or '').strip()}\n"]
+        rows = [(", ".join(p.opts), " ".join((getattr(p, "help", "") or "").split())) for p in command.params if p.name != "help"]
+        if rows:
+            out += ["| option | |", "|---|---|", *(f"| `{o}` | {h.replace('|', '/')} |" for o, h in rows), ""]
+    return out
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{len(weft._HOME)} names in {PAGE.relative_to(ROOT)}")
+    sys.exit(0)
