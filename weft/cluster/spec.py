@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,6 +108,8 @@ def cluster(text: str | Cluster) -> Cluster:
     """Read a cluster from its short form or from a YAML (or JSON) file."""
     if isinstance(text, Cluster):
         return text
+    if not isinstance(text, str):
+        raise ClusterError("this is no cluster", needed="NODESxDEVICESxKIND, or a file", found=repr(text), try_=f"for example {EXAMPLES}")
     if text.endswith((".yaml", ".yml")) or (Path(text).suffix == ".json" and Path(text).is_file() and "groups" in _load_file(text)):
         return _of_data(_load_file(text), text)
     return Cluster(text, tuple(_part(part.strip()) for part in text.split("+")))
@@ -182,8 +184,11 @@ def _of_data(data: Mapping[str, Any], where: str) -> Cluster:
         raise ClusterError(f"{where} has no groups", needed="groups: [{nodes: 2, devices: 8, kind: A100}]", found=str(list(data)))
     known = {"nodes", "devices", "kind", "network_gbps_per_device"}
     for group in groups:
-        if "kind" not in group or set(group) - known:
-            raise ClusterError(f"a group of {where} cannot be read", needed=", ".join(sorted(known)), found=str(dict(group)))
+        if not isinstance(group, Mapping) or not isinstance(group.get("kind"), str) or set(group) - known:
+            raise ClusterError(f"a group of {where} cannot be read", needed=", ".join(sorted(known)), found=str(group))
+        for key in known - {"kind"} & set(group):
+            if not isinstance(group.get(key, 1), (int, float)):
+                raise ClusterError(f"a group of {where} has no number for {key}", needed="a number", found=repr(group[key]))
     made = [_nodes(g.get("nodes", 1), g.get("devices"), g["kind"], g.get("network_gbps_per_device")) for g in groups]
     return Cluster(where, tuple(_under_spine(g, data["spine"], where) if "spine" in data else g for g in made))
 
@@ -202,15 +207,23 @@ def _under_spine(group: Nodes, spine: Any, where: str) -> Nodes:
 def _load_file(path: str) -> Mapping[str, Any]:
     try:
         text = Path(path).read_text()
-    except OSError as error:
-        raise ClusterError(f"cannot read {path}", found=str(error), try_=f"for example {EXAMPLES}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cannot read {path}", needed="a YAML or JSON file", found=str(error), try_=f"for example {EXAMPLES}") from error
     try:
         import yaml
     except ImportError:  # JSON is the part of YAML that needs no package
         import json
 
-        return _mapping(json.loads(text), path)
-    return _mapping(yaml.safe_load(text), path)
+        return _mapping(_parsed(json.loads, text, path), path)
+    return _mapping(_parsed(yaml.safe_load, text, path), path)
+
+
+def _parsed(read: Callable[[str], Any], text: str, path: str) -> Any:
+    try:
+        return read(text)
+    except Exception as error:  # YAML's errors have no base that is importable without it
+        found = " ".join(str(error).split())
+        raise ClusterError(f"{path} cannot be read", needed="groups: [{nodes: 2, devices: 8, kind: A100}]", found=found) from error
 
 
 def _mapping(data: Any, path: str) -> Mapping[str, Any]:
