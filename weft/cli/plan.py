@@ -173,13 +173,14 @@ def show(plan: Plan, seconds: float | None = None) -> None:
     from weft.plan.plan import rows
 
     f = plan.foreseen
-    console.print(f"[bold]{plan.model}[/] on {plan.cluster}, {plan.setting.global_batch} samples of {plan.seq}", highlight=False)
+    console.print(f"[bold]{plan.model}[/] on {plan.cluster}, {plan.setting.global_batch} samples{f' of {plan.seq}' * (plan.seq > 0)}", highlight=False)
     table = Table("decision", "value", "meaning", box=None)
     for row in rows(plan):
         table.add_row(*row)
     console.print(table)
     console.print(
-        f"step {f['step_ms']:,.1f} ms, {f['tokens_per_s']:,.0f} tokens/s, utilisation {f['mfu']:.1%}, memory {f['memory_gb']:.1f} GB"
+        f"step {f['step_ms']:,.1f} ms, {f['tokens_per_s']:,.0f} {'tokens' if plan.seq else 'samples'}/s, "
+        f"utilisation {f['mfu']:.1%}, memory {f['memory_gb']:.1f} GB"
     )
     if f.get("causes_ms"):
         parts = sorted(f["causes_ms"].items(), key=lambda item: -item[1])

@@ -23,10 +23,10 @@ def shape(name: str, **changes: Any) -> Shape:
 
 
 def is_transformer(name: str) -> bool:
-    """Whether a model of the zoo is a stack of transformer layers, which are planned by their sizes alone."""
+    """Whether this is a model of the zoo that is a stack of transformer layers, which are planned by their sizes alone."""
     from weft.frontend import zoo
 
-    return of_settings(zoo.entry(name).settings, name) is not None
+    return ":" not in name and of_settings(zoo.entry(name).settings, name) is not None
 
 
 def of_settings(settings: Any, name: str) -> Shape | None:

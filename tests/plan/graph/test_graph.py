@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from weft.cluster.spec import cluster
+from weft.core.errors import UnknownName
 from weft.core.layout import Mesh, S
 from weft.ops.comm import is_comm
 from weft.plan.graph.planner import make_plan
@@ -18,6 +20,8 @@ from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Unit, Units
 from weft.plan.place import place
 from weft.plan.plan import Plan, parse
+from weft.plan.planner import Request
+from weft.plan.planner import make_plan as plan_of
 from weft.plan.roles import GRADS, PARAMS, Roles
 from weft.plan.space import Limits
 
@@ -143,3 +147,25 @@ def test_experts_cut_tables_by_columns() -> None:
 def test_too_little_memory_is_told_by_name() -> None:
     made = make_plan(task(), Limits(memory=1.6e9), lambda _: None)
     assert isinstance(made, Plan) or "GB of 1.6 GB" in made["data parallel"]
+
+
+OWN = """
+import torch
+
+def loss(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+def make():
+    batch = {"x": torch.randn(8, 64), "y": torch.randn(8, 32)}
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 32)), loss, batch
+"""
+
+
+def test_a_module_of_the_users_own_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    made = plan_of(Request(f"{tmp_path / 'own.py'}:make", "1x2xV100"))
+    assert isinstance(made, Plan)
+    assert made.setting.global_batch == 16  # as many samples on each device as the example has
+    assert made.setting.dp * made.setting.tp * made.setting.pp == 2
+    with pytest.raises(UnknownName, match="has no function 'other'"):
+        plan_of(Request(f"{tmp_path / 'own.py'}:other", "1x2xV100"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weft.cluster.spec import Cluster
 from weft.core.layout import R, S
 from weft.plan.graph.search import GraphSearch, Way
-from weft.plan.graph.task import Task
+from weft.plan.graph.task import Task, example_size
 from weft.plan.plan import Plan
 from weft.plan.setting import MIXED, Setting
 
@@ -19,10 +19,8 @@ Say = Callable[[str], None]
 
 
 def task_of(model: str, cluster: Cluster, batch: int, dtype: str, optimizer: str = "adam") -> Task:
-    """The model at a batch: as many samples on every device as the zoo's example has, where none is given."""
-    from weft.frontend import zoo
-
-    return Task(model, cluster, batch or zoo.entry(model).batch * cluster.devices, dtype, optimizer)
+    """The model at a batch: as many samples on every device as its example has, where none is given."""
+    return Task(model, cluster, batch or example_size(model) * cluster.devices, dtype, optimizer)
 
 
 def make_plan(task: Task, limits: Limits, say: Say, objective: str = "time") -> Plan | dict[str, str]:

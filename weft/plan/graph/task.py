@@ -1,4 +1,4 @@
-"""What is planned: a model of the zoo at a batch on a cluster, captured as one program at any number of micro-batches."""
+"""What is planned: a model, of the zoo or the user's own, at a batch on a cluster, captured as one program at any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,12 @@ class Task:
 def _workload(model: str, changes: tuple[tuple[str, Any], ...]) -> Any:
     from weft.frontend import zoo
 
-    return zoo.get(model, **dict(changes))
+    return zoo.load(model, **dict(changes))
+
+
+def example_size(model: str) -> int:
+    """Samples in the batch a model comes with."""
+    return int(_workload(model, ()).batch)
 
 
 @cache
