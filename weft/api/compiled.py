@@ -16,7 +16,7 @@ from weft.codegen.blocks import Call
 from weft.codegen.pipeline import lower
 from weft.core.errors import RuntimeFault
 from weft.core.program import Program
-from weft.runtime import comm, native, pipeline, quick
+from weft.runtime import comm, native, pipeline, quick, replay
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
@@ -74,7 +74,7 @@ class Compiled:
 
     def _may_trace(self, asked: bool | None) -> bool:
         """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into."""
-        wanted = self.device.type == "cuda" if asked is None else asked
+        wanted = replay.is_accelerator(self.device) if asked is None else asked
         whole = not self.code.calls and not any(g.kind == "overlap" for g in self.program.groups)
         return wanted and whole and os.environ.get("WEFT_INDUCTOR", "1") != "0"
 

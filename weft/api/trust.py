@@ -21,6 +21,7 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.ops.pointwise import isfinite, logical_and, where
 from weft.ops.source import input_node
+from weft.runtime import replay
 
 if TYPE_CHECKING:
     from weft.rewrite.check import Report
@@ -138,7 +139,7 @@ def exactly(wanted: bool) -> Iterator[None]:
 
 def require_exact(device: torch.device) -> None:
     """What a deterministic run needs from outside: cuBLAS reads its setting once, when it starts."""
-    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+    if replay.is_accelerator(device) and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         raise RuntimeFault(
             "deterministic=True on a GPU",
             needed="CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment",
