@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import weft.nn as wn
 from tests.ranks import run_ranks
 from weft.core.errors import TypeMismatch
 from weft.runtime.pipeline import Chunks, in_turn
-from weft.runtime.threads import MOVERS, calm
 
 WAYS = [
     wn.Way(),
@@ -120,16 +118,5 @@ def test_the_choice_for_a_shape_is_used(tmp_path: Path) -> None:
         dist.all_reduce(want)
         torch.testing.assert_close(got, want)
         assert choose(key).chunks == 2
-
-    run_ranks(2, job, tmp_path)
-
-
-def test_gloo_threads_are_told_to_come_in_larger_pieces_and_no_others(tmp_path: Path) -> None:
-    def job(rank: int) -> None:
-        dist.all_reduce(torch.ones(2))
-        assert calm(2) >= 1
-        for task in Path("/proc/self/task").iterdir():
-            moves = (task / "comm").read_text().strip() in MOVERS
-            assert (os.sched_getscheduler(int(task.name)) == os.SCHED_BATCH) == moves
 
     run_ranks(2, job, tmp_path)

@@ -17,7 +17,6 @@ from torch import Tensor
 from weft.nn.ways import Way
 from weft.runtime.comm import scatter_natively
 from weft.runtime.pipeline import in_turn
-from weft.runtime.threads import calm
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -27,8 +26,6 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     """x @ w.T summed over the ranks. The first chunks and the last are small: the first product and the last sum have nothing
     to run beside."""
     sizes = _ramped(x.shape[0], way.chunks)
-    if way.chunks > 1:
-        calm(dist.get_world_size(group))
     out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
 
     def one(rows: Tensor, into: Tensor) -> Generator[None, None, None]:
