@@ -13,6 +13,7 @@ from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.plan.baselines import EVERYTHING
+from weft.plan.models import is_transformer
 from weft.plan.plan import Plan
 from weft.plan.planner import Request
 from weft.plan.search import Found, Search, describe
@@ -56,6 +57,11 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator
     if plan.shares:
         kinds = f"{len(plan.shares)} kinds of copies"
         raise PlanError("unequal copies are not explained", needed="a plan whose copies take equal shares", found=kinds)
+    if not is_transformer(plan.model):
+        raise PlanError(
+            f"the decisions for {plan.model} are not explained one by one", needed="a plan of a stack of transformer layers, made by its sizes",
+            found="a plan made on a captured program", try_="plan again with --max-tp or --pin and compare with `weft diff`",
+        )  # fmt: skip
     problem = _problem(plan)
     limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
     own = Search(problem, limits)

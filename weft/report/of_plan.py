@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.core.errors import WeftError
 from weft.plan.memory import FRAGMENTATION, RESIDENT, saved
+from weft.plan.models import is_transformer
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
 from weft.plan.plan import Plan, rows
@@ -29,8 +30,8 @@ def figures(plan: Plan) -> list[Figure]:
     f = plan.foreseen
     best = min(plan.baselines_ms.items(), key=lambda item: item[1], default=None)
     made = [
-        Figure("step, foreseen", ms(f["step_ms"]), f"{plan.setting.global_batch:,} samples of {plan.seq:,}"),
-        Figure("tokens per second", count(f["tokens_per_s"])),
+        Figure("step, foreseen", ms(f["step_ms"]), f"{plan.setting.global_batch:,} samples" + f" of {plan.seq:,}" * (plan.seq > 0)),
+        Figure("tokens per second" if plan.seq else "samples per second", count(f["tokens_per_s"])),
         Figure("utilisation (MFU)", percent(f["mfu"])),
         Figure("memory of a device", f"{f['memory_gb']:.1f} GB", "with allowance"),
     ]
@@ -46,6 +47,10 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Fa
         about=f"A plan by weft: {describe(plan.setting)}. Nothing here was measured; all of it is foreseen.",
         figures=figures(plan), plan=list(rows(plan)), mesh=_mesh(plan.setting), alternatives=list(_alternatives(plan)), chosen="this plan",
     )  # fmt: skip
+    if not is_transformer(plan.model):
+        causes = {k: v for k, v in (plan.foreseen.get("causes_ms") or {}).items() if v > 0}
+        note = "The plan was made on the captured program; its tensors and its step are not drawn one by one."
+        return replace(base, says=[note], causes_ms={"predicted": causes} if causes else {})
     say("the model")
     made = replace(base, **_model(plan))
     if plan.shares:

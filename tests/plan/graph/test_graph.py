@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from weft.cluster.spec import cluster
-from weft.core.errors import UnknownName
+from weft.core.errors import PlanError, UnknownName
 from weft.core.layout import Mesh, S
 from weft.ops.comm import is_comm
+from weft.plan.explain import explain
 from weft.plan.graph.planner import make_plan
 from weft.plan.graph.search import ALL, NOTHING, GraphSearch, Way
 from weft.plan.graph.stages import MIXED, NONE, Stager, pipelined
@@ -24,6 +25,7 @@ from weft.plan.planner import Request
 from weft.plan.planner import make_plan as plan_of
 from weft.plan.roles import GRADS, PARAMS, Roles
 from weft.plan.space import Limits
+from weft.report import html
 
 FOUR = cluster("2x2xV100")
 
@@ -167,5 +169,9 @@ def test_a_module_of_the_users_own_is_planned(tmp_path: Path) -> None:
     assert isinstance(made, Plan)
     assert made.setting.global_batch == 16  # as many samples on each device as the example has
     assert made.setting.dp * made.setting.tp * made.setting.pp == 2
+    with pytest.raises(PlanError, match="not explained one by one"):
+        list(explain(made))
+    page = html(made)
+    assert "samples per second" in page and "tokens per second" not in page
     with pytest.raises(UnknownName, match="has no function 'other'"):
         plan_of(Request(f"{tmp_path / 'own.py'}:other", "1x2xV100"))
