@@ -44,11 +44,10 @@ def _calibrate(ranks: int) -> str:
 
     from weft.cluster.calibrate import calibrate
     from weft.cluster.profile import dump
-    from weft.runtime import near
 
     path = f"{tempfile.mkdtemp()}/here.json"
     with open(path, "w") as file:
-        json.dump(dump(calibrate("cpu", ranks=(ranks,), ways=near.collectives)), file)
+        json.dump(dump(calibrate("cpu", ranks=(ranks,))), file)
     return path
 
 

@@ -27,14 +27,12 @@ def calibrate(
 
     from weft.cluster.calibrate import calibrate as measure
     from weft.cluster.profile import dump
-    from weft.runtime import native, near
 
     began = time.perf_counter()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         counts = [int(n) for n in ranks.split(",") if n]
-        ways = near.collectives if native.available() else None  # as weft's ranks of one host meet
-        found = measure(device, name, counts, lambda what, n, of: bar.update(task, description=what, completed=n, total=of), ways)
+        found = measure(device, name, counts, lambda what, n, of: bar.update(task, description=what, completed=n, total=of))
     Path(out).write_text(text.dumps(dump(found), indent=1) + "\n")
     for key, constant in found.constants():
         if not constant.origin.startswith(("datasheet", "table", "assumed")):

@@ -30,11 +30,8 @@ LINK = ("launch", "low_step", "bulk", "bulk_step", "efficiency", "small")
 LOCAL = ("launch", "low_step", "bulk", "efficiency", "cost.all_gather", "cost.reduce_scatter", "cost.all_to_all")  # over gloo
 
 
-def calibrate(
-    device: str = "", name: str = "", ranks: Sequence[int] = (), progress: Progress = lambda *_: None, ways: local.Ways | None = None
-) -> Profile:
-    """The profile of this machine. `ranks` are the numbers of processes between which collectives are timed; `ways`, how
-    processors run them, if not by gloo."""
+def calibrate(device: str = "", name: str = "", ranks: Sequence[int] = (), progress: Progress = lambda *_: None) -> Profile:
+    """The profile of this machine. `ranks` are the numbers of processes between which collectives are timed."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ClusterError("this kind of device cannot be measured", needed="cpu or cuda", found=device)
@@ -44,7 +41,7 @@ def calibrate(
     taken = []
     for n, count in enumerate(counts):  # first, while this process has no context on the device yet
         progress(f"collectives of {count}", n, steps)
-        taken += local.collectives(device, count, ways if device == "cpu" else None)
+        taken += local.collectives(device, count)
     seen = _alone_or_together(device, progress, len(counts), steps)
     progress("fitting", steps, steps)
     found = _device(device, base, name or _name(device), seen)

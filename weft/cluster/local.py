@@ -6,9 +6,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,9 @@ def together(ranks: int, device: str, work: Callable[[int], Any], timeout: float
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-        processes = [context.Process(target=_worker, args=(r, ranks, device, store, work, pipes[r][1]), daemon=True) for r in range(ranks)]
+        processes = [
+            context.Process(target=_worker, args=(r, ranks, device, store, work, pipes[r][1]), daemon=True) for r in range(ranks)
+        ]
         for process in processes:
             process.start()
         try:
@@ -74,12 +75,9 @@ def _worker(rank: int, ranks: int, device: str, store: str, work: Callable[[int]
         pipe.send((None, f"{type(error).__name__}: {error}"))
 
 
-Ways = Callable[[], Mapping[str, Callable[[torch.Tensor, torch.Tensor], object]]]
-
-
-def collectives(device: str, ranks: int, ways: Ways | None = None) -> list[Sent]:
-    """Every kind and size between `ranks` processes: by `ways`, called on a whole tensor and a rank's part of it, or by torch."""
-    return together(ranks, device, Timing(device, ranks, ways=ways))[0]
+def collectives(device: str, ranks: int) -> list[Sent]:
+    """Every kind and size between `ranks` processes."""
+    return together(ranks, device, Timing(device, ranks))[0]
 
 
 @dataclass(frozen=True)
@@ -89,27 +87,21 @@ class Timing:
     device: str
     ranks: int
     sizes: Sequence[int] = SIZES
-    ways: Ways | None = None
 
     def __call__(self, rank: int) -> list[Sent]:
         sizes = self.sizes if self.device == "cpu" else (*self.sizes, 2**27, 2**30)
-        ways = self.ways() if self.ways else None
-        return [Sent(kind, size, self.ranks, self.one(kind, size, ways)) for kind in KINDS for size in sizes]
+        return [Sent(kind, size, self.ranks, self.one(kind, size)) for kind in KINDS for size in sizes]
 
-    def one(self, kind: str, size: int, ways: Mapping[str, Callable[..., object]] | None) -> float:
+    def one(self, kind: str, size: int) -> float:
         count = size // 4
         whole = torch.ones(count, device=self.device)
         part = torch.ones(count // self.ranks, device=self.device)
-        call: Callable[[], object] = (
-            partial(ways[kind], whole, part)
-            if ways
-            else {
-                "all_reduce": lambda: dist.all_reduce(whole),
-                "all_gather": lambda: _GATHER(whole, part),
-                "reduce_scatter": lambda: self.scatter(part, whole),
-                "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
-            }[kind]
-        )
+        call = {
+            "all_reduce": lambda: dist.all_reduce(whole),
+            "all_gather": lambda: _GATHER(whole, part),
+            "reduce_scatter": lambda: self.scatter(part, whole),
+            "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        }[kind]
         return self.usual(call, 12 if size <= 2**22 else 6)
 
     def scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:

@@ -6,13 +6,13 @@ used in turn: who writes one again has met the others since, so nobody is still 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.runtime.peers import PeerBuffer, Peers, connect
+from weft.runtime.peers import PeerBuffer, Peers
 
 SLICED = 1 << 16  # bytes above which, with more than two ranks, each sums only its share and takes the rest from the others
 FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -96,20 +96,6 @@ _near: dict[int, Near] = {}
 def near_of(group: Any, peers: Peers) -> Near:
     """The one `Near` of these peers: its places are kept for all programs."""
     return _near.setdefault(id(peers), Near(group, peers))
-
-
-def collectives() -> dict[str, Callable[[Tensor, Tensor], object]]:
-    """Each kind between the ranks of the default group, on a whole tensor and this rank's part of it: what `weft calibrate` times."""
-    import torch.distributed as dist
-
-    peers = connect()
-    near, ranks = near_of(dist.group.WORLD, peers), peers.world
-    return {
-        "all_reduce": lambda whole, part: near.all_reduce_list([whole], "sum", [True]),
-        "all_gather": lambda whole, part: near.all_gather(part),
-        "reduce_scatter": lambda whole, part: near.reduce_scatter(whole.view(ranks, -1)),
-        "all_to_all": lambda whole, part: near.all_to_all(whole.view(ranks, -1)),
-    }
 
 
 def _fold(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
