@@ -42,13 +42,17 @@ class Reason:
 
 @dataclass(frozen=True)
 class _Not(Limits):
-    """Limits of the user, and one decision that must come out otherwise."""
+    """Limits of the user, and one decision that must come out otherwise. Mixed recompute is another plan's only if it is this one's:
+    cutting every other to measure takes minutes."""
 
     decision: str = ""
     value: str = ""
+    mixed: bool = False
 
     def allows(self, s: Setting, besides: tuple[str, ...] = ()) -> bool:
         free = self.decision in besides
+        if s.recompute == MIXED and not self.mixed:
+            return False
         return super().allows(s, besides) and (free or str(getattr(s, self.decision)) not in (self.value, MIXED))  # a mix may come out as it
 
 
@@ -68,12 +72,13 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator
     chosen = own.price(plan.setting, plan.layers, plan.stages)
     if chosen is None:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
+    mixed = plan.setting.recompute == MIXED
     for decision in DECISIONS:
         if decision in limits.pins:
             continue
         say(decision)
         value = str(getattr(plan.setting, decision))
-        search = Search(problem, _Not(limits.max_tp, limits.memory, limits.pins, decision, value), _works=own._works, _plain=own._plain)
+        search = Search(problem, _Not(limits.max_tp, limits.memory, limits.pins, decision, value, mixed), _works=own._works, _plain=own._plain)
         found = search.best(EVERYTHING, "memory" if plan.objective == "memory" else "time")
         if isinstance(found, Found):
             yield _reason(own, decision, value, chosen, found)
