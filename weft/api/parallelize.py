@@ -75,14 +75,8 @@ def parallelize(
         plan, rounds = auto.from_file(plan)
         accumulate = accumulate if accumulate > 1 else rounds
     named = None if plan == "auto" else Named.parse(plan)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if named is not None and named.mesh.ranks != world:
-        raise PlanError(
-            f"plan {plan!r} is for {named.mesh.ranks} processes",
-            needed=f"{world} processes' worth of degrees",
-            found=str(named),
-            try_=f"weft run -n {named.mesh.ranks} SCRIPT",
-        )
+    if named is not None:
+        _require_ranks(named, plan)
     if named is not None and named.micro_batches > 1:
         from weft.api.pipelined import pipelined
 
@@ -106,6 +100,17 @@ def parallelize(
     if record is not None or progress:
         step.record(record, progress=progress is not False)
     return step
+
+
+def _require_ranks(named: Named, plan: str) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if named.mesh.ranks != world:
+        raise PlanError(
+            f"plan {plan!r} is for {named.mesh.ranks} processes",
+            needed=f"{world} processes' worth of degrees",
+            found=str(named),
+            try_=f"weft run -n {named.mesh.ranks} SCRIPT",
+        )
 
 
 class Step:
