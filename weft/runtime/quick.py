@@ -123,7 +123,7 @@ def adam_(
     """All parameters and their moments in one pass, in place."""
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     count = step.to(ps[0].device, torch.float32)
-    rate = lr.to(ps[0].device) if ps[0].is_cuda else float(lr)
+    rate = lr.to(ps[0].device, torch.float32) if ps[0].is_cuda else float(lr)
     update(
         ps, [g.contiguous() for g in gs], ms, vs, [], [count] * len(ps), lr=rate, beta1=betas[0], beta2=betas[1],
         weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
@@ -155,7 +155,7 @@ def adam(
         [v],
         [],
         [step.to(p.device, torch.float32)],
-        lr=lr.to(p.device) if p.is_cuda else float(lr),
+        lr=lr.to(p.device, torch.float32) if p.is_cuda else float(lr),
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=decay,
