@@ -1,10 +1,11 @@
 """Foresight on the accelerator at hand: step time and memory of zoo models, predicted on fake tensors and then measured.
 
-    python -m bench.gpu_foresight --calibrate --profile H200.json --out foresight.json
+    python -m bench.gpu_foresight --out foresight.json
 
-measures the device first, writes what it found and predicts with it. Predictions, and memory, which others on the device do
-not change, are taken by several processes at once; times by one alone. One JSON object on stdout; `--out` also keeps what was
-observed of each step and the kernels that ran, so that a prediction can be traced.
+First every timed case is predicted and, at the same time, compiled by processes of its own, which leave their kernels in the
+compiler's cache; then each is timed with nothing beside it; last comes memory, which others on the device do not change. A row
+goes to stderr as soon as it is there, and `--out` is written anew: what was observed of each step, the kernels that ran and the
+code that was compiled, so that a prediction can be traced. One JSON object on stdout. `--calibrate` measures the device first.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -29,9 +31,10 @@ from unittest.mock import patch
 if TYPE_CHECKING:
     from torch import nn
 
-    from weft.cluster.profile import Device
+    from weft.cluster.profile import Device, Profile
     from weft.plan.observe import Observed
 
+LATE = "not done in time"
 WAYS = ("weft", "weft nodes", "eager", "compiled")
 
 
@@ -168,29 +171,30 @@ def predict(case: Case, place: str, device: Device) -> Observed:
     return observe_compiled(lambda compiler: case.make(place, compiler), device=device, host=case.host)
 
 
-def measure(case: Case, place: str, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
-    """Median seconds of a step among several, the most bytes allocated, and the kernels of one step."""
+def prepare(case: Case, place: str) -> Callable[[], Any]:
+    """The step, compiled and past its first calls."""
     import torch
 
-    gc.collect()
-    torch._dynamo.reset()
-    on_device = place != "cpu"
-    if on_device:
-        torch.cuda.empty_cache()
+    if place != "cpu":
         torch.cuda.reset_peak_memory_stats()
     step = case.make(place, torch.compile)
-    for _ in range(3):
+    for _ in range(4):
         step()
+    _wait(place != "cpu")
+    return step
+
+
+def clock(step: Callable[[], Any], on_device: bool, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
+    """Median seconds of a step among several, and the kernels of one step."""
     taken = []
-    for _ in range(rounds):
+    for _ in range(rounds + 1):
         _wait(on_device)
         began = time.perf_counter()
         for _ in range(steps):
             step()
         _wait(on_device)
         taken.append((time.perf_counter() - began) / steps)
-    held = float(torch.cuda.max_memory_allocated() if on_device else 0)
-    return {"seconds": statistics.median(taken) if taken else 0.0, "bytes": held, "kernels": _kernels(step) if on_device and rounds else {}}
+    return {"seconds": statistics.median(taken[1:]), "kernels": _kernels(step) if on_device else {}}
 
 
 def _wait(on_device: bool) -> None:
@@ -221,44 +225,92 @@ def _written() -> str:
 # --- what several processes do at once
 
 
-def _predicted(case: Case, place: str, device: Device) -> Observed | str:
-    try:
-        return predict(case, place, device)
-    except Exception as error:  # one model that cannot run must not lose the others
-        return f"{type(error).__name__}: {error}"[:600]
+def _predicted(link: Connection, case: Case, place: str, device: Device) -> None:
+    link.send(predict(case, place, device))
 
 
-def _held(case: Case, place: str) -> tuple[float, str]:
+def _measured(link: Connection, case: Case, place: str) -> None:
+    """The most bytes held and the code that was compiled; then, when told to, the time of a step."""
+    import torch
+
+    step = prepare(case, place)
+    held = float(torch.cuda.max_memory_allocated()) if place != "cpu" else 0.0
+    gc.collect()
+    if place != "cpu":
+        torch.cuda.empty_cache()  # others need it
+    link.send((held, _written() if case.way == "compiled" else ""))
+    if link.recv():
+        link.send(clock(step, place != "cpu"))
+
+
+def _serve(work: Callable[..., None], link: Connection, *args: Any) -> None:
+    """One case in a process of its own; one that cannot run says why and must not lose the others."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # there are as many processes as cores
     try:
-        return float(measure(case, place, rounds=0)["bytes"]), _written() if case.way == "compiled" else ""
+        work(link, *args)
     except Exception as error:
-        return 0.0, f"{type(error).__name__}: {error}"[:600]
+        link.send(f"{type(error).__name__}: {error}"[:600])
 
 
-def _each(work: Callable[..., Any], cases: Sequence[Case], processes: int, *args: Any) -> list[Any]:
-    """In fresh processes, so that one case leaves nothing for the next."""
-    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        return [f.result() for f in [pool.submit(work, case, *args) for case in cases]]
+class Child:
+    """A process, and the line to it."""
+
+    def __init__(self, work: Callable[..., None], case: Case, *args: Any) -> None:
+        spawn = get_context("spawn")
+        self.case, self.work = case, work
+        self.link, there = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(work, there, case, *args), daemon=True)
+        self.process.start()
+        there.close()
+
+    def hear(self, ends: float) -> Any:
+        """What it says; a text where it failed, died or is late."""
+        try:
+            return self.link.recv() if self.link.poll(max(0.0, ends - time.monotonic())) else LATE
+        except EOFError:
+            return "the process died"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def in_turn(begin: Sequence[Callable[[], Child]], most: int, ends: float) -> Iterator[tuple[Child, Any]]:
+    """Begin so many at once, the first ones first, and hear from each as it is done. It then waits for a word."""
+    left, busy = list(begin), {}  # type: tuple[list[Callable[[], Child]], dict[Any, Child]]
+    while left or busy:
+        while left and len(busy) < most and time.monotonic() < ends:
+            child = left.pop(0)()
+            busy[child.link] = child
+        done = wait(list(busy), max(0.0, ends - time.monotonic()))
+        for link in done or list(busy):
+            child = busy.pop(link)
+            yield child, child.hear(ends)
+        if time.monotonic() >= ends:
+            left.clear()
 
 
 # --- results
 
 
-def timed(case: Case, seen: Observed | str, device: Device, place: str) -> dict[str, Any]:
+def timed(case: Case, seen: Observed | str, got: dict[str, Any] | str, held: float, device: Device, place: str) -> dict[str, Any]:
     from weft.plan.observe import seconds
 
+    row: dict[str, Any] = {"case": case.name, "way": case.way}
+    if isinstance(got, str):
+        return row | {"reason": got}
+    row |= {"measured_ms": got["seconds"] * 1e3, "measured_gb": held / 1e9, "ran": got["kernels"]}
     if isinstance(seen, str):
-        return {"case": case.name, "way": case.way, "reason": f"not observed: {seen}"}
-    try:
-        got = measure(case, place)
-    except Exception as error:
-        return {"case": case.name, "way": case.way, "reason": f"{type(error).__name__}: {error}"[:600]}
+        return row | {"reason": f"not observed: {seen}"}
     foreseen = seconds(seen, device, case.recorded(place))
-    row = {
-        "case": case.name, "way": case.way, "kernels": sum(seen.issued.values()), "predicted_ms": foreseen * 1e3,
-        "measured_ms": got["seconds"] * 1e3, "error": foreseen / got["seconds"] - 1, "ran": got["kernels"],
-    }  # fmt: skip
-    return row | _memory(seen, got["bytes"], device)
+    row |= {"kernels": sum(seen.issued.values()), "predicted_ms": foreseen * 1e3, "error": foreseen / got["seconds"] - 1}
+    return row | _memory(seen, held, device)
+
+
+def filled(case: Case, seen: Observed | str, held: float, device: Device) -> dict[str, Any]:
+    if isinstance(seen, str):
+        return {"case": case.name, "way": case.way, "measured_gb": held / 1e9, "reason": f"not observed: {seen}"}
+    return {"case": case.name, "way": case.way, **_memory(seen, held, device)}
 
 
 def _memory(seen: Observed, held: float, device: Device) -> dict[str, Any]:
@@ -266,13 +318,6 @@ def _memory(seen: Observed, held: float, device: Device) -> dict[str, Any]:
         return {}
     foreseen = seen.peak + device.get("workspace.bytes", 0.0)
     return {"predicted_gb": foreseen / 1e9, "measured_gb": held / 1e9, "memory_error": foreseen / held - 1}
-
-
-def filled(case: Case, seen: Observed | str, held: tuple[float, str], device: Device) -> dict[str, Any]:
-    if isinstance(seen, str) or not held[0]:
-        reason = seen if isinstance(seen, str) else held[1]
-        return {"case": case.name, "way": case.way, "reason": reason, "measured_gb": held[0] / 1e9}
-    return {"case": case.name, "way": case.way, **_memory(seen, held[0], device)}
 
 
 def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
@@ -294,51 +339,114 @@ def _observed(case: Case, seen: Observed | str) -> dict[str, Any]:
     return {"case": case.name, "peak": seen.peak, "held": seen.held, "issued": dict(seen.issued), "ops": ops}
 
 
-def main(argv: list[str]) -> None:
-    import torch
+@dataclass
+class Run:
+    """What is known so far, told as it comes."""
 
+    profile: Profile
+    place: str
+    out: str
+    processes: int
+    ends: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    observed: list[dict[str, Any]] = field(default_factory=list)
+    code: dict[str, str] = field(default_factory=dict)
+
+    def tell(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(json.dumps({k: v for k, v in row.items() if k != "ran"}), file=sys.stderr, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self.out:
+            Path(self.out).write_text(json.dumps({"rows": self.rows, "observed": self.observed, "code": self.code}))
+
+    def gather(self, cases: Sequence[Case], ends: float) -> Iterator[tuple[Case, Child | None, Any, Observed | str]]:
+        """Each case once it is both measured and foreseen: its process, what it held, what was foreseen."""
+        device = self.profile.device
+        begin = [partial(Child, work, case, *args) for case in cases
+                 for work, args in ((_measured, (self.place,)), (_predicted, (self.place, device)))]  # fmt: skip
+        known: dict[str, dict[Any, tuple[Child, Any]]] = {}
+        for child, said in in_turn(begin, self.processes, ends):
+            both = known.setdefault(child.case.name, {})
+            both[child.work] = child, said
+            if child.work is _predicted:
+                child.end()
+                self.observed.append(_observed(child.case, said))
+            elif not isinstance(said, str) and said[1]:
+                self.code[child.case.name] = said[1]
+            if len(both) == 2:
+                yield child.case, *both[_measured], both[_predicted][1]
+        for case in cases:
+            both = known.get(case.name, {})
+            if len(both) < 2:
+                yield case, *both.get(_measured, (None, LATE)), both.get(_predicted, (None, LATE))[1]
+
+    def times(self, cases: Sequence[Case], ends: float) -> None:
+        """Compile all, then time one after the other."""
+        for case, child, got, seen in list(self.gather(cases, ends)):
+            held = 0.0
+            if child is not None and not isinstance(got, str):
+                held = got[0]
+                child.link.send(True)
+                got = child.hear(min(self.ends, time.monotonic() + 30))
+            if child is not None:
+                child.end()
+            self.tell(timed(case, seen, got, held, self.profile.device, self.place))
+
+    def memory(self, cases: Sequence[Case]) -> None:
+        for case, child, got, seen in self.gather(cases, self.ends):
+            if child is not None:
+                child.end()
+            if isinstance(got, str):
+                self.tell({"case": case.name, "way": case.way, "reason": got})
+            else:
+                self.tell(filled(case, seen, got[0], self.profile.device))
+
+
+def _profile(given: argparse.Namespace, place: str) -> Profile:
     from weft.cluster.calibrate import calibrate
     from weft.cluster.profile import dump, load
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", default="", help="a profile by name or file; the shipped one of this device if not given")
+    if not given.calibrate:
+        return load(given.profile or "H200")
+    profile = calibrate(place, progress=lambda what, n, of: print(f"{n}/{of} {what}", file=sys.stderr, flush=True))
+    Path(given.profile or "calibrated.json").write_text(json.dumps(dump(profile), indent=1) + "\n")
+    return profile
+
+
+def main(argv: list[str]) -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="", help="a profile by name or file; the shipped one of an H200 if not given")
     parser.add_argument("--calibrate", action="store_true", help="measure the device first; --profile is then where to write it")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--stages", default="time,memory")
     parser.add_argument("--ways", default=",".join(WAYS), help="of the timed cases")
     parser.add_argument("--out", default="", help="also write what was observed, which kernels ran, and compiled code, here")
-    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--processes", type=int, default=min(14, len(os.sched_getaffinity(0))))
+    parser.add_argument("--seconds", type=float, default=240.0, help="what is not done by then is left out")
     given = parser.parse_args(argv)
+    began = time.monotonic()
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    clock = _Clock()
-    if given.calibrate:
-        profile = calibrate(place, progress=lambda what, n, of: print(f"{n}/{of} {what}", file=sys.stderr, flush=True))
-        Path(given.profile or "calibrated.json").write_text(json.dumps(dump(profile), indent=1) + "\n")
-    else:
-        profile = load(given.profile or "H200")
-    clock.lap("calibrate")
-    ways = given.ways.split(",")
-    times = [c for c in TIMES if given.only in c.name and c.way in ways] if "time" in given.stages else []
-    memory = [c for c in MEMORY if given.only in c.name] if "memory" in given.stages else []
-    seen = _each(_predicted, times + memory, 2 * given.processes, place, profile.device)
-    clock.lap("predict")
-    held = _each(_held, memory, given.processes, place)
-    clock.lap("memory")
-    rows = [filled(c, s, h, profile.device) for c, s, h in zip(memory, seen[len(times) :], held, strict=True)]
-    for case, foreseen in zip(times, seen, strict=False):
-        rows.append(timed(case, foreseen, profile.device, place))
-        print(json.dumps({k: v for k, v in rows[-1].items() if k != "ran"}), file=sys.stderr, flush=True)
-    clock.lap("time")
-    if given.out:
-        kept = [_observed(c, s) for c, s in zip(times + memory, seen, strict=True)]
-        code = {c.name: h[1] for c, h in zip(memory, held, strict=True) if h[1]}
-        Path(given.out).write_text(json.dumps({"rows": rows, "observed": kept, "code": code}))
-    shown = [{k: v for k, v in r.items() if k != "ran"} for r in rows]
+    laps = _Clock()
+    run = Run(_profile(given, place), place, given.out, given.processes, began + given.seconds)
+    laps.lap("calibrate")
+    if "time" in given.stages:
+        wanted = [c for c in TIMES if given.only in c.name and c.way in given.ways.split(",")]
+        run.times(wanted, began + given.seconds * (0.6 if "memory" in given.stages else 0.8))
+        laps.lap("time")
+    if "memory" in given.stages:
+        run.memory([c for c in reversed(MEMORY) if given.only in c.name])  # compiled ones first
+        laps.lap("memory")
+    run.write()
+    shown = [{k: v for k, v in r.items() if k != "ran"} for r in run.rows]
     result = {
-        "bench": "gpu-foresight", "machine": profile.name, "rows": shown, "time": summary(rows, "error"),
-        "memory": summary(rows, "memory_error"), "seconds": clock.laps,
+        "bench": "gpu-foresight", "machine": run.profile.name, "rows": shown, "time": summary(run.rows, "error"),
+        "memory": summary(run.rows, "memory_error"), "seconds": laps.laps,
     }  # fmt: skip
-    print(json.dumps(result))
+    print(json.dumps(result), flush=True)
 
 
 class _Clock:
