@@ -54,6 +54,10 @@ class Program:
         return frozenset(self.nodes)
 
     @cached_property
+    def input_set(self) -> frozenset[Node]:
+        return frozenset(self.inputs)
+
+    @cached_property
     def users(self) -> dict[Node, tuple[Node, ...]]:
         """Who reads each node."""
         users: dict[Node, dict[Node, None]] = {n: {} for n in self.nodes}
@@ -70,8 +74,15 @@ class Program:
     def output_names(self) -> dict[str, Node]:
         return dict(self.outputs)
 
+    @cached_property
+    def _names_of(self) -> dict[Node, list[str]]:
+        names: dict[Node, list[str]] = {}
+        for name, n in self.outputs:
+            names.setdefault(n, []).append(name)
+        return names
+
     def outputs_of(self, node: Node) -> list[str]:
-        return [name for name, n in self.outputs if n is node]
+        return list(self._names_of.get(node, ()))
 
     # -- naming a place ----------------------------------------------------------------------------------------------
 

@@ -49,6 +49,16 @@ def in_flight(order: Order) -> int:
     return most
 
 
+def most_kept(order: Order) -> int:
+    """The most forwards of a stage whose activations are still needed: by the backward, or by weight gradients put off."""
+    frees = "weight" if any(a.kind == "weight" for a in order) else "backward"
+    most = now = 0
+    for action in order:
+        now += (action.kind == "forward") - (action.kind == frees)
+        most = max(most, now)
+    return most
+
+
 def _gpipe(stage: int, stages: int, micro: int, virtual: int) -> list[Action]:
     forward = [Action("forward", 0, j) for j in range(micro)]
     return forward + [Action("backward", 0, j) for j in range(micro)]

@@ -27,7 +27,7 @@ class Plan:
     """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal.
 
     `stages` name what each virtual stage is made of, (block, what it runs again, how often), where layers differ. `layouts` of a
-    captured program: the mesh of a stage, how every input is held on it, and the substitutions made before.
+    captured program: the mesh of a stage, how every input is held on it, and the program so placed, as text.
     """
 
     model: str

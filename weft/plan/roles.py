@@ -35,7 +35,7 @@ class Roles:
         """Ops that make the next value of a parameter."""
         names = {o for o, i in self.program.state if i.startswith("param.")}
         made = (_source(n) for name, n in self.program.outputs if name in names)
-        return frozenset(n for n in made if n not in self.program.inputs)
+        return frozenset(n for n in made if n not in self.program.input_set)
 
     @cached_property
     def after(self) -> frozenset[Node]:

@@ -76,6 +76,7 @@ class Search:
     _cut: dict[tuple[Setting, Measure], Stages | None] = field(default_factory=dict)
     _times: dict[object, Times] = field(default_factory=dict)
     _hulls: dict[object, list[Point]] = field(default_factory=dict)
+    _devices: dict[int, list[Device]] = field(default_factory=dict)  # by the number of stages
 
     @cached_property
     def memory(self) -> float:
@@ -128,7 +129,7 @@ class Search:
         stages = self._stages(c.setting, measure)
         if stages is None:
             return []
-        devices, s = stage_devices(self.cluster, c.setting), c.setting
+        devices, s = self.devices(c.setting), c.setting
         own = [sum(self.times(s, devices[g % s.pp]).of(name, way) * n for name, way, n in stage) for g, stage in enumerate(stages)]
         slowest = max(sum(own[i :: s.pp]) for i in range(s.pp))
         return [replace(c, seconds=max(c.seconds, s.micro_batches * slowest))]
@@ -185,7 +186,7 @@ class Search:
     def _stages(self, setting: Setting, measure: Measure) -> Stages | None:
         key = (setting, measure)
         if key not in self._cut:
-            devices = stage_devices(self.cluster, setting)
+            devices = self.devices(setting)
             times = {d.name: self.times(setting, d) for d in devices}
             self._cut[key] = Tailor(self.work(setting), setting, self.cluster, devices, self.memory, measure, times).cut()
         return self._cut[key]
@@ -238,14 +239,27 @@ class Search:
         return self._seconds(s, plain), self._memory(s)
 
     def plain(self, s: Setting) -> _Plain:
-        key = _work_key(s)
+        key = (_work_key(s), self._fastest(s).name)
         if key not in self._plain:
             self._plain[key] = _Plain.of(self.work(s), self._costs(s))
         return self._plain[key]
 
     def _costs(self, s: Setting) -> Costs:
-        fastest = max((g.profile.device for g in self.cluster.groups), key=lambda d: d.peak(s.dtype))
-        return Costs(self.cluster, s, fastest)
+        return Costs(self.cluster, s, self._fastest(s))
+
+    def devices(self, s: Setting) -> list[Device]:
+        """The slowest kind of device of each stage, which the whole stage waits for."""
+        if s.pp not in self._devices:
+            self._devices[s.pp] = stage_devices(self.cluster, s)
+        return self._devices[s.pp]
+
+    def _fastest(self, s: Setting) -> Device:
+        return max(self.devices(s), key=lambda d: d.peak(s.dtype))
+
+    def _slower(self, s: Setting) -> float:
+        """How many times longer the layers take, dealt to stages by their speed, than if all stages had the fastest device."""
+        kinds = {d.name: self.times(s, d).of("layer", "none") for d in self.devices(s)}
+        return s.pp / sum(min(kinds.values()) / kinds[d.name] for d in self.devices(s)) if len(kinds) > 1 else 1.0
 
     def _seconds(self, s: Setting, plain: _Plain, travels: bool = True) -> float:
         depth = self.problem.depth
@@ -274,14 +288,13 @@ class Search:
         filled = max(0.0, once - late) * (s.pp - 1) / s.pp**2
         trip = 2 * self._send(s) * (s.pp - 1) / s.pp  # a micro-batch there and back, shared by as many as are in flight
         waits = 0.0 if s.schedule.endswith("eager") else max(0.0, trip - late / s.pp)
-        return whole / s.pp + filled + s.micro_batches * (self._must_rerun(s) + waits)
+        return whole / s.pp * self._slower(s) + filled + s.micro_batches * (self._must_rerun(s) + waits)
 
     def _must_rerun(self, s: Setting) -> float:
         """Seconds of a micro-batch on the average stage that go into running again what its memory cannot keep."""
-        fastest = max((g.profile.device for g in self.cluster.groups), key=lambda d: d.peak(s.dtype))
-        key = _work_key(s)
+        key = (_work_key(s), self._fastest(s).name)
         if key not in self._hulls:
-            self._hulls[key] = self.times(s, fastest).hull(WAYS)
+            self._hulls[key] = self.times(s, self._fastest(s)).hull(WAYS)
         layers = self.problem.depth / s.pp
         held = stage_memory(s, [[Part(self.work(s).layer, 1)]], ())
         state = (held.params + held.grads + held.optimizer) * layers + held.passing + held.buffers

@@ -23,14 +23,15 @@ from functools import cached_property
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.plan.cost import Costs
-from weft.plan.memory import stage_memory
+from weft.plan.memory import FRAGMENTATION, RESIDENT, Memory, stage_memory
 from weft.plan.phase import Part, Pass, phase
-from weft.plan.pipeline import Order, orders
+from weft.plan.pipeline import Action, Order, most_kept, orders
 from weft.plan.setting import Setting
 from weft.plan.workload import Block, Workload
 
 WAYS = ("none", "activation", "selective", "ffn", "per-op", "full")
 REACH = 5  # half layers more or fewer than the average that a stage may hold
+ONE = (Action("forward", 0, 0),)
 Piece = tuple[str, str, int]  # name of a block, what it runs again, how often it comes
 
 
@@ -173,9 +174,14 @@ class Tailor:
         key = (stage, start % 2, count)
         if key not in self._known:
             layers = (count - start % 2 - (start + count) % 2) // 2
-            options = [self._pieces(stage, start, count, mix) for mix in self._mixes(max(0, layers))]
-            first = bisect.bisect_left(options, True, key=lambda pieces: self._bytes(stage, pieces) <= self.memory)
-            self._known[key] = (self._seconds(stage, options[first]), options[first]) if first < len(options) else None
+            mixes = self._mixes(max(0, layers))
+
+            def pieces(mix: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
+                return self._pieces(stage, start, count, mix)
+
+            first = bisect.bisect_left(mixes, True, key=lambda mix: self._bytes(stage, pieces(mix)) <= self.memory)
+            made = pieces(mixes[first]) if first < len(mixes) else None
+            self._known[key] = None if made is None else (self._seconds(stage, made), made)
         return self._known[key]
 
     @cached_property
@@ -183,10 +189,29 @@ class Tailor:
         return {}
 
     def _bytes(self, stage: int, pieces: Sequence[Piece]) -> float:
-        parts = [Part(b, n) for b, n in blocks_of(self.work, [pieces]).stages[0]]
-        if not parts:
+        """What `stage_memory` says of a stage in one chunk: state and activations add up, of passing buffers the largest counts."""
+        if not pieces:
             return 0.0
-        return stage_memory(self.setting, [parts], self._orders[stage]).total
+        alive, held = self._alive[stage], [(self._memory_of(name, way), n) for name, way, n in pieces]
+        adds = sum(n * (m.params + m.grads + m.optimizer + alive * m.activations) for m, n in held)
+        passing, buffers = max(m.passing for m, _ in held), max(m.buffers for m, _ in held)
+        return (adds + passing + buffers) * (1 + FRAGMENTATION) + RESIDENT
+
+    def _memory_of(self, name: str, way: str) -> Memory:
+        """Of one block with one micro-batch in flight."""
+        if (name, way) not in self._memories:
+            block = replace(named_blocks(self.work)[name], again=way)
+            self._memories[name, way] = stage_memory(self.setting, [[Part(block, 1)]], ONE)
+        return self._memories[name, way]
+
+    @cached_property
+    def _memories(self) -> dict[tuple[str, str], Memory]:
+        return {}
+
+    @cached_property
+    def _alive(self) -> list[int]:
+        """Micro-batches whose activations a stage keeps at most."""
+        return [most_kept(order) for order in self._orders]
 
     def _seconds(self, stage: int, pieces: Sequence[Piece]) -> float:
         times = self.times[self.devices[stage].name]

@@ -77,14 +77,15 @@ def setting_of(task: Task, way: Way) -> Setting:
 
 
 def layouts_of(way: Way) -> dict[str, Any]:
-    """The mesh of a stage, how every input that is not whole is held on it, what is gathered again, and the rules used."""
+    """The mesh of a stage, how every input that is not whole is held on it, what is gathered again, the rules used, what runs beside
+    compute, and the program so placed."""
     inputs = {
         name: {axis: str(place) for axis, place in node.layout.placements.items() if place != R}
         for name, node in way.placed.program.input_names.items()
     }
     return {
         "mesh": dict(way.mesh.sizes), "inputs": {k: v for k, v in inputs.items() if v}, "again": sorted(way.placed.again),
-        "rules": list(way.rules), "micro_batches": way.rounds,
+        "rules": list(way.rules), "micro_batches": way.rounds, "beside": sorted(way.overlap), "program": way.placed.program.text,
     }  # fmt: skip
 
 

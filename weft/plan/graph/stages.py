@@ -19,7 +19,7 @@ from weft.cluster.spec import Cluster
 from weft.plan.graph.units import Unit
 from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.pipeline import orders, puts_off_weights
-from weft.plan.timeline import Task, run
+from weft.plan.timeline import Task, Timeline, run
 
 NONE, FULL, MIXED = "none", "full", "mixed"
 STEADY = 3  # rounds of micro-batches after which a pipeline repeats itself
@@ -129,6 +129,13 @@ def pipelined(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: 
 
 
 def _simulated(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
+    line = passes(stages, cluster, rounds, schedule, beside)
+    ends = {t.stream: max(line.end[i] for i in line.on(t.stream)) for t in line.tasks}
+    return max(ends[f"stage {i}"] + st.total.once for i, st in enumerate(stages))
+
+
+def passes(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> Timeline:
+    """Every pass of every stage in time, and what travels between them; what is done once a step comes after."""
     count, split = len(stages), puts_off_weights(schedule)
     plan = orders(schedule, count, rounds)
     index: dict[tuple[str, int, int], int] = {
@@ -144,12 +151,10 @@ def _simulated(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule:
         for a in order:
             blocked = 0.0 if beside else _sent(a.kind, s, count, sends)
             after = _after(a.kind, s, a.micro, count, index)
-            tasks.append(Task(a.kind, f"stage {s}", seconds[a.kind] + blocked, after, a.kind))
+            tasks.append(Task(f"{a.kind} {a.micro}", f"stage {s}", seconds[a.kind] + blocked, after, a.kind))
     if beside:
         tasks = _with_links(tasks, links, sends, index, count)
-    last = run([*tasks, *links])
-    ends = [max(last.end[i] for (_, s, _), i in index.items() if s == st) for st in range(count)]
-    return max(end + st.total.once for end, st in zip(ends, stages, strict=True))
+    return run([*tasks, *links])
 
 
 def _sent(kind: str, stage: int, count: int, sends: Sequence[float]) -> float:
@@ -176,7 +181,7 @@ def _with_links(
         source = {"forward": s - 1, "backward": s + 1}.get(kind, -1)
         if 0 <= source < count and kind != "weight":
             j = index[kind, source, micro]
-            links.append(Task("send", f"{source} to {s}", sends[min(source, s)], (j,), "pp"))
+            links.append(Task("send", f"stage {source} to stage {s}", sends[min(source, s)], (j,), "pp"))
             after = tuple(len(tasks) + len(links) - 1 if k == j else k for k in tasks[i].after)
             made[i] = Task(tasks[i].name, tasks[i].stream, tasks[i].seconds, after, tasks[i].cause)
     return made

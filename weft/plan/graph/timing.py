@@ -125,7 +125,7 @@ class Placed:
     def _root(self, node: Node) -> str:
         while node.args and len(node.args) == 1:
             node = node.args[0]
-        return str(node.attr("name")) if node in self.program.inputs else ""
+        return str(node.attr("name")) if node in self.program.input_set else ""
 
 
 def _before_travel(roles: Roles, node: Node) -> Node:

@@ -34,10 +34,11 @@ class Unit:
     saved: float = 0.0
     work: float = 0.0
     sent: float = 0.0  # bytes of the value the unit hands on
+    last: int = 0  # of the stretches between cuts that it is made of
 
     def __add__(self, other: Unit) -> Unit:
         both = {k: getattr(self, k) + getattr(other, k) for k in vars(self)}
-        return Unit(**{**both, "work": max(self.work, other.work), "sent": other.sent})
+        return Unit(**{**both, "work": max(self.work, other.work), "sent": other.sent, "last": other.last})
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +101,9 @@ class Units:
                 found[n] = min(readers)
 
     def _backward_unit(self, node: Node, found: dict[Node, int], handed: dict[Node, int]) -> int:
-        forward = self.placed.roles.forward
-        needs = [handed.get(a, found[a]) for a in node.args if a in found and (a in forward or a in self.placed.program.inputs)]
-        grads = [found[a] for a in node.args if a in found and a not in forward and a not in self.placed.program.inputs]
+        forward, inputs = self.placed.roles.forward, self.placed.program.input_set
+        needs = [handed.get(a, found[a]) for a in node.args if a in found and (a in forward or a in inputs)]
+        grads = [found[a] for a in node.args if a in found and a not in forward and a not in inputs]
         if not grads:
             return max(needs, default=len(self.cuts))
         return min(min(grads), max(needs)) if needs else min(grads)
@@ -122,7 +123,7 @@ class Units:
     def all(self) -> list[Unit]:
         """The units in order."""
         count = len(self.cuts) + 1
-        units = [Unit() for _ in range(count)]
+        units = [Unit(last=i) for i in range(count)]
         self._seconds(units)
         self._bytes(units)
         for i, (_, value) in enumerate(self.cuts):
@@ -150,11 +151,11 @@ class Units:
         """Bytes of state by unit."""
         found: dict[int, float] = defaultdict(float)
         program = self.placed.program
-        homes = dict(program.state)
+        homes = {i for _, i in program.state}
         for u in self.placed.roles.updates:
             params = [a for a in u.args if a in self.of and str(a.attr("name")).startswith("param.")] if u.args else []
             unit = min((self.of[p] for p in params), default=0)
-            found[unit] += sum(nbytes(a.type) for a in u.args if a in program.inputs and a.attr("name") in homes.values())
+            found[unit] += sum(nbytes(a.type) for a in u.args if a in program.input_set and a.attr("name") in homes)
         return found
 
     def _bytes(self, units: list[Unit]) -> None:
@@ -163,7 +164,7 @@ class Units:
             units[min(u, len(units) - 1)].state += size
         for n in roles.updates:
             for a in n.args:
-                if a not in roles.given and a not in program.inputs and a in self.of:
+                if a not in roles.given and a not in program.input_set and a in self.of:
                     units[min(self.of[n], len(units) - 1)].grads += nbytes(a.type)
         for n in roles.order:
             unit = units[min(self.of[n], len(units) - 1)]

@@ -198,7 +198,7 @@ class _Writer:
         tap = self._tap(arg, late)
         if tap is not None:
             value = reshard(value, self._layout(arg.shape, tap.layout))
-            if late and tap.how == COPY and arg in self.program.inputs and self._gathered_before(arg):
+            if late and tap.how == COPY and arg in self.program.input_set and self._gathered_before(arg):
                 self.again.add(arg.attr("name"))
         return reshard(value, self._layout(arg.shape, places))  # type: ignore[no-any-return]
 

@@ -186,7 +186,7 @@ class _Builder:
         return [w.results[0] for w in self._ways(node)]
 
     def _ways_of(self, node: Node, waits: Sequence[bool]) -> tuple[Way, ...]:
-        if node in self.program.inputs:
+        if node in self.program.input_set:
             return self.ways.of_input(node, self.pins.get(node.attr("name")), self.centres.get(node))
         if node.op.name == "item":
             made = dict.fromkeys(w.results[node.attr("index")] for w in self._ways(node.args[0]))
