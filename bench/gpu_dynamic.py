@@ -1,20 +1,24 @@
 """Tree-LSTM on one GPU: hidden 512, 256 SST-like trees, forward and backward, against the level-batched torch version.
 
-    python bench/gpu_dynamic.py            (about two minutes; prints one JSON object on the last line)
+    python bench/gpu_dynamic.py [--seconds 95]      (prints one JSON object on the last line; each part also when it is done)
 
-Every timed batch is new. Beside the two times: the launch floor (as many kernels that do nothing, one after the other, in a graph)
-and the GEMM limit (the products alone, each in one call). Correctness is asserted before anything is timed.
+Every timed batch is new. Beside the times: the launch floor (as many kernels that do nothing, one after the other, in a graph) and
+the GEMM limit (the products alone, each in one call). Values and gradients are compared before anything is timed. Every way of
+running the rounds is timed by itself, then weft as it comes, which chooses among them; a profile by kernel says where the time goes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,19 +27,39 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench._trees import Levels, level_by_level, products, recursion, sst_like_batch
 from examples.dynamic.tree_lstm import ChildSum, model
 from weft import dynamic
+from weft.dynamic.emit_rounds import Tiles
 
 DEVICE = torch.device("cuda")
-HIDDEN, TREES, BATCHES, WARM = 512, 256, 40, 25
+HIDDEN, TREES = 512, 256
+STARTED = time.monotonic()
 
 
-def check(hidden: int = 64) -> float:
+def say(**facts: Any) -> None:
+    """One part, as soon as it is known."""
+    print(json.dumps({"at_s": round(time.monotonic() - STARTED, 1), **facts}), file=sys.stderr, flush=True)
+
+
+def attempt(name: str, work: Callable[[], Any], until: float) -> Any:
+    """The result, or None where it failed or the time is over: the rest goes on."""
+    if time.monotonic() - STARTED > until:
+        say(part=name, skipped="no time left")
+        return None
+    try:
+        return work()
+    except Exception as error:
+        say(part=name, failed=f"{type(error).__name__}: {error}"[:600], where=traceback.format_exc()[-700:])
+        return None
+
+
+def check(resident: bool | Tiles, hidden: int = 64) -> float:
     """weft on the GPU against the recursion in float64 on the CPU: values and gradients, over several batches and templates."""
     torch.manual_seed(0)
     worst, rng = 0.0, random.Random(7)
     cell, exact = ChildSum(hidden, hidden).to(DEVICE), ChildSum(hidden, hidden).double()
     exact.load_state_dict({k: v.double().cpu() for k, v in cell.state_dict().items()})
     net = model(cell, hidden)
-    for count in (12, 5, 12, 9, 16):
+    net.resident = resident
+    for count in (12, 5, 12, 16):
         trees = sst_like_batch(count, rng)
         x = torch.randn(1000, hidden, dtype=torch.float64, requires_grad=True)
         xd = x.detach().float().to(DEVICE).requires_grad_()
@@ -74,8 +98,17 @@ def device_time(work: Callable[[], object], count: int = 20) -> float:
     return best
 
 
-def kernels_in(work: Callable[[], object]) -> int:
-    """Kernels and copies one call runs on the device."""
+def in_graph(work: Callable[[], object]) -> Callable[[], None]:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def kernels_of(work: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """(name, runs, microseconds) of all kernels and copies of one call, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     work()
@@ -83,83 +116,208 @@ def kernels_in(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         work()
         torch.cuda.synchronize()
-    return sum(e.count for e in seen.key_averages() if "cuda" in str(getattr(e, "device_type", "")).lower())
+    found = [e for e in seen.key_averages() if "cuda" in str(getattr(e, "device_type", "")).lower()]
+    return sorted(((e.key[:90], e.count, round(float(e.self_device_time_total), 1)) for e in found), key=lambda k: -k[2])
 
 
 def launch_floor(kernels: int) -> float:
     """As many dependent kernels as weft runs, each adding one to one number, replayed as one graph."""
     x = torch.zeros(1, device=DEVICE)
-    x.add_(1)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(kernels):
-            x.add_(1)
-    return device_time(graph.replay)
+    return device_time(in_graph(lambda: [x.add_(1) for _ in range(kernels)]))
 
 
 def gemm_limit(s: dynamic.Structure) -> float:
     leaves = int((s.arity == 0).sum())
     calls = products(leaves, s.vertices - leaves, HIDDEN, DEVICE)
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return device_time(graph.replay)
+    return device_time(in_graph(lambda: [call() for call in calls]))
 
 
-def row(precision: str) -> dict[str, object]:
-    torch.set_float32_matmul_precision(precision)
-    torch.manual_seed(0)
-    rng = random.Random(1)
-    cell = ChildSum(HIDDEN, HIDDEN).to(DEVICE)
-    net = model(cell, HIDDEN)
-    x = torch.randn(TREES * 52, HIDDEN, device=DEVICE)
-    batches = [sst_like_batch(TREES, rng) for _ in range(WARM + BATCHES)]
-    structures = [dynamic.trees(b) for b in batches]
+class Case:
+    """One precision: a cell, and batches that no run has seen."""
 
-    def step(out: torch.Tensor) -> None:
+    def __init__(self, precision: str) -> None:
+        torch.set_float32_matmul_precision(precision)
+        torch.manual_seed(0)
+        self.precision, self.rng = precision, random.Random(1)
+        self.cell = ChildSum(HIDDEN, HIDDEN).to(DEVICE)
+        self.x = torch.randn(TREES * 52, HIDDEN, device=DEVICE)
+        self.judge = sst_like_batch(TREES, random.Random(2))
+
+    def fresh(self, count: int) -> list[dynamic.Structure]:
+        return [dynamic.trees(sst_like_batch(TREES, self.rng)) for _ in range(count)]
+
+    def step(self, out: torch.Tensor) -> None:
         out.sum().backward()
-        for p in cell.parameters():
+        for p in self.cell.parameters():
             p.grad = None
 
-    for s in structures[:WARM]:  # templates grow until all batches fit
-        step(net(s, x))
-    start = time.perf_counter()
-    prepared = [net.prepare(dynamic.trees(b), x) for b in batches[WARM:]]
-    construction = (time.perf_counter() - start) / BATCHES * 1e3
-    levels = [Levels(s, DEVICE) for s in structures[WARM:]]
-    theirs = level_by_level(cell, levels[0], x).detach()
-    ours = net(prepared[0], x).detach()
-    error = float((ours - theirs).abs().max())
-    assert error < (2e-5 if precision == "highest" else 5e-3), f"weft and the level-batched version differ by {error:.1e}"
-    for i in range(3):
-        step(level_by_level(cell, levels[i], x))
-    weft = timed(lambda i: step(net(prepared[i], x)), BATCHES)
-    level = timed(lambda i: step(level_by_level(cell, levels[i], x)), BATCHES)
-    kernels = kernels_in(lambda: step(net(prepared[0], x)))
-    floor, limit = launch_floor(kernels), gemm_limit(structures[WARM])
-    median, bound = statistics.median(weft), max(floor, limit)
+    def errors(self, out: torch.Tensor) -> tuple[float, float]:
+        """Largest differences from the level-batched version in float64: of values, and of gradients relative to the largest."""
+        if not hasattr(self, "exact"):
+            cell = ChildSum(HIDDEN, HIDDEN).to(DEVICE).double()
+            cell.load_state_dict({k: v.double() for k, v in self.cell.state_dict().items()})
+            value = level_by_level(cell, Levels(dynamic.trees(self.judge), DEVICE), self.x.double())
+            self.exact = value.detach(), torch.autograd.grad(value.sum(), list(cell.parameters()))
+        value, grads = self.exact
+        mine = torch.autograd.grad(out.sum(), list(self.cell.parameters()))
+        worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(mine, grads, strict=True))
+        return float((out.detach().double() - value).abs().max()), worst
+
+    def net(self, resident: bool | Tiles | None) -> dynamic.Model:
+        out = model(self.cell, HIDDEN)
+        out.resident = resident
+        return out
+
+    def run(self, name: str, net: dynamic.Model, warm: int, count: int) -> dict[str, Any]:
+        """Time a model as it is used: a batch after the other, all different."""
+        start = time.perf_counter()
+        for s in self.fresh(warm):
+            self.step(net(s, self.x))
+        warmed = time.perf_counter() - start
+        errors = self.errors(net(dynamic.trees(self.judge), self.x))
+        batches = [sst_like_batch(TREES, self.rng) for _ in range(count)]
+        start = time.perf_counter()
+        prepared = [net.prepare(dynamic.trees(b), self.x) for b in batches]
+        construction = (time.perf_counter() - start) / count * 1e3
+        ms = timed(lambda i: self.step(net(prepared[i], self.x)), count)
+        (templates,) = net._templates.values()
+        back = [(c.took(), c.clocks()) for c in templates.kept]
+        choice = templates.choice(prepared[0])
+        out = {
+            "name": name, "precision": self.precision, "ms": round(statistics.median(ms), 3), "best_ms": round(min(ms), 3),
+            "device_ms": [t and round(t, 3) for t, _ in back], "forward_back_ms": back[-1][1], "errors": [f"{e:.1e}" for e in errors],
+            "construction_ms": round(construction, 3), "warm_s": round(warmed, 1), "templates": len(templates.kept),
+            "ways": {str(w): round(statistics.median(t), 3) for w, t in choice.times.items() if t},
+            "chosen": str(choice.now()), "refused": {str(w): why[:300] for w, why in choice.refused.items()},
+        }  # fmt: skip
+        say(**out)
+        self.prepared = prepared
+        return out
+
+    def profile(self, name: str, net: dynamic.Model) -> int:
+        """Kernels of one step, by time. Returns how many there are."""
+        found = kernels_of(lambda: self.step(net(self.prepared[0], self.x)))
+        count, busy = sum(k[1] for k in found), sum(k[2] for k in found)
+        say(profile=name, precision=self.precision, kernels=count, busy_us=round(busy), top=found[:18])
+        return count
+
+    def by_round(self, name: str, net: dynamic.Model) -> None:
+        """Microseconds until each round is done, in the kernel that runs them all."""
+        (templates,) = net._templates.values()
+        batch = templates.kept[-1].batch
+        table = batch.index["round"]
+        rounds = int(table[0])
+        spans = table[1 : 1 + 5 * rounds].view(rounds, 5)
+        sizes = (spans[:, 2] - spans[:, 1]).tolist()
+        for phase, kernel in batch._resident.items():
+            until = []
+            for n in range(1, rounds + 1):
+                table[0] = n
+                until.append(round(device_time(in_graph(kernel.launch), 5) * 1e3, 1))
+            say(by_round=name, phase=phase, rows=sizes, us=until)
+        table[0] = rounds
+
+
+def meeting_time() -> None:
+    """Microseconds of one meeting of all programs."""
+    import triton
+
+    from weft.dynamic.emit_rounds import MEET
+    from weft.runtime import modules, replay
+
+    text = f"""import triton
+import triton.language as tl
+
+
+{MEET}
+
+@triton.jit
+def meets(count, N):
+    for i in range(0, N):
+        w_meet(count, (i + 1) * tl.num_programs(0))
+"""
+    kernel, programs = modules.load(text).meets, replay.processors(DEVICE)
+    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+
+    def run(n: int) -> None:
+        count.zero_()
+        kernel[(programs,)](count, n, num_warps=8, launch_cooperative_grid=True)
+
+    run(10)
+    per = (device_time(lambda: run(1000), 5) - device_time(lambda: run(1), 5)) / 999
+    say(meeting_us=round(per * 1e3, 2), triton=triton.__version__)
+
+
+def product_times(precision: str) -> None:
+    """Microseconds of products of the sizes that levels have, in a graph."""
+    torch.set_float32_matmul_precision(precision)
+    out = {}
+    for k, n in ((512, 1536), (512, 512), (1536, 512)):
+        w = torch.randn(n, k, device=DEVICE)
+        for m in (8, 64, 200, 600, 1200):
+            a, o = torch.randn(m, k, device=DEVICE), torch.empty(m, n, device=DEVICE)
+            twenty = in_graph(lambda a=a, o=o, w=w: [torch.mm(a, w.t(), out=o) for _ in range(20)])
+            out[f"{m}x{k}x{n}"] = round(device_time(twenty, 3) / 20 * 1e3, 2)
+    say(products_us=out, precision=precision)
+
+
+def sizes_to_try(precision: str) -> dict[str, bool | Tiles]:
+    """Forced ways; weft as it comes has a few of them to choose from."""
+    if precision == "highest":
+        return {"launched": False, "tf32x3": Tiles(precision="tf32x3"), "ieee": Tiles(), "tf32x3 l16": Tiles(lanes=16, precision="tf32x3"),
+                "tf32x3 2p": Tiles(lanes=16, warps=4, per_processor=2, precision="tf32x3"),
+                "ieee 64x64": Tiles(lanes=64, inner=16)}  # fmt: skip
+    return {"launched": False, "tf32": Tiles(precision="tf32"), "l16": Tiles(lanes=16, precision="tf32"),
+            "2p": Tiles(lanes=16, warps=4, per_processor=2, precision="tf32"), "k64": Tiles(lanes=16, inner=64, precision="tf32")}  # fmt: skip
+
+
+def row(precision: str, until: float, warm: int = 14, count: int = 12) -> dict[str, Any]:
+    case = Case(precision)
+    seen: dict[str, Any] = {}
+    for name, resident in sizes_to_try(precision).items():
+        net = case.net(resident)
+        found = attempt(name, lambda net=net, name=name: case.run(name, net, warm, count), until)
+        if found:
+            seen[name] = found
+            if name in ("launched", "tf32x3", "tf32"):
+                seen[name]["kernels"] = attempt("profile", lambda net=net, name=name: case.profile(name, net), until)
+            if name in ("tf32x3", "tf32", "ieee"):
+                attempt("by round", lambda net=net, name=name: case.by_round(name, net), until)
+        del net
+    auto = case.net(None)
+    chosen = attempt("as it comes", lambda: case.run("as it comes", auto, 36, 30), until)
+    kernels = attempt("profile", lambda: case.profile("as it comes", auto), until) or 0
+    levels = [Levels(s, DEVICE) for s in case.fresh(10)]
+    for one in levels[:3]:
+        case.step(level_by_level(case.cell, one, case.x))
+    level = timed(lambda i: case.step(level_by_level(case.cell, levels[i], case.x)), 10)
+    floors = {n: round(launch_floor(n), 3) for n in {kernels, (seen.get("launched") or {}).get("kernels") or 1}}
+    limit = gemm_limit(case.fresh(1)[0])
+    best, median = chosen or min(seen.values(), key=lambda f: f["ms"]), statistics.median(level)
+    bound = max(floors.get(kernels, 0.0), limit)
     return {
-        "case": f"tree-lstm h{HIDDEN} b{TREES} sst-like, fp32 {precision}", "weft_ms": round(median, 3),
-        "weft_best_ms": round(min(weft), 3), "peers_ms": {"level-batched torch": round(statistics.median(level), 3)},
-        "ratios": {"level-batched torch": round(statistics.median(level) / median, 2)}, "launch_floor_ms": round(floor, 3),
-        "kernels": kernels, "gemm_limit_ms": round(limit, 3), "limit_ms": round(bound, 3), "times_limit": round(median / bound, 2),
-        "construction_ms": round(construction, 3), "error": error, "levels": len(prepared[0].rounds),
-        "templates": sum(len(t.kept) for t in net._templates.values()),
+        "case": f"tree-lstm h{HIDDEN} b{TREES} sst-like, fp32 {precision}", "weft_ms": best["ms"], "weft_best_ms": best["best_ms"],
+        "chosen": best["chosen"], "peers_ms": {"level-batched torch": round(median, 3)},
+        "ratios": {"level-batched torch": round(median / best["ms"], 2)}, "launch_floor_ms": floors, "kernels": kernels,
+        "gemm_limit_ms": round(limit, 3), "limit_ms": round(bound, 3), "times_limit": round(best["ms"] / bound, 2),
+        "construction_ms": best["construction_ms"], "errors": best["errors"], "ways_ms": {n: f["ms"] for n, f in seen.items()},
     }  # fmt: skip
 
 
 def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--seconds", type=float, default=95.0)
+    seconds = options.parse_args().seconds
     torch.set_float32_matmul_precision("highest")
-    worst = check()
-    print(f"correct: largest relative error {worst:.1e}", file=sys.stderr)
-    rows = [row("highest"), row("high")]
+    tilings: dict[str, bool | Tiles] = {"launched": False, "ieee": Tiles(), "tf32x3": Tiles(precision="tf32x3")}
+    worst = {name: attempt(f"check {name}", lambda r=r: check(r), seconds) for name, r in tilings.items()}
+    say(correct=worst)
+    attempt("meetings", meeting_time, seconds)
+    rows = [attempt("highest", lambda: row("highest", seconds * 0.6), seconds), attempt("high", lambda: row("high", seconds - 8), seconds)]
+    for precision in ("highest", "high"):
+        attempt("products", lambda p=precision: product_times(p), seconds)
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    print(json.dumps({"bench": "gpu-dynamic", "machine": machine, "correct": f"recursion in float64, {worst:.1e}", "rows": rows}))
+    print(json.dumps({"bench": "gpu-dynamic", "machine": machine, "correct": worst, "rows": rows}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Dynamic models: one vertex function, a graph per sample, batched by structure.
 
-    class Sum(nn.Module):
-        def forward(self, v):                      # v stands for many vertices at once
-            h = v.pull("x", optional=True) + v.gather("h", reduce="sum")
-            v.scatter(h=h), v.push(h=h)
+class Sum(nn.Module):
+    def forward(self, v):                      # v stands for many vertices at once
+        h = v.pull("x", optional=True) + v.gather("h", reduce="sum")
+        v.scatter(h=h), v.push(h=h)
 
-    model = weft.dynamic.Model(Sum(), states={"h": 64})
-    out = model(weft.dynamic.trees([((0, 1), 2), (3, 4)]), x)      # one row per root
+model = weft.dynamic.Model(Sum(), states={"h": 64})
+out = model(weft.dynamic.trees([((0, 1), 2), (3, 4)]), x)      # one row per root
 """
 
 from __future__ import annotations

@@ -12,22 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.dynamic.choice import Choice, Way, ways
+from weft.dynamic.emit_rounds import Tiles
 from weft.dynamic.engine import Batch, Plan
-from weft.dynamic.layout import Layout, Template, padded, template
+from weft.dynamic.layout import Bulk, Layout, Template, bulk, padded, template
 from weft.dynamic.native import Ints
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
 from weft.runtime import replay
 
-KEPT = 4  # templates per plan
+KEPT = 4  # templates per way
 
 
 class Captured:
     """One template, recorded."""
 
-    def __init__(self, plan: Plan, t: Template, s: Schedule, layout: Layout, device: torch.device, sizes: Mapping[str, Tensor]) -> None:
-        self.template, self.plan, self.device, self.busy = t, plan, device, False
+    def __init__(
+        self, plan: Plan, t: Template | Bulk, s: Schedule, layout: Layout, device: torch.device, sizes: Mapping[str, Tensor], way: Way,
+    ) -> None:  # fmt: skip
+        self.template, self.plan, self.device, self.way, self.busy = t, plan, device, way, False
         kinds = s.structure.kinds
         self.rows = {name: _room(len(x)) for name, x in sizes.items()}
         self.inputs = {n: torch.zeros((self.rows[n], *x.shape[1:]), dtype=x.dtype, device=device) for n, x in sizes.items()}
@@ -36,10 +40,12 @@ class Captured:
         self._host = replay.pinned(len(layout.packed), torch.int64, device)
         self._device = torch.empty(len(self._host), dtype=torch.int64, device=device)
         self._copied = replay.mark(device)
-        self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights])
+        self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights], way.tiles)
         self._weights_at = [w.data_ptr() for w in plan.weights]
         self._forward = self._backward = None
         self._wanted: dict[str, Tensor] = {}
+        self._clocks = replay.Clock(device), replay.Clock(device)
+        self.timed = 0  # directions whose last run is on a clock
 
     def has_room(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> bool:
         """Whether inputs and outputs fit, and the weights are still where they were."""
@@ -51,9 +57,14 @@ class Captured:
         """Load a batch of graphs and replay."""
         self.counts = {n: len(w) for n, w in wanted.items()}
         self._load(layout, inputs, wanted)
+        self.timed = 0
         if self._forward is None:
             self._forward = replay.record(self._run_forward, self.device)
-        self._forward()
+            self._forward()
+            if self.way.tiles is not None and self.plan.backward:  # whether it runs here must be known before it is relied on
+                self._backward = replay.record(self._run_backward, self.device)
+        else:
+            self._time(0, self._forward)
         return [out[: self.counts[n]].clone() for n, out in zip(self.plan.outputs, self._outputs, strict=True)]
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
@@ -62,30 +73,49 @@ class Captured:
             into[self.counts[name] :].zero_()
         if self._backward is None:
             self._backward = replay.record(self._run_backward, self.device)
-        self._backward()
+            self._backward()
+        else:
+            self._time(1, self._backward)
         found = {key: value.clone() for key, value in self._found.items()}
         for handle in [ready(value) for key, value in found.items() if ready is not None and not isinstance(key, Source)]:
             handle.wait()
         return found
 
+    def _time(self, direction: int, work: Callable[[], None]) -> None:
+        self._clocks[direction].time(work)
+        self.timed += 1
+
+    def took(self) -> float | None:
+        """Milliseconds of the last run, forward and back; None where it was not timed, or while it is not done."""
+        times = self.clocks() if self.timed == (2 if self.plan.backward else 1) else [None]
+        return None if None in times else sum(t for t in times if t is not None)
+
+    def clocks(self) -> list[float | None]:
+        """Milliseconds of the last run, forward and back each."""
+        return [clock.read() for clock in self._clocks[: 2 if self.plan.backward else 1]]
+
     def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
-        self._copied()  # the copy before this one must have left the host's memory
-        self._host.copy_(torch.from_numpy(layout.packed))
-        self._device.copy_(self._host, non_blocking=True)
+        ahead = layout.sent.pop(self.device, None)
+        if not self._wanted:
+            self._prepare(wanted)
+        self._copied()  # the copies before these must have left the host's memory
+        if ahead is None:
+            self._host.copy_(torch.from_numpy(layout.packed))
+        self._device.copy_(self._host if ahead is None else ahead, non_blocking=True)
+        for name, vertices in wanted.items():
+            rows = self._asked_for[name]
+            rows[: len(vertices)] = torch.from_numpy(layout.place[vertices])
+            rows[len(vertices) :] = layout.rows
+            self._wanted[name].copy_(rows, non_blocking=True)
         self._copied = replay.mark(self.device)
         for name, x in inputs.items():
             self.inputs[name][: len(x)].copy_(x)
-        if not self._wanted:
-            self._prepare(wanted)
-        for name, vertices in wanted.items():
-            rows = layout.place[vertices]
-            padding = torch.full((self.asked[name] - len(rows),), layout.rows, dtype=torch.int64)
-            self._wanted[name].copy_(torch.cat([torch.from_numpy(rows), padding]), non_blocking=True)
 
     def _prepare(self, wanted: Mapping[str, Ints]) -> None:
         """Buffers for outputs, and the batch bound to all buffers."""
         self.asked = {name: _room(len(v)) for name, v in wanted.items()}
         self._wanted = {n: torch.zeros(size, dtype=torch.int64, device=self.device) for n, size in self.asked.items()}
+        self._asked_for = {n: replay.pinned(size, torch.int64, self.device) for n, size in self.asked.items()}
         shapes = {n: (self.asked[n], *h.shape) for n, h in self.plan.outputs.items()}
         floats = {n: h for n, h in self.plan.outputs.items() if h.dtype.is_floating_point}
         self._grads = {n: torch.zeros(shapes[n], dtype=h.dtype, device=self.device) for n, h in floats.items()}
@@ -100,38 +130,88 @@ class Captured:
 
 
 class Templates:
-    """The recorded templates of one plan on one device."""
+    """The recorded templates of one plan on one device, in every way that is still in the running."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan, self.device, self.kept = plan, device, list[Captured]()
+    def __init__(self, plan: Plan, device: torch.device, resident: bool | Tiles | None = None) -> None:
+        self.plan, self.device, self.resident, self.kept = plan, device, resident, list[Captured]()
+        self._choices: dict[tuple[str, ...], Choice] = {}
+
+    def choice(self, s: Schedule) -> Choice:
+        """What is known about the ways to run graphs with these types of vertices."""
+        kinds = s.structure.kinds
+        if kinds not in self._choices:
+            self._choices[kinds] = Choice(ways(self.plan, kinds, self.device, self.resident))
+        return self._choices[kinds]
 
     def take(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> tuple[Captured, Layout]:
         """A free template with room for the schedule, the smallest there is, or a new one."""
-        free = [c for c in self.kept if not c.busy and c.has_room(inputs, wanted) and c.template.holds(s) is not None]
-        captured = min(free, key=lambda c: c.template.cost()) if free else self._new(s, inputs)
+        self._learn(s)
+        way = self._way(s)
+        free = [c for c in self._of(way) if not c.busy and c.has_room(inputs, wanted) and _holds(s, c.template) is not None]
+        captured = min(free, key=lambda c: c.template.cost()) if free else self._new(s, inputs, way)
         return captured, self._padded(s, captured.template)
 
     def fit(self, s: Schedule) -> None:
         """Put the schedule into the rows of the template that `take` would choose, ahead of time."""
-        fitting = [c for c in self.kept if c.template.holds(s) is not None]
+        fitting = [c for c in self._of(self._way(s)) if _holds(s, c.template) is not None]
         if fitting:
-            self._padded(s, min(fitting, key=lambda c: c.template.cost()).template)
+            layout = self._padded(s, min(fitting, key=lambda c: c.template.cost()).template)
+            layout.sent[self.device] = replay.send(torch.from_numpy(layout.packed), self.device)
 
-    def _padded(self, s: Schedule, t: Template) -> Layout:
-        return s.keep(("padded", t), lambda: padded(s, t, t.holds(s) or [], self.plan.sent))
+    def refuse(self, s: Schedule, captured: Captured, why: Exception) -> None:
+        """Give up a way that failed when it was recorded; without another there is nothing to fall back to."""
+        if captured.way.tiles is None or self.resident:
+            raise why
+        self.choice(s).refuse(captured.way, f"{type(why).__name__}: {why}")
+        self.kept = [c for c in self.kept if c.way != captured.way]
 
-    def _new(self, s: Schedule, inputs: Mapping[str, Tensor]) -> Captured:
+    def _way(self, s: Schedule) -> Way:
+        """A kernel for all rounds needs rows of every class it was written for."""
+        way = self.choice(s).now()
+        codes = [self.plan.resident_code(phase, s.structure.kinds) for phase in ("rounds", "back")] if way.tiles else []
+        return way if all(set(c.classes) <= set(s.blocks) for c in codes if c is not None) else Way()
+
+    def _of(self, way: Way) -> list[Captured]:
+        return [c for c in self.kept if c.way == way]
+
+    def _learn(self, s: Schedule) -> None:
+        """Note how long the last runs took; once a way is chosen the others are let go."""
+        choice = self.choice(s)
+        if choice.decided:
+            return
+        for captured in self.kept:
+            if (ms := captured.took()) is not None and captured.way in choice.times:
+                captured.timed = 0
+                choice.saw(captured.way, ms)
+        if choice.decided:
+            self.kept = [c for c in self.kept if c.busy or c.way == choice.left[0]]
+
+    def _padded(self, s: Schedule, t: Template | Bulk) -> Layout:
+        return s.keep(("padded", t), lambda: padded(s, t, _holds(s, t) or [], self.plan.sent))
+
+    def _new(self, s: Schedule, inputs: Mapping[str, Tensor], way: Way) -> Captured:
         """Record a template wider than the last one, or one of its own where the two do not join."""
-        wider = template(s, self.kept[-1].template if self.kept else None)
-        wider = wider if wider.holds(s) is not None else template(s)
-        made = Captured(self.plan, wider, s, self._padded(s, wider), self.device, inputs)
-        idle = [c for c in self.kept if not c.busy]
-        if len(self.kept) >= KEPT and idle:
+        kept = self._of(way)
+        wider = _wider(s, kept[-1].template if kept else None, way)
+        made = Captured(self.plan, wider, s, self._padded(s, wider), self.device, inputs, way)
+        idle = [c for c in kept if not c.busy]
+        if len(kept) >= KEPT and idle:
             self.kept.remove(idle[0])
         self.kept.append(made)
         return made
 
 
+def _holds(s: Schedule, t: Template | Bulk) -> list[int] | None:
+    return s.keep(("holds", t), lambda: t.holds(s))
+
+
+def _wider(s: Schedule, before: Template | Bulk | None, way: Way) -> Template | Bulk:
+    if way.tiles is not None:
+        joined = bulk(s, before if isinstance(before, Bulk) else None)
+        return joined if joined.holds(s) is not None else bulk(s)
+    wider = template(s, before if isinstance(before, Template) else None)
+    return wider if wider.holds(s) is not None else template(s)
+
+
 def _room(size: int) -> int:
     return -(-int(size * 1.1 + 1) // 64) * 64
-

@@ -18,9 +18,7 @@ def draw(schedule: Schedule) -> str:
     widest, label = max(sizes, default=1), max(map(len, names), default=0)
     rows = [
         f"{i:4}  {name:<{label}}  {size:6}  {edges:6}  {'█' * max(1, round(size / widest * WIDTH))}"
-        for i, (name, size, edges) in enumerate(
-            zip(names, sizes, (r.edge_stop - r.edge_start for r in schedule.rounds), strict=True)
-        )
+        for i, (name, size, edges) in enumerate(zip(names, sizes, (r.edge_stop - r.edge_start for r in schedule.rounds), strict=True))
     ]
     if len(rows) > MOST:
         left = len(rows) - MOST

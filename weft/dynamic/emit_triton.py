@@ -15,7 +15,7 @@ from weft.runtime import modules
 
 TYPES = {torch.float32: "tl.float32", torch.float64: "tl.float64"}
 LARGEST = 512  # lanes of a program
-HEADER = '''\
+HEADER = """\
 import triton
 import triton.language as tl
 
@@ -45,7 +45,7 @@ def w_max(a, b):
 @triton.jit
 def w_min(a, b):
     return tl.where((a < b) | (a != a), a, b)
-'''
+"""
 
 
 class Code:
@@ -71,6 +71,7 @@ def build(kernels: list[tuple[Kernel, Stores]]) -> dict[int, Code]:
 
 
 class TritonEmitter(Emitter):
+    shape = "BLOCK"  # of a value
     calls: ClassVar[dict[str, str]] = {
         "max": "w_max({}, {})", "min": "w_min({}, {})", "exp": "tl.exp({})", "tanh": "w_tanh({})", "sigmoid": "w_sigmoid({})",
         "abs": "tl.abs({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "sin": "tl.sin({})", "cos": "tl.cos({})",
@@ -150,7 +151,7 @@ class TritonEmitter(Emitter):
             return lines
         text = self.write(statement(node), lambda n: self._value(n, lines))
         if isinstance(statement(node), (int, float)):
-            text = f"tl.full([BLOCK], {text}, {TYPES[self.dtype]})"
+            text = f"tl.full([{self.shape}], {text}, {TYPES[self.dtype]})"
         lines.append(f"{node.name} = {text}")
         self.made[node] = node.name
         return [*lines, self._store(node, node.name)] if stored else lines

@@ -6,17 +6,21 @@ gradient at the end, in one product over all vertices of a class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from weft.dynamic import emit_rounds
 from weft.dynamic.cell import Cell
 from weft.dynamic.frame import Compiled, Frame
 from weft.dynamic.layout import Layout
+from weft.dynamic.phases import BACKWARD, FORWARD, PER_ROUND
+from weft.dynamic.resident import Resident
+from weft.dynamic.schedule import Round
 from weft.dynamic.store import Home, Key
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
@@ -36,13 +40,30 @@ class Plan:
     sent: set[Key]
     dtype: torch.dtype
     backward: bool
+    triton: bool  # what the kernels are written in
+    resident: dict[tuple[str, tuple[str, ...]], emit_rounds.Code | None] = field(default_factory=dict)
+
+    def resident_code(self, phase: str, kinds: tuple[str, ...]) -> emit_rounds.Code | None:
+        """One kernel for all rounds of a phase, if there can be one."""
+        if (phase, kinds) not in self.resident:
+            cells = {2 * kinds.index(name) + has: cell for (name, has), cell in self.cells.items() if name in kinds}
+            self.resident[phase, kinds] = emit_rounds.build(cells, phase)
+        return self.resident[phase, kinds]
+
+    def can_stay(self, kinds: tuple[str, ...]) -> bool:
+        """Whether all rounds can run in one launch, forward and back."""
+        return all(self.resident_code(phase, kinds) is not None for phase in (("rounds", "back") if self.backward else ("rounds",)))
 
 
 class Batch:
     """Buffers and bound steps for one layout. `load` gives it graphs, then it runs forward and, once, backward."""
 
-    def __init__(self, plan: Plan, layout: Layout, kinds: tuple[str, ...], workspace: Workspace, weights: list[Tensor]) -> None:
-        self.plan, self.layout, self.workspace = plan, layout, workspace
+    def __init__(
+        self, plan: Plan, layout: Layout, kinds: tuple[str, ...], workspace: Workspace, weights: list[Tensor],
+        tiles: emit_rounds.Tiles | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.layout, self.workspace, self.tiles = plan, layout, workspace, tiles
+        self._resident: dict[str, Resident] = {}
         self.index: dict[str, Tensor] = {}
         self.frames: dict[int, Frame] = {}
         self.kinds = kinds
@@ -63,14 +84,16 @@ class Batch:
     def forward(self) -> list[Tensor]:
         """The wanted rows of every output."""
         self._clear_states()
+        self._bind(FORWARD)
         for k, frame in self.frames.items():
             self._pull(frame, k in self.layout.gaps)
             frame.whole("weights")
             frame.whole("eager")
-        for r in self.layout.rounds:
-            self.frames[r.klass].run("rounds", r.span)
+        self._rounds("rounds", self.layout.rounds)
         for frame in self.frames.values():
             frame.whole("late")
+        if self.plan.backward:
+            self._bind(BACKWARD)
         return [self._whole(home).index_select(0, self.wanted[name]) for name, home in self.plan.outputs.items()]
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
@@ -81,11 +104,29 @@ class Batch:
         for frame in self.frames.values():
             self._clear_messages(frame)
             frame.whole("before")
-        for r in reversed(self.layout.rounds):
-            self.frames[r.klass].run("back", r.span)
+        self._rounds("back", reversed(self.layout.rounds))
         for frame in self.frames.values():
             frame.whole("after")
         return {**self._weight_gradients(ready), **self._input_gradients()}
+
+    def _rounds(self, phase: str, rounds: Iterable[Round]) -> None:
+        """Round by round, or all of them in one launch."""
+        if self.tiles is None:
+            for r in rounds:
+                self.frames[r.klass].run(phase, r.span)
+            return
+        self._resident[phase].launch()
+
+    def _bind(self, phases: Iterable[str]) -> None:
+        """Before a forward run is recorded: it also makes the copies of weights that kernels of these phases read."""
+        for phase in phases:
+            if self.tiles is not None and phase in PER_ROUND and phase not in self._resident:
+                code = self.plan.resident_code(phase, self.kinds)
+                assert code is not None, "asked to stay where it cannot"
+                self._resident[phase] = Resident(code, self.frames, self.index["round"], self.tiles)
+            elif self.tiles is None or phase not in PER_ROUND:
+                for frame in self.frames.values():
+                    frame.bind(phase)
 
     def _weight_gradients(self, ready: Callable[[Tensor], Any] | None) -> dict[Source | int, Tensor]:
         """One weight after the other, each complete when it is handed to `ready`; so its reduction runs beside the next ones."""
@@ -156,4 +197,3 @@ class Batch:
 
 def host_index(layout: Layout) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in layout.arrays.items()}
-

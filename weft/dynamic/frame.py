@@ -51,15 +51,19 @@ class Frame:
 
     def run(self, phase: str, span: Span) -> None:
         """All steps of a phase on a range of rows."""
-        steps = self._bound.get(phase)
-        if steps is None:
-            copies = [self._copy(c.node, c.home) for c in self.cell.copies.get(phase, ())]
-            steps = self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *copies]
-        for step in steps:
+        for step in self.bind(phase):
             step(span)
         if phase == "weights":
             for node, copy in self.constants.items():
                 copy.copy_(self.fetch(node, span))
+
+    def bind(self, phase: str) -> list[Bound]:
+        """The steps of a phase with their buffers."""
+        steps = self._bound.get(phase)
+        if steps is None:
+            copies = [self._copy(c.node, c.home) for c in self.cell.copies.get(phase, ())]
+            steps = self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *copies]
+        return steps
 
     def whole(self, phase: str) -> None:
         """A phase on all rows of the class."""
@@ -172,10 +176,10 @@ class Frame:
     def _kernel(self, kernel: Kernel) -> Bound:
         code, first_edge = self.compiled[id(kernel)], self.block.edge_start
         if isinstance(code, emit_triton.Code):
-            tensors = [self._argument(p) for p in code.pointers]
+            tensors = [self.argument(p) for p in code.pointers]
             return lambda span: code.launch(tensors, span[0], span[1], first_edge)
         function, pointers = code
-        table = np.array([self._argument(p).data_ptr() for p in pointers], np.int64)
+        table = np.array([self.argument(p).data_ptr() for p in pointers], np.int64)
         self.tables.append(table)
         at = table.ctypes.data
         return lambda span: function(at, span[0], span[1], first_edge)
@@ -221,7 +225,16 @@ class Frame:
 
         return step
 
-    def _argument(self, pointer: Pointer) -> Tensor:
+    def matrix(self, node: fx.Node) -> Tensor:
+        """A matrix without rows, its columns in one piece as tensor cores read them: the weight itself, or a copy made in each run."""
+        value = self.fetch(node, self.span)
+        if base(node).op == "placeholder" and value.stride(0) == 1:
+            return value
+        if node not in self.constants:
+            self.constants[node] = value.t().contiguous().t()
+        return self.constants[node]
+
+    def argument(self, pointer: Pointer) -> Tensor:
         """What a kernel gets for a pointer."""
         if pointer.kind == "index":
             name = str(pointer.key)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from weft.dynamic import native
 from weft.dynamic.native import Ints
@@ -34,6 +36,11 @@ class Layout:
     def packed(self) -> Ints:
         """All arrays after each other, to go to a device in one copy."""
         return np.concatenate(list(self.arrays.values()))
+
+    @cached_property
+    def sent(self) -> dict[torch.device, Tensor]:
+        """`packed` on devices it was sent to ahead of its run."""
+        return {}
 
     def slices(self) -> dict[str, tuple[int, int]]:
         """Where each array is in `packed`."""
@@ -81,7 +88,7 @@ class Room:
         return self.klass == r.klass and self.rows >= r.stop - r.start and self.edges >= r.edge_stop - r.edge_start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared often, as a key: by identity
 class Template:
     """How many rows and edges each round may have."""
 
@@ -103,18 +110,81 @@ class Template:
     def cost(self) -> int:
         return sum(room.rows for room in self.rooms)
 
-    def lay_out(self) -> tuple[dict[int, Block], list[Round]]:
-        """Blocks and rounds, each class with its own run of rows."""
+    def seat(self, s: Schedule, taken: list[int]) -> tuple[dict[int, Block], list[Round], Ints]:
+        """Blocks and rounds, each class with its own run of rows, and the row at which each round of the schedule begins."""
+        blocks, rounds = self._lay_out()
+        return blocks, rounds, np.array([blocks[rounds[at].klass].start + rounds[at].start for at in taken], np.int64)
+
+    def _lay_out(self) -> tuple[dict[int, Block], list[Round]]:
         rounds, used = list[Round](), dict[int, tuple[int, int]]()
         for room in self.rooms:
             row, edge = used.get(room.klass, (0, 0))
             used[room.klass] = row + room.rows, edge + room.edges
             rounds.append(Round(room.klass, row, row + room.rows, edge, edge + room.edges))
-        blocks, at, edge = dict[int, Block](), 0, 0
-        for k in sorted(used):
-            blocks[k] = Block(k // 2, bool(k % 2), at, used[k][0], edge, used[k][1])
-            at, edge = at + used[k][0], edge + used[k][1]
-        return blocks, rounds
+        return _blocks(used), rounds
+
+
+@dataclass(frozen=True, eq=False)
+class Bulk:
+    """How many rows and edges each class may have in all, and how many rounds there may be.
+
+    Enough for a kernel that reads from a table which rows each round has. Rows to spare belong to the first round of their class.
+    """
+
+    rooms: tuple[Room, ...]
+    rounds: int
+    slots: int
+
+    def holds(self, s: Schedule) -> list[int] | None:
+        """An empty list, or None if the schedule does not fit."""
+        known = {room.klass: room for room in self.rooms}
+        fits = len(s.rounds) <= self.rounds and len(s.slot_child) <= self.slots and set(s.blocks) <= set(known)
+        return [] if fits and all(_fits(known[k], b) for k, b in s.blocks.items()) else None
+
+    def cost(self) -> int:
+        return sum(room.rows for room in self.rooms)
+
+    def seat(self, s: Schedule, taken: list[int]) -> tuple[dict[int, Block], list[Round], Ints]:
+        blocks = _blocks({room.klass: (room.rows, room.edges) for room in self.rooms})
+        rounds, starts, seen = list[Round](), list[int](), set[int]()
+        for r in s.rounds:
+            block, old = blocks[r.klass], s.blocks[r.klass]
+            rows, edges = block.count - old.count, block.edge_count - old.edge_count  # to spare, at the front
+            starts.append(block.start + rows + r.start)
+            low = (rows + r.start, edges + r.edge_start) if r.klass in seen else (0, 0)
+            rounds.append(Round(r.klass, low[0], rows + r.stop, low[1], edges + r.edge_stop))
+            seen.add(r.klass)
+        return blocks, rounds, np.array(starts, np.int64)
+
+    def table(self, rounds: Sequence[Round]) -> Ints:
+        """The number of rounds, then class, rows and edges of each."""
+        flat = [n for r in rounds for n in (r.klass, *r.span)]
+        return np.array([len(rounds), *flat, *[0] * (5 * (self.rounds - len(rounds)))], np.int64)
+
+
+def _fits(room: Room, block: Block) -> bool:
+    """Whether the room has the rows and edges, and rows enough to take the spare edges."""
+    rows, edges = room.rows - block.count, room.edges - block.edge_count
+    return rows >= 0 and 0 <= edges <= 8 * rows
+
+
+def _blocks(used: dict[int, tuple[int, int]]) -> dict[int, Block]:
+    """The classes after each other."""
+    blocks, at, edge = dict[int, Block](), 0, 0
+    for k in sorted(used):
+        blocks[k] = Block(k // 2, bool(k % 2), at, used[k][0], edge, used[k][1])
+        at, edge = at + used[k][0], edge + used[k][1]
+    return blocks
+
+
+def bulk(s: Schedule, before: Bulk | None = None, slack: float = 0.05) -> Bulk:
+    """Room for this schedule, others like it, and all that fitted `before`."""
+    rooms = {k: Room(k, _more(b.count, slack), _more(b.edge_count, slack)) for k, b in s.blocks.items()}
+    for room in before.rooms if before else ():
+        own = rooms.get(room.klass, room)
+        rooms[room.klass] = Room(room.klass, max(own.rows, room.rows), max(own.edges, room.edges))
+    rounds = max(_more(len(s.rounds), 0.25) + 8, before.rounds if before else 0)
+    return Bulk(tuple(rooms.values()), rounds, max(len(s.slot_child), before.slots if before else 0))
 
 
 def template(s: Schedule, before: Template | None = None, slack: float = 0.12) -> Template:
@@ -148,11 +218,10 @@ def _join(a: list[Room], b: list[Room]) -> list[Room]:
     return out
 
 
-def padded(s: Schedule, t: Template, taken: list[int], sent: set[Key]) -> Layout:
+def padded(s: Schedule, t: Template | Bulk, taken: list[int], sent: set[Key]) -> Layout:
     """The schedule in the rows of a template."""
-    blocks, rounds = t.lay_out()
+    blocks, rounds, starts = t.seat(s, taken)
     rows, edges = sum(b.count for b in blocks.values()), sum(b.edge_count for b in blocks.values())
-    starts = np.array([blocks[rounds[at].klass].start + rounds[at].start for at in taken], np.int64)
     order = np.argsort(s.round_start, kind="stable")
     new = np.append(native.spans(starts[order], s.round_size[order]), rows)  # old place -> new, and the row of zeros
     degree, old_degree = np.zeros(rows, np.int64), np.diff(s.edge_first)
@@ -169,7 +238,10 @@ def padded(s: Schedule, t: Template, taken: list[int], sent: set[Key]) -> Layout
         arrays[f"slot{k}"] = np.full(rows, rows, np.int64)
         if k < len(s.slot_child):
             arrays[f"slot{k}"][new[:-1]] = new[s.slot_child[k]]
-    out = Layout(blocks, rounds, rows, edges, arrays | _readers(arrays, rows, sent), new[s.place], frozenset(blocks))
+    arrays |= _readers(arrays, rows, sent)
+    if isinstance(t, Bulk):
+        arrays["round"] = t.table(rounds)
+    out = Layout(blocks, rounds, rows, edges, arrays, new[s.place], frozenset(blocks))
     out.packed  # noqa: B018 - worked out now, ahead of the run
     return out
 

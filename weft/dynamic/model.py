@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import StructureError
 from weft.dynamic.captured import Templates
+from weft.dynamic.emit_rounds import Tiles
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
@@ -34,7 +35,8 @@ class Model(nn.Module):
     """Vertex functions batched over graphs.
 
     `functions` is one function (type "vertex") or several by type; a function is anything called with a Vertex, modules
-    included. `states` gives the row shape of what vertices scatter to their parents.
+    included. `states` gives the row shape of what vertices scatter to their parents. `resident` says whether all rounds run in one
+    kernel that stays on the device (True), each step is launched (False), or the faster way is found on the first batches.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Model(nn.Module):
         fuse: bool | None = None,
         replay: bool | None = None,
         target: str | None = None,
+        resident: bool | Tiles | None = None,
     ) -> None:
         super().__init__()
         named = dict(functions) if isinstance(functions, Mapping) else {"vertex": functions}
@@ -53,15 +56,13 @@ class Model(nn.Module):
         self.cells = nn.ModuleDict({k: f for k, f in named.items() if isinstance(f, nn.Module)})
         self.states = {k: (n,) if isinstance(n, int) else tuple(n) for k, n in states.items()}
         self.policy = policy
-        self.fuse, self.replay, self.target = fuse, replay, target
+        self.fuse, self.replay, self.target, self.resident = fuse, replay, target, resident
         self.ready: Ready = None
         self._variants: dict[Any, Variant] = {}
         self._pools: dict[torch.device, Pool] = {}
-        self._templates: dict[int, Templates] = {}
+        self._templates: dict[Any, Templates] = {}
 
-    def forward(
-        self, graphs: Structure | Schedule, inputs: Any = None, *, at: Any = "roots"
-    ) -> Any:
+    def forward(self, graphs: Structure | Schedule, inputs: Any = None, *, at: Any = "roots") -> Any:
         """Run a batch. Returns the pushed outputs at the roots, at "all" vertices, or at the vertices given.
 
         One tensor if the functions push one output, else a dict by name. `inputs` is a dict by name, or just "x"; an input is one
@@ -148,14 +149,17 @@ class Model(nn.Module):
 
     def _call(self, variant: Variant, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints]) -> Once | Again:
         if self._replays(variant):
-            return Again(*self._templates_of(variant, plan).take(schedule, inputs, wanted))
+            return Again(self._templates_of(variant, plan), schedule, inputs, wanted)
         return Once(plan, schedule, self._pools.setdefault(variant.device, Pool(variant.device)))
 
     def _replays(self, variant: Variant) -> bool:
         return replay.is_accelerator(variant.device) if self.replay is None else self.replay
 
     def _templates_of(self, variant: Variant, plan: Plan) -> Templates:
-        return self._templates.setdefault(id(plan), Templates(plan, variant.device))
+        key = id(plan), torch.get_float32_matmul_precision()  # a recording multiplies as it did when it was made
+        if key not in self._templates:
+            self._templates[key] = Templates(plan, variant.device, self.resident)
+        return self._templates[key]
 
 
 @functools.cache

@@ -1,13 +1,13 @@
 """When each op of a differentiated vertex function runs. Only what the recurrence forces runs round by round.
 
-    weights   no rows: once                                forward
-    eager     does not depend on the children: once over all vertices, before the rounds
-    rounds    depends on children, and parents depend on it: once per round
-    late      depends on children, only outputs depend on it: once over all vertices, after the rounds
-    before    does not depend on the gradient of states: once, before the rounds run backwards
-    back      depends on it, and the gradients for children depend on it: once per round, last round first
-    after     the rest with rows: once over all vertices at the end
-    sums      without rows, weight gradients above all: one product over all vertices, when it is asked for
+weights   no rows: once                                forward
+eager     does not depend on the children: once over all vertices, before the rounds
+rounds    depends on children, and parents depend on it: once per round
+late      depends on children, only outputs depend on it: once over all vertices, after the rounds
+before    does not depend on the gradient of states: once, before the rounds run backwards
+back      depends on it, and the gradients for children depend on it: once per round, last round first
+after     the rest with rows: once over all vertices at the end
+sums      without rows, weight gradients above all: one product over all vertices, when it is asked for
 """
 
 from __future__ import annotations

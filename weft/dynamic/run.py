@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.dynamic.captured import Captured
+from weft.dynamic.captured import Templates
 from weft.dynamic.engine import Batch, Plan, host_index
-from weft.dynamic.layout import Layout, exact
+from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.vertex import Source
@@ -53,12 +53,21 @@ class Once:
 class Again:
     """A batch that replays a template."""
 
-    def __init__(self, captured: Captured, layout: Layout) -> None:
-        self.captured, self.layout, self.plan = captured, layout, captured.plan
-        self._held = captured.busy = True
+    def __init__(self, templates: Templates, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
+        self.templates, self.schedule, self.plan = templates, s, templates.plan
+        self._take(inputs, wanted)
+
+    def _take(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
+        self.captured, self.layout = self.templates.take(self.schedule, inputs, wanted)
+        self._held = self.captured.busy = True
 
     def forward(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
-        return self.captured.forward(self.layout, inputs, wanted)
+        try:
+            return self.captured.forward(self.layout, inputs, wanted)
+        except Exception as why:  # a kernel that this device has no room for says so in its compiler's own way
+            self.templates.refuse(self.schedule, self.captured, why)
+        self._take(inputs, wanted)
+        return self.forward(inputs, wanted, weights)
 
     def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
         return self.captured.backward(grads, ready)
@@ -75,9 +84,7 @@ class Run(torch.autograd.Function):
     """The node. Its inputs are the model's inputs and weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Once | Again, names: tuple[str, ...], wanted: Mapping[str, Ints], ready: Ready, *tensors: Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: Once | Again, names: tuple[str, ...], wanted: Mapping[str, Ints], ready: Ready, *tensors: Tensor) -> Any:
         inputs = {name: t.detach() for name, t in zip(names, tensors, strict=False)}
         ctx.call, ctx.ready, ctx.rows = call, ready, {name: len(x) for name, x in inputs.items()}
         outputs = call.forward(inputs, wanted, [t.detach() for t in tensors[len(names) :]])

@@ -273,9 +273,7 @@ def _write_zero(traced: Traced, node: fx.Node) -> None:
         return
     after = node if node.op != "placeholder" else [n for n in traced.graph.nodes if n.op == "placeholder"][-1]
     with traced.graph.inserting_after(after):
-        constant = traced.graph.call_function(
-            aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device}
-        )
+        constant = traced.graph.call_function(aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device})
     constant.meta["val"] = value
     traced.replace(node, constant)
 
@@ -297,4 +295,3 @@ def _key(node: fx.Node) -> Any:
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         return node
     return node.target, repr(node.args), repr(node.kwargs)
-

@@ -86,9 +86,7 @@ class Structure:
         bounds = _bounds(sizes)
         shift = np.repeat(bounds[:-1] - self.sample[picked], sizes)  # a sample moves as one piece
         moved = np.where(child < 0, child, child + np.repeat(shift, arity))
-        return replace(
-            self, first=_bounds(arity), child=moved, row=self.row[vertices], sample=bounds, kind=self.kind[vertices]
-        )
+        return replace(self, first=_bounds(arity), child=moved, row=self.row[vertices], sample=bounds, kind=self.kind[vertices])
 
 
 def trees(samples: Sequence[Any], *, leaf: str = "vertex", inner: str = "vertex") -> Structure:
@@ -247,9 +245,7 @@ def join(parts: Sequence[Structure], rows: Sequence[int] | None = None) -> Struc
     return Structure(**whole, kinds=kinds)
 
 
-def _from_pairs(
-    pairs: Ints, sizes: Ints, kind: str, kinds: Sequence[Sequence[str]], inputs: str
-) -> Structure:
+def _from_pairs(pairs: Ints, sizes: Ints, kind: str, kinds: Sequence[Sequence[str]], inputs: str) -> Structure:
     """From (child, parent) over the whole batch."""
     total = int(sizes.sum())
     order = np.argsort(pairs[1], kind="stable")
@@ -345,9 +341,7 @@ def _guard(stack: Sequence[Any], sample: int) -> None:
 def _number(child: int, base: int, size: int) -> int:
     """The batch-wide number of a child; one that is not there yet may still come, so only negatives are refused now."""
     if child < 0:
-        raise StructureError(
-            f"vertex {size} has child {child}", needed="0 or more, or None where a child is absent", found=str(child)
-        )
+        raise StructureError(f"vertex {size} has child {child}", needed="0 or more, or None where a child is absent", found=str(child))
     return base + child
 
 

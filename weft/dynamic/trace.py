@@ -94,9 +94,7 @@ def trace(
 
     args = [use.sources[s] for s in order]
     with torch.no_grad():
-        made = make_fx(
-            functionalize(flat), tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=DECOMPOSED
-        )(*args)
+        made = make_fx(functionalize(flat), tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=DECOMPOSED)(*args)
     found = Traced(name, made.graph, {}, {}, {}, [], use.reads, use.optional)
     found.sources = dict(zip(order, placeholders(made.graph), strict=True))
     lift_weights(found, made)
@@ -126,9 +124,7 @@ def differentiate(traced: Traced, wanted: set[Source], pushed: set[str]) -> Trac
 
     args = [like(n, s in wanted) for s, n in traced.sources.items()] + [like(n, False) for n in keep]
     made = make_fx(joint, tracing_mode="fake", decomposition_table=DECOMPOSED)(*args)
-    both = Traced(
-        traced.name, made.graph, {}, {}, {}, traced.weights, traced.reads, traced.optional
-    )
+    both = Traced(traced.name, made.graph, {}, {}, {}, traced.weights, traced.reads, traced.optional)
     both.sources = dict(zip([*sources, *cotangents], placeholders(made.graph), strict=True))
     name_results(both, [*traced.states], [*traced.outputs], [s for s in sources if s in wanted])
     return both

@@ -191,7 +191,9 @@ class Recorder:
         for policy in POLICIES:
             other = Schedule(structure, self.model.reads(), policy)
             took, batches = self.costs.seconds(other) * 1e3, len(other.rounds)
-            self.alternatives.append({"plan": f"{policy}: {batches} batches", "step_ms": took, "memory_gb": 0.0, "causes_ms": {}, "reason": ""})
+            self.alternatives.append(
+                {"plan": f"{policy}: {batches} batches", "step_ms": took, "memory_gb": 0.0, "causes_ms": {}, "reason": ""}
+            )
         if self.printer is not None:
             self.printer.say(self.run())
         if self.folder is not None:
@@ -201,7 +203,14 @@ class Recorder:
         """The run so far."""
         device = describe(self.device) if self.device is not None else ""
         tensors = [
-            {"name": name, "role": "param", "shape": list(p.shape), "local": list(p.shape), "dtype": str(p.dtype).removeprefix("torch."), "places": {}}
+            {
+                "name": name,
+                "role": "param",
+                "shape": list(p.shape),
+                "local": list(p.shape),
+                "dtype": str(p.dtype).removeprefix("torch."),
+                "places": {},
+            }
             for name, p in self.model.cells.named_parameters()
         ]
         taken = self.data.get("policy", self.model.policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -40,3 +41,38 @@ def mark(device: torch.device) -> Callable[[], None]:
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory from which copies to the device need not wait."""
     return torch.empty(size, dtype=dtype, pin_memory=is_accelerator(device))
+
+
+def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device that is on its way when this returns."""
+    return host.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else host.to(device)
+
+
+def processors(device: torch.device) -> int:
+    """How many programs of a kernel run at once, one on each processor of the device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_accelerator(device) else 1
+
+
+class Clock:
+    """Milliseconds that work took on the device; asking for them never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = is_accelerator(device)
+        self.ends: list[torch.cuda.Event] = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.on_device else []
+        self.times: list[float] = []
+
+    def time(self, work: Callable[[], None]) -> None:
+        self._tick(0)
+        work()
+        self._tick(1)
+
+    def read(self) -> float | None:
+        """The time, or None while the work is not done."""
+        if not self.on_device:
+            return (self.times[-1] - self.times[-2]) * 1e3 if len(self.times) > 1 else None
+        return self.ends[0].elapsed_time(self.ends[1]) if self.times and self.ends[1].query() else None
+
+    def _tick(self, end: int) -> None:
+        self.times = [*self.times[-1:], time.perf_counter()]
+        if self.on_device:
+            self.ends[end].record()

@@ -1,0 +1,77 @@
+"""Which way to run the rounds: every way is tried on real batches, and the one whose median run is fastest stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.dynamic.emit_rounds import Tiles
+from weft.runtime import replay
+
+if TYPE_CHECKING:
+    from weft.dynamic.engine import Plan
+
+ENOUGH = 3  # runs of each way that are timed
+
+
+@dataclass(frozen=True)
+class Way:
+    """Round by round, each step launched; or all rounds in one kernel with tiles of these sizes."""
+
+    tiles: Tiles | None = None
+
+    def __str__(self) -> str:
+        if (t := self.tiles) is None:
+            return "launched"
+        return f"resident {t.rows}x{t.lanes}x{t.inner}/{t.warps}w/{t.depth}d/{t.per_processor}p {t.precision}"
+
+
+def ways(plan: Plan, kinds: tuple[str, ...], device: torch.device, resident: bool | Tiles | None) -> list[Way]:
+    """The ways a plan can be run in. `resident` asks for one kernel (True, or its tiles), refuses it (False) or lets time decide."""
+    if resident is False or not plan.triton or not plan.can_stay(kinds):
+        return [Way()]
+    if isinstance(resident, Tiles):
+        return [Way(resident)]
+    if not replay.is_accelerator(device):
+        return [Way(Tiles(rows=16, lanes=16, inner=16))] if resident else [Way()]
+    staying = [Way(t) for t in tilings(torch.get_float32_matmul_precision())]
+    return staying if resident else [Way(), *staying]
+
+
+def tilings(precision: str) -> list[Tiles]:
+    """Sizes worth a trial, by the precision torch is told to keep."""
+    if precision != "highest":
+        return [Tiles(precision="tf32"), Tiles(lanes=16, precision="tf32")]
+    return [Tiles(precision="tf32x3"), Tiles(lanes=16, precision="tf32x3"), Tiles()]
+
+
+class Choice:
+    """The ways that are left, and what is known of them."""
+
+    def __init__(self, known: Sequence[Way]) -> None:
+        self.left = list(known)
+        self.times: dict[Way, list[float]] = {w: [] for w in known}
+        self.refused: dict[Way, str] = {}
+
+    @property
+    def decided(self) -> bool:
+        return len(self.left) == 1
+
+    def now(self) -> Way:
+        """The way to run the next batch in."""
+        return min(self.left, key=lambda w: len(self.times[w]))
+
+    def saw(self, way: Way, ms: float) -> None:
+        self.times[way].append(ms)
+        if not self.decided and way in self.left and all(len(self.times[w]) >= ENOUGH for w in self.left):
+            self.left = [min(self.left, key=lambda w: median(self.times[w]))]
+
+    def refuse(self, way: Way, why: str) -> None:
+        """A way that does not run here, for want of registers say."""
+        self.refused[way] = why
+        self.left = [w for w in self.left if w != way] or [Way()]
+        self.times.setdefault(self.left[0], [])
