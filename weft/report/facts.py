@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from weft.core.program import Program
 from weft.plan.timeline import Timeline
 
 
@@ -50,6 +51,8 @@ class Facts:
     repeats: float = 1.0
     stages: Sequence[int] = ()
     communication: Sequence[Mapping[str, Any]] = ()
+    program: Program | None = None  # to be drawn op by op
+    per_micro_batch: bool = False  # whether `communication` is of one micro-batch of several
     views: Sequence[View] = ()
     causes_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # predicted, measured
     memory: Sequence[Curve] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Program
@@ -15,9 +15,10 @@ ROW, ARCS, NAME, OP = 22, 120, 150, 330  # pixels: a row's height; where arcs en
 MOST = 80  # rows drawn; of a longer program the middle is left out
 
 
-def graph(program: Program) -> Markup:
+def graph(program: Program, chosen: Collection[Node] | None = None) -> Markup:
+    """The program, or the chosen nodes of it."""
     names = node_names(program)
-    nodes = [n for n in program.nodes if n in names]
+    nodes = [n for n in program.nodes if n in names and (chosen is None or n in chosen)]
     kept = nodes if len(nodes) <= MOST else [*nodes[: MOST // 2], *nodes[-MOST // 2 :]]
     at = {n: (i if len(nodes) <= MOST or i < MOST // 2 else i + 1) * ROW + ROW / 2 + 4 for i, n in enumerate(kept)}
     height = (len(kept) + (len(nodes) > MOST)) * ROW + 10

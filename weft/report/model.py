@@ -14,6 +14,7 @@ from weft.report.words import colour, count, means
 SMALL, LARGE = 10.0, 68.0  # pixels of the shortest and the longest side of a tensor
 LINES = 8  # cuts drawn at most; the chip says how many there are
 _CUT = re.compile(r"S\((\d+)(?:\.\d+)?\)")
+_AT = re.compile(r"O\((\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,19 @@ def _draw(
         head.append(tag("span", f"layer {block.layers[0]}", cls="muted"))
     if many > 1 and len(stages) > 1:
         head += [chip("pp", f"{n} layers", f"stage {i} holds {n} layers") for i, n in enumerate(stages)]
+    block, at = _together(block)
+    head += [chip("pp", _word("pp", at), _says("pp", at, mesh))] if at else []
     parts = [_part(name, own, mesh, states, longest) for name, own in block.parts.items()]
     return tag("section", tag("header", head), tag("div", parts, cls="parts"), cls="block folded" if many > 1 else "block")
+
+
+def _together(block: Block) -> tuple[Block, str]:
+    """The block with its stage said once, where one stage has all of it."""
+    found = {t["places"].get("pp", "") for own in block.parts.values() for t in own}
+    if len(found) != 1 or not (at := found.pop()):
+        return block, ""
+    parts = {m: [{**t, "places": {a: p for a, p in t["places"].items() if a != "pp"}} for t in own] for m, own in block.parts.items()}
+    return Block(block.title, block.layers, parts), at
 
 
 def _part(name: str, tensors: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], states: Mapping[str, Any], longest: int) -> Markup:
@@ -118,21 +130,29 @@ def _part(name: str, tensors: Sequence[Mapping[str, Any]], mesh: Mapping[str, in
 def _tensor(t: Mapping[str, Any], mesh: Mapping[str, int], state: Mapping[str, Any] | None, longest: int) -> Markup:
     shape = " × ".join(count(n) for n in t["shape"]) or "number"
     figures = [glyph(t, mesh, longest)]
-    apart = state is not None and state["places"] != t["places"]
+    apart = state is not None and {**state["places"], "pp": ""} != {**t["places"], "pp": ""}  # a stage's state is where it is
     if apart:
         figures.append(tag("span", glyph(state, mesh, longest), cls="state", title="its optimizer state"))
     chips = [tag("div", _chips(t["places"], mesh))] if t["places"] else []
     if apart:
-        chips.append(tag("div", tag("small", "state"), _chips(state["places"], mesh)))  # type: ignore[index]
+        places = {a: p for a, p in state["places"].items() if a != "pp"}  # type: ignore[index]
+        chips.append(tag("div", tag("small", "state"), _chips(places, mesh)))
     return tag("figure", tag("div", figures, cls="glyphs"), tag("figcaption", t["leaf"], tag("br"), tag("small", shape), chips))
 
 
 def _chips(places: Mapping[str, str], mesh: Mapping[str, int]) -> list[Markup]:
-    return [chip(a, f"{a} {p}", _says(a, p, mesh)) for a, p in places.items()]
+    return [chip(a, _word(a, p), _says(a, p, mesh)) for a, p in places.items()]
+
+
+def _word(axis: str, place: str) -> str:
+    at = _AT.fullmatch(place)
+    return f"stage {at[1]}" if at and axis == "pp" else f"{axis} {place}"
 
 
 def _says(axis: str, place: str, mesh: Mapping[str, int]) -> str:
-    cut = _CUT.fullmatch(place)
+    cut, at = _CUT.fullmatch(place), _AT.fullmatch(place)
+    if at:
+        return f"only rank {at[1]} along {axis} has it"
     return f"dim {cut[1]} is cut into {mesh.get(axis, 1)} along {axis}" if cut else f"{place} along {axis}"
 
 

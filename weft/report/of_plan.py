@@ -48,9 +48,10 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Fa
         figures=figures(plan), plan=list(rows(plan)), mesh=_mesh(plan.setting), alternatives=list(_alternatives(plan)), chosen="this plan",
     )  # fmt: skip
     if not is_transformer(plan.model):
-        causes = {k: v for k, v in (plan.foreseen.get("causes_ms") or {}).items() if v > 0}
-        note = "The plan was made on the captured program; its tensors and its step are not drawn one by one."
-        return replace(base, says=[note], causes_ms={"predicted": causes} if causes else {})
+        from weft.report.of_captured import of_captured
+
+        say("the program")
+        return replace(base, causes_ms=_causes(plan), **of_captured(plan))
     say("the model")
     made = replace(base, **_model(plan))
     if plan.shares:
@@ -62,6 +63,11 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Fa
 
         made = replace(made, reasons=[dataclasses.asdict(r) for r in explain(plan, lambda text: say(f"what else for {text}"))])
     return made
+
+
+def _causes(plan: Plan) -> dict[str, dict[str, float]]:
+    causes = {k: v for k, v in (plan.foreseen.get("causes_ms") or {}).items() if v > 0}
+    return {"predicted": causes} if causes else {}
 
 
 def _mesh(s: Setting) -> dict[str, int]:
@@ -116,7 +122,8 @@ def _placed(plan: Plan, layers: int) -> dict[str, Any]:
     program = place(captured.program, named.mesh, *input_layouts(captured.program, named, captured.states))
     mesh = {"pp": s.pp, **named.mesh.sizes} if s.pp > 1 else dict(named.mesh.sizes)
     held = tensors(program, captured.states)
-    return {"held": held, "mesh": mesh, "communication": communication(program), "verbs": verbs(program, captured.program)}
+    return {"held": held, "mesh": mesh, "communication": communication(program), "program": program,
+            "verbs": verbs(program, captured.program)}  # fmt: skip
 
 
 # --- the step
@@ -132,12 +139,11 @@ def _step(plan: Plan) -> dict[str, Any]:
     views = [View("the whole step", {"predicted": step.timeline}, note)]
     for title, line in detail(search.work(setting), setting, search.cluster).items():
         views.append(View(title, {"predicted": line}, "Op by op: what the host issues, the device computes and the links carry."))
-    causes = {k: v for k, v in (plan.foreseen.get("causes_ms") or {}).items() if v > 0}
     worst = max(range(len(step.memory)), key=lambda i: step.memory[i].total)
     curves = list(_memory(search.work(setting), setting, step, plan.layers, worst))
     where = f"stage {worst}, the fullest of {setting.pp}" if setting.pp > 1 else "a device"
     return {
-        "views": views, "causes_ms": {"predicted": causes} if causes else {}, "memory": curves, "budget": search.memory,
+        "views": views, "causes_ms": _causes(plan), "memory": curves, "budget": search.memory,
         "memory_note": f"Of {where}. {note}".strip(),
     }  # fmt: skip
 

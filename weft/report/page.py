@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from weft.core.program import Program
 from weft.plan.run import pack
 from weft.report import charts, model, proofs
 from weft.report.facts import Facts
+from weft.report.graph import graph
 from weft.report.tags import Markup, join, tag
 from weft.report.words import colour, means, ms, size
 
@@ -86,14 +88,27 @@ def _model(f: Facts) -> Markup | None:
     if not f.held:
         return None
     drawn = model.picture(f.held, f.mesh, f.repeats, f.stages)
-    if not f.communication:
-        return drawn
+    return join([drawn, _ops(f.program) if f.program is not None else None, _travels(f) if f.communication else None])
+
+
+def _ops(program: Program) -> Markup:
+    """The forward pass op by op; the backward pass follows from it."""
+    from weft.plan.roles import Roles
+
+    ready = program.input_set
+    forward = {n for n in Roles(program).forward if n.args and not (n.op.name == "cast" and n.args[0] in ready)}
+    note = "One op a row, from top to bottom: what it makes and how the ranks hold it. A large dot is communication; P is a pending sum."
+    body = [tag("p", note, cls="muted"), graph(program, forward)]
+    return tag("details", tag("summary", f"Op by op: the {len(forward):,} ops of the forward pass and their layouts"), body)
+
+
+def _travels(f: Facts) -> Markup:
     rows = [
         (c["kind"].replace("_", " "), model.chip(c["axis"], c["axis"]), (f"{c['count']:,}", c["count"]), (size(c["bytes"]), c["bytes"]))
         for c in f.communication
     ]
-    note = "for one micro-batch of the layers drawn" if f.repeats != 1 else "in one step"
-    return join([drawn, tag("h3", "What travels"), tag("p", f"Collectives {note}, and the size of their tensors.", cls="muted"),
+    note = "for one micro-batch of the layers drawn" if f.repeats != 1 else "for one micro-batch" if f.per_micro_batch else "in one step"
+    return join([tag("h3", "What travels"), tag("p", f"Collectives {note}, and the size of their tensors.", cls="muted"),
                  sortable(("collective", "axis", "how many", "size"), rows, (2, 3))])  # fmt: skip
 
 

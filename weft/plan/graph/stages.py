@@ -130,8 +130,7 @@ def pipelined(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: 
 
 def _simulated(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
     line = passes(stages, cluster, rounds, schedule, beside)
-    ends = {t.stream: max(line.end[i] for i in line.on(t.stream)) for t in line.tasks}
-    return max(ends[f"stage {i}"] + st.total.once for i, st in enumerate(stages))
+    return max(max(line.end[i] for i in line.on(f"stage {s}")) + stage.total.once for s, stage in enumerate(stages))
 
 
 def passes(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> Timeline:

@@ -1,0 +1,270 @@
+"""A plan of a captured program as facts for a page: the program it was made of, read back and run through the same clock as then."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from weft.cluster.spec import Cluster, cluster
+from weft.core.errors import WeftError
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.core.text import parse
+from weft.ops.registry import nbytes
+from weft.plan.graph.stages import FULL, MIXED, STEADY, Stage, Stager, passes
+from weft.plan.graph.timing import Placed, Run
+from weft.plan.graph.units import Units
+from weft.plan.layouts.lifetimes import Lifetimes
+from weft.plan.memory import FRAGMENTATION, RESIDENT
+from weft.plan.plan import Plan
+from weft.plan.timeline import Task, Timeline
+from weft.plan.workload import Collective
+from weft.report.facts import Curve, View
+
+HELD = {"param": "parameters", "buffer": "parameters", "constant": "parameters", "batch": "batch"}
+
+
+def of_captured(plan: Plan) -> dict[str, Any]:
+    """What a page tells beyond decisions: the model and its layouts, stages, the step in time, memory, and why it is right."""
+    if "program" not in plan.layouts:
+        return {"says": ["This plan was saved without its program; plan again to see its tensors and its step."]}
+    known = _Known(plan)
+    seen = known.piped() if known.stages and plan.setting.pp > 1 else known.whole()
+    return {**_held(known), **seen, **_right(plan, known.program)}
+
+
+def _right(plan: Plan, program: Program) -> dict[str, Any]:
+    """Whether the plan's program is what the model's own file gives today, communication aside."""
+    from weft.api.record import verbs
+    from weft.plan.graph.planner import task_of
+
+    try:
+        task = task_of(plan.model, cluster(plan.cluster), plan.setting.global_batch, plan.setting.dtype)
+        steps = verbs(program, task.captured(plan.layouts["micro_batches"]).program)
+    except WeftError as error:
+        return {"says": [f"The plan is not compared with its model here: {error.message}."]}
+    if not all(step["same"] for step in steps):
+        return {"says": [f"{plan.model} is no longer the model that was planned; plan again."]}
+    return {"verbs": steps}
+
+
+# --- the program, its stages, its tensors
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What the file holds, read back."""
+
+    plan: Plan
+
+    @cached_property
+    def program(self) -> Program:
+        return parse(self.plan.layouts["program"])
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return cluster(self.plan.cluster)
+
+    @cached_property
+    def placed(self) -> Placed:
+        pp = self.plan.setting.pp
+        part = self.cluster if pp == 1 else self.cluster.slice(0, self.cluster.devices // pp)
+        return Placed(self.program, part, frozenset(self.plan.layouts["again"]))
+
+    @property
+    def overlap(self) -> frozenset[str]:
+        return frozenset(self.plan.layouts["beside"])
+
+    @property
+    def rounds(self) -> int:
+        return int(self.plan.layouts["micro_batches"])
+
+    @property
+    def budget(self) -> float:
+        own = min(g.profile.device.memory for g in self.cluster.groups)
+        asked = float(self.plan.limits["memory_gb"]) * 1e9
+        return min(own, asked) if asked else own
+
+    @cached_property
+    def units(self) -> Units:
+        return Units(self.placed, self.overlap)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages as they were split, with what each runs again."""
+        told, eager = self.plan.stages, self.plan.setting.schedule.endswith("eager")
+        again = FULL if told and all(how == "full" for stage in told for _, how, _ in stage) else MIXED
+        stager = Stager(self.units.all, self.budget, self.rounds, again, eager)
+        found, first = list[Stage](), 0
+        for i, pieces in enumerate(told):
+            alive = min(self.rounds, (2 if eager else 1) * (len(told) - i - 1) + 1)
+            made = stager.stage(first, first + len(pieces), alive)
+            found += [made] if made is not None else []
+            first += len(pieces)
+        return found
+
+    def stage_of(self, node: Node) -> int | None:
+        """The stage that holds an input: the one that reads it first."""
+        at = self.units.of.get(node)
+        if at is None:
+            return None
+        unit = next((i for i, u in enumerate(self.units.all) if u.last >= at), len(self.units.all) - 1)
+        return next((i for i, s in enumerate(self.stages) if s.first <= unit < s.last), None)
+
+    # --- the step
+
+    def whole(self) -> dict[str, Any]:
+        """One stage: every op where it runs, and memory meanwhile."""
+        watched = Watched(self.placed, self.overlap, once=True)
+        watched.run()
+        title = "one step" if self.rounds == 1 else "the last micro-batch"
+        note = "" if self.rounds == 1 else f"The last of {self.rounds} micro-batches and the update; the others repeat it without."
+        again = self.stages[0].more if self.stages else 0.0
+        if again:
+            note = f"{note} {len(self.stages[0].again)} parts are run again, {again * 1e3:.3g} ms beyond what is drawn.".strip()
+        memory = [] if again else list(_memory(self.placed, watched.began, watched.now, self.rounds))
+        return {"views": [View(title, {"predicted": watched.line}, note)], "memory": memory, "budget": self.budget,
+                "memory_note": "Of the busiest device, by what it holds."}  # fmt: skip
+
+    def piped(self) -> dict[str, Any]:
+        """Several stages: every pass where it runs, one micro-batch op by op, and memory of the fullest stage."""
+        count = len(self.stages)
+        few = min(self.rounds, (STEADY + 1) * count)
+        schedule = self.plan.setting.schedule
+        line = passes(self.stages, self.cluster, few, schedule, bool(self.overlap))
+        line = _with_updates(line, self.stages)
+        note = f"The first {few} of {self.rounds} micro-batches; the rest repeats them." if few < self.rounds else ""
+        ops = Watched(self.placed, self.overlap, once=False)
+        ops.run()
+        views = [View("the whole step", {"predicted": line}, note),
+                 View("one micro-batch, op by op", {"predicted": ops.line}, "The stages one after the other, as if they were one.")]  # fmt: skip
+        fullest = max(range(count), key=lambda i: self.stages[i].memory)
+        return {"views": views, "memory": list(self._stage_memory(fullest, line)), "budget": self.budget,
+                "memory_note": f"Of stage {fullest}, the fullest of {count}. {note}".strip()}  # fmt: skip
+
+    def _stage_memory(self, i: int, line: Timeline) -> Iterator[Curve]:
+        stage, units, end = self.stages[i], self.units.all, line.seconds
+        own = range(stage.first, stage.last)
+        kept = {u: units[u - 1].sent * (u > 0) if u in stage.again else units[u].saved for u in own}
+        passing = 2 * stage.total.work + max((units[u].saved for u in stage.again), default=0.0)
+        parts = {"state": stage.total.state, "gradients": stage.total.grads if self.rounds > 1 else 0.0, "passing": passing}
+        yield from (Curve(name, [(0.0, held), (end, held)], stacked=True) for name, held in parts.items() if held)
+        now, points = 0.0, [(0.0, 0.0)]
+        for k in sorted(line.on(f"stage {i}"), key=line.start.__getitem__):
+            if line.tasks[k].cause in ("forward", "backward"):
+                comes = line.tasks[k].cause == "forward"
+                now += sum(kept.values()) * (1 if comes else -1)
+                points.append((line.start[k] if comes else line.end[k], now))
+        yield Curve("activations", [*points, (end, now)], stacked=True)
+        spare = (stage.memory - RESIDENT) * FRAGMENTATION / (1 + FRAGMENTATION) + RESIDENT
+        yield Curve("allowance", [(0.0, spare), (end, spare)], stacked=True)
+
+
+def _with_updates(line: Timeline, stages: Sequence[Stage]) -> Timeline:
+    """Each stage's sums of gradients and update after its last pass."""
+    tasks, start, end = list(line.tasks), list(line.start), list(line.end)
+    for i, stage in enumerate(stages):
+        at = max(line.end[k] for k in line.on(f"stage {i}"))
+        tasks.append(Task("gradients and update", f"stage {i}", stage.total.once, (), "optimizer"))
+        start.append(at)
+        end.append(at + stage.total.once)
+    return Timeline(tuple(tasks), tuple(start), tuple(end))
+
+
+def _held(known: _Known) -> dict[str, Any]:
+    """Every tensor with its layout, stages among it, and what travels."""
+    from weft.api.record import communication, tensors
+
+    program, pp = known.program, known.plan.setting.pp
+    states = {i: "" for _, i in program.state if i.partition(".")[0] not in HELD}
+    held = tensors(program, states)
+    if pp > 1:
+        homes = {n.partition(".")[2]: known.stage_of(x) for n, x in program.input_names.items() if n.startswith(("param.", "buffer."))}
+        held = [{**t, "places": {**_at(homes.get(t["name"])), **t["places"]}} for t in held]
+    mesh = {"pp": pp, **program.mesh.sizes} if pp > 1 else dict(program.mesh.sizes)
+    return {"held": held, "mesh": mesh, "communication": communication(program), "program": program, "per_micro_batch": known.rounds > 1}
+
+
+def _at(stage: int | None) -> dict[str, str]:
+    return {} if stage is None else {"pp": f"O({stage})"}
+
+
+# --- one pass, watched
+
+
+@dataclass
+class Watched(Run):
+    """A pass that notes what the device and the links do, and when each node began."""
+
+    tasks: list[tuple[Task, float]] = field(default_factory=list)
+    began: dict[Node, float] = field(default_factory=dict)
+
+    def compute(self, node: Node) -> None:
+        super().compute(node)
+        seconds = self.placed.seconds[node]
+        self.began[node] = self.now - seconds
+        self._note(Task(node.op.name, "compute", seconds), self.began[node])
+
+    def wait(self, until: float, cause: str) -> None:
+        self._note(Task(f"wait for {cause}", "compute", until - self.now, (), cause), self.now)
+        super().wait(until, cause)
+
+    def _carry(self, nodes: Sequence[Node], op: Collective, carried: str) -> None:
+        link, seconds = self.placed.costs.link(op.axis), self.placed.costs.seconds(op)
+        starts = max(self.links[link], max(self.at(a) for n in nodes for a in n.args))
+        self.began |= dict.fromkeys(nodes, starts)
+        name = op.kind.replace("_", " ") + (f" of {len(nodes)} tensors" if len(nodes) > 1 else "")
+        self._note(Task(name, f"communication, {op.axis}", seconds, (), op.axis), starts)
+        super()._carry(nodes, op, carried)
+
+    def _note(self, task: Task, began: float) -> None:
+        if task.seconds > 0:
+            self.tasks.append((task, began))
+
+    @property
+    def line(self) -> Timeline:
+        made = sorted(self.tasks, key=lambda item: item[1])
+        return Timeline(tuple(t for t, _ in made), tuple(b for _, b in made), tuple(b + t.seconds for t, b in made))
+
+
+def _memory(placed: Placed, began: dict[Node, float], seconds: float, rounds: int) -> Iterator[Curve]:
+    """What is held over the pass, by what it is; gradients of earlier micro-batches, and the allowance, throughout."""
+    order = [*placed.program.inputs, *placed.roles.order]
+    clock, now = list[float](), 0.0
+    for node in order:
+        now = max(now, began.get(node, now))  # a slice takes no time of its own
+        clock.append(now)
+    spans = Lifetimes(placed.program)
+    spans.time = {n: t for t, n in enumerate(order)}
+    changes: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for node in order:
+        for index, type_ in enumerate(node.types):
+            for start, stop in placed._spans(spans, node, index):
+                changes[_kind(placed, node)][start] += nbytes(type_)
+                changes[_kind(placed, node)][stop] -= nbytes(type_)
+    for name in ("parameters", "optimizer state", "batch", "activations", "gradients"):
+        if name in changes:
+            yield Curve(name, [*_summed(changes[name], clock), (seconds, 0.0)], stacked=True)
+    if rounds > 1:
+        yield Curve("sums of gradients", [(0.0, placed.accumulated), (seconds, placed.accumulated)], stacked=True)
+    used = placed.peak + (placed.accumulated if rounds > 1 else 0.0)
+    spare = used * FRAGMENTATION + RESIDENT
+    yield Curve("allowance", [(0.0, spare), (seconds, spare)], stacked=True)
+
+
+def _kind(placed: Placed, node: Node) -> str:
+    if node in placed.program.input_set:
+        return HELD.get(str(node.attr("name")).partition(".")[0], "optimizer state")
+    return "activations" if node in placed.roles.forward else "gradients"
+
+
+def _summed(changes: dict[int, float], clock: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """Bytes after every change, in the order of the nodes; what ends with the step is held until then."""
+    now = 0.0
+    for at in sorted(changes):
+        if at < len(clock):
+            now += changes[at]
+            yield clock[at], now
