@@ -96,14 +96,17 @@ def test_a_step_that_is_skipped_changes_nothing(plan: str, tmp_path: Path) -> No
     on_ranks(2, lambda rank: torch.testing.assert_close(losses(plan, bad=True), want, rtol=1e-9, atol=1e-9), tmp_path)
 
 
-def test_on_an_accelerator_a_loss_is_looked_at_one_step_later() -> None:
-    class Elsewhere(torch.Tensor):
-        device = torch.device("meta")  # type: ignore[assignment]
-
+def test_on_an_accelerator_a_loss_is_looked_at_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(trust, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(trust, "pinned", lambda size, dtype, device: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(trust, "mark", lambda device: order.append("marked") or (lambda: order.append("waited")))
     seen = trust.Losses("raise")
-    seen.see(torch.tensor(float("nan")).as_subclass(Elsewhere), None, 1, {})
-    with pytest.raises(RuntimeFault, match="at step 1"):
-        seen.see(torch.tensor(0.0).as_subclass(Elsewhere), None, 2, {})
+    seen.see(torch.tensor(float("nan")), None, 1, {})
+    assert order == ["marked"]
+    with pytest.raises(RuntimeFault, match="the loss is nan at step 1"):
+        seen.see(torch.tensor(0.0), None, 2, {})
+    assert order[:3] == ["marked", "marked", "waited"]
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------------------------

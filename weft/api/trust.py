@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.ops.pointwise import isfinite, logical_and, where
 from weft.ops.source import input_node
-from weft.runtime import replay
+from weft.runtime.replay import is_accelerator, mark, pinned
 
 if TYPE_CHECKING:
     from weft.rewrite.check import Report
@@ -92,17 +92,27 @@ class Losses:
             raise PlanError(f"on_nan={on_nan!r}", needed=f"one of {', '.join(ON_NAN)}", found=on_nan)
         self.on_nan = on_nan
         self.skipped = 0
-        self._last: tuple[Tensor, int, Mapping[str, Tensor]] | None = None
+        self._last: tuple[Callable[[], Tensor], int, Mapping[str, Tensor]] | None = None
 
     def see(self, loss: Tensor, norm: Tensor | None, steps: int, batch: Mapping[str, Tensor]) -> None:
         if self.on_nan == "skip":
             self.skipped += not _finite(loss, norm)
         elif self.on_nan == "raise":
-            now: Any = (loss, steps, batch)
-            if loss.device.type != "cpu":
+            now: Any = (_reading(loss), steps, batch)
+            if is_accelerator(loss.device):
                 now, self._last = self._last, now
-            if now is not None and not _finite(now[0]):
-                raise _no_number(*now)
+            if now is not None and not _finite(now[0]()):
+                raise _no_number(now[0](), *now[1:])
+
+
+def _reading(loss: Tensor) -> Callable[[], Tensor]:
+    """Gives the loss on the host. It is copied as soon as the device has it: what is launched later is not waited for."""
+    if not is_accelerator(loss.device):
+        return lambda: loss
+    host = pinned(1, loss.dtype, loss.device)
+    host.copy_(loss.detach(), non_blocking=True)
+    done = mark(loss.device)
+    return lambda: (done(), host[0])[1]  # type: ignore[func-returns-value]
 
 
 def _finite(*numbers: Tensor | None) -> bool:
@@ -139,7 +149,7 @@ def exactly(wanted: bool) -> Iterator[None]:
 
 def require_exact(device: torch.device) -> None:
     """What a deterministic run needs from outside: cuBLAS reads its setting once, when it starts."""
-    if replay.is_accelerator(device) and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+    if is_accelerator(device) and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         raise RuntimeFault(
             "deterministic=True on a GPU",
             needed="CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment",

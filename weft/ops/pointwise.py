@@ -229,7 +229,7 @@ sqrt = _float_unary("sqrt", torch.sqrt, lambda n: 0.5 / n, monotone=OF_POSITIVES
 rsqrt = _float_unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
 tanh = _float_unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
 sigmoid = _float_unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
-relu = _unary("relu", torch.relu, lambda n: _as_float(gt(n.args[0], 0.0), n), monotone=FIRST)
+relu = _unary("relu", torch.relu, lambda n: _as_float(gt(n, 0.0), n), monotone=FIRST)  # by its result: its operand need not be kept
 gelu = define(
     "gelu",
     kind=Kind.POINTWISE,

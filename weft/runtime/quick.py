@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _aten = torch.ops.aten
 
@@ -13,6 +16,9 @@ _aten = torch.ops.aten
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     if not q.is_cuda:
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    if _by_cudnn(q, k, causal):
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out, lse
     if q.dtype != torch.float32:
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
@@ -27,10 +33,37 @@ def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # rows come by 32
         wanted = [True, True, True, False]
         return _aten._scaled_dot_product_efficient_attention_backward(do, q, k, v, None, out, lse, none, none, 0.0, wanted, causal, scale=scale)[:3]
+    if _by_cudnn(q, k, causal):
+        none = torch.zeros((), dtype=torch.int64, device=q.device)
+        shape = (None, None, None, q.shape[2], k.shape[2])
+        lse = lse.reshape(*q.shape[:3], 1)
+        return _aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, out, lse, none, none, *shape, 0.0, causal, scale=scale)
     none = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _aten._scaled_dot_product_flash_attention_backward(
         do, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none[0], scale=scale
     )
+
+
+def _by_cudnn(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """Whether cuDNN's kernels are the quick ones: for half precision, from Hopper on."""
+    if q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (9, 0) or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return _cudnn_has(tuple(q.shape[1:]), tuple(k.shape[1:]), q.dtype, q.device, causal)
+
+
+@functools.cache
+def _cudnn_has(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype, device: torch.device, causal: bool) -> bool:
+    """Whether it has an attention of this shape, forward and back: tried on one sample."""
+    with _disable_current_modes(), torch.no_grad():
+        query, key = (torch.zeros(1, *shape, dtype=dtype, device=device) for shape in (q, k))
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        shape = (None, None, None, q[1], k[1])
+        try:
+            out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(query, key, key, None, True, 0.0, causal, False)
+            _aten._scaled_dot_product_cudnn_attention_backward(query, query, key, key, out, lse, none, none, *shape, 0.0, causal)
+        except RuntimeError:
+            return False
+        return tuple(lse.shape) == (1, *q[:2], 1)
 
 
 def _shares_keys(q: Tensor) -> bool:
@@ -80,7 +113,7 @@ def cross_entropy_backward(ct: Tensor, x: Tensor, target: Tensor, *, ignore_inde
     """The softmax less one at the target, times the cotangent."""
     keep = target != ignore_index
     scale = torch.where(keep, ct, torch.zeros((), dtype=ct.dtype, device=ct.device)).unsqueeze(-1)
-    p = torch.softmax(x, -1, dtype=ct.dtype)
+    p = torch.softmax(x.to(ct.dtype), -1)
     if x.is_cuda:  # a comparison fuses with the rest, a scatter does not
         hit = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
         return ((p - hit.to(p.dtype)) * scale).to(x.dtype)
@@ -144,7 +177,9 @@ def adam(
     decoupled: bool,
     own: bool,
 ) -> Any:
-    """One pass over a parameter and its moments; `own` says that the moments may be overwritten."""
+    """One pass over a parameter and its moments; `own` says that the moments may be overwritten. In a trace, in ops that fuse."""
+    if isinstance(p, FakeTensor):
+        return _adam_in_ops(p, g, m, v, lr, step, betas=betas, eps=eps, decay=decay, decoupled=decoupled)
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     p = p.clone()
     m, v = (m, v) if own else (m.clone(), v.clone())
@@ -164,3 +199,14 @@ def adam(
         maximize=False,
     )
     return p, m, v
+
+
+def _adam_in_ops(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tensor, step: Tensor, *, betas: Any, eps: float, decay: float, decoupled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rate, count = lr.to(p.device, torch.float32), step.to(p.device, torch.float32)
+    g = g if decoupled else g + decay * p
+    m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+    root = v.sqrt() / (1 - betas[1] ** count).sqrt() + eps
+    kept = p * (1 - rate * decay) if decoupled else p
+    return (kept - rate / (1 - betas[0] ** count) * m / root).to(p.dtype), m.to(p.dtype), v.to(p.dtype)
