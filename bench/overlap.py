@@ -16,7 +16,8 @@ from bench import _netns
 from bench._ranks import machine, run_ranks, worst
 
 SIZE = 2048
-CHUNKS = (2, 4, 8, 16)
+CHUNKS = (4, 8, 12)
+TAPERS = (0.6, 1.0, 1.2)
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +47,7 @@ def overlap(
 
 
 def measure(rank: int, world: int, link: str, size: int, rounds: int) -> dict[str, Any]:
-    """The parts alone, the plain pair, every number of chunks, and the tuner's choice, in one run."""
+    """The parts alone, the plain pair, every way of chunks, and the tuner's choice, in one run."""
     import torch
     import torch.distributed as dist
 
@@ -57,7 +58,7 @@ def measure(rank: int, world: int, link: str, size: int, rounds: int) -> dict[st
     torch.manual_seed(rank)
     x, w = torch.randn(size, size) / size**0.5, torch.randn(size, size)
     y = torch.empty(size, size)
-    ways = [Way(), *(Way("group", c) for c in CHUNKS)]
+    ways = [Way(), *(Way("group", c, taper=t) for c in CHUNKS for t in TAPERS)]
     error = check(x, w, ways)
     calls = {"gemm": lambda: torch.mm(x, w.T, out=y), "all_reduce": lambda: dist.all_reduce(y)}
     calls |= {str(way): (lambda way=way: product_all_reduce(x, w, None, way)) for way in ways}

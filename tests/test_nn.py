@@ -18,6 +18,7 @@ WAYS = [
     wn.Way(),
     wn.Way("group", 2),
     wn.Way("group", 4),
+    wn.Way("group", 4, taper=0.5),
     wn.Way("peers"),
     wn.Way("peers", 4),
     wn.Way("peers", 2, 2, "kernel"),
@@ -120,3 +121,14 @@ def test_the_choice_for_a_shape_is_used(tmp_path: Path) -> None:
         assert choose(key).chunks == 2
 
     run_ranks(2, job, tmp_path)
+
+
+def test_chunks_taper_and_none_is_empty():
+    from weft.nn.over_group import _tapered
+
+    assert _tapered(2048, 4, 1.0) == [512, 512, 512, 512]
+    shrinking, growing = _tapered(2048, 6, 0.6), _tapered(2048, 6, 1.5)
+    assert sum(shrinking) == sum(growing) == 2048
+    assert shrinking == sorted(shrinking, reverse=True) and growing == sorted(growing)
+    assert min(_tapered(5, 8, 0.1)) == 1 and len(_tapered(5, 8, 0.1)) == 5
+    assert _tapered(0, 4, 1.0) == [0]

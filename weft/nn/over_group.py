@@ -23,25 +23,23 @@ _scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
-    """x @ w.T summed over the ranks. The first chunks and the last are small: the first product and the last sum have nothing
-    to run beside."""
-    sizes = _ramped(x.shape[0], way.chunks)
+    """x @ w.T summed over the ranks. Only the first product and the last sum have nothing to run beside: where a sum is sooner done
+    than a product chunks should shrink, where it is later they should grow, each by the ratio of the two."""
+    sizes = _tapered(x.shape[0], way.chunks, way.taper)
     out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
-
-    def one(rows: Tensor, into: Tensor) -> Generator[None, None, None]:
+    sums = []
+    for rows, into in zip(x.split(sizes), out.split(sizes), strict=True):
         torch.mm(rows, w.T, out=into)
-        work = dist.all_reduce(into, group=group, async_op=True)
-        yield
-        work.wait()
-
-    in_turn([one(rows, into) for rows, into in zip(x.split(sizes), out.split(sizes), strict=True)])
+        sums.append(dist.all_reduce(into, group=group, async_op=True))
+    for one in sums:
+        one.wait()
     return out
 
 
-def _ramped(rows: int, chunks: int) -> list[int]:
-    """So many parts of the rows, doubling from both ends up to four times the outermost."""
-    shares = [min(4, 1 << k, 1 << (chunks - 1 - k)) for k in range(chunks)]
-    edges = [rows * sum(shares[:k]) // sum(shares) for k in range(chunks + 1)]
+def _tapered(rows: int, chunks: int, ratio: float) -> list[int]:
+    """So many parts of the rows, each as many times as large as the one before; none is empty."""
+    shares = [ratio**k for k in range(max(1, min(chunks, rows)))]
+    edges = [min(k, rows) + round(max(0, rows - len(shares)) * sum(shares[:k]) / sum(shares)) for k in range(len(shares) + 1)]
     return [b - a for a, b in itertools.pairwise(edges)]
 
 

@@ -22,9 +22,11 @@ class Way:
     chunks: int = 1
     blocks: int = 16  # of a device kernel that moves data beside the product
     by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, or one "mover" for all
+    taper: float = 1.0  # rows of a chunk for each row of the one before, where results are summed over a group
 
     def __str__(self) -> str:
         chunks = f"{self.chunks} chunks" if self.chunks > 1 else "plain"
+        chunks += f", each {self.taper:g} of the last" if self.taper != 1.0 else ""
         return f"{self.over}, {chunks}" + (f", {self.blocks} blocks, {self.by}" if self.over == "peers" else "")
 
 
