@@ -109,6 +109,18 @@ def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     return {n: round(1e3 * statistics.median(t), 4) for n, t in took.items()}
 
 
+def kernels(step: Callable[[], Any]) -> dict[str, list[float]]:
+    """The kernels of a step that take most of its time: how often each ran, and its microseconds in all."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+    return {e.key[:100]: [e.count, round(e.self_device_time_total, 1)] for e in rows[:30]}
+
+
 def workload(name: str) -> tuple[Any, dict[str, Any]]:
     from weft.frontend import zoo
 
@@ -177,6 +189,7 @@ def child(args: argparse.Namespace) -> None:
         peers = {n: ms for n, ms in took.items() if n != "weft"}
         row = {"case": args.case, "weft_ms": took["weft"], "peers_ms": peers,
                "ratios": {n: round(ms / took["weft"], 4) for n, ms in peers.items()}, **said}  # fmt: skip
+        row["kernels_us"] = {n: kernels(ways[n]) for n in ("weft", "compile")}
     except Exception as e:
         row = {"case": args.case, "failed": f"{type(e).__name__}: {e}"[:800], "where": traceback.format_exc()[-1500:]}
     whole = args.out.with_suffix(".part")
