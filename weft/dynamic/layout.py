@@ -60,7 +60,7 @@ def _exact(s: Schedule, sent: set[Key]) -> Layout:
     }  # fmt: skip
     arrays |= {f"slot{k}": child for k, child in enumerate(s.slot_child)}
     n = s.structure.vertices
-    gaps = (k for k, b in s.blocks.items() if arrays["row"][b.start : b.start + b.count].min(initial=0) < 0)
+    gaps = (k for k, (low, _) in s.row_range.items() if low < 0)
     return Layout(s.blocks, s.rounds, n, len(s.edge_child), arrays | _readers(arrays, n, sent), s.place, frozenset(gaps))
 
 

@@ -176,17 +176,17 @@ def _absent(schedule: Schedule, functions: Mapping[str, Traced], inputs: Inputs)
         pulls = [source for source in function.sources if source.role == "pull"]
         for key in ((name, False), (name, True)):
             block = blocks.get(key)
-            rows = schedule.rows[block.start : block.start + block.count] if block is not None else None
-            low, high = (-1, -1) if rows is None else (int(rows.min()), int(rows.max()))
+            low, high = (-1, -1) if block is None else schedule.row_range[2 * block.kind + block.has_children]
             for pull in pulls:
-                if rows is not None and (high >= len(inputs[pull.name]) or (low < 0 and pull not in function.optional)):
-                    _refuse_row(schedule, block, rows, pull, pull in function.optional, len(inputs[pull.name]))
+                if block is not None and (high >= len(inputs[pull.name]) or (low < 0 and pull not in function.optional)):
+                    _refuse_row(schedule, block, pull, pull in function.optional, len(inputs[pull.name]))
                 if high < 0:
                     out.append((key, pull))
     return out
 
 
-def _refuse_row(schedule: Schedule, block: Block, rows: Ints, pull: Source, optional: bool, size: int) -> None:
+def _refuse_row(schedule: Schedule, block: Block, pull: Source, optional: bool, size: int) -> None:
+    rows = schedule.rows[block.start : block.start + block.count]
     at = int(np.argmax((rows >= size) | ((rows < 0) & (not optional))))
     sample, number = schedule.structure.sample_of(int(schedule.vertex[block.start + at]))
     row = int(rows[at])

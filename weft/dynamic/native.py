@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ def library() -> Any | None:
     found.weft_depth.argtypes = [I64] + [ctypes.c_void_p] * 3
     found.weft_order.argtypes = [I64, I64] + [ctypes.c_void_p] * 5
     found.weft_edges.argtypes = [I64] + [ctypes.c_void_p] * 9
+    found.weft_schedule.argtypes, found.weft_schedule.restype = [I64, I64] + [ctypes.c_void_p] * 16, I64
     found.weft_reverse.argtypes = [I64, I64] + [ctypes.c_void_p] * 3
     return found
 
@@ -77,6 +78,41 @@ def order(first: Ints, child: Ints, rounds: Ints, start: Ints) -> Ints:
     out = np.empty(len(rounds), np.int64)
     lib.weft_order(len(rounds), len(start) - 1, _at(first), _at(child), _at(rounds), _at(start), _at(out))
     return out
+
+
+class Levels(NamedTuple):
+    """A schedule by depth: what `weft_schedule` fills in. `rounds` has (class, first place, size) of every level."""
+
+    klass: Ints
+    vertex: Ints
+    place: Ints
+    rounds: Ints
+    range: Ints
+    rows: Ints
+    edge_first: Ints
+    edge_child: Ints
+    edge_parent: Ints
+
+
+def levels(first: Ints, child: Ints, kind: Ints, row: Ints, depth: Ints, slots: Sequence[int], rest: Sequence[bool]) -> Levels | None:
+    """The schedule by depth in one call, or None: no compiler, levels of several classes, or children that are not as they should be."""
+    lib, n, kinds = library(), len(row), len(slots)
+    if lib is None or n == 0:
+        return None
+    sizes = (n, n, n + 1, 3 * n, 4 * kinds, n, n + 1, len(child), len(child))
+    parts, at = [], 0
+    made = np.empty(sum(sizes), np.int64)
+    for size in sizes:
+        parts.append(made[at : at + size])
+        at += size
+    given = first, child, kind, row, depth, np.array(slots, np.int64), np.array(rest, np.int64)
+    count = lib.weft_schedule(n, kinds, *map(_at, given), *map(_at, parts))
+    if count < 0:
+        return None
+    edges = int(parts[6][-1])
+    parts[3], parts[7], parts[8] = parts[3][: 3 * count].reshape(-1, 3), parts[7][:edges], parts[8][:edges]
+    parts[4] = parts[4].reshape(-1, 2)
+    return Levels(*parts)
 
 
 def edges(first: Ints, child: Ints, vertex: Ints, skip: Ints, degree: Ints, place: Ints) -> tuple[Ints, Ints, Ints]:

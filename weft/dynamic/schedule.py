@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,7 @@ class Block:
     edge_count: int
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One batch: rows and edges counted from the beginning of the class's block."""
 
     klass: int
@@ -69,12 +68,35 @@ class Schedule:
         self._kept: dict[Hashable, Any] = {}
         self.reads = [reads[k] if k in reads else _unknown(s, i, reads) for i, k in enumerate(s.kinds)]
         self.policy = policy_name
-        self._slots, self._rest = (_per_vertex(s, [getattr(r, name) for r in self.reads]) for name in ("slots", "rest"))
-        _check_arity(s, self.reads, self._slots, self._rest)
+        by_level = self._levels() if policy_name in ("auto", "depth") else None
+        if by_level is None:
+            self._step_by_step()
+        else:
+            self._take(by_level)
+
+    def _levels(self) -> native.Levels | None:
+        """All at once where every level holds one class and every vertex has the children it reads, as in most graphs."""
+        s = self.structure
+        slots, rest = [r.slots for r in self.reads], [r.rest for r in self.reads]
+        return native.levels(s.first, s.child, s.kind, s.row, s.depth, slots, rest)
+
+    def _take(self, found: native.Levels) -> None:
+        self.klass, self.vertex, self.place = found.klass, found.vertex, found.place
+        self.batch = self.structure.depth
+        self.round_klass, self.round_start, self.round_size = found.rounds.T
+        self.rows = found.rows
+        self.row_range = {k: (low, high) for k, (low, high) in enumerate(found.range.tolist()) if high >= low}
+        self.edge_first, self.edge_child, self.edge_parent = found.edge_first, found.edge_child, found.edge_parent
+        self.slot_child = self._slots_of(lambda: self.structure.arity[self.vertex])
+
+    def _step_by_step(self) -> None:
+        s = self.structure
+        slots, rest = (_per_vertex(s, [getattr(r, name) for r in self.reads]) for name in ("slots", "rest"))
+        _check_arity(s, self.reads, slots, rest)
         self.klass = s.kind * 2 + (s.arity > 0)
-        self.batch = policy(policy_name)(s, self.klass)
+        self.batch = policy(self.policy)(s, self.klass)
         self._lay_out()
-        self._edges()
+        self._edges(slots, rest)
 
     def _repr_html_(self) -> str:
         return html_of(self)
@@ -96,15 +118,24 @@ class Schedule:
         placed[runs] = np.cumsum(sizes[runs]) - sizes[runs]
         self.round_klass, self.round_start, self.round_size = of_round, placed, sizes
 
-    def _edges(self) -> None:
+    def _edges(self, slots: NDArray[Any], rest: NDArray[Any]) -> None:
         """Edges to the rest of the children, by place of the parent; and one array per slot."""
         s, v = self.structure, self.vertex
         arity = s.arity[v]
-        slots, rest = (a if a.ndim == 0 else a[v] for a in (self._slots, self._rest))
+        slots, rest = (a if a.ndim == 0 else a[v] for a in (slots, rest))
         fixed = np.minimum(slots, arity)
         degree = np.where(rest, arity - fixed, 0)
         self.edge_first, self.edge_child, self.edge_parent = native.edges(s.first, s.child, v, fixed, degree, self.place)
-        self.slot_child = [self._slot(k, arity, slots) for k in range(max((r.slots for r in self.reads), default=0))]
+        self.slot_child = self._slots_of(lambda: arity)
+
+    def _slots_of(self, arity: Callable[[], Ints]) -> list[Ints]:
+        """Where the k-th child of every place is, for each k that some type reads."""
+        most = max((r.slots for r in self.reads), default=0)
+        if not most:
+            return []
+        slots = _per_vertex(self.structure, [r.slots for r in self.reads])
+        slots, count = slots if slots.ndim == 0 else slots[self.vertex], arity()
+        return [self._slot(k, count, slots) for k in range(most)]
 
     def _slot(self, k: int, arity: Ints, slots: Ints) -> Ints:
         s, v = self.structure, self.vertex
@@ -114,6 +145,12 @@ class Schedule:
         return self.place[child]
 
     @cached_property
+    def row_range(self) -> dict[int, tuple[int, int]]:
+        """The lowest and the highest input row of every class."""
+        found = {k: self.rows[b.start : b.start + b.count] for k, b in self.blocks.items()}
+        return {k: (int(rows.min()), int(rows.max())) for k, rows in found.items()}
+
+    @cached_property
     def rows(self) -> Ints:
         """The input row of every place."""
         return self.structure.row[self.vertex]
@@ -121,27 +158,28 @@ class Schedule:
     @cached_property
     def blocks(self) -> dict[int, Block]:
         """The rows and edges of every class that occurs."""
-        counts = np.bincount(self.klass) if len(self.klass) else np.empty(0, np.int64)
-        ends = np.cumsum(counts)
-        out = {}
-        for k in np.flatnonzero(counts).tolist():
-            low, high = int(ends[k] - counts[k]), int(ends[k])
+        counts: dict[int, int] = {}
+        for k, size in zip(self.round_klass.tolist(), self.round_size.tolist(), strict=True):
+            counts[k] = counts.get(k, 0) + size
+        out, low = {}, 0
+        for k in sorted(counts):
+            high = low + counts[k]
             edges = int(self.edge_first[low]), int(self.edge_first[high])
             out[k] = Block(k // 2, bool(k % 2), low, high - low, edges[0], edges[1] - edges[0])
+            low = high
         return out
 
     @cached_property
     def rounds(self) -> list[Round]:
         """The batches in the order they run."""
-        of_round, placed, sizes = self.round_klass, self.round_start, self.round_size
-        base = np.zeros(int(of_round.max(initial=0)) + 1, np.int64)
-        for k, block in self.blocks.items():
-            base[k] = block.start
-        low = placed - base[of_round]
-        edges = self.edge_first
-        edge_base = edges[base[of_round]]
-        columns = (of_round, low, low + sizes, edges[placed] - edge_base, edges[placed + sizes] - edge_base)
-        return [Round(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+        low, high = self.round_start, self.round_start + self.round_size
+        columns = (self.round_klass, low, high, self.edge_first[low], self.edge_first[high])
+        blocks = self.blocks
+        out = []
+        for k, start, stop, edge_start, edge_stop in zip(*(c.tolist() for c in columns), strict=True):
+            row, edge = blocks[k].start, blocks[k].edge_start
+            out.append(Round(k, start - row, stop - row, edge_start - edge, edge_stop - edge))
+        return out
 
     @cached_property
     def lower_bound(self) -> int:

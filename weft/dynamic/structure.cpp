@@ -25,26 +25,24 @@ struct Open { PyObject *node; intptr_t next, size; };
 
 extern "C" {
 
-// Vertices of a list of nested tuples; -1 when a tree is deeper than any sane one (a list that contains itself).
+// Vertices of a list of nested tuples; -1 when there are more than any sane batch has (a list that contains itself).
+// Breadth first, so that many objects are on their way from memory at once: the pass after this one finds them in the cache.
 i64 weft_count(PyObject *trees) {
-    std::vector<Open> stack;
-    i64 count = 0;
+    std::vector<PyObject *> queue;
+    queue.reserve(4096);
     for (intptr_t s = 0, samples = size(trees); s < samples; ++s) {
-        PyObject *root = item(trees, s);
-        stack.push_back({root, 0, size(root)});
-        ++count;
-        while (!stack.empty()) {
-            Open &top = stack.back();
-            if (top.next == top.size) { stack.pop_back(); continue; }
-            PyObject *kid = item(top.node, top.next++);
-            ++count;
-            if (intptr_t n = size(kid)) {
-                if (stack.size() > 1000000) return -1;
-                stack.push_back({kid, 0, n});
-            }
+        queue.push_back(item(trees, s));
+        __builtin_prefetch(queue.back());
+    }
+    for (size_t i = 0; i < queue.size(); ++i) {
+        if (queue.size() > (size_t)1 << 25) return -1;
+        PyObject *node = queue[i];
+        for (intptr_t k = 0, n = size(node); k < n; ++k) {
+            queue.push_back(item(node, k));
+            __builtin_prefetch(queue.back());
         }
     }
-    return count;
+    return (i64)queue.size();
 }
 
 // Number the vertices children first; 0 when every leaf was an integer or None, else -1 and Python looks again.
@@ -162,5 +160,53 @@ void weft_reverse(i64 edges, i64 places, const i64 *to, i64 *first, i64 *edge) {
     for (i64 p = 0; p < places; ++p) first[p + 1] += first[p];
     std::vector<i64> fill(first, first + places);
     for (i64 e = 0; e < edges; ++e) edge[fill[to[e]]++] = e;
+}
+
+// A whole schedule by depth in one pass after the other, for graphs whose levels hold one class each (class: type, has children).
+// rounds holds (class, first place, size) of every level; range the lowest and highest input row of every class.
+// Returns the number of levels; -1 where a level holds two classes, -2 where a vertex does not have the children its type reads.
+i64 weft_schedule(i64 n, i64 kinds, const i64 *first, const i64 *child, const i64 *kind, const i64 *row, const i64 *depth,
+                  const i64 *slots, const i64 *rest, i64 *klass, i64 *vertex, i64 *place, i64 *rounds, i64 *range, i64 *row_at,
+                  i64 *edge_first, i64 *edge_child, i64 *edge_parent) {
+    i64 levels = 0;
+    for (i64 v = 0; v < n; ++v) {
+        const i64 arity = first[v + 1] - first[v], k = kind[v];
+        if ((arity > slots[k] && !rest[k]) || (arity && arity < slots[k])) return -2;
+        for (i64 e = first[v]; e < first[v + 1]; ++e) if (child[e] < 0) return -2;
+        klass[v] = 2 * k + (arity > 0);
+        levels = std::max(levels, depth[v] + 1);
+    }
+    std::vector<i64> of(levels, -1), start(levels + 1, 0);
+    for (i64 v = 0; v < n; ++v) {
+        i64 &own = of[depth[v]];
+        if (own >= 0 && own != klass[v]) return -1;
+        own = klass[v];
+        ++start[depth[v] + 1];
+    }
+    for (i64 r = 0; r < levels; ++r) start[r + 1] += start[r];
+    std::vector<i64> by_round(n);
+    weft_order(n, levels, first, child, depth, start.data(), by_round.data());
+    i64 p = 0, e = 0;
+    for (i64 k = 0; k < 2 * kinds; ++k) {
+        i64 low = INT64_MAX, high = -1;
+        for (i64 r = 0; r < levels; ++r) {
+            if (of[r] != k) continue;
+            rounds[3 * r] = k, rounds[3 * r + 1] = p, rounds[3 * r + 2] = start[r + 1] - start[r];
+            for (i64 i = start[r]; i < start[r + 1]; ++i, ++p) {
+                const i64 v = by_round[i];
+                vertex[p] = v, place[v] = p, row_at[p] = row[v];
+                low = std::min(low, row[v]), high = std::max(high, row[v]);
+            }
+        }
+        range[2 * k] = low, range[2 * k + 1] = high;
+    }
+    place[n] = n;
+    for (p = 0; p < n; ++p) {
+        const i64 v = vertex[p], k = kind[v];
+        edge_first[p] = e;
+        for (i64 c = first[v] + slots[k]; rest[k] && c < first[v + 1]; ++c, ++e) edge_child[e] = place[child[c]], edge_parent[e] = p;
+    }
+    edge_first[n] = e;
+    return levels;
 }
 }
