@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,6 +16,8 @@ FLASH = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
 }
 
+WIDE, ROOM = 128, 1 << 30  # numbers in a head, and bytes of scores that may be held for it
+
 
 def _rows_whole(q: Node, k: Node) -> bool:
     """All query rows and keys are here, so that causal means what the kernel takes it for."""
@@ -22,10 +25,18 @@ def _rows_whole(q: Node, k: Node) -> bool:
     return not any(a.cut for a in lay.dims[3]) and k.ndim == 4 and q.shape[3] == k.shape[2] and q.shape[-1] == k.shape[-1]
 
 
+def _products_are_quicker(q: Node, k: Node) -> bool:
+    """torch's kernel for f32 leaves the tensor cores to others: with wide heads two products and a softmax take half its time."""
+    scores = 4 * math.prod((*q.type.layout.largest_local[:4], k.type.layout.largest_local[2]))
+    rounded = torch.get_float32_matmul_precision() != "highest"
+    return q.dtype == torch.float32 and rounded and q.shape[-1] >= WIDE and scores <= ROOM
+
+
 def _plain_attention(first: int) -> Test:
     def test(n: Node, device: str) -> bool:
         q, k, v = n.args[first : first + 3]
         plain = not n.attr("window") and not n.attr("offset") and v.shape[-1] == k.shape[-1] and q.dtype in FLASH.get(device, ())
+        plain = plain and not (device == "cuda" and _products_are_quicker(q, k))
         return plain and len(n.args) == (3 if first == 0 else 6) and (_rows_whole(q, k) or not n.attr("causal")) and k.ndim == 4
 
     return test

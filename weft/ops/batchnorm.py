@@ -23,10 +23,11 @@ def batch_norm(
     if count < 2:
         raise TypeMismatch("batch_norm has one value per channel", needed="two or more in training", found=str(x.type), where=user_line())
     center = settle(mean(x, dims))
-    off = x - per_channel(center, x)
-    still = x - per_channel(stop_gradient(center), x)  # the variance is least at the mean: no gradient goes through it
-    var = settle(mean(still * still, dims))
-    y = off * per_channel(rsqrt(var + eps), x) * per_channel(weight, x) + per_channel(bias, x)
+    off = x - per_channel(stop_gradient(center), x)  # the variance is least at the mean: no gradient goes through it
+    var = settle(mean(off * off, dims))
+    scale = rsqrt(var + eps) * weight
+    shift = bias - (center - stop_gradient(center)) * stop_gradient(scale)  # the bias, and the mean's gradient from the same sum
+    y = off * per_channel(scale, x) + per_channel(shift, x)
     unbiased = var * (count / (count - 1))
     return y, _toward(running_mean, center, momentum), _toward(running_var, unbiased, momentum)
 
