@@ -9,6 +9,7 @@ import json as jsonlib
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,12 @@ def run(cases: dict[str, Any]) -> Iterator[Row]:
     yield from _small(cases["small_ilp"]["rows"])
     yield from _resharding(cases["resharding_cost"])
     yield from _tiny(cases["tiny_ilp"])
-    yield _example(cases["iopddl_example"])
+    yield from _example(cases["iopddl_example"])
     yield from _schedules(cases["schedules"]["rows"])
+    yield from (_not_built(f"layer clustering {r['id']}", "layers are cut where blocks end") for r in cases["layer_clustering"]["rows"])
+    yield from (
+        _not_built(f"cross mesh {r['case']}", "neighbouring stages hold what they hand on alike") for r in cases["cross_mesh"]["rows"]
+    )
 
 
 def _row(case: str, published: Any, solve: Callable[[], tuple[Any, bool]]) -> Row:
@@ -71,30 +76,130 @@ def _not_built(case: str, why: str) -> Row:
 
 # --- whole programs
 
+SHARDED = ("Zero2Parallel", "prefer_reduce_scatter")  # ask for optimizer state in slices
+FORCED = ("force_data_parallel", "force_batch_dim_to_mesh_dim=0")
+
 
 def _shard_parallel(cases: list[dict[str, Any]]) -> Iterator[Row]:
+    from bench._case_programs import build
+
     by_id = {c["id"]: c for c in cases}
     for case in cases:
         words = {**by_id.get(case.get("same_as", ""), {}), **case}
         known = build(str(words.get("model", "")))
-        if known is None or "option" in case or "method" in case or "optimizer" in case:
-            asked = case.get("option") or case.get("method") or case.get("optimizer")
-            yield _not_built(case["id"], f"asks for {asked}" if asked else f"no program for {words.get('model') or words.get('op')!r}")
-            continue
-        for one in words.get("cases", []):
-            yield _program(case["id"], known, {**words, **one})
+        asked = str(case.get("option") or case.get("method") or "")
+        if "op" in words:
+            yield _one_op(words)
+        elif known is None or "optimizer" in case or (asked and asked not in (*SHARDED, *FORCED)):
+            why = case.get("optimizer") or asked or words.get("status")
+            yield _not_built(case["id"], f"asks for {why}" if why else f"no program for {words.get('model')!r}")
+        else:
+            for one in words.get("cases") or [{"mesh": m} for m in words.get("meshes", [[4, 1]])]:
+                yield _program(case["id"], known, {**words, **one}, asked)
 
 
-def _program(name: str, known: Callable[..., Any], words: dict[str, Any]) -> Row:
-    captured = known(words["batch"], words.get("seq", 0), words.get("image", 0))
-    mesh = _mesh(words["mesh"])
-    objective, slack = words["objective"], words.get("tolerance", 0.01)
+def _program(name: str, known: Callable[..., Any], words: dict[str, Any], asked: str) -> Row:
+    """Reached if it costs no more than published; where only counts are published, or slices were asked for, by those."""
+    batch, seq = (words["x"][:2]) if "x" in words else (words["batch"], words.get("seq", 0))
+    captured = known(batch, seq, words.get("image", 0))
+    sizes = [math.prod(words["mesh"])] if asked == "force_data_parallel" else words["mesh"]  # one axis of all devices
+    mesh, objective = _mesh(sizes), words.get("objective")
+    published = objective if objective is not None and asked not in SHARDED else words["counts"]
 
     def solve() -> tuple[Any, bool]:
-        chosen = _chosen(captured, mesh, words.get("alpha", [1, 1]), words.get("beta", [1, 1]))
-        return round(chosen.cost, 2), chosen.cost <= objective * (1 + slack) + SCALARS
+        prices = _prices(mesh, words.get("alpha", [1, 1]), words.get("beta", [1, 1]))
+        chosen = _chosen(captured, mesh, prices, _pins(captured, mesh, asked))
+        if published is objective:
+            return round(chosen.cost, 2), chosen.cost <= published * (1 + words.get("tolerance", 0.01)) + SCALARS
+        found = merged(chosen.program)
+        return found, _as_counted(found, published)
 
-    return _row(f"{name} {'x'.join(map(str, words['mesh']))}", objective, solve)
+    return _row(f"{name} {'x'.join(map(str, words['mesh']))}", published, solve)
+
+
+def _pins(captured: Any, mesh: Any, asked: str) -> dict[str, list[dict[str, Any]]]:
+    """What an option fixes: the batch along the first axis, parameters whole, or optimizer state in slices."""
+    from weft.core.layout import S
+
+    inputs, cut = captured.program.input_names, {a: S(0) for a, n in mesh.sizes.items() if n > 1}
+    pins: dict[str, list[dict[str, Any]]] = {}
+    if asked in FORCED:
+        first = {a: p for a, p in cut.items() if a == mesh.axes[0]}
+        pins |= {name: [first] for name in inputs if name.startswith("batch.")}
+    if asked == "force_data_parallel" or asked in SHARDED and captured.states and _copies(captured):
+        pins |= {name: [{}] for name in inputs if name.startswith("param.")}
+    if asked in SHARDED and _copies(captured):
+        pins |= {
+            name: [cut] for name in captured.states if inputs[name].ndim and inputs[name].shape[0] % math.prod(mesh.sizes.values()) == 0
+        }
+    return pins
+
+
+def _copies(captured: Any) -> bool:
+    """Whether the batch is larger than a parameter is wide: then the published plan holds copies of all parameters."""
+    rows = [math.prod(n.shape[:-1]) for name, n in captured.program.input_names.items() if name.startswith("batch.")]
+    widest = max(max(n.shape) for name, n in captured.program.input_names.items() if name.startswith("param."))
+    return max(rows) > widest
+
+
+def merged(program: Any) -> dict[str, int]:
+    """How many collectives of each kind are left when those that do not wait for one another go as one; sums of single numbers aside."""
+    from weft.ops.comm import is_comm
+
+    deep: dict[Any, Counter[str]] = {}
+    total: Counter[str] = Counter()
+    for node in program.nodes:
+        here = Counter[str]()
+        for a in node.args:
+            here |= deep[a]
+        if is_comm(node) and node.op.name not in ("slice", "turn") and math.prod(node.type.shape) > 1:
+            here = here + Counter([node.op.name])
+        deep[node] = here
+        total |= here
+    return dict(sorted(total.items()))
+
+
+def _as_counted(found: dict[str, int], published: Any) -> bool:
+    """Whether counts are those published, or fewer."""
+    at = Counter(found)
+    if isinstance(published, str):  # "all_reduce+reduce_scatter==5; reduce_scatter==all_gather"
+        return at["all_reduce"] + at["reduce_scatter"] <= 5 and at["reduce_scatter"] == at["all_gather"]
+    asked = {kind: int(str(n).removeprefix("<=")) for kind, n in published.items() if not str(n).startswith(">")}
+    total = asked.pop("total", None)
+    return all(at[kind] <= n for kind, n in asked.items()) and (total is None or sum(found.values()) <= total)
+
+
+def _one_op(words: dict[str, Any]) -> Row:
+    """Single ops: how they are held, and that nothing travels where nothing must."""
+    from weft.core.layout import S
+    from weft.frontend.trace import f32, trace
+    from weft.ops.linalg import einsum
+    from weft.ops.shape import reshape
+    from weft.plan.place import place
+
+    mesh, name, op = _mesh([words["devices"]]), words["id"], words["op"]
+    lone = _mesh([1])
+    if m := re.match(r"\((\d+),\)->\((\d+),(\d+)\)", op):
+        n, a, b = (int(x) for x in m.groups())
+        program = trace(lambda v: {"y": reshape(v, (a, b))}, lone, v=f32(n))
+
+        def moved() -> tuple[Any, bool]:
+            found = merged(place(program, mesh, {"v": {"x": S(0)}}, outputs={"y": {"x": S(0)}}))
+            return found, not found
+
+        return _row(name, words["objective"], moved)
+    if m := re.match(r"\((\d+),\)@\(\1,(\d+)\)", op):
+        k, n = int(m[1]), int(m[2])
+        program = trace(lambda v, w: {"y": einsum("k,kn->n", v, w)}, lone, v=f32(k), w=f32(k, n))
+
+        def held() -> tuple[Any, bool]:
+            from weft.plan.layouts import choose
+
+            layout = choose(program, mesh, _prices(mesh, [1], [1]), gap=1e-9).program.find("einsum").args[1].layout
+            return str(list(layout.largest_local)), list(layout.largest_local) == [k, n // words["devices"]]
+
+        return _row(name, words["specs"], held)
+    return _not_built(name, f"no program for {op!r}")
 
 
 def _mesh(sizes: list[int]) -> Any:
@@ -103,104 +208,40 @@ def _mesh(sizes: list[int]) -> Any:
     return Mesh(**dict(zip(("x", "y"), sizes, strict=False)))
 
 
-def _chosen(captured: Any, mesh: Any, alpha: list[float], beta: list[float]) -> Any:
-    from weft.plan.layouts import AlphaBeta, choose
+def _prices(mesh: Any, alpha: list[float], beta: list[float]) -> Any:
+    from weft.plan.layouts import AlphaBeta
 
-    prices = AlphaBeta(mesh, dict(zip(mesh.axes, alpha, strict=False)), dict(zip(mesh.axes, beta, strict=False)))
-    return choose(captured.program, mesh, prices, gap=1e-9)
-
-
-def build(words: str) -> Callable[[int, int, int], Any] | None:
-    """A captured step from the words of a case; None where they say what is not built here."""
-    if m := re.match(r"MLP (\d+)xDense\((\d+)\)\+bias", words):
-        return lambda batch, seq, image: _mlp(int(m[1]), int(m[2]), batch, bias=True, adam="Adam" in words)
-    if m := re.match(r"(\d+) BERT layers h(\d+) heads(\d+)", words):
-        return lambda batch, seq, image: _bert(int(m[1]), int(m[2]), int(m[3]), batch, seq)
-    if (m := re.match(r"(\d+)x\[conv3x3 s2 no-bias, BN\(train\), relu, maxpool2 SAME\], channels (\d+)", words)) is not None:
-        return lambda batch, seq, image: _conv(int(m[1]), int(m[2]), batch, image)
-    return None
+    return AlphaBeta(mesh, dict(zip(mesh.axes, alpha, strict=False)), dict(zip(mesh.axes, beta, strict=False)))
 
 
-def _capture(model: Any, example: Any, adam: bool) -> Any:
-    import torch
+def _chosen(captured: Any, mesh: Any, prices: Any, pins: Any = None) -> Any:
+    from weft.plan.layouts import choose
 
-    from weft.frontend.capture import capture
-
-    made = torch.optim.Adam(model.parameters()) if adam else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return capture(model, example, lambda m, b: ((m(b[0]) - b[1]) ** 2).mean(), made)
-
-
-def _mlp(layers: int, width: int, batch: int, bias: bool, adam: bool) -> Any:
-    import torch
-    from torch import nn
-
-    with torch.device("meta"):
-        parts: list[nn.Module] = []
-        for i in range(layers):
-            parts += [nn.ReLU()] * (i > 0) + [nn.Linear(width, width, bias=bias)]
-        example = tuple(torch.empty(batch, width) for _ in range(2))
-        return _capture(nn.Sequential(*parts), example, adam)
-
-
-def _bert(layers: int, hidden: int, heads: int, batch: int, seq: int) -> Any:
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor, nn
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
-            self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-            self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-
-        def heads(self, x: Tensor) -> Tensor:
-            return x.view(batch, seq, heads, hidden // heads).transpose(1, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.scaled_dot_product_attention(self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x)))
-            y = self.out(y.transpose(1, 2).reshape(batch, seq, hidden))
-            x = self.norm1(x + F.dropout(y, 0.1))
-            return self.norm2(x + F.dropout(self.down(F.gelu(self.up(x))), 0.1))
-
-    with torch.device("meta"):
-        model = nn.Sequential(*(Layer() for _ in range(layers)))
-        return _capture(model, tuple(torch.empty(batch, seq, hidden) for _ in range(2)), adam=True)
-
-
-def _conv(blocks: int, channels: int, batch: int, image: int) -> Any:
-    import torch
-    from torch import nn
-
-    with torch.device("meta"):
-        parts: list[nn.Module] = []
-        for i in range(blocks):
-            parts += [nn.Conv2d(3 if i == 0 else channels, channels, 3, 2, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
-            parts += [nn.MaxPool2d(2, 2, ceil_mode=True)]
-        model = nn.Sequential(*parts)
-        x = torch.empty(batch, 3, image, image)
-        return _capture(model, (x, torch.empty_like(model(x))), adam=False)
+    return choose(captured.program, mesh, prices, gap=1e-9, pins=pins)
 
 
 # --- small programs with known optima
 
 
 def _small(rows: list[list[Any]]) -> Iterator[Row]:
+    from bench._case_programs import mlp, small
+
     for words, meshes, _, objective in rows:
         m = re.match(r"mlp(\d+)_(bias_)?(dp|2d)", words)
-        if m is None:
+        program = mlp(int(m[1]), 128, 1024, bias=bool(m[2]), adam=False).program if m else small(words)
+        if program is None:
             yield _not_built(words, "no program for these words")
             continue
-        beta = [1, 0.01] if m[3] == "2d" else [1, 1]
-        captured = _mlp(int(m[1]), 128, 1024, bias=bool(m[2]), adam=False)
+        beta = [1, 0.01] if m and m[3] == "2d" else [1, 1]
         for sizes in meshes.split("|"):
-            mesh = _mesh([int(x) for x in sizes.split("x")])
-            yield _small_row(f"{words} {sizes}", captured, mesh, beta, objective)
+            yield _small_row(f"{words} {sizes}", program, _mesh([int(x) for x in sizes.split("x")]), beta, objective)
 
 
-def _small_row(name: str, captured: Any, mesh: Any, beta: list[float], objective: float) -> Row:
+def _small_row(name: str, program: Any, mesh: Any, beta: list[float], objective: float) -> Row:
+    from weft.plan.layouts import choose
+
     def solve() -> tuple[Any, bool]:
-        chosen = _chosen(captured, mesh, [1, 1], beta)
+        chosen = choose(program, mesh, _prices(mesh, [1, 1], beta), gap=1e-9)
         return round(chosen.cost, 2), chosen.cost <= objective + SCALARS
 
     return _row(name, objective, solve)
@@ -238,11 +279,44 @@ def _resharding(case: dict[str, Any]) -> Iterator[Row]:
 
 def _tiny(case: dict[str, Any]) -> Iterator[Row]:
     for result in case["results"]:
-        name = result["case"]
-        if name not in ("default", "node0 strategies 0-2 infinite", "edge(0,2)[0,0] infinite", "extra edge (1,3) same cost as (1,2)"):
-            yield _not_built(f"tiny: {name}", "asks for something else than an optimum")
-            continue
-        yield _row(f"tiny: {name}", result["obj"], lambda name=name, want=result["obj"]: _exact(_tiny_problem(case, name), want))  # type: ignore[misc]
+        name, want = result["case"], result["obj"]
+        solve = {"overbudget": _over_budget, "evaluate": _evaluated, "minimum": _least_limit}.get(name.split()[0])
+        made = (lambda solve=solve, name=name, want=want: solve(case, name, want)) if solve else None  # type: ignore[misc]
+        yield _row(f"tiny: {name}", want, made or (lambda name=name, want=want: _exact(_tiny_problem(case, name), want)))  # type: ignore[misc]
+
+
+def _evaluated(case: dict[str, Any], name: str, want: float) -> tuple[Any, bool]:
+    found = _tiny_problem(case, "default").cost(jsonlib.loads(name.removeprefix("evaluate ")))
+    return found, found == want
+
+
+def _over_budget(case: dict[str, Any], name: str, want: float) -> tuple[Any, bool]:
+    """Bytes beyond the limit cost so much each: the best over every limit that could be the peak."""
+    from weft.plan.assignment import solve
+
+    each, limit = (float(x) for x in re.findall(r"\d+", name))
+    found = []
+    for peak in _peaks(case):
+        answer = solve(_tiny_problem({**case, "limit": peak}, "default"))
+        found += [answer.cost + each * max(0.0, peak - limit)] if answer.feasible else []
+    return min(found), min(found) <= want + 1e-6
+
+
+def _least_limit(case: dict[str, Any], name: str, want: float) -> tuple[Any, bool]:
+    """The smallest limit under which there is a choice."""
+    from weft.plan.assignment import solve
+
+    found = min(peak for peak in _peaks(case) if solve(_tiny_problem({**case, "limit": peak}, "default")).feasible)
+    return found, found <= want
+
+
+def _peaks(case: dict[str, Any]) -> list[float]:
+    """Every amount of memory that can be in use at once."""
+    nodes = [n for n in case["nodes"] if n["interval"][0] < n["interval"][1]]
+    sums = {0.0}
+    for n in nodes:
+        sums |= {s + m for s in sums for m in n["mem"]}
+    return sorted(sums)
 
 
 def _tiny_problem(case: dict[str, Any], change: str) -> Any:
@@ -263,6 +337,11 @@ def _tiny_problem(case: dict[str, Any], change: str) -> Any:
         if change.startswith("edge(0,2)") and (u, v) == (0, 2):
             table[0, 0] = np.inf
         edges.append((u, v, table))
+    if change.startswith("extra edge (2,3)"):  # the first cost, then rows of a hundred more each
+        first, *rows = (int(x) for x in re.findall(r"\d{4,}", change.replace("..", " ")))
+        table = np.array([[row + 100 * j for j in range(sizes[3])] for row in (rows[0] - 100, *rows[2::2])], float)
+        table[0, 0] = first
+        edges.append((2, 3, table))
     for u, v, _ in case["aliases"]:
         edges.append((u, v, np.where(np.eye(sizes[u], sizes[v]) > 0, 0.0, np.inf)))
     claims = [(i, *n["interval"], np.array(n["mem"], float)) for i, n in enumerate(case["nodes"]) if n["interval"][0] < n["interval"][1]]
@@ -276,7 +355,7 @@ def _exact(problem: Any, want: float) -> tuple[Any, bool]:
     return round(answer.cost, 6), answer.optimal and answer.cost <= want + 1e-6
 
 
-def _example(case: dict[str, Any]) -> Row:
+def _example(case: dict[str, Any]) -> Iterator[Row]:
     import numpy as np
 
     from weft.plan.assignment.problem import assemble
@@ -285,8 +364,9 @@ def _example(case: dict[str, Any]) -> Row:
     costs = [np.array([s[0] for s in strategies], float) for _, strategies in nodes]
     edges = [(u, v, np.array(table, float).reshape(len(costs[u]), len(costs[v]))) for u, v, table in case["edges"]]
     claims = [(i, *interval, np.array([s[1] for s in strategies], float)) for i, (interval, strategies) in enumerate(nodes)]
-    problem = assemble(costs, edges, claims, float(case["limit"]), "example")
-    return _row("iopddl example", case["optimum"][0], lambda: _exact(problem, case["optimum"][0]))
+    for name, limit, (want, _) in (("", case["limit"], case["optimum"]), (" without a limit", math.inf, case["optimum_no_limit"])):
+        problem = assemble(costs, edges, claims, float(limit), "example")
+        yield _row(f"iopddl example{name}", want, lambda problem=problem, want=want: _exact(problem, want))  # type: ignore[misc]
 
 
 # --- pipeline orders
@@ -308,6 +388,13 @@ def _schedules(rows: list[dict[str, Any]]) -> Iterator[Row]:
             return [ticks, alive], ticks <= row["clocks"] and alive == row["inflight_1f1b"]
 
         yield _row(f"1F1B of {n} stages, {m} micro-batches", [row["clocks"], row["inflight_1f1b"]], clocks)
+        for schedule, told in (("gpipe", row["inflight_gpipe"]), ("1f1b-eager", row["inflight_overlap"])):
+
+            def kept(schedule: str = schedule, told: list[int] = told, n: int = n, m: int = m) -> tuple[Any, bool]:
+                found = [in_flight(order) for order in orders(schedule, n, m)]
+                return found, found == told
+
+            yield _row(f"{schedule} of {n} stages, {m} micro-batches", told, kept)
 
 
 def _before(index: dict[tuple[str, int, int], int], kind: str, stage: int, micro: int, stages: int) -> tuple[int, ...]:

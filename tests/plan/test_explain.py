@@ -55,6 +55,16 @@ def _cost(seq: int, setting: Setting) -> float:
     return found.seconds if found is not None and found.memory <= search.memory else float("inf")
 
 
-def test_unequal_copies_are_refused(plan: Plan) -> None:
-    with pytest.raises(PlanError, match="unequal copies are not explained"):
-        list(explain(replace(plan, shares=({"kind": "A100"},))))
+def test_unequal_shares_are_explained_against_equal_ones() -> None:
+    request = Request("gpt2", "1x2xA100+1x2xH100", batch=64)
+    made = make_plan(request)
+    assert isinstance(made, Plan) and made.shares
+    found = {r.decision: r for r in explain(made)}
+    assert found["shares"].ms > 0 and found["shares"].other.startswith("equal shares")
+    assert "A100" in found["shares"].value and "H100" in found["shares"].value
+    assert all(r.ms >= -CLOSE * made.step_ms and r.why and r.flips for r in found.values())
+
+
+def test_shares_of_another_setting_are_told(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="does not run on its own cluster"):
+        list(explain(replace(plan, shares=({"kind": "A100"},), setting=replace(plan.setting, dp=1, pp=2))))

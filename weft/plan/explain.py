@@ -15,10 +15,11 @@ from weft.core.errors import PlanError
 from weft.plan.baselines import EVERYTHING
 from weft.plan.models import is_transformer
 from weft.plan.plan import Plan
-from weft.plan.planner import Request
+from weft.plan.planner import Request, settings_on_unequal
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, Problem
+from weft.plan.stages import Shared, shared
 
 DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
 FACTORS = (2, 4, 8, 16)
@@ -53,22 +54,24 @@ class _Not(Limits):
         free = self.decision in besides
         if s.recompute == MIXED and not self.mixed:
             return False
-        return super().allows(s, besides) and (free or str(getattr(s, self.decision)) not in (self.value, MIXED))  # a mix may come out as it
+        return super().allows(s, besides) and (
+            free or str(getattr(s, self.decision)) not in (self.value, MIXED)
+        )  # a mix may come out as it
 
 
 def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator[Reason]:
     """Each decision of a plan with its next best; decisions without another choice are left out."""
-    if plan.shares:
-        kinds = f"{len(plan.shares)} kinds of copies"
-        raise PlanError("unequal copies are not explained", needed="a plan whose copies take equal shares", found=kinds)
     if not is_transformer(plan.model):
-        raise PlanError(
-            f"the decisions for {plan.model} are not explained one by one", needed="a plan of a stack of transformer layers, made by its sizes",
-            found="a plan made on a captured program", try_="plan again with --max-tp or --pin and compare with `weft diff`",
-        )  # fmt: skip
+        from weft.plan.graph.explain import explain_captured
+
+        yield from explain_captured(plan, say)
+        return
     problem = _problem(plan)
     limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
     own = Search(problem, limits)
+    if plan.shares:
+        yield from explain_shares(own, plan, say)
+        return
     chosen = own.price(plan.setting, plan.layers, plan.stages)
     if chosen is None:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
@@ -78,7 +81,9 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator
             continue
         say(decision)
         value = str(getattr(plan.setting, decision))
-        search = Search(problem, _Not(limits.max_tp, limits.memory, limits.pins, decision, value, mixed), _works=own._works, _plain=own._plain)
+        search = Search(
+            problem, _Not(limits.max_tp, limits.memory, limits.pins, decision, value, mixed), _works=own._works, _plain=own._plain
+        )
         found = search.best(EVERYTHING, "memory" if plan.objective == "memory" else "time")
         if isinstance(found, Found):
             yield _reason(own, decision, value, chosen, found)
@@ -137,7 +142,9 @@ Flip = tuple[str, float]
 def _longer(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
     p = search.problem
     longer = Search(replace(p, shape=replace(p.shape, seq=p.shape.seq * factor)), search.limits)
-    return (f"from sequence {p.shape.seq * factor:,}", factor) if not found.layers and _better(longer, chosen.setting, found.setting) else None
+    return (
+        (f"from sequence {p.shape.seq * factor:,}", factor) if not found.layers and _better(longer, chosen.setting, found.setting) else None
+    )
 
 
 def _larger(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
@@ -148,14 +155,14 @@ def _larger(search: Search, chosen: Found, found: Found, factor: int) -> Flip | 
 
 
 def _slower(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
-    slow = Search(replace(search.problem, cluster=_scaled(search.cluster, 1 / factor)), search.limits)
+    slow = Search(replace(search.problem, cluster=scaled(search.cluster, 1 / factor)), search.limits)
     if _better(slow, chosen.setting, found.setting):
         return f"on a network {factor} times slower", factor
-    fast = Search(replace(search.problem, cluster=_scaled(search.cluster, float(factor))), search.limits)
+    fast = Search(replace(search.problem, cluster=scaled(search.cluster, float(factor))), search.limits)
     return (f"on a network {factor} times faster", 1 / factor) if _better(fast, chosen.setting, found.setting) else None
 
 
-def _scaled(cluster: Cluster, factor: float) -> Cluster:
+def scaled(cluster: Cluster, factor: float) -> Cluster:
     """The cluster with another rate between its nodes."""
     groups = []
     for g in cluster.groups:
@@ -168,3 +175,45 @@ def _scaled(cluster: Cluster, factor: float) -> Cluster:
     return Cluster(cluster.text, tuple(groups))
 
 
+# --- copies that take unequal shares
+
+
+def explain_shares(search: Search, plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator[Reason]:
+    """Against the best plan of equal shares first; then each decision against the best shares that decide it otherwise."""
+    chosen = shared(search, plan.setting)
+    if chosen is None:
+        raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
+    say("shares")
+    even = search.best(EVERYTHING)
+    if isinstance(even, Found):
+        yield _of_shares(search, "shares", said_shares(chosen), chosen, even, f"equal shares, {describe(even.setting)}")
+    tried = [made for made in (shared(search, s) for s in settings_on_unequal(search)) if made is not None]
+    for decision in DECISIONS:
+        value = getattr(plan.setting, decision)
+        others = [m for m in tried if getattr(m.setting, decision) != value]
+        if others and decision not in search.limits.pins:
+            say(decision)
+            other = min(others, key=lambda m: m.seconds)
+            yield _of_shares(search, decision, str(value), chosen, other, f"{describe(other.setting)}, {said_shares(other)}")
+
+
+def said_shares(found: Shared) -> str:
+    return " and ".join(f"{s.samples} samples on {s.copies} copies of {s.kind}" for s in found.shares)
+
+
+def _of_shares(search: Search, decision: str, value: str, chosen: Shared, other: Shared | Found, text: str) -> Reason:
+    ms, gb = (other.seconds - chosen.seconds) * 1e3, (other.memory - chosen.memory) / 1e9
+    when, factor = _network_flips(search, chosen, other)
+    why = "every copy waits for the slowest kind" if isinstance(other, Found) else "the slowest kind is later done"
+    return Reason(decision, value, text, ms, gb, why, when, factor, other.setting)
+
+
+def _network_flips(search: Search, chosen: Shared, other: Shared | Found) -> tuple[str, float]:
+    """The first network, by factors of two, on which the other is better."""
+    for factor in (f for n in FACTORS for f in (float(n), 1.0 / n)):
+        there = Search(replace(search.problem, cluster=scaled(search.cluster, 1 / factor)), search.limits)
+        ours = shared(there, chosen.setting)
+        theirs = shared(there, other.setting) if isinstance(other, Shared) else there.price(other.setting, other.layers, other.stages)
+        if ours is not None and theirs is not None and theirs.seconds < ours.seconds:
+            return f"wins on a network {max(factor, 1 / factor):.0f} times {'slower' if factor > 1 else 'faster'}", factor
+    return f"no change of network up to {FACTORS[-1]} times", 0.0

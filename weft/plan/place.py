@@ -22,6 +22,7 @@ from weft.core.program import Program, new_program
 from weft.ops.comm import reshard
 from weft.ops.registry import ONE, Equation, Kind, arg_sets
 from weft.ops.source import input_node
+from weft.plan.roles import Roles
 
 Placements = Mapping[str, Placement]
 Choose = Callable[[str, Type], Placements]
@@ -33,11 +34,13 @@ class Options:
 
     `turn` are axes along which an op kept whole that would have to gather, as attention does its keys, is cut along another dim
     instead, its operands brought there and its results back by all_to_all (context parallelism over heads).
+    `gather` are axes along which parameters are made whole wherever they are computed with, however small what they meet is.
     """
 
     scatter: frozenset[str] = frozenset()
     scatter_dim: int = -2
     turn: frozenset[str] = frozenset()
+    gather: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -86,6 +89,8 @@ class _Placer:
         self.inputs, self.outputs, self.arrivals = inputs, outputs, arrivals
         self.made: dict[Node, Node] = {}
         self.home: dict[Node, list[Layout]] = {}  # where the results of an op that was turned belong
+        self.alone: set[Node] = set()  # parameters, and what is made of one alone
+        self.after = Roles(program).after if options.gather else frozenset[Node]()
 
     def run(self) -> Program:
         new_inputs = [self._input(n) for n in self.program.inputs]
@@ -117,8 +122,21 @@ class _Placer:
 
     # -- one node --------------------------------------------------------------------------------------------------------------
 
+    def _made_whole(self, node: Node) -> list[Node]:
+        """Operands as they are; parameters whole along the axes of `gather`, unless this is their update."""
+        if not self.options.gather or node in self.after:
+            return [self.made[a] for a in node.args]
+        if len(node.args) == 1 and (node.args[0] in self.alone or _is_parameter(node.args[0])):
+            self.alone.add(node)
+            return [self.made[node.args[0]]]
+        return [self._whole(self.made[a]) if a in self.alone or _is_parameter(a) else self.made[a] for a in node.args]
+
+    def _whole(self, value: Node) -> Node:
+        places = {axis: p for axis, p in value.layout.placements.items() if axis not in self.options.gather}
+        return reshard(value, Layout.of(self.mesh, value.shape, places))  # type: ignore[no-any-return]
+
     def _node(self, node: Node) -> Node:
-        args = [self.made[a] for a in node.args]
+        args = self._made_whole(node)
         attrs = {k: self.mesh.key if k == "mesh" else v for k, v in node.attrs}
         if len(args) == 1 and len(args[0].types) > 1:
             item = make(node.op, tuple(args), attrs)
@@ -168,13 +186,13 @@ class _Placer:
                 if layouts is not None:
                     yield layouts
         else:
-            yield from self._gathered_one_by_one(args)
+            yield from self._gathered_one_by_one(node, args)
         yield [Layout.of(self.mesh, a.shape, {x: p for x, p in a.layout.held if isinstance(p, O)}) for a in args]
         yield [Layout.of(self.mesh, a.shape) for a in args]
 
-    def _gathered_one_by_one(self, args: Sequence[Node]) -> Iterable[list[Layout]]:
-        """As they are, then with cuts taken away from the innermost axis on."""
-        layouts = [a.layout for a in args]
+    def _gathered_one_by_one(self, node: Node, args: Sequence[Node]) -> Iterable[list[Layout]]:
+        """As they are, then with cuts taken away from the innermost axis on. A sum still due is done before it grows."""
+        layouts = [_summed(a.layout) if math.prod(node.types[0].shape) > math.prod(a.shape) else a.layout for a in args]
         yield layouts
         for axis in reversed(self.mesh.axes):
             layouts = [lay.uncut(axis) if lay.where_cut(axis) is not None else lay for lay in layouts]
@@ -194,7 +212,8 @@ class _Placer:
         pending = frozenset(k for k, p in enumerate(here) if isinstance(p, P))
         for s in arg_sets(node.op.linear, len(args)):
             if s and s <= pending:
-                ways.append(_way(tuple(P() if k in s else R for k in range(len(args))), here, args, axis, n))
+                passed = _way(tuple(P() if k in s else R for k in range(len(args))), here, args, axis, n)
+                ways.append(_Way(passed.places, passed.cost + _swollen(node, [args[k] for k in s], n)))
         if axis in self.options.scatter and pending and not labels:
             ways += self._scattered(eq, pending, here, args, axis, n)
         return sorted(ways, key=lambda w: w.cost)
@@ -209,6 +228,10 @@ class _Placer:
         label = eq.label(k, dim)
         kept = label not in eq.whole and label != ONE and label in eq.outs[0]
         return [_way(_cut_places(eq, label, here, args), here, args, axis, n)] if kept else []
+
+
+def _is_parameter(node: Node) -> bool:
+    return node.op.name == "input" and str(node.attr("name")).startswith("param.")
 
 
 def _other_labels(eq: Equation, seq: set[str]) -> list[str]:
@@ -248,6 +271,17 @@ def _way(places: tuple[Placement, ...], here: Sequence[Placement], args: Sequenc
     """Bytes to bring the operands there, and, as a tie-break, work done on every rank alike when nothing is cut."""
     cost = sum(_move(h, p, math.prod(a.layout.largest_local) * a.dtype.itemsize, n) for h, p, a in zip(here, places, args, strict=True))
     return _Way(places, cost + (0.01 if whole and any(not isinstance(h, Replicated) for h in here) else 0.0))
+
+
+def _summed(layout: Layout) -> Layout:
+    return Layout.of(layout.mesh, layout.shape, {axis: p for axis, p in layout.placements.items() if not isinstance(p, P)})
+
+
+def _swollen(node: Node, pending: Sequence[Node], n: int) -> float:
+    """Bytes more that a sum still due moves after an op that makes it larger, as `expand` does, than before it."""
+    size = sum(math.prod(a.layout.largest_local) * a.dtype.itemsize for a in pending)
+    grown = max((math.prod(t.shape) for t in node.types), default=0) / max(1, sum(math.prod(a.shape) for a in pending))
+    return _move(P(), R, size * max(0.0, grown - 1), n)
 
 
 def _move(here: Placement, there: Placement, nbytes: float, n: int) -> float:

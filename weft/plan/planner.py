@@ -121,7 +121,7 @@ def _unequal(search: Search, request: Request, pool: dict[str, Found | Shared], 
     settings = [f.setting for f in pool.values() if isinstance(f, Found) and f.setting.recompute != MIXED]  # those are cut to measure
     if not search.cluster.uniform:
         say("unequal devices: splitting layers and batch by speed")
-        settings += _on_unequal(search)
+        settings += settings_on_unequal(search)
     for s in dict.fromkeys(settings):
         tried = [uneven(search, s), *([shared(search, s)] if not search.cluster.uniform else [])]
         made += [t for t in tried if t is not None and t.memory <= _budget(search, t)]
@@ -133,7 +133,7 @@ def _budget(search: Search, found: Found | Shared) -> float:
     return search.memory if isinstance(found, Found) else float("inf")  # shares were checked kind by kind
 
 
-def _on_unequal(search: Search) -> list[Setting]:
+def settings_on_unequal(search: Search) -> list[Setting]:
     """The settings with the best bounds that fit, a few with one stage and a few with stages on whole groups."""
     ranked = [c.setting for c in search.ranked(EVERYTHING) if c.setting.recompute != MIXED]
     found = []

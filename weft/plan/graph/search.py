@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from weft.cluster.spec import Cluster
@@ -20,7 +20,7 @@ from weft.frontend.capture import Captured
 from weft.plan.graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
 from weft.plan.graph.task import Task
 from weft.plan.graph.timing import Placed
-from weft.plan.graph.units import Units
+from weft.plan.graph.units import Unit, Units
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
 from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.named import Named, input_layouts
@@ -33,8 +33,8 @@ Held = dict[str, dict[str, Placement]]
 NOTHING: frozenset[str] = frozenset()
 ALL = frozenset(CARRIED)
 HIDES = (1.0, 0.3, 0.05)  # shares of hideable communication that the ILP is charged
-LARGE = 1500  # nodes from which two axes are searched one after the other, and fewer meshes
-EFFORT = 1e8  # work of one ILP
+LARGE = 1500  # nodes from which fewer meshes are tried
+EFFORT = 1e8  # work of one ILP for each axis of its mesh
 MOST_ROUNDS = 64
 OWN_SCHEDULES = ("1f1b", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
 FINALISTS = 4  # spots that are laid out at several prices
@@ -102,6 +102,7 @@ class GraphSearch:
     memory: float
     _chosen: dict[object, Chosen | None] = field(default_factory=dict)
     _placed: dict[object, Placed | None] = field(default_factory=dict)
+    _units: dict[tuple[Placed, frozenset[str]], list[Unit]] = field(default_factory=dict)
     by_mesh: dict[object, Way] = field(default_factory=dict)  # the best way of weft at each number of stages and mesh
 
     @property
@@ -157,12 +158,15 @@ class GraphSearch:
     def _best_of(self, name: str, ways: Iterator[tuple[Named, frozenset[str]]]) -> Way | str:
         best, why = None, Reasons()
         for named, overlap in ways:
+            fixed, needs = self._held_bytes(named), dict[int, float]()  # bytes at the numbers of micro-batches tried
             for rounds in self.rounds(named.dp):
-                least = self._least(named, rounds)
+                least = max([self._least(named, rounds), *(_smaller(n, fixed, r / rounds) for r, n in needs.items())])
                 placed = self._held(named, rounds) if least <= self.memory else None
                 made = self._whole(name, placed, overlap, rounds, (NONE, FULL)) if placed is not None else None
                 if made is None:
-                    why.least = min(why.least, placed.memory(rounds) if placed is not None else least)
+                    if placed is not None:
+                        needs[rounds] = self._leanest(placed, overlap, rounds)
+                    why.least = min(why.least, needs.get(rounds, least))
                     continue
                 best = made if best is None or made.seconds < best.seconds else best
                 break  # more micro-batches would only do the same in smaller pieces
@@ -170,9 +174,22 @@ class GraphSearch:
 
     def _least(self, named: Named, rounds: int) -> float:
         """Bytes that a plan cannot go below: its state, and what lies between units."""
+        return self._held_bytes(named) + self.boundary_bytes / rounds / self.cluster.devices
+
+    def _held_bytes(self, named: Named) -> float:
         weights = 4 * self.task.params
         held = weights / (named.dp if named.zero == 3 else 1) + (self.task.state_bytes - weights) / (named.dp if named.zero else 1)
-        return held / named.tp + self.boundary_bytes / rounds / self.cluster.devices + RESIDENT
+        return held / named.tp + RESIDENT
+
+    def _leanest(self, placed: Placed, overlap: frozenset[str], rounds: int) -> float:
+        """Bytes where every unit is run again."""
+        stages = Stager(self.units(placed, overlap), math.inf, rounds, FULL).split(1)
+        return placed.memory(rounds) if stages is None else min(stages[0].memory, placed.memory(rounds))
+
+    def units(self, placed: Placed, overlap: frozenset[str]) -> list[Unit]:
+        if (placed, overlap) not in self._units:
+            self._units[placed, overlap] = Units(placed, overlap).all
+        return self._units[placed, overlap]
 
     def rounds(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every copy whole samples."""
@@ -192,7 +209,7 @@ class GraphSearch:
         held, options = input_layouts(captured.program, named, captured.states)
         held |= self.task.cut_samples("dp")  # type: ignore[arg-type]
         try:
-            program = place(captured.program, named.mesh, held, options)
+            program = place(captured.program, named.mesh, held, replace(options, gather=frozenset({"dp"} if named.zero == 3 else ())))
         except (PlanError, LayoutError, TypeMismatch):
             return None
         again = frozenset(k for k in held if k.startswith("param.") and named.zero == 3)
@@ -205,7 +222,7 @@ class GraphSearch:
         if placed.memory(rounds) <= self.memory:
             timed = placed.step(overlap, rounds)
             return Way(name, placed, overlap, rounds, timed.seconds, placed.memory(rounds), None, rules, timed.causes)
-        units = Units(placed, overlap).all
+        units = self.units(placed, overlap)
         for how in again:
             if how == NONE:
                 continue
@@ -230,12 +247,9 @@ class GraphSearch:
     def chosen(self, captured: Captured, part: Cluster, mesh: Mesh, rates: Rates, limit: float) -> Chosen | None:
         key = id(captured), part.devices, mesh, rates, limit
         if key not in self._chosen:
-            large = len(captured.program.nodes) > LARGE
+            prices, work = OnCluster(part, mesh), EFFORT * (1 if len(mesh.axes) == 1 or not self.is_large else 5)
             try:
-                self._chosen[key] = choose(
-                    captured.program, mesh, OnCluster(part, mesh), blocks=captured.blocks, memory=limit, rates=rates,
-                    work=EFFORT / 4 if large else EFFORT, at_once=1 if large else 2,
-                )  # fmt: skip
+                self._chosen[key] = choose(captured.program, mesh, prices, blocks=captured.blocks, memory=limit, rates=rates, work=work)
             except PlanError:
                 self._chosen[key] = None
         return self._chosen[key]
@@ -259,16 +273,24 @@ class GraphSearch:
         that could beat the best so held, judged by what it takes without overlap when held freely."""
         own: list[tuple[float, Spot]] = []
         without: list[tuple[float, Spot]] = []
-        for spot in (s for pp in self.depths() for s in self.spots(pp)):
+        few = self.is_large
+        spots = [s for pp in self.depths() for s in self.spots(pp)]
+        for spot in spots if not few else self._few(spots, own):
             made = list(self._ways(spot, 1.0))
             yield from made
             own += [(min(w.seconds for w in made), spot)] if made else []
             without += [(w.seconds, spot) for w in self._without(made)]
-        few = self.is_large
         for _, spot in sorted(own, key=lambda item: item[0])[: 1 if few else FINALISTS]:
             for hide in HIDES[1:2] if few else HIDES[1:]:
                 yield from self._ways(spot, hide)
         yield from self._as_used(sorted(without, key=lambda item: item[0]))
+
+    def _few(self, spots: Sequence[Spot], known: Sequence[tuple[float, Spot]]) -> Iterator[Spot]:
+        """Of a large program one axis at every number of stages, and two axes at the best of those."""
+        yield from (s for s in spots if len(s.mesh.axes) == 1)
+        if known:
+            best = min(known, key=lambda item: item[0])[1].pp
+            yield from (s for s in spots if len(s.mesh.axes) > 1 and s.pp == best)
 
     def _as_used(self, spots: Sequence[tuple[float, Spot]]) -> Iterator[Way]:
         for whole in (True, False):  # of unity-like one stage and one micro-batch alone
@@ -356,7 +378,7 @@ class GraphSearch:
         schedules: Sequence[str],
         beside: bool,
     ) -> Iterator[Way]:
-        units = Units(placed, overlap).all
+        units = self.units(placed, overlap)
         if len(units) < pp:
             return
         for schedule in schedules:
@@ -364,3 +386,8 @@ class GraphSearch:
             if stages is not None:
                 staged = Staged(stages, schedule, pipelined(stages, self.cluster, rounds, schedule, beside))
                 yield Way(name, placed, overlap, rounds, staged.seconds, staged.memory, staged)
+
+
+def _smaller(needed: float, fixed: float, share: float) -> float:
+    """Bytes that are still needed of a micro-batch smaller by this share."""
+    return fixed + max(0.0, needed - fixed) * share
