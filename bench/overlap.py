@@ -16,7 +16,7 @@ from bench import _netns
 from bench._ranks import machine, run_ranks, worst
 
 SIZE = 2048
-CHUNKS = (4, 8, 12)
+CHUNKS = (6, 12)
 TAPERS = (0.6, 1.0, 1.2)
 
 

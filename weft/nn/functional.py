@@ -22,10 +22,14 @@ from weft.nn.ways import PLAIN, Way, choose, divides, key_of
 def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Way | None, *more: Any) -> Any:
     """The product `op` in the way asked for, or chosen for these shapes; plainly where the rows cannot be cut so."""
     chosen = way or choose(key_of(op, x.shape[0], w.shape[0], x.shape[1], x.dtype, group))
-    if not divides(rows, dist.get_world_size(group), chosen):
-        chosen = Way(chosen.over) if divides(rows, dist.get_world_size(group), Way(chosen.over)) else PLAIN
+    if not _fits(op, rows, group, chosen):
+        chosen = Way(chosen.over) if _fits(op, rows, group, Way(chosen.over)) else PLAIN
     module: Any = over_peers if chosen.over == "peers" else over_group
     return getattr(module, op)(x, w, group, chosen, *more)
+
+
+def _fits(op: str, rows: int, group: Any, way: Way) -> bool:
+    return way.over == "group" and op in over_group.UNEVEN or divides(rows, dist.get_world_size(group), way)
 
 
 def product_reduce_scatter(x: Tensor, w: Tensor, group: Any = None, way: Way | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from weft.runtime.pipeline import in_turn
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+UNEVEN = ("product_all_reduce",)  # which take chunks of any size
 
 
 def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
