@@ -159,7 +159,7 @@ class TileEmitter(TritonEmitter):
         if self.stage.kernel is not None:
             body += self._body()
         else:
-            body.append(self._store(self.stage.products[0], self._sums(self.stage.products[0])[0]))
+            body += self._keep(self.stage.products[0])
         if any(" - e0" in line for line in body):
             body.insert(0, f"e0 = tl.load({self.index('edge_first')} + lo)")
         e, low, high = ("e", "eb + elo", "eb + ehi") if self.stage.on_edges else ("v", "lo", "hi")
@@ -216,8 +216,15 @@ class TileEmitter(TritonEmitter):
         found = {a.offset for a in self.kernel.loads.values() if a.source is product}
         return {f"{product.name}_{offset}": offset for offset in sorted(found)}
 
-    def _sums(self, product: fx.Node) -> list[str]:
-        return list(self._offsets(product))
+    def _keep(self, product: fx.Node) -> Iterator[str]:
+        """Store a product that stands alone, in its parts where it has them."""
+        (value,) = self._offsets(product)
+        if not self.stage.parts:
+            yield self._store(product, value)
+        for part in self.stage.parts:
+            at = self.at(Pointer(part.home.kind, part.home.key, part.home.domain, part.home.dtype, own=True))
+            inside = f"m & (j >= {part.offset}) & (j < {part.offset + part.width})"
+            yield f"tl.store({at} + v * {part.width} + j - {part.offset}, {value}, mask={inside})"
 
     # --- what differs from one vertex at a time
 

@@ -13,20 +13,30 @@ import torch
 from torch import fx
 
 from weft.dynamic.cell import Cell
-from weft.dynamic.kernel import Kernel
+from weft.dynamic.kernel import Kernel, access, lane_shape
 from weft.dynamic.phases import base, domain
-from weft.dynamic.store import Stores
+from weft.dynamic.store import Home, Stores
 from weft.dynamic.trace import aten
 
 Place = tuple[str, object]  # kind and key of a buffer
 
 
+@dataclass(frozen=True)
+class Part:
+    """Columns of a product that have a buffer of their own."""
+
+    home: Home
+    offset: int
+    width: int
+
+
 @dataclass
 class Stage:
-    """A kernel with the products it reads in place, or a product alone."""
+    """A kernel with the products it reads in place, or a product alone, perhaps cut into parts."""
 
     kernel: Kernel | None
     products: list[fx.Node]
+    parts: list[Part] = field(default_factory=list)
     reads: set[Place] = field(default_factory=set)
     writes: set[Place] = field(default_factory=set)
     waits: bool = False  # for all that was written before it
@@ -42,8 +52,8 @@ class Stage:
 
 def stages(cell: Cell, phase: str) -> list[Stage] | None:
     """The stages of a phase in order, or None where some step is neither a fused kernel nor a product with a weight."""
-    steps = cell.steps[phase]
-    if cell.copies.get(phase) or not all(isinstance(s, Kernel) or _is_product(cell, s) for s in steps):
+    steps, parts = cell.steps[phase], _parts(cell, phase)
+    if parts is None or not all(isinstance(s, Kernel) or _is_product(cell, s, parts) for s in steps):
         return None
     out: list[Stage] = []
     for step in steps:
@@ -52,7 +62,7 @@ def stages(cell: Cell, phase: str) -> list[Stage] | None:
             inside = set(out[-1].products)
             out = [s for s in out if s.kernel is not None or s.products[0] not in inside]
         else:
-            out.append(Stage(None, [step]))
+            out.append(Stage(None, [step], parts.get(step, [])))
     for stage in out:
         _touches(stage, cell.stores)
     return _with_waits(out)
@@ -78,20 +88,33 @@ def _with_waits(these: list[Stage]) -> list[Stage]:
     return these
 
 
-def _is_product(cell: Cell, node: fx.Node) -> bool:
-    """Rows of a buffer, or of a gathered state, times a matrix without rows, into a buffer."""
+def _parts(cell: Cell, phase: str) -> dict[fx.Node, list[Part]] | None:
+    """Results of a phase that are columns of a product without a buffer; None if a result is copied in another way."""
+    out: dict[fx.Node, list[Part]] = {}
+    for copied in cell.copies.get(phase, ()):
+        found = access(copied.node, lane_shape(copied.node))
+        whole = found is not None and found.dims == ((1, copied.home.columns, 1),)
+        if found is None or not whole or found.source in cell.stores.homes or copied.home.domain != "row" or copied.home.at:
+            return None
+        out.setdefault(found.source, []).append(Part(copied.home, found.offset, copied.home.columns))
+    return out
+
+
+def _is_product(cell: Cell, node: fx.Node, parts: dict[fx.Node, list[Part]]) -> bool:
+    """Rows of a buffer, or of a gathered state, times a matrix without rows, into a buffer or in parts into several."""
     if node.target is not aten.mm.default or node.meta["val"].dtype is not torch.float32:
         return False
     left, right = node.args
     stores, home = cell.stores, cell.stores.homes.get(node)
     known = left in stores.homes and not stores.homes[left].folded and not stores.homes[left].at
     gathered = left in stores.children and len(stores.children[left][0].shape) == 1
-    return home is not None and not home.at and not home.folded and not domain(right) and (known or gathered)
+    lands = node in parts if home is None else not home.at and not home.folded and node not in parts
+    return lands and not domain(right) and (known or gathered)
 
 
 def _read_in_place(cell: Cell, stage: Stage, kernel: Kernel) -> bool:
     """Whether a product alone is read by this kernel only, lane by lane at its own rows."""
-    if stage.kernel is not None or stage.on_edges:
+    if stage.kernel is not None or stage.on_edges or stage.parts:
         return False
     product = stage.products[0]
     readers = [loaded for loaded, access in kernel.loads.items() if access.source is product]
@@ -122,7 +145,8 @@ def _touches(stage: Stage, stores: Stores) -> None:
             stage.reads.add(("message", via.key))
         if source in stores.children or source in stores.homes:
             stage.reads.add(_place(stores, source))
-    stage.writes |= {_place(stores, node) for node in stored}
+    stage.writes |= {(part.home.kind, part.home.key) for part in stage.parts}
+    stage.writes |= {_place(stores, node) for node in stored if node in stores.homes}
 
 
 def _place(stores: Stores, node: fx.Node) -> Place:

@@ -1,0 +1,168 @@
+"""All rounds in one kernel: which steps become which stages, where programs meet, and that it computes and compiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.dynamic import tree_lstm
+from tests.dynamic.graphs import graphs
+from weft import dynamic
+from weft.dynamic.choice import Choice, Way, tilings
+from weft.dynamic.emit_rounds import Tiles, build
+from weft.dynamic.engine import Plan
+from weft.dynamic.layout import bulk, padded
+from weft.dynamic.stages import Stage, head, stages, tail
+from weft.dynamic.store import Pointer
+
+
+def plan_of(hidden: int = 32) -> Plan:
+    """A Tree-LSTM compiled for Triton, without running it."""
+    model = tree_lstm.model(tree_lstm.ChildSum(hidden, hidden), hidden)
+    model.target = "triton"
+    s, x = dynamic.trees([((0, 1), 2)]), torch.randn(3, hidden)
+    variant = model._variant({"x": x}, s)
+    return model._plan(variant, dynamic.Schedule(s, variant.reads), {"x": x})
+
+
+def of(phase: str) -> list[Stage]:
+    found = stages(plan_of().cells["vertex", True], phase)
+    assert found is not None
+    return found
+
+
+def test_a_product_read_by_one_kernel_stays_in_its_registers() -> None:
+    for phase in ("rounds", "back"):
+        gather, cell, product = of(phase)
+        assert gather.kernel is not None and not gather.products
+        assert cell.kernel is not None and len(cell.products) == 1
+        assert product.kernel is None and len(product.products) == 1
+        assert not any(kind == "scratch" for s in (gather, cell, product) for kind, _ in s.reads | s.writes)
+
+
+def test_programs_meet_only_where_one_reads_what_another_wrote() -> None:
+    for phase in ("rounds", "back"):
+        these = of(phase)
+        assert [s.waits for s in these] == [False, True, True]
+        assert tail(these) == these[2:] and head(these) == these[:1]
+        assert not head(these)[0].needs(tail(these)), "the next round gathers while this one's last product runs"
+        assert these[1].needs(these[:1]) and these[2].needs(these[1:2])
+
+
+def test_what_is_no_product_with_a_weight_keeps_the_rounds_apart() -> None:
+    """Attention over children multiplies rows with rows."""
+    from examples.dynamic import recursive_transformer
+
+    model = recursive_transformer.model(recursive_transformer.Block(8, 8, heads=2))
+    model.target = "triton"
+    s, x = dynamic.trees([((0, 1), 2)]), torch.randn(3, 8)
+    variant = model._variant({"x": x}, s)
+    plan = model._plan(variant, dynamic.Schedule(s, variant.reads), {"x": x})
+    assert not plan.can_stay(s.kinds)
+
+
+def test_the_fastest_way_stays_and_a_failing_one_goes() -> None:
+    slow, fast, broken = Way(), Way(Tiles()), Way(Tiles(lanes=16))
+    choice = Choice([slow, fast, broken])
+    choice.refuse(broken, "no room")
+    while not choice.decided:
+        way = choice.now()
+        choice.saw(way, {slow: 2.0, fast: 1.0}[way] + 5.0 * (not choice.times[way]))
+    assert choice.now() == fast
+    assert {len(t) for w, t in choice.times.items() if w != broken} == {3}
+    assert choice.refused == {broken: "no room"}
+    choice.refuse(fast, "lost its memory")
+    assert choice.now() == Way(), "what every device can do is left"
+
+
+def test_full_precision_never_uses_single_tf32_products() -> None:
+    assert "tf32" not in {t.precision for t in tilings("highest")}
+    assert {t.precision for t in tilings("high")} == {"tf32"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_to_spare_belong_to_the_first_round_of_their_class(seed: int) -> None:
+    reads = {"vertex": dynamic.Reads(0, True)}
+    first, later = (dynamic.Schedule(graphs(seed + 10 * i, 9, ("binary",), "leaves", largest=7), reads) for i in (0, 1))
+    room = bulk(first, bulk(later))
+    for s in (first, later):
+        laid = padded(s, room, room.holds(s) or [], {("h", "edge"), ("h", "vertex")})
+        table = laid.arrays["round"]
+        assert table[0] == len(s.rounds) and len(table) == 1 + 5 * room.rounds
+        for r, own in zip(table[1:].reshape(-1, 5), s.rounds, strict=False):
+            spare = laid.blocks[own.klass].count - s.blocks[own.klass].count
+            assert r[0] == own.klass and r[2] - r[1] == own.stop - own.start + spare * (own.start == 0)
+        for k, block in laid.blocks.items():
+            ends = [tuple(r[1:3]) for r in table[1 : 1 + 5 * table[0]].reshape(-1, 5) if r[0] == k]
+            assert ends[0][0] == 0 and ends[-1][1] == block.count
+            assert all(a[1] == b[0] for a, b in pairwise(ends))
+        children = np.sort(laid.arrays["edge_child"][laid.arrays["edge_child"] < laid.rows])
+        assert len(children) == len(s.edge_child)
+    assert bulk(first).holds(dynamic.Schedule(graphs(3, 40, ("binary",), "leaves", largest=7), reads)) is None
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, {root!r})
+import torch
+from examples.dynamic import dag_rnn, sequence, tree_lstm
+from tests.dynamic.graphs import by_hand, graphs
+from weft import dynamic
+torch.manual_seed(0)
+made = [(c := tree_lstm.ChildSum(3, 5), tree_lstm.model(c, 5), "leaves"), (d := dag_rnn.DagRNN(3, 5), dag_rnn.model(d), "all"),
+        (b := tree_lstm.Binary(3, 5), tree_lstm.model(b, 5), "leaves")]
+for cell, model, words in made:
+    model.target, model.replay, model.resident = "triton", True, True
+    for seed in (1, 2):
+        s = graphs(seed, 4, ("binary", "single") if words == "leaves" else ("dag", "tree"), words, largest=5)
+        x = torch.randn(s.vertices, 3, requires_grad=True)
+        ours = model(s, x, at="all")
+        theirs = torch.stack([h if isinstance(h, torch.Tensor) else h[0] for h in by_hand(s, x, cell.alone)])
+        inputs = [x, *cell.parameters()]
+        pairs = list(zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(theirs.sum(), inputs)))
+        with torch.no_grad():
+            [p.mul_(0.9) for p in cell.parameters()]  # what was recorded reads the weights as they are
+        print(max(float((a - b).detach().abs().max()) for a, b in [(ours, theirs), *pairs]))
+    (templates,) = model._templates.values()
+    assert all(c.way.tiles for c in templates.kept), [str(c.way) for c in templates.kept]
+"""
+
+
+def test_all_rounds_in_one_kernel_compute_the_same() -> None:
+    """In Triton's interpreter, as one program."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(root=str(Path(__file__).parents[2]))], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(float(line) < 1e-5 for line in done.stdout.split()), done.stdout
+
+
+@pytest.mark.parametrize("phase", ["rounds", "back"])
+def test_it_compiles_for_sm90_to_tensor_cores_and_acquires_what_others_wrote(phase: str) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    code = build({1: plan_of(64).cells["vertex", True]}, phase)
+    assert code is not None
+    tiles = Tiles(precision="tf32x3")
+    names, types, constants = code.function.arg_names, dict[str, str](), tiles.constants()
+    for i, (_, argument) in enumerate(code.arguments):
+        dtype = argument.dtype if isinstance(argument, Pointer) else torch.float32
+        types[f"q{i}"] = "*i64" if dtype is torch.int64 else "*fp32"
+        if not isinstance(argument, Pointer):
+            types[f"q{i}k"], types[f"q{i}n"], constants[f"q{i}k"] = "constexpr", "i32", 1
+    types |= {"table": "*i64", "meeting": "*i32", "eb1": "i32"} | dict.fromkeys(tiles.constants(), "constexpr")
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t == "*fp32" or n.endswith("n")}
+    source = ASTSource(code.function, {n: types[n] for n in names}, {(names.index(k),): c for k, c in constants.items()}, aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tiles.warps}).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "atom.global.gpu.acq_rel" in ptx and "ld.global.gpu.acquire" in ptx
