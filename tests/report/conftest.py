@@ -1,9 +1,10 @@
-"""The three things a page is shown of: a plan for llama3-8b, a GPT trained on two processes, a Tree-LSTM trained on one."""
+"""What a page is shown of: plans for llama3-8b and for a model of one's own, a GPT trained on two processes, copies or stages, a Tree-LSTM."""
 
 from __future__ import annotations
 
 import os
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,34 @@ from tests.ranks import run_ranks
 from weft import dynamic
 from weft.report import report
 
-NAMES = ("llama3-8b-plan", "gpt-run", "tree-lstm-run")
+NAMES = ("llama3-8b-plan", "own-plan", "gpt-run", "pipeline-run", "tree-lstm-run")
+OWN = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width=256, layers=6):
+        super().__init__()
+        self.words = nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers))
+        self.head = nn.Linear(width, 512, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        h = self.words(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def make():
+    return Net(), loss, {"x": torch.randint(0, 512, (16, 32)), "y": torch.randint(0, 512, (16, 32))}
+"""
 
 
 @pytest.fixture(scope="session")
@@ -35,12 +63,30 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def make(folder: Path) -> dict[str, Path]:
-    plan = folder / "plan.json"
-    llama().save(plan)
-    run_ranks(2, lambda rank: train_gpt(folder / "gpt"), folder, seconds=300)
+    llama().save(folder / "llama.json")
+    (folder / "own.py").write_text(OWN)
+    planned(f"{folder}/own.py:make", 2).save(folder / "own.json")
+    for plan, where in (("dp2,zero1", "gpt"), ("pp2,micro4", "line")):
+        (folder / where).mkdir()
+        run_ranks(2, lambda rank, plan=plan, where=where: train_gpt(folder / where, plan), folder / where, seconds=300)
     train_trees(folder / "trees")
-    sources = dict(zip(NAMES, (plan, folder / "gpt", folder / "trees"), strict=True))
-    return {name: report(source, folder / f"{name}.html")[0] for name, source in sources.items()}
+    sources = (folder / "llama.json", folder / "own.json", folder / "gpt", folder / "line", folder / "trees")
+    return {name: report(source, folder / f"{name}.html")[0] for name, source in zip(NAMES, sources, strict=True)}
+
+
+@cache
+def planned(model: str, pp: int) -> Any:
+    """The plan of one mesh of four devices, without a search for the best: so many stages of data parallel devices."""
+    from weft.cluster.spec import cluster
+    from weft.plan.graph.planner import record, task_of
+    from weft.plan.graph.search import GraphSearch
+    from weft.plan.space import Limits
+
+    task = task_of(model, cluster("2x2xV100"), 64, "fp16")
+    search = GraphSearch(task, 16e9)
+    spot = next(s for s in search.spots(pp) if s.mesh.sizes == {"dp": 4 // pp})
+    way = next(w for w in search._ways(spot, 1.0) if w.pp == pp)
+    return record(task, Limits(), way, {}, {}, "time")
 
 
 def llama() -> Any:
@@ -52,12 +98,12 @@ def llama() -> Any:
     return make_plan(Request("llama3-8b", "8xA100", 32, 4096, "time", limits))
 
 
-def train_gpt(folder: Path) -> None:
+def train_gpt(folder: Path, plan: str) -> None:
     from weft.api.parallelize import parallelize
     from weft.frontend import zoo
 
     w = zoo.get("gpt2", device="cpu", layers=2, hidden=64, heads=2, vocab=128, seq=32, dropout=0.0)
-    step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan="dp2,zero1", record=str(folder))
+    step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan=plan, record=str(folder))
     for i in range(8):
         step(w.example(8, seed=i))
     step.recorder.close()

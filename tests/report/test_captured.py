@@ -3,69 +3,21 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from weft.cluster.spec import cluster
-from weft.plan.graph.planner import record, task_of
-from weft.plan.graph.search import GraphSearch
+from tests.report.conftest import OWN, planned
 from weft.plan.plan import Plan, load
-from weft.plan.space import Limits
 from weft.report import facts_of, report
 from weft.report.facts import Facts
-
-MODULE = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, width=256, layers=6):
-        super().__init__()
-        self.words = nn.Embedding(512, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers))
-        self.head = nn.Linear(width, 512, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, x):
-        h = self.words(x)
-        for block in self.blocks:
-            h = h + block(h)
-        return self.head(h)
-
-
-def loss(model, batch):
-    return nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
-
-
-def make():
-    return Net(), loss, {"x": torch.randint(0, 512, (16, 32)), "y": torch.randint(0, 512, (16, 32))}
-"""
-WHERE = "2x2xV100"
 
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("own") / "own.py"
-    path.write_text(MODULE)
+    path.write_text(OWN)
     return f"{path}:make"
-
-
-@cache
-def planned(module: str, pp: int) -> Plan:
-    """The plan of one mesh, without a search for the best: so many stages, each of data parallel devices."""
-    task = task_of(module, cluster(WHERE), 64, "fp16")
-    search = GraphSearch(task, 16e9)
-    spot = next(s for s in search.spots(pp) if s.mesh.sizes == {"dp": 4 // pp})
-    way = next(w for w in search._ways(spot, 1.0) if w.pp == pp)
-    return record(task, Limits(), way, {}, {}, "time")
-
-
-@pytest.fixture(autouse=True)
-def _little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.plan.graph.search.EFFORT", 1e6)
 
 
 def facts(plan: Plan, folder: Path) -> Facts:
@@ -114,12 +66,12 @@ def test_stages_of_a_plan_are_told_tensor_by_tensor(module: str, tmp_path: Path)
 
 def test_a_model_that_changed_since_is_told(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
-    own.write_text(MODULE)
+    own.write_text(OWN)
     plan = planned(f"{own}:make", 2)
     gone = facts(load_with(plan, f"{tmp_path}/gone.py:make", tmp_path), tmp_path)
     assert gone.says[0].startswith("The plan is not compared with its model here") and gone.held
     other = tmp_path / "other.py"
-    other.write_text(MODULE.replace("layers=6", "layers=5"))
+    other.write_text(OWN.replace("layers=6", "layers=5"))
     changed = facts(load_with(plan, f"{other}:make", tmp_path), tmp_path)
     assert "no longer the model that was planned" in changed.says[0] and changed.verbs == ()
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.timeout(400)  # the pages take a while to make on a bus
 
 SECTIONS = {
     "llama3-8b-plan": ["plan", "model", "steps", "time", "memory", "alternatives", "rules"],
+    "own-plan": ["plan", "model", "steps", "time", "memory", "alternatives", "rules"],
+    "pipeline-run": ["plan", "model", "steps", "time", "memory", "alternatives", "rules", "training"],
     "gpt-run": ["plan", "model", "steps", "time", "memory", "alternatives", "rules", "training"],
     "tree-lstm-run": ["plan", "model", "schedule", "steps", "time", "alternatives", "training"],
 }
@@ -73,7 +75,7 @@ def test_a_page_stands_alone(pages: dict[str, Path], name: str) -> None:
 
 
 def test_a_run_has_predicted_beside_measured(pages: dict[str, Path]) -> None:
-    for name in ("gpt-run", "tree-lstm-run"):
+    for name in ("gpt-run", "pipeline-run", "tree-lstm-run"):
         reader = Reader()
         reader.feed(pages[name].read_text())
         assert [line["label"] for line in json.loads(reader.data)["views"][0]["lines"]] == ["predicted", "measured"]

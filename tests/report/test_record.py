@@ -210,3 +210,62 @@ def test_the_command_writes_page_and_trace(pages: dict[str, Path], tmp_path: Pat
 def test_the_command_says_what_it_needs() -> None:
     done = CliRunner().invoke(app, ["report", "nowhere.json"])
     assert done.exit_code == 1 and "cannot read the plan nowhere.json" in done.output
+
+
+# --- pipelines
+
+
+def test_a_step_in_stages_is_foreseen_and_traced_pass_by_pass(pages: dict[str, Path]) -> None:
+    run = load(pages["pipeline-run"].parent / "line")
+    assert run.predicted is not None and run.measured is not None and run.mesh == {"pp": 2, "dp": 1}
+    for seen_ in (run.predicted, run.measured):
+        for stage in ("stage 0", "stage 1"):
+            own = [(t.name, t.cause) for t in seen_.line.tasks if t.stream == stage]
+            passes = [name for name, cause in own if cause in ("forward", "backward")]
+            assert sorted(passes) == sorted(f"{kind} {k}" for kind in ("forward", "backward") for k in range(4))
+        assert sum(seen_.causes_ms.values()) == pytest.approx(seen_.step_ms, rel=1e-3)
+        assert max(b for _, b in seen_.memory) == pytest.approx(seen_.memory_gb * 1e9)
+    assert run.predicted.memory_gb == pytest.approx(run.measured.memory_gb, rel=0.2)
+    assert run.unit == "tokens" and run.per_step == 8 * 32
+    at = {t["name"]: t["places"]["pp"] for t in run.tensors if t["role"] == "param"}
+    assert set(at.values()) == {"O(0)", "O(1)"} and at["tokens.weight"] == "O(0)"
+    assert {a["plan"] for a in run.alternatives} == {"pp2,micro4", "pp2,gpipe,micro4", "pp2,interleaved,micro4", "pp2,zero-bubble,micro4"}
+    message = next(c for c in run.communication if c["kind"] == "message")
+    assert (message["axis"], message["count"]) == ("pp", 8)
+
+
+def test_no_stage_reads_what_was_not_made_yet(pages: dict[str, Path]) -> None:
+    run = load(pages["pipeline-run"].parent / "line")
+    assert run.measured is not None
+    line = run.measured.line
+    when = {(t.stream, t.name): (a, b) for t, a, b in zip(line.tasks, line.start, line.end, strict=True)}
+    for k in range(4):
+        assert when["stage 0", f"forward {k}"][1] <= when["stage 1", f"forward {k}"][0] + 1e-6
+        assert when["stage 1", f"backward {k}"][1] <= when["stage 0", f"backward {k}"][0] + 1e-6
+
+
+def test_recording_changes_no_step_in_micro_batches(tmp_path: Path) -> None:
+    def train(**how: object) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        batch = {"x": torch.randn(6, 8), "y": torch.randn(6, 4)}
+
+        def loss(m: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return (m(batch["x"]) - batch["y"]).square().mean()
+
+        step = parallelize(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batch, plan="micro3", **how)  # type: ignore[arg-type]
+        losses = [float(step(batch)) for _ in range(7)]
+        if step.recorder is not None:
+            step.recorder.close()
+        return losses
+
+    assert train() == train(record=str(tmp_path), progress=False)
+    run = load(tmp_path)
+    assert run.per_step == 6 and run.measured is not None and {t.stream for t in run.measured.line.tasks} == {"stage 0"}
+
+
+def test_noise_is_refused_in_micro_batches() -> None:
+    model = nn.Linear(4, 4)
+    batch = {"x": torch.randn(4, 4)}
+    with pytest.raises(PlanError, match=r"(?s)micro2 is run in micro-batches.*needed\s+noise=False"):
+        parallelize(model, lambda m, b: m(b["x"]).sum(), torch.optim.SGD(model.parameters(), lr=0.1), batch, plan="micro2", noise=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from weft.plan.split import LOSS_SUM, Forward, chosen_borders, program_of, split
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing
 from weft.runtime.messages import Messages
+
+if TYPE_CHECKING:
+    from weft.api.record_line import LineRecorder
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -138,8 +141,9 @@ class PipelinedStep(Step):
     def __call__(self, batch: Any) -> Tensor:
         """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
         before, skipped = {n: x for n, x in self._state.items() if n.startswith("buffer.")}, self.skipped
+        run = self._step if self.recorder is None else self.recorder.call
         with exactly(self.deterministic):
-            out = self._step(batch, self._state)
+            out = run(batch, self._state)
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
@@ -187,6 +191,13 @@ class PipelinedStep(Step):
         raise RuntimeFault(
             f"batch {name.removeprefix('batch.')!r}", needed=f"{list(whole)}, or this rank's {list(mine)}", found=str(list(x.shape))
         )
+
+    def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> LineRecorder:
+        """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
+        from weft.api.record_line import LineRecorder
+
+        self.recorder = LineRecorder(self, folder, cluster, progress)
+        return self.recorder
 
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""

@@ -52,7 +52,7 @@ class Recorder:
         self.printer = Printer() if progress and self.rank == 0 else None
         self.series: dict[str, list[float]] = {"ms": [], "wait_ms": [], "loss": []}
         self.cluster = _cluster(step, cluster)
-        self.predicted = foresee(step.program, self.cluster) if self.cluster is not None else None
+        self.predicted = self._foresee(self.cluster) if self.cluster is not None else None
         self.measured: Seen | None = None
         self.alternatives: list[dict[str, Any]] = _options(getattr(step, "decision", None))
         self._traces: dict[int, Trace] = {}
@@ -102,22 +102,36 @@ class Recorder:
             self.printer.say(self.run())
         if self.rank == 0 and self.folder is not None and self.series["ms"]:
             if not self.alternatives and self.cluster is not None and len(self.step.program.nodes) < LARGE:
-                self.alternatives = _others(self.step, self.cluster)
+                self.alternatives = self._others(self.cluster)
             self.run().save(self.folder)
 
     def run(self) -> Run:
         """The run so far."""
         step, program = self.step, self.step.program
-        unit, per_step = _taken(program)
         peak = self.cluster.device.peak(_main_dtype(step.captured.program)) * program.mesh.ranks if self.cluster is not None else 0.0
         made = Run(
-            name=program.name, kind="training", plan=str(step.plan), program=digest(program), machine=_machine(step),
-            cluster=self.cluster.text if self.cluster is not None else "", mesh=dict(program.mesh.sizes), unit=unit, per_step=per_step,
-            flops=model_flops(step.captured.program), peak_flops=peak, steps={k: [round(x, 4) for x in v] for k, v in self.series.items()},
-            predicted=self.predicted, measured=self.measured, tensors=tensors(program, step.captured.states),
-            communication=communication(program), verbs=[*verbs(program, step.captured.program), *_checked(step)], alternatives=self.alternatives,
+            name=step.captured.program.name, kind="training", plan=str(step.plan), machine=_machine(step),
+            cluster=self.cluster.text if self.cluster is not None else "", mesh=dict(program.mesh.sizes), peak_flops=peak,
+            steps={k: [round(x, 4) for x in v] for k, v in self.series.items()}, predicted=self.predicted, measured=self.measured,
+            alternatives=self.alternatives, **self._about(),
         )  # fmt: skip
         return Run(**{**made.__dict__, "says": list(partings(made))})
+
+    def _about(self) -> dict[str, Any]:
+        """What the program of a step is."""
+        step, program = self.step, self.step.program
+        unit, per_step = _taken(program)
+        return {
+            "program": digest(program), "unit": unit, "per_step": per_step, "flops": model_flops(step.captured.program),
+            "tensors": tensors(program, step.captured.states), "communication": communication(program),
+            "verbs": [*verbs(program, step.captured.program), *_checked(step)],
+        }  # fmt: skip
+
+    def _foresee(self, cluster: Cluster) -> Seen:
+        return foresee(self.step.program, cluster)
+
+    def _others(self, cluster: Cluster) -> list[dict[str, Any]]:
+        return _others(self.step, cluster)
 
     def _seen(self) -> Seen:
         """The traced step: statements as tasks, and bytes at the times the same statements had in the step before."""

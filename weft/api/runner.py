@@ -14,6 +14,21 @@ from weft.plan.split import LOSS_SUM
 from weft.runtime.messages import Messages, Spec
 
 Values = dict[str, Tensor]
+Call = Callable[[int, Action, Compiled, Values], Values]  # runs a pass of a stage
+
+
+def routes(stages: Sequence[Placed]) -> dict[tuple[int, str], dict[int, list[str]]]:
+    """By stage and kind of pass the stages that read what it makes, and what of it."""
+    makers = {n: s.number for s in stages for n in s.types if n in s.turns[0].output_names}
+    found: dict[tuple[int, str], dict[int, list[str]]] = {(s.number, k): {} for s in stages for k in ("forward", "backward", "weight")}
+    for s in stages:
+        for name in s.gives(0, "act."):
+            for reader in stages:
+                if name in reader.types and reader is not s:
+                    found[s.number, "forward"].setdefault(reader.number, []).append(name)
+        for name in s.gives(1, "d.act.") if len(s.turns) > 1 else ():
+            found[s.number, "backward"].setdefault(makers[name.removeprefix("d.").rsplit(".", 1)[0]], []).append(name)
+    return found
 
 
 class Runner:
@@ -24,10 +39,11 @@ class Runner:
         self.me = like.coords.get("pp", 0)
         self.turns = {s.number: [self._compiled(p) for p in s.turns] for s in stages if s.rank == self.me}
         self.later = {g: {n for c in turns[1:] for n in c.program.input_names} for g, turns in self.turns.items()}
-        self.makers = {n: s.number for s in stages for n in s.types if n in s.turns[0].output_names}
-        self.routes = {(s.number, kind): self._readers(s.number, kind) for s in stages for kind in ("forward", "backward", "weight")}
+        self.routes = routes(stages)
         self.coming = self._expected()
         self._here: dict[Hashable, list[Tensor]] = {}  # messages between two stages of this rank
+        self.call: Call = lambda _g, _action, step, given: step(given)  # what a recorder may put itself in the place of
+        self.alive: dict[str, Any] = {}  # what is held between two passes
 
     def _compiled(self, program: Any) -> Compiled:
         return Compiled(program, self.like.device_mesh, self.like.device, together=False)
@@ -40,19 +56,6 @@ class Runner:
 
     def _number(self, rank: int, action: Action) -> int:
         return action.chunk * len(self.orders) + rank
-
-    def _readers(self, g: int, kind: str) -> dict[int, list[str]]:
-        """The stages that read what an action of stage g makes, and what of it."""
-        out: dict[int, list[str]] = {}
-        if kind == "forward":
-            for name in self.stages[g].gives(0, "act."):
-                for s in self.stages:
-                    if name in s.types and s.number != g:
-                        out.setdefault(s.number, []).append(name)
-        elif kind == "backward" and len(self.stages[g].turns) > 1:
-            for name in self.stages[g].gives(1, "d.act."):
-                out.setdefault(self.makers[name.removeprefix("d.").rsplit(".", 1)[0]], []).append(name)
-        return out
 
     def _messages(self, rank: int) -> list[tuple[int, Hashable, list[str]]]:
         """What a rank of the pipeline sends to others, in order: to which stage, the message, its tensors."""
@@ -101,6 +104,7 @@ class Runner:
         if self.messages is not None:
             self.messages.expect(self.coming)
         sums, kept = Sums(), dict[tuple[int, int], Values]()
+        self.alive = {"state": state, "kept": kept, "sums": sums.values}
         for action in self.orders[self.me]:
             g = self._number(self.me, action)
             if action.kind == "forward":
@@ -109,13 +113,14 @@ class Runner:
                 self._backward(g, action, state, kept, sums)
         if self.messages is not None:
             self.messages.finish()
+        self.alive = {}
         return sums.values
 
     def _forward(self, g: int, action: Action, state: Values, inputs: Values, sums: Sums) -> Values:
         values = {**inputs, **self._receive(g, action)}
         step = self.turns[g][0]
         given = _chosen(step, {**state, **values})
-        out = step(given)
+        out = self.call(g, action, step, given)
         if "loss" in out:
             sums.add(LOSS_SUM, out["loss"])
         for name, _ in step.program.state:
@@ -130,7 +135,7 @@ class Runner:
         if turn >= len(self.turns[g]):
             return
         step = self.turns[g][turn]
-        out = step(_chosen(step, {**state, **values}))
+        out = self.call(g, action, step, _chosen(step, {**state, **values}))
         self._send(g, action, out)
         for name, x in out.items():
             if name.startswith("d.param."):

@@ -66,7 +66,7 @@ def why(run: Run) -> str:
     usual = run.step_ms / run.measured.step_ms  # a traced step is slower than others
     changes = parted(run.predicted.causes_ms, {k: v * usual for k, v in run.measured.causes_ms.items()})
     apart = run.step_ms - run.predicted.step_ms
-    told = [f"{_means(k)} {'slower' if d > 0 else 'faster'} ({d:+,.1f} ms)" for k, d in changes if d * apart > 0.05 * apart * apart]
+    told = [f"{_means(k)} {_how(k, d)} ({d:+,.1f} ms)" for k, d in changes if d * apart > 0.05 * apart * apart]
     return ", ".join(told[:3]) or "the traced step shows no one cause; other work on this machine may slow it"
 
 
@@ -76,8 +76,16 @@ def parted(predicted: Mapping[str, float], measured: Mapping[str, float]) -> lis
     return sorted(((k, measured.get(k, 0.0) - predicted.get(k, 0.0)) for k in keys), key=lambda item: -abs(item[1]))
 
 
+def _how(cause: str, change: float) -> str:
+    return ("longer" if change > 0 else "shorter") if cause == "bubble" else ("slower" if change > 0 else "faster")
+
+
 def _means(cause: str) -> str:
-    known = {"compute": "compute is", FUSED: "the fused update with its communication is", "host": "issuing from the host is"}
+    known = {
+        "compute": "compute is", FUSED: "the fused update with its communication is", "host": "issuing from the host is",
+        "forward": "forward is", "backward": "backward is", "weight": "the pass of weight gradients is", "optimizer": "the update is",
+        "bubble": "the wait for other stages is",
+    }  # fmt: skip
     return known.get(cause, f"communication along {cause} is")
 
 

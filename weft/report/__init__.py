@@ -21,6 +21,11 @@ def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], No
     where = Path(source)
     if where.is_dir():
         return of_run(run.load(where))
+    if not where.exists() and where.suffix != ".json":
+        from weft.core.errors import PlanError
+
+        needed = "a file that `weft plan --out` wrote, or the folder of a run"
+        raise PlanError(f"there is no {source} to report on", needed=needed, found="nothing there", try_=run.TRY)
     text = where.read_text() if where.is_file() else ""
     try:
         is_run = "weft_run" in json.loads(text)

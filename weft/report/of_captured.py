@@ -143,7 +143,7 @@ class _Known:
                  View("one micro-batch, op by op", {"predicted": ops.line}, "The stages one after the other, as if they were one.")]  # fmt: skip
         fullest = max(range(count), key=lambda i: self.stages[i].memory)
         return {"views": views, "memory": list(self._stage_memory(fullest, line)), "budget": self.budget,
-                "memory_note": f"Of stage {fullest}, the fullest of {count}. {note}".strip()}  # fmt: skip
+                "causes_ms": {"predicted": _causes(line, count)}, "memory_note": f"Of stage {fullest}, the fullest of {count}. {note}".strip()}  # fmt: skip
 
     def _stage_memory(self, i: int, line: Timeline) -> Iterator[Curve]:
         stage, units, end = self.stages[i], self.units.all, line.seconds
@@ -161,6 +161,15 @@ class _Known:
         yield Curve("activations", [*points, (end, now)], stacked=True)
         spare = (stage.memory - RESIDENT) * FRAGMENTATION / (1 + FRAGMENTATION) + RESIDENT
         yield Curve("allowance", [(0.0, spare), (end, spare)], stacked=True)
+
+
+def _causes(line: Timeline, stages: int) -> dict[str, float]:
+    """Milliseconds of the busiest stage by pass, and what it waits."""
+    busiest = max(range(stages), key=lambda i: line.busy(f"stage {i}"))
+    found: dict[str, float] = defaultdict(float)
+    for k in line.on(f"stage {busiest}"):
+        found[line.tasks[k].cause] += line.tasks[k].seconds * 1e3
+    return {**found, "bubble": line.seconds * 1e3 - sum(found.values())}
 
 
 def _with_updates(line: Timeline, stages: Sequence[Stage]) -> Timeline:

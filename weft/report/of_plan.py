@@ -51,7 +51,7 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Fa
         from weft.report.of_captured import of_captured
 
         say("the program")
-        return replace(base, causes_ms=_causes(plan), **of_captured(plan))
+        return replace(base, **{"causes_ms": _causes(plan), **of_captured(plan)})
     say("the model")
     made = replace(base, **_model(plan))
     if plan.shares:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.cluster.spec import cluster
 from weft.core.errors import WeftError
+from weft.plan.named import SCHEDULES
 from weft.plan.plan import ZERO
 from weft.plan.run import Run, Seen
 from weft.report.facts import Curve, Facts, Figure, View
@@ -51,8 +52,9 @@ def _plan(run: Run) -> Any:
     for axis, n in run.mesh.items():
         if n > 1:
             yield axis, str(n), {"dp": "copies of the model", "tp": "ranks share each product", "cp": "ranks share a sequence",
-                                 "ep": "ranks share the experts"}.get(axis, "ranks")  # fmt: skip
+                                 "ep": "ranks share the experts", "pp": "stages of a pipeline"}.get(axis, "ranks")  # fmt: skip
     words = run.plan.split(",")
+    yield from _passes(run, words)
     level = next((int(w[4:]) for w in words if w.startswith("zero")), None)
     if level is not None:
         yield "sharded", f"zero{level}", f"{ZERO[level]} cut over the copies"
@@ -70,6 +72,17 @@ def _plan(run: Run) -> Any:
         yield "foreseen on", run.cluster, "the profile that priced it"
 
 
+def _passes(run: Run, words: Sequence[str]) -> Any:
+    """How a step is cut into passes, where it is."""
+    if run.mesh.get("pp", 1) > 1:
+        yield "schedule", next((w for w in SCHEDULES if w in words), SCHEDULES[0]), "the order in which stages take up their passes"
+    micro = sum(t.cause == "forward" for t in run.measured.line.tasks if t.stream == "stage 0") if run.measured is not None else 0
+    if micro:
+        yield "forward passes", str(micro), "of the first stage in a step: micro-batches, each as often as the stage has chunks of layers"
+    if "recompute" in words:
+        yield "recompute", "blocks", "a block's inputs are kept, the rest is run again"
+
+
 def _batching(schedule: Mapping[str, Any]) -> Any:
     least, batches = schedule["least"], schedule["batches"]
     yield "policy", schedule["policy"], "what decides which vertices run together"
@@ -82,6 +95,8 @@ def _views(run: Run, known: dict[str, Seen]) -> list[View]:
     note = "One traced step of rank 0; a collective is drawn from its start to the end of its wait."
     if run.kind == "dynamic":
         note = "One traced step, batch by batch."
+    elif "stage 0" in {t.stream for line in lines.values() for t in line.tasks}:
+        note = "One traced step, pass by pass, on all stages."
     return [View("one step", lines, note)] if lines else []
 
 
@@ -97,4 +112,5 @@ def _memory_note(run: Run) -> str:
         return ""
     budget = _budget(run)
     room = f" The rank may use {size(budget)}." if budget else ""
-    return f"Parameters, optimizer state and values that the step can still reach, on rank 0, at each statement.{room}"
+    where = "the stage foreseen to be fullest" if run.mesh.get("pp", 1) > 1 else "rank 0"
+    return f"Parameters, optimizer state and values that the step can still reach, on {where}, at each statement.{room}"

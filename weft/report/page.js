@@ -179,7 +179,7 @@ class Timeline {
     }
     pen.restore();
     pen.fillStyle = colour["--muted"];
-    const name = this.fit(pen, lane.name, this.left - 22);
+    const name = this.fit(pen, lane.name.replace(/ to stage /, " → "), this.left - 22);
     pen.fillText(name, 14, lane.y + LANE / 2 + 1);
   }
 

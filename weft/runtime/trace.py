@@ -126,11 +126,22 @@ class _Held:
         if self.device.type == "cuda":
             self.bytes.append(torch.cuda.memory_allocated(self.device))
         else:
-            stores = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in _reached(values))}
-            self.bytes.append(sum(stores.values()))
+            self.bytes.append(sum(_stores(values).values()))
 
     def values(self) -> list[int]:
         return self.bytes
+
+
+def held_bytes(values: Any, device: torch.device, without: Any = ()) -> int:
+    """Bytes of the storage of all tensors in `values` beside those in `without`; none where an allocator counts them already."""
+    if device.type == "cuda":
+        return 0
+    less = _stores(without)
+    return sum(size for at, size in _stores(values).items() if at not in less)
+
+
+def _stores(values: Any) -> dict[int, int]:
+    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in _reached(values))}
 
 
 def _reached(value: Any) -> Iterator[torch.Tensor]:

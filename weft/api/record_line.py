@@ -1,0 +1,261 @@
+"""What a training step in micro-batches writes about itself: every pass of every stage, foreseen and measured.
+
+Ranks of one host share a clock; between hosts, clocks are set to zero where all meet before a traced step. A pass is timed as one; its
+memory is counted at each statement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from weft.api.compiled import Compiled
+from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, tensors
+from weft.api.runner import Values, routes
+from weft.cluster.spec import Cluster
+from weft.core.errors import WeftError
+from weft.ops.registry import nbytes
+from weft.plan.foresee_line import Foreseen, pass_name
+from weft.plan.line import lay
+from weft.plan.named import SCHEDULES, Named
+from weft.plan.pipeline import Action, orders
+from weft.plan.recompute import recomputed_stage
+from weft.plan.run import Seen
+from weft.plan.split import chosen_borders, split
+from weft.plan.timeline import Task, Timeline
+from weft.runtime.trace import Trace, held_bytes, synchronize, traced
+
+if TYPE_CHECKING:
+    from weft.api.pipelined import PipelinedStep
+
+SPLIT = (
+    "Each stage is a stretch of the captured forward pass with its own gradient, and losses of micro-batches are averaged; "
+    "step.check(batch) compares the whole with one device."
+)
+
+
+class LineRecorder(Recorder):
+    """Watches the calls of one step in micro-batches."""
+
+    step: PipelinedStep
+
+    def call(self, batch: Any, state: Values) -> Values:  # type: ignore[override]
+        """Run the step once, watched."""
+        step, n = self.step, len(self.series["ms"])
+        watch = Watch(step, memory=n == HELD) if n in (TIMED, HELD) else None
+        began = time.perf_counter()
+        out = step._step(batch, state) if watch is None else watch.run(batch, state)
+        synchronize(step.compiled.device)
+        spent, waited = time.perf_counter() - began, began - self._ended if self._ended else 0.0
+        if watch is not None:
+            self._traces[n] = watch  # type: ignore[assignment]
+        self._note(spent, waited, float(out["loss"].detach()))
+        self._ended = time.perf_counter()
+        return out
+
+    def _foresee(self, cluster: Cluster) -> Seen:
+        step = self.step
+        self.foreseen = Foreseen(step.line, step.runner.orders, step.runner.routes, cluster)
+        return self.foreseen.seen
+
+    def _seen(self) -> Seen:
+        """The traced step of every stage; what one stage did is told of the one foreseen to be the busiest, or the fullest."""
+        timed, held = self._traces.pop(TIMED), self._traces.pop(HELD)
+        told = _from_every_stage(self.step, timed, held)  # type: ignore[arg-type]
+        known = hasattr(self, "foreseen")
+        busy, full = (told[self.foreseen.busiest], told[self.foreseen.fullest]) if known else (told[0], told[0])
+        seconds = max(t.ended for t in told.values())
+        causes = {**busy.causes, "bubble": max(0.0, seconds - sum(busy.causes.values()))}
+        tasks = [item for t in told.values() for item in t.tasks]
+        line = Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks))
+        return Seen(seconds * 1e3, max(b for _, b in full.memory) / 1e9, {k: v * 1e3 for k, v in causes.items()}, line, full.memory)
+
+    def _about(self) -> dict[str, Any]:
+        step, one = self.step, self.step.captured.program
+        many = step.plan.micro_batches
+        unit, per_step = _taken(one)
+        words = f"{many} micro-batches" + (f" through {step.plan.stages} stages" if step.plan.pp > 1 else "")
+        return {
+            "program": hashlib.sha256(step.line.text.encode()).hexdigest()[:16], "unit": unit, "per_step": many * per_step,
+            "flops": many * model_flops(one), "tensors": [*_batch(step), *tensors(step.program, step.captured.states)],
+            "communication": _travels(step), "verbs": [{"step": words, "same": False, "said": SPLIT}],
+        }  # fmt: skip
+
+    def _others(self, cluster: Cluster) -> list[dict[str, Any]]:
+        """The other schedules for the same degrees."""
+        plan = self.step.plan
+        found = {str(plan): self.predicted}
+        reasons: dict[str, str] = {}
+        for schedule in SCHEDULES if plan.pp > 1 else ():
+            other = replace(plan, schedule=schedule, virtual=0, micro=plan.micro_batches)
+            if schedule == plan.schedule:
+                continue
+            try:
+                found[str(other)] = _foreseen(self.step, Named.parse(str(other)), cluster)
+            except WeftError as error:
+                reasons[str(other)] = error.message
+        timed = [
+            {"plan": name, "step_ms": s.step_ms, "memory_gb": s.memory_gb, "causes_ms": dict(s.causes_ms), "reason": ""}
+            for name, s in found.items() if s is not None
+        ]  # fmt: skip
+        return timed + [{"plan": n, "step_ms": 0.0, "memory_gb": 0.0, "causes_ms": {}, "reason": why} for n, why in reasons.items()]
+
+
+def _foreseen(step: PipelinedStep, plan: Named, cluster: Cluster) -> Seen:
+    borders = step.chosen if plan.stages == step.plan.stages else chosen_borders(step.captured, plan.stages)
+    stages = split(step.captured, plan.stages, plan.micro_batches, borders)
+    if plan.recompute:
+        stages = tuple(recomputed_stage(s, plan.schedule == "zero-bubble") for s in stages)
+    line = lay(step.captured, stages, plan, step.held, step.options)
+    return Foreseen(line, orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks), routes(line.stages), cluster).seen
+
+
+# --- what is there
+
+
+def _batch(step: PipelinedStep) -> list[dict[str, Any]]:
+    """The tensors of a micro-batch, as the first stage that reads them holds them."""
+    found: dict[str, dict[str, Any]] = {}
+    for stage in step.line.stages:
+        for t in tensors(stage.turns[0], {}):
+            if t["role"] == "batch":
+                found.setdefault(t["name"], t)
+    return list(found.values())
+
+
+def _travels(step: PipelinedStep) -> list[dict[str, Any]]:
+    """Collectives of all stages and messages between them, in one step."""
+    count: Counter[tuple[str, str]] = Counter()
+    size: Counter[tuple[str, str]] = Counter()
+    many = step.plan.micro_batches
+    for program, times in [*((p, many) for s in step.line.stages for p in s.turns), (step.line.update, 1)]:
+        for c in communication(program):
+            count[c["kind"], c["axis"]] += times * c["count"]
+            size[c["kind"], c["axis"]] += times * c["bytes"]
+    for (g, _), readers in step.runner.routes.items():
+        for dst, names in readers.items():
+            if step.line.stages[g].rank != step.line.stages[dst].rank:
+                count["message", "pp"] += many
+                size["message", "pp"] += many * sum(nbytes(step.line.stages[dst].types[n]) for n in names)
+    return [{"kind": kind, "axis": axis, "count": n, "bytes": size[kind, axis]} for (kind, axis), n in count.most_common()]
+
+
+# --- the traced step
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One pass: when it ran, and the bytes held at each of its statements."""
+
+    stage: int
+    action: Action
+    began: float
+    ended: float
+    held: list[int]
+
+
+class Watch:
+    """Runs one step with every pass timed, or with memory counted at every statement."""
+
+    def __init__(self, step: PipelinedStep, memory: bool) -> None:
+        self.step, self.memory, self.device = step, memory, step.compiled.device
+        self.passes: list[Passed] = []
+        self.zero = self.ended = 0.0
+        self.update: Trace | None = None
+
+    def run(self, batch: Any, state: Values) -> Values:
+        runner, compiled = self.step.runner, self.step.compiled
+        plain, usual = compiled._step, runner.call
+        if dist.is_initialized():
+            dist.barrier()
+        self.zero = time.perf_counter()
+        compiled._step, self.update = traced(plain, compiled.code.text, self.device, memory=self.memory)
+        runner.call = self._pass
+        try:
+            out = self.step._step(batch, state)
+            self.ended = self._now()
+        finally:
+            compiled._step, runner.call = plain, usual
+        return out
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter() - self.zero
+
+    def _pass(self, g: int, action: Action, step: Compiled, given: Values) -> Values:
+        began, held = self._now(), list[int]()
+        out = self._counted(step, given, held) if self.memory else step(given)
+        self.passes.append(Passed(g, action, began, self._now(), held))
+        return out
+
+    def _counted(self, step: Compiled, given: Values, held: list[int]) -> Values:
+        plain = step._step
+        step._step, trace = traced(plain, step.code.text, self.device, memory=True)
+        beside = held_bytes(self.step.runner.alive, self.device, without=given)
+        try:
+            out = step(given)
+        finally:
+            step._step = plain
+        held += [b + beside for b in trace.held]
+        return out
+
+
+@dataclass
+class Told:
+    """What one stage tells of the traced step."""
+
+    tasks: list[tuple[Task, float]] = field(default_factory=list)
+    causes: dict[str, float] = field(default_factory=dict)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    ended: float = 0.0
+    host: str = ""
+    zero: float = 0.0
+
+    def later(self, by: float) -> Told:
+        """The same, told by a clock that began so much earlier."""
+        tasks, memory = [(t, at + by) for t, at in self.tasks], [(at + by, b) for at, b in self.memory]
+        return Told(tasks, self.causes, memory, self.ended + by, self.host, self.zero)
+
+
+def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[int, Told]:
+    """By rank of the pipeline, from the ranks that are first along every other axis. All ranks must ask."""
+    coords = step.compiled.coords
+    rank = coords.get("pp", 0)
+    own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _told(step, rank, timed, held))
+    parts: list[Any] = [own]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own)
+    told: dict[int, Told] = dict(p for p in parts if p is not None)
+    first = min(t.zero for t in told.values())
+    together = len({t.host for t in told.values()}) == 1
+    return {r: t.later(t.zero - first) if together else t for r, t in sorted(told.items())}
+
+
+def _told(step: PipelinedStep, rank: int, timed: Watch, held: Watch) -> Told:
+    lane, several = f"stage {rank}", step.plan.chunks > 1
+    made = Told(ended=timed.ended, host=socket.gethostname(), zero=timed.zero)
+    for p, counted in zip(timed.passes, held.passes, strict=True):
+        kind, took = p.action.kind, p.ended - p.began
+        made.tasks.append((Task(pass_name(kind, p.action.micro, p.action.chunk, several), lane, took, (), kind), p.began))
+        made.causes[kind] = made.causes.get(kind, 0.0) + took
+        made.memory += _spread(counted.held, p.began, p.ended)
+    assert timed.update is not None and held.update is not None
+    spent = timed.update.ended[-1] if timed.update.ended else 0.0
+    made.tasks.append((Task("update", lane, spent, (), "optimizer"), timed.ended - spent))
+    for cause, ms in measured_line(step.program, timed.update)[1].items():
+        why = "optimizer" if cause == "compute" else cause
+        made.causes[why] = made.causes.get(why, 0.0) + ms / 1e3
+    made.memory += _spread(held.update.held, timed.ended - spent, timed.ended)
+    return made
+
+
+def _spread(held: list[int], began: float, ended: float) -> list[tuple[float, float]]:
+    """Bytes at the statements of a pass, evenly over the time it took."""
+    return [(began + (ended - began) * i / max(1, len(held) - 1), float(b)) for i, b in enumerate(held)]

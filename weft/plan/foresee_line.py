@@ -1,0 +1,192 @@
+"""A step in micro-batches over the stages of a pipeline, foreseen: each pass is its program's own time, passes come in the order the ranks
+take them up, messages travel beside them, and the update follows the last.
+
+Of the memory of a rank: its state throughout; of every micro-batch under way what its later passes read; sums of gradients from the
+first on; and what the pass at work makes beyond that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.cluster import collectives
+from weft.cluster.spec import Cluster
+from weft.core.layout import O
+from weft.core.node import Node
+from weft.core.program import Group, Program
+from weft.ops.registry import nbytes
+from weft.plan.line import Line, Placed
+from weft.plan.phase import Pass, Phase, Walk
+from weft.plan.pipeline import Action, Order
+from weft.plan.records import OnMesh, by_place, peak_bytes, program_phase
+from weft.plan.run import Seen
+from weft.plan.setting import Setting
+from weft.plan.timeline import Task, Timeline, run
+
+Routes = Mapping[tuple[int, str], Mapping[int, Sequence[str]]]  # (stage, kind of pass) to the stages that read of it, and what
+PASSES = ("forward", "backward", "weight")  # the turns of a stage
+
+
+@dataclass(frozen=True, eq=False)
+class Foreseen:
+    """The step on a cluster. `routes` say who reads what."""
+
+    line: Line
+    orders: Sequence[Order]
+    routes: Routes
+    cluster: Cluster
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    def number(self, rank: int, action: Action) -> int:
+        return action.chunk * self.ranks + rank
+
+    def turn(self, stage: Placed, kind: str) -> Program | None:
+        at = PASSES.index(kind)
+        return stage.turns[at] if at < len(stage.turns) else None
+
+    @cached_property
+    def seconds(self) -> dict[tuple[int, str], float]:
+        turns = {(s.number, kind): self.turn(s, kind) for s in self.line.stages for kind in PASSES}
+        return {key: 0.0 if p is None else program_phase(p, self.cluster).seconds for key, p in turns.items()}
+
+    @cached_property
+    def updates(self) -> list[Phase]:
+        """What follows the last micro-batch, on every rank of the pipeline."""
+        return [self._update(rank) for rank in range(self.ranks)]
+
+    def _update(self, rank: int) -> Phase:
+        program = self.line.update
+        walker = Walk(OnMesh(self.cluster, Setting(), self.cluster.device, mesh=program.mesh), Pass("forward"))
+        sent = 0.0
+        for unit, ops in by_place(program):
+            if not _is_at(unit, rank):
+                continue
+            for op in ops:
+                walker.op(op)
+            if isinstance(unit, Node) and unit.op.name == "send":
+                sent += self.travel(nbytes(unit.type))
+        walker.join()
+        made = walker.phase()
+        causes: dict[str, float] = {"pp": sent} if sent else {}
+        for k, v in made.causes.items():
+            why = "optimizer" if k in ("compute", "host") else k
+            causes[why] = causes.get(why, 0.0) + v
+        return Phase(made.seconds + sent, causes)
+
+    def travel(self, size: float) -> float:
+        """Seconds of a message to the next stage."""
+        return collectives.send_seconds(self.cluster, size, max(1, self.cluster.devices // self.ranks))
+
+    # --- in time
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        keys = [(a.kind, self.number(r, a), a.micro) for r, order in enumerate(self.orders) for a in order]
+        index: dict[tuple[str, int, int], int] = {key: i for i, key in enumerate(keys)}
+        after: list[set[int]] = [set() for _ in keys]
+        links: list[Task] = []
+        for (kind, g, j), i in index.items():
+            after[i] |= {index[before, g, j] for before in _before(kind)}
+            for dst, names in self.routes[g, kind].items():
+                reader = index[kind, dst, j]
+                if dst % self.ranks == g % self.ranks:
+                    after[reader].add(i)
+                    continue
+                size = sum(nbytes(self.line.stages[dst].types[n]) for n in names)
+                after[reader].add(len(keys) + len(links))
+                links.append(Task("message", f"stage {g % self.ranks} to stage {dst % self.ranks}", self.travel(size), (i,), "pp"))
+        passes = [self._task(key, after[i]) for i, key in enumerate(keys)]
+        ends = [tuple(i for i, (_, g, _) in enumerate(keys) if g % self.ranks == r) for r in range(self.ranks)]
+        done = tuple(end[-1] for end in ends if end)
+        updates = [Task("update", f"stage {r}", u.seconds, done, "optimizer") for r, u in enumerate(self.updates)]
+        return run([*passes, *links, *updates])
+
+    def _task(self, key: tuple[str, int, int], after: set[int]) -> Task:
+        kind, g, j = key
+        name = pass_name(kind, j, g // self.ranks, len(self.line.stages) > self.ranks)
+        return Task(name, f"stage {g % self.ranks}", self.seconds[g, kind], tuple(after), kind)
+
+    @cached_property
+    def busiest(self) -> int:
+        """The stage that works longest, whose time is told apart by cause."""
+        return max(range(self.ranks), key=lambda r: self.timeline.busy(f"stage {r}"))
+
+    @property
+    def causes(self) -> dict[str, float]:
+        line, causes = self.timeline, dict(self.updates[self.busiest].causes)
+        for i in line.on(f"stage {self.busiest}"):
+            if line.tasks[i].cause in PASSES:
+                causes[line.tasks[i].cause] = causes.get(line.tasks[i].cause, 0.0) + line.tasks[i].seconds
+        return {**causes, "bubble": max(0.0, line.seconds - sum(causes.values()))}
+
+    # --- in memory
+
+    def state(self, rank: int) -> float:
+        """Bytes of parameters, buffers and optimizer state."""
+        held = (n for name, n in self.line.update.input_names.items() if not name.startswith("d.") and n.types[0].shape)
+        return float(sum(nbytes(n.type) for n in held if _is_at(n, rank)))
+
+    def kept(self, stage: Placed) -> float:
+        """Bytes of one micro-batch that later passes of a stage read."""
+        later = {n: x for p in stage.turns[1:] for n, x in p.input_names.items() if not n.startswith(("param.", "buffer.", "constant."))}
+        return float(sum(nbytes(x.type) for x in later.values()))
+
+    def gradients(self, stage: Placed) -> float:
+        return float(sum(nbytes(x.type) for p in stage.turns[1:] for n, x in p.outputs if n.startswith("d.param.")))
+
+    def memory(self, rank: int) -> list[tuple[float, float]]:
+        """(seconds, bytes) over the step, on one rank of the pipeline."""
+        line, now = self.timeline, self.state(rank)
+        points, seen = [(0.0, now)], set[int]()
+        own = sorted((i for i in line.on(f"stage {rank}") if line.tasks[i].cause in PASSES), key=line.start.__getitem__)
+        for i, action in zip(own, self.orders[rank], strict=True):
+            g = self.number(rank, action)
+            stage = self.line.stages[g]
+            program = self.turn(stage, action.kind)
+            work = max(0.0, peak_bytes(program) - sum(nbytes(n.type) for n in program.inputs)) if program is not None else 0.0
+            points.append((line.start[i], now + work))
+            if action.kind == "forward":
+                now += self.kept(stage) if len(stage.turns) > 1 else 0.0
+            elif action.kind == PASSES[len(stage.turns) - 1]:
+                now -= self.kept(stage)
+                now += 0.0 if g in seen else self.gradients(stage)
+                seen.add(g)
+            points.append((line.end[i], now))
+        return [*points, (line.seconds, now)]
+
+    @cached_property
+    def fullest(self) -> int:
+        return max(range(self.ranks), key=lambda r: max(b for _, b in self.memory(r)))
+
+    @property
+    def seen(self) -> Seen:
+        memory = self.memory(self.fullest)
+        causes = {k: v * 1e3 for k, v in self.causes.items() if v > 0}
+        return Seen(self.timeline.seconds * 1e3, max(b for _, b in memory) / 1e9, causes, self.timeline, memory)
+
+
+def pass_name(kind: str, micro: int, chunk: int, several: bool) -> str:
+    return f"{kind} {micro}" + (f" of chunk {chunk}" if several else "")
+
+
+def _before(kind: str) -> tuple[str, ...]:
+    """The pass of the same stage and micro-batch that comes first."""
+    return {"forward": (), "backward": ("forward",), "weight": ("backward",)}[kind]
+
+
+def _is_at(unit: Node | Group, rank: int) -> bool:
+    """Whether a rank of the pipeline has any of it; a message is at both ends."""
+    nodes = unit.nodes if isinstance(unit, Group) else (unit, *(unit.args if unit.op.name == "send" else ()))
+    return any(_root(n) in (None, rank) for n in nodes)
+
+
+def _root(node: Node) -> int | None:
+    if "pp" not in node.types[0].mesh.axes:
+        return None
+    place = node.types[0].layout.placement("pp")
+    return place.root if isinstance(place, O) else None
