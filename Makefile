@@ -23,7 +23,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   list the benchmarks (ARGS='NAME --json' runs one)"
 	@echo "make docs    write the references anew and build the documentation in site/"
-	@echo "make tables  write the measured tables of the documentation anew (FROM='a.json b.json')"
+	@echo "make tables  write the measured tables of the documentation anew, from build/bench or FROM='a.json folder'"
 	@echo "make clean   remove caches; .venv stays"
 
 setup: $(STAMP)

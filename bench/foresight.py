@@ -13,7 +13,7 @@ import typer
 from weft.cli.output import console, emit
 
 SMALLEST_GROUP = 5  # rows from which an order is worth comparing
-MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
+MARKS = "<!-- bench foresight: begin -->", "<!-- bench foresight: end -->"
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +34,8 @@ def foresight(
         _write(Path(doc), found, groups)
     if json:
         whole = _figures([r for r in everything if r["error"] is not None])
-        emit({"bench": "foresight", "machine": platform.processor() or platform.machine(), "rows": everything, "groups": groups, **whole})
+        emit({"bench": "foresight", "machine": platform.processor() or platform.machine(), "rows": everything, "groups": groups, **whole,
+              "files": {name: len(part) for name, part in found.items()}})  # fmt: skip
 
 
 def _read(path: str) -> list[Any]:
@@ -148,12 +149,17 @@ def _write(page: Path, found: Mapping[str, Sequence[Mapping[str, Any]]], groups:
     if begin not in text or end not in text:
         raise WeftError(f"{page} has no place for the tables", needed=f"the lines {begin} and {end}", found="neither or one of them")
     head, tail = text.split(begin)[0], text.split(end)[1]
+    page.write_text("\n".join([f"{head}{begin}", "", tables(found, groups), "", f"{end}{tail}"]))
+
+
+def tables(found: Mapping[str, Sequence[Mapping[str, Any]]], groups: Mapping[str, Mapping[str, Any]]) -> str:
+    """How far off each file and group is, and row by row where a file has few."""
     lines = ["| rows | count | median error | 90th percentile | rank correlation |", "|---|---|---|---|---|"]
     lines += [
         f"| {name} | {g['count']} | {_percent(g['median_error'])} | {_percent(g['p90_error'])} | {_number(g['rank_correlation'])} |"
         for name, g in groups.items()
     ]
-    page.write_text("\n".join([f"{head}{begin}", "", *lines, *_published(found), "", f"{end}{tail}"]))
+    return "\n".join([*lines, *_published(found)])
 
 
 def _published(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:

@@ -1,10 +1,10 @@
-"""Measured tables of the documentation, from what benchmarks printed.
+"""Measured tables of the documentation, from what benchmarks printed: nobody copies figures by hand.
 
-    weft bench collectives --json > collectives.json
-    python -m tools.tables collectives.json          # or: make tables FROM=collectives.json
+    weft bench collectives --json > build/bench/collectives.json       # and others as they are wanted
+    make tables                                                        # or: make tables FROM='a.json folder'
 
-A page has a table between `<!-- bench NAME: begin -->` and `<!-- bench NAME: end -->`; nobody copies figures by hand. The tables of
-foresight come from rows that are not part of the repository: `weft bench foresight --rows FILE --doc docs/foresight.md`.
+A table stands between `<!-- bench NAME: begin -->` and `<!-- bench NAME: end -->` on any page. NAME is that of the benchmark; where it
+runs in stages, `BENCH STAGE RANKS`. Places without a result keep what they have, and are told.
 """
 
 from __future__ import annotations
@@ -12,59 +12,109 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "build" / "bench"
+EXTRA = {"of_limit": "of limit", "times_limit": "times limit", "way": "way", "gemm_ms": "GEMM alone ms", "hidden": "hidden"}
+PLACE = re.compile(r"<!-- bench ([^:]+): begin -->\n(.*?)<!-- bench \1: end -->", re.S)
+
+
+def found_in(paths: Sequence[Path]) -> dict[str, str]:
+    """Tables by name, from files or folders of what benchmarks printed."""
+    files = [f for path in paths for f in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    return {name: text for file in files for name, text in tables(read(file))}
 
 
 def read(path: Path) -> dict[str, Any]:
     """The object on the last line of what a benchmark printed."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith("{")]
-    found = json.loads(lines[-1]) if lines else {}
-    if "bench" not in found or "rows" not in found:
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.startswith("{")]
+        found = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: cannot be read: {error}") from error
+    if "bench" not in found or not {"rows", "stages"} & set(found):
         raise SystemExit(f"{path}: needed what `weft bench NAME --json` prints, found no object with bench and rows")
     return dict(found)
 
 
+def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The tables of one result by name."""
+    if found["bench"] == "foresight":
+        yield "foresight", foresight(found)
+    elif "stages" in found:
+        for stage in found["stages"]:
+            rows = [row for row in stage["rows"] if row.get("weft_ms") is not None]
+            if rows:
+                yield f"{found['bench']} {stage['stage']} {stage['ranks']}", table(rows)
+    else:
+        yield found["bench"], table(found["rows"])
+
+
+def foresight(found: Mapping[str, Any]) -> str:
+    from bench import foresight as bench
+
+    rows, files, at = found["rows"], {}, 0
+    for name, count in found["files"].items():
+        files[name], at = rows[at : at + count], at + count
+    return bench.tables(files, found["groups"])
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line per case: weft's time, the limit, each peer over weft."""
+    """One line per case: weft's time, the limit, each peer over weft, and what else the rows say of it."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.get("ratios", {})))
     limits = any(row.get("limit_ms") for row in rows)
-    head = ["case", "weft ms", *(["limit ms"] if limits else []), *(f"{peer} / weft" for peer in peers)]
+    extra = [key for key in EXTRA if any(row.get(key) is not None for row in rows)]
+    head = ["case", "weft ms", *(["limit ms"] if limits else []), *(f"{peer} / weft" for peer in peers), *(EXTRA[k] for k in extra)]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         limit = [number(row.get("limit_ms"))] if limits else []
-        lines.append([row["case"], number(row.get("weft_ms")), *limit, *(times(row.get("ratios", {}).get(p)) for p in peers)])
+        ratios = [times(row.get("ratios", {}).get(p)) for p in peers]
+        lines.append([row["case"], number(row.get("weft_ms")), *limit, *ratios, *(said(k, row.get(k)) for k in extra)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
 
 
 def number(x: float | None) -> str:
-    return "" if x is None else f"{x:.4f}" if x < 1 else f"{x:.3f}"
+    return "" if x is None else f"{x:.4f}" if x < 1 else f"{x:.3f}" if x < 100 else f"{x:,.1f}"
 
 
 def times(x: float | None) -> str:
-    return "" if x is None else f"{x:.1f}x" if x < 10 else f"{x:.0f}x"
+    return "" if x is None else f"{x:.2f}x" if x < 10 else f"{x:.0f}x"
 
 
-def put(page: str, name: str, text: str) -> str | None:
-    """The page with the table in its place; None if it has no place for it."""
-    begin, end = f"<!-- bench {name}: begin -->", f"<!-- bench {name}: end -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
-    return pattern.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", page) if pattern.search(page) else None
+def said(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key in ("of_limit", "hidden"):
+        return f"{value:.0%}"
+    return number(value) if isinstance(value, int | float) else str(value)
 
 
-def main(files: Sequence[str]) -> int:
-    for file in files:
-        found = read(Path(file))
-        text, placed = table(found["rows"]), []
-        for path in sorted((ROOT / "docs").glob("*.md")):
-            new = put(path.read_text(), found["bench"], text)
-            if new is not None:
-                path.write_text(new)
-                placed.append(path.name)
-        print(f"{found['bench']}: " + (f"written into {', '.join(placed)}" if placed else f"no page has a place for it\n\n{text}"))
+def put(page: str, found: Mapping[str, str]) -> tuple[str, list[str], list[str]]:
+    """The page with its tables in their places, the names that were put in, and those for which there is none."""
+    there, lacking = list[str](), list[str]()
+
+    def one(match: re.Match[str]) -> str:
+        name = match[1]
+        (there if name in found else lacking).append(name)
+        return f"<!-- bench {name}: begin -->\n\n{found[name]}\n\n<!-- bench {name}: end -->" if name in found else match[0]
+
+    return PLACE.sub(one, page), there, lacking
+
+
+def main(arguments: Sequence[str], docs: Path = ROOT / "docs") -> int:
+    found, used = found_in([Path(a) for a in arguments] or [RESULTS]), set[str]()
+    for path in sorted(docs.glob("*.md")):
+        text, there, lacking = put(path.read_text(), found)
+        if there:
+            path.write_text(text)
+        used |= set(there)
+        print("".join([*(f"{path.name}: {name} written anew\n" for name in there), *(f"{path.name}: {name} left as it was\n" for name in lacking)]), end="")
+    for name in found:
+        if name not in used:
+            print(f"{name}: no page has a place for it\n\n{found[name]}\n")
     return 0
 
 

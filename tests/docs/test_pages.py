@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import re
 import traceback
 from pathlib import Path
 
@@ -122,8 +124,48 @@ def test_every_public_name_is_described() -> None:
 def test_a_table_is_made_of_what_a_benchmark_printed(tmp_path: Path) -> None:
     printed = tmp_path / "b.json"
     printed.write_text('words\n{"bench": "b", "rows": [{"case": "x", "weft_ms": 0.5, "limit_ms": 0.25, "ratios": {"ddp": 2.0, "gloo": 12.3}}]}\n')
-    text = tables.table(tables.read(printed)["rows"])
-    assert text == "| case | weft ms | limit ms | ddp / weft | gloo / weft |\n|---|---|---|---|---|\n| x | 0.5000 | 0.2500 | 2.0x | 12x |"
-    page = "before\n<!-- bench b: begin -->\nold\n<!-- bench b: end -->\nafter"
-    assert tables.put(page, "b", text) == f"before\n<!-- bench b: begin -->\n\n{text}\n\n<!-- bench b: end -->\nafter"
-    assert tables.put(page, "other", text) is None
+    ((name, text),) = tables.tables(tables.read(printed))
+    assert name == "b"
+    assert text == "| case | weft ms | limit ms | ddp / weft | gloo / weft |\n|---|---|---|---|---|\n| x | 0.5000 | 0.2500 | 2.00x | 12x |"
+    page = "before\n<!-- bench b: begin -->\nold\n<!-- bench b: end -->\nafter <!-- bench c: begin -->\nkept\n<!-- bench c: end -->"
+    want = f"before\n<!-- bench b: begin -->\n\n{text}\n\n<!-- bench b: end -->\nafter <!-- bench c: begin -->\nkept\n<!-- bench c: end -->"
+    assert tables.put(page, {"b": text}) == (want, ["b"], ["c"])
+
+
+def test_one_command_renews_every_table_of_every_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs, results = tmp_path / "docs", tmp_path / "results"
+    docs.mkdir()
+    results.mkdir()
+    places = ["optimizer", "gpu_part2 overlap 4", "foresight", "train"]
+    (docs / "a.md").write_text("\n".join(f"<!-- bench {name}: begin -->\nold {name}\n<!-- bench {name}: end -->" for name in places))
+    rows = [{"case": "probe"}, {"case": "p", "weft_ms": 2.0, "ratios": {"torch": 1.5}, "way": "2 chunks", "gemm_ms": 1.5, "of_limit": 0.75}]
+    foreseen = {"case": "r", "measured": 10.0, "predicted": 11.0, "error": 0.1}
+    told = {"count": 1, "median_error": 0.1, "p90_error": 0.1, "rank_correlation": None}
+    printed = {
+        "a": {"bench": "optimizer", "rows": [{"case": "adamw", "weft_ms": 150.0, "ratios": {}}]},
+        "b": {"bench": "gpu_part2", "stages": [{"stage": "overlap", "ranks": 4, "rows": rows}, {"stage": "hosts", "ranks": 4, "rows": []}]},
+        "c": {"bench": "foresight", "rows": [foreseen], "files": {"published": 1}, "groups": {"published": told}},
+        "d": {"bench": "nowhere", "rows": [{"case": "y", "weft_ms": 1.0}]},
+    }
+    for name, result in printed.items():
+        (results / f"{name}.json").write_text(json.dumps(result) + "\n")
+    assert tables.main([str(results)], docs) == 0
+    text, said = (docs / "a.md").read_text(), capsys.readouterr().out
+    assert "| adamw | 150.0 |" in text and "| p | 2.000 | 1.50x | 75% | 2 chunks | 1.500 |" in text
+    assert "| published | 1 | 10.0% | 10.0% | - |" in text and "| r | 10 | 11 | +10.0% |" in text
+    assert "old train" in text and text.count("old") == 1
+    assert "a.md: train left as it was" in said and "nowhere: no page has a place for it" in said
+    assert tables.main([str(results)], docs) == 0 and (docs / "a.md").read_text() == text
+
+
+def test_tables_refuse_what_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("no result\n")
+    with pytest.raises(SystemExit, match="needed what `weft bench NAME --json` prints"):
+        tables.main([str(tmp_path / "x.json")])
+
+
+def test_every_place_for_a_table_is_whole() -> None:
+    for path in sorted((tables.ROOT / "docs").glob("*.md")):
+        text = path.read_text()
+        begun, ended = (re.findall(rf"<!-- bench ([^:]+): {word} -->", text) for word in ("begin", "end"))
+        assert begun == ended == [m[1] for m in tables.PLACE.finditer(text)], path.name

@@ -104,7 +104,7 @@ def test_the_command_predicts_all_it_can_read(tmp_path: Path) -> None:
     lines = [f"8,{16 * n},4,1024,16,24,1024,2,2,2,{150.0 * n}\n" for n in range(1, 6)]
     path.write_text(ITERATIONS + "".join(lines) + "8,16,4,1024,16,24,1024,2,2,3,150.0\n8,x,4,1024,16,24,1024,2,2,2,1.0\n")
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- tables: begin -->\nold\n<!-- tables: end -->\nafter\n")
+    page.write_text("before\n<!-- bench foresight: begin -->\nold\n<!-- bench foresight: end -->\nafter\n")
     result = CliRunner().invoke(app, ["bench", "foresight", "--rows", str(path), "--json", "--doc", str(page)])
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout.splitlines()[-1])
