@@ -45,8 +45,8 @@ def ways(plan: Plan, kinds: tuple[str, ...], device: torch.device, resident: boo
 def tilings(precision: str) -> list[Tiles]:
     """Sizes worth a trial, by the precision torch is told to keep."""
     if precision != "highest":
-        return [Tiles(precision="tf32"), Tiles(lanes=16, precision="tf32")]
-    return [Tiles(precision="tf32x3"), Tiles(lanes=16, precision="tf32x3"), Tiles()]
+        return [Tiles(lanes=16, warps=4, precision="tf32")]
+    return [Tiles(lanes=16, warps=4, precision="tf32x3")]
 
 
 class Choice:
