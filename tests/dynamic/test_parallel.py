@@ -57,13 +57,16 @@ def test_a_cost_is_fitted_to_measured_runs() -> None:
         dynamic.assign(dynamic.chains([1]), 1, 1, mixing=2)
 
 
-def _train(rank: int, world: int, store: str, answers: Any) -> None:
+def _train(rank: int, world: int, store: str, replay: bool, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     cell, x, s = _setting()
     model = tree_lstm.model(cell, 4).reduce_over()
+    model.replay = replay
     hands = dynamic.assign(s, world, len(s) // world)[0]
-    model(s.take(hands[rank]), x).sum().div(len(s)).backward()
+    for _ in range(2):  # recorded, and replayed
+        cell.zero_grad()
+        model(s.take(hands[rank]), x).sum().div(len(s)).backward()
     answers.put((rank, [p.grad.tolist() for p in cell.parameters()]))
     dist.barrier()
     dist.destroy_process_group()
@@ -76,10 +79,11 @@ def _setting() -> tuple[tree_lstm.ChildSum, torch.Tensor, dynamic.Structure]:
     return cell, torch.randn(8, 3, dtype=torch.float64), dynamic.trees(trees)
 
 
-def test_two_ranks_give_the_gradient_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replay", [False, True], ids=["once", "replayed"])
+def test_two_ranks_give_the_gradient_of_one(replay: bool, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    ranks = [context.Process(target=_train, args=(r, 2, str(tmp_path / "store"), answers), daemon=True) for r in range(2)]
+    ranks = [context.Process(target=_train, args=(r, 2, str(tmp_path / "store"), replay, answers), daemon=True) for r in range(2)]
     for process in ranks:
         process.start()
     try:

@@ -128,7 +128,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"sample 1: edge \(0, 2\) names a vertex that is not there",
     ),
     "a leaf that is no number": (
-        lambda: dynamic.trees([(0, 1), (0, "word")]), "sample 1: vertex 1 is not a leaf weft can read.*found   'word'",
+        lambda: dynamic.trees([(0, 1), (0, "word")]),
+        "sample 1: vertex 1 is not a leaf weft can read.*found   'word'",
     ),
     "a negative row": (lambda: dynamic.trees([(0, -3)]), "sample 0: vertex 1 is not a leaf weft can read"),
     "wrong arity": (
@@ -136,14 +137,16 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "sample 1: vertex 3 has 3 children.*needed  2 children, as its type 'vertex' reads, or none.*found   3",
     ),
     "an absent child": (
-        lambda: _run(_built([[], [0, None]]), slots=True), "sample 0: vertex 1 lacks a child.*try     gather it with optional=True",
+        lambda: _run(_built([[], [0, None]]), slots=True),
+        "sample 0: vertex 1 lacks a child.*try     gather it with optional=True",
     ),
     "a row out of range": (
         lambda: _run(dynamic.trees([(0, 1), (1, 9)])),
         "sample 1: vertex 1 reads row 9 of input 'x', which is not there.*needed  a row between 0 and 3",
     ),
     "no row at all": (
-        lambda: _run(dynamic.trees([(0, None)])), "sample 0: vertex 1 has no row of input 'x'.*try     pull it with optional=True",
+        lambda: _run(dynamic.trees([(0, None)])),
+        "sample 0: vertex 1 has no row of input 'x'.*try     pull it with optional=True",
     ),
     "an unknown type": (
         lambda: _run(dynamic.chains([2], kind="word")),

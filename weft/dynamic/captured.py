@@ -6,6 +6,7 @@ has room a wider template is recorded, so after a few batches of a kind all fit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ class Captured:
         self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights], way.tiles)
         self._weights_at = [w.data_ptr() for w in plan.weights]
         self._forward = self._backward = None
+        self._pieces: list[Callable[[], None]] = []
+        self._totals: dict[int, Tensor] = {}
         self._wanted: dict[str, Tensor] = {}
         self._clocks = replay.Clock(device), replay.Clock(device)
         self.timed = 0  # directions whose last run is on a clock
@@ -71,13 +74,31 @@ class Captured:
         for (name, into), grad in zip(self._grads.items(), grads, strict=True):
             into[: self.counts[name]].copy_(grad)
             into[self.counts[name] :].zero_()
+        if ready is not None:
+            return self._one_by_one(ready)
         if self._backward is None:
             self._backward = replay.record(self._run_backward, self.device)
             self._backward()
         else:
             self._time(1, self._backward)
+        return {key: value.clone() for key, value in self._found.items()}
+
+    def _one_by_one(self, ready: Callable[[Tensor], Any]) -> dict[Source | int, Tensor]:
+        """Rounds and weights recorded apart, so that the reduction of a gradient runs beside the product for the next one."""
+        trained = [w for w in self.plan.weights if w.requires_grad]
+        if not self._pieces:
+            self._pieces = [replay.record(self._run_rounds_back, self.device)]
+            self._pieces += [replay.record(functools.partial(self._run_weight, w), self.device) for w in trained]
+            self._pieces[0]()
+        else:
+            self._time(1, self._pieces[0])
         found = {key: value.clone() for key, value in self._found.items()}
-        for handle in [ready(value) for key, value in found.items() if ready is not None and not isinstance(key, Source)]:
+        pending = []
+        for weight, piece in zip(trained, self._pieces[1:], strict=True):
+            piece()
+            found[id(weight)] = self._totals[id(weight)].clone()
+            pending.append(ready(found[id(weight)]))
+        for handle in pending:
             handle.wait()
         return found
 
@@ -127,6 +148,13 @@ class Captured:
 
     def _run_backward(self) -> None:
         self._found = self.batch.backward(list(self._grads.values()))
+
+    def _run_rounds_back(self) -> None:
+        self.batch.rounds_back(list(self._grads.values()))
+        self._found = self.batch.input_gradients()
+
+    def _run_weight(self, weight: Tensor) -> None:
+        self._totals[id(weight)] = self.batch.weight_gradient(weight)
 
 
 class Templates:

@@ -98,6 +98,11 @@ class Batch:
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
         """Gradients of inputs (by source) and of weights (by identity). `ready` is told each weight gradient, and waited for."""
+        self.rounds_back(grads)
+        return {**self._weight_gradients(ready), **self.input_gradients()}
+
+    def rounds_back(self, grads: list[Tensor]) -> None:
+        """All that gradients are summed from."""
         floats = [(name, home) for name, home in self.plan.outputs.items() if home.dtype.is_floating_point]
         for (name, home), grad in zip(floats, grads, strict=True):
             self._whole(Home("push", (name,), "row", home.shape, home.dtype)).zero_().index_add_(0, self.wanted[name], grad)
@@ -107,7 +112,6 @@ class Batch:
         self._rounds("back", reversed(self.layout.rounds))
         for frame in self.frames.values():
             frame.whole("after")
-        return {**self._weight_gradients(ready), **self._input_gradients()}
 
     def _rounds(self, phase: str, rounds: Iterable[Round]) -> None:
         """Round by round, or all of them in one launch."""
@@ -135,16 +139,31 @@ class Batch:
         for frame in self.frames.values():
             frame.forget_totals()
         for weight in self.plan.weights:
-            for frame in self.frames.values():
-                for source, node in frame.cell.traced.grads.items():
-                    if source.role == "weight" and frame.cell.traced.weights[int(source.name)] is weight:
-                        value = frame.total(node)
-                        out[id(weight)] = out[id(weight)] + value if id(weight) in out else value
+            value = self._gradient_of(weight)
             if ready is not None and weight.requires_grad:  # also where no vertex used it: other ranks wait for this one
-                out[id(weight)] = out.get(id(weight), torch.zeros_like(weight)).contiguous()
-                pending.append(ready(out[id(weight)]))
+                value = (torch.zeros_like(weight) if value is None else value).contiguous()
+                pending.append(ready(value))
+            if value is not None:
+                out[id(weight)] = value
         for handle in pending:
             handle.wait()
+        return out
+
+    def weight_gradient(self, weight: Tensor) -> Tensor:
+        """The gradient of one weight alone, after `rounds_back`."""
+        for frame in self.frames.values():
+            frame.forget_totals()
+        value = self._gradient_of(weight)
+        return torch.zeros_like(weight) if value is None else value
+
+    def _gradient_of(self, weight: Tensor) -> Tensor | None:
+        """The sum over all classes that use a weight."""
+        out: Tensor | None = None
+        for frame in self.frames.values():
+            for source, node in frame.cell.traced.grads.items():
+                if source.role == "weight" and frame.cell.traced.weights[int(source.name)] is weight:
+                    value = frame.total(node)
+                    out = value if out is None else out + value
         return out
 
     def _whole(self, home: Home) -> Tensor:
@@ -182,7 +201,7 @@ class Batch:
             home = Home("message", (state, how), "edge" if how == "edge" else "row", self.plan.states[state], self.plan.dtype)
             frame.buffer(home).zero_()
 
-    def _input_gradients(self) -> dict[Source | int, Tensor]:
+    def input_gradients(self) -> dict[Source | int, Tensor]:
         out: dict[Source | int, Tensor] = {}
         for frame in self.frames.values():
             for source, node in frame.cell.traced.grads.items():
