@@ -1,6 +1,6 @@
 """Fused optimizers and overlapped products on one GPU shared by several ranks: correct first, then timed against the rest.
 
-    python bench/gpu_part2.py [--ranks 4] [--stages optimizer,overlap,hosts] [--quick]
+    python bench/gpu_part2.py [--ranks 4] [--stages optimizer,overlap,hosts,gather] [--quick]
 
 Starts MPS and its own ranks, ends within a few minutes whatever happens, and prints one JSON object on the last line.
 """
@@ -469,11 +469,12 @@ def overlap(args) -> None:
 
     me = Rank(args.out)
     me.say(case="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__, world=me.world)
+    best = None
     for shape in SHAPES[-1:] if args.quick else SHAPES:
         for op in ("product_reduce_scatter", "product_all_reduce", "gather_product"):
-            overlap_case(me, op, shape, args.quick)
+            best = overlap_case(me, op, shape, args.quick)
         torch.cuda.empty_cache()
-    trace_overlap(me, args)
+    trace_overlap(me, best)
 
 
 def operands(me: Rank, op: str, shape: tuple[int, int, int]):
@@ -489,19 +490,24 @@ def operands(me: Rank, op: str, shape: tuple[int, int, int]):
 
 
 def ways_for(op: str, quick: bool) -> list:
-    """Plain first; then in chunks, by the movers worth trying."""
-    from weft.nn.ways import Way
+    """All but a few of the candidates, where time is short."""
+    from weft.nn.ways import candidates
 
-    if op == "gather_product":
-        by = [Way("peers", c, 16, "copy") for c in (1, 2, 3)] + [Way("peers", c, b, "mover") for c in (1, 2, 3) for b in (8, 12, 16, 24)]
-        return by[::2] if quick else by
-    if op == "product_all_reduce":
-        return [Way("peers", c, b) for c in (1, 2, 4) for b in ((32,) if quick else (16, 32))]
-    return [Way("peers", c, b) for c in (1, 2, 4, 8) for b in ((32,) if quick else (8, 32, 128))]
+    ways = candidates(op)
+    return ways[::2] if quick else ways
 
 
-def overlap_case(me: Rank, op: str, shape: tuple[int, int, int], quick: bool) -> None:
-    """`unfused` is the product and the collective one after the other, over the same symmetric memory."""
+def gather(args) -> None:
+    """all_gather + product at the largest shape alone, every candidate, and a trace of the fastest."""
+    import torch
+
+    me = Rank(args.out)
+    me.say(case="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__, world=me.world)
+    trace_overlap(me, overlap_case(me, "gather_product", SHAPES[-1], args.quick))
+
+
+def overlap_case(me: Rank, op: str, shape: tuple[int, int, int], quick: bool):
+    """The fastest way. `unfused` is the product and the collective one after the other, over the same symmetric memory."""
     import torch
 
     from weft.nn import over_peers
@@ -532,6 +538,7 @@ def overlap_case(me: Rank, op: str, shape: tuple[int, int, int], quick: bool) ->
     me.say(case=f"{op} {shape}", weft_ms=round(weft, 4), way=str(best) if times[best] < unfused else "left alone",
            peers_ms={k: round(v, 4) for k, v in peers.items()}, ratios={k: round(v / weft, 3) for k, v in peers.items()},
            correct=f"largest relative error {max(wrong.values()):.1e}", tried={str(c): round(t, 4) for c, t in times.items()})  # fmt: skip
+    return best
 
 
 def unfused_gather(x, w):
@@ -593,17 +600,15 @@ def torch_fused(me: Rank, op: str, x, w) -> float | None:
         return None
 
 
-def trace_overlap(me: Rank, args) -> None:
-    """How much of the moving of data ran while a product ran, read off a profile of rank 0."""
+def trace_overlap(me: Rank, way) -> None:
+    """How much of the moving of data ran while a product ran, read off a profile of rank 0, at the largest shape."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     from weft.nn import over_peers
-    from weft.nn.ways import Way
 
     x, w = operands(me, "gather_product", SHAPES[-1])
     x = over_peers.space_of(None, me.device).rows(*x.shape, x.dtype)[me.rank].copy_(x)
-    way = Way("peers", 2, 12, "mover")
     over_peers.gather_product(x, w, None, way, False)
     graph = torch.cuda.CUDAGraph()
     me.peers.barrier()
@@ -619,8 +624,8 @@ def trace_overlap(me: Rank, args) -> None:
             torch.cuda.synchronize()
         spans = device_spans(seen)
         moved = sum(b - a for a, b in spans["move"])
-        both = sum(max(0, min(b, d) - max(a, c)) for a, b in spans["move"] for c, d in spans["gemm"])
-        me.say(case="trace of gather_product", moves=len(spans["move"]), gemms=len(spans["gemm"]), moved_us=round(moved),
+        both = sum(max(0, min(b, d) - max(a, c)) for a, b in spans["move"] for c, d in joined(spans["gemm"]))
+        me.say(case="trace of gather_product", way=str(way), moves=len(spans["move"]), gemms=len(spans["gemm"]), moved_us=round(moved),
                while_a_product_ran_us=round(both), hidden=round(both / max(moved, 1), 3))  # fmt: skip
         if me.rank == 0 and os.environ.get("OUT"):
             seen.export_chrome_trace(os.path.join(os.environ["OUT"], f"overlap_trace_{me.world}.json"))
@@ -633,7 +638,7 @@ def device_spans(seen) -> dict[str, list[tuple[float, float]]]:
     """Start and end, in microseconds, of kernels that multiply and of those that move data."""
     import torch
 
-    kinds = {"gemm": ("gemm", "nvjet", "cutlass", "xmma"), "move": ("move",)}
+    kinds = {"gemm": ("gemm", "nvjet", "cutlass", "xmma"), "move": ("move", "memcpy")}
     spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.elapsed_us() > 2:
@@ -643,17 +648,31 @@ def device_spans(seen) -> dict[str, list[tuple[float, float]]]:
     return spans
 
 
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same stretches of time, none within another."""
+    found: list[tuple[float, float]] = []
+    for a, b in sorted(spans):
+        if found and a <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], b))
+        else:
+            found.append((a, b))
+    return found
+
+
 # -- stage: hosts ----------------------------------------------------------------------------------------------------
 
 
 def hosts(args) -> None:
     """Ranks as so many hosts over NCCL sockets: programs and optimizers give what they give over symmetric memory."""
-    os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
     import torch
     import torch.distributed as dist
 
+    from weft.runtime.peers import connect
+
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl")
+    connect(device="cuda")  # before they are hosts of their own, since what is compared needs their memory
+    os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
     me = object.__new__(Rank)
     me.rank, me.world, me.out, me.device = dist.get_rank(), dist.get_world_size(), args.out, torch.device("cuda", 0)
     optimizers_agree(me)
@@ -733,7 +752,7 @@ def optimizers_agree(me: Rank) -> None:
         me.say(case=f"{name}: symmetric memory against nccl sockets", error=far, correct=far < 2e-5)
 
 
-STAGES = {"optimizer": (optimizer, 200.0), "overlap": (overlap, 130.0), "hosts": (hosts, 130.0)}
+STAGES = {"optimizer": (optimizer, 200.0), "overlap": (overlap, 130.0), "gather": (gather, 100.0), "hosts": (hosts, 130.0)}
 
 if __name__ == "__main__":
     main()

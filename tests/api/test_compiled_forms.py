@@ -89,7 +89,7 @@ def test_products_need_no_einsum_and_mean_it(equation: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "resnext50"])
 def test_a_traced_step_is_the_same_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace and the parts are tried; what Inductor makes of them is torch's to test."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, given: graph)
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, given, options=None: graph)
     captured, values = step_of(name)
     plain, traced = Compiled(captured.program, donate=True), Compiled(captured.program, donate=True, inductor=True)
     assert (plain.how, traced.how) == ("node by node", "not yet called")
@@ -101,7 +101,7 @@ def test_a_traced_step_is_the_same_step(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_step_that_cannot_be_traced_runs_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(graph: Any, given: Any) -> Any:
+    def refuse(graph: Any, given: Any, options: Any = None) -> Any:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(torch._inductor, "compile", refuse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import types
 from collections.abc import Collection, Mapping
@@ -15,13 +16,14 @@ from weft import interp
 from weft.codegen.blocks import Call
 from weft.codegen.pipeline import lower
 from weft.core.errors import RuntimeFault
+from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
 from weft.runtime import comm, native, pipeline, quick, replay
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
-from weft.runtime.near import near_of
-from weft.runtime.peers import Alone, HostPeers, connect, kernel_language
+from weft.runtime.near import Near, near_of
+from weft.runtime.peers import Alone, connect, kernel_language
 from weft.runtime.traced import Traced
 
 
@@ -48,11 +50,14 @@ class Compiled:
         held = {name: n for name, n in program.input_names.items() if n.layout.present(self.coords)}
         self._expected = {name: (n, n.layout.local_shape(self.coords)) for name, n in held.items()}
         peers = _peers(program, self.groups, self.device)
-        self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernel_language(self.device))
+        on = {a: _near(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
+        far = {a: comm.message_bytes(self.device) for a, g in on.items() if not isinstance(g, Near) or g.bundles}
+        kernels = kernel_language(self.device)
+        self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernels, far=far)
         names: dict[str, Any] = {
             "torch": torch,
             "comm": comm,
-            "on": types.SimpleNamespace(**{a: near_of(g, peers[a]) if _is_near(peers.get(a)) else g for a, g in self.groups.items()}),
+            "on": types.SimpleNamespace(**on),
             "device": self.device,
             **self.code.names,
         }
@@ -73,10 +78,10 @@ class Compiled:
         return self._step.how if isinstance(self._step, Traced) else "node by node"
 
     def _may_trace(self, asked: bool | None) -> bool:
-        """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into."""
+        """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into: such code has no
+        parts, unless they only update."""
         wanted = replay.is_accelerator(self.device) if asked is None else asked
-        whole = not self.code.calls and not any(g.kind == "overlap" for g in self.program.groups)
-        return wanted and whole and os.environ.get("WEFT_INDUCTOR", "1") != "0"
+        return wanted and bool(self.code.parts) and os.environ.get("WEFT_INDUCTOR", "1") != "0"
 
     def __call__(self, inputs: Mapping[str, torch.Tensor], known: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """The outputs by name. `known` are inputs that have been here before and need no check."""
@@ -131,16 +136,19 @@ def _device_mesh(program: Program, device: torch.device) -> Any:
     """torch's mesh of the running processes, or None where there is only this one."""
     if not dist.is_initialized():
         return None
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+    if len(program.mesh.axes) == 1 and dist.get_backend() == "gloo":  # torch would make a group of its own, over NCCL where it can
+        return DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=program.mesh.axes)
     return init_device_mesh(device.type, tuple(program.mesh.sizes.values()), mesh_dim_names=program.mesh.axes)
 
 
 def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) -> dict[str | None, Any]:
-    """For every axis with a fused group, and on hosts with any collective, the peers along it that can reach each other's memory."""
-    grouped = [n for g in program.groups if g.kind == "fuse" for n in g.nodes]
-    axes = dict.fromkeys(n.attr("axis") for n in (program.nodes if device.type == "cpu" else grouped) if n.attr("axis"))
-    axes = {a: None for a in axes if program.mesh.size(a) > 1}
+    """For every axis with a fused group, and for any collective that would go through memory, the peers along it that can reach
+    each other's."""
+    fused = {n.attr("axis") for g in program.groups if g.kind == "fuse" for n in g.nodes}
+    axes = dict.fromkeys(n.attr("axis") for n in program.nodes if n.attr("axis"))
+    axes = {a: None for a in axes if program.mesh.size(a) > 1 and (a in fused or _shared(groups[a], device))}
     if device.type == "cpu" and not native.available():
         return {}
     found: dict[str | None, Any] = {None: Alone(device, kernel_language(device))}
@@ -150,8 +158,30 @@ def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) ->
     return found
 
 
-def _is_near(peers: Any) -> bool:
-    return isinstance(peers, HostPeers)
+def _shared(group: Any, device: torch.device) -> bool:
+    """Whether memory that ranks share is the best way between them: not where NCCL was asked for."""
+    return group is not None and (device.type == "cpu" or dist.get_backend() == "gloo")
+
+
+def _near(group: Any, peers: Any) -> Near:
+    if peers.target == "cpu":
+        return near_of(group, peers)
+    from weft.runtime.device_near import DeviceNear
+
+    return near_of(group, peers, lambda: DeviceNear(group, peers, functools.partial(_reduction, peers.world)))
+
+
+@functools.cache
+def _reduction(world: int, op: str, dtype: torch.dtype, spread: bool) -> Any:
+    """A kernel that reduces over the ranks' terms, if there is one for the dtype."""
+    from weft.codegen.expr import BYTES, Group, Slot, reduce
+    from weft.codegen.kernel import compile_group
+
+    name = DTYPE_NAMES[dtype]
+    if name not in BYTES:
+        return None
+    terms, out = Slot("terms", name, spread=True), Slot("out", name, spread=spread)
+    return compile_group(Group(f"{op} of terms", ((out, reduce(terms, op)),)), world, "triton")
 
 
 def _plan(call: Call, coords: Mapping[str, int]) -> Plan:

@@ -29,6 +29,7 @@ class Form:
     text: Text
     instead: tuple[tuple[Node, Node], ...] = ()  # results that are an input, overwritten
     starts: bool = False  # its result is under way, to be waited for
+    early: bool = False  # done where the first of its nodes stands, not the last
 
     @property
     def last(self) -> bool:
@@ -112,8 +113,8 @@ def _buckets(p: Program) -> Iterator[Form]:
             continue
         whole = [a.args[0] if a.op.name == "reshape" and _only_read_by(p, a, joined) else a for a in joined.args]
         inside = tuple(a for a, x in zip(joined.args, whole, strict=True) if a is not x)
-        own = [_only_read_by(p, x, u) and x.op.kind not in (Kind.VIEW, Kind.SOURCE) for x, u in zip(whole, joined.args, strict=True) if x is not u]
-        own = own if len(own) == len(whole) else [False] * len(whole)
+        reader = [joined if x is a else a for a, x in zip(joined.args, whole, strict=True)]
+        own = [_only_read_by(p, x, u) and x.op.kind not in (Kind.VIEW, Kind.SOURCE) for x, u in zip(whole, reader, strict=True)]
         op, axis = joined.type.on(n.attr("axis")).op, n.attr("axis")  # type: ignore[attr-defined]
         yield Form(
             (*inside, joined, n), tuple(whole), (n,),

@@ -5,18 +5,16 @@ Every rank derives its own list from the same program, in the same order, so col
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from weft.codegen.blocks import Block, blocks_of, in_blocks
+from weft.codegen.bundles import bundles_of
 from weft.codegen.forms import Form, forms_of
-from weft.core.layout import Atom, Layout, O, P, _atom_positions
-from weft.core.node import Node, toposort
+from weft.codegen.order import is_wire, order
+from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.registry import Kind
-
-PREFETCH = 8  # how many computations ahead a gather of inputs may be started
 
 
 @dataclass(frozen=True)
@@ -39,56 +37,26 @@ class RankProgram:
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a group is not one step
 
 
-def is_wire(node: Node) -> bool:
-    """A collective that really sends."""
-    return node.op.kind is Kind.COMM and node.op.wire(2) > 0 and node.mesh.size(node.attr("axis")) > 1
-
-
 def takes_part(node: Node, coords: Mapping[str, int]) -> bool:
     """Whether the rank has anything to do with the node: it holds the result, or an operand that is sent."""
     here = any(t.layout.present(coords) for t in node.types)
     return here or (is_wire(node) and any(t.layout.present(coords) for a in node.args for t in a.types))
 
 
-def order(program: Program) -> list[Node]:
-    """Collectives as soon as their operands are there, those of inputs a little ahead; forward as written, backward early."""
-    nodes = [n for n in program.nodes if n.op.name != "input"]
-    early = _after_results(program)
-    at: dict[Node, tuple[float, float]] = {}
-    for i, n in enumerate(nodes):
-        made = [at[a] for a in n.args if a in at]
-        if is_wire(n):
-            base, depth = max(made) if made else (max(-0.5, i - PREFETCH - 0.5), 0.0)
-            at[n] = base, depth + 0.5
-        elif n in early and made and not any(is_wire(a) for a in n.args):
-            base, depth = max(made)
-            at[n] = base, depth + 1.0
-        else:
-            at[n] = float(i), 0.0
-    number = {n: i for i, n in enumerate(nodes)}
-    return sorted(nodes, key=lambda n: (at[n], number[n]))
-
-
-def _after_results(program: Program) -> set[Node]:
-    """Nodes that only state needs: gradients and updates. Done as soon as they can be, they let go of what they read,
-    and their collectives have the rest of the step to hide behind."""
-    kept = dict(program.state)
-    results = [n for name, n in program.outputs if name not in kept]
-    if not results or len(results) == len(program.outputs):
-        return set()
-    return set(program.nodes) - set(toposort(results))
-
-
 def rank_program(
-    program: Program, rank: int, fuse: Collection[str | None] = (), donate: bool = False, target: str = "cpu", device: str = "cpu"
-) -> RankProgram:
-    """The steps of one rank. Groups along an axis in `fuse` become kernels over peer memory."""
+    program: Program, rank: int, fuse: Collection[str | None] = (), donate: bool = False, target: str = "cpu", device: str = "cpu",
+    far: Mapping[str, int] = MappingProxyType({}),
+) -> RankProgram:  # fmt: skip
+    """The steps of one rank. Groups along an axis in `fuse` become kernels over peer memory; collectives along one in `far`,
+    where each message has its price, are sent several at once, up to so many bytes."""
     coords = program.mesh.coords(rank)
     blocks, reasons = blocks_of(program, rank, fuse, donate, target)
     grouped = {n for b in blocks for n in b.nodes}
     forms = forms_of(program, grouped, coords, donate, device)
-    nodes = [n for n in order(program) if n in grouped or takes_part(n, coords)]
-    units = in_blocks(_placed(nodes, forms), [*blocks, *forms])
+    nodes = [n for n in order(program, far) if n in grouped or takes_part(n, coords)]
+    taken = grouped.union(*(f.nodes for f in forms))
+    forms += bundles_of(program, [n for n in nodes if is_wire(n) and n.attr("axis") in far and n not in taken], nodes, coords, far)
+    units = in_blocks(_placed(program, nodes, forms, blocks), [*blocks, *forms])
     last, mine = _last_use(program, units), {n for n in nodes if takes_part(n, coords)}
     pending: dict[Node, None] = {}
     steps = []
@@ -105,12 +73,25 @@ def rank_program(
     return RankProgram(program, coords, tuple(steps), tuple(pending), reasons)
 
 
-def _placed(nodes: Sequence[Node], forms: Sequence[Form]) -> list[Node]:
-    """The order of nodes with every form where the last of its nodes is, and those that overwrite at the end."""
+def _placed(program: Program, nodes: Sequence[Node], forms: Sequence[Form], blocks: Sequence[Block]) -> list[Node]:
+    """The order of nodes with every form where the last of its nodes is, or the first. One that overwrites what is read later comes
+    at the end, and so does a kernel that overwrites."""
     home = {n: f for f in forms for n in f.nodes}
-    final = {home[n]: n for n in nodes if n in home}
+    final: dict[Form, Node] = {}
+    for n in nodes:
+        if n in home and not (home[n].early and home[n] in final):
+            final[home[n]] = n
     here = [n for n in nodes if n not in home or final[home[n]] is n]
-    return sorted(here, key=lambda n: n in home and home[n].last)
+    at = {n: i for i, n in enumerate(here)}
+    where = {n: at[final[home[n]] if n in home else n] for n in nodes}
+
+    overwriting = {n for b in blocks if any(call.fused.reused for call in b.calls) for n in b.nodes}
+
+    def too_soon(n: Node) -> bool:
+        olds = [old for _, old in home[n].instead] if n in home else []
+        return n in overwriting or any(where.get(u, 0) > at[n] for old in olds for u in program.users[old])
+
+    return sorted(here, key=too_soon)
 
 
 def _args(unit: Node | Block | Form) -> tuple[Node, ...]:
@@ -121,51 +102,3 @@ def _last_use(program: Program, units: Sequence[Node | Block | Form]) -> dict[No
     kept = {n for _, n in program.outputs}
     last = {a: i for i, unit in enumerate(units) for a in _args(unit)}
     return {a: i for a, i in last.items() if a not in kept}
-
-
-# -- how cut things lie in local memory ------------------------------------------------------------------------------------------
-
-
-def local_size(atom: Atom, layout: Layout, coords: Mapping[str, int], without: str | None = None) -> int:
-    """Indices of the atom that the rank holds, as if one axis did not cut it."""
-    bare = Atom(atom.size, tuple(a for a in atom.cut if a != without))
-    start, stop = _atom_positions(bare, layout.mesh, tuple(coords.items()))
-    return stop - start
-
-
-@dataclass(frozen=True)
-class Lie:
-    """How the part an axis cuts lies in a rank's local tensor: [before, mine, after], of `whole` were it not cut."""
-
-    before: int
-    mine: int
-    after: int
-    whole: int
-    start: int  # of this rank's piece within the whole part
-
-
-def lie_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> Lie:
-    at = layout.where_cut(axis)
-    assert at is not None
-    d, k = at
-    local = layout.local_shape(coords)
-    atoms = layout.dims[d]
-    before = math.prod(local[:d]) * math.prod(local_size(a, layout, coords) for a in atoms[:k])
-    after = math.prod(local_size(a, layout, coords) for a in atoms[k + 1 :]) * math.prod(local[d + 1 :])
-    mine = local_size(atoms[k], layout, coords)
-    innermost = atoms[k].cut[-1] == axis
-    whole = local_size(atoms[k], layout, coords, without=axis) if innermost else mine * layout.mesh.size(axis)
-    step = -(-whole // layout.mesh.size(axis))
-    return Lie(before, mine, after, whole, min(coords[axis] * step, whole))
-
-
-def pending_op(layout: Layout, axis: str) -> str:
-    place = layout.placement(axis)
-    assert isinstance(place, P)
-    return place.op
-
-
-def root_of(layout: Layout, axis: str) -> int:
-    place = layout.placement(axis)
-    assert isinstance(place, O)
-    return place.root

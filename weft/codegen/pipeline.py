@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from weft.codegen.lower import RankProgram, rank_program
@@ -21,6 +22,7 @@ class Target:
     donate: bool = False
     device: str = "cpu"
     kernels: str = "cpu"  # the language of fused kernels: "cpu" is C++, "triton" runs on GPUs and, interpreted, anywhere
+    far: Mapping[str, int] = field(default_factory=dict)  # axes along which messages are few, and the bytes of one
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,16 @@ PASSES: tuple[Pass, ...] = (
 
 
 def _localise(program: Program, to: Target) -> RankProgram:
-    return rank_program(program, to.rank, to.fuse, to.donate, to.kernels, to.device)
+    return rank_program(program, to.rank, to.fuse, to.donate, to.kernels, to.device, to.far)
 
 
 def lower(program: Program, rank: int = 0, fuse: Collection[str | None] = (), donate: bool = False, device: str = "cpu",
-          kernels: str = "cpu") -> Code:  # fmt: skip
-    """One rank's code. Groups along the axes in `fuse` become kernels; with `donate`, state is updated in place."""
+          kernels: str = "cpu", far: Mapping[str, int] = MappingProxyType({})) -> Code:  # fmt: skip
+    """One rank's code. Groups along the axes in `fuse` become kernels, collectives along those in `far` are bundled; with
+    `donate`, state is updated in place."""
     value: Any = program
     for step in PASSES:
-        value = step.run(value, Target(rank, fuse, donate, device, kernels))
+        value = step.run(value, Target(rank, fuse, donate, device, kernels, far))
     assert isinstance(value, Code)
     return value
 

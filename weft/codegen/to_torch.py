@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from weft.codegen.blocks import Block, Call, Chunked, ChunkLocal
 from weft.codegen.forms import Form
-from weft.codegen.lower import Lie, RankProgram, Step, is_wire, lie_of, local_size, pending_op, rank_program, root_of
+from weft.codegen.lie import Lie, lie_of, local_size, pending_op, root_of
+from weft.codegen.lower import RankProgram, Step, rank_program
+from weft.codegen.order import is_wire
 from weft.codegen.product import product
 from weft.codegen.quick import keeps_statistics, quick_call
 from weft.core.layout import Layout
@@ -58,33 +61,43 @@ class _Writer:
         where = ", ".join(f"{a} {i}" for a, i in self.at.items()) or "alone"
         heads = [f"def step(inputs):  # {self.rp.program.name}, rank at {where}"]
         heads += [f"    # group {group} runs node by node: {why}" for group, why in self.rp.reasons.items()]
-        first = next((i for i, step in enumerate(self.rp.steps) if isinstance(step.what, Form) and step.what.last), len(self.rp.steps))
         self.read_inputs(self.rp.program.inputs)
-        for step in self.rp.steps[:first]:
+        compute = list(self.lines)  # the same, but for what overwrites, and what that may need is not let go
+        updates: list[Step] = []
+        last = list(itertools.takewhile(_updates, reversed(self.rp.steps)))
+        for step in self.rp.steps:
+            mark = len(self.lines)
             self.step(step)
+            new = self.lines[mark:]
+            if isinstance(step.what, Form) and step.what.last or step in last:
+                updates.append(step)
+                new = new[: len(step.waits)]
+            compute += [line for line in new if not (updates and line.startswith("    del "))]
         waits = [f"    {self.var[n]} = {self.var[n]}.wait()" for n in self.rp.last_waits]
-        compute, self.lines = self.lines, []
-        for step in self.rp.steps[first:]:
-            self.step(step)
         outs = [(name, n) for name, n in self.rp.program.outputs if n.types[0].layout.present(self.at)]
         given = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs)
-        text = [*heads, *compute, *self.lines, *waits, f"    return {{{given}}}"]
-        return Code("\n".join(text) + "\n", self.names, self.calls, self.parts(first, compute, waits, outs))
+        text = [*heads, *self.lines, *waits, f"    return {{{given}}}"]
+        return Code("\n".join(text) + "\n", self.names, self.calls, self.parts(updates, compute, waits, outs))
 
-    def parts(self, first: int, compute: list[str], waits: list[str], outs: list[tuple[str, Node]]) -> str:
-        """The same in two functions: all that makes values, all that overwrites them."""
-        updates = self.rp.steps[first:]
+    def parts(self, updates: Sequence[Step], compute: list[str], waits: list[str], outs: list[tuple[str, Node]]) -> str:
+        """The same in two functions: all that makes values, all that overwrites them. Nothing where a kernel of ours comes sooner."""
+        if any(isinstance(step.what, Block) and step not in updates for step in self.rp.steps):
+            return ""
         read = dict.fromkeys(a for step in updates for a in step.what.inputs)  # type: ignore[union-attr]
         values = "".join(f"{self.var[a]}, " for a in read if a.op.name not in ("input", "const"))
-        awaited = [f"    {self.var[n]} = {self.var[n]}.wait()" for step in updates for n in step.waits]
-        overwritten = {new for step in updates for new, _ in step.what.instead}  # type: ignore[union-attr]
-        results = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n not in overwritten)
+        overwritten = {new for step in updates if isinstance(step.what, Form) for new, _ in step.what.instead}
+        made = {n for step in updates if isinstance(step.what, Block) for n in step.what.outputs}
+        results = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n not in overwritten | made)
         self.lines = []
         self.read_inputs(a for a in read if a.op.name == "input")
         for step in updates:
-            self.lines.append(f"    {step.what.text(self.value)}")  # type: ignore[union-attr]
-        head = ["def compute(inputs):", *compute, *awaited, *waits, f"    return {{{results}}}, ({values})", "", "def update(inputs, values):"]
-        return "\n".join([*head, *([f"    {values}= values"] if values else []), *self.lines, "    return"]) + "\n"
+            if isinstance(step.what, Block):
+                self.block(step.what)
+            else:
+                self.lines.append(f"    {step.what.text(self.value)}")  # type: ignore[union-attr]
+        given = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n in made)
+        head = ["def compute(inputs):", *compute, *waits, f"    return {{{results}}}, ({values})", "", "def update(inputs, values):"]
+        return "\n".join([*head, *([f"    {values}= values"] if values else []), *self.lines, f"    return {{{given}}}"]) + "\n"
 
     def read_inputs(self, nodes: Iterable[Node]) -> None:
         for n in nodes:
@@ -276,6 +289,11 @@ class _Writer:
 
     def like(self, n: Node) -> str:
         return f"(torch.{str(n.types[0].dtype).removeprefix('torch.')}, device)"
+
+
+def _updates(step: Step) -> bool:
+    """Whether it overwrites state, or is a kernel of ours that may stand beside what does."""
+    return isinstance(step.what, Block) and bool(step.what.calls) or isinstance(step.what, Form) and step.what.last
 
 
 def _variable(name: str) -> str:

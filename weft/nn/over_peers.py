@@ -4,6 +4,7 @@ multiplies the next. Every remote byte is read once, into memory of the rank tha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ class Space:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.peers: Any = connect(group, device)
-        self.side = Side(device)
+        self.side, self.second = Side(device), Side(device, urgent=False)
         self._buffers: dict[Any, PeerBuffer] = {}
         self._sums: dict[Any, Any] = {}
         self._mover: Mover | None = None
@@ -161,8 +162,8 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
 
 
 def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-    """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `way.chunks` turns; with `keep`, the
-    rows themselves too.
+    """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `way.chunks` turns, on `way.lines`
+    lines in turn; with `keep`, the rows themselves too.
 
     Rows that already lie in `Space.rows`, peer memory, are read by the others from there.
     """
@@ -181,12 +182,15 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
         if keep:
             gathered[rank].copy_(x)
         space.meet()
+    space.second.after_main()
     torch.mm(x, w.T, out=out[rank])
-    for turns in _in_turns(world - 1, way.chunks):
-        for turn in turns:
-            arrived[turn]()
-        for first, last in _stretches([order[turn] for turn in turns]):
-            torch.mm(gathered[first:last].view(-1, k), w.T, out=out[first:last].view(-1, w.shape[0]))
+    for number, turns in enumerate(_in_turns(world - 1, way.chunks)):
+        with space.second.work() if way.lines > 1 and number % 2 == 0 else contextlib.nullcontext():
+            for turn in turns:
+                arrived[turn]()
+            for first, last in _stretches([order[turn] for turn in turns]):
+                torch.mm(gathered[first:last].view(-1, k), w.T, out=out[first:last].view(-1, w.shape[0]))
+    space.second.main_after()
     rest()
     space.side.main_after()
     return out.view(world * rows, -1), gathered.view(world * rows, k) if keep else None

@@ -23,10 +23,12 @@ class Way:
     blocks: int = 16  # of a device kernel that moves data beside the product
     by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, or one "mover" for all
     taper: float = 1.0  # rows of a chunk for each row of the one before, where results are summed over a group
+    lines: int = 1  # on which the products of a gather take turns: with two, the next fills the device while one runs out
 
     def __str__(self) -> str:
         chunks = f"{self.chunks} chunks" if self.chunks > 1 else "plain"
         chunks += f", each {self.taper:g} of the last" if self.taper != 1.0 else ""
+        chunks += f", {self.lines} lines" if self.lines > 1 else ""
         return f"{self.over}, {chunks}" + (f", {self.blocks} blocks, {self.by}" if self.over == "peers" else "")
 
 
@@ -52,3 +54,14 @@ def set_way(key: tuple[Any, ...], way: Way) -> None:
 def divides(rows: int, world: int, way: Way) -> bool:
     """Whether the rows can be cut into as many chunks on every rank."""
     return rows % (world * way.chunks) == 0
+
+
+def candidates(op: str) -> list[Way]:
+    """Ways over peer memory that are worth timing for an op, those without overlap first."""
+    if op == "gather_product":
+        lines = [(c, n) for c in (1, 2, 3) for n in (1, 2)]
+        by_driver = [Way("peers", c, 16, "copy", lines=n) for c, n in lines]
+        return by_driver + [Way("peers", c, b, "mover", lines=n) for c, n in lines for b in (8, 12, 16, 24)]
+    if op == "product_all_reduce":
+        return [Way("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
+    return [Way("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]

@@ -1,12 +1,14 @@
 """Collectives as generated code calls them: over a process group, along the middle of [before, size, after], uneven or not.
 
 Each starts at once and returns a `Pending`; `wait()` gives the tensor. Uneven pieces are padded to the first, largest one,
-and since only late pieces are short, what is gathered is right after cutting off the tail.
+and since only late pieces are short, what is gathered is right after cutting off the tail. Under a trace the same collectives
+are torch's functional ones, which a compiler sees as ops.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.runtime.near import Near
 
@@ -66,62 +69,124 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, short]) if short else x
 
 
+def message_bytes(device: torch.device) -> int:
+    """How much one message should carry: more would wait for its last part longer than the message costs."""
+    return 2 << 20 if device.type == "cpu" else 16 << 20
+
+
 def scatter_natively(group: Any) -> bool:
     """gloo's own reduce_scatter moves as much as its all_reduce, so there it is an all_to_all and a sum."""
     return dist.get_backend(group) != "gloo"
 
 
+def _functional(name: str, x: torch.Tensor, *more: Any, group: Any) -> Pending:
+    """A collective as an op of a traced graph: started here, waited for where its value is."""
+    import torch.distributed._functional_collectives  # tells the trace the shapes of what they give
+
+    wire = torch.ops._c10d_functional
+    out = getattr(wire, name)(x, *more, (group or dist.group.WORLD).group_name)
+    return Pending(None, lambda: wire.wait_tensor(out))
+
+
+def _reduced(x: torch.Tensor, group: Any, op: str) -> Pending:
+    """The reduction of contiguous memory of one's own, in its place."""
+    if isinstance(x, FakeTensor):
+        return _functional("all_reduce", x, op, group=group)
+    return Pending(dist.all_reduce(x, REDUCE[op], group=group, async_op=True), lambda: x)
+
+
+def _gathered(mine: torch.Tensor, group: Any) -> Pending:
+    """Every rank's `mine`, end to end along the first dim."""
+    n = ranks_of(group)
+    if isinstance(group, Near):
+        return done(group.all_gather(mine).flatten(0, 1))
+    if isinstance(mine, FakeTensor):
+        return _functional("all_gather_into_tensor", mine, n, group=group)
+    out = mine.new_empty((n * mine.shape[0], *mine.shape[1:]))
+    return Pending(_gather_into(out, mine, group=group, async_op=True), lambda: out)
+
+
+def _scattered(parts: torch.Tensor, group: Any, op: str) -> Pending:
+    """parts [ranks, ...]: this rank's one, reduced."""
+    if isinstance(group, Near):
+        return done(group.reduce_scatter(parts, op))
+    if isinstance(parts, FakeTensor):
+        return _functional("reduce_scatter_tensor", parts.flatten(0, 1), op, len(parts), group=group)
+    if scatter_natively(group):
+        out = parts.new_empty(parts.shape[1:])
+        return Pending(_scatter_into(out, parts.flatten(0, 1), REDUCE[op], group=group, async_op=True), lambda: out)
+    got = torch.empty_like(parts)
+    return Pending(dist.all_to_all_single(got, parts, group=group, async_op=True), lambda: _fold(got, op))
+
+
 def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     if isinstance(group, Near):
         return done(group.all_reduce_list([x], op, [False])[0])
-    out = x.clone(memory_format=torch.contiguous_format)
-    return Pending(dist.all_reduce(out, REDUCE[op], group=group, async_op=True), lambda: out)
+    return _reduced(x.clone(memory_format=torch.contiguous_format), group, op)
 
 
 def all_reduce_list(xs: Sequence[torch.Tensor], group: Any, op: str = "sum", *, own: Sequence[bool]) -> Pending:
     """Several tensors reduced as one. Of those that are the caller's `own` the result may take the place."""
     if isinstance(group, Near):
         return done(group.all_reduce_list(xs, op, own))
-    flat = torch.cat([x.reshape(-1) for x in xs])
-    work = dist.all_reduce(flat, REDUCE[op], group=group, async_op=True)
-    return Pending(work, lambda: [y.view(x.shape) for x, y in zip(xs, flat.split([x.numel() for x in xs]), strict=True)])
+    sums = _reduced(torch.cat([x.reshape(-1) for x in xs]), group, op)
+    return Pending(None, lambda: [y.view(x.shape) for x, y in zip(xs, sums.wait().split([x.numel() for x in xs]), strict=True)])
 
 
 def all_gather(x: torch.Tensor, group: Any, *, span: Span, whole: int, shape: Sequence[int]) -> Pending:
     """Pieces of a part of `whole` indices put together; `span` is how this rank's piece lies, `shape` the result's."""
-    n = ranks_of(group)
+    mine = _padded(x.reshape(span), 1, -(-whole // ranks_of(group))).contiguous()
+    pieces = _gathered(mine, group)
+    return Pending(None, lambda: _joined(pieces.wait(), ranks_of(group), span, whole, shape))
+
+
+def _joined(pieces: torch.Tensor, n: int, span: Span, whole: int, shape: Sequence[int]) -> torch.Tensor:
+    """Pieces of all ranks, one rank after the other, as the part they make up."""
     before, _, after = span
     piece = -(-whole // n)
-    mine = _padded(x.reshape(span), 1, piece).contiguous()
+    return pieces.reshape(n, before, piece, after).transpose(0, 1).reshape(before, n * piece, after)[:, :whole].reshape(tuple(shape))
 
-    def joined(pieces: torch.Tensor) -> torch.Tensor:
-        return pieces.reshape(n, before, piece, after).transpose(0, 1).reshape(before, n * piece, after)[:, :whole].reshape(tuple(shape))
 
-    if isinstance(group, Near):
-        return done(joined(group.all_gather(mine)))
-    out = mine.new_empty((n * before, piece, after))
-    return Pending(_gather_into(out, mine, group=group, async_op=True), lambda: joined(out))
+def all_gather_list(xs: Sequence[torch.Tensor], group: Any, *, hows: Sequence[tuple[Span, int, Sequence[int]]]) -> tuple[Pending, ...]:
+    """Several gathers in one message; for each its span, whole and shape."""
+    n = ranks_of(group)
+    flat = [_padded(x.reshape(span), 1, -(-whole // n)).reshape(-1) for x, (span, whole, _) in zip(xs, hows, strict=True)]
+    if type(group) is Near:
+        return tuple(done(_joined(torch.cat(ps), n, *how)) for ps, how in zip(group.all_gather_list(flat), hows, strict=True))
+    pieces = _gathered(torch.cat(flat), group)
+    split = functools.cache(lambda: pieces.wait().view(n, -1).split([len(x) for x in flat], 1))
+    return tuple(Pending(None, functools.partial(lambda k, how: _joined(split()[k], n, *how), k, how)) for k, how in enumerate(hows))
 
 
 def reduce_scatter(x: torch.Tensor, group: Any, op: str = "sum", *, span: Span, mine: int, shape: Sequence[int]) -> Pending:
     """The terms reduced and each rank's piece of the part kept; `span` is how the whole part lies."""
-    n = ranks_of(group)
+    parts = _parts(x, ranks_of(group), span)
+    sums = _scattered(parts if isinstance(group, Near) else parts.contiguous(), group, op)
+    return Pending(None, lambda: sums.wait()[:, :mine].reshape(tuple(shape)))
+
+
+def _parts(x: torch.Tensor, n: int, span: Span) -> torch.Tensor:
+    """What each rank is to have of a part, [ranks, before, piece, after]."""
     before, whole, after = span
     piece = -(-whole // n)
-    parts = _padded(x.reshape(span), 1, n * piece).reshape(before, n, piece, after).transpose(0, 1)
+    return _padded(x.reshape(span), 1, n * piece).reshape(before, n, piece, after).transpose(0, 1)
 
-    def cut(y: torch.Tensor) -> torch.Tensor:
-        return y[:, :mine].reshape(tuple(shape))
 
-    if isinstance(group, Near):
-        return done(cut(group.reduce_scatter(parts, op)))
-    parts = parts.contiguous()
-    if scatter_natively(group):
-        out = parts.new_empty(parts.shape[1:])
-        return Pending(_scatter_into(out, parts.flatten(0, 1), REDUCE[op], group=group, async_op=True), lambda: cut(out))
-    got = torch.empty_like(parts)
-    work = dist.all_to_all_single(got, parts, group=group, async_op=True)
-    return Pending(work, lambda: cut(_fold(got, op)))
+def reduce_scatter_list(
+    xs: Sequence[torch.Tensor], group: Any, op: str = "sum", *, hows: Sequence[tuple[Span, int, Sequence[int]]]
+) -> tuple[Pending, ...]:
+    """Several in one message; for each its span, how much of it is this rank's, and the result's shape."""
+    n = ranks_of(group)
+    parts = [_parts(x, n, span) for x, (span, _, _) in zip(xs, hows, strict=True)]
+    sizes = [p[0].numel() for p in parts]
+    sums = _scattered(torch.cat([p.reshape(n, -1) for p in parts], 1), group, op)
+    split = functools.cache(lambda: sums.wait().split(sizes))
+
+    def cut(k: int) -> torch.Tensor:
+        _, mine, shape = hows[k]
+        return split()[k].view(parts[k].shape[1:])[:, :mine].reshape(tuple(shape))
+
+    return tuple(Pending(None, functools.partial(cut, k)) for k in range(len(parts)))
 
 
 def _fold(parts: torch.Tensor, op: str) -> torch.Tensor:
@@ -146,6 +211,9 @@ def all_to_all(
     if isinstance(group, Near):
         return done(joined(group.all_to_all(y)))
     y = y.contiguous()
+    if isinstance(y, FakeTensor):
+        sent = _functional("all_to_all_single", y, [1] * n, [1] * n, group=group)
+        return Pending(None, lambda: joined(sent.wait()))
     out = torch.empty_like(y)
     return Pending(dist.all_to_all_single(out, y, group=group, async_op=True), lambda: joined(out))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from weft.core.errors import RuntimeFault
 from weft.runtime.peers import PeerBuffer
+from weft.runtime.shm import host_identity
 
 
 class DevicePeers:
@@ -21,9 +24,10 @@ class DevicePeers:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.global_ranks = [dist.get_global_rank(self.group, r) for r in range(self.world)]
         self._handles: list[object] = []
-        here: list[object] = [None] * self.world
-        dist.all_gather_object(here, str(torch.cuda.get_device_properties(self.device).uuid), group=group)
+        here: list[Any] = [None] * self.world
+        dist.all_gather_object(here, (host_identity(), str(torch.cuda.get_device_properties(self.device).uuid)), group=group)
         self._sharing = here.count(here[self.rank])
+        _require_one_host([host for host, _ in here], self.global_ranks, self.rank)
 
     def empty(self, nbytes: int) -> PeerBuffer:
         """A new buffer on every rank. All ranks ask for the same size in the same order."""
@@ -49,3 +53,14 @@ class DevicePeers:
     def resident_blocks(self) -> int:
         """Blocks of one rank that are sure to run at once when every rank launches as many."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count // self._sharing - 1
+
+
+def _require_one_host(hosts: list[str], ranks: list[int], mine: int) -> None:
+    others = [rank for rank, host in zip(ranks, hosts, strict=True) if host != hosts[mine]]
+    if others:
+        raise RuntimeFault(
+            "ranks on several hosts cannot map each other's device memory",
+            needed="all ranks of the group on one host",
+            found=f"ranks {others} are elsewhere",
+            try_="run the unfused form, which uses torch.distributed collectives",
+        )

@@ -6,7 +6,7 @@ used in turn: who writes one again has met the others since, so nobody is still 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 class Near:
     """A process group whose ranks share a host. All ranks call the same things in the same order."""
+
+    bundles = True  # whether several collectives are better sent as one
 
     def __init__(self, group: Any, peers: Peers) -> None:
         self.group, self.peers = group, peers
@@ -81,6 +83,12 @@ class Near:
             out[r].copy_(mine if r == self.rank else piece.view(mine.shape))
         return out
 
+    def all_gather_list(self, mine: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Of each flat piece every rank's, where they lie: to be copied before the next call."""
+        whole = self._share(mine, "all_gather")
+        sizes = [x.numel() for x in mine]
+        return [list(pieces) for pieces in zip(*(views.split(sizes) for views in whole), strict=True)]
+
     def reduce_scatter(self, parts: Tensor, op: str = "sum") -> Tensor:
         """parts [ranks, ...]: this rank's one, reduced."""
         return _folded([t.view(parts.shape)[self.rank] for t in self._share([parts], "reduce_scatter")], op)
@@ -93,9 +101,11 @@ class Near:
 _near: dict[int, Near] = {}
 
 
-def near_of(group: Any, peers: Peers) -> Near:
+def near_of(group: Any, peers: Peers, make: Callable[[], Near] | None = None) -> Near:
     """The one `Near` of these peers: its places are kept for all programs."""
-    return _near.setdefault(id(peers), Near(group, peers))
+    if id(peers) not in _near:
+        _near[id(peers)] = make() if make is not None else Near(group, peers)
+    return _near[id(peers)]
 
 
 def _fold(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:

@@ -55,8 +55,9 @@ class Segment:
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly if they may share memory. A network namespace of its own counts as a host."""
+    """Equal for two processes exactly if they may share memory. A network namespace of its own counts as a host, and so does what
+    NCCL is told to take for one."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net", "user"))
-    return "-".join([boot, *map(str, spaces)])
+    return "-".join([os.environ.get("NCCL_HOSTID", boot), *map(str, spaces)])

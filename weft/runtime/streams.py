@@ -12,8 +12,9 @@ import torch
 class Side:
     """A side line of work on a device. Marks order work between it and the main line."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
+        """`urgent`: what runs here takes the device before what the main line has waiting."""
+        self._stream: Any = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """A rank's generated step compiled whole: traced to ATen, given to Inductor, and on a GPU recorded as one CUDA graph.
 
-The trace sees only tensors, so the generated code may use any Python it likes. What overwrites state is left out of it: that
-is one fused call already. State keeps its addresses from step to step, so a recording stays good.
+The trace sees only tensors, so the generated code may use any Python it likes; collectives are ops of the graph. What overwrites
+state is left out of it: that is one fused call already. State keeps its addresses from step to step, so a recording stays good.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 
 Values = dict[str, Any]
 WARM_UP = 3  # calls before one is recorded
+WIRES = ("_c10d_functional.", "weft.")  # collectives
+IN_ORDER = {"reorder_for_peak_memory": False}  # they stay in the program's order, which is that of every rank
 
 
 class Traced:
     """`compute` by Inductor, then `update`; `plain` where it cannot be. Compiled at the first call, for the shapes of that call."""
 
     def __init__(
-        self, plain: Callable[..., Values], compute: Callable[..., Any], update: Callable[..., None], state: Sequence[tuple[str, str]],
+        self, plain: Callable[..., Values], compute: Callable[..., Any], update: Callable[..., Values], state: Sequence[tuple[str, str]],
         device: torch.device, *, record: bool,
     ) -> None:  # fmt: skip
         self._plain, self._compute, self._update, self._device = plain, compute, update, device
@@ -40,7 +42,9 @@ class Traced:
             return "not yet called"
         if self._compiled is self._plain:
             return "node by node"
-        return "a CUDA graph of Inductor's kernels" if self._recorder is not None and self._recorder.recorded else "Inductor's kernels"
+        if self._recorder is not None and self._recorder.recorded:
+            return "a CUDA graph of Inductor's kernels"
+        return "Inductor's kernels" + (f", not recorded: {self._recorder.why}" if self._recorder is not None and self._recorder.why else "")
 
     def _once(self, inputs: Mapping[str, Tensor]) -> Values:
         if self._compiled is None:
@@ -55,12 +59,14 @@ class Traced:
                 return self._plain(inputs)
         flat = self._compiled(*(inputs[n] for n in self._names))
         out = dict(zip(self._results, flat, strict=False))
-        self._update(inputs, tuple(flat[len(self._results) :]))
-        return {**{name: inputs[home] for name, home in self._state.items() if home in inputs}, **out}
+        made = self._update(inputs, tuple(flat[len(self._results) :]))
+        return {**{name: inputs[home] for name, home in self._state.items() if home in inputs}, **out, **made}
 
     def _compile(self, inputs: Mapping[str, Tensor]) -> Callable[..., Any]:
         from torch._inductor import compile as inductor
         from torch.fx.experimental.proxy_tensor import make_fx
+
+        from weft.runtime.once import OnceEach
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             with torch.device(self._device):
@@ -74,7 +80,9 @@ class Traced:
             graph = make_fx(flat, tracing_mode="fake")(*given)
             graph.graph.eliminate_dead_code()
             graph.recompile()
-            return inductor(graph, given)  # type: ignore[no-any-return]
+            sends = any(str(n.target).startswith(WIRES) for n in graph.graph.nodes)
+            options = {"post_grad_custom_pre_pass": OnceEach(), **(IN_ORDER if sends else {})}
+            return inductor(graph, given, options=options)  # type: ignore[no-any-return]
 
 
 class Recorder:
@@ -83,7 +91,8 @@ class Recorder:
     def __init__(self, work: Callable[[Mapping[str, Tensor]], Values], state: set[str]) -> None:
         self._work, self._state = work, state
         self._calls = 0
-        self._places: tuple[int, ...] = ()
+        self.why = ""  # it could not be recorded
+        self._places: dict[str, int] = {}
         self._graph: Any = None
         self._given: dict[str, Tensor] = {}
         self._out: Values = {}
@@ -93,9 +102,11 @@ class Recorder:
         return self._graph is not None
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Values:
-        places = tuple(x.data_ptr() for n, x in inputs.items() if n in self._state)
+        places = {n: x.data_ptr() for n, x in inputs.items() if n in self._state}
         if places != self._places:
-            self._places, self._calls, self._graph = places, 0, None
+            moved = {n for n, at in places.items() if self._places.get(n, at) != at}
+            self._state -= moved if len(moved) < len(places) else set()  # what comes anew with every call is copied in
+            self._places, self._calls, self._graph = {n: at for n, at in places.items() if n in self._state}, 0, None
         self._calls += 1
         if self._graph is None and (self._calls != WARM_UP or not self._record(inputs)):
             return self._in_place(inputs)
@@ -122,6 +133,7 @@ class Recorder:
             with torch.cuda.graph(graph):
                 self._out = self._in_place({**inputs, **self._given})
         except RuntimeError as error:
+            self.why = str(error)
             warnings.warn(f"the step is not recorded as a CUDA graph: {error}", stacklevel=2)
             return False
         self._graph = graph

@@ -1,0 +1,61 @@
+"""Collectives by kernels over peer memory, interpreted with four real processes, give what gloo's give."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parent.parent.parent
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def collectives(rank: int) -> None:
+    """Every collective in every dtype; one reduction is large enough for each rank to sum only its share."""
+    from weft.api.compiled import _near
+    from weft.runtime.peers import connect
+
+    near = _near(dist.group.WORLD, connect(None, "cpu"))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        torch.manual_seed(rank)
+        for count in (5, 70001) if dtype == torch.float32 else (300,):
+            xs = [torch.randn(shape).mul(10).to(dtype) for shape in ((count,), (3, 2), ())]
+            for op in OPS if count < 1000 else ("sum",):
+                for got, x in zip(near.all_reduce_list(xs, op, [False] * 3), xs, strict=True):
+                    _same(got, _reduced(x, op))
+        x = torch.randn(4, 3).add(rank).to(dtype)
+        pieces = [torch.empty_like(x) for _ in range(near.world)]
+        dist.all_gather(pieces, x)
+        _same(near.all_gather(x), torch.stack(pieces))
+        parts = torch.randn(near.world, 2, 7).mul(5).to(dtype).transpose(1, 2)
+        _same(near.reduce_scatter(parts), _reduced(parts.contiguous(), "sum")[rank])
+        got = torch.empty(parts.shape, dtype=dtype)
+        dist.all_to_all_single(got, parts.contiguous())
+        _same(near.all_to_all(parts), got)
+
+
+def _reduced(x: torch.Tensor, op: str) -> torch.Tensor:
+    wide = x.double()
+    dist.all_reduce(wide, OPS[op])
+    return wide
+
+
+def _same(got: torch.Tensor, want: torch.Tensor) -> None:
+    near = 2e-2 if got.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), want.double(), rtol=near, atol=10 * near)
+
+
+@pytest.mark.timeout(200)
+def test_collectives_by_kernels_equal_gloo_on_four_ranks(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.runtime.test_device_near import collectives; "
+        "from tests.ranks import run_ranks; run_ranks(4, collectives, Path(sys.argv[1]), seconds=150)"
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "1", "WEFT_TARGET": "triton", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=180, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,68 @@
+"""Collectives of one kind sent as one message: sums of gradients scattered as the backward pass makes them, slices gathered
+a little before they are used. Where every message has its price, a hundred small ones cost more than what they carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from weft.codegen.forms import Form
+from weft.codegen.lie import lie_of, pending_op
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.registry import nbytes
+
+
+def bundles_of(
+    program: Program, wires: Sequence[Node], nodes: Sequence[Node], coords: Mapping[str, int], most: Mapping[str, int]
+) -> list[Form]:
+    """Forms of two and more of the `wires`; `nodes` is the order in which a rank does everything, `most` the bytes of a message by axis."""
+    at = {n: i for i, n in enumerate(nodes)}
+    used = {n: min((at[u] for u in program.users[n] if u in at), default=len(nodes)) for n in wires}
+    alike: dict[object, list[Node]] = {}
+    for n in wires:
+        if len(n.args) == 1 and n.op.name in WRITERS:
+            early = n.op.name == "all_gather" and n.args[0].op.name == "input"
+            how = pending_op(n.args[0].layout, n.attr("axis")) if n.op.name == "reduce_scatter" else early
+            alike.setdefault((n.op.name, n.attr("axis"), n.dtype, how), []).append(n)
+    found = []
+    for (name, axis, _, how), members in alike.items():  # type: ignore[misc]
+        for some in _cut(program, members, at, used, how is True, most[axis]):
+            text = WRITERS[name](some, coords)
+            found.append(Form(tuple(some), tuple(n.args[0] for n in some), tuple(some), text, starts=True, early=how is True))
+    return found
+
+
+def _cut(
+    program: Program, members: Sequence[Node], at: Mapping[Node, int], used: Mapping[Node, int], early: bool, most: int
+) -> Iterator[list[Node]]:
+    """Runs of members that can wait for their last, or start with their first, none larger than a message should be."""
+    run: list[Node] = []
+    for n in members:
+        apart = bool(run) and not early and (min(used[m] for m in run) <= at[n] or not program.needs(n).isdisjoint(run))
+        if apart or sum(max(nbytes(m.type), nbytes(m.args[0].type)) for m in (*run, n)) > most:
+            yield from [run] if len(run) > 1 else []
+            run = []
+        run.append(n)
+    yield from [run] if len(run) > 1 else []
+
+
+Text = Callable[[Callable[[Node], str]], str]
+
+
+def _scattered(some: Sequence[Node], coords: Mapping[str, int]) -> Text:
+    axis = some[0].attr("axis")
+    lies = [lie_of(n.layout, axis, coords) for n in some]
+    hows = [((lie.before, lie.whole, lie.after), lie.mine, n.layout.local_shape(coords)) for n, lie in zip(some, lies, strict=True)]
+    op = pending_op(some[0].args[0].layout, axis)
+    return lambda v: f"comm.reduce_scatter_list([{', '.join(v(n.args[0]) for n in some)}], on.{axis}, {op!r}, hows={hows})"
+
+
+def _gathered(some: Sequence[Node], coords: Mapping[str, int]) -> Text:
+    axis = some[0].attr("axis")
+    lies = [lie_of(n.args[0].layout, axis, coords) for n in some]
+    hows = [((lie.before, lie.mine, lie.after), lie.whole, n.layout.local_shape(coords)) for n, lie in zip(some, lies, strict=True)]
+    return lambda v: f"comm.all_gather_list([{', '.join(v(n.args[0]) for n in some)}], on.{axis}, hows={hows})"
+
+
+WRITERS = {"reduce_scatter": _scattered, "all_gather": _gathered}

@@ -1,0 +1,54 @@
+"""How the part of a tensor that an axis cuts lies in a rank's local memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.core.layout import Atom, Layout, O, P, _atom_positions
+
+
+def local_size(atom: Atom, layout: Layout, coords: Mapping[str, int], without: str | None = None) -> int:
+    """Indices of the atom that the rank holds, as if one axis did not cut it."""
+    bare = Atom(atom.size, tuple(a for a in atom.cut if a != without))
+    start, stop = _atom_positions(bare, layout.mesh, tuple(coords.items()))
+    return stop - start
+
+
+@dataclass(frozen=True)
+class Lie:
+    """How the part an axis cuts lies in a rank's local tensor: [before, mine, after], of `whole` were it not cut."""
+
+    before: int
+    mine: int
+    after: int
+    whole: int
+    start: int  # of this rank's piece within the whole part
+
+
+def lie_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> Lie:
+    at = layout.where_cut(axis)
+    assert at is not None
+    d, k = at
+    local = layout.local_shape(coords)
+    atoms = layout.dims[d]
+    before = math.prod(local[:d]) * math.prod(local_size(a, layout, coords) for a in atoms[:k])
+    after = math.prod(local_size(a, layout, coords) for a in atoms[k + 1 :]) * math.prod(local[d + 1 :])
+    mine = local_size(atoms[k], layout, coords)
+    innermost = atoms[k].cut[-1] == axis
+    whole = local_size(atoms[k], layout, coords, without=axis) if innermost else mine * layout.mesh.size(axis)
+    step = -(-whole // layout.mesh.size(axis))
+    return Lie(before, mine, after, whole, min(coords[axis] * step, whole))
+
+
+def pending_op(layout: Layout, axis: str) -> str:
+    place = layout.placement(axis)
+    assert isinstance(place, P)
+    return place.op
+
+
+def root_of(layout: Layout, axis: str) -> int:
+    place = layout.placement(axis)
+    assert isinstance(place, O)
+    return place.root

@@ -1,0 +1,136 @@
+"""The order in which a rank does the nodes of a program: what is sent starts early, what waits for it comes late.
+
+A collective starts as soon as its operands are there, one of inputs a little ahead of its first reader. The backward pass is done as soon
+as it can be, so that the sums of gradients have the rest of it to hide behind. What only finishes such a sum (the update, the
+gather after it) waits as long as possible: until a few later sums are under way where it has something to send itself, else until all
+computation is done; in both cases in the order in which the sums were started, so that the link is never idle.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import accumulate
+from math import floor
+from types import MappingProxyType
+
+from weft.core.node import Node, toposort
+from weft.core.program import Program
+from weft.ops.registry import Kind, nbytes
+
+PREFETCH = 8  # how many computations ahead a gather of inputs may be started
+LAG = 2  # messages' worth of sums that are under way before one is waited for, so that its own gather can be sent
+MESSAGE = 8 << 20  # bytes
+Key = tuple[float, float]
+
+
+def is_wire(node: Node) -> bool:
+    """A collective that really sends."""
+    return node.op.kind is Kind.COMM and node.op.wire(2) > 0 and node.mesh.size(node.attr("axis")) > 1
+
+
+def order(program: Program, far: Mapping[str, int] = MappingProxyType({})) -> list[Node]:
+    """All nodes but inputs. Where one stands before what it reads, who follows the order takes that first.
+
+    `far` are the bytes of a message by axis, where messages are counted.
+    """
+    nodes = [n for n in program.nodes if n.op.name != "input"]
+    early, roots, tail = _after_results(program), *_tails(program)
+    sent = _sent(program, nodes)
+    at: dict[Node, Key] = {}
+    for i, n in enumerate(nodes):
+        made = [at[a] for a in n.args if a in at]
+        if n in tail:
+            continue
+        if is_wire(n):
+            base, depth = max(made) if made else (max(-0.5, i - PREFETCH - 0.5), 0.0)
+            at[n] = base, depth + 0.25
+        elif n in early and made and not any(is_wire(a) for a in n.args):
+            base, depth = max(made)
+            at[n] = base, floor(depth) + 1 + (n not in sent) / 2 if _costs(n) else depth
+        else:
+            at[n] = float(i), 0.0
+    started = sorted((n for n in nodes if n in roots), key=at.__getitem__)
+    messages = list(accumulate(sum(nbytes(a.type) for a in n.args) / far.get(n.attr("axis"), MESSAGE) for n in started))
+    if far:
+        at |= _put_off(program, at, early, started[: bisect_left(messages, LAG) + 1])
+    at |= _late(program, nodes, at, started, messages, tail)
+    number = {n: i for i, n in enumerate(nodes)}
+    return sorted(nodes, key=lambda n: (at[n], number[n]))
+
+
+def _costs(n: Node) -> bool:
+    return n.op.kind is not Kind.VIEW and n.op.name != "concat"
+
+
+def _sent(program: Program, nodes: list[Node]) -> set[Node]:
+    """What is sent as it is, or laid end to end with others: of two nodes that could be next, such a one goes first."""
+    found: set[Node] = set()
+    for n in reversed(nodes):
+        if any(is_wire(u) or u in found and not _costs(u) for u in program.users[n]):
+            found.add(n)
+    return found
+
+
+def _put_off(program: Program, at: dict[Node, Key], early: set[Node], first: list[Node]) -> dict[Node, Key]:
+    """Work whose result nobody reads before the link is busy waits until it is."""
+    if not first:
+        return {}
+    busy = at[first[-1]]
+    idle = [n for n in early if n in at and at[n] < busy and _is_work(n) and len(n.types) == 1]
+    after = busy[0], busy[1] + 0.05
+    return {n: after for n in idle if program.users[n] and all(at.get(u, busy) > after for u in program.users[n])}
+
+
+def _late(
+    program: Program, nodes: list[Node], at: dict[Node, Key], roots: list[Node], messages: list[float], tail: set[Node]
+) -> dict[Node, Key]:
+    """Where the tails stand: behind the last collective they wait for, by the rule above; `messages` are sent when it is."""
+    last = {n: k for k, n in enumerate(roots)}
+    sends: set[Node] = set()
+    for n in reversed(nodes):
+        if n in tail and (is_wire(n) or any(u in sends for u in program.users[n])):
+            sends.add(n)
+    late: dict[Node, Key] = {}
+    for n in nodes:
+        if n in tail:
+            k = last[n] = max(last[a] for a in n.args if a in last)
+            later = bisect_left(messages, messages[k] + LAG)
+            soon = n in sends and later < len(roots)
+            base, depth = at[roots[later]] if soon else (float(len(nodes)), float(k))
+            late[n] = base, depth + 0.1
+    return late
+
+
+def _tails(program: Program) -> tuple[set[Node], set[Node]]:
+    """Collectives after which nothing is computed but updates and the like, and all that follows them."""
+    calm: set[Node] = set()
+    for n in reversed(program.nodes):
+        if not _is_work(n) and all(u in calm for u in program.users[n]):
+            calm.add(n)
+    roots: set[Node] = set()
+    tail: set[Node] = set()
+    for n in program.nodes:
+        if n in calm and any(a in roots or a in tail for a in n.args):
+            tail.add(n)
+        elif n in calm and is_wire(n):
+            roots.add(n)
+    return roots, tail
+
+
+def _is_work(n: Node) -> bool:
+    """Products and ops kept whole; updates are no more than a sweep over memory."""
+    return n.op.kind is Kind.CONTRACT or n.op.kind is Kind.WHOLE and n.op.facets.get("unfold") is None
+
+
+def _after_results(program: Program) -> set[Node]:
+    """Nodes that only state needs: gradients and updates. Done as soon as they can be, they let go of what they read,
+    and their collectives have the rest of the step to hide behind."""
+    kept = dict(program.state)
+    results = [n for name, n in program.outputs if name not in kept]
+    if not results or len(results) == len(program.outputs):
+        return set()
+    needed = set(toposort([n for name, n in program.outputs if name in kept]))
+    first = min(results, key=lambda n: len(program.needs(n)))
+    own = [n for n in results if n not in needed]  # a result such as the gradient's norm comes with the update
+    return set(program.nodes) - set(toposort(own or [first]))
