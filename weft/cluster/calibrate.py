@@ -106,18 +106,24 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
         "memory.efficiency": got.pop("rate.memory") / constants["memory.bandwidth"].value,
         "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, got.pop("rate.cache"), kernel),
         "gemm.misaligned": min(v for k, v in got.items() if k.startswith("gemm.misaligned")),
-        **_attention(got, peak), **{k: v for k, v in got.items() if not k.startswith("attention")},
+        **_attention(got, peak, device), **{k: v for k, v in got.items() if not k.startswith("attention")},
     }  # fmt: skip
     constants |= {key: Constant(float(f"{value:.5g}"), by) for key, value in found.items()}
+    constants |= {} if device == "cpu" else {"attention.start": START}
     constants |= {key: Constant(start, by) for key, start in zip(SURFACE, (0.8, kernel, 0.2 * kernel, 500.0), strict=True)}
     return _fit_products(Device(name, constants), timed, main, by)
 
 
-def _attention(got: Mapping[str, float], peak: float) -> dict[str, float]:
+START = Constant(2.0, "assumed: as seen of cuDNN's attention on an H200, tiles of keys that a tile of queries costs before its first")
+
+
+def _attention(got: Mapping[str, float], peak: float, device: str) -> dict[str, float]:
     """Shares of the peak with wide heads, and how the rate falls with narrow ones."""
     wide, narrow = got["attention.forward.128"], got["attention.forward.64"]
+    tiles = Device("tiles", {"units": Constant(1.0 if device == "cpu" else 2.0, START.origin), "attention.start": START})
+    more = kernels.in_tiles(tiles, measure.KEYS, measure.KEYS, True)
     return {
-        "attention.forward": wide / peak, "attention.backward": got["attention.backward.128"] / peak,
+        "attention.forward": wide / peak * more, "attention.backward": got["attention.backward.128"] / peak * more,
         "attention.narrow": math.log2(max(1e-3, wide / max(narrow, 1.0))),
     }  # fmt: skip
 

@@ -61,11 +61,16 @@ def attention(device: Device, flops: float, size: float, rows: int, head_dim: in
     return float(launches * device.get("kernel.launch") + max(flops / rate, size / device.bandwidth))
 
 
-def in_tiles(device: Device, queries: int, keys: int, tile: int = 128) -> float:
-    """What attention over whole tiles of queries and keys computes, over what it must."""
+def in_tiles(device: Device, queries: int, keys: int, causal: bool, tile: int = 128) -> float:
+    """What attention over whole tiles of queries and keys computes, over what it must. Under a causal mask the tiles on the diagonal
+    count whole, and each tile of queries costs as much as `attention.start` tiles of keys before its first, where that was measured."""
     if device.get("units") == 1:
         return 1.0
-    return float(math.ceil(queries / tile) * math.ceil(keys / tile) * tile * tile / (queries * keys))
+    start = device.get("attention.start", -1.0)
+    across = math.ceil(keys / tile)
+    met = across if start < 0 or not causal else (across + 1) / 2
+    must = keys / tile if start < 0 or not causal else keys / tile / 2
+    return float(math.ceil(queries / tile) * tile * (met + max(0.0, start)) / (queries * must))
 
 
 def touch(device: Device, size: float, launches: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -67,17 +68,41 @@ def products(device: str) -> list[tuple[int, int, int, int, str]]:
 
 
 def time_product(device: str, m: int, n: int, k: int, batch: int, dtype: str) -> Product:
-    """Random numbers, since a device draws less power, and runs faster, on zeros."""
+    """Random numbers, since a device draws less power, and runs faster, on zeros. On a processor operands come from memory, in each of
+    the layouts a training step has: forward, gradient of the input, gradient of the weight; on others the host is left out."""
     kind = DTYPES[dtype]
-    a = torch.randn(batch, m, k, device=device, dtype=kind)
-    b = torch.randn(batch, k, n, device=device, dtype=kind)
-    a, b = (a[0], b[0]) if batch == 1 else (a, b)
+
+    def operands() -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = torch.randn(batch, m, k, device=device, dtype=kind), torch.randn(batch, k, n, device=device, dtype=kind)
+        return (a[0], b[0]) if batch == 1 else (a, b)
+
+    if device == "cpu":
+        size = batch * (m * k + k * n) * kind.itemsize
+        given = [operands() for _ in range(max(1, min(MANY, COLD // size)))]
+        taken = [seconds(_in_turn([lay(a, b) for a, b in given]), device, 0.04) for lay in LAYOUTS]
+        return Product(m, n, k, batch, dtype, sum(taken) / len(taken))
+    a, b = operands()
     kept = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     try:
-        return Product(m, n, k, batch, dtype, seconds(lambda: torch.matmul(a, b), device))
+        return Product(m, n, k, batch, dtype, _in_a_row(lambda: torch.matmul(a, b), 10))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = kept
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+COLD, MANY = 2**26, 32  # bytes that no cache keeps from one turn to the next; operands at most
+LAYOUTS: tuple[Callable[[torch.Tensor, torch.Tensor], Pair], ...] = (
+    lambda a, b: (a, b.mT.contiguous().mT),
+    lambda a, b: (a, b),
+    lambda a, b: (a.mT.contiguous().mT, b),
+)
+
+
+def _in_turn(given: list[Pair]) -> Callable[[], torch.Tensor]:
+    """One product a call, of the next operands."""
+    turns = itertools.cycle(given)
+    return lambda: torch.matmul(*next(turns))
 
 
 def sustained(device: str, span: float = 2.0) -> float:
@@ -108,9 +133,12 @@ def misaligned(device: str) -> dict[str, float]:
     return {f"gemm.misaligned.{missing}": rate for missing, rate in rates.items()}
 
 
+KEYS = 4096  # over which attention is timed on accelerators
+
+
 def attention(device: str, dtype: str, head_dim: int) -> dict[str, float]:
     """Flop/s of causal attention in one kernel, forward and backward, counting the half that must be computed."""
-    batch, heads, length = (4, 32, 4096) if device != "cpu" else (1, 4, 512)
+    batch, heads, length = (4, 32, KEYS) if device != "cpu" else (1, 4, 512)
     shape = batch, heads, length, head_dim
     q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -135,8 +163,8 @@ def bandwidth(device: str) -> dict[str, float]:
 
 
 def math_rate(device: str) -> float:
-    """Elements a second through a gelu, whose exponentials cost a processor more than its bytes."""
-    x = torch.randn(2**18 if device == "cpu" else 2**26, device=device)
+    """Elements a second through a gelu, whose exponentials cost more than its bytes: on a processor, and in half precision elsewhere."""
+    x = torch.randn(2**18, device=device) if device == "cpu" else torch.randn(2**26, device=device, dtype=torch.bfloat16)
     return x.numel() / seconds(lambda: F.gelu(x), device, 0.2)
 
 
@@ -223,7 +251,7 @@ def _in_a_row(call: Callable[[], Any], times: int) -> float:
 
 
 def walks(device: str) -> dict[str, float]:
-    """What torch's passes that do not stream reach of the rate of one that does: into a wider type, and sums down the columns."""
+    """What torch's passes that do not stream reach of the rate of one that does: into a wider type, sums down the columns, and updates."""
     x = torch.randn(2**15, 2**11, device=device, dtype=torch.bfloat16)
     scale = torch.ones(x.shape[1], device=device, dtype=x.dtype)
     _, mean, spread = torch.native_layer_norm(x, [x.shape[1]], scale, scale, 1e-5)
@@ -239,7 +267,16 @@ def walks(device: str) -> dict[str, float]:
         "memory.columns.norm": share(
             lambda: backward(x, x, [x.shape[1]], mean, spread, scale, scale, [False, True, True]), 2 * size
         ),
+        "memory.update": share(_update(x), 7 * size),
     }  # fmt: skip
+
+
+def _update(x: torch.Tensor) -> Callable[[], Any]:
+    """Adam on a list of tensors in one call: reads parameter, gradient and two moments, writes all but the gradient."""
+    params, grads, first, second = ([torch.zeros_like(part) for part in x.chunk(16)] for _ in range(4))
+    counts = [torch.ones((), device=x.device) for _ in params]
+    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    return lambda: torch._fused_adamw_(params, grads, first, second, [], counts, **settings)
 
 
 def samples(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:

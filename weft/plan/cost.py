@@ -64,7 +64,7 @@ def device_seconds(device: Device, op: Op) -> float:
         return kernels.product(device, op.m, op.n, op.k, op.batch, op.dtype)
     if isinstance(op, Attention):
         rows = op.batch * op.heads * op.queries
-        flops = op.flops * kernels.in_tiles(device, op.queries, op.keys)
+        flops = op.flops * kernels.in_tiles(device, op.queries, op.keys, op.causal)
         return kernels.attention(device, flops, op.bytes, rows, op.head_dim, op.dtype, op.back, op.launches)
     if isinstance(op, Touch):
         work = op.flops / (device.peak(op.dtype) * device.get(op.share)) if op.flops else 0.0

@@ -25,6 +25,7 @@ ALONE = (
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward", "scaled_dot_product",
     "index_put", "scatter", "sort", "topk", "_grouped_mm",
 )  # fmt: skip
+MATH = ("exp", "exp2", "erf", "tanh", "sigmoid", "log", "sin", "cos", "pow", "prepare_softmax_online")
 LOOP = 4096  # a reduction over more elements reads its input again for each further pass
 
 
@@ -220,8 +221,9 @@ class Fused:
         read = {i.name: i for n in group for i in self.inputs(n) if i.name not in inside and _has_value(i)}
         passes = 1 + min(2, sum(_reduced(n) > LOOP for n in group) // 2)
         size = passes * sum(_size(n) for n in read.values()) + sum(_size(n) for n in self.outputs(group))
+        hard = max((_elements(n) for n in group if _name(n) in MATH), default=0)
         if size:
-            yield Touch("fused " + " ".join(dict.fromkeys(_name(n) for n in group[:4])), float(size), 0)
+            yield Touch("fused " + " ".join(dict.fromkeys(_name(n) for n in group[:4])), float(size), 0, math=float(hard))
 
     @cached_property
     def peak(self) -> int:
@@ -322,6 +324,10 @@ def _has_value(node: Any) -> bool:
 def _values(node: Node) -> Sequence[Any]:
     value = node.meta.get("val")
     return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _elements(node: Node) -> int:
+    return max((t.numel() for t in _values(node) if isinstance(t, torch.Tensor)), default=0)
 
 
 def _size(node: Node) -> int:

@@ -211,7 +211,9 @@ def _read_again(name: str, args: Any) -> int:
 
 
 def _walk(name: str, args: Any, out: Any) -> str:
-    """Passes torch makes at less than the full bandwidth: into a wider type, and sums down the columns."""
+    """Passes torch makes at less than the full bandwidth: into a wider type, sums down the columns, updates of many tensors."""
+    if name.startswith("_fused_adam"):
+        return "memory.update"
     if name == "_to_copy" and out.element_size() > args[0].element_size():
         return "memory.widen"
     if (
