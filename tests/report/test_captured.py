@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,13 @@ def test_a_model_that_changed_since_is_told(tmp_path: Path) -> None:
     other.write_text(OWN.replace("layers=6", "layers=5"))
     changed = facts(load_with(plan, f"{other}:make", tmp_path), tmp_path)
     assert "no longer the model that was planned" in changed.says[0] and changed.verbs == ()
+
+
+def test_the_command_knows_the_ops_of_a_plan_made_elsewhere(module: str, tmp_path: Path) -> None:
+    planned(module, 2).save(tmp_path / "plan.json")
+    done = subprocess.run([sys.executable, "-m", "weft", "report", str(tmp_path / "plan.json")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plan.html").is_file()
 
 
 def load_with(plan: Plan, model: str, folder: Path) -> Plan:

@@ -62,6 +62,8 @@ class _Known:
 
     @cached_property
     def program(self) -> Program:
+        import weft.frontend.capture  # noqa: F401 - brings the ops of a captured step, such as its update
+
         return parse(self.plan.layouts["program"])
 
     @cached_property

@@ -76,6 +76,29 @@ def test_user_function_that_returns_something_else(user_file):
         zoo.load(f"{user_file}:wrong")
 
 
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [("torch.ones(3)", "found   Tensor"), ('{"x": 3}', "found   x: int"), ("{}", "an empty dict"), ('{"t": torch.ones(())}', "has no samples")],
+)
+def test_a_batch_that_cannot_be_read_is_refused(tmp_path, batch, found):
+    path = tmp_path / "mine.py"
+    path.write_text(f"import torch\ndef make(): return torch.nn.Linear(1, 1), lambda m, b: m(b), {batch}\n")
+    with pytest.raises(CaptureError) as error:
+        zoo.load(f"{path}:make")
+    assert found in str(error.value) and "a dict of tensors with samples first" in str(error.value)
+
+
+def test_a_file_finds_its_neighbours(tmp_path):
+    (tmp_path / "beside_mine.py").write_text("WIDTH = 6\n")
+    (tmp_path / "uses.py").write_text(USER.replace("import torch", "import torch\nfrom beside_mine import WIDTH", 1).replace("width=4", "width=WIDTH"))
+    assert zoo.load(f"{tmp_path}/uses.py:make").model.weight.shape == (1, 6)
+
+
+def test_a_file_without_its_function_is_told_what_lacks():
+    with pytest.raises(UnknownName, match=r"try\s+my.py:make"):
+        zoo.load("my.py")
+
+
 def tiny_gpt2():
     from transformers import GPT2Config
 

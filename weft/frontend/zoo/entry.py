@@ -113,14 +113,18 @@ def names() -> list[str]:
 
 def entry(name: str) -> Entry:
     if name not in _entries:
-        near = get_close_matches(name, _entries, n=4, cutoff=0.5)
+        near = [f"{name}:make, if make is what returns (model, loss, batch)"] if name.endswith(".py") else _near(name)
         raise UnknownName(
             f"no model named {name!r} in the zoo",
             needed="a zoo name, a path `module.py:function`, or `hf:` and a Hugging Face config directory",
             found=repr(name),
-            try_=near or ", ".join(names()),
+            try_=near,
         )
     return _entries[name]
+
+
+def _near(name: str) -> list[str]:
+    return get_close_matches(name, _entries, n=4, cutoff=0.5) or [", ".join(names())]
 
 
 def resized(model: Entry, changes: Mapping[str, Any]) -> Any:

@@ -60,12 +60,27 @@ def user_function(
             found=type(made).__name__,
         )
     model, loss, batch = made
-    return Workload(f"{path.stem}:{name}", settings, model, loss, _fields_like(batch), len(next(iter(batch.values()))))
+    size = _samples(batch, f"{path}:{name}")
+    return Workload(f"{path.stem}:{name}", settings, model, loss, _fields_like(batch, size), size)
+
+
+def _samples(batch: Any, where: str) -> int:
+    """How many samples an example batch has: the first dim of its first tensor that has any."""
+    needed = 'a dict of tensors with samples first, such as {"x": torch.randn(32, 64)}'
+    if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
+        found = type(batch).__name__ if not isinstance(batch, Mapping) else ", ".join(f"{k}: {type(x).__name__}" for k, x in batch.items())
+        raise CaptureError(f"the batch of {where} cannot be read", needed=needed, found=found)
+    sizes = [len(x) for x in batch.values() if x.ndim]
+    if not sizes:
+        raise CaptureError(f"the batch of {where} has no samples", needed=needed, found=", ".join(batch) or "an empty dict")
+    return sizes[0]
 
 
 def _import_file(path: Path) -> Any:
     if not path.exists():
         raise UnknownName(f"no file {path}", needed="the path of a Python file before the colon", found=str(path))
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)  # so that it finds its neighbours, as a script does
     module_name = f"weft_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -76,9 +91,8 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def _fields_like(batch: Mapping[str, Tensor]):
-    """Fields of a batch like the given one; the dims equal to its first dim of all are the batch's."""
-    size = len(next(iter(batch.values())))
+def _fields_like(batch: Mapping[str, Tensor], size: int):
+    """Fields of a batch like the given one; the first dims equal to its number of samples are the batch's."""
     high = {k: int(v.max()) + 1 if v.device.type != "meta" and v.numel() else 1 for k, v in batch.items()}
 
     def fields(n: int) -> dict[str, Field]:
