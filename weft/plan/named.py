@@ -128,7 +128,8 @@ def input_layouts(
             held[name] = _also_cut(program.input_names[name], held.get(name, {}), named)
     scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
     turn = frozenset({"cp"}) if named.a2a and named.cp > 1 else frozenset()
-    return held, Options(scatter, turn=turn)  # type: ignore[return-value]
+    gather = frozenset({"dp"}) if named.zero == 3 and named.dp > 1 else frozenset()
+    return held, Options(scatter, turn=turn, gather=gather)  # type: ignore[return-value]
 
 
 def _batch(node: Node, named: Named) -> dict[str, Placement]:

@@ -1,8 +1,9 @@
 """Substitutions chosen together with layouts.
 
 The step is rewritten by proved rules about values, best first. *Joint*: a program costs what the layout ILP makes of it on the mesh.
-*Sequential*: it costs what one device needs for its share of the batch, as where graphs are optimised first and parallelised
-afterwards; layouts are then chosen for the one program that won.
+*Sequential*: it costs what one device needs for its share of the batch. Then either layouts are chosen for the one program that won, as
+where graphs are optimised first and parallelised afterwards, or each rank of the best way without rules runs its own part rewritten so, as
+where they are parallelised first; the faster counts.
 """
 
 from __future__ import annotations
@@ -55,13 +56,24 @@ def joint_and_sequential(found: GraphSearch, bases: Sequence[Way]) -> Both:
     together = best_path(as_products(task.captured(base.rounds).program), _on_mesh(base.mesh, part, base.rounds), rules, JOINT_BUDGET)
     lone = replace(task, batch=max(1, task.batch // task.cluster.devices)).captured(1).program
     alone = best_path(as_products(lone), one_device(part), rules, BUDGET)
-    joint, sequential = (_best(found, bases, path, rules) for path in (together, alone))
-    return Both(min(joint, base, key=lambda w: w.seconds), sequential if alone else base)
+    joint, first = (_best(found, bases, path, rules) for path in (together, alone))
+    local = _on_each_rank(base, as_products(lone), alone, one_device(part), rules)
+    sequential = min(first, local, key=lambda w: w.seconds) if alone else base
+    return Both(min(joint, base, local, key=lambda w: w.seconds), sequential)
+
+
+def _on_each_rank(base: Way, lone: Program, path: Path, price: Price, rules: Sequence[Schema]) -> Way:
+    """A way whose ranks run their own part of it rewritten: it gains what one device gains on its share of the batch."""
+    gain = price(lone) - price(replayed(lone, path, rules)) if path else 0.0
+    return replace(base, seconds=base.seconds - max(0.0, gain), rules=tuple(dict.fromkeys(name for name, _ in path)))
 
 
 def _best(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[Schema]) -> Way:
     """The moves made on the program of every way, each laid out and run as that way is; the fastest."""
-    made = (_way(found, base, as_products(found.task.captured(base.rounds).program), path, rules) for base in bases)
+    steps: dict[int, Program | None] = {}  # rewritten, by the number of micro-batches
+    for rounds in dict.fromkeys(base.rounds for base in bases):
+        steps[rounds] = _replayed(as_products(found.task.captured(rounds).program), path, rules)
+    made = (_way(found, base, step, path) for base in bases if (step := steps[base.rounds]) is not None)
     return min((way for way in made if way is not None), key=lambda w: w.seconds, default=bases[0])
 
 
@@ -126,6 +138,13 @@ def replayed(program: Program, path: Path, rules: Sequence[Schema]) -> Program:
     return program
 
 
+def _replayed(program: Program, path: Path, rules: Sequence[Schema]) -> Program | None:
+    try:
+        return replayed(program, path, rules)
+    except PlanError:
+        return None
+
+
 def _key(program: Program) -> tuple[Node, ...]:
     return tuple(n for _, n in program.outputs)
 
@@ -149,10 +168,9 @@ def one_device(part: Cluster) -> Price:
     return lambda program: sum(prices.chained(program, n) for n in program.nodes if n.args)
 
 
-def _way(found: GraphSearch, base: Way, program: Program, path: Path, rules: Sequence[Schema]) -> Way | None:
+def _way(found: GraphSearch, base: Way, step: Program, path: Path) -> Way | None:
     """The program that won, laid out with care and run as the way it started from."""
     try:
-        step = replayed(program, path, rules)
         made = choose(step, base.mesh, OnCluster(base.placed.cluster, base.mesh), work=1e8, rates=Rates(rounds=base.rounds))
     except PlanError:
         return None

@@ -172,7 +172,7 @@ class _Solve:
             if self.best is not None:
                 seeds = [self.seed + 100 * self.turns + i for i in range(self.threads)]
                 tree.best = anneal(r, dual, self.best, seeds, 10 * self.turns, self.pool, self.budget)
-            part = Budget(SLICE * 20 * self.turns * self.threads, self.budget.left)
+            part = Budget(min(SLICE * 20 * self.turns * self.threads, self.budget.work - self.budget.spent), self.budget.left)
             self.best = tree.grow(part)
             self.budget.spend(part.spent)
             self.bound = max(self.bound, tree.bound)

@@ -171,4 +171,4 @@ def may_pend(node: Node, pending: Sequence[bool]) -> bool:
         return node.op.kind is Kind.VIEW and any(pending)
     eq = node.op.equation(tuple(t for a in node.args for t in a.types), dict(node.attrs))
     reduced = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE and x not in eq.whole)
-    return reduced or any(who and all(pending[k] for k in who) for who in arg_sets(node.op.linear, len(node.args)))
+    return reduced or any(who and all(k < len(pending) and pending[k] for k in who) for who in arg_sets(node.op.linear, len(node.args)))
