@@ -84,7 +84,8 @@ def _iteration(cells: Cells, case: str) -> Row:
         assumed["vocab"] = f"{WORDS} padded to a multiple of 128 x tp: {shape.vocab}"
     else:
         assumed["vocab"] = f"{WORDS}, not padded: rows of one node with tp 1 are slow by what unaligned logits cost"
-    profile = _with_network(load("A100"), 100)
+        assumed["host"] = "that of the server these rows were traced on, which is slower than the cluster's"
+    profile = _with_network(load("A100" if gpus > node else "A100-server"), 100)
     setting, assumed["recompute"] = _with_recompute(shape, setting, profile)
     cluster = Cluster(f"{gpus}xA100", (_nodes(gpus, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}"

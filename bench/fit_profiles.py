@@ -1,7 +1,8 @@
 """Fit the constants of the shipped profiles to tables of others: `python -m bench.fit_profiles KIND --truth FOLDER`.
 
-Rows are cut in two by hash: constants are fitted on one half, errors are printed for both. Logarithms of the ratio of
-predicted to measured are made small under a robust loss, with a weak pull towards where the search began.
+Rows are cut in two by hash: constants are fitted on one half, errors are printed for both; a table of few rows is fitted whole.
+`--leave-out` fits anew on half of the models and clusters and tests on the others, which are then new to it. Logarithms of the
+ratio of predicted to measured are made small under a robust loss, with a weak pull towards where the search began.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Task:
     origin: str
     key: Callable[[Any], str] = str
     most: int = 10**6
-    weight: Callable[[Any], float] = lambda sample: 1.0
+    whole: bool = False  # too few samples to be cut in two
+    outliers: bool = False  # some samples are not to be met at all
+    group: Callable[[Any], str] | None = None
 
 
 # --- tasks
@@ -85,14 +88,9 @@ def link_task(truth: Path, code: str, names: tuple[str, ...]) -> Task:
     )  # fmt: skip
 
 
-def row_task(files: Sequence[Path], kind: str, names: tuple[str, ...], origin: str, most: int) -> Task:
-    rows = [r for file in files for r in read(file) if isinstance(r, Row) and r.cluster.device.name == kind]
-    # a file of few rows is not to be drowned by one of many
-    few = {r.case.split(":")[0]: 4.0 if len(rows) > 100 else 1.0 for r in rows if r.setting.devices > r.cluster.node_size}
-    return Task(
-        names, rows, lambda r: r.measured, lambda p, r: _on(p, r, names), origin, _key, most,
-        weight=lambda r: few.get(r.case.split(":")[0], 1.0),
-    )  # fmt: skip
+def row_task(file: Path, kind: str, names: tuple[str, ...], origin: str, most: int, whole: bool = False) -> Task:
+    rows = [r for r in read(file) if isinstance(r, Row) and r.cluster.device.name == kind]
+    return Task(names, rows, lambda r: r.measured, lambda p, r: _on(p, r, names), origin, _key, most, whole, whole, lambda r: r.group)
 
 
 def pair_task(file: Path, names: tuple[str, ...], origin: str, most: int) -> Task:
@@ -135,30 +133,51 @@ def _on(profile: Profile, row: Row, names: tuple[str, ...]) -> float:
 # --- fitting
 
 
-def fit(profile: Profile, task: Task, pull: float = 0.02) -> tuple[Profile, dict[str, str]]:
+def fit(profile: Profile, task: Task) -> tuple[Profile, dict[str, str]]:
     """The profile with the task's constants fitted, and the errors on both halves in words."""
+    ours, _ = _halves(task)
+    best = fit_to(profile, task, ours)
+    return best, both(best, task)
+
+
+def fit_to(profile: Profile, task: Task, samples: Sequence[Any], pull: float = 0.02) -> Profile:
+    """The profile with the task's constants fitted to some of these samples."""
     from scipy.optimize import least_squares
 
-    ours, _ = halves(task.samples, task.key)
-    some = [s for n, s in enumerate(ours) if task.weight(s) > 1 or n % max(1, len(ours) // task.most) == 0]
+    some = samples[:: max(1, len(samples) // task.most)]
     start = np.log([value(profile, name) for name in task.names])
 
     def residual(x: Any) -> Any:
         changed = change(profile, dict(zip(task.names, np.exp(x), strict=True)), task.origin)
-        errors = [np.log(task.predict(changed, s) / task.measured(s)) * task.weight(s) for s in some]
+        errors = [np.log(task.predict(changed, s) / task.measured(s)) for s in some]
         return np.concatenate([errors, pull * (x - start)])
 
     most = [np.log(min((bound for part, bound in LIMITS.items() if part in name), default=np.inf)) for name in task.names]
     inside = np.minimum(start, np.array(most) - 1e-3)
-    found = least_squares(residual, inside, bounds=(-np.inf, most), loss="soft_l1", f_scale=0.1, max_nfev=25)
-    best = change(profile, dict(zip(task.names, np.exp(found.x), strict=True)), task.origin)
-    return best, both(best, task)
+    loss, scale = ("cauchy", 0.04) if task.outliers else ("soft_l1", 0.1)
+    found = least_squares(residual, inside, bounds=(-np.inf, most), loss=loss, f_scale=scale, max_nfev=12)
+    return change(profile, dict(zip(task.names, np.exp(found.x), strict=True)), task.origin)
 
 
 def both(profile: Profile, task: Task) -> dict[str, str]:
     """Errors on the half that was fitted and on the half that was not."""
-    ours, others = halves(task.samples, task.key)
-    return {name: errors(profile, task, part) for name, part in (("fitted", ours), ("held out", others))}
+    return {name: errors(profile, task, part) for name, part in zip(("fitted", "held out"), _halves(task), strict=True) if part}
+
+
+def _halves(task: Task) -> tuple[list[Any], list[Any]]:
+    return (list(task.samples), []) if task.whole else halves(task.samples, task.key)
+
+
+def left_out(profile: Profile, task: Task) -> list[str]:
+    """Fitted on half of the groups, tested on the other half, and the other way round."""
+    assert task.group is not None
+    names = sorted({task.group(s) for s in task.samples})
+    parts = [[s for s in task.samples if names.index(task.group(s)) % 2 == odd] for odd in (0, 1)]
+    said = []
+    for ours, others in (parts, parts[::-1]):
+        best = fit_to(profile, task, ours)
+        said.append(f"fitted on {errors(best, task, ours)}; on other models and clusters: {errors(best, task, others)}")
+    return said
 
 
 def halves(samples: Sequence[Any], key: Callable[[Any], str]) -> tuple[list[Any], list[Any]]:
@@ -208,35 +227,37 @@ def _plain(constant: Constant) -> dict[str, Any]:
 
 # --- which constants of which kind are fitted to what
 
-ROWS = "fitted: half, chosen by hash, of the A100 iteration times of one and several nodes (vTrain)"
+ROWS = "fitted: the A100 iteration times of several nodes (vTrain)"
+TRACES = "fitted: half, chosen by hash, of the A100 iteration times of one node (vTrain)"
 PAIRS = "fitted: pairs of A100 iteration times (vTrain) that differ in data parallelism alone, half of them by hash"
 PUBLISHED = "fitted: half, chosen by hash, of the published H100 steps"
 LINK = ("nvlink:launch", "nvlink:low_step", "nvlink:bulk", "nvlink:bulk_step", "nvlink:efficiency", "nvlink:small")
 # beyond which a constant makes no sense
-LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 2e-5, "gemm.tile": 1e-5}
+LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 3e-5, "gemm.tile": 1e-5}
 SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
-STEPS = (
-    "memory.efficiency", "gemm.efficiency", "gemm.tile", "gemm.misaligned", "kernel.launch", "host.launch",
-    "network:efficiency",
-)  # fmt: skip
+STEPS = ("memory.efficiency", "gemm.efficiency", "network:efficiency")
+SERVER = ("gemm.tile", "gemm.misaligned", "kernel.launch", "host.launch")
 
 
 def tasks(kind: str, truth: Path) -> list[Task]:
+    one, several = (truth / f"a100_{n}_node_iterations.csv" for n in ("single", "multi"))
     if kind == "A100":
-        files = [truth / f"a100_{n}_node_iterations.csv" for n in ("single", "multi")]
-        pairs = pair_task(files[0], ("nvlink:efficiency", "nvlink:small"), PAIRS, most=60)
-        return [pairs, row_task(files, kind, STEPS, ROWS, most=120)]
+        return [row_task(several, kind, STEPS, ROWS, most=60, whole=True)]
+    if kind == "A100-server":
+        return [row_task(one, kind, SERVER, TRACES, most=120)]
+    if kind == "A100-links":
+        return [pair_task(one, ("nvlink:efficiency", "nvlink:small"), PAIRS, most=60)]
     if kind == "H100":
         return [
             gemm_task(truth, "sm_90", "bf16xbf16->bf16", SURFACE),
             link_task(truth, "sm_90", LINK),
-            row_task([truth / "published_steps.csv"], kind, ("gemm.sustained",), PUBLISHED, most=20),
+            row_task(truth / "published_steps.csv", kind, ("gemm.sustained",), PUBLISHED, most=20),
         ]
     if kind == "B200":
         return [gemm_task(truth, "sm_100_B200", "bf16xbf16->bf16", SURFACE), link_task(truth, "sm_100_B200", LINK)]
     if kind == "GB200":
         return [link_task(truth, "sm_100_GB200", (*LINK, "nvlink:low_share"))]
-    raise SystemExit(f"no fit is known for {kind}: A100, H100, B200 or GB200")
+    raise SystemExit(f"no fit is known for {kind}: A100, A100-server, A100-links, H100, B200 or GB200")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -245,15 +266,19 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--truth", type=Path, required=True, help="folder of the tables")
     parser.add_argument("--save", action="store_true", help="write the constants into the shipped profile")
     parser.add_argument("--check", action="store_true", help="fit nothing: errors of the shipped constants on both halves")
+    parser.add_argument("--leave-out", action="store_true", help="fit on half of the models and clusters, test on the others")
     given = parser.parse_args(argv)
-    profile = load(given.kind)
+    profile = load(given.kind.removesuffix("-links"))
     for task in tasks(given.kind, given.truth):
+        if given.leave_out:
+            print(*(left_out(profile, task) if task.group else ()), sep="\n", flush=True)
+            continue
         profile, said = (profile, both(profile, task)) if given.check else fit(profile, task)
         for name in task.names:
             print(f"  {name:22} {value(profile, name):.4g}")
         print(f"  {task.origin}\n    {said}", flush=True)
     if given.save:
-        save(profile, FOLDER / f"{given.kind}.json")
+        save(profile, FOLDER / f"{profile.name}.json")
 
 
 if __name__ == "__main__":
