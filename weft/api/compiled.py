@@ -51,6 +51,8 @@ class Compiled:
         self._expected = {name: (n, n.layout.local_shape(self.coords)) for name, n in held.items()}
         peers = _peers(program, self.groups, self.device)
         on = {a: _near(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
+        for group in (g for g in on.values() if g is not None and not isinstance(g, Near)):
+            comm.with_lanes(group, int(os.environ.get("WEFT_LANES", "1")))
         far = {a: comm.message_bytes(self.device) for a, g in on.items() if not isinstance(g, Near) or g.bundles}
         kernels = kernel_language(self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernels, far=far)

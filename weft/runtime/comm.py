@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,6 +80,22 @@ def scatter_natively(group: Any) -> bool:
     return dist.get_backend(group) != "gloo"
 
 
+_lanes: dict[Any, Any] = {}  # of a group, itself and others of the same ranks, in turn
+
+
+def with_lanes(group: Any, count: int) -> Any:
+    """Send a group's messages over so many groups of the same ranks in turn: one may carry less than the link does. All ranks call it."""
+    if count > 1 and group not in _lanes:
+        ranks = dist.get_process_group_ranks(group)
+        others = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(count - 1)]
+        _lanes[group] = itertools.cycle([group, *others])
+    return group
+
+
+def _lane(group: Any) -> Any:
+    return next(_lanes[group]) if group in _lanes else group
+
+
 def _functional(name: str, x: torch.Tensor, *more: Any, group: Any) -> Pending:
     """A collective as an op of a traced graph: started here, waited for where its value is."""
     import torch.distributed._functional_collectives  # tells the trace the shapes of what they give
@@ -90,6 +107,7 @@ def _functional(name: str, x: torch.Tensor, *more: Any, group: Any) -> Pending:
 
 def _reduced(x: torch.Tensor, group: Any, op: str) -> Pending:
     """The reduction of contiguous memory of one's own, in its place."""
+    group = _lane(group)
     if isinstance(x, FakeTensor):
         return _functional("all_reduce", x, op, group=group)
     return Pending(dist.all_reduce(x, REDUCE[op], group=group, async_op=True), lambda: x)
@@ -100,6 +118,7 @@ def _gathered(mine: torch.Tensor, group: Any) -> Pending:
     n = ranks_of(group)
     if isinstance(group, Near):
         return done(group.all_gather(mine).flatten(0, 1))
+    group = _lane(group)
     if isinstance(mine, FakeTensor):
         return _functional("all_gather_into_tensor", mine, n, group=group)
     out = mine.new_empty((n * mine.shape[0], *mine.shape[1:]))
@@ -110,6 +129,7 @@ def _scattered(parts: torch.Tensor, group: Any, op: str) -> Pending:
     """parts [ranks, ...]: this rank's one, reduced."""
     if isinstance(group, Near):
         return done(group.reduce_scatter(parts, op))
+    group = _lane(group)
     if isinstance(parts, FakeTensor):
         return _functional("reduce_scatter_tensor", parts.flatten(0, 1), op, len(parts), group=group)
     if scatter_natively(group):
