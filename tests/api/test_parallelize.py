@@ -67,6 +67,22 @@ def test_losses_equal_one_process(name: str, tmp_path: Path) -> None:
         on_ranks(world, job, folder)
 
 
+@pytest.mark.timeout(120)
+def test_losses_equal_one_process_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that take each other for hosts of their own send every byte, in many messages."""
+    want = torch_losses("gpt2")
+    monkeypatch.setattr("weft.runtime.comm.message_bytes", lambda device: 1 << 13)
+    monkeypatch.setattr("weft.api.auto.message_bytes", lambda device: 1 << 13)
+
+    def job(rank: int) -> None:
+        for module in ("hosts", "peers"):
+            monkeypatch.setattr(f"weft.runtime.{module}.host_identity", lambda: str(rank))
+        for plan in ("dp2", "dp2,zero1", "dp2,zero3", "tp2"):
+            torch.testing.assert_close(weft_losses("gpt2", plan), want, rtol=1e-8, atol=1e-8, msg=lambda m, plan=plan: f"{plan}: {m}")
+
+    on_ranks(2, job, tmp_path)
+
+
 def test_dropout_is_that_of_one_process(tmp_path: Path) -> None:
     def losses(plan: str) -> list[float]:
         w = zoo.small("gpt2", dtype=torch.float64, dropout=0.2)

@@ -32,8 +32,12 @@ from weft.plan.place import place
 from weft.plan.plan import Plan, load
 from weft.plan.records import peak_bytes, program_phase
 from weft.plan.space import divisors
+from weft.runtime import hosts, native
+from weft.runtime.comm import message_bytes
+from weft.runtime.replay import is_accelerator
 
 FINALISTS = 6  # placed plans whose buckets and kernels are made too before they are compared
+HOST = torch.device("cpu")
 SOLVER = "layouts"  # the name of what the layout solver chooses
 Others = Mapping[str, Sequence[Pin]]
 
@@ -94,9 +98,9 @@ class Wish:
     noise: bool = False
 
 
-def prepare(captured: Captured, named: Named, wish: Wish = Wish()) -> Program:
-    """The step under a plan, as it is run."""
-    return scheduled(_placed(captured, named, wish), named)
+def prepare(captured: Captured, named: Named, wish: Wish = Wish(), device: torch.device = HOST) -> Program:
+    """The step under a plan, as it is run on such devices."""
+    return scheduled(_placed(captured, named, wish), named, device)
 
 
 def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
@@ -107,10 +111,18 @@ def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
     return measured(program) if wish.noise else program
 
 
-def scheduled(program: Program, named: Named) -> Program:
-    """Gradients in buckets, sharded updates in one kernel, and keys gathered beside the attention where the plan says so."""
+def scheduled(program: Program, named: Named, device: torch.device = HOST) -> Program:
+    """Gradients in buckets, sharded updates in one kernel, and keys gathered beside the attention where the plan says so.
+
+    Between hosts there is no such kernel: every sum is followed by its own update and gather while the next is under way.
+    """
     program = ring(program, "cp") if named.ring and named.cp > 1 else program
-    return bucketed(fused_update(program, "dp") if named.zero else program, "dp") if named.dp > 1 else program
+    if named.dp == 1:
+        return program
+    if not hosts.share(named.mesh.sizes, "dp"):
+        return bucketed(program, "dp", message_bytes(device))
+    one = named.zero in (1, 2) if is_accelerator(device) else native.available()
+    return bucketed(fused_update(program, "dp") if one else program, "dp")
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.place import place
 from weft.plan.recompute import recomputed
+from weft.runtime import hosts
 
 if TYPE_CHECKING:
     from weft.api.record import Recorder
@@ -71,6 +72,7 @@ def parallelize(
     "raise", "skip" (nothing changes, `step.skipped` counts them) or "ignore". `deterministic` gives the same bits on every run.
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
+    hosts.meet()
     if auto.is_file(plan):
         plan, rounds = auto.from_file(plan)
         accumulate = accumulate if accumulate > 1 else rounds
@@ -80,22 +82,25 @@ def parallelize(
     if named is not None and named.micro_batches > 1:
         from weft.api.pipelined import pipelined
 
-        if noise or record is not None or progress:
-            raise PlanError(f"{plan} is run in micro-batches", needed="no noise, record or progress with it", found="one of them")
+        if noise:
+            raise PlanError(f"{plan} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
         how = {"accumulate": accumulate, "clip": clip, "precision": precision, "pins": pins, "guard": on_nan == "skip"}
         step = pipelined(model, loss, optimizer, example, named, torch.device(device), seed, **how)
-        step.trust(on_nan, deterministic)
-        return step
+        return _ready(step, on_nan, deterministic, record, progress)
     captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
     captured = guarded(captured) if on_nan == "skip" else captured
     captured = recomputed(captured) if named is not None and named.recompute else captured
     wish = auto.Wish(tuple(map(parse_pin, pins)), noise)
     own = {name: dtensor_pins(model, mine) for name, mine in (others or {}).items()}
     decision = auto.agree(captured, torch.device(device), wish, own) if named is None else None
-    program = decision.program if decision else auto.prepare(captured, named, wish)
+    program = decision.program if decision else auto.prepare(captured, named, wish, torch.device(device))
     report = verified(captured.program, program) if check else None
     step = Step(captured, program, decision.named if decision else named, model, loss, optimizer, torch.device(device), seed)
     step.decision, step.report = decision, report
+    return _ready(step, on_nan, deterministic, record, progress)
+
+
+def _ready(step: Step, on_nan: str, deterministic: bool, record: str | None, progress: bool | None) -> Step:
     step.trust(on_nan, deterministic)
     if record is not None or progress:
         step.record(record, progress=progress is not False)
@@ -256,9 +261,10 @@ class Step:
     def _numbers(self) -> dict[str, Tensor]:
         """What changes from step to step by itself: learning rates, the step count, the seed of dropout."""
         rates = {f"lr.{i}": g["lr"] for i, g in enumerate(self.optimizer.param_groups)}
-        values = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in rates.items()}
-        values |= {"step": torch.tensor(self.steps - self.skipped), "seed": torch.tensor(self.seed + self.steps)}
-        own = {n: v.to(self.compiled.device) for n, v in values.items() if n in self.program.input_names}
+        values = {**{n: float(v) for n, v in rates.items()}, "step": self.steps - self.skipped, "seed": self.seed + self.steps}
+        kinds = {n: torch.float64 if n in rates else torch.int64 for n in values}
+        # written by the device itself: a copy from the host would wait for all it has been given before
+        own = {n: torch.full((), v, dtype=kinds[n], device=self.compiled.device) for n, v in values.items() if n in self.program.input_names}
         return own | (self._probe.inputs() if self._probe is not None else {})
 
     # -- state -----------------------------------------------------------------------------------------------------------------

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
+from weft.codegen.order import order
 from weft.core.errors import InvalidTransform
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import nbytes
-from weft.schedule import bucket
-from weft.schedule.groups import is_scalar
-from weft.schedule.recipes import one_kernel
+from weft.schedule import bucket, fuse, merge
+from weft.schedule.groups import FUSIBLE, REDUCING, is_scalar
 
-BUCKET = 8 << 20
+BUCKET = 8 << 20  # bytes of gradients summed in one call
+FIRST = 1 << 20  # of the first call; the next ones double, so that the first starts early and the many are few
 
 
 def unfold_updates(p: Program) -> Program:
@@ -26,26 +27,78 @@ def unfold_updates(p: Program) -> Program:
 
 
 def fused_update(p: Program, axis: str) -> Program:
-    """Sum, update and gather of all sharded state in one kernel, where there is any."""
-    if not any(n.attr("axis") == axis and not is_scalar(n) for n in p.find_all("reduce_scatter")):
+    """The sums of gradients along an axis, the updates they lead to and the gathers after these in one kernel, where that can be had.
+
+    Whatever is summed, scattered or not, is read from the ranks' own memory as the update needs it, and written nowhere.
+    """
+    sums = [n for n in p.nodes if n.op in REDUCING and n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1]
+    if not sums:
         return p
     try:
-        return one_kernel(unfold_updates(p))
+        return _after_sums(unfold_updates(p), sums)
     except InvalidTransform:  # other collectives of the step stand in between: leave it as it is
         return p
 
 
+def _after_sums(p: Program, sums: Sequence[Node]) -> Program:
+    """Everything that follows the sums, and what only that reads, in one kernel; collectives of one kind are merged first."""
+    for op in dict.fromkeys(n.op for n in sums):
+        p = _merged(p, [p.at(n) for n in sums if n.op is op])
+    after = _following(p, _calls(p, sums))
+    p = _merged(p, [n for n in p.find_all("all_gather") if n in after and not is_scalar(n)])
+    firsts = _calls(p, sums)
+    after = _following(p, firsts)
+    members = dict.fromkeys(n for n in p.nodes if n in firsts or n in after)
+    terms = set().union(*(p.needs(a) for n in firsts for a in n.args))
+    for n in reversed(p.nodes):
+        inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
+        if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op.name == "slice"):
+            members[n] = None
+    return fuse(p, members)
+
+
+def _merged(p: Program, nodes: Sequence[Node]) -> Program:
+    return merge(p, *nodes) if len(nodes) > 1 else p
+
+
+def _calls(p: Program, sums: Sequence[Node]) -> list[Node]:
+    """The collectives that do the sums, each once, whether merged or not."""
+    found = [p.at(n) for n in sums]
+    return list(dict.fromkeys(n.args[0] if n.op.name == "item" else n for n in found))
+
+
+def _following(p: Program, nodes: Sequence[Node]) -> set[Node]:
+    """What is computed from the nodes."""
+    found: set[Node] = set()
+    for n in p.nodes:
+        if any(a in found or a in nodes for a in n.args):
+            found.add(n)
+    return found
+
+
 def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     """The gradients' all_reduces along an axis, in a few large ones, in the order the backward pass makes them."""
-    sums = [n for n in p.find_all("all_reduce") if n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1 and _alone(p, n)]
+    sums = [n for n in order(p) if n.op.name == "all_reduce" and n.attr("axis") == axis and len(n.args) == 1]
     alike: dict[object, list[Node]] = {}
     for n in sums:
-        alike.setdefault((n.dtype, n.layout.held), []).append(n)  # some may still be pending along another axis
+        if not is_scalar(n) and _alone(p, n):
+            alike.setdefault((n.dtype, n.layout.held), []).append(n)  # some may still be pending along another axis
     for group in alike.values():
-        free = [n for n, waits in p.waits(group).items() if not waits]
-        if any(nbytes(a.type) + nbytes(b.type) <= max_bytes for a, b in pairwise(free)):
-            p = bucket(p, *free, max_bytes=max_bytes)
+        for some in _growing([n for n, waits in p.waits(group).items() if not waits], max_bytes):
+            p = bucket(p, *some) if len(some) > 1 else p
     return p
+
+
+def _growing(nodes: Sequence[Node], max_bytes: int) -> Iterator[list[Node]]:
+    """Runs of nodes, each up to twice as large as the one before it, none beyond the most."""
+    run, size, most = list[Node](), 0, min(FIRST, max_bytes)
+    for n in nodes:
+        if run and size + nbytes(n.type) > most:
+            yield run
+            run, size, most = [], 0, min(2 * most, max_bytes)
+        run.append(n)
+        size += nbytes(n.type)
+    yield run
 
 
 def _alone(p: Program, n: Node) -> bool:

@@ -124,13 +124,11 @@ def _is_work(n: Node) -> bool:
 
 
 def _after_results(program: Program) -> set[Node]:
-    """Nodes that only state needs: gradients and updates. Done as soon as they can be, they let go of what they read,
+    """Nodes that the loss does not need: gradients and updates. Done as soon as they can be, they let go of what they read,
     and their collectives have the rest of the step to hide behind."""
     kept = dict(program.state)
     results = [n for name, n in program.outputs if name not in kept]
     if not results or len(results) == len(program.outputs):
         return set()
-    needed = set(toposort([n for name, n in program.outputs if name in kept]))
-    first = min(results, key=lambda n: len(program.needs(n)))
-    own = [n for n in results if n not in needed]  # a result such as the gradient's norm comes with the update
-    return set(program.nodes) - set(toposort(own or [first]))
+    loss = program.output_names.get("loss")  # other results, such as the gradient's norm, come with the update
+    return set(program.nodes) - set(toposort([loss] if loss is not None else results))
