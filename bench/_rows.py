@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench._blanks import Blanks, Cells, device_kind, stated_size
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
 from weft.core.errors import UnknownName, WeftError
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, simulate
 from weft.plan.transformer import Shape, workload
-
-Cells = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -66,31 +65,33 @@ def _row(cells: Cells, case: str) -> Row | Unreadable:
 
 
 def _iteration(cells: Cells, case: str) -> Row:
-    def number(key: str) -> int:
-        return int(cells[key])
-
-    gpus, node = number("# GPUs"), 8
-    shape = Shape(number("# layers"), number("hidden size"), number("attention heads"), WORDS, number("sequence length"), dropout=True)
-    setting = Setting(
-        global_batch=number("global batch"), micro_batch=number("micro batch"), dp=number("data parallelism"),
-        tp=number("tensor parallelism"), pp=number("pipeline parallelism"), **CLASSIC,
-    )  # fmt: skip
-    assumed = {
-        "gpu": "A100 of 80 GB", "kernels": "Megatron of 2021: scores in memory, fused pointwise, fp16",
-        "network": "800 Gb/s per node",
-    }  # fmt: skip
-    if gpus > node:
+    b = Blanks(cells, {"kernels": "Megatron of 2021: scores in memory, fused pointwise, fp16"})
+    gpus, tp, pp = b.whole("# GPUs"), b.whole("tensor parallelism", 1), b.whole("pipeline parallelism", 1)
+    layers, hidden = b.sizes("# layers", "hidden size", f"{cells.get('Parameters (billion)') or ''}B")
+    micro, dp = b.whole("micro batch", 1), b.copies("data parallelism", gpus, tp * pp)
+    shape = Shape(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.whole("sequence length", 2048), dropout=True)
+    setting = Setting(b.batch("global batch", dp, micro, pp), micro, dp, tp, pp, **CLASSIC)
+    profile = _iterated_on(b, gpus)
+    if gpus > profile.node_size:
         shape = dataclasses.replace(shape, vocab=_padded(WORDS, setting.tp))
-        assumed["vocab"] = f"{WORDS} padded to a multiple of 128 x tp: {shape.vocab}"
+        b.assumed["vocab"] = f"{WORDS} padded to a multiple of 128 x tp: {shape.vocab}"
     else:
-        assumed["vocab"] = f"{WORDS}, not padded: rows of one node with tp 1 are slow by what unaligned logits cost"
-        assumed["host"] = "that of the server these rows were traced on, which is slower than the cluster's"
-    profile = _with_network(load("A100" if gpus > node else "A100-server"), 100)
-    setting, assumed["recompute"] = _with_recompute(shape, setting, profile)
-    cluster = Cluster(f"{gpus}xA100", (_nodes(gpus, profile),))
+        b.assumed["vocab"] = f"{WORDS}, not padded: rows of one node with tp 1 are slow by what unaligned logits cost"
+    setting, b.assumed["recompute"] = _with_recompute(shape, setting, profile)
+    cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(gpus, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}"
-    measured = float(cells["iteration time (ms)"])
-    return Row(case, group, shape, setting, cluster, measured, lambda step: step.seconds * 1e3, assumed)
+    return Row(case, group, shape, setting, cluster, b.measured("iteration time (ms)"), lambda step: step.seconds * 1e3, b.assumed)
+
+
+def _iterated_on(b: Blanks, gpus: int) -> Profile:
+    """The device of iteration rows: where they name none, A100 of a cluster, or of the server that rows of one node come from."""
+    if (b.cells.get("gpu") or "").strip():
+        return _device(b.text("gpu"), "A100", b.assumed)
+    b.assumed |= {"gpu": "A100 of 80 GB", "network": "800 Gb/s per node"}
+    alone = gpus <= load("A100").node_size
+    if alone:
+        b.assumed["host"] = "that of the server these rows were traced on, which is slower than the cluster's"
+    return _with_network(load("A100-server" if alone else "A100"), 100)
 
 
 WORDS = 50257
@@ -115,45 +116,35 @@ def _with_recompute(shape: Shape, setting: Setting, profile: Profile) -> tuple[S
 
 
 def _published(cells: Cells, case: str) -> Row:
-    assumed: dict[str, str] = {}
-
-    def cell(key: str, default: str | None = None, why: str = "not stated") -> str:
-        value = (cells.get(key) or "").strip()
-        if value:
-            return value
-        if default is None:
-            raise ValueError(f"{key} is blank")
-        assumed[key] = f"{default} ({why})"
-        return default
-
-    modern = cell("dtype", "bf16") != "fp16"
-    profile = _device(cell("gpu"), assumed)
-    profile = _with_network(profile, float(cell("network_gbps_per_gpu", str(_usual(profile)), "usual for this device")))
-    gpus = int(cell("gpus"))
-    hidden, heads = int(cell("hidden")), int(cell("heads"))
-    ffn = int(cell("ffn", str(4 * hidden)))
-    kv = int(cell("kv_heads", str(heads)))
-    vocab = int(cell("vocab", "51200", "Megatron's padded GPT-2 words"))
-    shape = Shape(int(cell("layers")), hidden, heads, vocab, int(cell("seq")), kv, ffn, case, bias=not modern, dropout=not modern)
-    shape = _of_size(shape, cells["source"], assumed) if modern else shape
-    setting = _setting(cell, modern, shape, profile, gpus, cells, assumed)
+    b, source = Blanks(cells), (cells.get("source") or "").strip()
+    modern = b.text("dtype", "bf16") != "fp16"
+    usual = "H100" if modern else "A100"
+    profile = _device(b.text("gpu", usual), usual, b.assumed)
+    profile = _with_network(profile, b.number("network_gbps_per_gpu", _usual(profile), "usual for this device"))
+    gpus, tp = b.whole("gpus"), b.whole("tp", 1)
+    layers, hidden = b.sizes("layers", "hidden", source)
+    heads = b.heads("heads", hidden, tp)
+    kv, ffn = b.whole("kv_heads", heads), b.whole("ffn", 4 * hidden)
+    vocab, seq = b.whole("vocab", 51200, "Megatron's padded GPT-2 words"), b.whole("seq", 4096 if modern else 2048, "usual of its time")
+    shape = Shape(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern)
+    shape = _of_size(shape, source, b.assumed) if modern else shape
+    setting = _setting(b, modern, shape, profile, gpus)
     cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(setting.devices, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}x{profile.name}"
-    metric = _metric(cell("metric"), shape, setting, gpus)
-    return Row(f"{case} {cells['source']}", group, shape, setting, cluster, float(cell("value")), metric, assumed)
+    metric = _metric(b.text("metric"), shape, setting, gpus)
+    return Row(f"{case} {source}", group, shape, setting, cluster, b.measured("value"), metric, b.assumed)
 
 
 def _of_size(shape: Shape, source: str, assumed: dict[str, str]) -> Shape:
     """Gated or plain feed-forward, words shared or not: whichever gives the size the source names, else as Llama."""
     forms = [dataclasses.replace(shape, gated=g, rotary=g, tied=t) for g in (True, False) for t in (False, True)]
-    stated = re.search(r"(\d+(?:\.\d+)?)\s*([BT])\b", source)
-    if stated is None:
+    size = stated_size(source)
+    if size is None:
         assumed["feed-forward"] = "gated, words not shared (no size stated)"
         return forms[0]
-    size = float(stated.group(1)) * (1e12 if stated.group(2) == "T" else 1e9)
     best = min(forms, key=lambda form: abs(form.params - size))
     words = "shared" if best.tied else "not shared"
-    assumed["feed-forward"] = f"{'gated' if best.gated else 'plain'}, words {words}, for a size of {stated.group()}"
+    assumed["feed-forward"] = f"{'gated' if best.gated else 'plain'}, words {words}, for a size of {size / 1e9:g}B"
     return best
 
 
@@ -167,16 +158,15 @@ def _usual(profile: Profile) -> float:
     return profile.links[-1].get("bandwidth") * 8 / 1e9
 
 
-def _device(text: str, assumed: dict[str, str]) -> Profile:
+def _device(text: str, other: str, assumed: dict[str, str]) -> Profile:
     """`H100-96 HBM2e 500W`: a kind, and what differs from its profile."""
     try:
         return load(text)
     except UnknownName:
-        kind = re.match(r"[A-Za-z]+\d+", text)
-        profile = load(kind.group() if kind else text)
+        profile = device_kind(text, other, assumed)
     changes: dict[str, Constant] = {}
-    if size := re.search(r"-(\d+)", text):
-        changes["memory.bytes"] = Constant(float(size.group(1)) * 1.07e9, "datasheet: memory of the row's device")
+    if size := re.search(r"(\d+)(?=\s*GB?\b)|(?<=-)\d+", text):
+        changes["memory.bytes"] = Constant(float(size.group()) * 1.07e9, "datasheet: memory of the row's device")
     if "HBM2e" in text and profile.device.get("memory.bandwidth") > 2.4e12:
         changes["memory.bandwidth"] = Constant(2.4e12, "datasheet: HBM2e in place of HBM3")
     if power := re.search(r"(\d+)\s*W", text):
@@ -188,25 +178,17 @@ def _device(text: str, assumed: dict[str, str]) -> Profile:
     return dataclasses.replace(profile, device=device)
 
 
-def _setting(
-    cell: Callable[..., str], modern: bool, shape: Shape, profile: Profile, gpus: int, cells: Cells, assumed: dict[str, str]
-) -> Setting:
-    tp, pp, cp = (int(cell(key, "1")) for key in ("tp", "pp", "cp"))
-    rest = max(1, gpus // (tp * pp * cp))
-    dp = int(cell("dp", str(rest), "what is left of the devices"))
-    if dp * tp * pp * cp != gpus:
-        dp, assumed["dp"] = rest, f"{rest} (what is left of the devices; {dp} does not fill them)"
-    batch = int(cell("global_batch"))
-    micro = int(cell("micro_batch", "1"))
-    if batch % (dp * micro):
-        batch = -(-batch // (dp * micro)) * dp * micro
-        assumed["global_batch"] = f"{batch} (whole micro-batches)"
-    zero = cell("zero", "1" if modern and dp > 1 else "0", "usual of its time")
-    virtual = _virtual(cell("layers_per_virtual_stage", "0", "stages are not interleaved") if pp > 1 else "0", shape.layers, pp)
+def _setting(b: Blanks, modern: bool, shape: Shape, profile: Profile, gpus: int) -> Setting:
+    cells, assumed = b.cells, b.assumed
+    tp, pp, cp = b.whole("tp", 1), b.whole("pp", 1), b.whole("cp", 1)
+    dp, micro = b.copies("dp", gpus, tp * pp * cp, some=True), b.whole("micro_batch", 1)
+    batch = b.batch("global_batch", dp, micro, pp)
+    zero = b.text("zero", "1" if modern and dp > 1 else "0", "usual of its time")
+    virtual = _virtual(b.text("layers_per_virtual_stage", "0", "stages are not interleaved") if pp > 1 else "0", shape.layers, pp)
     setting = Setting(
         batch, micro, dp, tp, pp, cp, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
         zero=_zero(zero), keep_gathered="without reshard" in zero,
-        **({"kernels": "compiled", "dtype": cells["dtype"] or "bf16"} if modern else CLASSIC),
+        **({"kernels": "compiled", "dtype": b.text("dtype", "bf16")} if modern else CLASSIC),
     )  # fmt: skip
     if modern:
         setting = _overlapped(setting, assumed)
@@ -258,7 +240,8 @@ def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, mod
 
 def _virtual(per: str, layers: int, pp: int) -> int:
     """Chunks per stage, of layers per chunk."""
-    return max(1, round(layers / (pp * int(per)))) if int(per) else 1
+    each = int(float(per))
+    return max(1, round(layers / (pp * each))) if each else 1
 
 
 def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[Step], float]:
@@ -270,7 +253,9 @@ def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[S
         "iteration_s": lambda step: step.seconds,
         "iteration_ms": lambda step: step.seconds * 1e3,
         "tokens_per_s_per_gpu": lambda step: tokens / step.seconds / gpus,
+        "tokens_per_s": lambda step: tokens / step.seconds,
         "MFU_percent": lambda step: 100 * model / step.seconds / step.peak_flops,
+        "MFU": lambda step: model / step.seconds / step.peak_flops,
         "TFLOPs_per_gpu(model)": lambda step: model / step.seconds / gpus / 1e12,
     }
     if name.startswith("TFLOPs_per_gpu(96"):

@@ -57,8 +57,9 @@ def predict(row: Any) -> dict[str, Any]:
         return {**nothing, "reason": row.reason}
     try:
         predicted = row.predict()
-    except WeftError as error:
-        return {**nothing, "group": row.group, "measured": row.measured, "reason": str(error).splitlines()[0]}
+    except Exception as error:  # one row that cannot be simulated must not lose the others
+        said = str(error).splitlines()[0] if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+        return {**nothing, "group": row.group, "measured": row.measured, "reason": said}
     return {
         "case": row.case, "group": row.group, "measured": row.measured, "predicted": predicted,
         "error": predicted / row.measured - 1, "assumed": dict(row.assumed),

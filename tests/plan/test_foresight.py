@@ -65,6 +65,9 @@ def test_settings_of_other_files(tmp_path: Path) -> None:
         SC21.replace(",2304,2,8", ",2300,2,8"),  # a batch of no whole micro-batches
         SC21.replace(",1536,80", ",1524,80").replace(",8,8,24,1,5", ",2,6,127,1,5"),  # no whole nodes of eight
         K22.replace("A100-80", "A100-40").replace(",0,iteration_s", ",distributed optimizer,iteration_s"),
+        SC21.replace("A100-80", "NVIDIA A100-SXM4-80GB"),
+        SC21.replace(",1536,80,12288", ',1536.0,80,"12,288"'),
+        SC21.replace(",12288,96,96,", ",12288,90,90,"),  # heads that tp does not divide
     ],
 )
 def test_odd_rows_are_predicted_all_the_same(tmp_path: Path, line: str) -> None:
@@ -74,12 +77,42 @@ def test_odd_rows_are_predicted_all_the_same(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "cell", "said"),
+    [
+        (SC21.replace("A100-80", "Z900"), "gpu", "A100 (no profile of 'Z900')"),
+        (SC21.replace("A100-80", ""), "gpu", "A100 (not stated)"),
+        (SC21.replace(",1536,80,", ",1536,,"), "layers", "80 (for a size of 1.46e+11)"),
+        (SC21.replace(",80,12288,96,", ",80,,,"), "hidden", "12288 (for a size of 1.46e+11)"),
+        (SC21.replace(",2048,2304,2,", ",,,2,"), "global_batch", "1536 (not stated: four micro-batches a stage, one where there is one stage)"),
+    ],
+)
+def test_what_is_not_stated_is_assumed_and_said(tmp_path: Path, line: str, cell: str, said: str) -> None:
+    (row,) = rows(tmp_path, PUBLISHED + line)
+    assert isinstance(row, Row), row
+    assert row.assumed[cell] == said
+    assert row.predict() > 0
+
+
+def test_iteration_rows_with_blanks(tmp_path: Path) -> None:
+    """Whatever is blank or has no column is assumed; only a row without a measurement is of no use."""
+    text = "# GPUs,micro batch,hidden size,# layers,tensor parallelism,data parallelism,iteration time (ms),gpu\n"
+    named, bare, none = rows(tmp_path, text + "16,,3072,30,2,,900,H100\n16,4,3072,30,2,5,900,\n16,4,3072,30,2,8,,\n")
+    assert isinstance(named, Row) and isinstance(bare, Row)
+    assert named.cluster.device.name == "H100" and named.setting.dp == 8
+    assert bare.assumed["data parallelism"] == "8 (what is left of the devices; 5 does not fill them)"
+    assert {"sequence length", "attention heads", "global batch"} <= set(bare.assumed)
+    assert named.predict() < bare.predict()
+    assert isinstance(none, Unreadable) and "iteration time (ms) is blank" in none.reason
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         (SC21.replace("148,200", "many,200"), "could not convert"),
         (SC21.replace("TFLOPs_per_gpu(96BslH^2(...))", "furlongs"), "no metric named 'furlongs'"),
-        (SC21.replace("A100-80", "Z900"), "no profile named 'Z900'"),
-        (SC21.replace(",1536,80,", ",1536,,"), "layers is blank"),
+        (SC21.replace("148,200", "-148,200"), "value is -148"),
+        (SC21.replace("SC21 145.6B", "SC21").replace(",1536,80,", ",1536,,"), "layers is blank and no size is named"),
+        (SC21.replace(",1536,80,", ",some,80,"), "could not convert"),
     ],
 )
 def test_an_unreadable_row_says_why(tmp_path: Path, line: str, reason: str) -> None:

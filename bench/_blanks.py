@@ -1,0 +1,108 @@
+"""Cells of a row, and what is assumed where they are blank, missing or do not go together. Everything assumed is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.cluster.profile import Profile, load, names
+from weft.core.errors import UnknownName
+
+Cells = Mapping[str, str]
+
+
+@dataclass
+class Blanks:
+    """Reads cells; notes what it had to assume. No default means that a row is of no use without this cell."""
+
+    cells: Cells
+    assumed: dict[str, str] = field(default_factory=dict)
+
+    def text(self, key: str, default: str | None = None, why: str = "not stated") -> str:
+        value = (self.cells.get(key) or "").strip()
+        if value:
+            return value
+        if default is None:
+            raise ValueError(f"{key} is blank")
+        self.assumed[key] = f"{default} ({why})"
+        return default
+
+    def number(self, key: str, default: float | None = None, why: str = "not stated") -> float:
+        value = self.text(key, None if default is None else f"{default:g}", why)
+        return float(value.replace(",", "").replace("_", ""))
+
+    def whole(self, key: str, default: int | None = None, why: str = "not stated") -> int:
+        value = self.text(key, None if default is None else str(default), why)
+        found = float(value.replace(",", "").replace("_", ""))
+        if found != int(found) or found < 1:
+            raise ValueError(f"{key} is {value}, no whole number of at least 1")
+        return int(found)
+
+    def measured(self, key: str) -> float:
+        value = self.number(key)
+        if not value > 0:
+            raise ValueError(f"{key} is {value:g}, which nothing can be compared with")
+        return value
+
+    # --- what follows from other cells
+
+    def copies(self, key: str, gpus: int, others: int, some: bool = False) -> int:
+        """Data parallelism: what is left of the devices. `some` of them may be left over."""
+        if gpus % others and not some or gpus < others:
+            raise ValueError(f"{others} devices of one copy do not divide {gpus}")
+        rest = gpus // others
+        found = self.whole(key, rest, "what is left of the devices")
+        if gpus % others:
+            self.assumed["gpus"] = f"{rest * others} of {gpus} do the work"
+        if found != rest:
+            self.assumed[key] = f"{rest} (what is left of the devices; {found} does not fill them)"
+        return rest
+
+    def batch(self, key: str, dp: int, micro: int, pp: int) -> int:
+        """Whole micro-batches; four for each stage where nothing is stated."""
+        unit = dp * micro
+        found = self.whole(key, unit * (4 * pp if pp > 1 else 1), "not stated: four micro-batches a stage, one where there is one stage")
+        if found % unit:
+            found = -(-found // unit) * unit
+            self.assumed[key] = f"{found} (whole micro-batches)"
+        return found
+
+    def heads(self, key: str, hidden: int, tp: int) -> int:
+        """Heads of 128, or of 64; cut evenly by tp."""
+        found = self.whole(key, max(1, hidden // (128 if hidden % 128 == 0 else 64)), "heads of usual width")
+        if found % tp:
+            found = -(-found // tp) * tp
+            self.assumed[key] = f"{found} (a multiple of tp)"
+        return found
+
+    def sizes(self, layers: str, hidden: str, source: str) -> tuple[int, int]:
+        """Layers and width; one that is blank follows from the other and the size the source names, at 12 x layers x width^2."""
+        size = stated_size(source)
+        given = {key: self.whole(key) for key in (layers, hidden) if (self.cells.get(key) or "").strip()}
+        if len(given) < 2 and size is None:
+            raise ValueError(f"{layers if layers not in given else hidden} is blank and no size is named")
+        if hidden not in given:
+            wide = (size / 12 / given[layers]) ** 0.5 if layers in given else (size * 128 / 12) ** (1 / 3)  # type: ignore[operator]
+            given[hidden] = self.whole(hidden, max(128, round(wide / 128) * 128), f"for a size of {size:.3g}")
+        if layers not in given:
+            given[layers] = self.whole(layers, max(1, round(size / 12 / given[hidden] ** 2)), f"for a size of {size:.3g}")  # type: ignore[operator]
+        return given[layers], given[hidden]
+
+
+def stated_size(source: str) -> float | None:
+    """Parameters a text names, as in `Llama 8B`."""
+    found = re.search(r"(\d+(?:\.\d+)?)\s*([BT])\b", source)
+    return None if found is None else float(found.group(1)) * (1e12 if found.group(2) == "T" else 1e9)
+
+
+def device_kind(text: str, other: str, assumed: dict[str, str]) -> Profile:
+    """The profile of the kind a text names, whatever stands around it; `other` where none is known."""
+    try:
+        return load(text)
+    except UnknownName:
+        known = sorted(names(), key=len, reverse=True)
+    kind = next((n for n in known if n.lower() in text.lower()), None)
+    if kind is None:
+        assumed["gpu"] = f"{other} (no profile of {text!r})"
+    return load(kind or other)
