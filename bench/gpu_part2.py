@@ -146,12 +146,12 @@ class Rank:
 
         import torch
 
-        graphs = {}
+        graphs, pool = {}, torch.cuda.graph_pool_handle()  # one for all: no result outlives its replay
         for name, call in calls.items():
             call()
             self.peers.barrier()
             graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name]):
+            with torch.cuda.graph(graphs[name], pool=pool):
                 for _ in range(5):
                     call()
         took = {name: [] for name in calls}

@@ -450,7 +450,9 @@ class Memory:
             buffer[: whole.numel()].copy_(whole.view(-1))
             handle.barrier(channel=0)
             terms = [handle.get_buffer(r, (count,), whole.dtype, self.me.rank * count) for r in range(self.me.world)]
-            torch.sum(torch.stack(terms), 0, out=out.view(-1))
+            total = torch.add(terms[0], terms[1], out=out.view(-1))
+            for term in terms[2:]:
+                total.add_(term)
             handle.barrier(channel=1)
         if mean:
             out.div_(self.me.world)
