@@ -18,6 +18,7 @@ from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.plan.layouts import AlphaBeta, Chosen, OnCluster, best_mesh, choose, shapes
 from weft.plan.layouts.alike import parts
+from weft.rewrite.engine import same_erased
 
 
 class Layers(nn.Module):
@@ -65,6 +66,13 @@ def test_published_optima_of_small_programs(layers: int, mesh: Mesh, beta: tuple
     chosen = choose(step(layers, 128, 1024).program, mesh, alpha_beta(mesh, beta), gap=1e-9)
     assert chosen.answer.optimal
     assert objective * 0.99 < chosen.cost < objective + SCALARS
+
+
+def test_a_norm_without_gain_and_shift_is_laid_out_too() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64, elementwise_affine=False), nn.GroupNorm(4, 64), nn.Linear(64, 64)).to("meta")
+    example = tuple(torch.empty(32, 64, device="meta") for _ in range(2))
+    captured, mesh = capture(model, example, squared, torch.optim.SGD(model.parameters(), lr=0.1)), Mesh(dp=4)
+    assert same_erased(captured.program, choose(captured.program, mesh, alpha_beta(mesh)).program)
 
 
 def test_wide_layers_and_a_small_batch_are_cut_by_columns_then_rows() -> None:

@@ -95,8 +95,8 @@ class Ways:
             withins = [None, *(w for k, d, w in inner if eq.label(k, d) == label)]
             if all(node.args[k].shape[d] % n == 0 for k, d in eq.dims_of(label)):
                 yield from (tuple(S(dims[k], w) if k in dims else R for k in operands) for w in dict.fromkeys(withins))
-        for who in arg_sets(node.op.linear, len(node.args)):
-            if who and all(pending[k] for k in who):
+        for who in _together(node):
+            if all(pending[k] for k in who):
                 yield tuple(P() if k in who else R for k in operands)
 
     def _as_they_come(self, node: Node, incoming: Sequence[Sequence[Placements]]) -> Iterable[tuple[Placements, ...]]:
@@ -165,10 +165,15 @@ def _stand_in(node: Node, operands: tuple[Type, ...], results: tuple[Type, ...])
     return Node(node.op, args, node.attrs, results)
 
 
+def _together(node: Node) -> list[frozenset[int]]:
+    """Operands in which the node is linear together, of those it has: a norm need have neither gain nor shift."""
+    return [who for who in arg_sets(node.op.linear, len(node.args)) if who and max(who) < len(node.args)]
+
+
 def may_pend(node: Node, pending: Sequence[bool]) -> bool:
     """Whether some way of the node leaves a pending sum: a cut label may be reduced, or an operand's sum may pass."""
     if node.op.equation is None:
         return node.op.kind is Kind.VIEW and any(pending)
     eq = node.op.equation(tuple(t for a in node.args for t in a.types), dict(node.attrs))
     reduced = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE and x not in eq.whole)
-    return reduced or any(who and all(k < len(pending) and pending[k] for k in who) for who in arg_sets(node.op.linear, len(node.args)))
+    return reduced or any(all(pending[k] for k in who) for who in _together(node))
