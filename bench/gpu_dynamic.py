@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench._trees import Levels, level_by_level, products, recursion, sst_like_batch
 from examples.dynamic.tree_lstm import ChildSum, model
 from weft import dynamic
+from weft.dynamic import choice
 from weft.dynamic.emit_rounds import Tiles
 
 DEVICE = torch.device("cuda")
@@ -168,10 +170,17 @@ class Case:
         out.resident = resident
         return out
 
-    def run(self, name: str, net: dynamic.Model, warm: int, count: int) -> dict[str, Any]:
-        """Time a model as it is used: a batch after the other, all different."""
+    def run(self, name: str, net: dynamic.Model, warm: int, count: int, until: float = 1e9) -> dict[str, Any]:
+        """Time a model as it is used: a batch after the other, all different. `warm` batches at most until it has chosen its way."""
         start = time.perf_counter()
-        for s in self.fresh(warm):
+        for i in range(warm):
+            self.step(net(self.fresh(1)[0], self.x))
+            templates = next(iter(net._templates.values()))
+            if i >= 8 and all(c.decided for c in templates._choices.values()) or time.monotonic() - STARTED > until:
+                break
+        for known in templates._choices.values():
+            known.settle()
+        for s in self.fresh(6):  # the template of the chosen way grows to its size
             self.step(net(s, self.x))
         warmed = time.perf_counter() - start
         errors = self.errors(net(dynamic.trees(self.judge), self.x))
@@ -182,13 +191,13 @@ class Case:
         ms = timed(lambda i: self.step(net(prepared[i], self.x)), count)
         (templates,) = net._templates.values()
         back = [(c.took(), c.clocks()) for c in templates.kept]
-        choice = templates.choice(prepared[0])
+        seen = templates.choice(prepared[0])
         out = {
             "name": name, "precision": self.precision, "ms": round(statistics.median(ms), 3), "best_ms": round(min(ms), 3),
             "device_ms": [t and round(t, 3) for t, _ in back], "forward_back_ms": back[-1][1], "errors": [f"{e:.1e}" for e in errors],
             "construction_ms": round(construction, 3), "warm_s": round(warmed, 1), "templates": len(templates.kept),
-            "ways": {str(w): round(statistics.median(t), 3) for w, t in choice.times.items() if t},
-            "chosen": str(choice.now()), "refused": {str(w): why[:300] for w, why in choice.refused.items()},
+            "ways": {str(w): round(statistics.median(t), 3) for w, t in seen.times.items() if t},
+            "chosen": str(seen.now()), "refused": {str(w): why[:300] for w, why in seen.refused.items()},
         }  # fmt: skip
         say(**out)
         self.prepared = prepared
@@ -261,63 +270,45 @@ def product_times(precision: str) -> None:
     say(products_us=out, precision=precision)
 
 
-FIRST = {
-    "highest": {"launched": False, "resident": Tiles(lanes=16, warps=4, precision="tf32x3")},
-    "high": {"launched": False, "resident": Tiles(lanes=16, warps=4, precision="tf32")},
-}
-LATER: dict[str, dict[str, Tiles]] = {
-    "highest": {
-        "2p": Tiles(lanes=16, warps=4, per_processor=2, precision="tf32x3"), "l32": Tiles(precision="tf32x3"),
-        "ieee": Tiles(lanes=16, warps=4), "k64": Tiles(lanes=16, inner=64, warps=4, precision="tf32x3"),
-    },
-    "high": {
-        "2p": Tiles(lanes=16, warps=4, per_processor=2, precision="tf32"), "l32": Tiles(precision="tf32"),
-        "k64": Tiles(lanes=16, inner=64, warps=4, precision="tf32"),
-    },
-}  # fmt: skip
+SIZES = [  # tiles to choose from here: more than weft tries by itself
+    Tiles(rows=64, lanes=16, inner=32, warps=4), Tiles(rows=32, lanes=32, inner=64, warps=8), Tiles(rows=32, lanes=32, inner=64, warps=4),
+    Tiles(rows=32, lanes=16, inner=64, warps=4, per_processor=2), Tiles(rows=64, lanes=32, inner=32, warps=8),
+]  # fmt: skip
 
 
-def compare(case: Case, until: float, warm: int = 9, count: int = 12) -> dict[str, Any]:
-    """The two ways, each forced, with a profile; the peer; and what bounds both."""
-    seen: dict[str, Any] = {}
-    for name, resident in FIRST[case.precision].items():
-        net = case.net(resident)
-        seen[name] = attempt(name, lambda net=net, name=name: case.run(name, net, warm, count), until) or {}
-        seen[name]["kernels"] = attempt("profile", lambda net=net, name=name: case.profile(name, net), until) or 0
-        if resident:
-            attempt("by round", lambda net=net, name=name: case.by_round(name, net), until)
+def widely(precision: str) -> list[Tiles]:
+    ways = [replace(t, precision="tf32x3" if precision == "highest" else "tf32") for t in SIZES]
+    return [*ways, SIZES[0]] if precision == "highest" else ways
+
+
+def row(case: Case, until: float) -> dict[str, Any]:
+    """The old way by itself, weft as it comes, which has chosen between the ways by then, the peer, and what bounds them all."""
+    old = case.net(False)
+    launched = attempt("launched", lambda: case.run("launched", old, 9, 10), until) or {}
+    launched["kernels"] = attempt("profile", lambda: case.profile("launched", old), until) or 1
     levels = [Levels(s, DEVICE) for s in case.fresh(8)]
     for one in levels[:2]:
         case.step(level_by_level(case.cell, one, case.x))
     level = statistics.median(timed(lambda i: case.step(level_by_level(case.cell, levels[i], case.x)), 8))
-    bounds = {"gemm limit": round(gemm_limit(case.fresh(1)[0]), 3)}
-    bounds |= {f"launch floor, {name}": round(launch_floor(found["kernels"]), 3) for name, found in seen.items() if found["kernels"]}
-    out = {
-        "case": f"tree-lstm h{HIDDEN} b{TREES} sst-like, fp32 {case.precision}",
-        "level_ms": round(level, 3),
-        "bounds_ms": bounds,
-        "ways": seen,
-    }
-    say(**{**out, "ways": {n: f.get("ms") for n, f in seen.items()}})
-    return out
-
-
-def row(case: Case, found: dict[str, Any], until: float) -> dict[str, Any]:
-    """weft as it comes, which has chosen between the ways by then."""
+    limit = gemm_limit(case.fresh(1)[0])
+    say(level_ms=round(level, 3), gemm_limit_ms=round(limit, 3), floor_of_launched_ms=round(launch_floor(launched["kernels"]), 3))
     net = case.net(None)
-    chosen = attempt("as it comes", lambda: case.run("as it comes", net, 24, 30), until)
-    forced = [f for f in found["ways"].values() if "ms" in f]
-    best = chosen or min(forced, key=lambda f: f["ms"])
-    kernels = attempt("profile", lambda: case.profile("as it comes", net), until) if chosen else best["kernels"]
-    floor, limit = launch_floor(kernels or 1), found["bounds_ms"]["gemm limit"]
-    bound = max(floor, limit)
-    return {
-        "case": found["case"], "weft_ms": best["ms"], "weft_best_ms": best["best_ms"], "chosen": best["chosen"],
-        "peers_ms": {"level-batched torch": found["level_ms"]}, "ratios": {"level-batched torch": round(found["level_ms"] / best["ms"], 2)},
-        "launch_floor_ms": round(floor, 3), "kernels": kernels, "gemm_limit_ms": limit, "limit_ms": round(bound, 3),
-        "times_limit": round(best["ms"] / bound, 2), "construction_ms": best["construction_ms"], "errors": best["errors"],
-        "ways_ms": {n: f.get("ms") for n, f in found["ways"].items()}, "bounds_ms": found["bounds_ms"],
+    best = attempt("as it comes", lambda: case.run("as it comes", net, 60, 30, until - 4), until) or launched
+    kernels = attempt("profile", lambda: case.profile("as it comes", net), until) or launched["kernels"]
+    floors = {"as it comes": round(launch_floor(kernels), 3), "launched": round(launch_floor(launched["kernels"]), 3)}
+    bound = max(floors["as it comes"], limit)
+    found = {
+        "case": f"tree-lstm h{HIDDEN} b{TREES} sst-like, fp32 {case.precision}", "weft_ms": best["ms"], "weft_best_ms": best["best_ms"],
+        "chosen": best["chosen"], "peers_ms": {"level-batched torch": round(level, 3)},
+        "ratios": {"level-batched torch": round(level / best["ms"], 2)}, "launch_floor_ms": floors, "kernels": kernels,
+        "gemm_limit_ms": round(limit, 3), "limit_ms": round(bound, 3), "times_limit": round(best["ms"] / bound, 2),
+        "construction_ms": best["construction_ms"], "errors": best["errors"], "launched_ms": launched.get("ms"),
+        "launched_errors": launched.get("errors"), "device_ms_by_way": best["ways"],
     }  # fmt: skip
+    say(row=found)
+    if best["chosen"] != "launched":
+        attempt("by round", lambda: case.by_round("as it comes", net), until)
+    return found
 
 
 def main() -> None:
@@ -325,24 +316,20 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=95.0)
     seconds = options.parse_args().seconds
     say(machine=torch.cuda.get_device_name())
+    choice.tilings = widely
     cases = {p: Case(p) for p in ("highest", "high")}
 
     def on(precision: str) -> Case:
         torch.set_float32_matmul_precision(precision)
         return cases[precision]
 
-    found = {p: attempt(p, lambda p=p: compare(on(p), seconds - 5), seconds) for p in cases}
-    rows = [attempt(p, lambda p=p, f=f: row(on(p), f, seconds - 5), seconds) for p, f in found.items() if f]
-    for one in rows:
-        say(row=one)
-    attempt("meetings", meeting_time, seconds - 8)
+    shares = {"highest": 0.55 * seconds, "high": seconds - 5}
+    rows = [attempt(p, lambda p=p: row(on(p), shares[p]), seconds) for p in cases]
+    attempt("meetings", meeting_time, seconds - 5)
     for precision in cases:
-        attempt("products", lambda p=precision: product_times(p), seconds - 8)
-    for precision, sizes in LATER.items():
-        for name, tiles in sizes.items():
-            attempt(name, lambda p=precision, n=name, t=tiles: on(p).run(n, on(p).net(t), 7, 8), seconds - 8)
+        attempt("products", lambda p=precision: product_times(p), seconds - 5)
     torch.set_float32_matmul_precision("highest")
-    ways: dict[str, bool | Tiles] = {"launched": False, "resident": FIRST["highest"]["resident"]}
+    ways: dict[str, bool | Tiles] = {"launched": False, "resident": widely("highest")[0]}
     worst = {name: attempt(f"check {name}", lambda r=r: check(r), seconds - 12) for name, r in ways.items()}
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(json.dumps({"bench": "gpu-dynamic", "machine": machine, "recursion in float64": worst, "rows": rows}), flush=True)

@@ -68,7 +68,12 @@ class Choice:
     def saw(self, way: Way, ms: float) -> None:
         self.times[way].append(ms)
         if not self.decided and way in self.left and all(len(self.times[w]) >= ENOUGH for w in self.left):
-            self.left = [min(self.left, key=lambda w: median(self.times[w]))]
+            self.settle()
+
+    def settle(self) -> None:
+        """Choose by what is known now."""
+        known = [w for w in self.left if self.times[w]] or self.left[:1]
+        self.left = [min(known, key=lambda w: median(self.times[w] or [0.0]))]
 
     def refuse(self, way: Way, why: str) -> None:
         """A way that does not run here, for want of registers say."""
