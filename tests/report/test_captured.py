@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.conftest import OWN, planned
+from weft.plan.explain import Reason
 from weft.plan.plan import Plan, load
 from weft.report import facts_of, report
 from weft.report.facts import Facts
@@ -24,7 +25,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def facts(plan: Plan, folder: Path) -> Facts:
     plan.save(folder / "plan.json")
-    return facts_of(folder / "plan.json")
+    return facts_of(folder / "plan.json", explained=False)
 
 
 def highest(f: Facts) -> float:
@@ -60,7 +61,7 @@ def test_stages_of_a_plan_are_told_tensor_by_tensor(module: str, tmp_path: Path)
     assert at["words.weight"] == at["blocks.0.0.weight"] == "O(0)" and at["blocks.5.2.weight"] == "O(1)"
     assert list(at.values()) == sorted(at.values()) and f.mesh == {"pp": 2, "dp": 2}
     assert highest(f) / 1e9 <= plan.foreseen["memory_gb"] * 1.01
-    page, trace = report(tmp_path / "plan.json")
+    page, trace = report(tmp_path / "plan.json", explained=False)
     text = page.read_text()
     assert "stage 1" in text and "Op by op" in text and page.stat().st_size < 2_000_000
     assert {"stage 0", "stage 1"} < {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "M"}
@@ -80,9 +81,17 @@ def test_a_model_that_changed_since_is_told(tmp_path: Path) -> None:
 
 def test_the_command_knows_the_ops_of_a_plan_made_elsewhere(module: str, tmp_path: Path) -> None:
     planned(module, 2).save(tmp_path / "plan.json")
-    done = subprocess.run([sys.executable, "-m", "weft", "report", str(tmp_path / "plan.json")], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", "weft", "report", "--no-explain", str(tmp_path / "plan.json")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "plan.html").is_file()
+
+
+def test_a_captured_plan_is_explained_by_a_search(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Reason("mesh", "dp2", "dp1 tp2", 0.25, -0.5, "tp +0.3 ms", "no change found")
+    monkeypatch.setattr("weft.plan.graph.explain.explain_captured", lambda plan, say: iter([told]))
+    planned(module, 2).save(tmp_path / "plan.json")
+    text = report(tmp_path / "plan.json")[0].read_text()
+    assert "Each decision, and why not otherwise" in text and "+0.25 ms" in text and "−500.0 MB" in text
 
 
 def load_with(plan: Plan, model: str, folder: Path) -> Plan:

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 def report(
     source: str = typer.Argument(..., help="A plan saved by `weft plan --out`, or the folder of a run recorded while training."),
     out: str = typer.Option("", "--out", help="Where to write the page; beside the source if not given."),
-    explain: bool = typer.Option(True, help="Also say why each decision of a plan is as it is; takes some seconds."),
+    explain: bool = typer.Option(True, help="Also say why each decision of a plan is as it is; takes as long as planning."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Write a page that shows a plan or a run: decisions, layouts, timeline, memory, alternatives, proofs."""

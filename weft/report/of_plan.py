@@ -51,7 +51,8 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Fa
         from weft.report.of_captured import of_captured
 
         say("the program")
-        return replace(base, **{"causes_ms": _causes(plan), **of_captured(plan)})
+        made = replace(base, **{"causes_ms": _causes(plan), **of_captured(plan)})
+        return replace(made, reasons=_reasons(plan, say)) if explained and made.verbs else made  # of a model that is still the one planned
     say("the model")
     made = replace(base, **_model(plan))
     if plan.shares:
@@ -59,10 +60,14 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Fa
     say("the step")
     made = replace(made, **_step(plan))
     if explained:
-        from weft.plan.explain import explain
-
-        made = replace(made, reasons=[dataclasses.asdict(r) for r in explain(plan, lambda text: say(f"what else for {text}"))])
+        made = replace(made, reasons=_reasons(plan, say))
     return made
+
+
+def _reasons(plan: Plan, say: Say) -> list[dict[str, Any]]:
+    from weft.plan.explain import explain
+
+    return [dataclasses.asdict(r) for r in explain(plan, lambda text: say(f"what else for {text}"))]
 
 
 def _causes(plan: Plan) -> dict[str, dict[str, float]]:

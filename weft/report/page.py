@@ -13,7 +13,7 @@ from weft.report import charts, model, proofs
 from weft.report.facts import Facts
 from weft.report.graph import graph
 from weft.report.tags import Markup, join, tag
-from weft.report.words import colour, means, ms, size
+from weft.report.words import colour, means, ms, signed, size
 
 LONGEST = 25  # tasks listed beneath the timeline
 Section = tuple[str, str, Callable[[Facts], Markup | None]]
@@ -159,7 +159,7 @@ def _cause_row(cause: str, causes_ms: Mapping[str, Mapping[str, float]], both: b
         row += [(ms(value), value), (f"{value / total:.1%}", value)]
     if both:
         a, b = (parts.get(cause, 0.0) for parts in causes_ms.values())
-        row.append((f"{b - a:+,.1f} ms", b - a))
+        row.append((signed(b - a, ms), b - a))
     return row
 
 
@@ -206,7 +206,7 @@ def _against(a: Mapping[str, Any], f: Facts, best: float) -> Markup:
 
 def _reasons(f: Facts) -> Markup:
     rows = [
-        (tag("b", f"{r['decision']} {r['value']}"), r["other"], (f"{r['ms']:+,.1f} ms", r["ms"]), (f"{r['gb']:+,.1f} GB", r["gb"]), r["why"], r["flips"])
+        (tag("b", f"{r['decision']} {r['value']}"), r["other"], (signed(r["ms"], ms), r["ms"]), (signed(r["gb"] * 1e9, size), r["gb"]), r["why"], r["flips"])
         for r in f.reasons
     ]
     head = ("decision", "next best without it", "time", "memory", "because", "would win with")

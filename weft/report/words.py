@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from weft.plan.foresee import FUSED
 
@@ -32,6 +33,11 @@ def size(bytes_: float) -> str:
         if abs(bytes_) >= scale:
             return f"{bytes_ / scale:,.1f} {unit}"
     return f"{bytes_:,.0f} B"
+
+
+def signed(value: float, how: Callable[[float], str]) -> str:
+    """A difference, its sign said."""
+    return f"{'+' if value >= 0 else '−'}{how(abs(value))}"
 
 
 def count(value: float) -> str:
