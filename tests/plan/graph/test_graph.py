@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -176,3 +179,36 @@ def test_a_module_of_the_users_own_is_planned(tmp_path: Path) -> None:
     assert "samples per second" in page and "tokens per second" not in page
     with pytest.raises(UnknownName, match="has no function 'other'"):
         plan_of(Request(f"{tmp_path / 'own.py'}:other", "1x2xV100"))
+
+
+LIBRARY = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def loss(model, batch):
+    return model(input_ids=batch["words"], labels=batch["words"], use_cache=False).loss
+
+def make():
+    sizes = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    return LlamaForCausalLM(sizes), loss, {"words": torch.randint(64, (2, 16))}
+"""
+
+
+def test_a_model_of_the_library_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "library.py").write_text(LIBRARY)
+    for seed in ("1", "2"):  # of Python's hashes, by which sets are walked
+        command = [
+            sys.executable,
+            "-m",
+            "weft",
+            "plan",
+            f"{tmp_path / 'library.py'}:make",
+            "--cluster",
+            "1x2xV100",
+            "--out",
+            str(tmp_path / seed),
+        ]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONHASHSEED": seed})
+        assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()

@@ -310,9 +310,10 @@ class GraphSearch:
             yield from itertools.islice(self.run("", way.placed, NOTHING, way.rounds, way.pp, (NONE, FULL), ("1f1b",)), 1)
 
     def depths(self) -> list[int]:
-        """Numbers of stages: powers of two up to the nodes."""
+        """Numbers of stages: powers of two up to the nodes; of a large program powers of four, and one stage a node."""
         count = self.cluster.devices // self.cluster.node_size
-        return [p for p in (1, 2, 4, 8, 16) if p <= max(1, count) and self.cluster.devices % p == 0]
+        found = [p for p in (1, 2, 4, 8, 16) if p <= max(1, count) and self.cluster.devices % p == 0]
+        return found if not self.is_large else [p for p in found if p in (1, 4, 16, count)]
 
     def spots(self, pp: int) -> Iterator[Spot]:
         """Meshes of a stage, at the fewest micro-batches that are worth a look."""
