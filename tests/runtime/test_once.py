@@ -3,12 +3,12 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.runtime.once import OnceEach
+from weft.runtime.once import once_each
 
 
 def _traced(f, *args):
     graph = make_fx(f, tracing_mode="fake")(*args)
-    OnceEach()(graph.graph)
+    once_each(graph.graph)
     graph.graph.lint()
     graph.recompile()
     return graph, [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]

@@ -9,28 +9,36 @@ import operator
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_flatten
 
 
-class OnceEach(CustomGraphPass):
+def once_each(graph: Graph) -> None:
     """The first of several nodes that do the same with the same operands stands for all."""
+    first: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if not _pure(node):
+            continue
+        leaves, shape = tree_flatten((node.args, node.kwargs))
+        kept = first.setdefault((node.target, tuple((type(x), x) for x in leaves), str(shape)), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
 
-    def __call__(self, graph: Graph) -> None:
-        first: dict[Any, Node] = {}
-        for node in list(graph.nodes):
-            if not _pure(node):
-                continue
-            leaves, shape = tree_flatten((node.args, node.kwargs))
-            kept = first.setdefault((node.target, tuple((type(x), x) for x in leaves), str(shape)), node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                graph.erase_node(node)
 
-    def uuid(self) -> Any:
-        """What compiled code is kept under: to be changed with the pass."""
-        return "weft once each 1"
+def as_pass() -> Any:
+    """The same as Inductor takes it."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class OnceEach(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            once_each(graph)
+
+        def uuid(self) -> Any:
+            """What compiled code is kept under: to be changed with the pass."""
+            return "weft once each 1"
+
+    return OnceEach()
 
 
 def _pure(node: Node) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime import once
+
 Values = dict[str, Any]
 WARM_UP = 3  # calls before one is recorded
 WIRES = ("_c10d_functional.", "weft.")  # collectives
@@ -66,8 +68,6 @@ class Traced:
         from torch._inductor import compile as inductor
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        from weft.runtime.once import OnceEach
-
         def flat(*tensors: Tensor) -> list[Tensor]:
             with torch.device(self._device):
                 out, values = self._compute(dict(zip(self._names, tensors, strict=True)))
@@ -81,7 +81,7 @@ class Traced:
             graph.graph.eliminate_dead_code()
             graph.recompile()
             sends = any(str(n.target).startswith(WIRES) for n in graph.graph.nodes)
-            options = {"post_grad_custom_pre_pass": OnceEach(), **(IN_ORDER if sends else {})}
+            options = {"post_grad_custom_pre_pass": once.as_pass(), **(IN_ORDER if sends else {})}
             return inductor(graph, given, options=options)  # type: ignore[no-any-return]
 
 
