@@ -35,13 +35,13 @@ class Captured:
         self.template, self.plan, self.device, self.way, self.busy = t, plan, device, way, False
         kinds = s.structure.kinds
         self.rows = {name: _room(len(x)) for name, x in sizes.items()}
-        self.inputs = {n: torch.zeros((self.rows[n], *x.shape[1:]), dtype=x.dtype, device=device) for n, x in sizes.items()}
+        self.inputs = {n: torch.zeros((self.rows[n] + 1, *x.shape[1:]), dtype=x.dtype, device=device) for n, x in sizes.items()}
         self.asked = {name: _room(0) for name in plan.outputs}
         self._slices = layout.slices()
         self._host = replay.pinned(len(layout.packed), torch.int64, device)
         self._device = torch.empty(len(self._host), dtype=torch.int64, device=device)
         self._copied = replay.mark(device)
-        self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights], way.tiles)
+        self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights], way.tiles, True)
         self._weights_at = [w.data_ptr() for w in plan.weights]
         self._forward = self._backward = None
         self._pieces: list[Callable[[], None]] = []

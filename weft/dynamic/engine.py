@@ -60,9 +60,10 @@ class Batch:
 
     def __init__(
         self, plan: Plan, layout: Layout, kinds: tuple[str, ...], workspace: Workspace, weights: list[Tensor],
-        tiles: emit_rounds.Tiles | None = None,
+        tiles: emit_rounds.Tiles | None = None, ends_in_zeros: bool = False,
     ) -> None:  # fmt: skip
         self.plan, self.layout, self.workspace, self.tiles = plan, layout, workspace, tiles
+        self.ends_in_zeros = ends_in_zeros  # the last row of every input, so that row -1 is one of zeros
         self._resident: dict[str, Resident] = {}
         self.index: dict[str, Tensor] = {}
         self.frames: dict[int, Frame] = {}
@@ -177,7 +178,9 @@ class Batch:
             if source.role == "pull":
                 given, rows = self.inputs[source.name], self._rows(block.start, block.count)
                 buffer = frame.buffer(frame.cell.stores.homes[node])
-                if gaps:
+                if gaps and self.ends_in_zeros:
+                    torch.index_select(given, 0, rows.remainder(len(given)), out=buffer)
+                elif gaps:
                     keep = (rows >= 0).to(given.dtype).reshape(-1, *[1] * (given.dim() - 1))
                     torch.mul(given.index_select(0, rows.clamp(min=0)), keep, out=buffer)
                 else:

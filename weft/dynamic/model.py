@@ -107,6 +107,7 @@ class Model(nn.Module):
         plan = self._plan(variant, schedule, given)
         if self._replays(variant):
             self._templates_of(variant, plan).fit(schedule)
+            graphs.roots  # noqa: B018 - worked out now, ahead of the run
         else:
             exact(schedule, plan.sent)
         return schedule
