@@ -40,9 +40,9 @@ def _scoped() -> Markup:
 
 
 def _plan(plan: Plan) -> Markup:
-    from weft.report.of_plan import figures
+    from weft.report.of_plan import figures, name_of
 
-    facts = Facts(f"{plan.model} on {plan.cluster}", "", figures(plan), list(rows(plan)))
+    facts = Facts(f"{name_of(plan)} on {plan.cluster}", "", figures(plan), list(rows(plan)))
     causes = {k: v for k, v in (plan.foreseen.get("causes_ms") or {}).items() if v > 0}
     return _short(facts, charts.shares({"predicted": causes}) if causes else None)
 

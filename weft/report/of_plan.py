@@ -43,7 +43,7 @@ def figures(plan: Plan) -> list[Figure]:
 def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Facts:
     """Everything a page tells of a plan."""
     base = Facts(
-        title=f"{plan.model} on {plan.cluster}",
+        title=f"{name_of(plan)} on {plan.cluster}",
         about=f"A plan by weft: {describe(plan.setting)}. Nothing here was measured; all of it is foreseen.",
         figures=figures(plan), plan=list(rows(plan)), mesh=_mesh(plan.setting), alternatives=list(_alternatives(plan)), chosen="this plan",
     )  # fmt: skip
@@ -68,6 +68,11 @@ def _reasons(plan: Plan, say: Say) -> list[dict[str, Any]]:
     from weft.plan.explain import explain
 
     return [dataclasses.asdict(r) for r in explain(plan, lambda text: say(f"what else for {text}"))]
+
+
+def name_of(plan: Plan) -> str:
+    """A model by its name; one of a file without the folders before it."""
+    return plan.model.rpartition("/")[2] if ":" in plan.model else plan.model
 
 
 def _causes(plan: Plan) -> dict[str, dict[str, float]]:
