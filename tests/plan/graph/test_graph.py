@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from weft.cluster.spec import cluster
 from weft.core.errors import UnknownName
-from weft.core.layout import Mesh, S
+from weft.core.layout import Mesh, R, S
+from weft.frontend.capture import Captured, capture
 from weft.ops.comm import is_comm
 from weft.plan.explain import explain
 from weft.plan.graph.planner import make_plan
@@ -22,6 +25,7 @@ from weft.plan.graph.stages import MIXED, NONE, Stager, pipelined
 from weft.plan.graph.task import Task
 from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Unit, Units
+from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
 from weft.plan.plan import Plan, parse
 from weft.plan.planner import Request
@@ -212,3 +216,30 @@ def test_a_model_of_the_library_gives_the_same_bytes_in_every_process(tmp_path: 
         ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONHASHSEED": seed})
         assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+@cache
+def normed() -> Captured:
+    """A convolution and a batch norm, on few samples of a large picture."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3, padding=1, bias=False), torch.nn.BatchNorm2d(16))
+        batch = {"x": torch.empty(4, 16, 32, 32), "y": torch.empty(4, 16, 32, 32)}
+        made = torch.optim.Adam(model.parameters())
+        return capture(model, batch, lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean(), made)
+
+
+def test_a_sum_is_done_before_it_is_repeated() -> None:
+    samples = {f"batch.{k}": {"dp": S(0)} for k in "xy"}
+    program = place(normed().program, Mesh(dp=4), samples)
+    moved = [math.prod(n.args[0].shape) for n in program.nodes if is_comm(n) and n.op.name != "slice"]
+    assert max(moved) <= 16 * 16 * 9  # a weight, never a picture
+
+
+def test_zero3_gathers_parameters_however_small_the_batch_is() -> None:
+    held, options = input_layouts(normed().program, Named(dp=4, zero=3), normed().states)
+    held |= {f"batch.{k}": {"dp": S(0)} for k in "xy"}
+    program = place(normed().program, Mesh(dp=4), held, replace(options, gather=frozenset({"dp"})))
+    conv = program.find("conv2d")
+    assert conv.args[0].type.on("dp") == S(0) and conv.args[1].type.on("dp") == R
+    update = next(n for n in program.nodes if n.op.name == "adam" and n.types[0].shape == (16, 16, 3, 3))
+    assert all(a.type.on("dp") == S(0) for a in update.args if a.shape == (16, 16, 3, 3))
