@@ -191,7 +191,7 @@ class Case:
         for i in range(warm):
             self.step(net(self.fresh(1)[0], self.x))
             templates = next(iter(net._templates.values()))
-            if i >= 8 and all(c.decided for c in templates._choices.values()) or time.monotonic() - STARTED > until:
+            if i >= min(warm - 1, 12) and all(c.decided for c in templates._choices.values()) or time.monotonic() - STARTED > until:
                 break
         for known in templates._choices.values():
             known.settle()
@@ -301,7 +301,7 @@ def widely(precision: str) -> list[Tiles]:
 def row(case: Case, until: float) -> dict[str, Any]:
     """The old way by itself, weft as it comes, which has chosen between the ways by then, the peer, and what bounds them all."""
     old = case.net(False)
-    launched = attempt("launched", lambda: case.run("launched", old, 9, 16), until) or {}
+    launched = attempt("launched", lambda: case.run("launched", old, 24, 16), until) or {}
     launched["kernels"] = attempt("profile", lambda: case.profile("launched", old), until) or 1
     levels = [Levels(s, DEVICE) for s in case.fresh(8)]
     for one in levels[:2]:
@@ -309,6 +309,11 @@ def row(case: Case, until: float) -> dict[str, Any]:
     level = in_a_row(lambda i: case.step(level_by_level(case.cell, levels[i], case.x)), 8, 2)
     limit = gemm_limit(case.fresh(1)[0])
     say(level_ms=round(level, 3), gemm_limit_ms=round(limit, 3), floor_of_launched_ms=round(launch_floor(launched["kernels"]), 3))
+    for tiles in widely(case.precision)[:3]:  # where a resident kernel spends its time
+        forced, name = case.net(tiles), str(choice.Way(tiles))
+        if attempt(name, lambda n=forced, name=name: case.run(name, n, 9, 12), until):
+            attempt("by round", lambda n=forced, name=name: case.by_round(name, n), until)
+            attempt("profile", lambda n=forced, name=name: case.profile(name, n), until)
     net = case.net(None)
     best = attempt("as it comes", lambda: case.run("as it comes", net, 60, 30, until - 4), until) or launched
     kernels = attempt("profile", lambda: case.profile("as it comes", net), until) or launched["kernels"]
@@ -323,8 +328,6 @@ def row(case: Case, until: float) -> dict[str, Any]:
         "launched_errors": launched.get("errors"), "device_ms_by_way": best["ways"],
     }  # fmt: skip
     say(row=found)
-    if best["chosen"] != "launched":
-        attempt("by round", lambda: case.by_round("as it comes", net), until)
     return found
 
 

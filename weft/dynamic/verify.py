@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,13 +25,24 @@ def check_rows(traced: Traced) -> None:
         return  # not the same twice, or in need of other ranks
     values = {s: _example(s, n, traced) for s, n in traced.sources.items()}
     module = fx.GraphModule(torch.nn.Module(), traced.graph)
-    with torch.no_grad():
+    with torch.no_grad(), _full_precision():
         together = _Sized(module, ROWS, ROWS * PER_ROW).run(*values.values())
         for row in range(ROWS):
             alone = _Sized(module, 1, PER_ROW).run(*(_one(s, v, row) for s, v in values.items()))
             for name, all_rows, one in zip([*traced.states, *traced.outputs], together, alone, strict=True):
                 if not torch.allclose(all_rows[row], one[0], rtol=1e-3, atol=1e-4, equal_nan=True):
                     raise _mixed(traced, name, float((all_rows[row].double() - one[0].double()).abs().max()))
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Products of few and of many rows may round differently where torch is allowed to be coarse."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class _Sized(fx.Interpreter):
