@@ -18,12 +18,19 @@ EVERY = {
     4: ["dp4", "dp4,zero1", "dp4,zero3", "tp4", "dp2,tp2", "dp2,tp2,zero1", "dp2,tp2,zero3"],
 }
 SEQUENCE = {2: ["tp2,sp", "cp2,ring", "cp2,a2a"], 4: ["dp2,tp2,sp", "dp2,cp2,ring", "dp2,cp2,a2a,zero1", "cp2,tp2"]}
+LINES = {
+    2: ["pp2", "pp2,gpipe", "pp2,interleaved", "pp2,zero-bubble", "dp2,recompute"],
+    4: ["dp2,pp2", "dp2,pp2,zero1,recompute", "tp2,pp2,interleaved", "pp4,zero-bubble,micro8"],
+}
+WHOLE = {2: ["pp2,micro1"], 4: ["dp2,pp2,micro1"]}  # a loss that is no mean over samples: batch norm, balancing of experts
+SHORT = {2: ["pp2", "pp2,gpipe", "pp2,zero-bubble"], 4: ["dp2,pp2"]}
 IMAGE = {2: ["tp2,sp"], 4: ["dp2,tp2,sp"]}
 EXPERTS = {2: ["ep2"], 4: ["ep4", "dp2,ep2", "ep2,tp2", "dp2,ep2,zero1"]}
 MODELS: dict[str, list[dict[int, list[str]]]] = {
-    "gpt2": [EVERY, SEQUENCE], "bert-large": [EVERY, SEQUENCE], "vit": [EVERY, IMAGE],
-    "mixtral-8x7b": [EVERY, SEQUENCE, EXPERTS], "dlrm": [EVERY], "resnext50": [EVERY],
+    "gpt2": [EVERY, SEQUENCE, LINES], "bert-large": [EVERY, SEQUENCE, LINES], "vit": [EVERY, IMAGE, LINES],
+    "mixtral-8x7b": [EVERY, SEQUENCE, EXPERTS, WHOLE], "dlrm": [EVERY, SHORT], "resnext50": [EVERY, WHOLE],
 }  # fmt: skip
+DEEP = {"gpt2": 4, "bert-large": 4, "vit": 4}  # layers, so that there are four stages
 DROPS = ("gpt2", "bert-large", "vit")
 
 
@@ -48,7 +55,9 @@ def register(app: typer.Typer) -> None:
         worst = max((r["worst"] for r in rows if r["worst"] is not None), default=None)
         console.print(f"{len(rows) - len(wrong)} of {len(rows)} equal within {LIMIT:g}; the worst differs by {worst}", markup=False)
         if json:
-            emit({"bench": "losses", "machine": machine(), "steps": steps, "limit": LIMIT, "worst": worst, "wrong": len(wrong), "rows": rows})
+            emit(
+                {"bench": "losses", "machine": machine(), "steps": steps, "limit": LIMIT, "worst": worst, "wrong": len(wrong), "rows": rows}
+            )
         if wrong:
             raise typer.Exit(1)
 
@@ -85,7 +94,8 @@ def workload(name: str, dropout: float = 0.0) -> Any:
 
     from weft.frontend import zoo
 
-    settings = {"dropout": dropout} if name in DROPS else {}
+    settings: dict[str, Any] = {"dropout": dropout} if name in DROPS else {}
+    settings |= {"layers": DEEP[name]} if name in DEEP else {}
     w = zoo.small(name, dtype=torch.float64, **settings)
     return w, torch.optim.AdamW(w.model.parameters(), lr=1e-3)
 

@@ -1,7 +1,7 @@
 """`weft bench train`: a GPT's training step under weft's plans against the same plan in torch, in one run on the same ranks.
 
-dp and zero1 stand beside DDP, zero3 beside FSDP2, tp (on a Llama) beside torch's tensor parallelism. `alone` is torch's step
-without communication; what of DDP's exposed communication a plan takes away is `recovered`.
+dp stands beside DDP, zero1 beside DDP with torch's ZeroRedundancyOptimizer, zero3 beside FSDP2, tp (on a Llama) beside torch's tensor
+parallelism. `alone` is torch's step without communication; what of DDP's exposed communication a plan takes away is `recovered`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZES = {  # layers, hidden, heads, batch per rank, sequence
 }
 LLAMAS = {"10M": (5, 384, 12, 8, 64), "30M": (7, 576, 12, 4, 64), "100M": (12, 768, 12, 2, 64)}
 VOCAB = 2048
-SAME = {"dp": "ddp", "zero1": "ddp", "zero3": "fsdp2", "tp": "tp"}  # what a plan is called in torch
+SAME = {"dp": "ddp", "zero1": "zero_redundancy", "zero2": "zero_redundancy", "zero3": "fsdp2", "tp": "tp"}  # what a plan is called in torch
 
 
 def register(app: typer.Typer) -> None:
@@ -86,7 +86,7 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str]) -> 
     cut = plans[0].startswith("tp")
     w, batch = workload(size, "llama3-8b" if cut else "gpt2")
     batches = [w.example(batch * (1 if cut else world), seed=i) for i in range(3)]
-    kinds: dict[str, Any] = {"tp": tensor_parallel} if cut else {"ddp": ddp, "fsdp2": fsdp2, "alone": alone}
+    kinds: dict[str, Any] = {"tp": tensor_parallel} if cut else {"ddp": ddp, "zero_redundancy": zero_redundancy, "fsdp2": fsdp2, "alone": alone}
     ways: dict[str, Stepper] = {name: make(w, rank, world) for name, make in kinds.items()}
     ways |= {f"weft {plan}": ours_under(w, plan, batches[0]) for plan in plans}
     losses = {name: [step(b) for b in batches] for name, step in ways.items()}
@@ -151,6 +151,17 @@ def ddp(w: Any, rank: int, world: int) -> Stepper:
 
     model = DistributedDataParallel(copy.deepcopy(w.model), gradient_as_bucket_view=True)
     return _loop(model, w.loss, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), rank, world)
+
+
+def zero_redundancy(w: Any, rank: int, world: int) -> Stepper:
+    """DistributedDataParallel, and every rank updates the parameters that are its own."""
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(copy.deepcopy(w.model), gradient_as_bucket_view=True)
+    own = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-3, fused=True)
+    return _loop(model, w.loss, own, rank, world)
 
 
 def alone(w: Any, rank: int, world: int) -> Stepper:

@@ -92,6 +92,8 @@ def test_products_with_other_plans(plan: str, tmp_path: Path) -> None:
         ("llama3-8b", ["pp2,zero-bubble"]),
         ("resnext50", ["pp2,micro1"]),  # so are the statistics of batch norm
         ("mlp", ["pp2,1f1b,micro8"]),  # no block repeats: cut where one value passes
+        ("dlrm", ["pp2"]),  # samples are not every tensor's first dim
+        ("candle-uno", ["pp2,gpipe"]),
     ],
 )
 def test_other_models(name: str, plans: list[str], tmp_path: Path) -> None:
@@ -227,6 +229,46 @@ def test_more_stages_than_layers(tmp_path: Path) -> None:
 
 def test_a_batch_that_does_not_split(tmp_path: Path) -> None:
     refuse(2, "pp2,micro3", r"a batch of 8 is not 3 equal micro-batches(.|\n)*multiple of 3(.|\n)*micro2", tmp_path)
+
+
+def test_micro_batches_are_cut_along_the_samples() -> None:
+    from weft.api.pipelined import micro_batch
+
+    batch = {"dense": torch.arange(8).reshape(8, 1), "sparse": torch.arange(24).reshape(3, 8), "scale": torch.tensor(2.0)}
+    part = micro_batch(batch, 1, 4)
+    assert part["dense"].flatten().tolist() == [2, 3]
+    assert part["sparse"].tolist() == [[2, 3], [10, 11], [18, 19]]
+    assert part["scale"] == 2
+    with pytest.raises(PlanError, match=r"along which dims(.|\n)*every tensor of it has, once(.|\n)*\[3, 8, 8\]"):
+        micro_batch({"x": torch.ones(8, 2), "y": torch.ones(3, 8, 8)}, 0, 4)
+
+
+def test_a_model_that_cannot_take_a_micro_batch() -> None:
+    """As many tables as samples: the first dim is taken for the samples, and the model says that it is not."""
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(PlanError, match=r"cannot take a micro-batch(.|\n)*cut along its samples(.|\n)*\[2, 4\]"):
+        parallelize(model, lambda m, x: sum(m(x[i, :, None]) for i in range(4)).mean(), adam(model), torch.ones(4, 4), plan="micro2")
+
+
+@pytest.mark.parametrize("plan", ["pp2", "dp2,pp2"])
+def test_a_plan_in_micro_batches_is_checked_before_it_runs(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.plan import line
+
+    w, place = workload("gpt2"), line.place
+
+    def wrong(program: Any, *args: Any, **more: Any) -> Any:
+        p = place(program, *args, **more)
+        name = next((n for n in p.output_names if n.startswith("d.param.")), None)
+        return p.with_outputs([(n, x + x if n == name else x) for n, x in p.outputs], "twice as much")
+
+    def job(rank: int) -> None:
+        report = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan=plan).report
+        assert report.equal if rank == 0 else report is None
+        monkeypatch.setattr(line, "place", wrong)
+        with pytest.raises(PlanError, match="the plan changes what the model computes"):
+            parallelize(w.model, w.loss, adam(w.model), w.example(8), plan=plan)
+
+    on_ranks(4 if "dp" in plan else 2, job, tmp_path)
 
 
 class _Shared(torch.nn.Module):

@@ -84,7 +84,7 @@ def parallelize(
 
         if noise:
             raise PlanError(f"{plan} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
-        how = {"accumulate": accumulate, "clip": clip, "precision": precision, "pins": pins, "guard": on_nan == "skip"}
+        how = {"accumulate": accumulate, "clip": clip, "precision": precision, "pins": pins, "guard": on_nan == "skip", "check": check}
         step = pipelined(model, loss, optimizer, example, named, torch.device(device), seed, **how)
         return _ready(step, on_nan, deterministic, record, progress)
     captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
@@ -254,9 +254,8 @@ class Step:
 
     def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> Rows:
         """This rank's rows of every batch of a data set, from the step reached on: `DataLoader(data, batch_sampler=step.rows(len(data)))`."""
-        type_, parts = next(t for t in self._batch_types.values() if t.shape), self.plan.micro_batches
-        mine = rows_of(type_, self.compiled.coords) if parts == 1 else torch.arange(parts * type_.shape[0])  # a pipeline takes batches whole
-        return Rows(samples, parts * type_.shape[0], mine, shuffle=shuffle, seed=seed, start=self.steps)
+        type_ = next(t for t in self._batch_types.values() if t.shape)
+        return Rows(samples, type_.shape[0], rows_of(type_, self.compiled.coords), shuffle=shuffle, seed=seed, start=self.steps)
 
     def _numbers(self) -> dict[str, Tensor]:
         """What changes from step to step by itself: learning rates, the step count, the seed of dropout."""
@@ -339,7 +338,7 @@ class Step:
         copies = {n: x.clone() for n, x in self._state.items()}
         got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
         found = {name: gathered(node.layout, got[name], self.compiled) for name, node in self.program.outputs if name in want}
-        return self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: _moved(inputs[n]) for n in names}))
+        return self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: moved(inputs[n]) for n in names}))
 
     def _close(self, found: Values, want: Values, tolerance: float, again: Callable[[], Values] | None = None) -> float:
         """The largest relative difference between what was found and what was wanted; too large a one is refused.
@@ -364,7 +363,7 @@ class Step:
         return apart[worst] / size[worst]
 
 
-def _moved(x: Tensor) -> Tensor:
+def moved(x: Tensor) -> Tensor:
     """The tensor with each element moved by about its last digit, the same way on every rank."""
     if not x.is_floating_point() or not x.ndim:
         return x

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from weft import interp
 from weft.api.compiled import Compiled
-from weft.api.parallelize import Step, gathered
+from weft.api.data import Rows
+from weft.api.parallelize import Step, gathered, moved
 from weft.api.runner import Runner, Values
-from weft.api.trust import exactly, guarded
+from weft.api.trust import exactly, guarded, verified
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout
 from weft.core.node import Type
@@ -26,7 +27,7 @@ from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
-from weft.plan.line import Placed, lay, place_stage, spread
+from weft.plan.line import Line, Placed, lay, place_stage, spread
 from weft.plan.named import Named, input_layouts
 from weft.plan.pins import parse_pin, resolve
 from weft.plan.pipeline import Action, orders
@@ -39,6 +40,7 @@ from weft.runtime.messages import Messages
 
 if TYPE_CHECKING:
     from weft.api.record_line import LineRecorder
+    from weft.rewrite.check import Report
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -57,6 +59,7 @@ def pipelined(
     precision: torch.dtype | None = None,
     pins: Sequence[str] = (),
     guard: bool = False,
+    check: bool = True,
 ) -> PipelinedStep:
     """The step of a plan in micro-batches; `accumulate` says how many where the plan does not."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
@@ -64,7 +67,7 @@ def pipelined(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
-    captured = capture(model, micro_batch(example, 0, plan.micro_batches), loss, optimizer, clip=clip, precision=precision)
+    captured = _captured(model, example, plan.micro_batches, loss, optimizer, clip=clip, precision=precision)
     if not captured.gradients:
         raise PlanError(
             f"{plan} needs gradients that follow from the forward pass",
@@ -74,28 +77,66 @@ def pipelined(
         )
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
-    return PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, guard)
+    step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, guard)
+    step.samples = _samples(example)
+    step.dims = {n: x.shape.index(step.samples) for n, x in named_batch(example).items() if x.ndim}
+    if check:
+        step.report = _verified(step.line)
+    return step
+
+
+def _captured(model: nn.Module, example: Any, parts: int, *how: Any, **settings: Any) -> Captured:
+    """The step of one micro-batch; a model that cannot take one is refused in words."""
+    part = micro_batch(example, 0, parts)
+    try:
+        return capture(model, part, *how, **settings)
+    except IndexError as e:
+        cut = ", ".join(f"{n.removeprefix('batch.')} {list(x.shape)}" for n, x in named_batch(part).items())
+        raise PlanError(
+            "the model cannot take a micro-batch", needed="every tensor of the batch to be cut along its samples",
+            found=f"{e} with {cut}", try_="a batch whose number of samples no other dim has, or a plan without pp and micro",
+        ) from e  # fmt: skip
+
+
+def _verified(line: Line) -> Report | None:
+    """Every stage and the update against what one device would run; the report of the last."""
+    reports = [verified(*stage.whole) for stage in line.stages]
+    return [*reports, verified(line.single, line.update)][-1]
 
 
 def micro_batch(batch: Any, k: int, parts: int) -> Any:
-    """One of equal parts of a batch; numbers go to every part."""
+    """One of equal parts of a batch, each tensor cut along its samples; numbers go to every part."""
+    samples = _samples(batch)
+    if samples % parts:
+        fits = max(n for n in range(1, samples + 1) if samples % n == 0 and n <= parts)
+        raise PlanError(
+            f"a batch of {samples} is not {parts} equal micro-batches",
+            needed=f"a multiple of {parts}",
+            found=str(samples),
+            try_=f"micro{fits}",
+        )
+    return tree_map_only(Tensor, lambda x: x.chunk(parts, x.shape.index(samples))[k] if x.ndim else x, batch)
 
-    def cut(x: Tensor) -> Tensor:
-        if x.ndim and x.shape[0] % parts:
-            fits = max(n for n in range(1, x.shape[0] + 1) if x.shape[0] % n == 0 and n <= parts)
-            raise PlanError(
-                f"a batch of {x.shape[0]} is not {parts} equal micro-batches",
-                needed=f"a multiple of {parts}",
-                found=str(list(x.shape)),
-                try_=f"micro{fits}",
-            )
-        return x.chunk(parts)[k] if x.ndim else x
 
-    return tree_map_only(Tensor, cut, batch)
+def _samples(batch: Any) -> int:
+    """How many samples a batch has: the length of every tensor's first dim or, where these differ, the one length that all have."""
+    shapes = [tuple(x.shape) for x in named_batch(batch).values() if x.ndim]
+    firsts = {shape[0] for shape in shapes}
+    alike = firsts if len(firsts) == 1 else set(shapes[0]).intersection(*shapes[1:])
+    sure = len(alike) == 1 and (len(firsts) == 1 or all(shape.count(next(iter(alike))) == 1 for shape in shapes))
+    if not sure:
+        raise PlanError(
+            "it cannot be told along which dims the batch has its samples", needed="one length that every tensor of it has, once",
+            found=", ".join(str(list(shape)) for shape in shapes), try_="another number of samples, or a plan without pp and micro",
+        )  # fmt: skip
+    return next(iter(alike))
 
 
 class PipelinedStep(Step):
     """Forward and backward in micro-batches by a schedule, then one update."""
+
+    samples: int  # of a global batch
+    dims: Mapping[str, int]  # along which each tensor of a batch has its samples
 
     def __init__(
         self,
@@ -183,14 +224,19 @@ class PipelinedStep(Step):
         if not type_.shape:
             return [x] * k
         local = type_.layout.local_shape(self.compiled.coords)
-        whole, mine = ((k * shape[0], *shape[1:]) for shape in (type_.shape, local))
+        d = self.dims[name]
+        whole, mine = ((*shape[:d], k * shape[d], *shape[d + 1 :]) for shape in (type_.shape, local))
         if tuple(x.shape) == whole:
-            return [interp.take_local(part, type_.layout, self.compiled.coords) for part in x.chunk(k)]
+            return [interp.take_local(part, type_.layout, self.compiled.coords) for part in x.chunk(k, d)]
         if tuple(x.shape) == mine:
-            return list(x.chunk(k))
+            return list(x.chunk(k, d))
         raise RuntimeFault(
             f"batch {name.removeprefix('batch.')!r}", needed=f"{list(whole)}, or this rank's {list(mine)}", found=str(list(x.shape))
         )
+
+    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> Rows:
+        """All rows of every batch of a data set: a pipeline takes batches whole."""
+        return Rows(samples, self.samples, torch.arange(self.samples), shuffle=shuffle, seed=seed, start=self.steps)
 
     def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> LineRecorder:
         """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
@@ -212,18 +258,19 @@ class PipelinedStep(Step):
         want = self._on_one_device(batch)
         got = self._step(batch, {n: x.clone() for n, x in self._state.items()})
         found = {name: gathered(node.layout, got.get(name), self.compiled) for name, node in self.program.outputs}
-        return self._close(found, want, tolerance)
+        return self._close(found, want, tolerance, lambda: self._on_one_device(batch, moved))
 
-    def _on_one_device(self, batch: Any) -> Values:
-        """The captured step, micro-batch by micro-batch, and the update, by the interpreter."""
+    def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
+        """The captured step, micro-batch by micro-batch, and the update, by the interpreter, from changed inputs."""
         p, k = self.captured.program, self.plan.micro_batches
         grads = {f"d.{n}": g for n, g in self.captured.gradients.items()}
         kept = {n: x for n, x in p.outputs if n == "loss" or n.startswith("buffer.")}
         one = program_of("one", {**kept, **grads}, p, {})
-        values = {n: self.full(n) for n in self.state_names} | self._numbers()
+        values = {n: change(self.full(n)) for n in self.state_names} | self._numbers()
         sums: Values = {}
         for j in range(k):
-            inputs = {**values, **named_batch(micro_batch(batch, j, k)), **self._seed(j)}
+            part = {n: change(x) for n, x in named_batch(micro_batch(batch, j, k)).items()}
+            inputs = {**values, **part, **self._seed(j)}
             out = interp.run_global(one, {n: inputs[n].to(self.compiled.device) for n in one.input_names})
             values |= {n: x for n, x in out.items() if n.startswith("buffer.")}
             sums = {n: sums[n] + x if j else x for n, x in out.items() if not n.startswith("buffer.")}

@@ -32,6 +32,7 @@ class Placed:
     rank: int
     turns: tuple[Program, ...]
     types: Mapping[str, Type]  # of what passes its borders, either way
+    whole: tuple[Program, Program]  # all turns as one program, as it was for one device and as it is placed
 
     def gives(self, turn: int, kind: str) -> list[str]:
         return [n for n in self.turns[turn].output_names if n.startswith(kind)]
@@ -48,6 +49,7 @@ class Line:
     stages: tuple[Placed, ...]
     update: Program
     homes: Mapping[str, int | None]
+    single: Program  # the update as it was for one device
 
     @property
     def text(self) -> str:
@@ -75,7 +77,7 @@ def lay(
     program = update(captured, sources, named.micro_batches, lambda name: where.get(name, homes.get(name)))
     program = guard(replace(captured, program=program)).program if guard is not None else program
     inputs = {**{n: p for n, p in layouts.items() if n in program.input_names}, **given}
-    return Line(named, tuple(placed), place(program, named.mesh, inputs, options), homes)
+    return Line(named, tuple(placed), place(program, named.mesh, inputs, options), homes, program)
 
 
 def at(named: Named, rank: int | None) -> dict[str, Placement]:
@@ -130,7 +132,8 @@ def place_stage(stage: Stage, named: Named, held: Held, options: Options, laid: 
     wants |= {n: {**held[n], **here} for n in stage.gives("d.param.") if n in held}
     program = place(stage.step, named.mesh, inputs, options, outputs=wants, arrivals=arrive)
     passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
-    return Placed(stage.number, rank, tuple(in_turn(program, _groups(stage, named), _is_state)), dict(passing))
+    turns = tuple(in_turn(program, _groups(stage, named), _is_state))
+    return Placed(stage.number, rank, turns, dict(passing), (stage.step, program))
 
 
 def _passes(name: str) -> bool:
