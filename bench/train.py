@@ -43,14 +43,20 @@ def register(app: typer.Typer) -> None:
         rows: list[dict[str, Any]] = []
         for size in sizes.split(","):
             for n in map(int, ranks.split(",")):
-                chosen = [p.format(n=n) for p in plans.split(";")]
-                for some in ([p for p in chosen if not p.startswith("tp")], [p for p in chosen if p.startswith("tp")]):
-                    if some:
-                        found = _measured(n, size, rounds, some, link)
-                        console.print(_table(found))
-                        rows += found
+                for some in _together([p.format(n=n) for p in plans.split(";")], size):
+                    found = _measured(n, size, rounds, some, link)
+                    console.print(_table(found))
+                    rows += found
         if json:
             emit({"bench": "train", "machine": machine(), "link": link, "rows": rows})
+
+
+def _together(plans: list[str], size: str) -> list[list[str]]:
+    """Plans timed in one run: those of one model, or each by itself where a model takes much memory."""
+    if size == max(SIZES, key=lambda s: int(s.removesuffix("M"))):
+        return [[p] for p in plans]
+    kinds = [[p for p in plans if p.startswith("tp") is cut] for cut in (False, True)]
+    return [some for some in kinds if some]
 
 
 def _measured(n: int, size: str, rounds: int, plans: list[str], link: str) -> list[dict[str, Any]]:
@@ -86,7 +92,9 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str]) -> 
     cut = plans[0].startswith("tp")
     w, batch = workload(size, "llama3-8b" if cut else "gpt2")
     batches = [w.example(batch * (1 if cut else world), seed=i) for i in range(3)]
-    kinds: dict[str, Any] = {"tp": tensor_parallel} if cut else {"ddp": ddp, "zero_redundancy": zero_redundancy, "fsdp2": fsdp2, "alone": alone}
+    beside = {"ddp", "alone", *map(same_in_torch, plans)}
+    every = {"ddp": ddp, "zero_redundancy": zero_redundancy, "fsdp2": fsdp2, "alone": alone}
+    kinds: dict[str, Any] = {"tp": tensor_parallel} if cut else {name: make for name, make in every.items() if name in beside}
     ways: dict[str, Stepper] = {name: make(w, rank, world) for name, make in kinds.items()}
     ways |= {f"weft {plan}": ours_under(w, plan, batches[0]) for plan in plans}
     losses = {name: [step(b) for b in batches] for name, step in ways.items()}
@@ -97,9 +105,13 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str]) -> 
     return [_row(f"{'llama' if cut else 'gpt'}-{size} x{world} {plan}", plan, took, list(kinds)) for plan in plans]
 
 
+def same_in_torch(plan: str) -> str:
+    return next(peer for word, peer in reversed(SAME.items()) if word in plan)
+
+
 def _row(case: str, plan: str, took: dict[str, float], peers: list[str]) -> dict[str, Any]:
     ours, theirs = took[f"weft {plan}"], {n: took[n] for n in peers}
-    same = next(peer for word, peer in reversed(SAME.items()) if word in plan)
+    same = same_in_torch(plan)
     row = {"case": case, "weft_ms": ours, "peers_ms": theirs, "same": same, "ratios": {n: ms / ours for n, ms in theirs.items()},
            "correct": f"losses of three steps equal {peers[0]}'s to 2e-3"}  # fmt: skip
     exposed = theirs["ddp"] - theirs["alone"] if "ddp" in theirs else 0.0

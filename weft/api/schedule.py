@@ -90,10 +90,10 @@ def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
 
 
 def _growing(nodes: Sequence[Node], max_bytes: int) -> Iterator[list[Node]]:
-    """Runs of nodes, each up to twice as large as the one before it, none beyond the most."""
+    """Runs of nodes, each up to twice as large as the one before it, none beyond the most; a half full one waits for no more."""
     run, size, most = list[Node](), 0, min(FIRST, max_bytes)
     for n in nodes:
-        if run and size + nbytes(n.type) > most:
+        if run and (size >= most / 2 or size + nbytes(n.type) > most):
             yield run
             run, size, most = [], 0, min(2 * most, max_bytes)
         run.append(n)

@@ -40,7 +40,9 @@ def _cut(
     run: list[Node] = []
     for n in members:
         apart = bool(run) and not early and (min(used[m] for m in run) <= at[n] or not program.needs(n).isdisjoint(run))
-        if apart or sum(max(nbytes(m.type), nbytes(m.args[0].type)) for m in (*run, n)) > most:
+        sizes = [max(nbytes(m.type), nbytes(m.args[0].type)) for m in (*run, n)]
+        full = not early and sum(sizes[:-1]) >= most / 2  # a large one is not kept waiting for a small one that comes later
+        if apart or full or sum(sizes) > most:
             yield from [run] if len(run) > 1 else []
             run = []
         run.append(n)
