@@ -1,4 +1,4 @@
-"""Pages of plans for a model of the user's own: layouts of every tensor and op, stages, the step and its memory, as the plan foresees them."""
+"""Pages of plans that are more than degrees: a model of the user's own, layouts and stages; stages cut to measure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import pytest
 from tests.report.conftest import OWN, planned
 from weft.plan.explain import Reason
 from weft.plan.plan import Plan, load
+from weft.plan.planner import Request
+from weft.plan.search import Search
+from weft.plan.setting import Setting
+from weft.plan.space import Limits
 from weft.report import facts_of, report
 from weft.report.facts import Facts
 
@@ -105,3 +109,16 @@ def test_a_plan_saved_without_its_program_says_so(module: str, tmp_path: Path) -
     data["layouts"] = {k: v for k, v in data["layouts"].items() if k != "program"}
     (tmp_path / "old.json").write_text(json.dumps(data))
     assert "plan again" in facts_of(tmp_path / "old.json").says[0]
+
+
+def test_stages_cut_to_measure_are_drawn_as_they_were_priced(tmp_path: Path) -> None:
+    first = (("first", "none", 1), ("layer", "none", 5), ("attention", "full", 1))
+    last = (("ffn", "none", 1), ("layer", "activation", 6), ("last", "none", 1))
+    setting = Setting(global_batch=16, micro_batch=1, dp=2, pp=2, zero=1, recompute="mixed", dtype="fp16", grad_dtype="fp32")
+    step = Search(Request("gpt2", "4xV100", 16, 256).problem(), Limits()).step(setting, (), (first, last))
+    foreseen = {"step_ms": step.seconds * 1e3, "tokens_per_s": 1.0, "mfu": 0.1, "memory_gb": step.peak_memory.total / 1e9, "gap": 0.0}
+    none = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
+    f = facts(Plan("gpt2", "4xV100", 256, "time", "weft", setting, (5, 6), (), none, foreseen, stages=(first, last)), tmp_path)
+    assert f.views[0].lines["predicted"].seconds == pytest.approx(step.seconds)
+    assert highest(f) == pytest.approx(step.peak_memory.total, rel=0.01)
+    assert list(f.stages) == [5.5, 6.5]

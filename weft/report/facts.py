@@ -49,7 +49,7 @@ class Facts:
     mesh: Mapping[str, int] = field(default_factory=dict)
     held: Sequence[Mapping[str, Any]] = ()
     repeats: float = 1.0
-    stages: Sequence[int] = ()
+    stages: Sequence[float] = ()  # layers of each
     communication: Sequence[Mapping[str, Any]] = ()
     program: Program | None = None  # to be drawn op by op
     per_micro_batch: bool = False  # whether `communication` is of one micro-batch of several

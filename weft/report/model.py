@@ -71,7 +71,7 @@ def _block(head: str, found: list[tuple[int, dict[str, Mapping[str, Any]]]]) -> 
 
 
 def picture(
-    tensors: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], repeats: float = 1.0, stages: Sequence[int] = ()
+    tensors: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], repeats: float = 1.0, stages: Sequence[float] = ()
 ) -> Markup:
     """Batch, blocks and head from top to bottom. `repeats` scales the number of layers, where fewer were looked at."""
     params = [t for t in tensors if t["role"] in ("param", "buffer")]
@@ -97,7 +97,7 @@ def chip(kind: str, text: str, title: str = "") -> Markup:
 
 
 def _draw(
-    block: Block, mesh: Mapping[str, int], states: Mapping[str, Any], longest: int, repeats: float, stages: Sequence[int]
+    block: Block, mesh: Mapping[str, int], states: Mapping[str, Any], longest: int, repeats: float, stages: Sequence[float]
 ) -> Markup:
     many = round(len(block.layers) * repeats) if block.layers else 1
     head = [tag("b", block.title)] if block.title else []
@@ -106,7 +106,7 @@ def _draw(
     elif block.layers:
         head.append(tag("span", f"layer {block.layers[0]}", cls="muted"))
     if many > 1 and len(stages) > 1:
-        head += [chip("pp", f"{n} layers", f"stage {i} holds {n} layers") for i, n in enumerate(stages)]
+        head += [chip("pp", f"{n:g} layers", f"stage {i} holds {n:g} layers") for i, n in enumerate(stages)]
     block, at = _together(block)
     head += [chip("pp", _word("pp", at), _says("pp", at, mesh))] if at else []
     parts = [_part(name, own, mesh, states, longest) for name, own in block.parts.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from weft.plan.search import Search, describe
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, detail, share
 from weft.plan.space import Limits
+from weft.plan.tailor import blocks_of
 from weft.plan.workload import Workload
 from weft.report.facts import Curve, Facts, Figure, View
 from weft.report.words import count, ms, percent
@@ -109,10 +110,14 @@ def _model(plan: Plan) -> dict[str, Any]:
     return {**made, "repeats": sizes.layers / few, "stages": stages}
 
 
-def _stages(plan: Plan, layers: int) -> list[int]:
+def _stages(plan: Plan, layers: int) -> list[float]:
     """Layers of each stage, its chunks together."""
     s = plan.setting
-    chunks = list(plan.layers) or share(layers, s.pp * s.virtual)
+    if plan.stages:  # attention or feed-forward alone is half a layer
+        halves = {"layer": 2, "attention": 1, "ffn": 1}
+        chunks = [sum(halves.get(name, 0) * n for name, _, n in stage) / 2 for stage in plan.stages]
+    else:
+        chunks = [float(n) for n in plan.layers or share(layers, s.pp * s.virtual)]
     return [sum(chunks[i :: s.pp]) for i in range(s.pp)]
 
 
@@ -145,12 +150,13 @@ def _step(plan: Plan) -> dict[str, Any]:
         few = 2 * setting.pp
         note = f"The first {few} of {setting.micro_batches:,} micro-batches; the rest repeats them."
         setting = replace(setting, global_batch=setting.dp * setting.micro_batch * few)
-    step = search.step(setting, plan.layers)
+    step = search.step(setting, plan.layers, plan.stages)
     views = [View("the whole step", {"predicted": step.timeline}, note)]
-    for title, line in detail(search.work(setting), setting, search.cluster).items():
+    plain = replace(setting, recompute="none") if plan.stages else setting  # of stages cut to measure no layer is like another
+    for title, line in detail(search.work(setting), plain, search.cluster).items():
         views.append(View(title, {"predicted": line}, "Op by op: what the host issues, the device computes and the links carry."))
     worst = max(range(len(step.memory)), key=lambda i: step.memory[i].total)
-    curves = list(_memory(search.work(setting), setting, step, plan.layers, worst))
+    curves = list(_memory(setting, step, _sizes(plan, search.work(setting), setting), worst))
     where = f"stage {worst}, the fullest of {setting.pp}" if setting.pp > 1 else "a device"
     return {
         "views": views, "causes_ms": _causes(plan), "memory": curves, "budget": search.memory,
@@ -164,23 +170,30 @@ def _search(plan: Plan) -> Search:
     return Search(replace(request.problem(), dtype=plan.setting.dtype), limits)
 
 
-def _memory(work: Workload, s: Setting, step: Step, layers: tuple[int, ...], stage: int) -> Iterator[Curve]:
+def _sizes(plan: Plan, work: Workload, s: Setting) -> list[float]:
+    """Bytes that a forward of each virtual stage keeps for its backward."""
+    if plan.stages:
+        return [sum(saved(s, block) * n for block, n in stage) for stage in blocks_of(work, plan.stages).stages]
+    counts = list(plan.layers) or share(work.depth, s.pp * s.virtual)
+    sizes = [saved(s, work.layer) * n for n in counts]
+    sizes[0] += saved(s, work.first)
+    sizes[-1] += saved(s, work.last)
+    return sizes
+
+
+def _memory(s: Setting, step: Step, sizes: Sequence[float], stage: int) -> Iterator[Curve]:
     """What is held all the time, activations as passes come and go, buffers of the pass at work, and the allowance."""
     m, end = step.memory[stage], step.seconds
     for name, held in (("parameters", m.params), ("gradients", m.grads), ("optimizer", m.optimizer), ("buffers", m.buffers)):
         if held:
             yield Curve(name, [(0.0, held), (end, held)], stacked=True)
-    yield Curve("activations", _activations(work, s, step, layers, stage), stacked=True)
+    yield Curve("activations", _activations(s, step, sizes, stage), stacked=True)
     yield Curve("passing", _passing(step, stage, m.passing), stacked=True)
     yield Curve("allowance", [(0.0, m.allocated * FRAGMENTATION + RESIDENT), (end, m.allocated * FRAGMENTATION + RESIDENT)], stacked=True)
 
 
-def _activations(work: Workload, s: Setting, step: Step, layers: tuple[int, ...], stage: int) -> list[tuple[float, float]]:
+def _activations(s: Setting, step: Step, sizes: Sequence[float], stage: int) -> list[tuple[float, float]]:
     """A forward adds what its backward will need; that backward frees it."""
-    counts = list(layers) or share(work.depth, s.pp * s.virtual)
-    sizes = [saved(s, work.layer) * n for n in counts]
-    sizes[0] += saved(s, work.first)
-    sizes[-1] += saved(s, work.last)
     line, now, points = step.timeline, 0.0, [(0.0, 0.0)]
     frees = "weight" if any(t.cause == "weight" for t in line.tasks) else "backward"
     for i in sorted(line.on(f"stage {stage}"), key=line.start.__getitem__):
