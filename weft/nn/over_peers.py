@@ -94,9 +94,9 @@ class Space:
 
     def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Way) -> tuple[list[Callable[[], None]], Callable[[], None]]:
         """Start bringing every source to its target. For each: what the main line calls before it uses it; and what after all."""
-        if way.by == "mover" and self.peers.target == "triton":
+        if way.by in ("mover", "flow") and self.peers.target == "triton":
             mover = self._mover = self._mover or Mover(targets[0].device, self.peers.world)
-            mover.move(targets, sources, way.blocks)
+            mover.move(targets, sources, way.blocks, flow=way.by == "flow")
             return [functools.partial(mover.wait, k) for k in range(len(targets))], mover.rest
         arrived: list[Callable[[], None]] = []
         for target, source in zip(targets, sources, strict=True):

@@ -21,7 +21,7 @@ class Way:
     over: str = "group"
     chunks: int = 1
     blocks: int = 16  # of a device kernel that moves data beside the product
-    by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, or one "mover" for all
+    by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, or one "mover" for all, or one in "flow"
     taper: float = 1.0  # rows of a chunk for each row of the one before, where results are summed over a group
     lines: int = 1  # on which the products of a gather take turns: with two, the next fills the device while one runs out
 
@@ -59,9 +59,9 @@ def divides(rows: int, world: int, way: Way) -> bool:
 def candidates(op: str) -> list[Way]:
     """Ways over peer memory that are worth timing for an op, those without overlap first."""
     if op == "gather_product":
-        lines = [(c, n) for c in (1, 2, 3) for n in (1, 2)]
-        by_driver = [Way("peers", c, 16, "copy", lines=n) for c, n in lines]
-        return by_driver + [Way("peers", c, b, "mover", lines=n) for c, n in lines for b in (8, 12, 16, 24)]
+        by_driver = [Way("peers", c, 16, "copy", lines=n) for c in (1, 2, 3) for n in (1, 2)]
+        by_kernel = [Way("peers", c, b, by) for c in (1, 2, 3) for by in ("mover", "flow") for b in (8, 12, 16, 24)]
+        return by_driver + by_kernel + [Way("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
     if op == "product_all_reduce":
         return [Way("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
     return [Way("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]

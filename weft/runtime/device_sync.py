@@ -46,10 +46,11 @@ def meet_alone(pads, LIMIT, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.c
 
 
 @triton.jit
-def move(sources, targets, flags, words, BLOCK: tl.constexpr):
-    """Copy each source to its target, one after the other, and count in its flag the blocks that have done their share."""
+def move(sources, targets, flags, words, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Copy each source to its target, one after the other, and count in its flag the blocks that have done their share. With
+    several stages, so many pieces less one are on their way through shared memory while one is stored."""
     for k in tl.static_range(len(sources)):
-        for first in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
+        for first in tl.range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK, num_stages=STAGES):
             at = first + tl.arange(0, BLOCK)
             tl.store(targets[k] + at, tl.load(sources[k] + at, mask=at < words), mask=at < words)
         tl.debug_barrier()

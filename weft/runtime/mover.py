@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 32768  # words a block has under way at once: 128 KiB, enough to keep one multiprocessor's share of memory busy
+AT_ONCE = 32768, 1, 32  # words a block loads and then stores, stages, warps: 128 KiB, as much as one multiprocessor holds
+IN_FLOW = 8192, 5, 8  # the same memory in pieces, so that loads never stop for stores
 
 
 class Mover:
@@ -20,13 +21,15 @@ class Mover:
         self._flags = torch.zeros(most, dtype=torch.int32, device=device)
         self._blocks = 1
 
-    def move(self, targets: Sequence[Tensor], sources: Sequence[Tensor], blocks: int) -> None:
-        """Start copying each source to its target, in order. All are contiguous and of one size."""
+    def move(self, targets: Sequence[Tensor], sources: Sequence[Tensor], blocks: int, *, flow: bool = False) -> None:
+        """Start copying each source to its target, in order. All are contiguous and of one size. `flow`: in smaller pieces, more of
+        them under way."""
         from weft.runtime.device_sync import move
 
+        block, stages, warps = IN_FLOW if flow else AT_ONCE
         words = sources[0].numel() * sources[0].element_size() // 4
-        self._blocks = max(1, min(blocks, -(-words // BLOCK)))
-        move[(self._blocks,)](_words(sources), _words(targets), self._flags, words, BLOCK=BLOCK, num_warps=32)
+        self._blocks = max(1, min(blocks, -(-words // block)))
+        move[(self._blocks,)](_words(sources), _words(targets), self._flags, words, BLOCK=block, STAGES=stages, num_warps=warps)
 
     def wait(self, k: int) -> None:
         from weft.runtime.device_sync import wait_for
