@@ -30,6 +30,7 @@ from bench._trees import Levels, level_by_level, products, recursion, sst_like_b
 from examples.dynamic.tree_lstm import ChildSum, model
 from weft import dynamic
 from weft.dynamic import choice
+from weft.dynamic.choice import Way
 from weft.dynamic.emit_rounds import Tiles
 
 DEVICE = torch.device("cuda")
@@ -54,7 +55,7 @@ def attempt(name: str, work: Callable[[], Any], until: float) -> Any:
         return None
 
 
-def check(resident: bool | Tiles, hidden: int = 64) -> float:
+def check(resident: bool | Way, hidden: int = 64) -> float:
     """weft on the GPU against the recursion in float64 on the CPU: values and gradients, over several batches and templates."""
     torch.manual_seed(0)
     worst, rng = 0.0, random.Random(7)
@@ -180,7 +181,7 @@ class Case:
         worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(mine, grads, strict=True))
         return float((out.detach().double() - value).abs().max()), worst
 
-    def net(self, resident: bool | Tiles | None) -> dynamic.Model:
+    def net(self, resident: bool | Way | None) -> dynamic.Model:
         out = model(self.cell, HIDDEN)
         out.resident = resident
         return out
@@ -288,14 +289,15 @@ def product_times(precision: str) -> None:
 
 
 SIZES = [  # tiles to choose from here: more than weft tries by itself
-    Tiles(rows=64, lanes=16, inner=32, warps=4), Tiles(rows=32, lanes=32, inner=64, warps=8), Tiles(rows=32, lanes=32, inner=64, warps=4),
-    Tiles(rows=32, lanes=16, inner=64, warps=4, per_processor=2), Tiles(rows=64, lanes=32, inner=32, warps=8),
+    Tiles(rows=64, lanes=16, inner=32, warps=4), Tiles(rows=32, lanes=16, inner=64, warps=4, per_processor=2),
+    Tiles(rows=32, lanes=16, inner=64, warps=4), Tiles(rows=16, lanes=32, inner=64, warps=4),
 ]  # fmt: skip
 
 
-def widely(precision: str) -> list[Tiles]:
-    ways = [replace(t, precision="tf32x3" if precision == "highest" else "tf32") for t in SIZES]
-    return [*ways, SIZES[0]] if precision == "highest" else ways
+def widely(precision: str) -> list[Way]:
+    """All rounds in one kernel, or those after the first large ones, with several sizes of tiles."""
+    tiles = [replace(t, precision="tf32x3" if precision == "highest" else "tf32") for t in SIZES]
+    return [Way(tiles[0]), *(Way(t, 150) for t in tiles), Way(tiles[1], 60), Way(tiles[1], 400)]
 
 
 def row(case: Case, until: float) -> dict[str, Any]:
@@ -309,8 +311,8 @@ def row(case: Case, until: float) -> dict[str, Any]:
     level = in_a_row(lambda i: case.step(level_by_level(case.cell, levels[i], case.x)), 8, 2)
     limit = gemm_limit(case.fresh(1)[0])
     say(level_ms=round(level, 3), gemm_limit_ms=round(limit, 3), floor_of_launched_ms=round(launch_floor(launched["kernels"]), 3))
-    for tiles in widely(case.precision)[:3]:  # where a resident kernel spends its time
-        forced, name = case.net(tiles), str(choice.Way(tiles))
+    for way in [Way(w.tiles) for w in widely(case.precision)[1:5]]:  # where a resident kernel spends its time
+        forced, name = case.net(way), str(way)
         if attempt(name, lambda n=forced, name=name: case.run(name, n, 9, 12), until):
             attempt("by round", lambda n=forced, name=name: case.by_round(name, n), until)
             attempt("profile", lambda n=forced, name=name: case.profile(name, n), until)
@@ -336,7 +338,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=95.0)
     seconds = options.parse_args().seconds
     say(machine=torch.cuda.get_device_name())
-    choice.tilings = widely
+    choice.to_try = widely
     cases = {p: Case(p) for p in ("highest", "high")}
 
     def on(precision: str) -> Case:
@@ -349,7 +351,7 @@ def main() -> None:
     for precision in cases:
         attempt("products", lambda p=precision: product_times(p), seconds - 5)
     torch.set_float32_matmul_precision("highest")
-    ways: dict[str, bool | Tiles] = {"launched": False, "resident": widely("highest")[0]}
+    ways: dict[str, bool | Way] = {"launched": False, "resident": widely("highest")[0]}
     worst = {name: attempt(f"check {name}", lambda r=r: check(r), seconds - 12) for name, r in ways.items()}
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(json.dumps({"bench": "gpu-dynamic", "machine": machine, "recursion in float64": worst, "rows": rows}), flush=True)

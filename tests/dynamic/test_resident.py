@@ -8,14 +8,13 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from examples.dynamic import tree_lstm
 from tests.dynamic.graphs import graphs
 from weft import dynamic
-from weft.dynamic.choice import Choice, Way, tilings
+from weft.dynamic.choice import Choice, Way, to_try
 from weft.dynamic.emit_rounds import Tiles, build
 from weft.dynamic.engine import Plan
 from weft.dynamic.layout import bulk, padded
@@ -83,29 +82,32 @@ def test_the_fastest_way_stays_and_a_failing_one_goes() -> None:
 
 
 def test_full_precision_never_uses_single_tf32_products() -> None:
-    assert "tf32" not in {t.precision for t in tilings("highest")}
-    assert {t.precision for t in tilings("high")} == {"tf32"}
+    assert "tf32" not in {w.tiles.precision for w in to_try("highest") if w.tiles}
+    assert {w.tiles.precision for w in to_try("high") if w.tiles} == {"tf32"}
 
 
+@pytest.mark.parametrize("above", [None, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_to_spare_belong_to_the_first_round_of_their_class(seed: int) -> None:
+def test_rows_to_spare_belong_to_the_first_round_of_their_class(seed: int, above: int | None) -> None:
     reads = {"vertex": dynamic.Reads(0, True)}
-    first, later = (dynamic.Schedule(graphs(seed + 10 * i, 9, ("binary",), "leaves", largest=7), reads) for i in (0, 1))
-    room = bulk(first, bulk(later))
-    for s in (first, later):
-        laid = padded(s, room, room.holds(s) or [], {("h", "edge"), ("h", "vertex")})
+    first, later = (dynamic.Schedule(graphs(seed + 10 * i, 12, ("binary",), "leaves", largest=7), reads) for i in (0, 1))
+    room = bulk(first, None, above)
+    assert (len(room.lead) > 0) == (above is not None)
+    wider = bulk(later, room, above)
+    for s, t in ((first, room), (first, wider), (later, wider)):
+        laid = padded(s, t, t.holds(s) or [], {("h", "edge"), ("h", "vertex")})
+        for v in range(s.structure.vertices):
+            at, below = laid.place[v], s.structure.child[s.structure.first[v] : s.structure.first[v + 1]]
+            edges = laid.arrays["edge_first"]
+            assert laid.arrays["edge_child"][edges[at] : edges[at + 1]].tolist() == laid.place[below].tolist()
         table = laid.arrays["round"]
-        assert table[0] == len(s.rounds) and len(table) == 1 + 5 * room.rounds
-        for r, own in zip(table[1:].reshape(-1, 5), s.rounds, strict=False):
-            spare = laid.blocks[own.klass].count - s.blocks[own.klass].count
-            assert r[0] == own.klass and r[2] - r[1] == own.stop - own.start + spare * (own.start == 0)
+        assert table[0] == len(s.rounds) - len(t.lead) and len(table) == 1 + 5 * t.rounds
+        assert table[1 : 1 + 5 * table[0]].reshape(-1, 5).tolist() == [list(r) for r in laid.rounds[laid.lead :]]
         for k, block in laid.blocks.items():
-            ends = [tuple(r[1:3]) for r in table[1 : 1 + 5 * table[0]].reshape(-1, 5) if r[0] == k]
-            assert ends[0][0] == 0 and ends[-1][1] == block.count
+            ends = [(r.start, r.stop) for r in laid.rounds if r.klass == k]
+            assert ends[0][0] == 0 and ends[-1][1] == block.count, "every row belongs to a round"
             assert all(a[1] == b[0] for a, b in pairwise(ends))
-        children = np.sort(laid.arrays["edge_child"][laid.arrays["edge_child"] < laid.rows])
-        assert len(children) == len(s.edge_child)
-    assert bulk(first).holds(dynamic.Schedule(graphs(3, 40, ("binary",), "leaves", largest=7), reads)) is None
+    assert room.holds(dynamic.Schedule(graphs(3, 40, ("binary",), "leaves", largest=7), reads)) is None
 
 
 SCRIPT = """
@@ -114,11 +116,14 @@ import torch
 from examples.dynamic import dag_rnn, sequence, tree_lstm
 from tests.dynamic.graphs import by_hand, graphs
 from weft import dynamic
+from weft.dynamic.choice import Way
+from weft.dynamic.emit_rounds import Tiles
 torch.manual_seed(0)
 made = [(c := tree_lstm.ChildSum(3, 5), tree_lstm.model(c, 5), "leaves"), (d := dag_rnn.DagRNN(3, 5), dag_rnn.model(d), "all"),
         (b := tree_lstm.Binary(3, 5), tree_lstm.model(b, 5), "leaves")]
 for cell, model, words in made:
-    model.target, model.replay, model.resident = "triton", True, True
+    model.target, model.replay = "triton", True
+    model.resident = Way(Tiles(rows=16, lanes=16, inner=16), 3) if words == "leaves" else True
     for seed in (1, 2):
         s = graphs(seed, 4, ("binary", "single") if words == "leaves" else ("dag", "tree"), words, largest=5)
         x = torch.randn(s.vertices, 3, requires_grad=True)

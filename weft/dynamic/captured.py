@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from weft.dynamic.choice import Choice, Way, ways
-from weft.dynamic.emit_rounds import Tiles
 from weft.dynamic.engine import Batch, Plan
 from weft.dynamic.layout import Bulk, Layout, Template, bulk, padded, template
 from weft.dynamic.native import Ints
@@ -116,13 +115,11 @@ class Captured:
         return [clock.read() for clock in self._clocks[: 2 if self.plan.backward else 1]]
 
     def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
-        ahead = layout.sent.pop(self.device, None)
         if not self._wanted:
             self._prepare(wanted)
         self._copied()  # the copies before these must have left the host's memory
-        if ahead is None:
-            self._host.copy_(torch.from_numpy(layout.packed))
-        self._device.copy_(self._host if ahead is None else ahead, non_blocking=True)
+        self._host.copy_(torch.from_numpy(layout.packed))
+        self._device.copy_(self._host, non_blocking=True)
         for name, vertices in wanted.items():
             rows = self._asked_for[name]
             rows[: len(vertices)] = torch.from_numpy(layout.place[vertices])
@@ -160,7 +157,7 @@ class Captured:
 class Templates:
     """The recorded templates of one plan on one device, in every way that is still in the running."""
 
-    def __init__(self, plan: Plan, device: torch.device, resident: bool | Tiles | None = None) -> None:
+    def __init__(self, plan: Plan, device: torch.device, resident: bool | Way | None = None) -> None:
         self.plan, self.device, self.resident, self.kept = plan, device, resident, list[Captured]()
         self._choices: dict[tuple[str, ...], Choice] = {}
 
@@ -183,8 +180,7 @@ class Templates:
         """Put the schedule into the rows of the template that `take` would choose, ahead of time."""
         fitting = [c for c in self._of(self._way(s)) if _holds(s, c.template) is not None]
         if fitting:
-            layout = self._padded(s, min(fitting, key=lambda c: c.template.cost()).template)
-            layout.sent[self.device] = replay.send(torch.from_numpy(layout.packed), self.device)
+            self._padded(s, min(fitting, key=lambda c: c.template.cost()).template)
 
     def refuse(self, s: Schedule, captured: Captured, why: Exception) -> None:
         """Give up a way that failed when it was recorded; without another there is nothing to fall back to."""
@@ -235,8 +231,8 @@ def _holds(s: Schedule, t: Template | Bulk) -> list[int] | None:
 
 def _wider(s: Schedule, before: Template | Bulk | None, way: Way) -> Template | Bulk:
     if way.tiles is not None:
-        joined = bulk(s, before if isinstance(before, Bulk) else None)
-        return joined if joined.holds(s) is not None else bulk(s)
+        joined = bulk(s, before if isinstance(before, Bulk) and len(before.lead) <= len(s.rounds) else None, way.above)
+        return joined if joined.holds(s) is not None else bulk(s, None, way.above)
     wider = template(s, before if isinstance(before, Template) else None)
     return wider if wider.holds(s) is not None else template(s)
 

@@ -20,33 +20,35 @@ ENOUGH = 3  # runs of each way that are timed
 
 @dataclass(frozen=True)
 class Way:
-    """Round by round, each step launched; or all rounds in one kernel with tiles of these sizes."""
+    """Round by round, each step launched; or rounds in one kernel with tiles of these sizes: all, or those after the first large ones."""
 
     tiles: Tiles | None = None
+    above: int | None = None  # rows; first rounds that have more are launched all the same
 
     def __str__(self) -> str:
         if (t := self.tiles) is None:
             return "launched"
-        return f"resident {t.rows}x{t.lanes}x{t.inner}/{t.warps}w/{t.depth}d/{t.per_processor}p {t.precision}"
+        after = "" if self.above is None else f" after rounds above {self.above}"
+        return f"resident{after} {t.rows}x{t.lanes}x{t.inner}/{t.warps}w/{t.depth}d/{t.per_processor}p {t.precision}"
 
 
-def ways(plan: Plan, kinds: tuple[str, ...], device: torch.device, resident: bool | Tiles | None) -> list[Way]:
-    """The ways a plan can be run in. `resident` asks for one kernel (True, or its tiles), refuses it (False) or lets time decide."""
+def ways(plan: Plan, kinds: tuple[str, ...], device: torch.device, resident: bool | Way | None) -> list[Way]:
+    """The ways a plan can be run in. `resident` asks for one kernel (True, or which), refuses it (False) or lets time decide."""
     if resident is False or not plan.triton or not plan.can_stay(kinds):
         return [Way()]
-    if isinstance(resident, Tiles):
-        return [Way(resident)]
+    if isinstance(resident, Way):
+        return [resident]
     if not replay.is_accelerator(device):
         return [Way(Tiles(rows=16, lanes=16, inner=16))] if resident else [Way()]
-    staying = [Way(t) for t in tilings(torch.get_float32_matmul_precision())]
+    staying = to_try(torch.get_float32_matmul_precision())
     return staying if resident else [Way(), *staying]
 
 
-def tilings(precision: str) -> list[Tiles]:
-    """Sizes worth a trial, by the precision torch is told to keep."""
+def to_try(precision: str) -> list[Way]:
+    """Kernels worth a trial, by the precision torch is told to keep."""
     if precision != "highest":
-        return [Tiles(lanes=16, warps=4, precision="tf32")]
-    return [Tiles(lanes=16, warps=4, precision="tf32x3")]
+        return [Way(Tiles(lanes=16, warps=4, precision="tf32")), Way(Tiles(lanes=16, warps=4, precision="tf32"), 256)]
+    return [Way(Tiles(lanes=16, warps=4, precision="tf32x3"), 256)]
 
 
 class Choice:

@@ -20,7 +20,6 @@ from weft.dynamic.frame import Compiled, Frame
 from weft.dynamic.layout import Layout
 from weft.dynamic.phases import BACKWARD, FORWARD, PER_ROUND
 from weft.dynamic.resident import Resident
-from weft.dynamic.schedule import Round
 from weft.dynamic.store import Home, Key
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
@@ -90,7 +89,7 @@ class Batch:
             self._pull(frame, k in self.layout.gaps)
             frame.whole("weights")
             frame.whole("eager")
-        self._rounds("rounds", self.layout.rounds)
+        self._rounds("rounds")
         for frame in self.frames.values():
             frame.whole("late")
         if self.plan.backward:
@@ -110,17 +109,20 @@ class Batch:
         for frame in self.frames.values():
             self._clear_messages(frame)
             frame.whole("before")
-        self._rounds("back", reversed(self.layout.rounds))
+        self._rounds("back")
         for frame in self.frames.values():
             frame.whole("after")
 
-    def _rounds(self, phase: str, rounds: Iterable[Round]) -> None:
-        """Round by round, or all of them in one launch."""
-        if self.tiles is None:
-            for r in rounds:
-                self.frames[r.klass].run(phase, r.span)
-            return
-        self._resident[phase].launch()
+    def _rounds(self, phase: str) -> None:
+        """Round by round, or those after the first ones in one launch; backwards the other way round."""
+        back, layout = phase == "back", self.layout
+        launched = layout.rounds if self.tiles is None else layout.rounds[: layout.lead]
+        if self.tiles is not None and back:
+            self._resident[phase].launch()
+        for r in reversed(launched) if back else launched:
+            self.frames[r.klass].run(phase, r.span)
+        if self.tiles is not None and not back:
+            self._resident[phase].launch()
 
     def _bind(self, phases: Iterable[str]) -> None:
         """Before a forward run is recorded: it also makes the copies of weights that kernels of these phases read."""
@@ -129,7 +131,7 @@ class Batch:
                 code = self.plan.resident_code(phase, self.kinds)
                 assert code is not None, "asked to stay where it cannot"
                 self._resident[phase] = Resident(code, self.frames, self.index["round"], self.tiles)
-            elif self.tiles is None or phase not in PER_ROUND:
+            if self.tiles is None or self.layout.lead or phase not in PER_ROUND:
                 for frame in self.frames.values():
                     frame.bind(phase)
 

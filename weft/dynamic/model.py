@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import StructureError
 from weft.dynamic.captured import Templates
-from weft.dynamic.emit_rounds import Tiles
+from weft.dynamic.choice import Way
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
@@ -48,7 +48,7 @@ class Model(nn.Module):
         fuse: bool | None = None,
         replay: bool | None = None,
         target: str | None = None,
-        resident: bool | Tiles | None = None,
+        resident: bool | Way | None = None,
     ) -> None:
         super().__init__()
         named = dict(functions) if isinstance(functions, Mapping) else {"vertex": functions}

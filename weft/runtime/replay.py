@@ -43,11 +43,6 @@ def pinned(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, pin_memory=is_accelerator(device))
 
 
-def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device that is on its way when this returns."""
-    return host.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else host.to(device)
-
-
 def processors(device: torch.device) -> int:
     """How many programs of a kernel run at once, one on each processor of the device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if is_accelerator(device) else 1
