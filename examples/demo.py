@@ -32,6 +32,7 @@ from weft.report import report  # noqa: E402
 
 console = Console(width=140)
 STEPS, BATCH, SEQ = 30, 16, 64
+LINES, LINE = 24, 136  # of a program that are shown, and how long one may be
 RUN = ROOT / "build" / "demo-run"  # what training writes about itself
 
 
@@ -49,15 +50,24 @@ def inputs(p: Program) -> dict[str, torch.Tensor]:
     return out
 
 
+def shortened(p: Program) -> str:
+    """The program's text; of a long one the first lines, and what makes it another one: communication and kernels."""
+    lines = [line if len(line) < LINE else f"{line[: LINE - 4]} ..." for line in p.text.splitlines()]
+    if len(lines) <= LINES:
+        return "\n".join(lines)
+    told = [line for line in lines[LINES // 2 :] if any(f" {op}" in line for op in ("all_", "reduce_", "fuse", "overlap", "return"))]
+    return "\n".join([*lines[: LINES // 2], f"  ... {len(lines) - LINES // 2 - len(told)} more lines, among them", *told])
+
+
 def show(name: str, schedule: str) -> tuple[str, str, float]:
     """Prints the program before and after; the largest relative difference of their meanings over all ranks."""
     ex = example(name)
     before = ex.make()
     after = ex.schedules[schedule](before)
     console.rule(f"{name}, as written")
-    console.print(before.text, highlight=False, markup=False)
+    console.print(shortened(before), highlight=False, markup=False)
     console.rule(f"{name}, after {schedule}")
-    console.print(after.text, highlight=False, markup=False)
+    console.print(shortened(after), highlight=False, markup=False)
     values = inputs(before)
     want = interp.run_global(before, values)
     got = interp.run(after, values, tolerance=1e-4)
