@@ -289,7 +289,7 @@ def product_times(precision: str) -> None:
 
 
 SIZES = [  # tiles to choose from here: more than weft tries by itself
-    Tiles(rows=64, lanes=16, inner=32, warps=4), Tiles(rows=32, lanes=16, inner=64, warps=4, per_processor=2),
+    Tiles(rows=32, lanes=16, inner=64, warps=4, per_processor=2), Tiles(rows=64, lanes=16, inner=32, warps=4),
     Tiles(rows=32, lanes=16, inner=64, warps=4), Tiles(rows=16, lanes=32, inner=64, warps=4),
 ]  # fmt: skip
 
@@ -297,7 +297,7 @@ SIZES = [  # tiles to choose from here: more than weft tries by itself
 def widely(precision: str) -> list[Way]:
     """All rounds in one kernel, or those after the first large ones, with several sizes of tiles."""
     tiles = [replace(t, precision="tf32x3" if precision == "highest" else "tf32") for t in SIZES]
-    return [Way(tiles[0]), *(Way(t, 150) for t in tiles), Way(tiles[1], 60), Way(tiles[1], 400)]
+    return [*(Way(t, 160) for t in tiles), Way(tiles[0], 60), Way(tiles[0], 400), *([Way(tiles[1])] if precision == "high" else [])]
 
 
 def row(case: Case, until: float) -> dict[str, Any]:
@@ -311,11 +311,6 @@ def row(case: Case, until: float) -> dict[str, Any]:
     level = in_a_row(lambda i: case.step(level_by_level(case.cell, levels[i], case.x)), 8, 2)
     limit = gemm_limit(case.fresh(1)[0])
     say(level_ms=round(level, 3), gemm_limit_ms=round(limit, 3), floor_of_launched_ms=round(launch_floor(launched["kernels"]), 3))
-    for way in [Way(w.tiles) for w in widely(case.precision)[1:5]]:  # where a resident kernel spends its time
-        forced, name = case.net(way), str(way)
-        if attempt(name, lambda n=forced, name=name: case.run(name, n, 9, 12), until):
-            attempt("by round", lambda n=forced, name=name: case.by_round(name, n), until)
-            attempt("profile", lambda n=forced, name=name: case.profile(name, n), until)
     net = case.net(None)
     best = attempt("as it comes", lambda: case.run("as it comes", net, 60, 30, until - 4), until) or launched
     kernels = attempt("profile", lambda: case.profile("as it comes", net), until) or launched["kernels"]
@@ -333,6 +328,15 @@ def row(case: Case, until: float) -> dict[str, Any]:
     return found
 
 
+def look_inside(case: Case, until: float) -> None:
+    """Where a resident kernel spends its time."""
+    for way in [Way(w.tiles) for w in widely(case.precision)[:4]]:
+        forced, name = case.net(way), str(way)
+        if attempt(name, lambda n=forced, name=name: case.run(name, n, 5, 8), until):
+            attempt("by round", lambda n=forced, name=name: case.by_round(name, n), until)
+            attempt("profile", lambda n=forced, name=name: case.profile(name, n), until)
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--seconds", type=float, default=95.0)
@@ -345,8 +349,10 @@ def main() -> None:
         torch.set_float32_matmul_precision(precision)
         return cases[precision]
 
-    shares = {"highest": 0.55 * seconds, "high": seconds - 5}
+    shares = {"highest": 0.5 * seconds, "high": seconds - 5}
     rows = [attempt(p, lambda p=p: row(on(p), shares[p]), seconds) for p in cases]
+    for precision in cases:
+        attempt("inside", lambda p=precision: look_inside(on(p), seconds - 4), seconds - 4)
     attempt("meetings", meeting_time, seconds - 5)
     for precision in cases:
         attempt("products", lambda p=precision: product_times(p), seconds - 5)

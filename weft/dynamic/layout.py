@@ -218,8 +218,8 @@ def template(s: Schedule, before: Template | None = None, slack: float = 0.12) -
 
 
 def _more(size: int, slack: float) -> int:
-    """A little more than `size`, in eights: there are always spare rows to take the spare edges."""
-    return -(-int(size * (1 + slack) + 3) // 8) * 8 if size else 0
+    """A little more than `size`, less of it where sizes vary less, in eights: there are always spare rows to take the spare edges."""
+    return -(-int(size + min(slack * size, 3 * size**0.5) + 3) // 8) * 8 if size else 0
 
 
 def _join(a: list[Room], b: list[Room]) -> list[Room]:
