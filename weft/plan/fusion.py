@@ -86,6 +86,7 @@ def _backend(recorder: Recorder, device: Device | None) -> Any:
     from torch._inductor.decomposition import select_decomp_table
 
     def compiler(gm: GraphModule, _: Any) -> Any:
+        _value_random_ops(gm)
         return _Compiled(Fused(gm), recorder)
 
     def alone(gm: GraphModule, given: Any) -> Any:
@@ -201,9 +202,42 @@ class Fused:
                     found[self.base(source).name].append(node)
         return found
 
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """The kernel each node is in."""
+        return {n.name: i for i, group in enumerate(self.groups) for n in group}
+
+    @cached_property
+    def again(self) -> dict[str, list[Node]]:
+        """Nodes computed anew in every kernel that reads them, with what is read for it: pointwise ones that only fused kernels read."""
+        found: dict[str, list[Node]] = {}
+        plain: set[str] = set()  # nothing summed on the way from what the kernel reads
+        for node in self.nodes:
+            if _alone(node) or _summed(node):
+                continue
+            here, given = self.place[node.name], self.inputs(node)
+            near = [i for i in given if self.place.get(i.name) == here]
+            if any(i.name not in plain for i in near):
+                continue
+            plain.add(node.name)
+            read = [x for i in given for x in found.get(i.name, [i])]
+            outside = [u for u in self.users[node.name] if self.place.get(u.name) != here]
+            if outside and all(u.name in self.place and not _alone(u) for u in outside) or not outside:
+                found[node.name] = list(dict.fromkeys(read))
+        return found
+
+    @cached_property
+    def readers(self) -> dict[str, list[Node]]:
+        """Who reads a node, for itself or for what is computed anew from it."""
+        found = {name: list(users) for name, users in self.users.items()}
+        for name, read in self.again.items():
+            for source in read:
+                found.setdefault(source.name, []).extend(self.users[name])
+        return found
+
     def outputs(self, group: Sequence[Node]) -> list[Node]:
         inside = {n.name for n in group}
-        return [n for n in group if any(u.name not in inside for u in self.users[n.name])]
+        return [n for n in group if n.name not in self.again and any(u.name not in inside for u in self.users[n.name])]
 
     @cached_property
     def ops(self) -> list[Op]:
@@ -218,7 +252,8 @@ class Fused:
             yield from (replace(op, walk="") if isinstance(op, Touch) else op for op in made)  # its own kernels walk as they should
             return
         inside = {n.name for n in group}
-        read = {i.name: i for n in group for i in self.inputs(n) if i.name not in inside and _has_value(i)}
+        sources = [x for n in group for i in self.inputs(n) if i.name not in inside for x in self.again.get(i.name, [i])]
+        read = {i.name: i for i in sources if _has_value(i)}
         passes = 1 + min(2, sum(_reduced(n) > LOOP for n in group) // 2)
         size = passes * sum(_size(n) for n in read.values()) + sum(_size(n) for n in self.outputs(group))
         hard = max((_elements(n) for n in group if _name(n) in MATH), default=0)
@@ -228,8 +263,8 @@ class Fused:
     @cached_property
     def peak(self) -> int:
         """The most held beyond what is held when the graph is called. Its activations are freed after their last use."""
-        order = {n.name: i for i, group in enumerate(self.groups) for n in group}
-        last = {name: max((order.get(u.name, len(self.groups)) for u in users), default=0) for name, users in self.users.items()}
+        order = self.place
+        last = {name: max((order.get(u.name, len(self.groups)) for u in users), default=0) for name, users in self.readers.items()}
         dies: dict[int, list[int]] = defaultdict(list)
         for node in self.gm.graph.nodes:
             given = node.op == "placeholder" and not node.name.startswith("primals")
@@ -276,6 +311,18 @@ def _in_order(members: Mapping[str, list[Node]], inputs: Callable[[Node], list[N
             yield from visit(key)
 
 
+def _value_random_ops(gm: GraphModule) -> None:
+    """What ops run with a state of the random numbers give: the partitioner that makes them does not say."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and "rng_state" in str(node.target) and not _has_value(node):
+            target, given = _inner(node)
+            args, kwargs = torch.fx.node.map_arg((given, node.kwargs), lambda n: n.meta.get("val"))
+            fake = next(t.fake_mode for t in torch.utils._pytree.tree_leaves(args) if hasattr(t, "fake_mode"))
+            with fake:
+                made = torch.utils._pytree.tree_leaves(target(*args, **kwargs))
+            node.meta["val"] = tuple(t for t in made if isinstance(t, torch.Tensor) and all(isinstance(n, int) for n in t.shape))
+
+
 def _inner(node: Node) -> tuple[Any, tuple[Any, ...]]:
     """What a node calls; an op run with a state of the random numbers is that op."""
     if "rng_state" in str(node.target):
@@ -307,9 +354,16 @@ def _over_rows(node: Node) -> bool:
     return isinstance(dims, (list, tuple)) and rank - 1 not in [d % rank for d in dims] and rank > 1
 
 
+SUMS = ("sum", "mean", "amax", "var_mean", "max", "prod", "any", "logsumexp")
+
+
+def _summed(node: Node) -> bool:
+    return _name(node) in SUMS
+
+
 def _reduced(node: Node) -> int:
     """Elements each result of a reduction is made of."""
-    if _name(node) not in ("sum", "mean", "amax", "var_mean", "max", "prod", "any", "logsumexp"):
+    if not _summed(node):
         return 0
     source = node.all_input_nodes[0] if node.all_input_nodes else None
     value = node.meta["val"]
@@ -331,4 +385,6 @@ def _elements(node: Node) -> int:
 
 
 def _size(node: Node) -> int:
-    return sum(-(-t.numel() * t.element_size() // ROUND) * ROUND for t in _values(node) if isinstance(t, torch.Tensor))
+    """Bytes as the allocator counts them; a size that is not known, as of the state of random numbers, is taken for nothing."""
+    known = [t for t in _values(node) if isinstance(t, torch.Tensor) and all(isinstance(n, int) for n in t.shape)]
+    return sum(-(-t.numel() * t.element_size() // ROUND) * ROUND for t in known)
