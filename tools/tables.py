@@ -25,6 +25,9 @@ PLACE = re.compile(r"<!-- bench ([^:]+): begin -->\n(.*?)<!-- bench \1: end -->"
 def found_in(paths: Sequence[Path]) -> dict[str, str]:
     """Tables by name, from files or folders of what benchmarks printed."""
     files = [f for path in paths for f in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    if not any(f.is_file() for f in files):
+        where = ", ".join(map(str, paths))
+        raise SystemExit(f"{where}: needed files of what `weft bench NAME --json` prints, found none; or say where: make tables FROM='a.json folder'")
     return {name: text for file in files for name, text in tables(read(file))}
 
 

@@ -19,6 +19,8 @@ from weft.plan.space import Limits
 from weft.report import facts_of, report
 from weft.report.facts import Facts
 
+pytestmark = pytest.mark.timeout(400)  # a search takes a while on a busy machine
+
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> str:
