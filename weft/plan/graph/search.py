@@ -34,7 +34,7 @@ NOTHING: frozenset[str] = frozenset()
 ALL = frozenset(CARRIED)
 HIDES = (1.0, 0.3, 0.05)  # shares of hideable communication that the ILP is charged
 LARGE = 1500  # nodes from which fewer meshes are tried
-EFFORT = 1e8  # work of one ILP for each axis of its mesh
+EFFORT = 1e8  # work of one ILP
 MOST_ROUNDS = 64
 OWN_SCHEDULES = ("1f1b", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
 FINALISTS = 4  # spots that are laid out at several prices
@@ -236,9 +236,9 @@ class GraphSearch:
     # --- layouts chosen by the ILP
 
     def meshes(self, devices: int) -> list[Mesh]:
-        """Arrangements of the devices of a stage in one or two axes; fewer of large programs, and where there are several stages."""
-        tps = [t for t in divisors(devices) if t < devices]
-        if self.is_large or devices < self.cluster.devices:
+        """Arrangements of the devices of a stage in one or two axes; fewer where there are several stages, one axis of large programs."""
+        tps = [t for t in divisors(devices) if t < devices] if not self.is_large else [1]
+        if devices < self.cluster.devices:
             tps = [t for t in tps if t in (1, min(self.cluster.node_size, devices // 2))]
         elif len(tps) > 8:
             tps = [t for t in tps if t & (t - 1) == 0 or t == self.cluster.node_size or t % 32 == 0]
@@ -247,9 +247,9 @@ class GraphSearch:
     def chosen(self, captured: Captured, part: Cluster, mesh: Mesh, rates: Rates, limit: float) -> Chosen | None:
         key = id(captured), part.devices, mesh, rates, limit
         if key not in self._chosen:
-            prices, work = OnCluster(part, mesh), EFFORT * (1 if len(mesh.axes) == 1 or not self.is_large else 5)
+            prices = OnCluster(part, mesh)
             try:
-                self._chosen[key] = choose(captured.program, mesh, prices, blocks=captured.blocks, memory=limit, rates=rates, work=work)
+                self._chosen[key] = choose(captured.program, mesh, prices, blocks=captured.blocks, memory=limit, rates=rates, work=EFFORT)
             except PlanError:
                 self._chosen[key] = None
         return self._chosen[key]
@@ -274,8 +274,7 @@ class GraphSearch:
         own: list[tuple[float, Spot]] = []
         without: list[tuple[float, Spot]] = []
         few = self.is_large
-        spots = [s for pp in self.depths() for s in self.spots(pp)]
-        for spot in spots if not few else self._few(spots, own):
+        for spot in (s for pp in self.depths() for s in self.spots(pp)):
             made = list(self._ways(spot, 1.0))
             yield from made
             own += [(min(w.seconds for w in made), spot)] if made else []
@@ -284,13 +283,6 @@ class GraphSearch:
             for hide in HIDES[1:2] if few else HIDES[1:]:
                 yield from self._ways(spot, hide)
         yield from self._as_used(sorted(without, key=lambda item: item[0]))
-
-    def _few(self, spots: Sequence[Spot], known: Sequence[tuple[float, Spot]]) -> Iterator[Spot]:
-        """Of a large program one axis at every number of stages, and two axes at the best of those."""
-        yield from (s for s in spots if len(s.mesh.axes) == 1)
-        if known:
-            best = min(known, key=lambda item: item[0])[1].pp
-            yield from (s for s in spots if len(s.mesh.axes) > 1 and s.pp == best)
 
     def _as_used(self, spots: Sequence[tuple[float, Spot]]) -> Iterator[Way]:
         for whole in (True, False):  # of unity-like one stage and one micro-batch alone
