@@ -5,6 +5,7 @@ Programs are built from the words of the case; a case whose words are not unders
 
 from __future__ import annotations
 
+import itertools
 import json as jsonlib
 import math
 import re
@@ -53,7 +54,7 @@ def run(cases: dict[str, Any]) -> Iterator[Row]:
     yield from _tiny(cases["tiny_ilp"])
     yield from _example(cases["iopddl_example"])
     yield from _schedules(cases["schedules"]["rows"])
-    yield from (_not_built(f"layer clustering {r['id']}", "layers are cut where blocks end") for r in cases["layer_clustering"]["rows"])
+    yield from _clustered(cases["layer_clustering"]["rows"])
     yield from (
         _not_built(f"cross mesh {r['case']}", "neighbouring stages hold what they hand on alike") for r in cases["cross_mesh"]["rows"]
     )
@@ -402,3 +403,21 @@ def _before(index: dict[tuple[str, int, int], int], kind: str, stage: int, micro
         return (index["forward", stage - 1, micro],) if stage else ()
     later = (index["backward", stage + 1, micro],) if stage + 1 < stages else ()
     return (*later, index["forward", stage, micro])
+
+
+def _clustered(rows: list[dict[str, Any]]) -> Iterator[Row]:
+    """Ops of a chain in groups of equal work, and the bytes over the worst cut."""
+    from weft.plan.split import balanced
+
+    for row in rows:
+        count = len(row["flops"])
+        edges = [*((i, i + 1) for i in range(count - 1)), *map(tuple, row.get("extra", []))]
+
+        def grouped(row: dict[str, Any] = row, edges: list[tuple[int, int]] = edges, count: int = count) -> tuple[Any, bool]:
+            cuts = balanced(row["flops"], row["L"])
+            ends = [0, *(c + 1 for c in cuts), count]
+            groups = [b - a for a, b in itertools.pairwise(ends)]
+            cost = max(sum(row["out"][u] for u, v in edges if u <= c < v) for c in cuts)
+            return [groups, cost], groups == row["groups"] and cost <= row["cost"]
+
+        yield _row(f"layer clustering {row['id']}", [row["groups"], row["cost"]], grouped)
