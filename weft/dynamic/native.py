@@ -105,7 +105,7 @@ def levels(first: Ints, child: Ints, kind: Ints, row: Ints, depth: Ints, slots: 
     for size in sizes:
         parts.append(made[at : at + size])
         at += size
-    given = first, child, kind, row, depth, np.array(slots, np.int64), np.array(rest, np.int64)
+    given = [np.ascontiguousarray(a, np.int64) for a in (first, child, kind, row, depth, slots, rest)]
     count = lib.weft_schedule(n, kinds, *map(_at, given), *map(_at, parts))
     if count < 0:
         return None
