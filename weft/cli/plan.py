@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     model: str = typer.Argument(..., help="A model of the zoo by name, or FILE.py:FUNCTION that returns your (model, loss, batch)."),
-    cluster: str = typer.Option(..., "--cluster", help="NODESxDEVICESxKIND such as 2x8xH100, `+` between unequal groups, or a YAML file."),
+    cluster: str = typer.Option(..., "--cluster", help="NODESxDEVICESxKIND (nodes, devices of each, their kind), `+` between unequal groups, or a YAML file."),
     batch: int = typer.Option(0, "--batch", help="Samples of a step; else about 4 million tokens, or of your own model its batch on every device."),
     seq: int = typer.Option(0, "--seq", help="Sequence length, if not the model's own."),
     objective: str = typer.Option("time", "--objective", help="time of a step, memory, cost (device time per token), or goodput."),
