@@ -482,7 +482,12 @@ def inference(me: Rank, stage: str) -> None:
         makers = {"weft": lambda x=x: ours(me, model, x), "torch tp": lambda: theirs(me, model, over, False)}
         if me.cuda and not me.quick:
             makers["torch tp compiled"] = lambda: theirs(me, model, over, True)
-        call(me, f"llama block tp{me.world} {case}", {n: me.tried(f"{n}, {case}", lambda m=m, x=x: started(m, x)) for n, m in makers.items()}, x)
+        call(
+            me,
+            f"llama block tp{me.world} {case}",
+            {n: me.tried(f"{n}, {case}", lambda m=m, x=x: started(m, x)) for n, m in makers.items()},
+            x,
+        )
 
 
 def started(make: Callable[[], Callable[[Any], Any]], x: Any) -> Callable[[Any], Any]:

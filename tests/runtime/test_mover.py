@@ -45,7 +45,14 @@ def test_it_compiles_for_sm90_with_wide_copies(flow: bool) -> None:
     from weft.runtime.mover import AT_ONCE, IN_FLOW
 
     block, stages, warps = IN_FLOW if flow else AT_ONCE
-    types = {"sources": ("*i32", "*i32"), "targets": ("*i32", "*i32"), "flags": "*i32", "words": "i32", "BLOCK": "constexpr", "STAGES": "constexpr"}
+    types = {
+        "sources": ("*i32", "*i32"),
+        "targets": ("*i32", "*i32"),
+        "flags": "*i32",
+        "words": "i32",
+        "BLOCK": "constexpr",
+        "STAGES": "constexpr",
+    }
     const = {(move.arg_names.index("BLOCK"),): block, (move.arg_names.index("STAGES"),): stages}
     wide = [["tt.divisibility", 16]]
     attrs = {(0, 0): wide, (0, 1): wide, (1, 0): wide, (1, 1): wide, (3,): wide}
