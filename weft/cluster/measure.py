@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -68,41 +67,18 @@ def products(device: str) -> list[tuple[int, int, int, int, str]]:
 
 
 def time_product(device: str, m: int, n: int, k: int, batch: int, dtype: str) -> Product:
-    """Random numbers, since a device draws less power, and runs faster, on zeros. On a processor operands come from memory, in each of
-    the layouts a training step has: forward, gradient of the input, gradient of the weight; on others the host is left out."""
+    """Random numbers, since a device draws less power, and runs faster, on zeros. On an accelerator the host is left out of it."""
     kind = DTYPES[dtype]
-
-    def operands() -> tuple[torch.Tensor, torch.Tensor]:
-        a, b = torch.randn(batch, m, k, device=device, dtype=kind), torch.randn(batch, k, n, device=device, dtype=kind)
-        return (a[0], b[0]) if batch == 1 else (a, b)
-
-    if device == "cpu":
-        size = batch * (m * k + k * n) * kind.itemsize
-        given = [operands() for _ in range(max(1, min(MANY, COLD // size)))]
-        taken = [seconds(_in_turn([lay(a, b) for a, b in given]), device, 0.04) for lay in LAYOUTS]
-        return Product(m, n, k, batch, dtype, sum(taken) / len(taken))
-    a, b = operands()
+    a = torch.randn(batch, m, k, device=device, dtype=kind)
+    b = torch.randn(batch, k, n, device=device, dtype=kind)
+    a, b = (a[0], b[0]) if batch == 1 else (a, b)
     kept = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     try:
-        return Product(m, n, k, batch, dtype, _in_a_row(lambda: torch.matmul(a, b), 10))
+        took = seconds(lambda: torch.matmul(a, b), device) if device == "cpu" else _in_a_row(lambda: torch.matmul(a, b), 10)
+        return Product(m, n, k, batch, dtype, took)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = kept
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-COLD, MANY = 2**26, 32  # bytes that no cache keeps from one turn to the next; operands at most
-LAYOUTS: tuple[Callable[[torch.Tensor, torch.Tensor], Pair], ...] = (
-    lambda a, b: (a, b.mT.contiguous().mT),
-    lambda a, b: (a, b),
-    lambda a, b: (a.mT.contiguous().mT, b),
-)
-
-
-def _in_turn(given: list[Pair]) -> Callable[[], torch.Tensor]:
-    """One product a call, of the next operands."""
-    turns = itertools.cycle(given)
-    return lambda: torch.matmul(*next(turns))
 
 
 def sustained(device: str, span: float = 2.0) -> float:
