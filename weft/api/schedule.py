@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weft.codegen.order import order
+from weft.codegen.order import order, tails
 from weft.core.errors import InvalidTransform
-from weft.core.node import Node
+from weft.core.node import Node, toposort
 from weft.core.program import Program
+from weft.ops.comm import all_reduce, reduce_scatter
 from weft.ops.registry import nbytes
 from weft.schedule import bucket, fuse, merge
-from weft.schedule.groups import FUSIBLE, REDUCING, is_scalar
+from weft.schedule.groups import FUSIBLE, is_scalar
 
 BUCKET = 8 << 20  # bytes of gradients summed in one call
 FIRST = 1 << 20  # of the first call; the next ones double, so that the first starts early and the many are few
@@ -31,19 +32,20 @@ def fused_update(p: Program, axis: str) -> Program:
 
     Whatever is summed, scattered or not, is read from the ranks' own memory as the update needs it, and written nowhere.
     """
-    sums = [n for n in p.nodes if n.op in REDUCING and n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1]
-    if not sums:
+    last, kept = tails(p)[0], set(toposort([n for name, n in p.outputs if name in dict(p.state)]))
+    mine = [n for n in p.nodes if n in last and n in kept and n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1]
+    kinds = [sums for op in (reduce_scatter, all_reduce) if (sums := [n for n in mine if n.op is op])]
+    if not kinds:
         return p
     try:
-        return _after_sums(unfold_updates(p), sums)
+        return _after_sums(unfold_updates(p), kinds[0])
     except InvalidTransform:  # other collectives of the step stand in between: leave it as it is
         return p
 
 
 def _after_sums(p: Program, sums: Sequence[Node]) -> Program:
     """Everything that follows the sums, and what only that reads, in one kernel; collectives of one kind are merged first."""
-    for op in dict.fromkeys(n.op for n in sums):
-        p = _merged(p, [p.at(n) for n in sums if n.op is op])
+    p = _merged(p, [p.at(n) for n in sums])
     after = _following(p, _calls(p, sums))
     p = _merged(p, [n for n in p.find_all("all_gather") if n in after and not is_scalar(n)])
     firsts = _calls(p, sums)
@@ -68,12 +70,12 @@ def _calls(p: Program, sums: Sequence[Node]) -> list[Node]:
 
 
 def _following(p: Program, nodes: Sequence[Node]) -> set[Node]:
-    """What is computed from the nodes."""
-    found: set[Node] = set()
+    """What is computed from the nodes and goes into state: measurements beside the step are no part of it."""
+    kept, found = dict(p.state), set[Node]()
     for n in p.nodes:
         if any(a in found or a in nodes for a in n.args):
             found.add(n)
-    return found
+    return found & set(toposort([n for name, n in p.outputs if name in kept]))
 
 
 def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:

@@ -35,7 +35,7 @@ def order(program: Program, far: Mapping[str, int] = MappingProxyType({})) -> li
     `far` are the bytes of a message by axis, where messages are counted.
     """
     nodes = [n for n in program.nodes if n.op.name != "input"]
-    early, roots, tail = _after_results(program), *_tails(program)
+    early, roots, tail = _after_results(program), *tails(program)
     sent = _sent(program, nodes)
     at: dict[Node, Key] = {}
     for i, n in enumerate(nodes):
@@ -102,7 +102,7 @@ def _late(
     return late
 
 
-def _tails(program: Program) -> tuple[set[Node], set[Node]]:
+def tails(program: Program) -> tuple[set[Node], set[Node]]:
     """Collectives after which nothing is computed but updates and the like, and all that follows them."""
     calm: set[Node] = set()
     for n in reversed(program.nodes):
