@@ -2,10 +2,10 @@
 
     python -m bench.gpu_foresight --out foresight.json
 
-First every timed case is predicted and, at the same time, compiled by processes of its own, which leave their kernels in the
-compiler's cache; then each is timed with nothing beside it; last comes memory, which others on the device do not change. A row
-goes to stderr as soon as it is there, and `--out` is written anew: what was observed of each step, the kernels that ran and the
-code that was compiled, so that a prediction can be traced. One JSON object on stdout. `--calibrate` measures the device first.
+Some timed cases at a time are predicted and compiled, each by processes of its own, then timed one by one with nothing beside them; last
+comes memory, which others on the device do not change. A row goes to stderr as soon as it is there, and `--out` is written anew:
+what was observed of each step, the kernels that ran and the code that was compiled, so that a prediction can be traced. One JSON
+object on stdout. `--calibrate` measures the device first.
 """
 
 from __future__ import annotations
@@ -383,7 +383,12 @@ class Run:
                 yield case, *both.get(_measured, (None, LATE)), both.get(_predicted, (None, LATE))[1]
 
     def times(self, cases: Sequence[Case], ends: float) -> None:
-        """Compile all, then time one after the other."""
+        """Some cases at a time: compile them together, then time one after the other."""
+        some = max(1, self.processes // 2)
+        for first in range(0, len(cases), some):
+            self.wave(cases[first : first + some], ends)
+
+    def wave(self, cases: Sequence[Case], ends: float) -> None:
         found = list(self.gather(cases, ends))
         for _, child, got, _ in found:
             if child is not None and isinstance(got, str):
