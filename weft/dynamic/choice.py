@@ -46,9 +46,10 @@ def ways(plan: Plan, kinds: tuple[str, ...], device: torch.device, resident: boo
 
 def to_try(precision: str) -> list[Way]:
     """Kernels worth a trial, by the precision torch is told to keep."""
-    if precision != "highest":
-        return [Way(Tiles(lanes=16, warps=4, precision="tf32")), Way(Tiles(lanes=16, warps=4, precision="tf32"), 256)]
-    return [Way(Tiles(lanes=16, warps=4, precision="tf32x3"), 256)]
+    products = "tf32x3" if precision == "highest" else "tf32"
+    large = Tiles(rows=64, lanes=16, inner=32, warps=4, precision=products)
+    small = Tiles(rows=32, lanes=16, inner=64, warps=4, per_processor=2, precision=products)
+    return [Way(small, 160), Way(large, 160), *([] if precision == "highest" else [Way(large)])]
 
 
 class Choice:
