@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     `functions` is one function (type "vertex") or several by type; a function is anything called with a Vertex, modules
     included. `states` gives the row shape of what vertices scatter to their parents. `resident` says whether all rounds run in one
-    kernel that stays on the device (True), each step is launched (False), or the faster way is found on the first batches.
+    kernel that stays on the device (True), each step is launched (False), or the faster way is found on the first batches (None).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Model(nn.Module):
         fuse: bool | None = None,
         replay: bool | None = None,
         target: str | None = None,
-        resident: bool | Way | None = None,
+        resident: bool | Way | None = False,
     ) -> None:
         super().__init__()
         named = dict(functions) if isinstance(functions, Mapping) else {"vertex": functions}
