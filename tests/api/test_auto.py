@@ -138,12 +138,33 @@ def test_a_plan_file_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_plan_file_asks_and_is_not_done(tmp_path: Path) -> None:
-    saved(tmp_path / "again.json", dp=2, recompute="full")
-    with pytest.warns(UserWarning, match="not followed: recompute full"):
+    saved(tmp_path / "again.json", dp=2, recompute="selective")
+    with pytest.warns(UserWarning, match="not followed: recompute selective"):
         assert auto.from_file(str(tmp_path / "again.json")) == ("dp2", 4)
-    saved(tmp_path / "stages.json", pp=2, micro_batch=1)
-    with pytest.raises(PlanError, match="cannot be run by parallelize"):
-        auto.from_file(str(tmp_path / "stages.json"))
+    saved(tmp_path / "stages.json", pp=2, micro_batch=1, recompute="full")
+    with pytest.warns(UserWarning, match="not followed: where its stages are cut"):
+        assert auto.from_file(str(tmp_path / "stages.json")) == ("pp2,1f1b,micro8,recompute", 1)
+    two = (
+        {"kind": "a", "copies": 1, "micro_batch": 6, "micro_batches": 1},
+        {"kind": "b", "copies": 1, "micro_batch": 2, "micro_batches": 1},
+    )
+    saved(tmp_path / "both.json", dp=2, pp=2, shares=two)
+    with pytest.raises(PlanError, match="cannot be run by parallelize") as e:
+        auto.from_file(str(tmp_path / "both.json"))
+    assert "equal shares" in str(e.value)
+
+
+def test_a_plan_file_of_stages_runs(tmp_path: Path) -> None:
+    want = torch_losses(8)
+    saved(tmp_path / "plan.json", pp=2, micro_batch=2)
+
+    def job(rank: int) -> None:
+        with pytest.warns(UserWarning, match="where its stages are cut"):
+            got, step = weft_losses(str(tmp_path / "plan.json"), 8)
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+        assert step.plan == Named(pp=2, micro=4)
+
+    on_ranks(2, job, tmp_path)
 
 
 def test_shares_that_can_be_dealt(tmp_path: Path) -> None:

@@ -68,13 +68,16 @@ class Plan:
 
     @property
     def named(self) -> str | None:
-        """The words `parallelize(plan=...)` takes, where they can say it: one stage, and shares that torch.chunk's rule deals out."""
+        """The words `parallelize(plan=...)` takes, where they can say it: equal shares, or on one stage such as torch.chunk's rule deals."""
         s, pieces = self.setting, self.pieces
-        if s.pp > 1 or pieces is None:
+        if pieces is None or (pieces and s.pp > 1):
             return None
-        words = [f"{a}{getattr(s, a)}" for a in ("dp", "cp", "ep", "tp") if getattr(s, a) > 1]
+        words = [f"{a}{getattr(s, a)}" for a in ("dp", "cp", "ep", "tp", "pp") if getattr(s, a) > 1]
         words += [f"{word}{n}" for word, n in (("zero", s.zero), ("pieces", pieces)) if n]
-        return ",".join([*words, *(["sp"] if s.sequence_parallel else [])]) or "dp1"
+        if s.pp > 1:
+            words += [s.schedule.removesuffix("-eager"), f"micro{s.micro_batches}", *([f"virtual{s.virtual}"] if s.virtual > 1 else [])]
+        said = {"sp": s.sequence_parallel, "recompute": s.recompute == "full"}
+        return ",".join([*words, *(word for word, on in said.items() if on)]) or "dp1"
 
     @property
     def pieces(self) -> int | None:
