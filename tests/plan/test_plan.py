@@ -73,7 +73,7 @@ def test_named_words(plan: Plan) -> None:
 
     made = replace(plan, setting=Setting(global_batch=8, dp=2, tp=2, zero=1, sequence_parallel=True))
     assert made.named == "dp2,tp2,zero1,sp"
-    assert replace(plan, setting=Setting(global_batch=8, pp=4)).named is None
+    assert replace(plan, setting=Setting(global_batch=8, pp=4)).named == "pp4,1f1b,micro8"
 
 
 def test_usual_batch() -> None:
