@@ -41,6 +41,7 @@ class Hosts:
         self.addresses = ["10.77.13.1", "10.77.13.2"]
 
     def __enter__(self) -> Hosts:
+        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # one who is told to end tidies up first
         try:
             for name in self.names:
                 _do("ip", "netns", "add", name)
@@ -74,6 +75,7 @@ class Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 

@@ -32,16 +32,18 @@ def overlap(
     """GEMM + all_reduce over loopback and over links of 0.5 and 1 Gbit/s."""
     from weft.cli.output import console, emit
 
-    rows = [run_ranks(measure, 2, "loopback", size, rounds)]
+    def tell(row: dict[str, Any]) -> dict[str, Any]:
+        console.print(f"{row['case']}: {row['weft_ms']:.1f} ms, plain {row['peers_ms']['plain']:.1f}, gemm {row['gemm_ms']:.1f}, "
+                      f"all_reduce {row['all_reduce_ms']:.1f}, hidden {row['hidden']:.0%}, chosen: {row['chosen']}")  # fmt: skip
+        return row
+
+    rows = [tell(run_ranks(measure, 2, "loopback", size, rounds))]
     why = _netns.possible()
     if why:
         console.print(f"slow links left out: {why}")
     for rate in () if why else ("500mbit", "1gbit"):
         with _netns.Hosts(rate) as hosts:
-            rows.append(hosts.run("bench.overlap", "measure", rate, size, rounds))
-    for row in rows:
-        console.print(f"{row['case']}: {row['weft_ms']:.1f} ms, plain {row['peers_ms']['plain']:.1f}, gemm {row['gemm_ms']:.1f}, "
-                      f"all_reduce {row['all_reduce_ms']:.1f}, hidden {row['hidden']:.0%}, chosen: {row['chosen']}")  # fmt: skip
+            rows.append(tell(hosts.run("bench.overlap", "measure", rate, size, rounds)))
     if json:
         emit({"bench": "overlap", "machine": machine(), "rows": rows})
 
