@@ -77,3 +77,13 @@ def test_a_traced_step_over_peer_memory_ends_with_the_fused_update(tmp_path: Pat
     env = {**os.environ, "TRITON_INTERPRET": "1", "WEFT_TARGET": "triton", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_lanes_that_are_no_number(monkeypatch):
+    from weft.api.compiled import _lanes
+    from weft.core.errors import RuntimeFault
+
+    monkeypatch.setenv("WEFT_LANES", "many")
+    with pytest.raises(RuntimeFault, match="WEFT_LANES is no number of groups") as e:
+        _lanes()
+    assert "1 or more" in str(e.value) and "many" in str(e.value)

@@ -52,7 +52,7 @@ class Compiled:
         peers = _peers(program, self.groups, self.device)
         on = {a: _near(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
         for group in (g for g in on.values() if g is not None and not isinstance(g, Near)):
-            comm.with_lanes(group, int(os.environ.get("WEFT_LANES", "1")))
+            comm.with_lanes(group, _lanes())
         far = {a: comm.message_bytes(self.device) for a, g in on.items() if not isinstance(g, Near) or g.bundles}
         kernels = kernel_language(self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernels, far=far)
@@ -158,6 +158,14 @@ def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) ->
         with contextlib.suppress(RuntimeFault):  # several hosts: the group runs node by node
             found[axis] = connect(groups[axis], device)
     return found
+
+
+def _lanes() -> int:
+    """Groups over which messages between hosts go in turn, as the user asks for."""
+    asked = os.environ.get("WEFT_LANES", "1")
+    if not asked.isdigit() or int(asked) < 1:
+        raise RuntimeFault("WEFT_LANES is no number of groups", needed="1 or more", found=asked, try_="unset WEFT_LANES")
+    return int(asked)
 
 
 def _shared(group: Any, device: torch.device) -> bool:
