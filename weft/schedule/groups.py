@@ -12,7 +12,7 @@ from weft.core.program import Group, Program
 from weft.core.spec import leaves_and_returns
 from weft.ops import comm
 from weft.ops.registry import Kind, equation_of
-from weft.schedule.verbs import Place, name_in, quoted, refuse, tried
+from weft.schedule.refusal import Place, name_in, quoted, refuse, tried
 
 REDUCING = (comm.all_reduce, comm.reduce_scatter)
 FUSIBLE_COMM = (*REDUCING, comm.all_gather, comm.slice_, comm.send, comm.keep)

@@ -8,7 +8,7 @@ from weft.core.program import Program
 from weft.ops import comm
 from weft.rewrite import communicate as rules
 from weft.rewrite.engine import apply_rule
-from weft.schedule.verbs import Place, expect, name_in, refuse, tried
+from weft.schedule.refusal import Place, expect, name_in, refuse, tried
 
 
 def cut(p: Program, at: Place, *, axis: str, dim: int, within: Within = None) -> Program:

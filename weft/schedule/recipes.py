@@ -10,8 +10,10 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import Kind
 from weft.schedule.groups import FUSIBLE, fuse, is_scalar, overlap
+from weft.schedule.moves import hoist, sink
 from weft.schedule.parallel import cut, turn
-from weft.schedule.verbs import drop_dead, hoist, merge, shard_state, sink, split, undo
+from weft.schedule.state import drop_dead, shard_state
+from weft.schedule.verbs import merge, split, undo
 
 
 def gradient_sums(p: Program, axis: str) -> list[Node]:
