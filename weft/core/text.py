@@ -37,12 +37,7 @@ def _literal_everywhere(program: Program, node: Node) -> bool:
 
 def _is_literal(user: Node, node: Node) -> bool:
     beside = [a for a in user.args if a.op.name != "const"]
-    return (
-        bool(beside)
-        and len(beside[0].types) == 1
-        and _number_dtype(node.attr("value"), beside) == node.dtype
-        and user.op.name not in ("dropout",)
-    )
+    return bool(beside) and len(beside[0].types) == 1 and _number_dtype(node.attr("value"), beside) == node.dtype
 
 
 def node_lines(program: Program) -> dict[Node, str]:
