@@ -1,6 +1,6 @@
 """Four ranks on one GPU: training steps against DDP and FSDP2, a Llama block against torch's tensor parallelism.
 
-    python bench/gpu_ranks.py [--stages hosts,symmetric,inference] [--ranks 4] [--device cuda] [--quick]
+    python bench/gpu_ranks.py [--stages hosts,symmetric,inference] [--ranks 4] [--plans "dp4;dp4,zero1 lanes2"] [--device cuda] [--quick]
 
 `hosts`: every rank is a host of its own to NCCL, which then uses sockets. `symmetric`: ranks map each other's memory, and torch's
 ways have their collectives replaced by ones over the same memory. Starts MPS and its own ranks, one stage after the other, each
@@ -69,7 +69,7 @@ def run_stage(stage: str, ranks: int, args: argparse.Namespace) -> dict[str, Any
         port = free.getsockname()[1]
     start, logs = time.time(), [folder / f"{r}.log" for r in range(ranks)]
     command = [sys.executable, __file__, "--child", stage, "--out", str(folder / "rows"), "--device", args.device]
-    command += ["--rounds", str(args.rounds), *(["--quick"] if args.quick else [])]
+    command += ["--rounds", str(args.rounds), "--plans", args.plans, *(["--quick"] if args.quick else [])]
     with mps(args.device) as env:
         where = {**env, "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         processes = []
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="4", help="of training; inference runs on 2 and on so many")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--plans", default="", help="with semicolons between; ` lanesN` after one: its messages over N groups, not as measured")
     parser.add_argument("--quick", action="store_true", help="fewer plans and calls")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -138,7 +139,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        self.cuda, self.out, self.rounds, self.quick = args.device == "cuda", args.out, args.rounds, args.quick
+        self.cuda, self.out, self.rounds, self.quick, self.plans = args.device == "cuda", args.out, args.rounds, args.quick, args.plans
         self.device = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(0)
@@ -243,8 +244,8 @@ def train(me: Rank, stage: str) -> None:
         if name != "ddp compiled" or over is not None and me.cuda and not me.quick:
             add(me, name, lambda make=make: make(me, w, over), batches, peers, losses)  # type: ignore[misc]
     n = me.world
-    plans = [f"dp{n}", f"dp{n},zero1", *([] if me.quick else [f"dp{n},zero3"]), *([] if over or me.quick else [f"dp{n} lanes2"])]
-    for plan in plans:
+    plans = [f"dp{n}", f"dp{n},zero1", *([] if me.quick else [f"dp{n},zero3"])]
+    for plan in me.plans.split(";") if me.plans else plans:
         ours: dict[str, Step] = {}
         add(me, f"weft {plan}", lambda plan=plan: weft_step(me, w, plan, batches[0]), batches, ours, losses)  # type: ignore[misc]
         for name, step in ours.items():
@@ -292,7 +293,7 @@ class weft_step:
         from weft.api.parallelize import parallelize
 
         plan, _, lanes = plan.partition(" lanes")
-        os.environ["WEFT_LANES"] = lanes or "1"  # groups over which messages are sent in turn
+        os.environ["WEFT_LANES"] = lanes  # groups over which messages are sent in turn; none said, as measured
         model = copy.deepcopy(w.model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         example = {k: v.cpu() for k, v in example.items()}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft import interp
+from weft.api.lanes import with_lanes
 from weft.codegen.blocks import Call
 from weft.codegen.pipeline import lower
 from weft.core.errors import RuntimeFault
@@ -22,6 +23,7 @@ from weft.runtime import comm, native, pipeline, quick, replay
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
+from weft.runtime.lanes import Lanes
 from weft.runtime.near import Near, near_of
 from weft.runtime.peers import Alone, connect, kernel_language
 from weft.runtime.traced import Traced
@@ -51,8 +53,8 @@ class Compiled:
         self._expected = {name: (n, n.layout.local_shape(self.coords)) for name, n in held.items()}
         peers = _peers(program, self.groups, self.device)
         on = {a: _near(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
-        for group in (g for g in on.values() if g is not None and not isinstance(g, Near)):
-            comm.with_lanes(group, _lanes())
+        on = with_lanes(program, on, self.device) if together else on
+        self._lanes = {a: g for a, g in on.items() if isinstance(g, Lanes)}
         far = {a: comm.message_bytes(self.device) for a, g in on.items() if not isinstance(g, Near) or g.bundles}
         kernels = kernel_language(self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernels, far=far)
@@ -77,7 +79,8 @@ class Compiled:
     @property
     def how(self) -> str:
         """How a call runs."""
-        return self._step.how if isinstance(self._step, Traced) else "node by node"
+        runs = self._step.how if isinstance(self._step, Traced) else "node by node"
+        return ", ".join([runs, *(f"messages along {axis} over {len(lanes.groups)} groups" for axis, lanes in self._lanes.items())])
 
     def _may_trace(self, asked: bool | None) -> bool:
         """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into: such code has no
@@ -96,6 +99,8 @@ class Compiled:
 
     def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the step makes from nothing it makes on its own device."""
+        for lanes in self._lanes.values():
+            lanes.restart()
         if self.device.type == "cpu":
             return self._step(inputs)  # type: ignore[no-any-return]
         with torch.device(self.device):
@@ -158,14 +163,6 @@ def _peers(program: Program, groups: Mapping[str, Any], device: torch.device) ->
         with contextlib.suppress(RuntimeFault):  # several hosts: the group runs node by node
             found[axis] = connect(groups[axis], device)
     return found
-
-
-def _lanes() -> int:
-    """Groups over which messages between hosts go in turn, as the user asks for."""
-    asked = os.environ.get("WEFT_LANES", "1")
-    if not asked.isdigit() or int(asked) < 1:
-        raise RuntimeFault("WEFT_LANES is no number of groups", needed="1 or more", found=asked, try_="unset WEFT_LANES")
-    return int(asked)
 
 
 def _shared(group: Any, device: torch.device) -> bool:

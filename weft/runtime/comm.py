@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.runtime.lanes import Lanes
 from weft.runtime.near import Near
 
 Span = tuple[int, int, int]  # elements before the cut part, its size, elements after
@@ -57,12 +57,12 @@ def together(pending: Sequence[Pending]) -> Pending:
 
 
 def ranks_of(group: Any) -> int:
-    return group.world if isinstance(group, Near) else dist.get_world_size(group)
+    return group.world if isinstance(group, Near) else dist.get_world_size(far(group))
 
 
 def far(group: Any) -> Any:
     """torch's own group, for what goes from one rank to another."""
-    return group.group if isinstance(group, Near) else group
+    return group.group if isinstance(group, (Near, Lanes)) else group
 
 
 def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -80,20 +80,9 @@ def scatter_natively(group: Any) -> bool:
     return dist.get_backend(group) != "gloo"
 
 
-_lanes: dict[Any, Any] = {}  # of a group, itself and others of the same ranks, in turn
-
-
-def with_lanes(group: Any, count: int) -> Any:
-    """Send a group's messages over so many groups of the same ranks in turn: one may carry less than the link does. All ranks call it."""
-    if count > 1 and group not in _lanes:
-        ranks = dist.get_process_group_ranks(group)
-        others = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(count - 1)]
-        _lanes[group] = itertools.cycle([group, *others])
-    return group
-
-
-def _lane(group: Any) -> Any:
-    return next(_lanes[group]) if group in _lanes else group
+def _lane(group: Any, sent: int) -> Any:
+    """The group for a message of so many bytes."""
+    return group.take(sent) if isinstance(group, Lanes) else group
 
 
 def _functional(name: str, x: torch.Tensor, *more: Any, group: Any) -> Pending:
@@ -107,7 +96,7 @@ def _functional(name: str, x: torch.Tensor, *more: Any, group: Any) -> Pending:
 
 def _reduced(x: torch.Tensor, group: Any, op: str) -> Pending:
     """The reduction of contiguous memory of one's own, in its place."""
-    group = _lane(group)
+    group = _lane(group, 2 * x.nbytes)
     if isinstance(x, FakeTensor):
         return _functional("all_reduce", x, op, group=group)
     return Pending(dist.all_reduce(x, REDUCE[op], group=group, async_op=True), lambda: x)
@@ -118,7 +107,7 @@ def _gathered(mine: torch.Tensor, group: Any) -> Pending:
     n = ranks_of(group)
     if isinstance(group, Near):
         return done(group.all_gather(mine).flatten(0, 1))
-    group = _lane(group)
+    group = _lane(group, n * mine.nbytes)
     if isinstance(mine, FakeTensor):
         return _functional("all_gather_into_tensor", mine, n, group=group)
     out = mine.new_empty((n * mine.shape[0], *mine.shape[1:]))
@@ -129,7 +118,7 @@ def _scattered(parts: torch.Tensor, group: Any, op: str) -> Pending:
     """parts [ranks, ...]: this rank's one, reduced."""
     if isinstance(group, Near):
         return done(group.reduce_scatter(parts, op))
-    group = _lane(group)
+    group = _lane(group, parts.nbytes)
     if isinstance(parts, FakeTensor):
         return _functional("reduce_scatter_tensor", parts.flatten(0, 1), op, len(parts), group=group)
     if scatter_natively(group):
@@ -230,7 +219,7 @@ def all_to_all(
 
     if isinstance(group, Near):
         return done(joined(group.all_to_all(y)))
-    y = y.contiguous()
+    y, group = y.contiguous(), far(group)
     if isinstance(y, FakeTensor):
         sent = _functional("all_to_all_single", y, [1] * n, [1] * n, group=group)
         return Pending(None, lambda: joined(sent.wait()))
