@@ -109,16 +109,25 @@ def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     return {n: round(1e3 * statistics.median(t), 4) for n, t in took.items()}
 
 
-def kernels(step: Callable[[], Any]) -> dict[str, list[float]]:
-    """The kernels of a step that take most of its time: how often each ran, and its microseconds in all."""
+SORTS = {"nchwToNhwc": "turned", "nhwcToNchw": "turned", "triton_red": "reductions", "triton_per": "reductions", "triton_poi": "elementwise",
+         "Memcpy": "copies", "Memset": "copies", "multi_tensor": "update"}  # fmt: skip
+
+
+def kernels(step: Callable[[], Any]) -> dict[str, Any]:
+    """How often each sort of kernel ran in a step and its microseconds in all, and the same of those that take most of its time."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    rows = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
-    return {e.key[:100]: [e.count, round(e.self_device_time_total, 1)] for e in rows[:30]}
+    rows = sorted((e for e in seen.key_averages() if e.self_device_time_total), key=lambda e: -e.self_device_time_total)
+    sorts: dict[str, list[float]] = {}
+    for e in rows:
+        kind = next((sort for part, sort in SORTS.items() if part in e.key), "libraries")
+        count, us = sorts.get(kind, (0, 0.0))
+        sorts[kind] = [count + e.count, round(us + e.self_device_time_total, 1)]
+    return {"sorts": sorts, "most": {e.key[:100]: [e.count, round(e.self_device_time_total, 1)] for e in rows[:30]}}
 
 
 def workload(name: str) -> tuple[Any, dict[str, Any]]:

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
-from weft.runtime import once
+from weft.runtime import moments, once
 
 Values = dict[str, Any]
 WARM_UP = 3  # calls before one is recorded
 WIRES = ("_c10d_functional.", "weft.")  # collectives
+AS_TRACED = {"layout_optimization": False}  # it would turn the images of the forward pass only, which the backward pass reads as traced
 IN_ORDER = {"reorder_for_peak_memory": False}  # they stay in the program's order, which is that of every rank
 
 
@@ -77,12 +79,26 @@ class Traced:
         given = [inputs[n] for n in self._names]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph = make_fx(flat, tracing_mode="fake")(*given)
-            graph.graph.eliminate_dead_code()
-            graph.recompile()
-            sends = any(str(n.target).startswith(WIRES) for n in graph.graph.nodes)
-            options = {"post_grad_custom_pre_pass": once.as_pass(), **(IN_ORDER if sends else {})}
-            return inductor(graph, given, options=options)  # type: ignore[no-any-return]
+            graph = _prepared(make_fx(flat, tracing_mode="fake")(*given), given)
+            return inductor(graph, given, options=_options(graph))  # type: ignore[no-any-return]
+
+
+def _prepared(graph: GraphModule, given: Sequence[Tensor]) -> GraphModule:
+    """The trace in the form Inductor does most with."""
+    moments.in_one_pass(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _options(graph: GraphModule) -> dict[str, Any]:
+    """What Inductor should do otherwise than it does with a graph that it takes for inference alone."""
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": once.as_pass()}
+    if any(str(n.target).startswith(WIRES) for n in graph.graph.nodes):
+        options |= IN_ORDER
+    if any(n.target is torch.ops.aten.convolution_backward.default for n in graph.graph.nodes):
+        options |= AS_TRACED
+    return options
 
 
 class Recorder:
