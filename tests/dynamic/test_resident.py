@@ -122,8 +122,8 @@ torch.manual_seed(0)
 made = [(c := tree_lstm.ChildSum(3, 5), tree_lstm.model(c, 5), "leaves"), (d := dag_rnn.DagRNN(3, 5), dag_rnn.model(d), "all"),
         (b := tree_lstm.Binary(3, 5), tree_lstm.model(b, 5), "leaves")]
 for cell, model, words in made:
-    model.target, model.replay = "triton", True
-    model.resident = Way(Tiles(rows=16, lanes=16, inner=16), 3) if words == "leaves" else True
+    model.target, model.replay, model.tensor_cores = "triton", True, True
+    model.resident = Way(Tiles(rows=16, lanes=16, inner=16, precision="tf32x3"), 3) if words == "leaves" else True
     for seed in (1, 2):
         s = graphs(seed, 4, ("binary", "single") if words == "leaves" else ("dag", "tree"), words, largest=5)
         x = torch.randn(s.vertices, 3, requires_grad=True)
@@ -164,7 +164,7 @@ def test_it_compiles_for_sm90_to_tensor_cores_and_acquires_what_others_wrote(pha
         dtype = argument.dtype if isinstance(argument, Pointer) else torch.float32
         types[f"q{i}"] = "*i64" if dtype is torch.int64 else "*fp32"
         if not isinstance(argument, Pointer):
-            types[f"q{i}k"], types[f"q{i}n"], constants[f"q{i}k"] = "constexpr", "i32", 1
+            types[f"q{i}l"], types[f"q{i}k"], types[f"q{i}n"], constants[f"q{i}k"] = "*fp32", "constexpr", "i32", 1
     types |= {"table": "*i64", "meeting": "*i32", "eb1": "i32"} | dict.fromkeys(tiles.constants(), "constexpr")
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t == "*fp32" or n.endswith("n")}
     source = ASTSource(code.function, {n: types[n] for n in names}, {(names.index(k),): c for k, c in constants.items()}, aligned)

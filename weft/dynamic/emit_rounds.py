@@ -15,11 +15,23 @@ from weft.dynamic.cell import Cell
 from weft.dynamic.emit import column, is_bool
 from weft.dynamic.emit_triton import HEADER, TYPES, TritonEmitter
 from weft.dynamic.kernel import SEGMENT, Kernel
+from weft.dynamic.product import HIGH
 from weft.dynamic.stages import Stage, head, stages, tail
 from weft.dynamic.store import Pointer
 from weft.runtime import modules
 
 TABLE = 5  # numbers per round: class, first and last row, first and last edge; the count of rounds comes before them
+MULTIPLY = """\
+@triton.jit
+def w_multiply(a, w, low, at, inside, sums, PRECISION: tl.constexpr):
+    b = tl.load(w + at, mask=inside, other=0.0)
+    if PRECISION == "tf32x3":  # the matrix is there in two halves
+        h = w_high(a)
+        part = tl.dot(a - h, b, input_precision="tf32")
+        part = tl.dot(h, tl.load(low + at, mask=inside, other=0.0), part, input_precision="tf32")
+        return sums + tl.dot(h, b, part, input_precision="tf32")
+    return tl.dot(a, b, sums, input_precision=PRECISION)
+"""
 MEET = """\
 @triton.jit
 def w_meet(count, goal):
@@ -71,7 +83,12 @@ class Writer:
         if (klass, argument) not in self.arguments:
             self.arguments.append((klass, argument))
         i = self.arguments.index((klass, argument))
-        return f"q{i}" if isinstance(argument, Pointer) else f"q{i}, q{i}k, q{i}n"
+        return ", ".join(names(f"q{i}", argument))
+
+
+def names(name: str, argument: Pointer | fx.Node) -> list[str]:
+    """What is passed for an argument: a pointer; for a matrix the pointers to its halves and two strides."""
+    return [name] if isinstance(argument, Pointer) else [name, f"{name}l", f"{name}k", f"{name}n"]
 
 
 def build(cells: Mapping[int, Cell], phase: str) -> Code | None:
@@ -84,7 +101,7 @@ def build(cells: Mapping[int, Cell], phase: str) -> Code | None:
         return None
     writer = Writer(phase)
     text = _main(writer, known, {k: cells[k] for k in known})
-    module = modules.load("\n\n".join([HEADER, MEET, *writer.functions, text]))
+    module = modules.load("\n\n".join([HEADER, HIGH, MULTIPLY, MEET, *writer.functions, text]))
     return Code(getattr(module, f"weft_{phase}"), writer.arguments, list(known))
 
 
@@ -100,15 +117,13 @@ def _main(writer: Writer, known: Mapping[int, list[Stage]], cells: Mapping[int, 
             body.append(f"    {_call(writer, stage, k, i, cells[k])}")
         if meets_last:
             body += ["    goal += programs", "    w_meet(meeting, goal)"]
-    names = [
-        n for i, (_, a) in enumerate(writer.arguments) for n in ([f"q{i}"] if isinstance(a, Pointer) else [f"q{i}", f"q{i}k", f"q{i}n"])
-    ]
+    passed = [n for i, (_, a) in enumerate(writer.arguments) for n in names(f"q{i}", a)]
     loose = [f"q{i}" for i, (_, a) in enumerate(writer.arguments) if isinstance(a, Pointer) and a.kind == "index"]
     bases = [f"eb{k}" for k in known]
     which = "i" if writer.phase == "rounds" else "count - 1 - i"
     return "\n".join([
         f"@triton.jit(do_not_specialize={[*loose, 'table', *bases]})",
-        f"def weft_{writer.phase}({', '.join([*names, 'table', 'meeting', *bases])}, BM: tl.constexpr, BL: tl.constexpr, "
+        f"def weft_{writer.phase}({', '.join([*passed, 'table', 'meeting', *bases])}, BM: tl.constexpr, BL: tl.constexpr, "
         "BK: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):",
         "    programs = tl.num_programs(0)",
         "    goal = 0",
@@ -163,13 +178,13 @@ class TileEmitter(TritonEmitter):
         if any(" - e0" in line for line in body):
             body.insert(0, f"e0 = tl.load({self.index('edge_first')} + lo)")
         e, low, high = ("e", "eb + elo", "eb + ehi") if self.stage.on_edges else ("v", "lo", "hi")
-        names = [f"p{i}" for i in range(len(self.pointers))]
-        names += [n for i in range(len(self.matrices)) for n in (f"w{i}", f"w{i}k", f"w{i}n")]
+        passed = [n for i, p in enumerate(self.pointers) for n in names(f"p{i}", p)]
+        passed += [n for i, w in enumerate(self.matrices) for n in names(f"w{i}", w)]
         narrow = "" if self.stage.products else "    BM: tl.constexpr = 16\n    BL: tl.constexpr = 64\n"
         lanes = self.kernel.lanes
         return "\n".join([
             "@triton.jit",
-            f"def {self.name}({', '.join(names)}, lo, hi, elo, ehi, eb, BM_: tl.constexpr, BL_: tl.constexpr, BK: tl.constexpr, "
+            f"def {self.name}({', '.join(passed)}, lo, hi, elo, ehi, eb, BM_: tl.constexpr, BL_: tl.constexpr, BK: tl.constexpr, "
             "DEPTH: tl.constexpr, PRECISION: tl.constexpr):",
             narrow or "    BM: tl.constexpr = BM_\n    BL: tl.constexpr = BL_\n",
             f"    across: tl.constexpr = ({lanes} + BL - 1) // BL",
@@ -200,9 +215,8 @@ class TileEmitter(TritonEmitter):
             yield "    kk = k + tl.arange(0, BK)"
             yield f"    a = tl.load({at} + {product.name}_r * {columns} + kk[None, :], mask=r & (kk[None, :] < {inner}), other=0.0)"
             for name, offset in sums.items():
-                where = f"{w} + kk[:, None] * {w}k + (j + {offset}) * {w}n"
-                yield f"    b = tl.load({where}, mask=(kk[:, None] < {inner}) & c, other=0.0)"
-                yield f"    {name} = tl.dot(a, b, {name}, input_precision=PRECISION)"
+                where, inside = f"kk[:, None] * {w}k + (j + {offset}) * {w}n", f"(kk[:, None] < {inner}) & c"
+                yield f"    {name} = w_multiply(a, {w}, {w}l, {where}, {inside}, {name}, PRECISION)"
 
     def _matrix(self, node: fx.Node) -> int:
         if node not in self.matrices:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from weft.dynamic import emit_triton
+from weft.dynamic import emit_triton, product
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
 from weft.dynamic.phases import base, domain, fill_in, is_view
@@ -39,11 +39,13 @@ class Frame:
     index: Mapping[str, Tensor]
     workspace: Workspace
     compiled: Compiled
+    on_cores: bool = False  # float32 products as three on tensor cores
 
     def __post_init__(self) -> None:
         self.fixed: dict[fx.Node, Tensor] = {}
         self.local: dict[fx.Node, Any] = {}
         self.constants: dict[fx.Node, Tensor] = {}
+        self.split: dict[fx.Node, product.Halves] = {}
         self.tables: list[np.ndarray[Any, Any]] = []
         self.span: Span = (0, self.block.count, 0, self.block.edge_count)
         self._bound: dict[str, list[Bound]] = {}
@@ -56,6 +58,8 @@ class Frame:
         if phase == "weights":
             for node, copy in self.constants.items():
                 copy.copy_(self.fetch(node, span))
+            for node, halves in self.split.items():
+                halves.fill(self.fetch(node, span))
 
     def bind(self, phase: str) -> list[Bound]:
         """The steps of a phase with their buffers."""
@@ -76,8 +80,15 @@ class Frame:
             return self.fetch(node, self.span)
         if node not in self.local:
             args, kwargs = map_arg((node.args, node.kwargs), self.total)
-            self.local[node] = node.target(*args, **kwargs)
+            self.local[node] = self._over_rows(*args) if self._sums_rows(node, args) else node.target(*args, **kwargs)
         return self.local[node]
+
+    def _sums_rows(self, node: fx.Node, args: tuple[Any, ...]) -> bool:
+        return self.on_cores and node.target is aten.mm.default and product.fits(args[0].t(), args[1])
+
+    @staticmethod
+    def _over_rows(x: Tensor, y: Tensor) -> Tensor:
+        return product.over_rows(x.t(), y)
 
     def forget_totals(self) -> None:
         self.local = {}
@@ -190,12 +201,23 @@ class Frame:
         out, scratch = self.buffer(home), home.kind == "scratch"
         shape = None if not home.folded and len(home.shape) == 1 else (-1, node.meta["val"].shape[1])
         a, b = (0, 1) if home.domain == "row" else (2, 3)
+        halves = self.halves(right) if self.on_cores and home.dtype is torch.float32 else None
 
         def step(span: Span) -> None:
             into = out[: span[b] - span[a]] if scratch else out[span[a] : span[b]]
-            torch.mm(self.fetch(left, span), self.fetch(right, span), out=into if shape is None else into.view(shape))
+            into, x, matrix = into if shape is None else into.view(shape), self.fetch(left, span), self.fetch(right, span)
+            if halves is not None and product.fits(x, into):
+                product.rows(x, matrix, halves, into)
+            else:
+                torch.mm(x, matrix, out=into)
 
         return step
+
+    def halves(self, node: fx.Node) -> product.Halves:
+        """A matrix without rows, split; filled anew in each run."""
+        if node not in self.split:
+            self.split[node] = product.Halves.of(self.fetch(node, self.span))
+        return self.split[node]
 
     def _other(self, node: fx.Node, home: Home | None) -> Bound:
         has_rows = bool(domain(node))
@@ -225,14 +247,14 @@ class Frame:
 
         return step
 
-    def matrix(self, node: fx.Node) -> Tensor:
-        """A matrix without rows, its columns in one piece as tensor cores read them: the weight itself, or a copy made in each run."""
+    def matrix(self, node: fx.Node, split: bool) -> tuple[Tensor, Tensor]:
+        """A matrix without rows, its columns in one piece as tensor cores read them: its halves, or twice the weight itself or a copy."""
+        if split:
+            return self.halves(node).high, self.halves(node).low
         value = self.fetch(node, self.span)
-        if base(node).op == "placeholder" and value.stride(0) == 1:
-            return value
-        if node not in self.constants:
-            self.constants[node] = value.t().contiguous().t()
-        return self.constants[node]
+        if base(node).op != "placeholder" or value.stride(0) != 1:
+            value = self.constants.setdefault(node, value.t().contiguous().t())
+        return value, value
 
     def argument(self, pointer: Pointer) -> Tensor:
         """What a kernel gets for a pointer."""

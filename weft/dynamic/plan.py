@@ -62,7 +62,9 @@ def held_by(function: Any) -> list[Tensor]:
     return [t for h in held for t in held_by(h)]
 
 
-def compile_plan(variant: Variant, absent: frozenset[tuple[CellKey, Source]], grads: frozenset[str], needs: bool, target: str) -> Plan:
+def compile_plan(
+    variant: Variant, absent: frozenset[tuple[CellKey, Source]], grads: frozenset[str], needs: bool, target: str, on_cores: bool,
+) -> Plan:  # fmt: skip
     """All classes for one kind of call: which inputs are absent where, what needs a gradient, what kernels are written in."""
     made: dict[CellKey, Traced] = {}
     for name, function in variant.functions.items():
@@ -75,7 +77,7 @@ def compile_plan(variant: Variant, absent: frozenset[tuple[CellKey, Source]], gr
     outputs = output_homes(made.values())
     cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in made.items()}
     kernels = _kernels(cells.values(), target)
-    return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, target == "triton")
+    return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, target == "triton", on_cores)
 
 
 def _with_gradients(function: Traced, gone: set[Source], grads: frozenset[str], joint: Joint) -> Traced:

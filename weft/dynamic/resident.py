@@ -28,8 +28,8 @@ class Resident:
             if isinstance(argument, Pointer):
                 self.arguments.append(frame.argument(argument))
             else:
-                matrix = frame.matrix(argument)
-                self.arguments += [matrix, *matrix.stride()]
+                high, low = frame.matrix(argument, tiles.precision == "tf32x3")
+                self.arguments += [high, low, *high.stride()]
         self.arguments += [table, self.meeting, *(frames[k].block.edge_start for k in code.classes)]
         self.options = {"launch_cooperative_grid": True} if replay.is_accelerator(device) else {}
 
