@@ -31,7 +31,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "vit": {"layers": 6, "batch": 64},
     "resnext50": {"batch": 64},
     "dlrm": {"batch": 2048},
+    "bert-large": {"layers": 6, "batch": 16},
+    "wide-resnet": {"batch": 32},
 }
+FIVE = "gpt2,llama3-8b,vit,resnext50,dlrm"
 LIMIT = 230.0  # seconds in which all must have compiled
 
 
@@ -208,7 +211,7 @@ def child(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(SIZES))
+    parser.add_argument("--models", default=FIVE, help=f"any of {', '.join(SIZES)}")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--precision", default="tf32", choices=["tf32", "bf16"])
     parser.add_argument("--case", help=argparse.SUPPRESS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.runtime.images import channels_last
+from weft.runtime import images
+from weft.runtime.images import channels_last, quicker_turned
 
 
 def step(x: torch.Tensor, w: torch.Tensor, point: torch.Tensor) -> list[torch.Tensor]:
@@ -28,3 +30,21 @@ def test_the_same_values_lie_as_they_did() -> None:
         assert got.stride() == want.stride()
     wide = [n for n in turned.graph.nodes if n.target is torch.ops.aten.convolution.default]
     assert len(wide) == 2 and all(n.args[0].meta["val"].stride()[1] == 1 and n.meta["val"].stride()[1] == 1 for n in wide)
+
+
+def test_each_kind_of_convolution_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [torch.randn(shape) for shape in ((2, 4, 6, 5), (8, 2, 3, 3), (6, 8, 1, 1))]
+    plain = make_fx(lambda *xs: [*step(*xs), *step(*xs)], tracing_mode="fake")(*given)
+    assert quicker_turned(plain, torch.device("cpu")) in (True, False)  # the trials run
+    asked: list[tuple[str, bool]] = []
+    takes: dict[bool, float] = {}
+
+    def scripted(kind: images.Kind, device: torch.device, turned: bool) -> float:
+        asked.append((kind[0].__name__, turned))
+        return takes[turned]
+
+    monkeypatch.setattr(images, "_milliseconds", scripted)
+    for as_it_is, turned, chosen in ((2.0, 1.0, True), (1.0, 2.0, False), (1.04, 1.0, False)):
+        takes |= {False: as_it_is, True: turned}
+        assert quicker_turned(plain, torch.device("cpu")) is chosen
+    assert sorted(asked[:8]) == sorted((f"{n}.default", t) for n in ("convolution", "convolution_backward") for t in (False, True) for _ in "ab")

@@ -36,10 +36,16 @@ def _plain_attention(first: int) -> Test:
     def test(n: Node, device: str) -> bool:
         q, k, v = n.args[first : first + 3]
         plain = not n.attr("window") and not n.attr("offset") and v.shape[-1] == k.shape[-1] and q.dtype in FLASH.get(device, ())
-        plain = plain and not (device == "cuda" and _products_are_quicker(q, k))
-        return plain and len(n.args) == (3 if first == 0 else 6) and (_rows_whole(q, k) or not n.attr("causal")) and k.ndim == 4
+        plain = plain and not (device == "cuda" and _products_are_quicker(q, k)) and k.ndim == 4 and not n.attr("p")
+        masks = n.args[3 if first == 0 else 6 :]
+        return plain and (_added(masks[0], q) and not n.attr("causal") if masks else _rows_whole(q, k) or not n.attr("causal"))
 
     return test
+
+
+def _added(mask: Node, q: Node) -> bool:
+    """A mask that the kernels add as it is: its gradient, if there is any, is an op of its own."""
+    return mask.dtype == q.dtype
 
 
 def _plain_adam(n: Node, device: str) -> bool:

@@ -1,22 +1,29 @@
 """A traced step over images, with their channels beside each other in memory: what the GPU's convolutions read without turning it first.
 
-Only how values lie changes. What leaves the graph lies as it did before.
+Only how values lie changes, and what leaves the graph lies as it did before. Whether it helps depends on the convolutions, grouped ones
+above all, so each kind of them that a graph has is timed both ways.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_map
+
+from weft.runtime.replay import Clock, mark
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+MARGIN, TRIES = 0.05, 3
+Kind = tuple[Any, ...]  # a convolution's op and operands, each tensor by shape, dtype and whether it is more than a size
 
 
-def channels_last(graph: GraphModule, given: list[Tensor]) -> GraphModule:
+def channels_last(graph: GraphModule, given: Sequence[Tensor]) -> GraphModule:
     """The graph traced anew, every convolution given such operands."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -39,6 +46,49 @@ class _Turned(Interpreter):
 
 
 def _turned(x: Any) -> Any:
-    """An operand that stands for its size alone, with one number in memory, stays what it is."""
-    image = isinstance(x, Tensor) and x.ndim == 4 and x.stride()[0] != 0
-    return x.contiguous(memory_format=torch.channels_last) if image else x
+    return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and _is_image(x) else x
+
+
+def _is_image(x: Tensor) -> bool:
+    """An operand that stands for its size alone, with one number in memory, is none."""
+    return x.ndim == 4 and x.stride()[0] != 0
+
+
+def quicker_turned(graph: GraphModule, device: torch.device) -> bool:
+    """Whether a graph's convolutions take less time so."""
+    kinds = Counter(_kind(n) for n in graph.graph.nodes if n.target in CONVOLUTIONS)
+    try:
+        took = [sum(count * _milliseconds(kind, device, turned) for kind, count in kinds.items()) for turned in (False, True)]
+    except torch.OutOfMemoryError:  # no room to try
+        return False
+    return took[1] * (1 + MARGIN) < took[0]
+
+
+def _kind(n: Node) -> Kind:
+    def told(x: Any) -> Any:
+        value = x.meta["val"] if isinstance(x, Node) else x
+        if isinstance(value, Tensor):
+            return "tensor", tuple(value.shape), value.dtype, _is_image(value)
+        return tuple(value) if isinstance(value, (list, tuple)) else value
+
+    return n.target, *map(told, n.args)
+
+
+def _milliseconds(kind: Kind, device: torch.device, turned: bool) -> float:
+    """The least of a few runs of a convolution."""
+
+    def made(x: Any) -> Any:
+        if not isinstance(x, tuple) or x[:1] != ("tensor",):
+            return list(x) if isinstance(x, tuple) else x
+        _, shape, dtype, image = x
+        value = torch.zeros(shape if image else (1,) * len(shape), dtype=dtype, device=device)
+        return value.expand(shape) if not image else _turned(value) if turned else value
+
+    op, *operands = kind
+    args = [made(x) for x in operands]
+    clock, least = Clock(device), float("inf")
+    for turn in range(TRIES + 1):
+        clock.time(lambda: op(*args))
+        mark(device)()
+        least = min(least, clock.read() or 0.0) if turn else least
+    return least

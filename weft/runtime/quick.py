@@ -66,31 +66,72 @@ def _cudnn_has(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype, devic
         return tuple(lse.shape) == (1, *q[:2], 1)
 
 
-def _shares_keys(q: Tensor) -> bool:
+def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    if not q.is_cuda:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=scale)  # type: ignore[no-any-return]
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _masked_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float) -> Any:
+    if not q.is_cuda:
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    wanted = [True, True, True, False]
+    return _aten._scaled_dot_product_efficient_attention_backward(do, q, k, v, bias, out, lse, none, none, 0.0, wanted, False, scale=scale)[:3]
+
+
+def _bias(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """A mask [b, g, r, s, t], stretched where a size is 1, as the kernels add it, [b, g * r, s, t], and which rows see any key.
+
+    Without infinities, whose differences are no numbers: a key that is not seen stays far below any that is.
+    """
+    far = -6e4 if mask.dtype == torch.float16 else -2e38
+    bias = torch.where(mask == -torch.inf, far, mask.clamp(min=far / 2))
+    seen = (mask > -torch.inf).any(-1, keepdim=True)
+    short = -bias.shape[-1] % 16 if bias.shape[-1] > 1 else 0
+    bias = torch.nn.functional.pad(bias, (0, short))[..., : bias.shape[-1]] if short and q.is_cuda else bias  # rows start every 16 numbers
+    b, g, r, s = q.shape[:4]
+    return bias.expand(b, g, r, s, k.shape[2]).reshape(b, g * r, s, k.shape[2]), seen
+
+
+def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:
     """Whether the kernel itself lets several query heads read one key head."""
-    return q.is_cuda and q.dtype != torch.float32
+    return q.is_cuda and q.dtype != torch.float32 and mask is None
 
 
-def _heads(x: Tensor, like: Tensor) -> Tensor:
+def _heads(x: Tensor, like: Tensor, mask: Tensor | None) -> Tensor:
     """Keys or values [b, g, t, d] for every one of the r query heads of their group, [b, g * r, t, d]."""
     b, g, r = like.shape[:3]
-    return x if r == 1 or _shares_keys(like) else x.unsqueeze(2).expand(b, g, r, *x.shape[2:]).reshape(b, g * r, *x.shape[2:])
+    return x if r == 1 or _shares_keys(like, mask) else x.unsqueeze(2).expand(b, g, r, *x.shape[2:]).reshape(b, g * r, *x.shape[2:])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
     """q [b, g, r, s, d], k and v [b, g, t, d] -> result and log-sum-exp, without the scores ever being whole."""
     b, g, r, s, d = q.shape
-    out, lse = _flash(q.reshape(b, g * r, s, d), _heads(k, q), _heads(v, q), causal, scale)
-    return out.reshape(b, g, r, s, -1), lse.reshape(b, g, r, s)
+    flat = q.reshape(b, g * r, s, d), _heads(k, q, mask), _heads(v, q, mask)
+    if mask is None:
+        out, lse = _flash(*flat, causal, scale)
+        return out.reshape(b, g, r, s, -1), lse.reshape(b, g, r, s)
+    bias, seen = _bias(mask, q, k)
+    out, lse = _masked(*flat, bias, scale)
+    return torch.where(seen, out.reshape(b, g, r, s, -1), 0.0), torch.where(seen[..., 0], lse.reshape(b, g, r, s), -torch.inf)
 
 
-def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = False) -> Any:
+def attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False
+) -> Any:
     b, g, r, s = q.shape[:4]
     flat = (b, g * r, s, -1)
-    dq, dk, dv = _flash_backward(
-        do.reshape(flat), q.reshape(flat), _heads(k, q), _heads(v, q), out.reshape(flat), lse.reshape(b, g * r, s), causal, scale
-    )
-    if r > 1 and not _shares_keys(q):
+    ours = q.reshape(flat), _heads(k, q, mask), _heads(v, q, mask), out.reshape(flat)
+    if mask is None:
+        dq, dk, dv = _flash_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), causal, scale)
+    else:
+        bias, seen = _bias(mask, q, k)
+        lse = torch.where(seen[..., 0], lse, torch.inf)  # a row that sees no key gives none of them anything
+        dq, dk, dv = _masked_backward(torch.where(seen, do, 0.0).reshape(flat), *ours, lse.reshape(b, g * r, s), bias, scale)
+    if r > 1 and not _shares_keys(q, mask):
         dk, dv = (x.reshape(b, g, r, *x.shape[2:]).sum(2) for x in (dk, dv))
     return dq.reshape(q.shape), dk, dv
 

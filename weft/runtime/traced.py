@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from weft.runtime import moments, once
+from weft.runtime import images, moments, once, replay
 
 Values = dict[str, Any]
 WARM_UP = 3  # calls before one is recorded
@@ -79,16 +79,22 @@ class Traced:
         given = [inputs[n] for n in self._names]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph = _prepared(make_fx(flat, tracing_mode="fake")(*given), given)
+            graph = _prepared(make_fx(flat, tracing_mode="fake")(*given), given, self._device)
             return inductor(graph, given, options=_options(graph))  # type: ignore[no-any-return]
 
 
-def _prepared(graph: GraphModule, given: Sequence[Tensor]) -> GraphModule:
+def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device) -> GraphModule:
     """The trace in the form Inductor does most with."""
     moments.in_one_pass(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+    if _goes_back_over_images(graph) and replay.is_accelerator(device) and images.quicker_turned(graph, device):
+        return images.channels_last(graph, given)
     return graph
+
+
+def _goes_back_over_images(graph: GraphModule) -> bool:
+    return any(n.target is torch.ops.aten.convolution_backward.default for n in graph.graph.nodes)
 
 
 def _options(graph: GraphModule) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def _options(graph: GraphModule) -> dict[str, Any]:
     options: dict[str, Any] = {"post_grad_custom_pre_pass": once.as_pass()}
     if any(str(n.target).startswith(WIRES) for n in graph.graph.nodes):
         options |= IN_ORDER
-    if any(n.target is torch.ops.aten.convolution_backward.default for n in graph.graph.nodes):
+    if _goes_back_over_images(graph):
         options |= AS_TRACED
     return options
 

@@ -1,0 +1,60 @@
+"""Masked attention by torch's fused kernels, forward and back: what the scores written out give, rows that see nothing among them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from weft.frontend import zoo
+from weft.runtime import quick
+
+MASKS = {"keys": (2, 1, 1, 1, 7), "rows": (1, 1, 1, 5, 7), "heads": (2, 2, 3, 5, 7), "one key": (2, 1, 1, 5, 1)}
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.einsum("bgrsd,bgtd->bgrst", q, k) * scale + mask
+    p = torch.where((scores > -math.inf).any(-1, keepdim=True), torch.softmax(scores, -1), 0.0)
+    return torch.einsum("bgrst,bgte->bgrse", p, v), torch.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("hidden", ["some", "whole rows", "numbers"])
+def test_masked_attention_is_what_the_scores_give(kind: str, hidden: str) -> None:
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((2, 2, 3, 5, 4), (2, 2, 7, 4), (2, 2, 7, 4)))
+    mask = torch.randn(MASKS[kind], dtype=torch.float64)
+    if hidden != "numbers":
+        mask = torch.where(torch.rand(MASKS[kind]) < 0.3, -math.inf, 0.0).double()
+        mask[..., 0] = 0.0
+    if hidden == "whole rows":
+        mask[0] = -math.inf
+    want, lse = written_out(q, k, v, mask, 0.4)
+    do = torch.randn_like(want)
+    wanted = torch.autograd.grad(want, (q, k, v), do)
+    plain = [x.detach() for x in (q, k, v)]
+    out, mine = quick.attention(*plain, mask, scale=0.4)
+    torch.testing.assert_close(out, want.detach())
+    torch.testing.assert_close(mine, lse.detach())
+    for got, grad in zip(quick.attention_backward(do, *plain, out, mine, mask, scale=0.4), wanted, strict=True):
+        torch.testing.assert_close(got, torch.nan_to_num(grad))
+
+
+def test_the_least_number_hides_a_key_but_not_all_of_them() -> None:
+    q, k, v = (torch.randn(s, dtype=torch.float32) for s in ((1, 1, 1, 2, 4), (1, 1, 3, 4), (1, 1, 3, 4)))
+    mask = torch.tensor([[0.0, torch.finfo(torch.float32).min, -math.inf], [torch.finfo(torch.float32).min] * 2 + [-math.inf]])
+    out, _ = quick.attention(q, k, v, mask.view(1, 1, 1, 2, 3), scale=1.0)
+    torch.testing.assert_close(out[0, 0, 0], torch.stack([v[0, 0, 0], v[0, 0, :2].mean(0)]))
+
+
+def test_a_model_with_a_padding_mask_calls_it() -> None:
+    from weft.api.parallelize import parallelize
+
+    w = zoo.small("bert-large", dropout=0.0)
+    batch = w.example(3)
+    batch["keep"][:, -5:] = False
+    step = parallelize(w.model, w.loss, torch.optim.SGD(w.model.parameters(), lr=0.1), batch)
+    assert "quick.attention(" in step.compiled.code.text and "quick.attention_backward(" in step.compiled.code.text
+    plain = zoo.small("bert-large", dropout=0.0)
+    assert math.isclose(float(step(batch)), float(plain.loss(plain.model, batch).detach()), rel_tol=1e-5)
