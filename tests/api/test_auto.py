@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tests.api.ranks import on_ranks
-from weft.api import auto
+from weft.api import auto, planfile
+from weft.api.lines import Lines
 from weft.api.parallelize import parallelize
+from weft.api.pipelined import captured_part
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.frontend import zoo
@@ -96,6 +98,57 @@ def test_too_little_memory_is_told(captured: Captured) -> None:
         auto.decide(captured, replace(place, groups=(replace(place.groups[0], profile=tight),)))
 
 
+def lines(fixed: int = 0) -> Lines:
+    w = workload()
+    return Lines(lambda k: captured_part(w.model, w.example(8), k, w.loss, adamw(w)), 8, fixed)
+
+
+def test_stages_are_offered_beside_the_rest(captured: Captured) -> None:
+    found = auto.decide(captured, cluster("2xx86-2"), lines=lines())
+    had = {o.plan: o for o in found.options if not o.reason}
+    assert {"pp2,micro8", "pp2,micro4", "pp2,gpipe,micro4", "pp2,zero-bubble,micro4"} <= set(had)
+    assert found.chosen.ms == min(o.ms for o in had.values()) and not any("recompute" in plan for plan in had)
+    assert "4 stages are more than the model can be cut into" in str(found)
+
+
+def test_how_many_micro_batches_can_be_fixed(captured: Captured) -> None:
+    found = auto.decide(captured, cluster("2xx86-2"), lines=lines(fixed=4))
+    assert {o.plan for o in found.options if "pp2" in o.plan and not o.reason} == {"pp2,micro4", "pp2,gpipe,micro4", "pp2,zero-bubble,micro4"}
+
+
+def test_little_memory_is_found_room_in() -> None:
+    """On one process: all kept, then blocks run again, then micro-batches too; each holds less than the one before."""
+    w = workload()
+    captured = capture(w.model, w.example(8), w.loss, adamw(w))
+    place, many = cluster("1xx86-2"), lines()
+    first = auto.decide(captured, place, lines=many)
+    second = auto.decide(captured, place, auto.Wish(memory=first.chosen.gb * 1e9 - 1), lines=many)
+    third = auto.decide(captured, place, auto.Wish(memory=second.chosen.gb * 1e9 - 1), lines=many)
+    assert not first.named.recompute and second.named.recompute and second.named.micro_batches == 1 < third.named.micro_batches
+    assert first.chosen.gb > second.chosen.gb > third.chosen.gb
+    assert f"{first.plan}: not possible, it needs {first.chosen.gb:.3g} GB of {first.chosen.gb:.3g} GB" in str(second)
+
+
+def test_with_little_memory_it_trains_as_one(tmp_path: Path) -> None:
+    want = torch_losses(8)
+    got, step = weft_losses("auto", 8, memory="1.5MB")
+    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+    assert step.plan.recompute and step.check(workload().example(8)) < 1e-8
+
+    def job(rank: int) -> None:
+        got, step = weft_losses("auto", 8, memory=0.9e6)
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+        assert step.plan.pp == 2 and str(step.plan) == step.decision.words
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_memory_is_for_a_choice() -> None:
+    with pytest.raises(PlanError, match="memory= is for a choice between plans") as e:
+        weft_losses("dp1", 8, memory="1GB")
+    assert "leave out memory=" in str(e.value)
+
+
 def test_pins_bind_every_plan(captured: Captured) -> None:
     name = next(n for n, x in captured.parameters.items() if "mlp" in n and x.ndim == 2)
     pin = parse_pin(f"{name.removeprefix('param.')}=tp:S(1)")
@@ -140,17 +193,17 @@ def test_a_plan_file_runs(tmp_path: Path) -> None:
 def test_what_a_plan_file_asks_and_is_not_done(tmp_path: Path) -> None:
     saved(tmp_path / "again.json", dp=2, recompute="selective")
     with pytest.warns(UserWarning, match="not followed: recompute selective"):
-        assert auto.from_file(str(tmp_path / "again.json")) == ("dp2", 4)
+        assert planfile.from_file(str(tmp_path / "again.json")) == ("dp2", 4)
     saved(tmp_path / "stages.json", pp=2, micro_batch=1, recompute="full")
     with pytest.warns(UserWarning, match="not followed: where its stages are cut"):
-        assert auto.from_file(str(tmp_path / "stages.json")) == ("pp2,1f1b,micro8,recompute", 1)
+        assert planfile.from_file(str(tmp_path / "stages.json")) == ("pp2,1f1b,micro8,recompute", 1)
     two = (
         {"kind": "a", "copies": 1, "micro_batch": 6, "micro_batches": 1},
         {"kind": "b", "copies": 1, "micro_batch": 2, "micro_batches": 1},
     )
     saved(tmp_path / "both.json", dp=2, pp=2, shares=two)
     with pytest.raises(PlanError, match="cannot be run by parallelize") as e:
-        auto.from_file(str(tmp_path / "both.json"))
+        planfile.from_file(str(tmp_path / "both.json"))
     assert "equal shares" in str(e.value)
 
 

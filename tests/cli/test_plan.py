@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft.cli.plan import bytes_of
 from weft.core.errors import PlanError
+from weft.plan.space import bytes_of
 
 
 def call(*args: str):

@@ -1,13 +1,13 @@
 """`plan="auto"`: every plan that can be run on these processes is placed and foreseen, and the fastest that fits is taken.
 
-The pool holds the plans by name, what the layout solver chooses, and a user's own plans. Each is priced as it would run, by the
-simulator on a profile of this machine. Rank 0 plans and tells the others, so that all run one program.
+The pool holds the plans by name, pipelines among them, what the layout solver chooses, and a user's own plans. Each is priced as it
+would run, by the simulator on a profile of this machine. Where one does not fit, so are its ways to hold less: running blocks again,
+and micro-batches. Rank 0 plans and tells the others, so that all run one program.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.api.lines import Lines
 from weft.api.noise import measured
 from weft.api.schedule import bucketed, fused_update
 from weft.cluster.here import here
@@ -25,11 +26,12 @@ from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
 from weft.core.text import parse
 from weft.frontend.capture import Captured
+from weft.ops.registry import nbytes
 from weft.plan.context import ring
 from weft.plan.named import Named, input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import place
-from weft.plan.plan import Plan, load
+from weft.plan.recompute import recomputed
 from weft.plan.records import peak_bytes, program_phase
 from weft.plan.space import divisors
 from weft.runtime import hosts, native
@@ -37,6 +39,7 @@ from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
 
 FINALISTS = 6  # placed plans whose buckets and kernels are made too before they are compared
+REORDERED = 2  # pipelines that are tried in every order
 HOST = torch.device("cpu")
 SOLVER = "layouts"  # the name of what the layout solver chooses
 Others = Mapping[str, Sequence[Pin]]
@@ -55,7 +58,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen, where, and beside what; `words` say its mesh, and `text` is the program itself, the same on every rank."""
+    """What was chosen, where, and beside what; `words` say its mesh. `text` is the program itself, the same on every rank; of a
+    plan in micro-batches, which has several, it is empty, and `words` say everything."""
 
     plan: str
     words: str
@@ -92,10 +96,11 @@ def _why(best: Option, other: Option) -> str:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a user wants of every plan: layouts that are fixed, and the noise of the gradients measured."""
+    """What a user wants of every plan: layouts that are fixed, the noise of the gradients measured, no more than so many bytes on a rank."""
 
     pins: tuple[Pin, ...] = ()
     noise: bool = False
+    memory: float = 0.0
 
 
 def prepare(captured: Captured, named: Named, wish: Wish = Wish(), device: torch.device = HOST) -> Program:
@@ -128,15 +133,17 @@ def scheduled(program: Program, named: Named, device: torch.device = HOST) -> Pr
 # -- choosing ----------------------------------------------------------------------------------------------------------------------
 
 
-def agree(captured: Captured, device: torch.device, wish: Wish = Wish(), others: Others | None = None) -> Decision:
+def agree(
+    captured: Captured, device: torch.device, wish: Wish = Wish(), others: Others | None = None, lines: Lines | None = None
+) -> Decision:
     """The decision of rank 0, on every rank; if it finds none, its reason is raised on every rank."""
     if not dist.is_initialized():
-        return decide(captured, here(1, device), wish, others)
+        return decide(captured, here(1, device), wish, others, lines)
     told: list[Any] = [None]
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), wish, others)))]
+            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), wish, others, lines)))]
         except Exception as e:  # the others wait to be told
             told, failed = [json.dumps({"error": str(e)})], e
     dist.broadcast_object_list(told, src=0, device=device if device.type != "cpu" else None)
@@ -146,14 +153,19 @@ def agree(captured: Captured, device: torch.device, wish: Wish = Wish(), others:
     return Decision(**{**data, "options": tuple(Option(**o) for o in data["options"])})
 
 
-def decide(captured: Captured, where: Cluster, wish: Wish = Wish(), others: Others | None = None) -> Decision:
-    """The fastest plan that fits and grants the wish; `others` are a user's own tensor-parallel plans, by name."""
-    pool = _Pool(captured, _with_doubles(where), wish)
+def decide(
+    captured: Captured, where: Cluster, wish: Wish = Wish(), others: Others | None = None, lines: Lines | None = None
+) -> Decision:
+    """The fastest plan that fits and grants the wish; `others` are a user's own tensor-parallel plans by name, `lines` plans in micro-batches."""
+    pool = _Pool(captured, _with_doubles(where), wish, lines)
     for named in words(captured, where.devices):
         pool.try_named(str(named), named, wish)
         for name, own in (others or {}).items():
             if named.tp > 1:
                 pool.try_named(f"{named} as {name}", named, replace(wish, pins=(*own, *wish.pins)))
+    pool.try_stages()
+    pool.make_room()
+    pool.reorder()
     pool.schedule()
     pool.try_layouts()
     return pool.decision()
@@ -186,18 +198,25 @@ def words(captured: Captured, world: int) -> Iterator[Named]:
 
 
 class _Pool:
-    """Plans that were placed, each with its program and what is foreseen of it."""
+    """Plans that were placed, each with its program (none where it is run in micro-batches) and what is foreseen of it."""
 
-    def __init__(self, captured: Captured, where: Cluster, wish: Wish) -> None:
+    def __init__(self, captured: Captured, where: Cluster, wish: Wish, lines: Lines | None) -> None:
         self.captured, self.where, self.wish = captured, where, wish
-        self.programs: dict[str, tuple[Named, Program]] = {}
+        self.lines = lines if captured.gradients and not wish.noise else None
+        self.memory = min(wish.memory or where.device.memory, where.device.memory)
+        self.programs: dict[str, tuple[Named, Program | None]] = {}
         self.options: dict[str, Option] = {}
+
+    # -- plans of one pass
 
     def try_named(self, name: str, named: Named, wish: Wish) -> None:
         try:
-            self.add(name, named, _placed(self.captured, named, wish))
+            self.add(name, named, _placed(self._of(named), named, wish))
         except (PlanError, LayoutError) as e:
-            self.options[name] = Option(name, reason=f"{e.message}: {e.found}" if e.found else e.message)
+            self._refuse(name, e)
+
+    def _of(self, named: Named) -> Captured:
+        return recomputed(self.captured) if named.recompute else self.captured
 
     def add(self, name: str, named: Named, program: Program) -> None:
         phase = program_phase(program, self.where)
@@ -205,44 +224,119 @@ class _Pool:
         self.programs[name] = (named, program)
         self.options[name] = Option(name, phase.seconds * 1e3, peak_bytes(program) / 1e9, causes)
 
+    def _refuse(self, name: str, e: PlanError | LayoutError) -> None:
+        self.options[name] = Option(name, reason=f"{e.message}: {e.found}" if e.found else e.message)
+
+    # -- plans in micro-batches
+
+    def try_line(self, named: Named) -> Option:
+        assert self.lines is not None
+        name = str(named)
+        try:
+            seen = self.lines.foreseen(named, self.where, self.wish.pins)
+        except (PlanError, LayoutError) as e:
+            self._refuse(name, e)
+        else:
+            self.programs[name] = (named, None)
+            self.options[name] = Option(name, seen.step_ms, seen.memory_gb, seen.causes_ms)
+        return self.options[name]
+
+    def try_stages(self) -> None:
+        for named in self.lines.stages(self.where.devices) if self.lines is not None else ():
+            self.try_line(named)
+
+    def reorder(self) -> None:
+        """The fastest pipelines in fewer micro-batches, and then in other orders."""
+        for others in (self.lines.halved, self.lines.orders) if self.lines is not None else ():
+            fastest = [self.programs[o.plan][0] for o in self.fitting]
+            for named in [n for n in fastest if n.pp > 1][:REORDERED]:
+                for other in others(named):
+                    self.try_line(other)
+
+    def make_room(self) -> None:
+        """What does not fit and would be the fastest, again with blocks run twice, and in the fewest micro-batches that fit."""
+        for option in sorted((self.options[n] for n in self.programs if not self._fits(n)), key=lambda o: o.ms):
+            named, program = self.programs[option.plan]
+            beaten = bool(self.fitting) and self.fitting[0].ms <= option.ms  # holding less only takes longer
+            if beaten or option.plan != str(named) or self._held(option.plan) > self.memory:
+                continue
+            again = replace(named, recompute=True)
+            if program is None:
+                self.try_line(again)
+                continue
+            self.try_named(str(again), again, self.wish)
+            self._fewest(named)
+            if not self._fits(str(again)):
+                self._fewest(again)
+
+    def _fewest(self, named: Named) -> None:
+        """The plan in the fewest micro-batches that fit, if the most do."""
+        numbers = self.lines.numbers(named.dp * named.ep) if self.lines is not None else []
+        plans = [replace(named, micro=n) for n in (*numbers[-1:], *numbers[:-1])]
+        for k, plan in enumerate(plans):
+            if self._fits(self.try_line(plan).plan) != (k == 0):
+                return
+
+    def _held(self, name: str) -> float:
+        """Bytes of state, which no room can be made in."""
+        program = self.programs[name][1]
+        inputs = program.inputs if program is not None else ()
+        return float(sum(nbytes(n.type) for n in inputs if not str(n.attr("name")).startswith("batch.")))
+
+    # -- choosing
+
+    def _fits(self, name: str) -> bool:
+        return name in self.programs and self.options[name].gb * 1e9 <= self.memory
+
     @property
     def fitting(self) -> list[Option]:
         """From the fastest on; equal ones by the shorter name."""
-        budget = self.where.device.memory / 1e9
-        return sorted((self.options[n] for n in self.programs if self.options[n].gb <= budget), key=lambda o: (o.ms, len(o.plan)))
+        return sorted((self.options[n] for n in self.programs if self._fits(n)), key=lambda o: (o.ms, len(o.plan)))
 
     def schedule(self) -> None:
-        """Make the fastest as they will run; the others keep the price of their plain form and fall out of the pool."""
+        """Make the fastest as they will run; the others keep the price of their plain form and fall out of the pool.
+
+        Where buckets leave too little room a plan runs without."""
         if not self.fitting:
             raise self._too_large()
-        finalists = {o.plan: self.programs[o.plan] for o in self.fitting[:FINALISTS]}
-        self.programs.clear()
+        plain = [o.plan for o in self.fitting if self.programs[o.plan][1] is not None][:FINALISTS]
+        finalists = {name: self.programs[name] for name in plain}
+        self.programs = {name: made for name, made in self.programs.items() if made[1] is None}
         for name, (named, program) in finalists.items():
+            assert program is not None
             self.add(name, named, scheduled(program, named))
+            if not self._fits(name):
+                self.add(name, named, program)
 
     def try_layouts(self) -> None:
         """What the layout solver makes of the two best meshes."""
-        for mesh in list(dict.fromkeys(self.programs[o.plan][0].mesh for o in self.fitting))[:2]:
-            named = Named(**mesh.sizes)
+        plans = [named for named, program in (self.programs[o.plan] for o in self.fitting) if program is not None]
+        for named in list(dict.fromkeys(Named(**n.mesh.sizes, recompute=n.recompute) for n in plans))[:2]:
+            name = f"{SOLVER} {named}"
             try:
-                self.add(f"{SOLVER} {named}", named, self._solved(named))
+                self.add(name, named, self._solved(named))
             except PlanError as e:
-                self.options[f"{SOLVER} {named}"] = Option(f"{SOLVER} {named}", reason=e.message)
+                self.options[name] = Option(name, reason=e.message)
 
     def _solved(self, named: Named) -> Program:
         from weft.plan.layouts import OnCluster, choose
 
-        mesh, memory = named.mesh, self.where.device.memory
-        shapes = {n: node.shape for n, node in self.captured.program.input_names.items() if n.startswith("param.")}
+        mesh, captured = named.mesh, self._of(named)
+        shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
         pins = {n: [p] for n, p in resolve(self.wish.pins, shapes, mesh.sizes).items()}
         prices = OnCluster(self.where, mesh)
-        program = choose(self.captured.program, mesh, prices, memory=memory, blocks=self.captured.blocks, pins=pins).program
+        program = choose(captured.program, mesh, prices, memory=self.memory, blocks=captured.blocks, pins=pins).program
         return scheduled(measured(program) if self.wish.noise else program, named)
 
     def decision(self) -> Decision:
         best = self.fitting[0]
         named, program = self.programs[best.plan]
-        return Decision(best.plan, str(named), self.where.text, tuple(self.options.values()), program.text)
+        options = tuple(self._told(o) for o in self.options.values())
+        return Decision(best.plan, str(named), self.where.text, options, program.text if program is not None else "")
+
+    def _told(self, option: Option) -> Option:
+        large = not option.reason and option.gb * 1e9 > self.memory
+        return replace(option, reason=f"it needs {option.gb:.3g} GB of {self.memory / 1e9:.3g} GB") if large else option
 
     def _too_large(self) -> PlanError:
         if not self.programs:
@@ -251,35 +345,6 @@ class _Pool:
             )
         least = min((self.options[n] for n in self.programs), key=lambda o: o.gb)
         return PlanError(
-            f"no plan fits on {self.where.text}", needed=f"{self.where.device.memory / 1e9:.3g} GB on a rank or less",
+            f"no plan fits on {self.where.text}", needed=f"{self.memory / 1e9:.3g} GB on a rank or less",
             found=f"{least.gb:.3g} GB with {least.plan}", try_="a smaller batch, or more processes",
         )  # fmt: skip
-
-
-# -- plan files ---------------------------------------------------------------------------------------------------------------------
-
-
-def is_file(plan: str) -> bool:
-    return isinstance(plan, str) and plan.endswith(".json")
-
-
-def from_file(path: str) -> tuple[str, int]:
-    """The words and the number of micro-batches of a plan that `weft plan --out` wrote; what is not followed is warned of."""
-    plan = load(path)
-    if plan.named is None:
-        raise PlanError(
-            f"the plan {path} cannot be run by parallelize", needed="equal shares, or one stage and shares that torch.chunk's rule deals out",
-            found=f"pp {plan.setting.pp}, {len(plan.shares)} kinds of copies", try_="weft plan ... --pin pp=1",
-        )  # fmt: skip
-    ignored = not_followed(plan)
-    if ignored:
-        warnings.warn(f"of the plan {path} this is not followed: {'; '.join(ignored)}", stacklevel=3)
-    return plan.named, 1 if plan.shares or plan.setting.pp > 1 else plan.setting.micro_batches
-
-
-def not_followed(plan: Plan) -> list[str]:
-    """What of a plan changes time or memory and is not done by `parallelize`."""
-    s = plan.setting
-    found = [f"recompute {s.recompute}: everything is kept"] if s.recompute not in ("none", "full") else []
-    found += ["where its stages are cut: they are cut for balance here"] if s.pp > 1 else []
-    return found + (["collectives of tp beside products"] if s.overlap_tp else [])

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp
-from weft.api import auto
+from weft.api import auto, planfile
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, beside_rows, rows_of
+from weft.api.lines import Lines
 from weft.api.noise import INPUT, Noise, Probe
 from weft.api.trust import Losses, exactly, guarded, require_exact, verified
 from weft.api.watch import watch
@@ -31,6 +32,7 @@ from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.place import place
 from weft.plan.recompute import recomputed
+from weft.plan.space import bytes_of
 from weft.runtime import hosts
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def parallelize(
     seed: int = 0,
     pins: Sequence[str] = (),
     others: Mapping[str, Mapping[str, Any]] | None = None,
+    memory: str | float | None = None,
     noise: bool = False,
     record: str | None = None,
     progress: bool | None = None,
@@ -65,39 +68,76 @@ def parallelize(
     """A training step under the plan. `example` is one global batch; `loss(model, batch)` gives a number.
 
     `plan` is a name such as "dp2,tp2,zero1" whose degrees multiply to the number of processes, a file that `weft plan --out`
-    wrote, or "auto": then `step.decision` says what was chosen and beside what. `pins` fix layouts of parameters, as in
-    "layers.*.mlp.w1=tp:S(1)"; `others` are plans for `parallelize_module`, compared by name. With `noise`, `step.noise.scale` tells
-    the gradient noise scale.
+    wrote, or "auto": then `step.decision` says what was chosen and beside what, `memory` ("8GB") is what a rank may hold, and `others`
+    are plans for `parallelize_module`, compared by name. `pins` fix layouts of parameters, as in "layers.*.mlp.w1=tp:S(1)". With
+    `noise`, `step.noise.scale` tells the gradient noise scale.
     `check` compares the plan's program with the captured one before it runs. `on_nan` says what becomes of a step whose loss is no number:
     "raise", "skip" (nothing changes, `step.skipped` counts them) or "ignore". `deterministic` gives the same bits on every run.
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
     hosts.meet()
-    if auto.is_file(plan):
-        plan, rounds = auto.from_file(plan)
+    where = torch.device(device)
+    if planfile.is_file(plan):
+        plan, rounds = planfile.from_file(plan)
         accumulate = accumulate if accumulate > 1 else rounds
     named = None if plan == "auto" else Named.parse(plan)
     if named is not None:
         _require_ranks(named, plan)
+        _require_no_choice(plan, memory=memory, others=others)
+    how = {"clip": clip, "precision": precision}
+    parts = {**how, "accumulate": accumulate, "pins": pins, "guard": on_nan == "skip", "check": check}
     if named is not None and named.micro_batches > 1:
-        from weft.api.pipelined import pipelined
-
-        if noise:
-            raise PlanError(f"{plan} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
-        how = {"accumulate": accumulate, "clip": clip, "precision": precision, "pins": pins, "guard": on_nan == "skip", "check": check}
-        step = pipelined(model, loss, optimizer, example, named, torch.device(device), seed, **how)
-        return _ready(step, on_nan, deterministic, record, progress)
-    captured = capture(model, example, loss, optimizer, clip=clip, accumulate=accumulate, precision=precision)
+        return _ready(_in_parts(model, loss, optimizer, example, named, where, seed, noise, parts), on_nan, deterministic, record, progress)
+    captured = capture(model, example, loss, optimizer, accumulate=accumulate, **how)
     captured = guarded(captured) if on_nan == "skip" else captured
-    captured = recomputed(captured) if named is not None and named.recompute else captured
-    wish = auto.Wish(tuple(map(parse_pin, pins)), noise)
-    own = {name: dtensor_pins(model, mine) for name, mine in (others or {}).items()}
-    decision = auto.agree(captured, torch.device(device), wish, own) if named is None else None
-    program = decision.program if decision else auto.prepare(captured, named, wish, torch.device(device))
-    report = verified(captured.program, program) if check else None
-    step = Step(captured, program, decision.named if decision else named, model, loss, optimizer, torch.device(device), seed)
-    step.decision, step.report = decision, report
+    wish = auto.Wish(tuple(map(parse_pin, pins)), noise, bytes_of(memory) if memory else 0.0)
+    decision = None
+    if named is None:
+        own = {name: dtensor_pins(model, mine) for name, mine in (others or {}).items()}
+        decision = auto.agree(captured, where, wish, own, _lines(model, loss, optimizer, example, accumulate, how))
+        named = decision.named
+    if named.micro_batches > 1:
+        step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
+    else:
+        captured = recomputed(captured) if named.recompute else captured
+        program = decision.program if decision else auto.prepare(captured, named, wish, where)
+        report = verified(captured.program, program) if check else None
+        step = Step(captured, program, named, model, loss, optimizer, where, seed)
+        step.report = report
+    step.decision = decision
     return _ready(step, on_nan, deterministic, record, progress)
+
+
+def _in_parts(
+    model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, example: Any, named: Named, device: torch.device, seed: int,
+    noise: bool, how: Mapping[str, Any],
+) -> Step:  # fmt: skip
+    """The step of a plan in micro-batches."""
+    from weft.api.pipelined import pipelined
+
+    if noise:
+        raise PlanError(f"{named} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
+    return pipelined(model, loss, optimizer, example, named, device, seed, **how)
+
+
+def _lines(
+    model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, example: Any, accumulate: int, how: Mapping[str, Any]
+) -> Lines | None:
+    """Plans in micro-batches; none where it cannot be told what a micro-batch is."""
+    from weft.api.pipelined import captured_part, samples_of
+
+    try:
+        samples = samples_of(example)
+    except PlanError:
+        return None
+    return Lines(lambda k: captured_part(model, example, k, loss, optimizer, **how), samples, accumulate if accumulate > 1 else 0)
+
+
+def _require_no_choice(plan: str, **given: Any) -> None:
+    """What only a choice between plans can follow."""
+    for name, value in given.items():
+        if value:
+            raise PlanError(f"{name}= is for a choice between plans", needed='plan="auto"', found=plan, try_=f"leave out {name}=")
 
 
 def _ready(step: Step, on_nan: str, deterministic: bool, record: str | None, progress: bool | None) -> Step:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
+from weft.api.lines import laid
 from weft.api.parallelize import Step, gathered, moved
 from weft.api.runner import Runner, Values
 from weft.api.trust import exactly, guarded, verified
@@ -27,12 +28,11 @@ from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
-from weft.plan.line import Line, Placed, lay, place_stage, spread
+from weft.plan.line import Line, Placed, place_stage, spread
 from weft.plan.named import Named, input_layouts
 from weft.plan.pins import parse_pin, resolve
 from weft.plan.pipeline import Action, orders
 from weft.plan.place import Placements
-from weft.plan.recompute import recomputed_stage
 from weft.plan.split import LOSS_SUM, Forward, chosen_borders, program_of, split, update
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing
@@ -67,7 +67,7 @@ def pipelined(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
-    captured = _captured(model, example, plan.micro_batches, loss, optimizer, clip=clip, precision=precision)
+    captured = captured_part(model, example, plan.micro_batches, loss, optimizer, clip=clip, precision=precision)
     if not captured.gradients:
         raise PlanError(
             f"{plan} needs gradients that follow from the forward pass",
@@ -78,14 +78,14 @@ def pipelined(
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
     step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, guard)
-    step.samples = _samples(example)
+    step.samples = samples_of(example)
     step.dims = {n: x.shape.index(step.samples) for n, x in named_batch(example).items() if x.ndim}
     if check:
         step.report = _verified(step.line)
     return step
 
 
-def _captured(model: nn.Module, example: Any, parts: int, *how: Any, **settings: Any) -> Captured:
+def captured_part(model: nn.Module, example: Any, parts: int, *how: Any, **settings: Any) -> Captured:
     """The step of one micro-batch; a model that cannot take one is refused in words."""
     part = micro_batch(example, 0, parts)
     try:
@@ -106,7 +106,7 @@ def _verified(line: Line) -> Report | None:
 
 def micro_batch(batch: Any, k: int, parts: int) -> Any:
     """One of equal parts of a batch, each tensor cut along its samples; numbers go to every part."""
-    samples = _samples(batch)
+    samples = samples_of(batch)
     if samples % parts:
         fits = max(n for n in range(1, samples + 1) if samples % n == 0 and n <= parts)
         raise PlanError(
@@ -118,7 +118,7 @@ def micro_batch(batch: Any, k: int, parts: int) -> Any:
     return tree_map_only(Tensor, lambda x: x.chunk(parts, x.shape.index(samples))[k] if x.ndim else x, batch)
 
 
-def _samples(batch: Any) -> int:
+def samples_of(batch: Any) -> int:
     """How many samples a batch has: the length of every tensor's first dim or, where these differ, the one length that all have."""
     shapes = [tuple(x.shape) for x in named_batch(batch).values() if x.ndim]
     firsts = {shape[0] for shape in shapes}
@@ -150,12 +150,8 @@ class PipelinedStep(Step):
         pinned: Mapping[str, Placements] | None = None,
         guard: bool = False,
     ) -> None:
-        self.held, self.options = input_layouts(captured.program, plan, captured.states, pinned)
-        self.chosen = chosen_borders(captured, plan.stages)
-        stages = split(captured, plan.stages, plan.micro_batches, self.chosen)
-        if plan.recompute:
-            stages = tuple(recomputed_stage(s, plan.schedule == "zero-bubble") for s in stages)
-        self.line = lay(captured, stages, plan, self.held, self.options, guarded if guard else None)
+        found = laid(captured, plan, pinned or {}, guarded if guard else None)
+        self.line, self.chosen, self.held, self.options = found.line, found.borders, found.held, found.options
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)
         self.messages = Messages(plan.mesh.groups("pp"), device) if plan.pp > 1 else None

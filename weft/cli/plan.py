@@ -40,7 +40,7 @@ def plan(
     from weft.plan.pins import is_layout
     from weft.plan.plan import Plan
     from weft.plan.planner import Request
-    from weft.plan.space import Limits, parse_pins
+    from weft.plan.space import Limits, bytes_of, parse_pins
 
     began = time.perf_counter()
     limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, parse_pins([p for p in pin if not is_layout(p)]))
@@ -120,24 +120,12 @@ def read_dtensor(path: str) -> dict[str, str]:
     return found
 
 
-def bytes_of(text: str) -> float:
-    """70GB, 64e9, 80GiB."""
-    import re
-
-    from weft.core.errors import PlanError
-
-    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*(GB|GiB|G|MB|MiB|B|)\s*", text, re.IGNORECASE)
-    if found is None:
-        raise PlanError(f"cannot read the memory {text!r}", needed="a number with GB or GiB", found=text, try_="--memory 70GB")
-    units = {"gb": 1e9, "g": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20, "b": 1.0, "": 1.0}
-    return float(found.group(1)) * units[found.group(2).lower()]
-
-
 def changed(request: Request, text: str) -> Request:
     """The request with one thing changed."""
     from dataclasses import replace
 
     from weft.core.errors import PlanError
+    from weft.plan.space import bytes_of
 
     key, _, value = text.partition("=")
     if key == "cluster" and value:

@@ -7,6 +7,7 @@ space smaller. What cannot divide is never built, so every candidate can be simu
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -56,6 +57,15 @@ class Limits:
         if self.max_tp and s.tp > self.max_tp:
             return False
         return all(_said(getattr(s, key)) == value for key, value in self.pins.items() if key not in besides)
+
+
+def bytes_of(text: str | float) -> float:
+    """70GB, 64e9, 80GiB."""
+    found = re.fullmatch(r"\s*([\d.]+(?:e\+?\d+)?)\s*(GB|GiB|G|MB|MiB|B|)\s*", str(text), re.IGNORECASE)
+    if found is None:
+        raise PlanError(f"cannot read the memory {text!r}", needed="a number with GB or GiB", found=str(text), try_="70GB")
+    units = {"gb": 1e9, "g": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20, "b": 1.0, "": 1.0}
+    return float(found.group(1)) * units[found.group(2).lower()]
 
 
 def _said(value: object) -> str:

@@ -1,0 +1,98 @@
+"""A training step in micro-batches, laid out over the ranks and foreseen: what `plan="auto"` offers beside plans of one pass.
+
+Two ideas keep the offers few. Running again only costs time, so it is offered for plans that do not fit without. More micro-batches
+hold less and take longer, so the fewest that fit are the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from weft.api.runner import routes
+from weft.cluster.spec import Cluster
+from weft.frontend.capture import Captured
+from weft.plan.foresee_line import Foreseen
+from weft.plan.line import Line, lay
+from weft.plan.named import SCHEDULES, Named, input_layouts
+from weft.plan.pins import Pin, resolve
+from weft.plan.pipeline import orders
+from weft.plan.place import Options, Placements
+from weft.plan.recompute import recomputed_stage
+from weft.plan.space import divisors
+from weft.plan.split import chosen_borders, split
+
+if TYPE_CHECKING:
+    from weft.plan.run import Seen
+
+Guard = Callable[[Captured], Captured]
+MOST = 4  # micro-batches for every stage, where the batch has so many
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The stages on the mesh, where the forward pass is cut for them, and how inputs are held."""
+
+    line: Line
+    borders: tuple[int, ...]
+    held: Mapping[str, Placements]
+    options: Options
+
+
+def laid(captured: Captured, plan: Named, pinned: Mapping[str, Placements], guard: Guard | None = None) -> Laid:
+    """The captured step of one micro-batch under a plan; `pinned` inputs are held as told."""
+    weights = {n: p for n, p in pinned.items() if n.startswith("param.")}
+    held, options = input_layouts(captured.program, plan, captured.states, weights)
+    held |= {n: p for n, p in pinned.items() if n not in weights}
+    borders = chosen_borders(captured, plan.stages)
+    stages = split(captured, plan.stages, plan.micro_batches, borders)
+    if plan.recompute:
+        stages = tuple(recomputed_stage(s, plan.schedule == "zero-bubble") for s in stages)
+    return Laid(lay(captured, stages, plan, held, options, guard), borders, held, options)
+
+
+@dataclass
+class Lines:
+    """Plans of one step in micro-batches. `capture` gives the step of one of so many; `fixed` says how many there must be."""
+
+    capture: Callable[[int], Captured]
+    samples: int
+    fixed: int = 0
+    _captured: dict[int, Captured] = field(default_factory=dict)
+
+    def captured(self, micro: int) -> Captured:
+        if micro not in self._captured:
+            self._captured[micro] = self.capture(micro)
+        return self._captured[micro]
+
+    def foreseen(self, plan: Named, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
+        captured = self.captured(plan.micro_batches)
+        shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
+        line = laid(captured, plan, resolve(pins, shapes, plan.mesh.sizes)).line
+        order = orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
+        return Foreseen(line, order, routes(line.stages), where).seen
+
+    def numbers(self, copies: int) -> list[int]:
+        """Numbers of micro-batches that leave every copy whole samples, the fewest first."""
+        own = self.samples // copies if self.samples % copies == 0 else 1
+        return [n for n in divisors(own) if n > 1 and self.fixed in (0, n)]
+
+    def stages(self, world: int) -> Iterator[Named]:
+        """Every cut of the processes into stages, copies and shares of a product, in about four micro-batches for every stage."""
+        for pp in divisors(world)[1:]:
+            for tp in divisors(world // pp):
+                dp = world // pp // tp
+                some = [n for n in self.numbers(dp) if n <= MOST * pp]
+                for zero in (0, 1, 3) if some and dp > 1 else (0,) if some else ():
+                    yield Named(dp=dp, tp=tp, pp=pp, zero=zero, micro=some[-1])
+
+    def halved(self, plan: Named) -> list[Named]:
+        """The same stages in half as many micro-batches, as long as no stage is always idle."""
+        half = plan.micro_batches // 2
+        return [replace(plan, micro=half)] if half in self.numbers(plan.dp) and half >= plan.pp else []
+
+    def orders(self, plan: Named) -> list[Named]:
+        """The same stages in other orders; interleaved takes micro-batches in rounds of as many as there are stages."""
+        others = [s for s in SCHEDULES if s != plan.schedule and not (s == "interleaved" and plan.micro_batches % plan.pp)]
+        return [replace(plan, schedule=s) for s in others]
