@@ -1,12 +1,13 @@
 """`weft bench losses`: training under every kind of plan, over real processes, against one process.
 
 Without dropout the losses of fifty steps in float64 must equal those of plain torch within 1e-8; with dropout, which torch draws in
-another order, those of weft on one process.
+another order, those of weft on one process, in as many micro-batches.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,7 @@ MODELS: dict[str, list[dict[int, list[str]]]] = {
 }  # fmt: skip
 DEEP = {"gpt2": 4, "bert-large": 4, "vit": 4}  # layers, so that there are four stages
 DROPS = ("gpt2", "bert-large", "vit")
+AGAINST = ("torch", "one-process weft")  # without dropout and with it
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +42,7 @@ def register(app: typer.Typer) -> None:
         json: Annotated[bool, typer.Option(help="one JSON object on the last line")] = False,
         models: Annotated[str, typer.Option(help="which, joined by commas")] = ",".join(MODELS),
         steps: Annotated[int, typer.Option(help="of training")] = 50,
+        part: Annotated[str, typer.Option(help="2/5: the second of five parts of every model's plans")] = "1/1",
     ) -> None:
         """Train six models under every plan that applies, and compare all losses with one process."""
         from bench._ranks import machine
@@ -47,7 +50,7 @@ def register(app: typer.Typer) -> None:
 
         rows = []
         for name in models.split(","):
-            for row in rows_of(name, steps):
+            for row in rows_of(name, steps, part):
                 rows.append(row)
                 told = f"{row['worst']:.1e}" if row["worst"] is not None else row["failed"]
                 console.print(f"{row['model']:14} {row['plan']:20} {row['against']:14} {told}", markup=False, soft_wrap=True)
@@ -67,25 +70,32 @@ def plans_of(name: str) -> dict[int, list[str]]:
     return {world: [plan for kinds in MODELS[name] for plan in kinds.get(world, [])] for world in (2, 4)}
 
 
-def rows_of(name: str, steps: int) -> Any:
-    """One row per plan; with dropout, a few of them again."""
+def cases_of(name: str, part: str) -> list[tuple[float, int, str]]:
+    """Dropout, processes and plan of every row: all plans without dropout and, where a model has any, every second one with it."""
+    k, n = map(int, part.split("/"))
+    rates = (0.0, 0.1) if name in DROPS else (0.0,)
+    every = [(rate, world, plan) for rate in rates for world, plans in plans_of(name).items() for plan in plans[:: 2 if rate else 1]]
+    return every[k - 1 :: n]
+
+
+def rows_of(name: str, steps: int, part: str = "1/1") -> Iterator[dict[str, Any]]:
+    """One row per case."""
     import weft.api.parallelize  # once here rather than on every rank
     import weft.rewrite.check  # noqa: F401
     from bench._ranks import run_ranks
 
-    kinds = [(0.0, "torch")] + ([(0.1, "one-process weft")] if name in DROPS else [])
-    for dropout, against in kinds:
-        want = run_ranks(alone, 1, name, steps, dropout)
-        for world, plans in plans_of(name).items():
-            for plan in plans[:: 2 if dropout else 1]:
-                start = time.monotonic()
-                row = {"model": name, "plan": plan, "ranks": world, "against": against, "dropout": dropout, "worst": None}
-                try:
-                    got = run_ranks(trained, world, name, plan, steps, dropout)
-                    row["worst"] = max(abs(a - b) for a, b in zip(got, want, strict=True))
-                except Exception as e:  # the row says so; the rest is still tried
-                    row["failed"] = str(e)[-600:]
-                yield {**row, "equal": row["worst"] is not None and row["worst"] <= LIMIT, "seconds": round(time.monotonic() - start, 1)}
+    wanted: dict[tuple[float, str], list[float]] = {}
+    for rate, world, plan in cases_of(name, part):
+        start, same = time.monotonic(), single(plan) if rate else "torch"
+        if (rate, same) not in wanted:
+            wanted[rate, same] = run_ranks(alone, 1, name, steps, rate, same)
+        row = {"model": name, "plan": plan, "ranks": world, "against": AGAINST[rate > 0], "dropout": rate, "worst": None}
+        try:
+            got = run_ranks(trained, world, name, plan, steps, rate)
+            row["worst"] = max(abs(a - b) for a, b in zip(got, wanted[rate, same], strict=True))
+        except Exception as e:  # the row says so; the rest is still tried
+            row["failed"] = str(e)[-600:]
+        yield {**row, "equal": row["worst"] is not None and row["worst"] <= LIMIT, "seconds": round(time.monotonic() - start, 1)}
 
 
 def workload(name: str, dropout: float = 0.0) -> Any:
@@ -100,10 +110,18 @@ def workload(name: str, dropout: float = 0.0) -> Any:
     return w, torch.optim.AdamW(w.model.parameters(), lr=1e-3)
 
 
-def alone(rank: int, world: int, name: str, steps: int, dropout: float) -> list[float]:
+def single(plan: str) -> str:
+    """The plan of one process that draws the same dropout: in as many micro-batches, each of which draws its own."""
+    from weft.plan.named import Named
+
+    parts = Named.parse(plan).micro_batches
+    return f"micro{parts}" if parts > 1 else "dp1"
+
+
+def alone(rank: int, world: int, name: str, steps: int, dropout: float, plan: str) -> list[float]:
     """What must come out: plain torch, or weft on one process where dropout draws."""
     if dropout:
-        return trained(rank, world, name, "dp1", steps, dropout)
+        return trained(rank, world, name, plan, steps, dropout)
     w, optimizer = workload(name)
     out = []
     for i in range(steps):
