@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "resnext50": {"batch": 64},
     "dlrm": {"batch": 2048},
     "bert-large": {"layers": 6, "batch": 16},
-    "wide-resnet": {"stages": (2, 2, 2, 2), "base": 160, "batch": 32},
+    "wide-resnet": {"stages": (2, 2, 2, 2), "base": 64, "batch": 32},
 }
 FIVE = "gpt2,llama3-8b,vit,resnext50,dlrm"
 LIMIT = 230.0  # seconds in which all must have compiled
