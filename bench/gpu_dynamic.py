@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench._trees import Levels, level_by_level, products, recursion, sst_like_batch
 from examples.dynamic.tree_lstm import ChildSum, model
 from weft import dynamic
-from weft.dynamic import choice
+from weft.dynamic import choice, product
 from weft.dynamic.choice import Way
 from weft.dynamic.emit_rounds import Tiles
 
@@ -297,7 +297,13 @@ SIZES = [  # tiles to choose from here: more than weft tries by itself
 def widely(precision: str) -> list[Way]:
     """All rounds in one kernel, or those after the first large ones, with several sizes of tiles."""
     tiles = [replace(t, precision="tf32x3" if precision == "highest" else "tf32") for t in SIZES]
-    return [*(Way(t, 160) for t in tiles), Way(tiles[0], 60), Way(tiles[0], 400), *([Way(tiles[1])] if precision == "high" else [])]
+    return [
+        *(Way(t, 160) for t in tiles),
+        Way(tiles[0], 60),
+        Way(tiles[3], 60),
+        Way(tiles[3], 400),
+        *([Way(tiles[1])] if precision == "high" else []),
+    ]
 
 
 def row(case: Case, until: float) -> dict[str, Any]:
@@ -328,6 +334,12 @@ def row(case: Case, until: float) -> dict[str, Any]:
     return found
 
 
+def chosen_products() -> None:
+    """Which products run on tensor cores in which way, by rows and sizes."""
+    found = {f"{kind} {2 ** (size / 4):.0f} x {k} x {n}": plan for (kind, size, k, n, _), plan in product._chosen.items()}
+    say(products={k: "torch" if p is None else f"{p.tile.BM}x{p.tile.BN}x{p.tile.BK} by {p.shares}" for k, p in found.items()})
+
+
 def look_inside(case: Case, until: float) -> None:
     """Where a resident kernel spends its time."""
     for way in [Way(w.tiles) for w in widely(case.precision)[:4]]:
@@ -351,6 +363,7 @@ def main() -> None:
 
     shares = {"highest": 0.5 * seconds, "high": seconds - 5}
     rows = [attempt(p, lambda p=p: row(on(p), shares[p]), seconds) for p in cases]
+    chosen_products()
     for precision in cases:
         attempt("inside", lambda p=precision: look_inside(on(p), seconds - 4), seconds - 4)
     attempt("meetings", meeting_time, seconds - 5)

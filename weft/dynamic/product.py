@@ -4,8 +4,10 @@ x = h + l: h the 11 leading bits of x, rounded, l the rest. Tensor cores multipl
 
     x w  =  l_x h_w + h_x l_w + h_x h_w  + l_x l_w          with |l_x l_w| <= 2^-22 |x w|, left out
 
-are three such products. Matrices without rows (weights) are split once per run, rows when they are read. Which tile is used, or
-whether torch multiplies after all, is measured once per size. Infinite factors give nan, not inf.
+are three such products. Matrices without rows (weights) are split once per run, rows when they are read. Sums over rows (weight
+gradients) are split into three numbers of 8 bits, in six products, which may be read in any order. Tensor cores cut off what they add, so
+a sum longer than one tile is added up outside of them. Which tile is used, or whether torch multiplies after all, is measured
+once per size. Infinite factors give nan, not inf.
 """
 
 from __future__ import annotations
@@ -45,14 +47,16 @@ def w_split(w, high, low, K, N, k_step, n_step, BLOCK: tl.constexpr):
     tl.store(low + at, x - h, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
-def w_rows(a, high, low, out, M, N, K, a_row, out_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr,
-           EVEN: tl.constexpr):
+@triton.jit(do_not_specialize=["M", "step"])
+def w_rows(a, high, low, out, parts, counts, M, N, K, step, a_row, out_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+           DEPTH: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr):
+    tile = tl.program_id(0)
     across = tl.cdiv(N, BN)
-    i = (tl.program_id(0) // across).to(tl.int64) * BM + tl.arange(0, BM)
-    j = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
+    i = (tile // across).to(tl.int64) * BM + tl.arange(0, BM)
+    j = (tile % across) * BN + tl.arange(0, BN)
+    first = tl.program_id(1) * step
     sums = tl.zeros([BM, BN], tl.float32)
-    for k in tl.range(0, K, BK, num_stages=DEPTH):
+    for k in tl.range(first, tl.minimum(first + step, K), BK, num_stages=DEPTH):
         kk = k + tl.arange(0, BK)
         if EVEN:
             x = tl.load(a + i[:, None] * a_row + kk[None, :], mask=i[:, None] < M, other=0.0)
@@ -66,11 +70,25 @@ def w_rows(a, high, low, out, M, N, K, a_row, out_row, BM: tl.constexpr, BN: tl.
         part = tl.dot(x - xh, h, input_precision="tf32")
         part = tl.dot(xh, l, part, input_precision="tf32")
         sums += tl.dot(xh, h, part, input_precision="tf32")
-    tl.store(out + i[:, None] * out_row + j[None, :], sums, mask=(i[:, None] < M) & (j[None, :] < N))
+    inside = (i[:, None] < M) & (j[None, :] < N)
+    if SHARED:
+        mine = parts + i[:, None] * N + j[None, :]
+        tl.store(mine + tl.program_id(1).to(tl.int64) * M * N, sums, mask=inside)
+        tl.debug_barrier()
+        if tl.atomic_add(counts + tile, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:  # the last one adds up, in order
+            sums = tl.zeros([BM, BN], tl.float32)
+            for _ in range(0, tl.num_programs(1)):
+                sums += tl.load(mine, mask=inside, other=0.0, cache_modifier=".cg")
+                mine += M * N
+            tl.store(out + i[:, None] * out_row + j[None, :], sums, mask=inside)
+            tl.store(counts + tile, 0)
+    else:
+        tl.store(out + i[:, None] * out_row + j[None, :], sums, mask=inside)
 
 
 @triton.jit(do_not_specialize=["R", "step"])
-def w_over_rows(x, y, out, R, M, N, x_row, y_row, step, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr):
+def w_over_rows(x, y, out, R, M, N, x_row, y_row, step, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr,
+                PRECISION: tl.constexpr):
     across = tl.cdiv(N, BN)
     i = (tl.program_id(0) // across) * BM + tl.arange(0, BM)
     j = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
@@ -81,11 +99,7 @@ def w_over_rows(x, y, out, R, M, N, x_row, y_row, step, BM: tl.constexpr, BN: tl
         rr = r + tl.arange(0, BK)
         a = tl.load(x + rr[None, :] * x_row + i[:, None], mask=(rr[None, :] < high) & (i[:, None] < M), other=0.0)
         b = tl.load(y + rr[:, None] * y_row + j[None, :], mask=(rr[:, None] < high) & (j[None, :] < N), other=0.0)
-        ah = w_high(a)
-        bh = w_high(b)
-        part = tl.dot(a - ah, bh, input_precision="tf32")
-        part = tl.dot(ah, b - bh, part, input_precision="tf32")
-        sums += tl.dot(ah, bh, part, input_precision="tf32")
+        sums += tl.dot(a, b, input_precision=PRECISION)
     at = tl.program_id(1).to(tl.int64) * M * N + i[:, None] * N + j[None, :]
     tl.store(out + at, sums, mask=(i[:, None] < M) & (j[None, :] < N))
 """
@@ -109,11 +123,26 @@ class Tile:
         return -(-rows // self.BM) * -(-columns // self.BN)
 
 
-# fewest rows a tile is tried for -> the tile
-ROWS = {0: Tile(16, 32, 64, 4, 4), 48: Tile(64, 32, 64, 3, 4), 96: Tile(64, 64, 32, 4, 4), 400: Tile(64, 128, 32, 3, 4)}
-OVER_ROWS = (Tile(128, 128, 32, 3, 8), Tile(64, 128, 32, 3, 4))
+@dataclass(frozen=True)
+class Plan:
+    """A tile, and how many programs share the sum behind it."""
+
+    tile: Tile
+    shares: int = 1
+
+    def step(self, inner: int) -> int:
+        """How much of the inner dim each of them adds up."""
+        return -(-inner // (self.shares * self.tile.BK)) * self.tile.BK
+
+
+COUNTS = 1024  # most tiles that are shared
+# (fewest rows it is tried for, most rows, tile)
+ROWS = (
+    (0, 72, Tile(16, 32, 64, 4, 4)), (33, 800, Tile(64, 32, 64, 3, 4)), (150, 3000, Tile(64, 64, 32, 4, 4)), (500, 1 << 40, Tile(64, 128, 32, 3, 4)),
+)  # fmt: skip
+OVER_ROWS = (Tile(128, 128, 32, 3, 8), Tile(128, 128, 64, 2, 8))
 SHARE = 0.97  # of torch's time: what is not clearly faster is left to torch
-_chosen: dict[tuple[Any, ...], Tile | None] = {}
+_chosen: dict[tuple[Any, ...], Plan | None] = {}  # by kind of product, size and device
 
 
 @dataclass(frozen=True)
@@ -122,11 +151,13 @@ class Halves:
 
     high: Tensor
     low: Tensor
+    counts: Tensor  # of programs that are done, by tile, where several share one
 
     @staticmethod
     def of(matrix: Tensor) -> Halves:
         k, n = matrix.shape
-        out = Halves(matrix.new_empty(n, k).t(), matrix.new_empty(n, k).t())
+        counts = torch.zeros(COUNTS, dtype=torch.int32, device=matrix.device)
+        out = Halves(matrix.new_empty(n, k).t(), matrix.new_empty(n, k).t(), counts)
         out.fill(matrix)
         return out
 
@@ -144,42 +175,59 @@ def fits(*tensors: Tensor) -> bool:
 def rows(a: Tensor, matrix: Tensor, halves: Halves, out: Tensor) -> None:
     """out = a @ matrix, where `halves` are those of the matrix."""
     (m, k), n = a.shape, matrix.shape[1]
-    known = [t for least, t in ROWS.items() if least <= m]
 
-    def by(tile: Tile) -> None:
-        whole = k % tile.BK == 0 and n % tile.BN == 0
-        grid = (tile.count(m, n),)
-        tile.launch(_module().w_rows, grid, a, halves.high, halves.low, out, m, n, k, a.stride(0), out.stride(0), EVEN=whole)
+    def by(plan: Plan) -> None:
+        tile, step = plan.tile, plan.step(k)
+        grid, even = (tile.count(m, n), -(-k // step)), k % tile.BK == 0 and n % tile.BN == 0
+        shared = grid[1] > 1
+        parts = a.new_empty(grid[1], m, n) if shared else out
+        sizes = m, n, k, step, a.stride(0), out.stride(0)
+        tile.launch(_module().w_rows, grid, a, halves.high, halves.low, out, parts, halves.counts, *sizes, EVEN=even, SHARED=shared)
 
-    tile = _best(("rows", _size(m), k, n, a.device), known[-2:], by, lambda: torch.mm(a, matrix, out=out), a.device)
-    if tile is None:
+    plan = _best(("rows", _size(m), k, n, a.device), lambda: _for_rows(m, k, n, a.device), by, lambda: torch.mm(a, matrix, out=out))
+    if plan is None:
         torch.mm(a, matrix, out=out)
     else:
-        by(tile)
+        by(plan)
 
 
 def over_rows(x: Tensor, y: Tensor) -> Tensor:
     """x' y, a sum over rows: a weight gradient. The rows are shared out among programs and the shares added up in order."""
     (r, m), n = x.shape, y.shape[1]
 
-    def by(tile: Tile) -> Tensor:
-        shares = max(1, min(2 * replay.processors(x.device) // tile.count(m, n), -(-r // (4 * tile.BK))))
-        step = -(-r // (shares * tile.BK)) * tile.BK
+    def by(plan: Plan) -> Tensor:
+        tile, step = plan.tile, plan.step(r)
         out = x.new_empty(-(-r // step), m, n)
-        grid = tile.count(m, n), len(out)
-        tile.launch(_module().w_over_rows, grid, x, y, out, r, m, n, x.stride(0), y.stride(0), step)
+        grid, sizes = (tile.count(m, n), len(out)), (r, m, n, x.stride(0), y.stride(0), step)
+        tile.launch(_module().w_over_rows, grid, x, y, out, *sizes, PRECISION="bf16x6" if replay.is_accelerator(x.device) else "ieee")
         return out[0] if len(out) == 1 else out.sum(0)
 
-    tile = _best(("over rows", _size(r), m, n, x.device), OVER_ROWS, by, lambda: torch.mm(x.t(), y), x.device)
-    return torch.mm(x.t(), y) if tile is None else by(tile)
+    plan = _best(("over rows", _size(r), m, n, x.device), lambda: _for_sums(r, m, n, x.device), by, lambda: torch.mm(x.t(), y))
+    return torch.mm(x.t(), y) if plan is None else by(plan)
 
 
-def _best(key: tuple[Any, ...], tiles: Any, by: Callable[[Tile], Any], torchs: Callable[[], Any], device: torch.device) -> Tile | None:
-    """The fastest tile for a size, None for torch. Where nothing can be timed: a tile."""
+def _for_rows(m: int, k: int, n: int, device: torch.device) -> list[Plan]:
+    """Tiles for so many rows, each product made by one program or by as many as the device runs at once."""
+    out: list[Plan] = []
+    for tile in (t for least, most, t in ROWS if least <= m <= most):
+        count = tile.count(m, n)
+        shares = min(2 * replay.processors(device) // count, k // (2 * tile.BK))
+        out += [Plan(tile, s) for s in (1, shares) if s == 1 or (s > 1 and count <= COUNTS)]
+    return out
+
+
+def _for_sums(r: int, m: int, n: int, device: torch.device) -> list[Plan]:
+    full = 2 * replay.processors(device)
+    return [Plan(t, max(1, min(waves * full // t.count(m, n), r // (4 * t.BK)))) for t in OVER_ROWS for waves in (1, 2)]
+
+
+def _best(key: tuple[Any, ...], plans: Callable[[], list[Plan]], by: Callable[[Plan], Any], torchs: Callable[[], Any]) -> Plan | None:
+    """The fastest plan for a size, None for torch. Where nothing can be timed: the last."""
     if key not in _chosen:
+        known, device = plans(), key[-1]
         if not replay.is_accelerator(device) or replay.is_recording(device):
-            return tiles[0]
-        times = {tile: _time(lambda t=tile: by(t), device) for tile in tiles}
+            return known[-1]
+        times = {plan: _time(lambda p=plan: by(p), device) for plan in known}
         found = min(times, key=times.__getitem__)
         _chosen[key] = found if times[found] < SHARE * _time(torchs, device) else None
     return _chosen[key]
