@@ -151,3 +151,17 @@ def test_a_check_leaves_state_in_peer_memory_alone(tmp_path: Path) -> None:
         assert all(step.state[n].data_ptr() == at for n, at in places.items() if n.startswith("param."))
 
     on_ranks(2, job, tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2,zero1"])
+def test_gradients_are_made_where_the_update_reads_them(plan: str, tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        w = zoo.small("gpt2", dtype=torch.float64)
+        step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-3), w.example(4), plan=plan, check=False)
+        weights = sum(n.ndim == 2 for name, n in step.program.input_names.items() if name.startswith("param.blocks"))
+        assert step.compiled.code.text.count(".product(") == weights > 0
+        for i in range(2):
+            step(w.example(4, seed=i))
+        assert step.check(w.example(4, seed=2)) < 1e-6
+
+    on_ranks(2, job, tmp_path)

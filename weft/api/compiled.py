@@ -19,7 +19,7 @@ from weft.codegen.pipeline import lower
 from weft.core.errors import RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
-from weft.runtime import comm, native, pipeline, quick, replay
+from weft.runtime import comm, memory, native, pipeline, quick, replay
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
@@ -75,6 +75,8 @@ class Compiled:
             parts = (names["step"], names["compute"], names["update"])
             self._step = Traced(*parts, program.state, self.device, record=donate and not dist.is_initialized())
         self._board = world_board() if together else None
+        if donate and self.device.type == "cpu":
+            memory.keep()
 
     @property
     def how(self) -> str:

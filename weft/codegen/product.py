@@ -32,8 +32,25 @@ def _labels(a: str, b: str, out: str) -> Labels | None:
 
 def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
     """The product as an expression over the operands' names; None where only einsum will do."""
+    found = _read(n, at)
+    if found is None:
+        return None
+    a, b, out, labels, sizes = found
+    return _batched(a, b, out, labels, args) if labels.batch else _plain(a, b, out, labels, sizes, args)
+
+
+def matrices(n: Node, args: Sequence[str], at: Mapping[str, int]) -> tuple[str, str] | None:
+    """The operands as two matrices whose product is the result as it lies; None where it is no matrix."""
+    found = _read(n, at)
+    if found is None or found[3].batch or n.ndim != 2:
+        return None
+    return _matrices(*found, args)
+
+
+def _read(n: Node, at: Mapping[str, int]) -> tuple[str, str, str, Labels, dict[str, int]] | None:
+    """The letters of a contraction of two operands, what each is, and its size on the rank."""
     eq = equation_of(n)
-    if n.op.kind is not Kind.CONTRACT or len(args) != 2 or eq is None:
+    if n.op.kind is not Kind.CONTRACT or len(n.args) != 2 or eq is None:
         return None
     short = {label: chr(97 + i) for i, label in enumerate(dict.fromkeys(x for labels in eq.ins for x in labels))}
     a, b, out = ("".join(short[x] for x in labels) for labels in (*eq.ins, eq.outs[0]))
@@ -43,7 +60,7 @@ def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
     sizes: dict[str, int] = {}
     for text, arg in zip((a, b), n.args, strict=True):
         sizes |= dict(zip(text, arg.type.layout.local_shape(at), strict=True))
-    return _batched(a, b, out, found, args) if found.batch else _plain(a, b, out, found, sizes, args)
+    return a, b, out, found, sizes
 
 
 def is_linear(n: Node) -> bool:
@@ -56,20 +73,25 @@ def is_linear(n: Node) -> bool:
 
 
 def _plain(a: str, b: str, out: str, f: Labels, sizes: Mapping[str, int], args: Sequence[str]) -> str | None:
-    m, n, k = (math.prod(sizes[c] for c in part) for part in (f.left, f.right, f.summed))
     if a == f.left + f.summed and out == f.left + f.right and len(f.summed) == len(f.right) == 1 and f.left:
         if b == f.right + f.summed:
             return f"torch.nn.functional.linear({args[0]}, {args[1]})"
         return f"{args[0]} @ {args[1]}"
+    pair = _matrices(a, b, out, f, sizes, args)
+    text = " @ ".join(pair) if pair else None
+    return text if text is None or len(out) == 2 else f"({text}).reshape({tuple(sizes[c] for c in out)})"
+
+
+def _matrices(a: str, b: str, out: str, f: Labels, sizes: Mapping[str, int], args: Sequence[str]) -> tuple[str, str] | None:
+    m, n, k = (math.prod(sizes[c] for c in part) for part in (f.left, f.right, f.summed))
     left = _matrix(args[0], a, f.left, f.summed, m, k)
     right = _matrix(args[1], b, f.summed, f.right, k, n)
     if left is None or right is None or out not in (f.left + f.right, f.right + f.left):
         return None
     if out == f.left + f.right:
-        text = f"{left} @ {right}"
-    else:
-        text = f"{_matrix(args[1], b, f.right, f.summed, n, k)} @ {_matrix(args[0], a, f.summed, f.left, k, m)}"
-    return text if len(out) == 2 else f"({text}).reshape({tuple(sizes[c] for c in out)})"
+        return left, right
+    # what can be had as a matrix can be had turned
+    return _matrix(args[1], b, f.right, f.summed, n, k), _matrix(args[0], a, f.summed, f.left, k, m)  # type: ignore[return-value]
 
 
 def _matrix(x: str, labels: str, rows: str, columns: str, r: int, c: int) -> str | None:

@@ -15,7 +15,7 @@ from weft.codegen.forms import Form
 from weft.codegen.lie import Lie, lie_of, local_size, pending_op, root_of
 from weft.codegen.lower import RankProgram, Step, rank_program
 from weft.codegen.order import is_wire
-from weft.codegen.product import product
+from weft.codegen.product import matrices, product
 from weft.codegen.quick import keeps_statistics, quick_call
 from weft.core.layout import Layout
 from weft.core.node import Node
@@ -56,6 +56,8 @@ class _Writer:
         self.kept = {} if chunked is not None else keeps_statistics(rp.program)
         self.statistics = {n: f"{self.var[n]}_statistics" for n in self.kept}
         self.backward_of: dict[Node, str] = {}  # a norm's backward, and where the statistics are once the norm has run
+        self.rooms = _rooms(rp) if chunked is None and device == "cpu" else {}
+        self.elsewhere: dict[str, str] = {}  # a line that writes into peer memory, and the same without
 
     def write(self) -> Code:
         where = ", ".join(f"{a} {i}" for a, i in self.at.items()) or "alone"
@@ -72,7 +74,7 @@ class _Writer:
             if isinstance(step.what, Form) and step.what.last or step in last:
                 updates.append(step)
                 new = new[: len(step.waits)]
-            compute += [line for line in new if not (updates and line.startswith("    del "))]
+            compute += [self.elsewhere.get(line, line) for line in new if not (updates and line.startswith("    del "))]
         waits = [f"    {self.var[n]} = {self.var[n]}.wait()" for n in self.rp.last_waits]
         outs = [(name, n) for name, n in self.rp.program.outputs if n.types[0].layout.present(self.at)]
         given = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs)
@@ -115,6 +117,8 @@ class _Writer:
             self.block(step.what)
         elif isinstance(step.what, Form):
             self.form(step.what)
+        elif step.what in self.rooms:
+            self.term(step.what)
         elif step.what in self.var:
             self.line(f"{self.target(step.what)} = {self.expression(step.what)}", step.what)
         frees = [self.var[n] for n in step.frees if n in self.var and n.op.name != "input"]
@@ -133,6 +137,16 @@ class _Writer:
             return self.var[n]
         self.backward_of[self.kept[n]] = self.statistics[n]
         return f"{self.var[n]}, *{self.statistics[n]}"
+
+    def term(self, n: Node) -> None:
+        """What ranks sum, made where the kernel that sums it reads it, if it is a product; else anywhere, to be brought there."""
+        call, argument = self.rooms[n]
+        pair = matrices(n, [self.value(a) for a in n.args], self.at)
+        self.line(f"{self.var[n]} = {self.expression(n)}", n)
+        if pair is not None:
+            anywhere = self.lines.pop()
+            self.line(f"{self.var[n]} = {call}.product({argument}, {', '.join(pair)})", n)
+            self.elsewhere[self.lines[-1]] = anywhere
 
     def value(self, n: Node) -> str:
         return self.var[n] if n in self.var else repr(n.attr("value"))
@@ -289,6 +303,17 @@ class _Writer:
 
     def like(self, n: Node) -> str:
         return f"(torch.{str(n.types[0].dtype).removeprefix('torch.')}, device)"
+
+
+def _rooms(rp: RankProgram) -> dict[Node, tuple[str, int]]:
+    """Terms that one kernel reads from every rank and nobody else does: the kernel, and which of its arguments each is."""
+    found: dict[Node, tuple[str, int]] = {}
+    for block in (step.what for step in rp.steps if isinstance(step.what, Block)):
+        for call in block.calls:
+            terms = dict.fromkeys(p.node for part in call.fused.parts for p in part.places.values() if p.role == "terms")
+            own = [n for n in terms if n.args and not rp.program.outputs_of(n) and all(u in block.nodes for u in rp.program.users[n])]
+            found |= {n: (call.kernel.name, call.given.index(n)) for n in own}
+    return found
 
 
 def _updates(step: Step) -> bool:

@@ -1,6 +1,6 @@
 """A fused kernel as a function on tensors: inputs are found or put where peers can read them, outputs come back as tensors.
 
-Terms of a reduction must lie in peer memory. A tensor that `peer_tensor` made is used where it is; any other is copied there.
+Terms of a reduction must lie in peer memory. A `product` is made there; anything else is copied.
 """
 
 from __future__ import annotations
@@ -120,9 +120,13 @@ class FusedCall:
         self._adopted.add(argument)
         return held.own
 
-    def peer_tensor(self, argument: int, like: Tensor) -> Tensor:
-        """The tensor in peer memory to fill for an argument, so that no copy is made."""
-        return self._hold("terms", argument, like).own
+    @torch.no_grad()
+    def product(self, argument: int, a: Tensor, b: Tensor) -> Tensor:
+        """A term that is a product of two matrices, made in peer memory, so that nobody need bring it there. The room is free: every
+        call ends when all ranks have read it."""
+        if ("terms", argument) not in self._held:
+            self._hold("terms", argument, torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="meta"))
+        return torch.mm(a, b, out=self._held["terms", argument].own)
 
     def _bind(self, places: dict[tuple[str, int], tuple[int, ...]], args: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Bound once, by all ranks together; after that only this rank's table follows its tensors."""

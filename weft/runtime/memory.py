@@ -1,14 +1,16 @@
-"""Host memory for what a kernel sweeps over from end to end: in large pages, which cost fewer look-ups."""
+"""Host memory: in large pages for what a kernel sweeps over from end to end, and kept from step to step."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 
 import torch
 from torch import Tensor
 
 LARGE = 2 << 20
+TRIM, OWN_MAPPING = -1, -3  # of mallopt(3): when freed memory is given back, from which size on a tensor is mapped by itself
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -24,3 +26,13 @@ def _advise_large(x: Tensor) -> None:
     start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (x.data_ptr() + x.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+
+
+@functools.cache
+def keep() -> None:
+    """Keep what a step frees for the next one, instead of giving it back and having every page of it zeroed again. For good: a process
+    stays as large as its largest step. Other allocators than glibc's do so anyway."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(TRIM, -1)
+        mallopt(OWN_MAPPING, 32 << 20)  # the most there is
