@@ -39,3 +39,18 @@ def test_state_that_moves_as_a_whole_stays_state():
     _run(recorder, second, kept, WARM_UP)
     assert recorder._state == {"weight"}
     assert recorder.asked == 2
+
+
+def test_a_result_goes_home_under_another_name():
+    def work(inputs):
+        return {"cache.new": inputs["cache"] + inputs["token"], "out": inputs["cache"] * inputs["weight"], "old": inputs["cache"][:2]}
+
+    recorder = Watched(work, {"cache", "weight", "token"}, {"cache.new": "cache"})
+    cache, weight, kept = torch.zeros(3), torch.full((3,), 2.0), []
+    for k in range(WARM_UP + 2):
+        kept.append(torch.tensor(float(k)))
+        before = cache.clone()
+        out = recorder({"cache": cache, "weight": weight, "token": kept[-1]})
+        assert out["cache.new"] is cache and torch.equal(cache, before + k) and torch.equal(out["out"], before * 2)
+        assert torch.equal(out["old"], before[:2])
+    assert recorder._state == {"cache", "weight"} and recorder.asked == 1

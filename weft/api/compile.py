@@ -51,7 +51,7 @@ class Inference:
         run, own = self._for(batch)
         given = {n: _local(run, n, x) for n, x in named_batch(batch).items() if n in run.program.input_names}
         known = {**self._state, **own, **given}
-        out = run({n: known[n] for n in run.program.input_names})
+        out = run({n: known[n] for n in run.program.input_names}, self._state)
         state = dict(run.program.state)
         self._state |= {held: out[n] for n, held in state.items()}
         return {n: x for n, x in out.items() if n not in state}
@@ -65,7 +65,7 @@ class Inference:
         shapes = tuple((n, tuple(x.shape), x.dtype) for n, x in named_batch(batch).items())
         if shapes not in self._made:
             captured = self._captured(batch)
-            run = Compiled(self._placed(captured), device=self.device)
+            run = Compiled(self._placed(captured), device=self.device, again=True)
             values = {n: x for n, x in {**captured.parameters, **captured.buffers}.items() if n not in self._state}
             self._state |= {n: _local(run, n, x.detach()).clone() for n, x in values.items() if n in run.program.input_names}
             own = {n: _local(run, n, x.detach()) for n, x in captured.constants.items() if n in run.program.input_names}

@@ -34,9 +34,11 @@ class Compiled:
 
     def __init__(
         self, program: Program, device_mesh: Any = None, device: str | torch.device = "cpu", *, donate: bool = False,
-        inductor: bool | None = None, together: bool = True,
+        inductor: bool | None = None, together: bool = True, again: bool = False,
     ) -> None:  # fmt: skip
         """`donate`: state may be overwritten. `inductor`: compile the step as a whole; left open, on GPUs only.
+
+        `again`: most inputs are the very tensors of the call before, and state may be overwritten after all is computed.
 
         `together`: every rank calls this program, among others in the same order.
         """
@@ -73,7 +75,8 @@ class Compiled:
         if self._may_trace(inductor):
             exec(compile(self.code.parts, f"<weft {program.name}, in parts>", "exec"), names)
             parts = (names["step"], names["compute"], names["update"])
-            self._step = Traced(*parts, program.state, self.device, record=donate and not dist.is_initialized())
+            record = donate and not dist.is_initialized() or again and all(g is None or isinstance(g, Near) for g in on.values())
+            self._step = Traced(*parts, program.state, self.device, record=record, stays=program.input_names if again else ())
         self._board = world_board() if together else None
         if donate and self.device.type == "cpu":
             memory.keep()
@@ -103,7 +106,7 @@ class Compiled:
         """What the step makes from nothing it makes on its own device."""
         for lanes in self._lanes.values():
             lanes.restart()
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or isinstance(self._step, Traced):
             return self._step(inputs)  # type: ignore[no-any-return]
         with torch.device(self.device):
             return self._step(inputs)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ state is left out of it: that is one fused call already. State keeps its address
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,16 +28,20 @@ class Traced:
 
     def __init__(
         self, plain: Callable[..., Values], compute: Callable[..., Any], update: Callable[..., Values], state: Sequence[tuple[str, str]],
-        device: torch.device, *, record: bool,
+        device: torch.device, *, record: bool, stays: Collection[str] = (),
     ) -> None:  # fmt: skip
+        """`stays`: inputs besides the state that come at the same addresses with every call, or at least may."""
         self._plain, self._compute, self._update, self._device = plain, compute, update, device
         self._state = dict(state)
         self._compiled: Callable[..., Any] | None = None
-        self._recorder = Recorder(self._once, set(self._state.values())) if record and device.type == "cuda" else None
+        homes = self._state
+        self._recorder = Recorder(self._once, {*homes.values(), *stays}, homes) if record and device.type == "cuda" else None
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Values:
         with torch.no_grad():
-            return self._once(inputs) if self._recorder is None else self._recorder(inputs)
+            if self._recorder is None or torch.cuda.is_current_stream_capturing():  # into a recording of the caller's
+                return self._once(inputs)
+            return self._recorder(inputs)
 
     @property
     def how(self) -> str:
@@ -63,7 +67,8 @@ class Traced:
                 return self._plain(inputs)
         flat = self._compiled(*(inputs[n] for n in self._names))
         out = dict(zip(self._results, flat, strict=False))
-        made = self._update(inputs, tuple(flat[len(self._results) :]))
+        with torch.device(self._device):
+            made = self._update(inputs, tuple(flat[len(self._results) :]))
         return {**{name: inputs[home] for name, home in self._state.items() if home in inputs}, **out, **made}
 
     def _compile(self, inputs: Mapping[str, Tensor]) -> Callable[..., Any]:
@@ -110,8 +115,10 @@ def _options(graph: GraphModule) -> dict[str, Any]:
 class Recorder:
     """Work that is recorded after a few calls and then replayed, as long as its state stays where it is."""
 
-    def __init__(self, work: Callable[[Mapping[str, Tensor]], Values], state: set[str]) -> None:
+    def __init__(self, work: Callable[[Mapping[str, Tensor]], Values], state: set[str], homes: Mapping[str, str] | None = None) -> None:
+        """`state` are the inputs that stay where they are, `homes` the results that go back into one, and into which."""
         self._work, self._state = work, state
+        self._homes = {n: n for n in state} if homes is None else homes
         self._calls = 0
         self.why = ""  # it could not be recorded
         self._places: dict[str, int] = {}
@@ -135,15 +142,19 @@ class Recorder:
         for name, x in self._given.items():
             x.copy_(inputs[name], non_blocking=True)
         self._graph.replay()
-        return {name: x if name in self._state else x.clone() for name, x in self._out.items()}
+        return {name: x if self._homes.get(name) in self._state else x.clone() for name, x in self._out.items()}
 
     def _in_place(self, inputs: Mapping[str, Tensor]) -> Values:
         """The work, with every piece of state left where it was."""
         out = self._work(inputs)
-        for name in self._state & out.keys() & inputs.keys():
-            if out[name].data_ptr() != inputs[name].data_ptr():
-                inputs[name].copy_(out[name])
-                out[name] = inputs[name]
+        moves = {name: inputs[home] for name, home in self._homes.items() if home in self._state and name in out and home in inputs}
+        moves = {name: home for name, home in moves.items() if out[name].data_ptr() != home.data_ptr()}
+        old = {home.untyped_storage().data_ptr() for home in moves.values()}
+        for name in out.keys() - self._homes.keys() if old else ():
+            if out[name].untyped_storage().data_ptr() in old:  # a result that shows what is about to be overwritten
+                out[name] = out[name].clone()
+        for name, home in moves.items():
+            out[name] = home.copy_(out[name])
         return out
 
     def _record(self, inputs: Mapping[str, Tensor]) -> bool:
