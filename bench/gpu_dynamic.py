@@ -336,8 +336,15 @@ def row(case: Case, until: float) -> dict[str, Any]:
 
 def chosen_products() -> None:
     """Which products run on tensor cores in which way, by rows and sizes."""
-    found = {f"{kind} {2 ** (size / 4):.0f} x {k} x {n}": plan for (kind, size, k, n, _), plan in product._chosen.items()}
-    say(products={k: "torch" if p is None else f"{p.tile.BM}x{p.tile.BN}x{p.tile.BK} by {p.shares}" for k, p in found.items()})
+    out: dict[str, str] = {}
+    for (kind, *sizes, _), plan in product._chosen.items():
+        rows = f"{2 ** (sizes[0] / 4):.0f} rows"
+        if isinstance(kind, str):
+            way = "torch" if plan is None else f"{plan.tile.BM}x{plan.tile.BN}x{plan.tile.BK} by {plan.shares}"
+            out[f"{kind}: {rows} {sizes[1:]}"] = way
+        else:
+            out[f"{kind.function.__name__}: {rows}"] = "apart" if plan is None else f"{plan.rows}x{plan.lanes}x{plan.inner}"
+    say(products=out)
 
 
 def look_inside(case: Case, until: float) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from weft.dynamic import emit_triton, product
+from weft.dynamic import emit_triton, fused, product
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
 from weft.dynamic.phases import base, domain, fill_in, is_view
@@ -39,6 +40,7 @@ class Frame:
     index: Mapping[str, Tensor]
     workspace: Workspace
     compiled: Compiled
+    fused: Mapping[int, fused.Code] = field(default_factory=dict)
     on_cores: bool = False  # float32 products as three on tensor cores
 
     def __post_init__(self) -> None:
@@ -66,8 +68,44 @@ class Frame:
         steps = self._bound.get(phase)
         if steps is None:
             copies = [self._copy(c.node, c.home) for c in self.cell.copies.get(phase, ())]
-            steps = self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *copies]
+            steps = self._bound[phase] = [*self._steps(phase), *copies]
         return steps
+
+    def _steps(self, phase: str) -> list[Bound]:
+        """Step by step; a kernel that can take in products has them before it or inside, whichever is faster."""
+        out: dict[int, Bound] = {}
+        for step in self.cell.steps[phase]:
+            bound = self._bind(step)
+            code = self.fused.get(id(step)) if isinstance(step, Kernel) and self.on_cores else None
+            if code is not None:
+                apart = [out.pop(id(p)) for p in code.products]
+                bound = self._joined(code, [*apart, bound])
+            out[id(step)] = bound
+        return list(out.values())
+
+    def _joined(self, code: fused.Code, apart: list[Bound]) -> Bound:
+        """A kernel with its products inside, in tiles that are chosen by time, or after them."""
+        arguments: list[Any] = [self.argument(p) for p in code.pointers]
+        for matrix in code.matrices:
+            high, low = self.matrix(matrix, True)
+            arguments += [high, low, *high.stride()]
+        first_edge, device = self.block.edge_start, self.workspace.device
+
+        def one_by_one(span: Span) -> None:
+            for step in apart:
+                step(span)
+
+        def step(span: Span) -> None:
+            rows = span[1] - span[0]
+            key = code, product.size_of(rows), device
+            by = functools.partial(code.launch, arguments=arguments, span=span, first_edge=first_edge)
+            tiles = product.best(key, lambda: code.tiles(rows), by, lambda: one_by_one(span))
+            if tiles is None:
+                one_by_one(span)
+            else:
+                by(tiles)
+
+        return step
 
     def whole(self, phase: str) -> None:
         """A phase on all rows of the class."""

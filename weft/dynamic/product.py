@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import log2
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.runtime import modules, replay
 
+P = TypeVar("P")
 HIGH = """\
 @triton.jit
 def w_high(x):
@@ -142,7 +143,7 @@ ROWS = (
 )  # fmt: skip
 OVER_ROWS = (Tile(128, 128, 32, 3, 8), Tile(128, 128, 64, 2, 8))
 SHARE = 0.97  # of torch's time: what is not clearly faster is left to torch
-_chosen: dict[tuple[Any, ...], Plan | None] = {}  # by kind of product, size and device
+_chosen: dict[tuple[Any, ...], Any] = {}  # by kind of product, size and device
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def rows(a: Tensor, matrix: Tensor, halves: Halves, out: Tensor) -> None:
         sizes = m, n, k, step, a.stride(0), out.stride(0)
         tile.launch(_module().w_rows, grid, a, halves.high, halves.low, out, parts, halves.counts, *sizes, EVEN=even, SHARED=shared)
 
-    plan = _best(("rows", _size(m), k, n, a.device), lambda: _for_rows(m, k, n, a.device), by, lambda: torch.mm(a, matrix, out=out))
+    plan = best(("rows", size_of(m), k, n, a.device), lambda: _for_rows(m, k, n, a.device), by, lambda: torch.mm(a, matrix, out=out))
     if plan is None:
         torch.mm(a, matrix, out=out)
     else:
@@ -202,7 +203,7 @@ def over_rows(x: Tensor, y: Tensor) -> Tensor:
         tile.launch(_module().w_over_rows, grid, x, y, out, *sizes, PRECISION="bf16x6" if replay.is_accelerator(x.device) else "ieee")
         return out[0] if len(out) == 1 else out.sum(0)
 
-    plan = _best(("over rows", _size(r), m, n, x.device), lambda: _for_sums(r, m, n, x.device), by, lambda: torch.mm(x.t(), y))
+    plan = best(("over rows", size_of(r), m, n, x.device), lambda: _for_sums(r, m, n, x.device), by, lambda: torch.mm(x.t(), y))
     return torch.mm(x.t(), y) if plan is None else by(plan)
 
 
@@ -221,15 +222,15 @@ def _for_sums(r: int, m: int, n: int, device: torch.device) -> list[Plan]:
     return [Plan(t, max(1, min(waves * full // t.count(m, n), r // (4 * t.BK)))) for t in OVER_ROWS for waves in (1, 2)]
 
 
-def _best(key: tuple[Any, ...], plans: Callable[[], list[Plan]], by: Callable[[Plan], Any], torchs: Callable[[], Any]) -> Plan | None:
-    """The fastest plan for a size, None for torch. Where nothing can be timed: the last."""
+def best(key: tuple[Any, ...], plans: Callable[[], list[P]], by: Callable[[P], Any], otherwise: Callable[[], Any]) -> P | None:
+    """The fastest plan for a size, None where none is faster than what else there is. Where nothing can be timed: the last."""
     if key not in _chosen:
         known, device = plans(), key[-1]
         if not replay.is_accelerator(device) or replay.is_recording(device):
             return known[-1]
         times = {plan: _time(lambda p=plan: by(p), device) for plan in known}
         found = min(times, key=times.__getitem__)
-        _chosen[key] = found if times[found] < SHARE * _time(torchs, device) else None
+        _chosen[key] = found if times[found] < SHARE * _time(otherwise, device) else None
     return _chosen[key]
 
 
@@ -241,7 +242,7 @@ def _time(work: Callable[[], Any], device: torch.device) -> float:
         return float("inf")
 
 
-def _size(rows: int) -> int:
+def size_of(rows: int) -> int:
     """Sizes that share a choice lie within a fifth of each other."""
     return round(4 * log2(max(rows, 1)))
 

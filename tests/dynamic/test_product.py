@@ -1,0 +1,152 @@
+"""Float32 products on tensor cores: as exact as float32, off where they are told to be, and never for other dtypes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.dynamic import tree_lstm
+from weft import dynamic
+from weft.dynamic import fused, product
+from weft.dynamic.engine import Plan
+
+SCRIPT = """
+import sys; sys.path.insert(0, {root!r})
+import torch
+from examples.dynamic import dag_rnn, tree_lstm
+from tests.dynamic.graphs import by_hand, graphs
+from weft.dynamic import product
+from weft.runtime import replay
+torch.manual_seed(0)
+replay.processors = lambda device: 8  # so that programs share products
+
+def error(found, exact):
+    print(float((found.detach().double() - exact.detach()).abs().max() / (1 + exact.detach().abs().max())))
+
+for m, k, n in ((5, 40, 24), (70, 256, 64), (40, 200, 33)):
+    a, w, out = torch.randn(m, k), torch.randn(n, k).t(), torch.empty(m, n)
+    halves = product.Halves.of(w)
+    assert torch.equal(halves.high + halves.low, w)
+    plans = product._for_rows(m, k, n, a.device)
+    assert k < 256 or any(p.shares > 1 for p in plans)
+    for plan in plans:
+        product._chosen["rows", product.size_of(m), k, n, a.device] = plan
+        for _ in range(2):  # a shared product leaves its counts as they were
+            product.rows(a, w, halves, out.fill_(7.0))
+            error(out, a.double() @ w.double())
+x, y = torch.randn(300, 40), torch.randn(300, 24)
+error(product.over_rows(x, y), x.double().t() @ y.double())
+product._chosen.clear()
+
+made = [(tree_lstm.ChildSum, tree_lstm.model, "leaves", ("binary", "single")), (dag_rnn.DagRNN, lambda c, _: dag_rnn.model(c), "all", ("dag", "tree"))]
+for kind, model_of, words, shapes in made:
+    cell, exact = kind(3, 5), kind(3, 5).double()
+    model = model_of(cell, 5)
+    model.target, model.replay, model.tensor_cores = "triton", True, True
+    for seed in (1, 2):
+        exact.load_state_dict({{k: v.double() for k, v in cell.state_dict().items()}})
+        s = graphs(seed, 4, shapes, words, largest=5)
+        x = torch.randn(s.vertices, 3, requires_grad=True)
+        xd = x.detach().double().requires_grad_()
+        ours = model(s, x, at="all")
+        theirs = torch.stack([h if isinstance(h, torch.Tensor) else h[0] for h in by_hand(s, xd, exact.alone)])
+        error(ours, theirs)
+        mine = torch.autograd.grad(ours.sum(), [x, *cell.parameters()])
+        for a, b in zip(mine, torch.autograd.grad(theirs.sum(), [xd, *exact.parameters()])):
+            error(a, b)
+        with torch.no_grad():
+            [p.mul_(0.9) for p in cell.parameters()]  # what was recorded splits the weights as they are
+"""
+
+
+def test_products_and_models_agree_with_float64_as_float32_does() -> None:
+    """In Triton's interpreter, which multiplies the same parts."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(root=str(Path(__file__).parents[2]))], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = [float(line) for line in done.stdout.split()]
+    assert len(errors) > 30 and max(errors) < 2e-6, max(errors)
+
+
+def plan_of(dtype: torch.dtype = torch.float32, **options: Any) -> Plan:
+    """A Tree-LSTM compiled for Triton, without running it."""
+    cell = tree_lstm.ChildSum(64, 64).to(dtype)
+    model = dynamic.Model(cell, {"h": 64, "c": 64}, target="triton", **options)
+    s, x = dynamic.trees([((0, 1), 2)]), torch.randn(3, 64, dtype=dtype)
+    variant = model._variant({"x": x}, s)
+    return model._plan(variant, dynamic.Schedule(s, variant.reads), {"x": x})
+
+
+def test_they_stay_off_where_nobody_asks_for_them_and_for_other_dtypes() -> None:
+    assert not plan_of().on_cores, "no tensor cores here"
+    assert not plan_of(tensor_cores=False).fused
+    assert plan_of(tensor_cores=True).fused and not plan_of(torch.float64, tensor_cores=True).fused
+    assert not product.fits(torch.zeros(2, 2).double()) and not product.fits(torch.zeros(0, 2)) and product.fits(torch.zeros(2, 2))
+    assert not product.fits(torch.zeros(2, 3).t())
+
+
+def test_a_model_without_tensor_cores_keeps_to_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "rows", lambda *_: pytest.fail("ran on tensor cores"))
+    cell = tree_lstm.ChildSum(8, 8)
+    out = dynamic.Model(cell, {"h": 8, "c": 8}, tensor_cores=False)(dynamic.trees([((0, 1), 2)]), torch.randn(3, 8))
+    out.sum().backward()
+    assert cell.below.weight.grad is not None
+
+
+def test_the_fastest_plan_is_kept_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product.replay, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(product.replay, "is_recording", lambda device: False)
+    monkeypatch.setattr(product.replay, "time_recorded", lambda work, device: work())
+    monkeypatch.setattr(product, "_chosen", {})
+    times = {"slow": 3.0, "fast": 1.0, "torch": 2.0}
+    assert product.best(("a", "cpu"), lambda: ["slow", "fast"], times.__getitem__, lambda: times["torch"]) == "fast"
+    assert product.best(("a", "cpu"), lambda: pytest.fail("asked again"), times.__getitem__, lambda: 0.0) == "fast"
+    assert product.best(("b", "cpu"), lambda: ["slow"], times.__getitem__, lambda: times["torch"]) is None
+    assert product.best(("c", "cpu"), lambda: ["fast"], times.__getitem__, lambda: 1.01) is None, "torch wins a tie"
+    assert product.best(("d", "cpu"), lambda: ["missing"], times.__getitem__, lambda: 1.0) is None, "a kernel that does not run"
+
+
+def ptx(function: Any, constants: dict[str, Any], types: dict[str, str], warps: int) -> str:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = function.arg_names
+    every = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = {
+        (names.index(n),): [["tt.divisibility", 16]] for n in names if every[n] == "*fp32" or n in ("N", "K", "a_row", "x_row", "y_row")
+    }
+    source = ASTSource(function, every, {(names.index(k),): c for k, c in constants.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+
+
+@pytest.mark.parametrize(("name", "tile", "options"), [
+    ("w_rows", product.ROWS[1][2], {"EVEN": True, "SHARED": True}), ("w_over_rows", product.OVER_ROWS[0], {"PRECISION": "bf16x6"}),
+])  # fmt: skip
+def test_products_compile_for_sm90_to_tensor_cores(name: str, tile: product.Tile, options: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    sizes = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "DEPTH": tile.DEPTH}
+    pointers = dict.fromkeys(("a", "high", "low", "out", "parts", "x", "y"), "*fp32") | {"counts": "*i32"}
+    text = ptx(getattr(product._module(), name), sizes | options, pointers, tile.warps)
+    assert "wgmma.mma_async" in text
+    assert ("atom.global.gpu.acq_rel" in text) == ("SHARED" in options)
+
+
+def test_a_kernel_with_its_product_inside_compiles_for_sm90() -> None:
+    pytest.importorskip("triton")
+    code = next(c for c in plan_of(tensor_cores=True).fused.values() if c.sums == 3)
+    assert isinstance(code, fused.Code)
+    tiles, names = code.tiles(600)[0], code.function.arg_names
+    types = {f"p{i}": "*i64" if p.kind == "index" else "*fp32" for i, p in enumerate(code.pointers)}
+    types |= {n: "*fp32" for n in names if n in ("w0", "w0l")}
+    constants = dict(zip(names[-5:], tiles.constants().values(), strict=True)) | {"w0k": 1}
+    assert "wgmma.mma_async" in ptx(code.function, constants, types, tiles.warps)
