@@ -81,6 +81,13 @@ def test_rows_that_cannot_be_cut_are_refused_or_run_plainly(tmp_path: Path) -> N
         x = torch.randn(6, 6)
         plain = wn.linear_all_reduce(x, w)
         torch.testing.assert_close(wn.linear_all_reduce(x, w, way=wn.Way("group", 4)), plain)
+        packed = wn.Way("group", 4, taper=0.7, packed=True)
+        assert str(packed) == "group, 4 chunks, each 0.7 of the last, packed"
+        for dtype in (torch.float32, torch.float64):  # the second has no such product, and takes torch's own
+            torch.testing.assert_close(wn.linear_all_reduce(x.to(dtype), w.to(dtype), way=packed), plain.to(dtype), rtol=1e-5, atol=1e-5)
+        weight = w.clone().requires_grad_()
+        wn.linear_all_reduce(x, weight, way=packed).sum().backward()
+        torch.testing.assert_close(weight.grad, x.sum(0).expand(5, 6))
 
     run_ranks(2, job, tmp_path)
 

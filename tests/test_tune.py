@@ -39,6 +39,22 @@ def test_a_lucky_time_is_not_believed() -> None:
     assert confirm([1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 1.1, 1.1]) == 1.0
 
 
+def test_the_best_few_meet_again_and_the_winner_of_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"plain": 10.0, "lucky": 7.0, "good": 8.0, "fair": 8.5, "slow": 9.0, "bad": 20.0}
+    again = {"plain": 10.0, "lucky": 9.9, "good": 8.2, "fair": 8.4, "slow": 9.0}
+    met: list[list[str]] = []
+
+    def rounds(calls: dict[str, object], count: int, group: object, device: object) -> torch.Tensor:
+        met.append(list(calls))
+        return torch.tensor([[(first if len(met) == 1 else again)[name] / 1e3] * count for name in calls])
+
+    monkeypatch.setattr("weft.tune.measure._rounds", rounds)
+    found = measure({name: lambda: None for name in first}, "plain")
+    assert met == [["plain", "lucky", "good", "fair", "slow", "bad"], ["plain", "lucky", "good", "fair"]]
+    assert found.choice == "good"
+    assert found.gain == pytest.approx(10 / 8.2, rel=1e-5)
+
+
 def test_only_what_is_not_known_is_timed() -> None:
     calls: list[str] = []
 

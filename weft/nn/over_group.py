@@ -7,7 +7,7 @@ a rank receives chunk by chunk lies in its result in order. Results are written 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     than a product chunks should shrink, where it is later they should grow, each by the ratio of the two."""
     sizes = _tapered(x.shape[0], way.chunks, way.taper)
     out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
+    product = _packed(w, sizes[0]) if way.packed and _packable(w) else lambda rows, into: torch.mm(rows, w.T, out=into)
     sums = []
     for rows, into in zip(x.split(sizes), out.split(sizes), strict=True):
-        torch.mm(rows, w.T, out=into)
+        product(rows, into)
         sums.append(dist.all_reduce(into, group=group, async_op=True))
     for one in sums:
         one.wait()
@@ -42,6 +43,16 @@ def _tapered(rows: int, chunks: int, ratio: float) -> list[int]:
     shares = [ratio**k for k in range(max(1, min(chunks, rows)))]
     edges = [min(k, rows) + round(max(0, rows - len(shares)) * sum(shares[:k]) / sum(shares)) for k in range(len(shares) + 1)]
     return [b - a for a, b in itertools.pairwise(edges)]
+
+
+def _packable(w: Tensor) -> bool:
+    return w.device.type == "cpu" and w.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def _packed(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], object]:
+    """Products with w.T that read it as laid out here, once: torch's would lay it out anew for every chunk."""
+    ready = torch.ops.mkldnn._reorder_linear_weight(w, rows)
+    return lambda x, into: into.copy_(torch.ops.mkldnn._linear_pointwise(x, ready, None, "none", [], ""))
 
 
 def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:

@@ -23,12 +23,14 @@ class Way:
     blocks: int = 16  # of a device kernel that moves data beside the product
     by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, or one "mover" for all, or one in "flow"
     taper: float = 1.0  # rows of a chunk for each row of the one before, where results are summed over a group
+    packed: bool = False  # over a group, on CPUs: the weight is laid out once for all chunks, as the product would for each
     lines: int = 1  # on which the products of a gather take turns: with two, the next fills the device while one runs out
 
     def __str__(self) -> str:
         chunks = f"{self.chunks} chunks" if self.chunks > 1 else "plain"
         chunks += f", each {self.taper:g} of the last" if self.taper != 1.0 else ""
         chunks += f", {self.lines} lines" if self.lines > 1 else ""
+        chunks += ", packed" if self.packed else ""
         return f"{self.over}, {chunks}" + (f", {self.blocks} blocks, {self.by}" if self.over == "peers" else "")
 
 

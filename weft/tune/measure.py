@@ -1,20 +1,23 @@
 """Time candidates fairly: in rounds, each round every candidate once, the slowest rank counting, all ranks agreeing.
 
 The baseline wins ties: another candidate is chosen only where it is faster than the baseline by more than `margin`, and again
-so when the two meet once more, in most rounds. The best of many noisy times is often luck.
+so when the best few and the baseline meet once more, in most rounds. The best of many noisy times is often luck.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 
 MARGIN = 0.03
+TOGETHER = 6  # candidates timed in the same rounds, beside the baseline
+BEST = 3  # that meet again
 Call = Callable[[], object]
 
 
@@ -48,15 +51,25 @@ def measure(
     fresh = {name: call for name, call in candidates.items() if name not in times or baseline not in times}
     if fresh and baseline not in fresh:
         fresh = {baseline: candidates[baseline], **fresh}  # compared within one run, never across runs
-    for name in fresh:
-        now = _time({baseline: candidates[baseline], name: fresh[name]}, rounds, group, device)
-        times[name] = now[name] * times.get(baseline, now[baseline]) / now[baseline]  # as on the machine the baseline saw
-        heard(name, times[name])
+    for some in batched(fresh, TOGETHER):
+        now = _time({baseline: candidates[baseline], **{n: fresh[n] for n in some}}, rounds, group, device)
+        for name in some:
+            times[name] = now[name] * times.get(baseline, now[baseline]) / now[baseline]  # as on the machine the baseline saw
+            heard(name, times[name])
     while (choice := decide(times, baseline)) in fresh and choice != baseline:
-        pair = {baseline: candidates[baseline], choice: fresh.pop(choice)}
-        times[choice] = times[baseline] * confirm(*_rounds(pair, 2 * rounds, group, device).tolist())
-        heard(choice, times[choice])
+        near = [n for n in sorted(fresh, key=times.__getitem__) if n != baseline and times[n] * (1 + MARGIN) < times[baseline]][:BEST]
+        first, *others = _rounds({n: candidates[n] for n in (baseline, *near)}, 2 * rounds, group, device).tolist()
+        for name, took in zip(near, others, strict=True):
+            times[name] = times[baseline] * confirm(first, took)
+            heard(name, times[name])
+            del fresh[name]
     return Measured(times, baseline, choice)
+
+
+def batched(names: Iterable[str], count: int) -> Iterator[list[str]]:
+    rest = iter(list(names))
+    while some := list(islice(rest, count)):
+        yield some
 
 
 def confirm(before: Sequence[float], after: Sequence[float]) -> float:
