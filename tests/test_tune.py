@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_the_best_few_meet_again_and_the_winner_of_that_is_chosen(monkeypatch: p
         met.append(list(calls))
         return torch.tensor([[(first if len(met) == 1 else again)[name] / 1e3] * count for name in calls])
 
-    monkeypatch.setattr("weft.tune.measure._rounds", rounds)
+    monkeypatch.setattr(sys.modules[measure.__module__], "_rounds", rounds)
     found = measure({name: lambda: None for name in first}, "plain")
     assert met == [["plain", "lucky", "good", "fair", "slow", "bad"], ["plain", "lucky", "good", "fair"]]
     assert found.choice == "good"
