@@ -204,8 +204,8 @@ class Case:
         start = time.perf_counter()
         prepared = [net.prepare(dynamic.trees(b), self.x) for b in batches]
         construction = (time.perf_counter() - start) / count * 1e3
-        alone = timed(lambda i: self.step(net(prepared[i], self.x)), count // 2)
-        rest = prepared[count // 2 :]
+        alone = timed(lambda i: self.step(net(prepared[i], self.x)), count // 4)
+        rest = prepared[count // 4 :]
         ms = in_a_row(lambda i: self.step(net(rest[i], self.x)), len(rest))
         (templates,) = net._templates.values()
         seen = templates.choice(prepared[0])
@@ -309,7 +309,7 @@ def widely(precision: str) -> list[Way]:
 def row(case: Case, until: float) -> dict[str, Any]:
     """The old way by itself, weft as it comes, which has chosen between the ways by then, the peer, and what bounds them all."""
     old = case.net(False)
-    launched = attempt("launched", lambda: case.run("launched", old, 24, 16), until) or {}
+    launched = attempt("launched", lambda: case.run("launched", old, 24, 32), until) or {}
     launched["kernels"] = attempt("profile", lambda: case.profile("launched", old), until) or 1
     levels = [Levels(s, DEVICE) for s in case.fresh(8)]
     for one in levels[:2]:
@@ -318,7 +318,7 @@ def row(case: Case, until: float) -> dict[str, Any]:
     limit = gemm_limit(case.fresh(1)[0])
     say(level_ms=round(level, 3), gemm_limit_ms=round(limit, 3), floor_of_launched_ms=round(launch_floor(launched["kernels"]), 3))
     net = case.net(None)
-    best = attempt("as it comes", lambda: case.run("as it comes", net, 60, 30, until - 4), until) or launched
+    best = attempt("as it comes", lambda: case.run("as it comes", net, 60, 64, until - 4), until) or launched
     kernels = attempt("profile", lambda: case.profile("as it comes", net), until) or launched["kernels"]
     floors = {"as it comes": round(launch_floor(kernels), 3), "launched": round(launch_floor(launched["kernels"]), 3)}
     bound = max(floors["as it comes"], limit)
