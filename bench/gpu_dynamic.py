@@ -311,6 +311,10 @@ def row(case: Case, until: float) -> dict[str, Any]:
     old = case.net(False)
     launched = attempt("launched", lambda: case.run("launched", old, 24, 32), until) or {}
     launched["kernels"] = attempt("profile", lambda: case.profile("launched", old), until) or 1
+    attempt("products", lambda: chosen_products(old), until)
+    plain = case.net(False)
+    plain.tensor_cores = False
+    torchs = attempt("torch's products", lambda: case.run("torch's products", plain, 13, 32), until) or {}
     levels = [Levels(s, DEVICE) for s in case.fresh(8)]
     for one in levels[:2]:
         case.step(level_by_level(case.cell, one, case.x))
@@ -328,22 +332,25 @@ def row(case: Case, until: float) -> dict[str, Any]:
         "ratios": {"level-batched torch": round(level / best["ms"], 2)}, "launch_floor_ms": floors, "kernels": kernels,
         "gemm_limit_ms": round(limit, 3), "limit_ms": round(bound, 3), "times_limit": round(best["ms"] / bound, 2),
         "construction_ms": best["construction_ms"], "errors": best["errors"], "launched_ms": launched.get("ms"),
+        "with_torchs_products_ms": torchs.get("ms"), "with_torchs_products_errors": torchs.get("errors"),
         "launched_errors": launched.get("errors"), "device_ms_by_way": best["ways"],
     }  # fmt: skip
     say(row=found)
     return found
 
 
-def chosen_products() -> None:
-    """Which products run on tensor cores in which way, by rows and sizes."""
+def chosen_products(net: dynamic.Model) -> None:
+    """Which products run on tensor cores in which way, by rows and sizes, and which kernels take theirs in."""
     out: dict[str, str] = {}
-    for (kind, *sizes, _), plan in product._chosen.items():
-        rows = f"{2 ** (sizes[0] / 4):.0f} rows"
-        if isinstance(kind, str):
-            way = "torch" if plan is None else f"{plan.tile.BM}x{plan.tile.BN}x{plan.tile.BK} by {plan.shares}"
-            out[f"{kind}: {rows} {sizes[1:]}"] = way
-        else:
-            out[f"{kind.function.__name__}: {rows}"] = "apart" if plan is None else f"{plan.rows}x{plan.lanes}x{plan.inner}"
+    for (kind, size, *sizes, _), plan in product._chosen.items():
+        way = "torch" if plan is None else f"{plan.tile.BM}x{plan.tile.BN}x{plan.tile.BK} by {plan.shares}"
+        out[f"{kind}: {2 ** (size / 4):.0f} {sizes}"] = way
+    (templates,) = net._templates.values()
+    for code in templates.plan.fused.values():
+        for (size, _), tiles in code.chosen.items():
+            out[f"{code.function.__name__}: {2 ** (size / 4):.0f}"] = (
+                "apart" if tiles is None else f"{tiles.rows}x{tiles.lanes}x{tiles.inner}"
+            )
     say(products=out)
 
 
@@ -370,7 +377,6 @@ def main() -> None:
 
     shares = {"highest": 0.5 * seconds, "high": seconds - 5}
     rows = [attempt(p, lambda p=p: row(on(p), shares[p]), seconds) for p in cases]
-    chosen_products()
     for precision in cases:
         attempt("inside", lambda p=precision: look_inside(on(p), seconds - 4), seconds - 4)
     attempt("meetings", meeting_time, seconds - 5)

@@ -106,13 +106,13 @@ def test_the_fastest_plan_is_kept_by_size(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(product.replay, "is_accelerator", lambda device: True)
     monkeypatch.setattr(product.replay, "is_recording", lambda device: False)
     monkeypatch.setattr(product.replay, "time_recorded", lambda work, device: work())
-    monkeypatch.setattr(product, "_chosen", {})
+    known: dict[tuple[object, ...], object] = {}
     times = {"slow": 3.0, "fast": 1.0, "torch": 2.0}
-    assert product.best(("a", "cpu"), lambda: ["slow", "fast"], times.__getitem__, lambda: times["torch"]) == "fast"
-    assert product.best(("a", "cpu"), lambda: pytest.fail("asked again"), times.__getitem__, lambda: 0.0) == "fast"
-    assert product.best(("b", "cpu"), lambda: ["slow"], times.__getitem__, lambda: times["torch"]) is None
-    assert product.best(("c", "cpu"), lambda: ["fast"], times.__getitem__, lambda: 1.01) is None, "torch wins a tie"
-    assert product.best(("d", "cpu"), lambda: ["missing"], times.__getitem__, lambda: 1.0) is None, "a kernel that does not run"
+    assert product.best(known, ("a", "cpu"), lambda: ["slow", "fast"], times.__getitem__, lambda: times["torch"]) == "fast"
+    assert product.best(known, ("a", "cpu"), lambda: pytest.fail("asked again"), times.__getitem__, lambda: 0.0) == "fast"
+    assert product.best(known, ("b", "cpu"), lambda: ["slow"], times.__getitem__, lambda: times["torch"]) is None
+    assert product.best(known, ("c", "cpu"), lambda: ["fast"], times.__getitem__, lambda: 1.01) is None, "torch wins a tie"
+    assert product.best(known, ("d", "cpu"), lambda: ["missing"], times.__getitem__, lambda: 1.0) is None, "a kernel that does not run"
 
 
 def ptx(function: Any, constants: dict[str, Any], types: dict[str, str], warps: int) -> str:

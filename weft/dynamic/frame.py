@@ -97,9 +97,9 @@ class Frame:
 
         def step(span: Span) -> None:
             rows = span[1] - span[0]
-            key = code, product.size_of(rows), device
+            key = product.size_of(rows), device
             by = functools.partial(code.launch, arguments=arguments, span=span, first_edge=first_edge)
-            tiles = product.best(key, lambda: code.tiles(rows), by, lambda: one_by_one(span))
+            tiles = product.best(code.chosen, key, lambda: code.tiles(rows), by, lambda: one_by_one(span))
             if tiles is None:
                 one_by_one(span)
             else:

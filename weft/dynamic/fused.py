@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -31,6 +31,7 @@ class Code:
     products: list[fx.Node]
     lanes: int
     sums: int  # values of a product that a lane needs
+    chosen: dict[tuple[Any, ...], Tiles | None] = field(default_factory=dict)  # by rows and device
 
     def tiles(self, rows: int) -> list[Tiles]:
         """Sizes worth a trial for so many rows."""

@@ -185,7 +185,9 @@ def rows(a: Tensor, matrix: Tensor, halves: Halves, out: Tensor) -> None:
         sizes = m, n, k, step, a.stride(0), out.stride(0)
         tile.launch(_module().w_rows, grid, a, halves.high, halves.low, out, parts, halves.counts, *sizes, EVEN=even, SHARED=shared)
 
-    plan = best(("rows", size_of(m), k, n, a.device), lambda: _for_rows(m, k, n, a.device), by, lambda: torch.mm(a, matrix, out=out))
+    plan = best(
+        _chosen, ("rows", size_of(m), k, n, a.device), lambda: _for_rows(m, k, n, a.device), by, lambda: torch.mm(a, matrix, out=out)
+    )
     if plan is None:
         torch.mm(a, matrix, out=out)
     else:
@@ -203,7 +205,7 @@ def over_rows(x: Tensor, y: Tensor) -> Tensor:
         tile.launch(_module().w_over_rows, grid, x, y, out, *sizes, PRECISION="bf16x6" if replay.is_accelerator(x.device) else "ieee")
         return out[0] if len(out) == 1 else out.sum(0)
 
-    plan = best(("over rows", size_of(r), m, n, x.device), lambda: _for_sums(r, m, n, x.device), by, lambda: torch.mm(x.t(), y))
+    plan = best(_chosen, ("over rows", size_of(r), m, n, x.device), lambda: _for_sums(r, m, n, x.device), by, lambda: torch.mm(x.t(), y))
     return torch.mm(x.t(), y) if plan is None else by(plan)
 
 
@@ -222,16 +224,25 @@ def _for_sums(r: int, m: int, n: int, device: torch.device) -> list[Plan]:
     return [Plan(t, max(1, min(waves * full // t.count(m, n), r // (4 * t.BK)))) for t in OVER_ROWS for waves in (1, 2)]
 
 
-def best(key: tuple[Any, ...], plans: Callable[[], list[P]], by: Callable[[P], Any], otherwise: Callable[[], Any]) -> P | None:
-    """The fastest plan for a size, None where none is faster than what else there is. Where nothing can be timed: the last."""
-    if key not in _chosen:
-        known, device = plans(), key[-1]
+def best(
+    known: dict[tuple[Any, ...], Any],
+    key: tuple[Any, ...],
+    plans: Callable[[], list[P]],
+    by: Callable[[P], Any],
+    otherwise: Callable[[], Any],
+) -> P | None:
+    """The fastest plan for a size, None where none is faster than what else there is; timed once and kept in `known`.
+
+    A key ends with the device. Where nothing can be timed: the last plan.
+    """
+    if key not in known:
+        found, device = plans(), key[-1]
         if not replay.is_accelerator(device) or replay.is_recording(device):
-            return known[-1]
-        times = {plan: _time(lambda p=plan: by(p), device) for plan in known}
-        found = min(times, key=times.__getitem__)
-        _chosen[key] = found if times[found] < SHARE * _time(otherwise, device) else None
-    return _chosen[key]
+            return found[-1]
+        times = {plan: _time(lambda p=plan: by(p), device) for plan in found}
+        fastest = min(times, key=times.__getitem__)
+        known[key] = fastest if times[fastest] < SHARE * _time(otherwise, device) else None
+    return known[key]
 
 
 def _time(work: Callable[[], Any], device: torch.device) -> float:
