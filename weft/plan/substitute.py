@@ -1,9 +1,10 @@
 """Substitutions chosen together with layouts.
 
-The step is rewritten by proved rules about values, best first. *Joint*: a program costs what the layout ILP makes of it on the mesh.
-*Sequential*: it costs what one device needs for its share of the batch. Then either layouts are chosen for the one program that won, as
-where graphs are optimised first and parallelised afterwards, or each rank of the best way without rules runs its own part rewritten so, as
-where they are parallelised first; the faster counts.
+A step is rewritten by proved rules about values, best first: in its forward pass, whose gradients are then derived anew, or anywhere.
+*Joint*: a program costs what the layout ILP makes of it on the mesh. *Sequential*: it costs what one device needs for its share of the
+batch. Then either layouts are chosen for the one program that won, as where graphs are optimised first and parallelised afterwards, or
+each rank of the best way without rules runs its own part rewritten so, as where they are parallelised first; the faster counts. Both use the
+same rules, meshes and prices.
 """
 
 from __future__ import annotations
@@ -16,24 +17,23 @@ from dataclasses import dataclass, replace
 from weft.cluster.spec import Cluster, Nodes
 from weft.core.errors import PlanError
 from weft.core.layout import Mesh
-from weft.core.node import Node, make
-from weft.core.program import Program, new_program
-from weft.ops.linalg import matmul
+from weft.core.program import Program
 from weft.ops.registry import Kind
-from weft.ops.shape import permute
-from weft.plan.graph.search import ALL, GraphSearch, Way
+from weft.plan.graph.search import ALL, HIDES, NOTHING, GraphSearch, Way
 from weft.plan.graph.stages import MIXED, NONE
 from weft.plan.graph.timing import Placed
 from weft.plan.layouts import OnCluster, Rates, choose
+from weft.plan.rewritten import Step, as_products
 from weft.rewrite.schema import OpHole, Schema
-from weft.rewrite.search import both_ways, moves
+from weft.rewrite.search import both_ways
 
-BUDGET, JOINT_BUDGET = 12, 2  # programs whose neighbours are looked at: a price on one device is a sum, on a mesh an ILP
-NEIGHBOURS = 40  # of one program, that are priced
-RELAX = 1.05  # a program this much dearer than the best is still followed
-EFFORT = 5e6  # work of one ILP while searching
+BUDGET, JOINT_BUDGET = 12, 2  # steps whose neighbours are looked at: a price on one device is a sum, on a mesh an ILP
+NEIGHBOURS, JOINT_NEIGHBOURS = 40, 16  # of one step, that are priced
+RELAX = 1.05  # a step this much dearer than the best is still followed
+EFFORT, CARE = 5e6, 1e8  # work of one ILP while searching, and at the end
 LARGE = 900  # nodes of a step beyond which it is not rewritten: each price is an ILP
-PRODUCTS = {"ak,nk->an": (None, (1, 0)), "an,nk->ak": (None, None), "an,ak->nk": ((1, 0), None)}  # and which operand is transposed
+GAIN = 1e-6  # of the price, below which two steps cost the same
+MESHES = 5  # on which a rewritten step is laid out
 
 Path = tuple[tuple[str, int], ...]  # the rule of each move, and its number among the moves there were
 Price = Callable[[Program], float]
@@ -41,40 +41,58 @@ Price = Callable[[Program], float]
 
 @dataclass(frozen=True)
 class Both:
-    """The best way with rules and layouts chosen together, and with rules first."""
+    """The best way with rules and layouts chosen together, and with rules first; and the first as Unity would run it."""
 
     joint: Way
     sequential: Way
+    unity: Way | None
 
 
-def joint_and_sequential(found: GraphSearch, bases: Sequence[Way]) -> Both:
-    """On the meshes, stages and micro-batches of ways that were found without rules, best first. The best stands where no rule helps."""
+def joint_and_sequential(found: GraphSearch) -> Both:
+    """On the meshes, stages and micro-batches of the best ways found without rules. The best of these stands where no rule helps."""
+    bases = best_bases(found)
     task, base = found.task, bases[0]
+    together = joint(found)
     if len(task.captured(base.rounds).program.nodes) > LARGE:
-        return Both(base, base)
-    rules, part = value_rules(), base.placed.cluster
-    together = best_path(as_products(task.captured(base.rounds).program), _on_mesh(base.mesh, part, base.rounds), rules, JOINT_BUDGET)
-    lone = replace(task, batch=max(1, task.batch // task.cluster.devices)).captured(1).program
-    alone = best_path(as_products(lone), one_device(part), rules, BUDGET)
-    joint, first = (_best(found, bases, path, rules) for path in (together, alone))
-    local = _on_each_rank(base, as_products(lone), alone, one_device(part), rules)
+        return Both(base, base, None)
+    rules, price = value_rules(), one_device(base.placed.cluster)
+    lone = as_products(replace(task, batch=max(1, task.batch // task.cluster.devices)).captured(1))
+    alone = best_path(lone, price, rules, BUDGET, NEIGHBOURS)
+    local = _on_each_rank(base, lone, alone, price, rules)
+    first = min(_ways(found, bases, alone, rules), key=lambda w: w.seconds, default=base)
     sequential = min(first, local, key=lambda w: w.seconds) if alone else base
-    return Both(min(joint, base, local, key=lambda w: w.seconds), sequential)
+    own = together.get("weft", base)
+    return Both(min(own, base, local, key=lambda w: w.seconds), sequential, together.get("unity-like"))
 
 
-def _on_each_rank(base: Way, lone: Program, path: Path, price: Price, rules: Sequence[Schema]) -> Way:
+def best_bases(found: GraphSearch) -> list[Way]:
+    return sorted(found.by_mesh.values(), key=lambda w: w.seconds)[:MESHES]
+
+
+def joint(found: GraphSearch) -> dict[str, Way]:
+    """The step that layouts and rules together make cheapest, as weft runs it and as Unity would; nothing where no rule helps."""
+    bases = best_bases(found)
+    if not bases or len(found.task.captured(bases[0].rounds).program.nodes) > LARGE:
+        return {}
+    base, rules = bases[0], value_rules()
+    step = as_products(found.task.captured(base.rounds))
+    path = best_path(step, _on_mesh(base.mesh, base.placed.cluster, base.rounds), rules, JOINT_BUDGET, JOINT_NEIGHBOURS)
+    if not path:
+        return {}
+    best: dict[str, Way] = {}
+    for way in itertools.chain(_ways(found, bases, path, rules), _ways(found, bases, path, rules, as_unity=True)):
+        best[way.name] = min(best.get(way.name, way), way, key=lambda w: w.seconds)
+    return best
+
+
+def _on_each_rank(base: Way, lone: Step, path: Path, price: Price, rules: Sequence[Schema]) -> Way:
     """A way whose ranks run their own part of it rewritten: it gains what one device gains on its share of the batch."""
-    gain = price(lone) - price(replayed(lone, path, rules)) if path else 0.0
-    return replace(base, seconds=base.seconds - max(0.0, gain), rules=tuple(dict.fromkeys(name for name, _ in path)))
+    gain = price(lone.program) - price(replayed(lone, path, rules).program) if path else 0.0
+    return replace(base, seconds=base.seconds - max(0.0, gain), rules=_names(path))
 
 
-def _best(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[Schema]) -> Way:
-    """The moves made on the program of every way, each laid out and run as that way is; the fastest."""
-    steps: dict[int, Program | None] = {}  # rewritten, by the number of micro-batches
-    for rounds in dict.fromkeys(base.rounds for base in bases):
-        steps[rounds] = _replayed(as_products(found.task.captured(rounds).program), path, rules)
-    made = (_way(found, base, step, path) for base in bases if (step := steps[base.rounds]) is not None)
-    return min((way for way in made if way is not None), key=lambda w: w.seconds, default=bases[0])
+def _names(path: Path) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name, _ in path))
 
 
 def value_rules() -> list[Schema]:
@@ -89,64 +107,43 @@ def value_rules() -> list[Schema]:
     return both_ways(r for r in proved_rules() if wanted(r))
 
 
-def as_products(program: Program) -> Program:
-    """Products of matrices written as such, transposes as views, so that rules about products meet them."""
-    made: dict[Node, Node] = {}
-    for n in program.nodes:
-        args = tuple(made.get(a, a) for a in n.args)
-        turned = PRODUCTS.get(str(n.attr("equation"))) if n.op.name == "einsum" else None
-        if turned is not None:
-            made[n] = matmul(*(a if order is None else permute(a, order) for a, order in zip(args, turned, strict=True)))
-        elif n.args:
-            made[n] = make(n.op, args, dict(n.attrs))
-    outputs = {name: made.get(n, n) for name, n in program.outputs}
-    return new_program(program.name, program.mesh, program.inputs, outputs, state=program.state)
-
-
-def best_path(program: Program, price: Price, rules: Sequence[Schema], budget: int) -> Path:
-    """The moves that lead to the cheapest program found, best first."""
-    least, best = price(program), ()  # type: tuple[float, Path]
+def best_path(step: Step, price: Price, rules: Sequence[Schema], budget: int, most: int) -> Path:
+    """The moves that lead to the cheapest step found, best first; a move that gains nothing is not made."""
+    least, best = price(step.program), ()  # type: tuple[float, Path]
     count = itertools.count()
-    queue: list[tuple[float, int, Program, Path]] = [(least, next(count), program, ())]
-    seen = {_key(program)}
+    queue: list[tuple[float, int, Step, Path]] = [(least, next(count), step, ())]
+    seen = {step.key}
     for _ in range(budget):
         if not queue or queue[0][0] > RELAX * least:
             break
         _, _, here, path = heapq.heappop(queue)
-        for k, name, there in _neighbours(here, rules):
-            if _key(there) in seen:
+        for k, name, there in here.neighbours(rules, most):
+            if there.key in seen:
                 continue
-            seen.add(_key(there))
-            cost = price(there)
-            least, best = min((least, best), (cost, (*path, (name, k))), key=lambda found: found[0])
+            seen.add(there.key)
+            cost = price(there.program)
+            if cost < least * (1 - GAIN):
+                least, best = cost, (*path, (name, k))
             if cost <= RELAX * least:
                 heapq.heappush(queue, (cost, next(count), there, (*path, (name, k))))
     return best
 
 
-def _neighbours(program: Program, rules: Sequence[Schema]) -> Iterator[tuple[int, str, Program]]:
-    yield from ((k, name, there) for k, (name, there) in enumerate(itertools.islice(moves(program, rules), NEIGHBOURS)))
-
-
-def replayed(program: Program, path: Path, rules: Sequence[Schema]) -> Program:
-    """The same moves on a program of the same structure."""
+def replayed(step: Step, path: Path, rules: Sequence[Schema]) -> Step:
+    """The same moves on a step of the same structure."""
     for name, k in path:
-        found = next(((n, there) for i, n, there in _neighbours(program, rules) if i == k), None)
+        found = next(((n, there) for i, n, there in step.neighbours(rules, NEIGHBOURS) if i == k), None)
         if found is None or found[0] != name:
             raise PlanError("the moves do not lead the same way here", needed=f"{name} as move {k}", found=str(found and found[0]))
-        program = found[1]
-    return program
+        step = found[1]
+    return step
 
 
-def _replayed(program: Program, path: Path, rules: Sequence[Schema]) -> Program | None:
+def _replayed(step: Step, path: Path, rules: Sequence[Schema]) -> Step | None:
     try:
-        return replayed(program, path, rules)
+        return replayed(step, path, rules)
     except PlanError:
         return None
-
-
-def _key(program: Program) -> tuple[Node, ...]:
-    return tuple(n for _, n in program.outputs)
 
 
 def _on_mesh(mesh: Mesh, part: Cluster, rounds: int) -> Price:
@@ -168,13 +165,28 @@ def one_device(part: Cluster) -> Price:
     return lambda program: sum(prices.chained(program, n) for n in program.nodes if n.args)
 
 
-def _way(found: GraphSearch, base: Way, step: Program, path: Path) -> Way | None:
-    """The program that won, laid out with care and run as the way it started from."""
+def _ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[Schema], as_unity: bool = False) -> Iterator[Way]:
+    """The moves made on the step of every way, each laid out with care and run as that way is; or as Unity runs one: parameters held as they
+    are used, one stage, nothing beside compute."""
+    steps: dict[int, Step | None] = {}  # rewritten, by the number of micro-batches
+    for rounds in dict.fromkeys(base.rounds for base in bases):
+        steps[rounds] = _replayed(as_products(found.task.captured(rounds)), path, rules)
+    for base in bases:
+        step = steps[base.rounds]
+        if step is not None and (not as_unity or base.pp == base.rounds == 1):
+            for hide in (1.0,) if as_unity else HIDES[:2]:
+                yield from _laid_out(found, base, step.program, Rates(hide, base.rounds, as_unity), _names(path))
+
+
+def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, rules: tuple[str, ...]) -> Iterator[Way]:
     try:
-        made = choose(step, base.mesh, OnCluster(base.placed.cluster, base.mesh), work=1e8, rates=Rates(rounds=base.rounds))
+        made = choose(program, base.mesh, OnCluster(base.placed.cluster, base.mesh), work=CARE, rates=rates)
     except PlanError:
-        return None
+        return
     placed = Placed(made.program, base.placed.cluster, made.again)
     schedules = (base.staged.schedule,) if base.staged else ("1f1b",)
-    best = min(found.run(base.name, placed, ALL, base.rounds, base.pp, (NONE, MIXED), schedules), key=lambda w: w.seconds, default=None)
-    return None if best is None else replace(best, rules=tuple(dict.fromkeys(name for name, _ in path)))
+    if rates.as_used:
+        ways = found.run("unity-like", placed, NOTHING, 1, 1, (NONE,), schedules)
+    else:
+        ways = found.run(base.name, placed, ALL, base.rounds, base.pp, (NONE, MIXED), schedules)
+    yield from (replace(way, rules=rules) for way in ways)

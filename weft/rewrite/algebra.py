@@ -45,6 +45,17 @@ concat_kept: concat(f(x), f(y), dim=e) == f(concat(x, y, dim=d)) where f keeps d
 concat_regroup: concat(concat(x, y, dim=0), z, dim=0) == concat(x, concat(y, z, dim=0), dim=0) for x[i, l] y[j, l] z[k, l]
 concat_grid: concat(concat(x, y, dim=1), concat(z, w, dim=1), dim=0) == concat(concat(x, z, dim=0), concat(y, w, dim=0), dim=1)
     for x[i, j] y[i, k] z[l, j] w[l, k]
+stack_columns: concat(x, y, dim=1)
+    == reshape(concat(reshape(x, shape=(size(x, 0), 1, size(x, 1))), reshape(y, shape=(size(y, 0), 1, size(y, 1))), dim=1),
+    shape=(size(x, 0), size(x, 1) + size(y, 1))) for x[i, k] y[i, k]
+stack_three_columns: concat(x, y, z, dim=1)
+    == reshape(concat(reshape(x, shape=(size(x, 0), 1, size(x, 1))), reshape(y, shape=(size(y, 0), 1, size(y, 1))),
+    reshape(z, shape=(size(z, 0), 1, size(z, 1))), dim=1),
+    shape=(size(x, 0), size(x, 1) + size(y, 1) + size(z, 1))) for x[i, k] y[i, k] z[i, k]
+stack_four_columns: concat(x, y, z, w, dim=1)
+    == reshape(concat(reshape(x, shape=(size(x, 0), 1, size(x, 1))), reshape(y, shape=(size(y, 0), 1, size(y, 1))),
+    reshape(z, shape=(size(z, 0), 1, size(z, 1))), reshape(w, shape=(size(w, 0), 1, size(w, 1))), dim=1),
+    shape=(size(x, 0), size(x, 1) + size(y, 1) + size(z, 1) + size(w, 1))) for x[i, k] y[i, k] z[i, k] w[i, k]
 first_of_concat: narrow(concat(x, y, dim=0), dim=0, start=0, stop=size(x, 0), step=1) == x for x[i, k] y[j, k]
 second_of_concat: narrow(concat(x, y, dim=0), dim=0, start=size(x, 0), stop=size(x, 0) + size(y, 0), step=1) == y for x[i, k] y[j, k]
 first_of_columns: narrow(concat(x, y, dim=1), dim=1, start=0, stop=size(x, 1), step=1) == x for x[k, i] y[k, j]

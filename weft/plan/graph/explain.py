@@ -12,7 +12,7 @@ from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.plan.explain import FACTORS, Reason, scaled
-from weft.plan.graph.planner import task_of
+from weft.plan.graph.planner import all_ways, task_of
 from weft.plan.graph.search import GraphSearch, Way
 from weft.plan.graph.stages import pipelined
 from weft.plan.graph.timing import Placed
@@ -30,7 +30,7 @@ def explain_captured(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
     given = float(plan.limits["memory_gb"]) * 1e9
     search = GraphSearch(task, min(most, given) if given else most)
     say("layouts")
-    named = {name: way for name, way in {**search.baselines(), **search.free(say)}.items() if isinstance(way, Way)}
+    named = {name: way for name, way in all_ways(search, say).items() if isinstance(way, Way)}
     if not named:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=plan.model)
     chosen = min(named.values(), key=lambda w: (w.seconds, w.name != "weft"))
@@ -40,6 +40,7 @@ def explain_captured(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
         "mesh": (_mesh(chosen), _mesh),
         "micro-batches": (str(chosen.rounds), lambda w: w.rounds),
         "layouts": (chosen.name, lambda w: w.name),
+        "rules": (", ".join(chosen.rules) or "none", lambda w: w.rules),
     }
     for decision, (value, of) in decisions.items():
         others = [w for w in ways if of(w) != of(chosen)]

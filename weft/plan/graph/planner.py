@@ -11,6 +11,7 @@ from weft.plan.graph.search import GraphSearch, Way
 from weft.plan.graph.task import Task, example_size
 from weft.plan.plan import Plan
 from weft.plan.setting import MIXED, Setting
+from weft.plan.substitute import joint
 
 if TYPE_CHECKING:
     from weft.plan.space import Limits
@@ -27,8 +28,7 @@ def make_plan(task: Task, limits: Limits, say: Say, objective: str = "time") -> 
     """The best way found, or why each system has none."""
     memory = min(g.profile.device.memory for g in task.cluster.groups)
     search = GraphSearch(task, min(memory, limits.memory) if limits.memory else memory)
-    say("baselines")
-    found = {**search.baselines(), **search.free(say)}
+    found = all_ways(search, say)
     ways = {name: way for name, way in found.items() if isinstance(way, Way)}
     lacking = {name: why for name, why in found.items() if isinstance(why, str)}
     if not ways:
@@ -36,6 +36,19 @@ def make_plan(task: Task, limits: Limits, say: Say, objective: str = "time") -> 
     best = min(ways.values(), key=lambda w: (_digits(w.memory if objective == "memory" else w.seconds), w.name != "weft"))
     others = {name: _ms(way.seconds) for name, way in ways.items() if name != "weft"}
     return record(task, limits, best, others, {k: v for k, v in lacking.items() if k != "weft"}, objective)
+
+
+def all_ways(search: GraphSearch, say: Say) -> dict[str, Way | str]:
+    """The best way of every system, or why it has none. Of weft and of Unity, which know rules, the faster with and without."""
+    say("baselines")
+    found = {**search.baselines(), **search.free(say)}
+    say("rules")
+    for name, way in joint(search).items():
+        plain = found.get(name)
+        if way.memory <= search.memory and (not isinstance(plain, Way) or way.seconds < plain.seconds):
+            found[name] = way
+            say(f"{name}: {way.seconds * 1e3:,.1f} ms, {way.describe()}")
+    return found
 
 
 def record(task: Task, limits: Limits, way: Way, others: Mapping[str, float], lacking: Mapping[str, str], objective: str) -> Plan:

@@ -1,0 +1,71 @@
+"""Training steps one rule away from a step.
+
+A rule is used anywhere in the step as it stands, or in the forward pass alone: then the gradients are derived anew from the loss as it is now
+written, so that one move changes a value and all that is computed back from it. What a rule makes equal has equal gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.autodiff import backward
+from weft.core.node import Node, constant, make
+from weft.core.program import Program, new_program
+from weft.frontend.capture import Captured
+from weft.ops.linalg import matmul
+from weft.ops.shape import permute
+from weft.rewrite.schema import Schema
+from weft.rewrite.search import moves
+
+PRODUCTS = {"ak,nk->an": (None, (1, 0)), "an,nk->ak": (None, None), "an,ak->nk": ((1, 0), None)}  # and which operand is transposed
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A program that trains, and the gradients in it by parameter; none where they are no vjps of its forward pass."""
+
+    program: Program
+    gradients: Mapping[str, Node] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Node, ...]:
+        """Nodes are interned, so equal steps have equal keys."""
+        return tuple(n for _, n in self.program.outputs)
+
+    def neighbours(self, rules: Sequence[Schema], most: int) -> Iterator[tuple[int, str, Step]]:
+        """Steps one move away, those that change the forward pass first, each with its number and its rule."""
+        changed = itertools.chain(self._forward_changed(rules), ((name, Step(there)) for name, there in moves(self.program, rules)))
+        yield from ((k, name, there) for k, (name, there) in enumerate(itertools.islice(changed, most)))
+
+    def _forward_changed(self, rules: Sequence[Schema]) -> Iterator[tuple[str, Step]]:
+        if not self.gradients:
+            return
+        loss = self.program.output_names["loss"]
+        needed = self.program.needs(loss)
+        forward = new_program("forward", self.program.mesh, [n for n in self.program.inputs if n in needed], {"loss": loss})
+        yield from ((name, self._with_loss(there.output_names["loss"])) for name, there in moves(forward, rules))
+
+    def _with_loss(self, loss: Node) -> Step:
+        program = self.program
+        params = {name: program.input_names[name] for name in self.gradients}
+        found = backward({loss: constant(1.0, loss.dtype, program.mesh)}, list(params.values()))
+        gradients = {name: found[n] for name, n in params.items()}
+        swap = {self.gradients[name]: new for name, new in gradients.items()} | {program.output_names["loss"]: loss}
+        return Step(program.rewrite({old: new for old, new in swap.items() if old is not new}, "forward pass rewritten"), gradients)
+
+
+def as_products(captured: Captured) -> Step:
+    """The step with products of matrices written as such, transposes as views, so that rules about products meet them."""
+    program, made = captured.program, dict[Node, Node]()
+    for n in program.nodes:
+        args = tuple(made.get(a, a) for a in n.args)
+        turned = PRODUCTS.get(str(n.attr("equation"))) if n.op.name == "einsum" else None
+        if turned is not None:
+            made[n] = matmul(*(a if order is None else permute(a, order) for a, order in zip(args, turned, strict=True)))
+        elif n.args:
+            made[n] = make(n.op, args, dict(n.attrs))
+    outputs = {name: made.get(n, n) for name, n in program.outputs}
+    gradients = {name: made.get(n, n) for name, n in captured.gradients.items() if name in program.input_names}
+    return Step(new_program(program.name, program.mesh, program.inputs, outputs, state=program.state), gradients)
