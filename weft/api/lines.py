@@ -40,11 +40,16 @@ class Laid:
     options: Options
 
 
-def laid(captured: Captured, plan: Named, pinned: Mapping[str, Placements], guard: Guard | None = None) -> Laid:
-    """The captured step of one micro-batch under a plan; `pinned` inputs are held as told."""
-    weights = {n: p for n, p in pinned.items() if n.startswith("param.")}
-    held, options = input_layouts(captured.program, plan, captured.states, weights)
-    held |= {n: p for n, p in pinned.items() if n not in weights}
+def laid(
+    captured: Captured,
+    plan: Named,
+    pinned: Mapping[str, Placements],
+    exact: Mapping[str, Placements] | None = None,
+    guard: Guard | None = None,
+) -> Laid:
+    """The captured step of one micro-batch under a plan. State of `pinned` parameters follows them; `exact` inputs are held as told."""
+    held, options = input_layouts(captured.program, plan, captured.states, pinned)
+    held |= exact or {}
     borders = chosen_borders(captured, plan.stages)
     stages = split(captured, plan.stages, plan.micro_batches, borders)
     if plan.recompute:

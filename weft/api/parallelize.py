@@ -19,7 +19,7 @@ from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, beside_rows, rows_of
 from weft.api.lines import Lines
-from weft.api.noise import INPUT, Noise, Probe
+from weft.api.noise import INPUT, Noise, Probe, measured
 from weft.api.trust import Losses, exactly, guarded, require_exact, verified
 from weft.api.watch import watch
 from weft.core.errors import PlanError, RuntimeFault
@@ -77,15 +77,15 @@ def parallelize(
     """
     hosts.meet()
     where = torch.device(device)
-    if planfile.is_file(plan):
-        plan, rounds = planfile.from_file(plan)
-        accumulate = accumulate if accumulate > 1 else rounds
+    file = planfile.from_file(plan) if planfile.is_file(plan) else None
+    if file is not None:
+        plan, pins, accumulate = file.words, (*file.pins, *pins), accumulate if accumulate > 1 else file.micro_batches
     named = None if plan == "auto" else Named.parse(plan)
     if named is not None:
         _require_ranks(named, plan)
         _require_no_choice(plan, memory=memory, others=others)
     how = {"clip": clip, "precision": precision}
-    parts = {**how, "accumulate": accumulate, "pins": pins, "guard": on_nan == "skip", "check": check}
+    parts = {**how, "accumulate": accumulate, "pins": pins, "held": file and file.held, "guard": on_nan == "skip", "check": check}
     if named is not None and named.micro_batches > 1:
         return _ready(_in_parts(model, loss, optimizer, example, named, where, seed, noise, parts), on_nan, deterministic, record, progress)
     captured = capture(model, example, loss, optimizer, accumulate=accumulate, **how)
@@ -100,12 +100,20 @@ def parallelize(
         step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
     else:
         captured = recomputed(captured) if named.recompute else captured
-        program = decision.program if decision else auto.prepare(captured, named, wish, where)
+        program = decision.program if decision else _placed(captured, named, wish, where, file)
         report = verified(captured.program, program) if check else None
         step = Step(captured, program, named, model, loss, optimizer, where, seed)
         step.report = report
     step.decision = decision
     return _ready(step, on_nan, deterministic, record, progress)
+
+
+def _placed(captured: Captured, named: Named, wish: auto.Wish, device: torch.device, file: planfile.Followed | None) -> Program:
+    """The step under a plan: its words and, where a file says how single tensors are held, these."""
+    followed = file.placed(captured, named, wish.pins) if file is not None else None
+    if followed is None:
+        return auto.prepare(captured, named, wish, device)
+    return auto.scheduled(measured(followed) if wish.noise else followed, named, device)
 
 
 def _in_parts(

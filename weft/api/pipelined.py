@@ -58,10 +58,11 @@ def pipelined(
     clip: float | None = None,
     precision: torch.dtype | None = None,
     pins: Sequence[str] = (),
+    held: Callable[[Captured, Named], Mapping[str, Placements]] | None = None,
     guard: bool = False,
     check: bool = True,
 ) -> PipelinedStep:
-    """The step of a plan in micro-batches; `accumulate` says how many where the plan does not."""
+    """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
@@ -77,7 +78,8 @@ def pipelined(
         )
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
-    step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, guard)
+    exact = {} if held is None else {n: p for n, p in held(captured, plan).items() if n not in pinned}
+    step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, exact, guard)
     step.samples = samples_of(example)
     step.dims = {n: x.shape.index(step.samples) for n, x in named_batch(example).items() if x.ndim}
     if check:
@@ -148,9 +150,10 @@ class PipelinedStep(Step):
         device: torch.device,
         seed: int,
         pinned: Mapping[str, Placements] | None = None,
+        exact: Mapping[str, Placements] | None = None,
         guard: bool = False,
     ) -> None:
-        found = laid(captured, plan, pinned or {}, guarded if guard else None)
+        found = laid(captured, plan, pinned or {}, exact, guarded if guard else None)
         self.line, self.chosen, self.held, self.options = found.line, found.borders, found.held, found.options
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)

@@ -1,19 +1,92 @@
-"""Plans that `weft plan --out` wrote, as `parallelize` runs them."""
+"""Plans that `weft plan --out` wrote, as `parallelize` runs them: degrees, order and micro-batches, pins, and layouts of tensors.
+
+A plan of a captured model holds its program. Where a user's step has the same inputs, that program is run; where only its batch or
+its number types differ, its parameters and optimizer state are held as they are there, and the rest is placed around them.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from weft.core.errors import PlanError
+from weft.core.layout import R, S
+from weft.core.program import Program
+from weft.core.text import parse
+from weft.frontend.capture import Captured
+from weft.plan.named import Named
+from weft.plan.pins import Pin, resolve
+from weft.plan.place import Options, Placements, place
 from weft.plan.plan import Plan, load
+
+Held = Mapping[str, Placements]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What of a plan file is followed. `program` is that of a captured model, on the mesh of one stage."""
+
+    path: str
+    words: str
+    micro_batches: int = 1
+    pins: tuple[str, ...] = ()
+    program: Program | None = None
+    rewritten: bool = False  # by rules, so that its nodes are not those of the model
+
+    def held(self, captured: Captured, named: Named) -> dict[str, Placements]:
+        """How inputs are held: parameters and optimizer state as in the plan, and of a batch what can be cut as there."""
+        if self.program is None:
+            return {}
+        own, theirs = captured.program.input_names, self.program.input_names
+        self._require_same_model(captured)
+        shared = [n for n in own if n in theirs and theirs[n].ndim == own[n].ndim and _divides(own[n].shape, theirs[n], named)]
+        return {n: {a: p for a, p in theirs[n].layout.placements.items() if p != R} for n in shared}
+
+    def _require_same_model(self, captured: Captured) -> None:
+        assert self.program is not None
+        own = {n: tuple(x.shape) for n, x in captured.parameters.items()}
+        theirs = {n: x.shape for n, x in self.program.input_names.items() if n.startswith("param.")}
+        odd = next((n for n in {**theirs, **own} if own.get(n) != theirs.get(n)), None)
+        if odd is not None:
+            words = [f"{list(shapes[odd])}" if odd in shapes else "none" for shapes in (theirs, own)]
+            raise PlanError(
+                f"the plan {self.path} is for another model", needed=f"{odd.removeprefix('param.')} of {words[0]}", found=words[1],
+                try_="weft plan FILE.py:FUNCTION ... --out plan.json, with a function that makes this model",
+            )  # fmt: skip
+
+    def placed(self, captured: Captured, named: Named, pins: Sequence[Pin]) -> Program | None:
+        """The step with its tensors held as the plan says, unless pins say otherwise; None where the plan says nothing of them."""
+        if self.program is None:
+            return None
+        held = self.held(captured, named)
+        if not self.rewritten and not pins and _kinds(captured.program) == _kinds(self.program):
+            return self.program
+        shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
+        for name, places in resolve(pins, shapes, named.mesh.sizes).items():
+            held |= dict.fromkeys((name, *(s for s, p in captured.states.items() if p == name)), places)
+        why = "it was rewritten by rules" if self.rewritten else "there are pins" if pins else "the batch or its types are others"
+        warnings.warn(f"of the plan {self.path} only inputs are held as it says, since {why}", stacklevel=3)
+        gathered = frozenset({"dp"} if named.zero == 3 else ())
+        return place(captured.program, named.mesh, held, Options(gather=gathered))
+
+
+def _divides(shape: tuple[int, ...], node: Any, named: Named) -> bool:
+    sizes, cuts = named.mesh.sizes, node.layout.placements
+    return all(shape[p.dim] % sizes.get(a, 1) == 0 for a, p in cuts.items() if isinstance(p, S))
+
+
+def _kinds(p: Program) -> dict[str, tuple[object, tuple[int, ...]]]:
+    return {name: (n.dtype, n.shape) for name, n in p.input_names.items()} | {f"{name} out": (n.dtype, n.shape) for name, n in p.outputs}
 
 
 def is_file(plan: str) -> bool:
     return isinstance(plan, str) and plan.endswith(".json")
 
 
-def from_file(path: str) -> tuple[str, int]:
-    """The words and the number of micro-batches of a plan that `weft plan --out` wrote; what is not followed is warned of."""
+def from_file(path: str) -> Followed:
+    """A plan that `weft plan --out` wrote; what is not followed is warned of."""
     plan = load(path)
     if plan.named is None:
         raise PlanError(
@@ -23,7 +96,10 @@ def from_file(path: str) -> tuple[str, int]:
     ignored = not_followed(plan)
     if ignored:
         warnings.warn(f"of the plan {path} this is not followed: {'; '.join(ignored)}", stacklevel=3)
-    return plan.named, 1 if plan.shares or plan.setting.pp > 1 else plan.setting.micro_batches
+    rounds = 1 if plan.shares or plan.setting.pp > 1 else plan.setting.micro_batches
+    text = plan.layouts.get("program")
+    made = parse(text) if text else None
+    return Followed(path, plan.named, rounds, tuple(plan.limits.get("layouts", ())), made, bool(plan.layouts.get("rules")))
 
 
 def not_followed(plan: Plan) -> list[str]:

@@ -1,0 +1,160 @@
+"""Plan files of captured models: parameters and optimizer state are held as the plan says, and training equals one process."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.api.ranks import on_ranks
+from weft.api import planfile
+from weft.api.parallelize import parallelize
+from weft.cluster.spec import cluster
+from weft.core.errors import PlanError
+from weft.core.layout import R
+from weft.plan.graph.planner import make_plan, task_of
+from weft.plan.plan import Plan
+from weft.plan.space import Limits
+
+STEPS, BATCH = 3, 8
+NET = """
+import torch
+from torch import nn
+
+
+def loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def make(width=512):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 64))
+    return model, loss, batch(0)
+
+
+def batch(seed):
+    gen = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(8, 64, generator=gen), "y": torch.randn(8, 64, generator=gen)}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's model, and a plan for two processes of it."""
+    where = tmp_path_factory.mktemp("planned")
+    (where / "net.py").write_text(NET)
+    made = make_plan(task_of(f"{where}/net.py:make", cluster("2xx86-2"), BATCH, "fp32"), Limits(), lambda _: None)
+    assert isinstance(made, Plan) and made.layouts["inputs"]
+    made.save(where / "plan.json")
+    return where
+
+
+def net(folder: Path) -> Any:
+    sys.path.insert(0, str(folder))
+    try:
+        sys.modules.pop("net", None)
+        import net  # type: ignore[import-not-found]
+
+        return net
+    finally:
+        sys.path.remove(str(folder))
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def as_type(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {k: x.to(dtype) for k, x in batch.items()}
+
+
+def torch_losses(folder: Path, dtype: torch.dtype) -> list[float]:
+    own, out = net(folder), []
+    model = own.make()[0].to(dtype)
+    optimizer = adamw(model)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss = own.loss(model, as_type(own.batch(i), dtype))
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return out
+
+
+def weft_losses(folder: Path, plan: str, dtype: torch.dtype, **more: Any) -> tuple[list[float], Any]:
+    own = net(folder)
+    model = own.make()[0].to(dtype)
+    step = parallelize(model, own.loss, adamw(model), as_type(own.batch(0), dtype), plan=str(folder / plan), **more)
+    return [step(as_type(own.batch(i), dtype)).item() for i in range(STEPS)], step
+
+
+def held(step: Any) -> dict[str, dict[str, str]]:
+    """As a plan file says it: what is not whole, along the axes of a stage."""
+    kinds = ("param.", "exp_avg")
+    every = {n: x.layout.placements for n, x in step.program.input_names.items() if n.startswith(kinds)}
+    cut = {n: {a: str(p) for a, p in places.items() if p != R and a != "pp"} for n, places in every.items()}
+    return {n: places for n, places in cut.items() if places}
+
+
+def planned(folder: Path, plan: str = "plan.json") -> dict[str, dict[str, str]]:
+    inputs = planfile.load(folder / plan).layouts["inputs"]
+    return {n: places for n, places in inputs.items() if n.startswith(("param.", "exp_avg"))}
+
+
+def test_the_program_of_the_plan_is_run(folder: Path, tmp_path: Path) -> None:
+    want = torch_losses(folder, torch.float32)
+
+    def job(rank: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            got, step = weft_losses(folder, "plan.json", torch.float32)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert held(step) == planned(folder) and any(n.startswith("param.") for n in held(step))
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_other_types_and_pins_keep_the_layouts_of_inputs(folder: Path, tmp_path: Path) -> None:
+    want = torch_losses(folder, torch.float64)
+
+    def job(rank: int) -> None:
+        with pytest.warns(UserWarning, match="only inputs are held as it says, since the batch or its types are others"):
+            got, step = weft_losses(folder, "plan.json", torch.float64)
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+        assert held(step) == planned(folder)
+        with pytest.warns(UserWarning, match="since there are pins"):
+            got, step = weft_losses(folder, "plan.json", torch.float64, pins=["2=dp:R"])
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+        assert held(step) == {n: places for n, places in planned(folder).items() if not n.endswith(".2.weight")}
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_stages_hold_their_tensors_as_planned(folder: Path, tmp_path: Path) -> None:
+    one = planfile.load(folder / "plan.json")
+    replace(one, setting=replace(one.setting, pp=2, micro_batch=2)).save(folder / "stages.json")
+    want = torch_losses(folder, torch.float64)
+
+    def job(rank: int) -> None:
+        with pytest.warns(UserWarning, match="where its stages are cut"):
+            got, step = weft_losses(folder, "stages.json", torch.float64)
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+        assert held(step) == planned(folder) and step.plan.pp == 2 and step.plan.micro_batches == 2
+
+    on_ranks(4, job, tmp_path)
+
+
+def test_another_model_is_refused(folder: Path) -> None:
+    own = net(folder)
+    model = own.make(256)[0]
+    found = planfile.from_file(str(folder / "plan.json"))
+    from weft.frontend.capture import capture
+
+    captured = capture(model, own.batch(0), own.loss, adamw(model))
+    with pytest.raises(PlanError, match=r"plan.json is for another model\n\n +needed +0.weight of \[512, 64\]\n +found +\[256, 64\]"):
+        found.held(captured, planfile.Named(dp=2))
