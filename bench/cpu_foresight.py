@@ -42,12 +42,13 @@ def _calibrate(ranks: int) -> str:
     import json
     import tempfile
 
+    from weft.api.local_calls import local_calls
     from weft.cluster.calibrate import calibrate
     from weft.cluster.profile import dump
 
     path = f"{tempfile.mkdtemp()}/here.json"
     with open(path, "w") as file:
-        json.dump(dump(calibrate("cpu", ranks=(ranks,))), file)
+        json.dump(dump(calibrate("cpu", ranks=(ranks,), calls=local_calls)), file)
     return path
 
 

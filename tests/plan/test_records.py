@@ -9,6 +9,7 @@ from weft.core.layout import Mesh, S
 from weft.core.program import Program
 from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
+from weft.plan.cost import device_seconds
 from weft.plan.records import OnMesh, by_place, live_bytes, peak_bytes, product_sizes, program_phase, records
 from weft.plan.setting import Setting
 from weft.plan.workload import Collective, Gemm, Op, Touch
@@ -38,11 +39,32 @@ def test_the_sum_is_of_the_whole_tensor() -> None:
 
 
 def test_a_fused_kernel_touches_less() -> None:
-    plain = block(1)
-    pointwise = [n for n in plain.nodes if n.op.name in ("add", "gelu")][:2]
-    fused = fuse(plain, pointwise)
+    wide = tensor("f32", BATCH * SEQ, 4 * HIDDEN)
+    plain = trace(lambda x, y: w.gelu(x + y), Mesh(tp=1), x=wide, y=wide)
+    fused = fuse(plain, [n for n in plain.nodes if n.op.name in ("add", "gelu")])
     less = sum(op.bytes for op in records(plain) if isinstance(op, Touch)) - sum(op.bytes for op in records(fused) if isinstance(op, Touch))
     assert less == 2 * BATCH * SEQ * 4 * HIDDEN * 4  # the sum is neither written nor read again
+
+
+def test_a_bias_is_added_by_its_product() -> None:
+    assert [op.name for op in records(block(1)) if isinstance(op, Touch)].count("add") == 2  # the one after the sum over ranks, and the residual
+    assert any(op.name == "fused add gelu" for op in records(fuse(block(1), [n for n in block(1).nodes if n.op.name in ("add", "gelu")][:2])))
+
+
+def test_padded_pieces_are_laid_side_by_side_in_one_pass() -> None:
+    piece = tensor("f32", 4, 8)
+    made = records(trace(lambda a, b, c: w.pad(a, 0, 0, 8) + w.pad(b, 0, 4, 4) + w.pad(c, 0, 8, 0), Mesh(tp=1), a=piece, b=piece, c=piece))
+    assert [(op.name, op.bytes) for op in made if isinstance(op, Touch)] == [("concat", 2 * 12 * 8 * 4)]
+
+
+def test_ops_take_a_rate_of_their_own_where_one_was_measured() -> None:
+    from weft.cluster.profile import Constant, Device
+
+    (gelu,) = [op for op in records(block(1)) if op.name == "gelu"]
+    plain = cluster("H100").device
+    slow = Device("slow", {**plain.constants, f"rate.{gelu.kind}": Constant(1e6, "measured")})
+    assert device_seconds(slow, gelu) == pytest.approx(BATCH * SEQ * 4 * HIDDEN / 1e6)
+    assert device_seconds(plain, gelu) < 1e-4
 
 
 def test_time_has_causes() -> None:

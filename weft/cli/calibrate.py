@@ -25,6 +25,7 @@ def calibrate(
 
     from rich.progress import Progress
 
+    from weft.api.local_calls import local_calls
     from weft.cluster.calibrate import calibrate as measure
     from weft.cluster.profile import dump
 
@@ -32,7 +33,7 @@ def calibrate(
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         counts = [int(n) for n in ranks.split(",") if n]
-        found = measure(device, name, counts, lambda what, n, of: bar.update(task, description=what, completed=n, total=of))
+        found = measure(device, name, counts, lambda what, n, of: bar.update(task, description=what, completed=n, total=of), local_calls)
     Path(out).write_text(text.dumps(dump(found), indent=1) + "\n")
     for key, constant in found.constants():
         if not constant.origin.startswith(("datasheet", "table", "assumed")):

@@ -18,7 +18,7 @@ import torch
 from weft.cluster import collectives as cost
 from weft.cluster import kernels, local, measure
 from weft.cluster.collectives import Ranks
-from weft.cluster.local import Sent
+from weft.cluster.local import Calls, Sent, torch_calls
 from weft.cluster.measure import Product
 from weft.cluster.profile import Constant, Device, Link, Profile, load, names
 from weft.cluster.spec import Cluster, Nodes, crowded
@@ -30,8 +30,10 @@ LINK = ("launch", "low_step", "bulk", "bulk_step", "efficiency", "small")
 LOCAL = ("launch", "low_step", "bulk", "efficiency", "cost.all_gather", "cost.reduce_scatter", "cost.all_to_all")  # over gloo
 
 
-def calibrate(device: str = "", name: str = "", ranks: Sequence[int] = (), progress: Progress = lambda *_: None) -> Profile:
-    """The profile of this machine. `ranks` are the numbers of processes between which collectives are timed."""
+def calibrate(
+    device: str = "", name: str = "", ranks: Sequence[int] = (), progress: Progress = lambda *_: None, calls: Calls = torch_calls
+) -> Profile:
+    """The profile of this machine. `ranks` are the numbers of processes between which collectives are timed, `calls` how they are made."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ClusterError("this kind of device cannot be measured", needed="cpu or cuda", found=device)
@@ -41,7 +43,7 @@ def calibrate(device: str = "", name: str = "", ranks: Sequence[int] = (), progr
     taken = []
     for n, count in enumerate(counts):  # first, while this process has no context on the device yet
         progress(f"collectives of {count}", n, steps)
-        taken += local.collectives(device, count)
+        taken += local.collectives(device, count, calls)
     seen = _alone_or_together(device, progress, len(counts), steps)
     progress("fitting", steps, steps)
     found = _device(device, base, name or _name(device), seen)
@@ -122,10 +124,18 @@ def _attention(got: Mapping[str, float], peak: float, device: str) -> dict[str, 
     wide, narrow = got["attention.forward.128"], got["attention.forward.64"]
     tiles = Device("tiles", {"units": Constant(1.0 if device == "cpu" else 2.0, START.origin), "attention.start": START})
     more = kernels.in_tiles(tiles, measure.KEYS, measure.KEYS, True)
-    return {
-        "attention.forward": wide / peak * more, "attention.backward": got["attention.backward.128"] / peak * more,
-        "attention.narrow": math.log2(max(1e-3, wide / max(narrow, 1.0))),
-    }  # fmt: skip
+    halves = {way: _half(got[f"attention.{way}.64"], got.get(f"attention.{way}.short", 0.0)) for way in ("forward", "backward")}
+    shares = {f"attention.{way}": got[f"attention.{way}.128"] / peak * more * (1 + half / measure.LONG) for way, half in halves.items()}
+    known = {f"attention.{way}.half": half for way, half in halves.items() if half}
+    return {**shares, **known, "attention.narrow": math.log2(max(1e-3, wide / max(narrow, 1.0)))}
+
+
+def _half(long: float, short: float) -> float:
+    """Keys over which attention runs at half its rate, from the rates over many and over few: rate ~ keys / (keys + half)."""
+    if not 0 < short < long:
+        return 0.0
+    each = (1 / short - 1 / long) / (1 / measure.SHORT - 1 / measure.LONG)
+    return each / max(1 / long - each / measure.LONG, 0.1 / long)
 
 
 def _less_launch(device: str, rate: float, kernel: float) -> float:

@@ -63,9 +63,10 @@ def attention(device: Device, flops: float, size: float, rows: int, head_dim: in
 
 def in_tiles(device: Device, queries: int, keys: int, causal: bool, tile: int = 128) -> float:
     """What attention over whole tiles of queries and keys computes, over what it must. Under a causal mask the tiles on the diagonal
-    count whole, and each tile of queries costs as much as `attention.start` tiles of keys before its first, where that was measured."""
+    count whole, and each tile of queries costs as much as `attention.start` tiles of keys before its first, where that was measured. A
+    device of one unit has no tiles, but reaches half of its rate over so many keys."""
     if device.get("units") == 1:
-        return 1.0
+        return 1 + device.get("attention.forward.half", 0.0) / keys
     start = device.get("attention.start", -1.0)
     across = math.ceil(keys / tile)
     met = across if start < 0 or not causal else (across + 1) / 2

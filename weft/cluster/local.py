@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +75,32 @@ def _worker(rank: int, ranks: int, device: str, store: str, work: Callable[[int]
         pipe.send((None, f"{type(error).__name__}: {error}"))
 
 
-def collectives(device: str, ranks: int) -> list[Sent]:
+Calls = Callable[[str, torch.Tensor, torch.Tensor], Mapping[str, Callable[[], Any]]]  # each kind, of a whole tensor and of a rank's part
+
+
+def collectives(device: str, ranks: int, calls: Calls | None = None) -> list[Sent]:
     """Every kind and size between `ranks` processes."""
-    return together(ranks, device, Timing(device, ranks))[0]
+    return together(ranks, device, Timing(device, ranks, calls=calls or torch_calls))[0]
+
+
+def torch_calls(device: str, whole: torch.Tensor, part: torch.Tensor) -> Mapping[str, Callable[[], Any]]:
+    """As torch makes them."""
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: _GATHER(whole, part),
+        "reduce_scatter": lambda: _scatter(device, part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+    }
+
+
+def _scatter(device: str, part: torch.Tensor, whole: torch.Tensor) -> None:
+    """gloo's own moves as much as its all_reduce, so there it is an all_to_all and a sum, as weft runs it."""
+    if device != "cpu":
+        _SCATTER(part, whole)
+        return
+    pieces = torch.empty_like(whole)
+    dist.all_to_all_single(pieces, whole)
+    torch.sum(pieces.view(dist.get_world_size(), -1), 0, out=part)
 
 
 @dataclass(frozen=True)
@@ -87,31 +110,17 @@ class Timing:
     device: str
     ranks: int
     sizes: Sequence[int] = SIZES
+    calls: Calls = torch_calls
 
     def __call__(self, rank: int) -> list[Sent]:
         sizes = self.sizes if self.device == "cpu" else (*self.sizes, 2**27, 2**30)
         return [Sent(kind, size, self.ranks, self.one(kind, size)) for kind in KINDS for size in sizes]
 
     def one(self, kind: str, size: int) -> float:
-        count = size // 4
+        count = size // 4 // self.ranks * self.ranks
         whole = torch.ones(count, device=self.device)
         part = torch.ones(count // self.ranks, device=self.device)
-        call = {
-            "all_reduce": lambda: dist.all_reduce(whole),
-            "all_gather": lambda: _GATHER(whole, part),
-            "reduce_scatter": lambda: self.scatter(part, whole),
-            "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
-        }[kind]
-        return self.usual(call, 12 if size <= 2**22 else 6)
-
-    def scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """gloo's own moves as much as its all_reduce, so there it is an all_to_all and a sum, as weft runs it."""
-        if self.device != "cpu":
-            _SCATTER(part, whole)
-            return
-        pieces = torch.empty_like(whole)
-        dist.all_to_all_single(pieces, whole)
-        torch.sum(pieces.view(self.ranks, -1), 0, out=part)
+        return self.usual(self.calls(self.device, whole, part)[kind], 12 if size <= 2**22 else 6)
 
     def usual(self, call: Callable[[], Any], times: int) -> float:
         """The lower quartile: others on the machine only add."""

@@ -67,7 +67,18 @@ def device_seconds(device: Device, op: Op) -> float:
         flops = op.flops * kernels.in_tiles(device, op.queries, op.keys, op.causal)
         return kernels.attention(device, flops, op.bytes, rows, op.head_dim, op.dtype, op.back, op.launches)
     if isinstance(op, Touch):
-        work = op.flops / (device.peak(op.dtype) * device.get(op.share)) if op.flops else 0.0
         size = op.bytes / (device.get(op.walk, 1.0) if op.walk else 1.0)
-        return max(kernels.touch(device, size, op.launches), work, op.math / device.get("math.rate", math.inf))
+        return max(kernels.touch(device, size, op.launches), _work(device, op), _by_element(device, op))
     raise TypeError(f"{type(op).__name__} runs on links, not on a device")
+
+
+def _work(device: Device, op: Touch) -> float:
+    """Flops of an op kept whole; over few keys attention is slower where that was measured."""
+    short = 1 + device.get(f"{op.share}.half", 0.0) / op.keys if op.keys else 1.0
+    return op.flops * short / (device.peak(op.dtype) * device.get(op.share)) if op.flops else 0.0
+
+
+def _by_element(device: Device, op: Touch) -> float:
+    """What elements cost that need more than to be moved: at a rate of the op's own where it was measured."""
+    own = device.get(f"rate.{op.kind}", 0.0) if op.kind else 0.0
+    return op.elements / own if own else op.math / device.get("math.rate", math.inf)

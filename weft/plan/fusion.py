@@ -17,8 +17,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from weft.cluster.profile import Device
+from weft.plan.held import Buffer, Kernel, Plan
 from weft.plan.observe import ROUND, VIEWS, Observed, Recorder, kernels
 from weft.plan.padding import pad
+from weft.plan.sums import join
 from weft.plan.workload import Op, Touch
 
 ALONE = (
@@ -26,18 +28,21 @@ ALONE = (
     "index_put", "scatter", "sort", "topk", "_grouped_mm",
 )  # fmt: skip
 MATH = ("exp", "exp2", "erf", "tanh", "sigmoid", "log", "sin", "cos", "pow", "prepare_softmax_online")
+NOT_OURS = ("primals", "arg")  # given to a graph by those who keep them
 LOOP = 4096  # a reduction over more elements reads its input again for each further pass
 
 
 def observe_compiled(
-    make: Callable[[Callable[..., Any]], Callable[[], Any]], warm: int = 1, device: Device | None = None, host: str = "host.launch"
-) -> Observed:
+    make: Callable[[Callable[..., Any]], Callable[[], Any]], warm: int = 1, device: Device | None = None, host: str = "host.launch",
+    place: str = "",
+) -> Observed:  # fmt: skip
     """What a compiled step does. `make` is given `torch.compile` with a backend that records, and returns the step; a step
-    that calls `torch.compile` by itself is recorded as well. `device` says which products are worth padding."""
+    that calls `torch.compile` by itself is recorded as well. `device` says which products are worth padding, `place` the kind of
+    device whose memory counts, where not all of it is of one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        recorder = Recorder(host)
+        recorder = Recorder(host, place)
         with recorder, _recording(recorder, device) as compiled:
             step = make(compiled)
             for _ in range(warm):
@@ -87,6 +92,7 @@ def _backend(recorder: Recorder, device: Device | None) -> Any:
 
     def compiler(gm: GraphModule, _: Any) -> Any:
         _value_random_ops(gm)
+        join(gm, device is not None and device.get("units") > 1)
         return _Compiled(Fused(gm), recorder)
 
     def alone(gm: GraphModule, given: Any) -> Any:
@@ -226,15 +232,6 @@ class Fused:
                 found[node.name] = list(dict.fromkeys(read))
         return found
 
-    @cached_property
-    def readers(self) -> dict[str, list[Node]]:
-        """Who reads a node, for itself or for what is computed anew from it."""
-        found = {name: list(users) for name, users in self.users.items()}
-        for name, read in self.again.items():
-            for source in read:
-                found.setdefault(source.name, []).extend(self.users[name])
-        return found
-
     def outputs(self, group: Sequence[Node]) -> list[Node]:
         inside = {n.name for n in group}
         return [n for n in group if n.name not in self.again and any(u.name not in inside for u in self.users[n.name])]
@@ -263,25 +260,48 @@ class Fused:
     @cached_property
     def peak(self) -> int:
         """The most held beyond what is held when the graph is called. Its activations are freed after their last use."""
-        order = self.place
-        last = {name: max((order.get(u.name, len(self.groups)) for u in users), default=0) for name, users in self.readers.items()}
-        dies: dict[int, list[int]] = defaultdict(list)
-        for node in self.gm.graph.nodes:
-            given = node.op == "placeholder" and not node.name.startswith("primals")
-            made = node.name in order and node in self.outputs(self.groups[order[node.name]])
-            if (given or made) and last.get(node.name, len(self.groups)) < len(self.groups):
-                dies[last[node.name]].append(_size(node))
-        now = most = 0
-        for i, group in enumerate(self.groups):
-            gone = dies[i]
-            for size in (_size(n) for n in self.outputs(group)):
-                if not _alone(group[0]) and size in gone:  # written over an input that is read for the last time
-                    gone.remove(size)
-                else:
-                    now += size
-            most = max(most, now)
-            now -= sum(gone)
-        return most
+        held = [n for n in self.gm.graph.nodes if n.op == "placeholder" and not n.name.startswith(NOT_OURS)]
+        made = {n.name: self._buffers(n) for n in (*held, *(n for group in self.groups for n in self.stored(group)))}
+        return Plan([self._kernel(g, made) for g in self.groups], [b for n in held for b in made[n.name]]).peak
+
+    def _kernel(self, group: Sequence[Node], made: Mapping[str, Sequence[Buffer]]) -> Kernel:
+        first = group[0]
+        over = next(iter(made.get(self.inputs(first)[0].name, ())), None) if _puts(first) else None
+        library = _alone(first) and isinstance(first.meta["val"], (tuple, list))
+        return Kernel(tuple(b for n in self.stored(group) for b in made[n.name]), not _alone(first), library, over)
+
+    def stored(self, group: Sequence[Node]) -> list[Node]:
+        """What a kernel leaves in memory. What is only summed down its columns it sums up itself, as it goes."""
+        return [n for n in self.outputs(group) if _alone(n) or not all(_over_rows(u) for u in self.users[n.name])]
+
+    def _buffers(self, node: Node) -> list[Buffer]:
+        """Of a result; of one in parts, each lives as long as it is read."""
+        parts: list[Node | None] = [node]
+        if isinstance(node.meta["val"], (tuple, list)):
+            taken = {n.args[1]: n for n in node.users if "getitem" in str(n.target)}
+            parts = [taken.get(i) for i in range(len(node.meta["val"]))]
+        both = zip(parts, _values(node), strict=True)
+        own = self.place.get(node.name, -1)
+        return [self._buffer(part, value, own) for part, value in both if isinstance(value, torch.Tensor) and bytes_of(value)]
+
+    def _buffer(self, node: Node | None, value: torch.Tensor, own: int) -> Buffer:
+        readers = self.read_by(node) - {own} if node is not None else frozenset()
+        here = frozenset(r for r in readers if r < len(self.groups))
+        return Buffer(bytes_of(value), here, len(here) < len(readers), (value.dtype, bytes_of(value)))
+
+    def read_by(self, node: Node) -> frozenset[int]:
+        """The kernels that read a node, itself, through views or to compute something anew; one more stands for who gets the results."""
+        if node.name not in self._known:
+            found: set[int] = set()
+            for user in node.users:
+                through = user.name in self.views or user.name in self.again
+                found |= self.read_by(user) if through else {self.place.get(user.name, len(self.groups))}
+            self._known[node.name] = frozenset(found)
+        return self._known[node.name]
+
+    @cached_property
+    def _known(self) -> dict[str, frozenset[int]]:
+        return {}
 
 
 def _in_order(members: Mapping[str, list[Node]], inputs: Callable[[Node], list[Node]]) -> Iterator[list[Node]]:
@@ -384,7 +404,16 @@ def _elements(node: Node) -> int:
     return max((t.numel() for t in _values(node) if isinstance(t, torch.Tensor)), default=0)
 
 
+def _puts(node: Node) -> bool:
+    """Whether it puts values into a tensor."""
+    return "index_put" in _name(node) or _name(node).startswith("scatter")
+
+
 def _size(node: Node) -> int:
-    """Bytes as the allocator counts them; a size that is not known, as of the state of random numbers, is taken for nothing."""
-    known = [t for t in _values(node) if isinstance(t, torch.Tensor) and all(isinstance(n, int) for n in t.shape)]
-    return sum(-(-t.numel() * t.element_size() // ROUND) * ROUND for t in known)
+    return sum(bytes_of(t) for t in _values(node) if isinstance(t, torch.Tensor))
+
+
+def bytes_of(value: torch.Tensor) -> int:
+    """As the allocator counts them; a size that is not known, as of the state of random numbers, is taken for nothing."""
+    known = all(isinstance(n, int) for n in value.shape)
+    return -(-value.numel() * value.element_size() // ROUND) * ROUND if known else 0

@@ -76,9 +76,9 @@ class Recorder(TorchDispatchMode):
         """Compiled functions run compiled under it."""
         return True
 
-    def __init__(self, host: str = "host.launch") -> None:
+    def __init__(self, host: str = "host.launch", place: str = "") -> None:
         super().__init__()
-        self.host = host
+        self.host, self.place = host, place
         self.seen = Observed()
         self.live = 0
         self.known: dict[int, Any] = {}
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
     def follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.known or tensor.device.type == "meta":
+        if key in self.known or tensor.device.type == "meta" or self.place not in ("", tensor.device.type):
             return
         size = -(-storage.nbytes() // ROUND) * ROUND
         self.live += size

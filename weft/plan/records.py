@@ -40,7 +40,24 @@ def by_place(program: Program) -> Iterator[tuple[Node | Group, list[Op]]]:
         if node in last:
             yield last[node], list(of_group(program, last[node].nodes))
         elif node not in inside:
-            yield node, list(of_node(node))
+            yield node, list(_of_sum(program, node) if node.op.name == "add" else of_node(node))
+
+
+def _of_sum(program: Program, node: Node) -> Iterator[Op]:
+    """A bias is added by the product it follows, and padded pieces are laid side by side: neither is a pass of its own."""
+    for one, other in (node.args, node.args[::-1]):
+        alone = list(program.users[one]) == [node] and not program.outputs_of(one)
+        if one.op.kind is Kind.CONTRACT and alone and other.shape == one.shape[-1:]:
+            return
+    if not _pieces(node):
+        yield from of_node(node)
+    elif not any(_pieces(u) for u in program.users[node]):
+        yield Touch("concat", 2.0 * nbytes(node.type), 0)
+
+
+def _pieces(node: Node) -> bool:
+    """Whether it sums only padded pieces."""
+    return node.op.name == "add" and all(a.op.name == "pad" or _pieces(a) for a in node.args)
 
 
 def of_node(node: Node) -> Iterator[Op]:
@@ -59,8 +76,10 @@ def of_node(node: Node) -> Iterator[Op]:
         share = "gemm.efficiency"
         if name.startswith("attention"):
             share = "attention.backward" if "backward" in name else "attention.forward"
-        math_ = _elements(node) if name.startswith(MATH) else 0.0
-        yield Touch(name, float(memory_traffic(node)), 0, flops=work, dtype=_dtype(node), share=share, math=math_)
+        yield Touch(
+            name, float(memory_traffic(node)), 0, flops=work, dtype=_dtype(node), share=share, math=_elements(node) if name.startswith(MATH) else 0.0,
+            kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
+        )  # fmt: skip
 
 
 def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
@@ -100,6 +119,19 @@ def product_sizes(node: Node) -> tuple[int, int, int, int]:
     parts = (left & out - right, right & out - left, left & right - out, left & right & out)
     m, n, k, batch = (math.prod(size[x] for x in part if x != ONE) for part in parts)
     return m, n, k, batch
+
+
+def _keys(node: Node) -> int:
+    """Keys attention is over; 0 of any other op."""
+    if not node.op.name.startswith("attention"):
+        return 0
+    at = {"attention": 1, "attention_backward": 2}.get(node.op.name, 3)  # after the cotangents and the queries
+    return int(node.args[at].type.layout.largest_local[-2])
+
+
+def _widest(node: Node) -> float:
+    """Elements of the largest tensor it reads or writes."""
+    return max(float(math.prod(t.layout.largest_local)) for t in (*node.types, *(t for a in node.args for t in a.types)))
 
 
 def _elements(node: Node) -> float:

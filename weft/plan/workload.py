@@ -82,6 +82,9 @@ class Touch:
     share: str = "gemm.efficiency"  # the constant that says which share of the peak such flops reach
     math: float = 0.0  # elements put through exp, tanh and the like
     walk: str = ""  # the constant that says which share of the bandwidth such a pass reaches, where it is not all of it
+    kind: str = ""  # the op, where devices may have a rate of their own for it: of so many `elements`, or flops over so many `keys`
+    elements: float = 0.0
+    keys: int = 0
 
 
 @dataclass(frozen=True)
