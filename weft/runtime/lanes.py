@@ -34,7 +34,10 @@ class Lanes:
 
 
 def beside(group: Any, count: int) -> list[Any]:
-    """A group and others of its ranks, so many in all; those it lacks are made. All its ranks call it."""
+    """A group and others of its ranks, so many in all; those it lacks are made. All its ranks call it.
+
+    Once made they stay: torch would give a new one the name, and the old addresses, of one that was taken apart.
+    """
     ranks, others = dist.get_process_group_ranks(group), _others.setdefault(group, [])
     while len(others) < count - 1:
         others.append(dist.new_group(ranks, use_local_synchronization=True))
