@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from bench._netns import Hosts
+from tests.api.test_two_hosts import finish, namespaces
+
 SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -68,3 +71,45 @@ def test_a_missing_script_is_refused() -> None:
     done = subprocess.run([sys.executable, "-m", "weft", "run", "no/such/script.py"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "no script no/such/script.py" in done.stderr
+
+
+ON_HOSTS = """
+import os
+import torch, torch.distributed as dist
+from weft.runtime.board import doing
+dist.init_process_group("gloo")
+x = torch.ones(4)
+for turn in range(20):
+    if turn == 10:
+        os.write(1, f"met {dist.get_rank()} {x[0].item():g}\\n".encode())
+        if dist.get_rank() == 3: os.kill(os.getpid(), 9)
+    with doing("the meeting"):
+        dist.all_reduce(x)
+"""
+
+
+def test_on_two_hosts_each_says_what_it_knows(tmp_path: Path) -> None:
+    """Ranks of two network namespaces meet; when one dies its host names it, and the other host says that it was not there."""
+    why = namespaces()
+    if why:
+        pytest.skip(f"no network namespaces: {why}")
+    script = tmp_path / "script.py"
+    script.write_text(ON_HOSTS)
+    with Hosts(None) as hosts:
+        runs = [start_on(hosts, k, script) for k in range(2)]
+        said = [finish(run) for run in runs]
+    for rank in range(4):
+        assert f"met {rank} {4**10:g}" in said[rank // 2], said
+    assert [run.returncode for run in runs] == [1, 1]
+    assert "rank 3 ended with SIGKILL" in said[1]
+    assert "a rank of another host was lost at the meeting" in said[0]
+    assert all(text.count("RuntimeFault") == 1 for text in said)
+
+
+def start_on(hosts: Hosts, k: int, script: Path) -> subprocess.Popen[str]:
+    """Two ranks on host k."""
+    launch = ["weft", "run", "-n", "2", "--hosts", "2", "--host", str(k), "--meet-at", f"{hosts.addresses[0]}:29613", str(script)]
+    command = ["ip", "netns", "exec", hosts.names[k], sys.executable, "-m", *launch]
+    root = Path(__file__).parent.parent.parent
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": hosts.links[k], "PYTHONPATH": str(root), "WEFT_TIMEOUT": "60"}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)

@@ -32,6 +32,11 @@ class Ranks:
     def world(self) -> int:
         return self.per_host * self.hosts
 
+    @property
+    def here(self) -> range:
+        """The ranks of this host: of the others a launcher sees nothing."""
+        return range(self.host * self.per_host, (self.host + 1) * self.per_host)
+
 
 def launch(script: Sequence[str], ranks: Ranks) -> None:
     """Run `script` with its arguments on all ranks; return when all have ended well, else raise what happened."""
@@ -40,11 +45,11 @@ def launch(script: Sequence[str], ranks: Ranks) -> None:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     board, segment, key = open_for_launch(ranks.world)
-    with _environment(WEFT_BOARD=key), _quiet(), Watch(board) as watch:
+    with _environment(WEFT_BOARD=key), _quiet(), Watch(board, ranks) as watch:
         try:
             elastic_launch(_config(ranks), sys.executable)("-u", "-m", "weft.runtime.worker", *script)
         except ChildFailedError as failed:
-            raise _what_happened(failed.failures, board, watch) from None
+            raise _what_happened(failed.failures, board, watch, ranks) from None
         finally:
             segment.seal()
 
@@ -63,7 +68,7 @@ def _config(ranks: Ranks) -> Any:
     return LaunchConfig(**{k: v for k, v in wanted.items() if k in known})
 
 
-def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch) -> RuntimeFault:
+def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch, ranks: Ranks) -> RuntimeFault:
     """The rank that failed first, and where it was. Ranks that only lost a peer, or that the agent stopped, are not it."""
     if watch.verdict is not None:
         return watch.verdict
@@ -75,6 +80,8 @@ def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch) -> R
     how = signal.Signals(-culprits[rank].exitcode).name if culprits[rank].exitcode < 0 else f"status {culprits[rank].exitcode}"
     if not by_signal and not own and spoken:
         return RuntimeFault(spoken)
+    if not by_signal and not own and ranks.hosts > 1:
+        return _elsewhere(board, ranks)
     op = board.last_op(rank) if board.noted(rank)[0] else None
     return RuntimeFault(
         f"rank {rank} ended with {how} at {op}" if op and op != "start" else f"rank {rank} ended with {how}",
@@ -86,6 +93,21 @@ def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch) -> R
     )
 
 
+def _elsewhere(board: Board, ranks: Ranks) -> RuntimeFault:
+    """What is known where every rank only lost a peer."""
+    at = [op for op in map(board.last_op, ranks.here) if op and op != "start"]
+    return RuntimeFault(
+        f"a rank of another host was lost{f' at {at[0]}' if at else ''}",
+        needed=f"{ranks.world} ranks that end well",
+        found=f"host {ranks.host} had nothing to complain of: {_named(ranks.here)} only lost the connection",
+        try_="see what `weft run` says on the other hosts",
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks[:8]))}"
+
+
 def _others(board: Board, rank: int) -> str:
     at = {r: board.last_op(r) for r in range(len(board.pages)) if r != rank and board.noted(r)[0]}
     named = [f"rank {r} at {op}" for r, op in at.items() if op and op != "start"]
@@ -93,10 +115,12 @@ def _others(board: Board, rank: int) -> str:
 
 
 class Watch:
-    """Looks at the board while ranks run: a rank that all others wait for, for too long, ends the run."""
+    """Looks at the board while ranks run: a rank of this host that others wait for, for too long, ends the run. Where all of this host
+    wait, it is one of another: its launcher is given the time to say so."""
 
-    def __init__(self, board: Board) -> None:
-        self.board, self.verdict = board, None
+    def __init__(self, board: Board, ranks: Ranks) -> None:
+        self.board, self.ranks = board, ranks
+        self.verdict: RuntimeFault | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -111,27 +135,29 @@ class Watch:
     def _look(self) -> None:
         limit = faults.timeout_s() + 5  # ranks that meet in memory notice first, and say more
         while not self._stop.wait(0.5):
-            notes = [self.board.noted(r) for r in range(len(self.board.pages))]
-            waiting = [r for r, (pid, _, waits, since) in enumerate(notes) if pid and waits and time.monotonic() - since > limit]
-            if waiting and self._missing(notes, notes[waiting[0]][1]):
-                self._end(notes, waiting)
+            notes = {r: self.board.noted(r) for r in self.ranks.here}
+            waited = {r: time.monotonic() - since for r, (pid, _, waits, since) in notes.items() if pid and waits}
+            late = max(waited, key=waited.__getitem__) if waited else None
+            if late is None or waited[late] <= limit:
+                continue
+            missing = self._missing(notes, notes[late][1])
+            if missing or self.ranks.hosts > 1 and waited[late] > limit + 10:
+                self._end(notes, missing, notes[late][1])
                 return
 
     @staticmethod
-    def _missing(notes: Sequence[Any], op: str) -> list[int]:
-        return [r for r, note in enumerate(notes) if note[1] != op or not note[2]]
+    def _missing(notes: Mapping[int, Any], op: str | None) -> list[int]:
+        return [r for r, note in notes.items() if note[1] != op or not note[2]]
 
-    def _end(self, notes: Sequence[Any], waiting: Sequence[int]) -> None:
-        op = notes[waiting[0]][1]
-        missing = self._missing(notes, op)
-        late = ", ".join(map(str, missing))
+    def _end(self, notes: Mapping[int, Any], missing: Sequence[int], op: str | None) -> None:
         self.verdict = RuntimeFault(
-            f"rank {late} did not reach {op}",
+            f"{_named(missing) if missing else 'a rank of another host'} did not reach {op}",
             needed=f"every rank at {op} within {faults.timeout_s():g} s",
-            found="; ".join(f"rank {r} at {notes[r][1] or 'nothing yet'}" for r in missing[:8]),
+            found="; ".join(f"rank {r} at {notes[r][1] or 'nothing yet'}" for r in missing[:8])
+            or f"all ranks of host {self.ranks.host} there",
             try_="look for a rank that branches differently or waits for input; WEFT_TIMEOUT sets the limit in seconds",
         )
-        for pid, *_ in notes:
+        for pid, *_ in notes.values():
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
