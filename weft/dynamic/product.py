@@ -48,16 +48,16 @@ def w_split(w, high, low, K, N, k_step, n_step, BLOCK: tl.constexpr):
     tl.store(low + at, x - h, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "step"])
-def w_rows(a, high, low, out, parts, counts, M, N, K, step, a_row, out_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "blocks"])
+def w_rows(a, high, low, out, parts, counts, M, N, K, blocks, a_row, out_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
            DEPTH: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr):
     tile = tl.program_id(0)
     across = tl.cdiv(N, BN)
     i = (tile // across).to(tl.int64) * BM + tl.arange(0, BM)
     j = (tile % across) * BN + tl.arange(0, BN)
-    first = tl.program_id(1) * step
+    first = tl.program_id(1) * blocks * BK  # a multiple of BK, which tells the compiler that rows are read from aligned places
     sums = tl.zeros([BM, BN], tl.float32)
-    for k in tl.range(first, tl.minimum(first + step, K), BK, num_stages=DEPTH):
+    for k in tl.range(first, tl.minimum(first + blocks * BK, K), BK, num_stages=DEPTH):
         kk = k + tl.arange(0, BK)
         if EVEN:
             x = tl.load(a + i[:, None] * a_row + kk[None, :], mask=i[:, None] < M, other=0.0)
@@ -87,14 +87,14 @@ def w_rows(a, high, low, out, parts, counts, M, N, K, step, a_row, out_row, BM: 
         tl.store(out + i[:, None] * out_row + j[None, :], sums, mask=inside)
 
 
-@triton.jit(do_not_specialize=["R", "step"])
-def w_over_rows(x, y, out, R, M, N, x_row, y_row, step, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr,
+@triton.jit(do_not_specialize=["R", "blocks"])
+def w_over_rows(x, y, out, R, M, N, x_row, y_row, blocks, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr,
                 PRECISION: tl.constexpr):
     across = tl.cdiv(N, BN)
     i = (tl.program_id(0) // across) * BM + tl.arange(0, BM)
     j = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
-    low = tl.program_id(1).to(tl.int64) * step
-    high = tl.minimum(low + step, R)
+    low = tl.program_id(1).to(tl.int64) * blocks * BK
+    high = tl.minimum(low + blocks * BK, R)
     sums = tl.zeros([BM, BN], tl.float32)
     for r in tl.range(low, high, BK, num_stages=DEPTH):
         rr = r + tl.arange(0, BK)
@@ -131,9 +131,9 @@ class Plan:
     tile: Tile
     shares: int = 1
 
-    def step(self, inner: int) -> int:
-        """How much of the inner dim each of them adds up."""
-        return -(-inner // (self.shares * self.tile.BK)) * self.tile.BK
+    def blocks(self, inner: int) -> int:
+        """How many blocks of the inner dim each of them adds up."""
+        return -(-inner // (self.shares * self.tile.BK))
 
 
 COUNTS = 1024  # most tiles that are shared
@@ -178,11 +178,11 @@ def rows(a: Tensor, matrix: Tensor, halves: Halves, out: Tensor) -> None:
     (m, k), n = a.shape, matrix.shape[1]
 
     def by(plan: Plan) -> None:
-        tile, step = plan.tile, plan.step(k)
-        grid, even = (tile.count(m, n), -(-k // step)), k % tile.BK == 0 and n % tile.BN == 0
+        tile, blocks = plan.tile, plan.blocks(k)
+        grid, even = (tile.count(m, n), -(-k // (blocks * tile.BK))), k % tile.BK == 0 and n % tile.BN == 0
         shared = grid[1] > 1
         parts = a.new_empty(grid[1], m, n) if shared else out
-        sizes = m, n, k, step, a.stride(0), out.stride(0)
+        sizes = m, n, k, blocks, a.stride(0), out.stride(0)
         tile.launch(_module().w_rows, grid, a, halves.high, halves.low, out, parts, halves.counts, *sizes, EVEN=even, SHARED=shared)
 
     plan = best(
@@ -199,9 +199,9 @@ def over_rows(x: Tensor, y: Tensor) -> Tensor:
     (r, m), n = x.shape, y.shape[1]
 
     def by(plan: Plan) -> Tensor:
-        tile, step = plan.tile, plan.step(r)
-        out = x.new_empty(-(-r // step), m, n)
-        grid, sizes = (tile.count(m, n), len(out)), (r, m, n, x.stride(0), y.stride(0), step)
+        tile, blocks = plan.tile, plan.blocks(r)
+        out = x.new_empty(-(-r // (blocks * tile.BK)), m, n)
+        grid, sizes = (tile.count(m, n), len(out)), (r, m, n, x.stride(0), y.stride(0), blocks)
         tile.launch(_module().w_over_rows, grid, x, y, out, *sizes, PRECISION="bf16x6" if replay.is_accelerator(x.device) else "ieee")
         return out[0] if len(out) == 1 else out.sum(0)
 
