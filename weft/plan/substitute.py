@@ -96,13 +96,14 @@ def _names(path: Path) -> tuple[str, ...]:
 
 
 def value_rules() -> list[Schema]:
-    """Proved rules about values that join or split products, both ways. Layouts are the ILP's; pointwise laws change no layout."""
+    """Proved rules about values that join or split products, both ways. Layouts are the ILP's; pointwise laws and transposes change none."""
     from weft.rewrite.certificate import proved_rules
 
     def wanted(rule: Schema) -> bool:
         ops = [c.op for c in rule.calls if not isinstance(c.op, OpHole)]
         names = {op.name for op in ops}
-        return all(op.facets["kind"] is not Kind.COMM for op in ops) and bool(names & {"matmul", "concat"}) and "einsum" not in names
+        about = bool(names & {"matmul", "concat"}) and "einsum" not in names and names != {"matmul", "permute"}
+        return about and all(op.facets["kind"] is not Kind.COMM for op in ops)
 
     return both_ways(r for r in proved_rules() if wanted(r))
 
