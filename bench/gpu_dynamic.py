@@ -297,13 +297,8 @@ SIZES = [  # tiles to choose from here: more than weft tries by itself
 def widely(precision: str) -> list[Way]:
     """All rounds in one kernel, or those after the first large ones, with several sizes of tiles."""
     tiles = [replace(t, precision="tf32x3" if precision == "highest" else "tf32") for t in SIZES]
-    return [
-        *(Way(t, 160) for t in tiles),
-        Way(tiles[0], 60),
-        Way(tiles[3], 60),
-        Way(tiles[3], 400),
-        *([Way(tiles[1])] if precision == "high" else []),
-    ]
+    some = [Way(tiles[3], 160), Way(tiles[3], 60), Way(tiles[0], 60)]
+    return some if precision == "highest" else [*some, *(Way(t, 160) for t in tiles[:3]), Way(tiles[1])]
 
 
 def row(case: Case, until: float) -> dict[str, Any]:
@@ -356,7 +351,7 @@ def chosen_products(net: dynamic.Model) -> None:
 
 def look_inside(case: Case, until: float) -> None:
     """Where a resident kernel spends its time."""
-    for way in [Way(w.tiles) for w in widely(case.precision)[:4]]:
+    for way in dict.fromkeys(Way(w.tiles) for w in widely(case.precision)[:4]):
         forced, name = case.net(way), str(way)
         if attempt(name, lambda n=forced, name=name: case.run(name, n, 5, 8), until):
             attempt("by round", lambda n=forced, name=name: case.by_round(name, n), until)
@@ -375,7 +370,7 @@ def main() -> None:
         torch.set_float32_matmul_precision(precision)
         return cases[precision]
 
-    shares = {"highest": 0.5 * seconds, "high": seconds - 5}
+    shares = {"highest": 0.75 * seconds, "high": seconds - 5}
     rows = [attempt(p, lambda p=p: row(on(p), shares[p]), seconds) for p in cases]
     for precision in cases:
         attempt("inside", lambda p=precision: look_inside(on(p), seconds - 4), seconds - 4)
