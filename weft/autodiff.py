@@ -15,6 +15,7 @@ from weft.core.node import Node, Type, constant, make, toposort
 from weft.core.program import Program, new_program
 from weft.ops.comm import is_comm, reshard, settle
 from weft.ops.pointwise import add
+from weft.ops.registry import Kind
 from weft.ops.shape import expand_like
 from weft.ops.source import input_node
 
@@ -137,11 +138,13 @@ def _depends_on(order: Sequence[Node], targets: set[Node]) -> set[Node]:
 
 
 def _total(cts: list[Node], value: Type) -> Node | None:
-    """The sum of what came back; a whole and a pending one are first brought together."""
+    """The sum of what came back; a whole and a pending one are first brought together.
+
+    Products are added among themselves first: once placed they may be pending sums, which then travel as one."""
     if not cts:
         return None
     by_layout: dict[Layout, Node] = {}
-    for ct in cts:
+    for ct in (*_summed(cts, False), *_summed(cts, True)):
         by_layout[ct.layout] = add(by_layout[ct.layout], ct) if ct.layout in by_layout else ct
     if len(by_layout) == 1:
         return next(iter(by_layout.values()))
@@ -154,6 +157,15 @@ def _total(cts: list[Node], value: Type) -> Node | None:
         ct = reshard(ct, whole)
         total = ct if total is None else add(total, ct)
     return total
+
+
+def _summed(cts: Sequence[Node], products: bool) -> list[Node]:
+    """The products of some cotangents, or what else there is, added up layout by layout."""
+    sums: dict[Layout, Node] = {}
+    for ct in cts:
+        if (ct.op.kind is Kind.CONTRACT) == products:
+            sums[ct.layout] = add(sums[ct.layout], ct) if ct.layout in sums else ct
+    return list(sums.values())
 
 
 def _push(node: Node, cts: list[Node | None], active: set[Node]) -> list[tuple[Slot, Node]]:
