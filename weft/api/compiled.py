@@ -75,7 +75,8 @@ class Compiled:
         if self._may_trace(inductor):
             exec(compile(self.code.parts, f"<weft {program.name}, in parts>", "exec"), names)
             parts = (names["step"], names["compute"], names["update"])
-            record = donate and not dist.is_initialized() or again and all(g is None or isinstance(g, Near) for g in on.values())
+            near = all(program.mesh.size(a) == 1 or isinstance(g, Near) for a, g in on.items())  # a recording can have such collectives in it
+            record = donate and not dist.is_initialized() or again and near
             self._step = Traced(*parts, program.state, self.device, record=record, stays=program.input_names if again else ())
         self._board = world_board() if together else None
         if donate and self.device.type == "cpu":
