@@ -141,7 +141,7 @@ COUNTS = 1024  # most tiles that are shared
 ROWS = (
     (0, 72, Tile(16, 32, 64, 4, 4)), (33, 800, Tile(64, 32, 64, 3, 4)), (150, 3000, Tile(64, 64, 32, 4, 4)), (500, 1 << 40, Tile(64, 128, 32, 3, 4)),
 )  # fmt: skip
-OVER_ROWS = (Tile(128, 128, 32, 3, 8), Tile(128, 128, 64, 2, 8))
+OVER_ROWS = (Tile(128, 128, 32, 3, 8),)
 SHARE = 0.97  # of torch's time: what is not clearly faster is left to torch
 _chosen: dict[tuple[Any, ...], Any] = {}  # by kind of product, size and device
 
