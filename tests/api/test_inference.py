@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 import weft
 from tests.api.ranks import on_ranks
+from weft.api.compiled import Compiled
 from weft.core.errors import PlanError
 from weft.frontend import zoo
+from weft.runtime.traced import Recorder, Traced
 
 BATCH, PROMPT, LENGTH = 2, 5, 9
 
@@ -58,3 +61,41 @@ def test_decode_compiles_once_and_no_gather_of_the_cache() -> None:
 def test_an_example_is_needed() -> None:
     with pytest.raises(PlanError, match="a model is compiled for batches of one shape"):
         weft.compile(llama(), "dp1")
+
+
+class Replayed(Recorder):
+    """Records by keeping what it was given, and replays by doing the work again on that: as a CUDA graph, it sees addresses only."""
+
+    def _record(self, inputs: Any) -> bool:
+        self._given = {n: x.clone() for n, x in inputs.items() if n not in self._state}
+        fixed = {**inputs, **self._given}
+        self._out = self._in_place(fixed)
+
+        def replay() -> None:
+            for name, new in self._in_place(fixed).items():
+                self._out[name].copy_(new)
+
+        self._graph = SimpleNamespace(replay=replay)
+        return True
+
+
+def test_recorded_calls_give_what_one_process_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor
+
+    made: list[tuple[bool, Traced]] = []
+    plain = Traced.__init__
+
+    def with_replay(self: Traced, *args: Any, record: bool, stays: Any = ()) -> None:
+        plain(self, *args, record=False)
+        self._recorder = Replayed(self._once, {*self._state.values(), *stays}, self._state)
+        made.append((record, self))
+
+    monkeypatch.setattr(Traced, "__init__", with_replay)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, given, options=None: graph)
+    monkeypatch.setattr(Compiled, "_may_trace", lambda self, asked: bool(self.code.parts))
+    run = weft.compile(llama(), "dp1", passes()[0])
+    for batch, expected in zip(passes(), whole(), strict=True):
+        torch.testing.assert_close(run({n: x.clone() for n, x in batch.items()})["out"], expected, rtol=1e-9, atol=1e-9)
+    assert [record for record, _ in made] == [True, True]
+    assert made[1][1]._recorder is not None and made[1][1]._recorder.recorded  # of the pass that decodes
