@@ -13,6 +13,7 @@ from weft.codegen import lower
 from weft.codegen.order import is_wire, order
 from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
+from weft.ops.registry import nbytes
 from weft.plan.named import Named
 from weft.runtime import hosts
 
@@ -76,6 +77,23 @@ def test_work_that_feeds_no_sum_gives_way_until_the_link_is_busy(captured: Captu
     tied = next(n for n in near if len(n.types) == 1 and n.shape == program.input_names["param.tokens.weight"].shape)
     assert near.index(tied) < near.index(first)
     assert far.index(tied) > far.index(first)
+
+
+@pytest.mark.usefixtures("apart")
+def test_slices_are_gathered_a_few_messages_before_they_are_read(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = prepare(captured, Named.parse("dp2,zero3"))
+
+    def under_way(ahead: int) -> float:
+        """The most messages' worth that has been started and not been read, when a gather is first read."""
+        monkeypatch.setattr("weft.codegen.order.AHEAD", ahead)
+        at = {n: i for i, n in enumerate(order(program, {"dp": MESSAGE}))}
+        gathers = [n for n in at if n.op.name == "all_gather" and n.args[0].op.name == "input"]
+        read = {n: min(at[u] for u in program.users[n]) for n in gathers}
+        assert all(at[n] < read[n] for n in gathers)
+        return max(sum(nbytes(m.type) for m in gathers if at[m] < read[n] <= read[m]) / MESSAGE for n in gathers)
+
+    none, three = under_way(0), under_way(3)
+    assert none < three < 3 + none  # three messages, and what the rest of the order holds anyway
 
 
 def test_with_clipping_gradients_still_come_early() -> None:

@@ -9,6 +9,7 @@ computation is done; in both cases in the order in which the sums were started, 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from itertools import accumulate
 from math import floor
@@ -18,7 +19,8 @@ from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.ops.registry import Kind, nbytes
 
-PREFETCH = 8  # how many computations ahead a gather of inputs may be started
+PREFETCH = 8  # how many nodes ahead a gather of inputs may be started
+AHEAD = 3  # messages' worth of such gathers that are under way where messages are counted, before the first of them is read
 LAG = 2  # messages' worth of sums that are under way before one is waited for, so that its own gather can be sent
 MESSAGE = 8 << 20  # bytes
 Key = tuple[float, float]
@@ -36,14 +38,14 @@ def order(program: Program, far: Mapping[str, int] = MappingProxyType({})) -> li
     """
     nodes = [n for n in program.nodes if n.op.name != "input"]
     early, roots, tail = _after_results(program), *tails(program)
-    sent = _sent(program, nodes)
+    sent, early_gathers = _sent(program, nodes), _ahead(nodes, far)
     at: dict[Node, Key] = {}
     for i, n in enumerate(nodes):
         made = [at[a] for a in n.args if a in at]
         if n in tail:
             continue
         if is_wire(n):
-            base, depth = max(made) if made else (max(-0.5, i - PREFETCH - 0.5), 0.0)
+            base, depth = max(made) if made else (max(-0.5, early_gathers.get(n, i) - PREFETCH - 0.5), 0.0)
             at[n] = base, depth + 0.25
         elif n in early and made and not any(is_wire(a) for a in n.args):
             base, depth = max(made)
@@ -57,6 +59,23 @@ def order(program: Program, far: Mapping[str, int] = MappingProxyType({})) -> li
     at |= _late(program, nodes, at, started, messages, tail)
     number = {n: i for i, n in enumerate(nodes)}
     return sorted(nodes, key=lambda n: (at[n], number[n]))
+
+
+def _ahead(nodes: list[Node], far: Mapping[str, int]) -> dict[Node, int]:
+    """Of each gather of inputs the place it is started before: its own, or that of the one a few messages before it."""
+    found: dict[Node, int] = {}
+    queues: dict[str, deque[tuple[int, float]]] = {axis: deque() for axis in far}
+    for i, n in enumerate(nodes):
+        if not is_wire(n) or any(a.op.name != "input" for a in n.args):
+            continue
+        found[n] = i
+        if n.attr("axis") in queues:
+            queue = queues[n.attr("axis")]
+            queue.append((i, sum(nbytes(t) for t in n.types) / far[n.attr("axis")]))
+            while sum(size for _, size in queue) > AHEAD:
+                queue.popleft()
+            found[n] = queue[0][0] if queue else i
+    return found
 
 
 def _costs(n: Node) -> bool:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.runtime.lanes import Lanes
-from weft.runtime.near import Near
+from weft.runtime.near import FOLD, Near
 
 Span = tuple[int, int, int]  # elements before the cut part, its size, elements after
 REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -199,9 +199,7 @@ def reduce_scatter_list(
 
 
 def _fold(parts: torch.Tensor, op: str) -> torch.Tensor:
-    if op == "sum":
-        return parts.sum(0)
-    return parts.amax(0) if op == "max" else parts.amin(0)
+    return functools.reduce(FOLD[op], parts.unbind(0))
 
 
 def all_to_all(
