@@ -629,20 +629,52 @@ def trace_overlap(me: Rank, way) -> None:
         spans = device_spans(seen)
         moved = sum(b - a for a, b in spans["move"])
         both = sum(max(0, min(b, d) - max(a, c)) for a, b in spans["move"] for c, d in joined(spans["gemm"]))
+        carried = {"carried_us": [round(b - a) for a, b in spans["carry"]]} if spans["carry"] else {}
         me.say(case="trace of gather_product", way=str(way), moves=len(spans["move"]), gemms=len(spans["gemm"]), moved_us=round(moved),
-               while_a_product_ran_us=round(both), hidden=round(both / max(moved, 1), 3))  # fmt: skip
+               while_a_product_ran_us=round(both), hidden=round(both / max(moved, 1), 3), **carried)  # fmt: skip
         if me.rank == 0 and os.environ.get("OUT"):
             seen.export_chrome_trace(os.path.join(os.environ["OUT"], f"overlap_trace_{me.world}.json"))
     except Exception as error:
         me.say(case="trace", error=str(error)[:300])
+    if way.by == "product":
+        cost_of_carrying(me, x, w, way)
     me.peers.barrier()
 
 
-def device_spans(seen) -> dict[str, list[tuple[float, float]]]:
-    """Start and end, in microseconds, of kernels that multiply and of those that move data."""
+def cost_of_carrying(me: Rank, x, w, way) -> None:
+    """What the moving adds to the same products when they carry it, beside what it takes alone."""
     import torch
 
-    kinds = {"gemm": ("gemm", "nvjet", "cutlass", "xmma"), "move": ("move", "memcpy")}
+    from weft.nn import over_peers
+    from weft.runtime import carry
+
+    multiply, space = carry.multiply, over_peers.space_of(None, me.device)
+    line = torch.zeros(2, carry.WIDTH, dtype=x.dtype, device=x.device)
+    shards, gathered = space.rows(*x.shape, x.dtype), torch.empty(me.world, *x.shape, dtype=x.dtype, device=x.device)
+
+    def bare() -> None:
+        carry.multiply = lambda a, b, out, source, target, blocks: multiply(a, b, out, line[0], line[1], blocks)
+        try:
+            over_peers.gather_product(x, w, None, way, False)
+        finally:
+            carry.multiply = multiply
+
+    def move() -> None:
+        space.meet()
+        for turn in range(1, me.world):
+            gathered[(me.rank + turn) % me.world].copy_(shards[(me.rank + turn) % me.world])
+        space.meet()
+
+    ms = me.time_in_turn({"carrying": lambda: over_peers.gather_product(x, w, None, way, False), "bare": bare, "moving": move})
+    me.say(case="cost of carrying", way=str(way), ms={k: round(v, 4) for k, v in ms.items()},
+           hidden=round(1 - (ms["carrying"] - ms["bare"]) / ms["moving"], 3))  # fmt: skip
+
+
+def device_spans(seen) -> dict[str, list[tuple[float, float]]]:
+    """Start and end, in microseconds, of kernels that multiply, of those that move data, and of those that do both."""
+    import torch
+
+    kinds = {"gemm": ("gemm", "nvjet", "cutlass", "xmma"), "move": ("move", "memcpy"), "carry": ("multiply_carrying",)}
     spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.elapsed_us() > 2:

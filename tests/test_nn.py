@@ -24,6 +24,7 @@ WAYS = [
     wn.Way("peers", 2, 2, "kernel"),
     wn.Way("peers", 1, 2, "mover"),
     wn.Way("peers", 2, 2, "flow", lines=2),
+    wn.Way("peers", 2, by="product"),
 ]
 
 

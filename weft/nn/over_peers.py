@@ -17,6 +17,7 @@ from weft.codegen.expr import Group, Slot, load, reduce
 from weft.codegen.kernel import Kernel, compile_group
 from weft.core.node import DTYPE_NAMES
 from weft.nn.ways import Way
+from weft.runtime import carry
 from weft.runtime.bind import bind
 from weft.runtime.fused import Row
 from weft.runtime.mover import Mover
@@ -52,6 +53,10 @@ class Space:
         """A row without elements: a kernel on it only meets."""
         self._empty = self.peers.empty(64)
         return Row(0, {"to": list(self._empty.addresses), "of": self._empty.parts[self.peers.rank].data_ptr()})
+
+    def multiprocessors(self) -> int:
+        """This rank's share of those of its device."""
+        return self.peers.multiprocessors() if hasattr(self.peers, "multiprocessors") else 1
 
     def meet(self) -> None:
         """All ranks' work on this line so far is seen by all."""
@@ -163,7 +168,7 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
 
 def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
     """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `way.chunks` turns, on `way.lines`
-    lines in turn; with `keep`, the rows themselves too.
+    lines in turn; or each rank's while its product carries the next's. With `keep`, the rows themselves too.
 
     Rows that already lie in `Space.rows`, peer memory, are read by the others from there.
     """
@@ -173,6 +178,9 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
     gathered = torch.empty(world, rows, k, dtype=x.dtype, device=x.device)
     out = torch.empty(world, rows, w.shape[0], dtype=x.dtype, device=x.device)
     order = [(rank + turn) % world for turn in range(1, world)]
+    if way.by == "product" and world > 1 and space.peers.target == "triton" and carry.can_multiply(x, w):
+        _each_brings_the_next(space, x, w, gathered, out, keep)
+        return out.view(world * rows, -1), gathered.view(world * rows, k) if keep else None
     space.side.after_main()
     with space.side.work():
         if x.data_ptr() != shards[rank].data_ptr():
@@ -194,6 +202,27 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
     rest()
     space.side.main_after()
     return out.view(world * rows, -1), gathered.view(world * rows, k) if keep else None
+
+
+def _each_brings_the_next(space: Space, x: Tensor, w: Tensor, gathered: Tensor, out: Tensor, keep: bool) -> None:
+    """Each product carries the rows of the next, beginning with this rank's own; the last carries nothing."""
+    world, rank = space.peers.world, space.peers.rank
+    shards = space.rows(*x.shape, x.dtype)
+    if x.data_ptr() != shards[rank].data_ptr():
+        shards[rank].copy_(x)
+    space.meet()
+    at_hand = shards[rank]
+    for turn in range(world - 1):
+        here, coming = (rank + turn) % world, (rank + turn + 1) % world
+        carry.multiply(at_hand, w, out[here], shards[coming], gathered[coming], space.multiprocessors())
+        at_hand = gathered[coming]
+    space.side.after_main()
+    with space.side.work():
+        if keep:
+            gathered[rank].copy_(x)
+        space.meet()  # nobody writes its rows again before all have read them
+    torch.mm(at_hand, w.T, out=out[(rank - 1) % world])
+    space.side.main_after()
 
 
 def _in_turns(count: int, parts: int) -> list[range]:

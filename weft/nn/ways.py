@@ -21,12 +21,14 @@ class Way:
     over: str = "group"
     chunks: int = 1
     blocks: int = 16  # of a device kernel that moves data beside the product
-    by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, or one "mover" for all, or one in "flow"
+    by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, one "mover" for all or one in "flow", the "product"
     taper: float = 1.0  # rows of a chunk for each row of the one before, where results are summed over a group
     packed: bool = False  # over a group, on CPUs: the weight is laid out once for all chunks, as the product would for each
     lines: int = 1  # on which the products of a gather take turns: with two, the next fills the device while one runs out
 
     def __str__(self) -> str:
+        if self.by == "product":
+            return f"{self.over}, carried by the product"
         chunks = f"{self.chunks} chunks" if self.chunks > 1 else "plain"
         chunks += f", each {self.taper:g} of the last" if self.taper != 1.0 else ""
         chunks += f", {self.lines} lines" if self.lines > 1 else ""
@@ -63,7 +65,8 @@ def candidates(op: str) -> list[Way]:
     if op == "gather_product":
         by_driver = [Way("peers", c, 16, "copy", lines=n) for c in (1, 2, 3) for n in (1, 2)]
         by_kernel = [Way("peers", c, b, by) for c in (1, 2, 3) for by in ("mover", "flow") for b in (8, 12, 16, 24)]
-        return by_driver + by_kernel + [Way("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
+        carried = [Way("peers", by="product")]
+        return by_driver + carried + by_kernel + [Way("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
     if op == "product_all_reduce":
         return [Way("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
     return [Way("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]

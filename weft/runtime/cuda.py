@@ -50,9 +50,13 @@ class DevicePeers:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
 
+    def multiprocessors(self) -> int:
+        """This rank's share of those of its GPU."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count) // self._sharing
+
     def resident_blocks(self) -> int:
         """Blocks of one rank that are sure to run at once when every rank launches as many."""
-        return torch.cuda.get_device_properties(self.device).multi_processor_count // self._sharing - 1
+        return self.multiprocessors() - 1
 
 
 def _require_one_host(hosts: list[str], ranks: list[int], mine: int) -> None:
