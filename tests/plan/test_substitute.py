@@ -14,11 +14,13 @@ from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, S
 from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
-from weft.plan.graph.planner import all_ways
+from weft.plan.graph.planner import all_ways, record
 from weft.plan.graph.search import GraphSearch, Way
 from weft.plan.graph.task import Task
 from weft.plan.layouts import OnCluster, choose
+from weft.plan.plan import rows
 from weft.plan.rewritten import Step, as_products
+from weft.plan.space import Limits
 from weft.plan.substitute import best_path, joint_and_sequential, one_device, replayed, value_rules
 
 RULE = "stack_four_columns"
@@ -90,6 +92,8 @@ def test_joint_finds_what_sequential_does_not(monkeypatch: pytest.MonkeyPatch) -
     own, unity = found["weft"], found["unity-like"]
     assert isinstance(own, Way) and isinstance(unity, Way)
     assert own.seconds == both.joint.seconds and own.rules == unity.rules == (RULE,), "Unity has the rule too"
+    plan = record(task(), Limits(), own, {}, {}, "time")
+    assert ("rules", RULE) in [row[:2] for row in rows(plan)] and plan.layouts["rules"] == [RULE]
 
 
 def test_the_same_moves_lead_the_same_way_at_another_batch() -> None:

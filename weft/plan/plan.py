@@ -182,6 +182,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if s.pp > 1:
         yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"
         yield "layers", " ".join(map(str, plan.layers)) if plan.layers else "even", "of each stage"
+    if plan.layouts.get("rules"):
+        yield "rules", ", ".join(plan.layouts["rules"]), "the step rewritten; parallelize runs the model's own, its tensors held as here"
     for share in plan.shares:
         much = f"{share['micro_batches']} micro-batches of {share['micro_batch']}"
         yield "share", str(share["kind"]), f"{share['copies']} copies take {much} each"
