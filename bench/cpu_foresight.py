@@ -1,4 +1,8 @@
-"""`weft bench cpu-foresight`: step times of weft's plans on the ranks at hand, foreseen from a calibrated profile and measured."""
+"""`weft bench cpu-foresight`: step times of weft's plans on the ranks at hand, foreseen from a calibrated profile and measured.
+
+Five plans are compared in order, one for each thing a plan can cut: samples alone, parameters too, features, features and tokens, tokens.
+They are the same for every size and number of ranks. Others are timed beside them and foreseen, but lie too near to these to have an order.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,54 @@ from typing import Annotated, Any
 
 import typer
 
-PLANS = ("dp{n}", "dp{n},zero1", "dp{n},zero1,recompute", "dp{n},zero3", "tp{n}")
+from bench.orders import KINDS
+
+BESIDE = ("dp{n},zero1", "dp{n},zero1,recompute")
+NEAR = 0.03  # plans measured within this of one another are told as such
 
 
 def register(app: typer.Typer) -> None:
     @app.command("cpu-foresight")
     def cpu_foresight(
         json: Annotated[bool, typer.Option(help="one JSON object on the last line")] = False,
-        ranks: Annotated[int, typer.Option(help="processes")] = 2,
+        ranks: Annotated[str, typer.Option(help="numbers of processes, joined by commas")] = "2,4",
         sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M,30M",
         rounds: Annotated[int, typer.Option(help="timed steps of each plan")] = 7,
         profile: Annotated[str, typer.Option(help="a calibrated profile; measured first if not given")] = "",
     ) -> None:
-        """Foresee one training step under five plans, time it, and compare errors and order."""
-        from bench._ranks import machine, run_ranks
-        from bench.foresight import spearman, summary
+        """Foresee one training step under several plans, time it, and compare errors and the order of five."""
+        from bench._ranks import machine
+        from bench.foresight import summary
         from weft.cli.output import console, emit
 
-        where = profile or _calibrate(ranks)
-        plans = [p.format(n=ranks) for p in PLANS]
-        rows = [row for size in sizes.split(",") for row in run_ranks(measure, ranks, size, rounds, plans, f"{ranks}x{where}")]
-        console.print(_table(rows))
-        read = [r for r in rows if r["error"] is not None]
-        order = {
-            size: spearman(*zip(*[(r["measured"], r["predicted"]) for r in read if r["group"] == size], strict=True))
-            for size in {r["group"] for r in read}
-        }
+        rows: list[dict[str, Any]] = []
+        order: dict[str, Any] = {}
+        for n in map(int, ranks.split(",")):
+            where = profile or _calibrate(n)
+            for size in sizes.split(","):
+                found, order[f"{size} x{n}"] = group(n, size, rounds, where)
+                console.print(_table(found))
+                console.print(_said(f"{size} x{n}", order[f"{size} x{n}"]))
+                rows += found
         if json:
             figures = summary({"cpu": rows})
-            emit({"bench": "cpu-foresight", "machine": machine(), "ranks": ranks, "rows": rows, "order": order, **figures["cpu"]})
+            emit({"bench": "cpu-foresight", "machine": machine(), "rows": rows, "order": order, **figures["cpu"]})
+
+
+def group(ranks: int, size: str, rounds: int, where: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows of one size on so many ranks, and the order of the five."""
+    from bench._ranks import run_ranks
+    from bench.orders import order
+
+    five = [p.format(n=ranks) for p in KINDS.values()]
+    rows = run_ranks(measure, ranks, size, rounds, [*five, *(p.format(n=ranks) for p in BESIDE)], f"{ranks}x{where}")
+    return rows, order(size, [r for r in rows if r["case"].split()[-1] in five], five)
+
+
+def _said(name: str, found: dict[str, Any]) -> str:
+    """The order in words: pairs the wrong way round, and how far apart they were measured."""
+    wrong = [f"{pair} ({by:.1%} apart{', a near tie' if by < NEAR else ''})" for pair, by in found["wrong"].items()]
+    return f"{name}: " + ("the same order" if found["same"] else "the wrong way round: " + "; ".join(wrong))
 
 
 def _calibrate(ranks: int) -> str:
@@ -78,14 +101,14 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], pla
             steps[plan] = _step(work, plan, example)
         except Exception as error:  # a plan that is not there yet must not lose the others
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            rows.append({"case": f"gpt-{size} {plan}", "group": size, "error": None, "reason": reason})
+            rows.append({"case": f"gpt-{size} x{world} {plan}", "group": f"{size} x{world}", "error": None, "reason": reason})
     took = _time({p: (lambda s=s: s(example)) for p, s in steps.items()}, rounds)
     for plan, step in steps.items():
         foreseen = program_phase(step.program, cluster(place))
         predicted = foreseen.seconds * 1e3
         rows.append(
             {
-                "case": f"gpt-{size} {plan}", "group": size, "measured": took[plan], "predicted": predicted,
+                "case": f"gpt-{size} x{world} {plan}", "group": f"{size} x{world}", "measured": took[plan], "predicted": predicted,
                 "error": predicted / took[plan] - 1, "causes_ms": {k: v * 1e3 for k, v in foreseen.causes.items()},
             }
         )  # fmt: skip

@@ -88,9 +88,9 @@ def link_task(truth: Path, code: str, names: tuple[str, ...]) -> Task:
     )  # fmt: skip
 
 
-def row_task(file: Path, kind: str, names: tuple[str, ...], origin: str, most: int, whole: bool = False) -> Task:
+def row_task(file: Path, kind: str, names: tuple[str, ...], origin: str, most: int, whole: bool = False, outliers: bool = False) -> Task:
     rows = [r for r in read(file) if isinstance(r, Row) and r.cluster.device.name == kind]
-    return Task(names, rows, lambda r: r.measured, lambda p, r: _on(p, r, names), origin, _key, most, whole, whole, lambda r: r.group)
+    return Task(names, rows, lambda r: r.measured, lambda p, r: _on(p, r, names), origin, _key, most, whole, outliers, lambda r: r.group)
 
 
 def pair_task(file: Path, names: tuple[str, ...], origin: str, most: int) -> Task:
@@ -242,9 +242,9 @@ SERVER = ("gemm.tile", "gemm.misaligned", "kernel.launch", "host.launch")
 def tasks(kind: str, truth: Path) -> list[Task]:
     one, several = (truth / f"a100_{n}_node_iterations.csv" for n in ("single", "multi"))
     if kind == "A100":
-        return [row_task(several, kind, STEPS, ROWS, most=60, whole=True)]
+        return [row_task(several, kind, STEPS, ROWS, most=60, whole=True, outliers=True)]
     if kind == "A100-server":
-        return [row_task(one, kind, SERVER, TRACES, most=120)]
+        return [row_task(one, kind, SERVER, TRACES, most=100, outliers=True)]
     if kind == "A100-links":
         return [pair_task(one, ("nvlink:efficiency", "nvlink:small"), PAIRS, most=60)]
     if kind == "H100":

@@ -85,3 +85,18 @@ def test_parts_of_a_result_live_as_long_as_each_is_read() -> None:
     part = first.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default)[0]
     values, places = first._buffers(part)
     assert values.readers and not places.readers and values.size == 4 * MB
+
+
+def test_the_state_of_random_numbers_is_no_argument_of_the_op_it_is_for() -> None:
+    """As a checkpointed block runs its attention again on a GPU."""
+    from weft.plan.fusion import _value_random_ops
+
+    def graphsafe_run_with_rng_state(*_: object, rng_state: object) -> None: ...
+
+    graph = make_fx(lambda x: torch.ops.aten.bernoulli.p(x, 0.5), tracing_mode="fake")(torch.rand(4))
+    (drawn,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p)
+    x = drawn.args[0]
+    with graph.graph.inserting_before(drawn):
+        again = graph.graph.create_node("call_function", graphsafe_run_with_rng_state, (torch.ops.aten.bernoulli.p, x, 0.5), {"rng_state": x})
+    _value_random_ops(graph)
+    assert [t.shape for t in again.meta["val"]] == [torch.Size([4])]

@@ -336,7 +336,8 @@ def _value_random_ops(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.op == "call_function" and "rng_state" in str(node.target) and not _has_value(node):
             target, given = _inner(node)
-            args, kwargs = torch.fx.node.map_arg((given, node.kwargs), lambda n: n.meta.get("val"))
+            own = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
+            args, kwargs = torch.fx.node.map_arg((given, own), lambda n: n.meta.get("val"))
             fake = next(t.fake_mode for t in torch.utils._pytree.tree_leaves(args) if hasattr(t, "fake_mode"))
             with fake:
                 made = torch.utils._pytree.tree_leaves(target(*args, **kwargs))
