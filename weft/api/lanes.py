@@ -26,6 +26,7 @@ from weft.runtime.machine import describe
 from weft.runtime.near import Near
 from weft.runtime.replay import is_accelerator
 from weft.runtime.shm import host_identity
+from weft.runtime.trace import synchronize
 from weft.tune.measure import decide
 from weft.tune.store import Store
 
@@ -54,9 +55,7 @@ def _asked() -> int | str:
     if asked in ("", "measure"):
         return asked
     if not asked.isdigit() or int(asked) < 1:
-        raise RuntimeFault(
-            "WEFT_LANES is no number of groups", needed="1 or more, or `measure`", found=asked, try_="unset WEFT_LANES"
-        )  # fmt: skip
+        raise RuntimeFault("WEFT_LANES is no number of groups", needed="1 or more, or `measure`", found=asked, try_="unset WEFT_LANES")
     return int(asked)
 
 
@@ -104,7 +103,7 @@ def _measured(kinds: Collection[str], group: Any, device: torch.device) -> dict[
             _meet(group, device)
             start = time.perf_counter()
             burst()
-            _settle(device)
+            synchronize(device)
             took[name] += [1e3 * (time.perf_counter() - start)] if turn else []
     slowest = torch.tensor([statistics.median(t) for t in took.values()], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
@@ -131,9 +130,4 @@ def _burst(kinds: Collection[str], groups: list[Any], device: torch.device) -> C
 
 def _meet(group: Any, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _settle(device)
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    synchronize(device)
