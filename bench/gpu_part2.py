@@ -507,8 +507,8 @@ def gather(args) -> None:
 
     me = Rank(args.out)
     me.say(case="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__, world=me.world)
-    check_carrying(me)
     trace_overlap(me, fastest(me, "gather_product", SHAPES[-1], args.quick))
+    check_carrying(me)
 
 
 def check_carrying(me: Rank) -> None:
