@@ -17,6 +17,10 @@ def build(words: str) -> Callable[[int, int, int], Any] | None:
         return lambda batch, seq, image: _conv(int(m[1]), int(m[2]), batch, image)
     if (m := re.match(r"attention \+ GShard MoE layer, h(\d+) heads(\d+) group(\d+) experts(\d+)", words)) is not None:
         return lambda batch, seq, image: _moe(*(int(x) for x in m.groups()), batch, seq)
+    if m := re.match(r"(\d+) conv blocks channels (\d+)", words):
+        return lambda batch, seq, image: _conv(int(m[1]), int(m[2]), batch, image)
+    if m := re.match(r"BERT-MLM L(\d+) h(\d+) heads(\d+) V(\d+)", words):
+        return lambda batch, seq, image: _masked(*(int(x) for x in m.groups()), batch, seq)
     if m := re.match(r"Dense(\d+) nobias, Dropout \.1, Dense(\d+) nobias, SGD", words):
         return lambda batch, seq, image: _dropped(int(m[1]), batch, seq)
     return None
@@ -69,6 +73,17 @@ def _bert(layers: int, hidden: int, heads: int, batch: int, seq: int) -> Any:
         return _capture(model, tuple(torch.empty(batch, seq, hidden) for _ in range(2)), adam=True)
 
 
+def _masked(layers: int, hidden: int, heads: int, vocab: int, batch: int, seq: int) -> Any:
+    """BERT with its embeddings and the head that guesses masked words."""
+    import torch
+
+    from weft.frontend import zoo
+    from weft.frontend.capture import capture
+
+    w = zoo.get("bert-large", layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, vocab=vocab, seq=seq)
+    return capture(w.model, w.example(batch, device="meta"), w.loss, torch.optim.Adam(w.model.parameters()))
+
+
 def _conv(blocks: int, channels: int, batch: int, image: int) -> Any:
     import torch
     from torch import nn
@@ -104,6 +119,60 @@ def _dropped(width: int, batch: int, seq: int) -> Any:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Dropout(0.1), nn.Linear(width, width, bias=False))
         return _capture(model, tuple(torch.empty(batch, seq, width) for _ in range(2)), adam=False)
+
+
+# -- Adafactor: second moments of rows and columns where a parameter has both, of elements where not
+
+DECAY, LEAST, RATE = 0.8, 1e-30, 1e-3
+
+
+def with_adafactor(captured: Any, words: str) -> Any:
+    """The same model stepped by Adafactor: its gradients, and an update that keeps means of squares by row and by column."""
+    from dataclasses import replace
+
+    from weft.core.program import new_program
+
+    least = int(re.search(r"min_dim_size_to_factor=(\d+)", words)[1])  # type: ignore[index]
+    p, outputs, states = captured.program, {}, dict[str, str]()
+    outputs["loss"] = p.output_names["loss"]
+    for name, gradient in captured.gradients.items():
+        param, made = p.input_names[name], dict[str, Any]()
+        outputs[name] = _adafactor(name, param, gradient, least, made)
+        outputs |= made
+        states |= dict.fromkeys(made, name)
+    read = [n for n in new_nodes(outputs) if n.op.name == "input"]
+    state = tuple((name, name) for name in outputs if name != "loss")
+    return replace(captured, program=new_program("adafactor", p.mesh, read, outputs, state=state), states=states)
+
+
+def new_nodes(outputs: dict[str, Any]) -> Any:
+    from weft.core.node import toposort
+
+    return toposort(outputs.values())
+
+
+def _adafactor(name: str, param: Any, gradient: Any, least: int, made: dict[str, Any]) -> Any:
+    """The next parameter; `made` is told of the next moments."""
+    from weft.ops.pointwise import add, mul, rsqrt, square, sub
+    from weft.ops.reduce import mean
+
+    squares, bare = add(square(gradient), LEAST), name.removeprefix("param.")
+    if param.ndim == 2 and min(param.shape) >= least:
+        rows = _moment(f"v_row.{bare}", mean(squares, 1, keepdim=True), made)
+        columns = _moment(f"v_col.{bare}", mean(squares, 0, keepdim=True), made)
+        scale = mul(rsqrt(rows / mean(rows)), rsqrt(columns))
+    else:
+        scale = rsqrt(_moment(f"v.{bare}", squares, made))
+    return sub(param, mul(mul(gradient, scale), RATE))
+
+
+def _moment(name: str, fresh: Any, made: dict[str, Any]) -> Any:
+    from weft.core.node import Type
+    from weft.ops.pointwise import add, mul
+    from weft.ops.source import input_node
+
+    made[name] = add(mul(input_node(name, Type(fresh.dtype, fresh.layout)), DECAY), mul(fresh, 1 - DECAY))
+    return made[name]
 
 
 def small(words: str) -> Any:

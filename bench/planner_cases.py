@@ -55,9 +55,7 @@ def run(cases: dict[str, Any]) -> Iterator[Row]:
     yield from _example(cases["iopddl_example"])
     yield from _schedules(cases["schedules"]["rows"])
     yield from _clustered(cases["layer_clustering"]["rows"])
-    yield from (
-        _not_built(f"cross mesh {r['case']}", "neighbouring stages hold what they hand on alike") for r in cases["cross_mesh"]["rows"]
-    )
+    yield from _cross_mesh(cases["cross_mesh"])
 
 
 def _row(case: str, published: Any, solve: Callable[[], tuple[Any, bool]]) -> Row:
@@ -79,6 +77,7 @@ def _not_built(case: str, why: str) -> Row:
 
 SHARDED = ("Zero2Parallel", "prefer_reduce_scatter")  # ask for optimizer state in slices
 FORCED = ("force_data_parallel", "force_batch_dim_to_mesh_dim=0")
+ALWAYS = ("allow_mixed_mesh_shape",)  # one dim may be cut by both axes here, whatever is asked
 
 
 def _shard_parallel(cases: list[dict[str, Any]]) -> Iterator[Row]:
@@ -89,20 +88,24 @@ def _shard_parallel(cases: list[dict[str, Any]]) -> Iterator[Row]:
         words = {**by_id.get(case.get("same_as", ""), {}), **case}
         known = build(str(words.get("model", "")))
         asked = str(case.get("option") or case.get("method") or "")
+        optimizer = str(case.get("optimizer", ""))
         if "op" in words:
             yield _one_op(words)
-        elif known is None or "optimizer" in case or (asked and asked not in (*SHARDED, *FORCED)):
-            why = case.get("optimizer") or asked or words.get("status")
+        elif known is None or (optimizer and not optimizer.startswith("adafactor")) or asked not in ("", *SHARDED, *FORCED, *ALWAYS):
+            why = optimizer or asked or words.get("status")
             yield _not_built(case["id"], f"asks for {why}" if why else f"no program for {words.get('model')!r}")
         else:
-            for one in words.get("cases") or [{"mesh": m} for m in words.get("meshes", [[4, 1]])]:
+            for one in words.get("cases") or [{"mesh": m} for m in words.get("meshes", [words.get("mesh", [4, 1])])]:
                 yield _program(case["id"], known, {**words, **one}, asked)
 
 
 def _program(name: str, known: Callable[..., Any], words: dict[str, Any], asked: str) -> Row:
     """Reached if it costs no more than published; where only counts are published, or slices were asked for, by those."""
+    from bench._case_programs import with_adafactor
+
     batch, seq = (words["x"][:2]) if "x" in words else (words["batch"], words.get("seq", 0))
     captured = known(batch, seq, words.get("image", 0))
+    captured = with_adafactor(captured, words["optimizer"]) if "optimizer" in words else captured
     sizes = [math.prod(words["mesh"])] if asked == "force_data_parallel" else words["mesh"]  # one axis of all devices
     mesh, objective = _mesh(sizes), words.get("objective")
     published = objective if objective is not None and asked not in SHARDED else words["counts"]
@@ -161,13 +164,14 @@ def merged(program: Any) -> dict[str, int]:
 
 
 def _as_counted(found: dict[str, int], published: Any) -> bool:
-    """Whether counts are those published, or fewer."""
+    """Whether counts are those published, or fewer; a reduce_scatter and an all_gather move what one all_reduce does."""
     at = Counter(found)
     if isinstance(published, str):  # "all_reduce+reduce_scatter==5; reduce_scatter==all_gather"
         return at["all_reduce"] + at["reduce_scatter"] <= 5 and at["reduce_scatter"] == at["all_gather"]
     asked = {kind: int(str(n).removeprefix("<=")) for kind, n in published.items() if not str(n).startswith(">")}
-    total = asked.pop("total", None)
-    return all(at[kind] <= n for kind, n in asked.items()) and (total is None or sum(found.values()) <= total)
+    total, pairs = asked.pop("total", None), min(at["reduce_scatter"], at["all_gather"])
+    more = all(at[kind] > int(n[1:]) for kind, n in published.items() if str(n).startswith(">"))
+    return more and all(at[kind] <= n for kind, n in asked.items()) and (total is None or sum(found.values()) - pairs <= total)
 
 
 def _one_op(words: dict[str, Any]) -> Row:
@@ -200,7 +204,22 @@ def _one_op(words: dict[str, Any]) -> Row:
             return str(list(layout.largest_local)), list(layout.largest_local) == [k, n // words["devices"]]
 
         return _row(name, words["specs"], held)
+    if m := re.match(r"x\+1, x \((\d+),(\d+)\) donated", op):
+        shape = int(m[1]), int(m[2])
+        program = trace(lambda x: {"x": x + 1.0}, lone, x=f32(*shape))
+        return _row(name, words["specs"], lambda: _sliced(program, mesh, 4 * math.prod(shape)))
     return _not_built(name, f"no program for {op!r}")
+
+
+def _sliced(program: Any, mesh: Any, size: int) -> tuple[Any, bool]:
+    """Whether state is held in slices, at no cost, where a device has room for no more than its slice before and after."""
+    from weft.plan.layouts import choose
+
+    count = math.prod(mesh.sizes.values())
+    chosen = choose(program, mesh, _prices(mesh, [1], [1]), gap=1e-9, memory=2 * size // count)
+    layout = chosen.program.output_names["x"].layout
+    cuts = [d for d, (whole, part) in enumerate(zip(layout.shape, layout.largest_local, strict=True)) if part * count == whole]
+    return str(layout), len(cuts) == 1 and merged(chosen.program) == {}
 
 
 def _mesh(sizes: list[int]) -> Any:
@@ -224,18 +243,26 @@ def _chosen(captured: Any, mesh: Any, prices: Any, pins: Any = None) -> Any:
 # --- small programs with known optima
 
 
-def _small(rows: list[list[Any]]) -> Iterator[Row]:
+def _small(published: list[list[Any]]) -> Iterator[Row]:
     from bench._case_programs import mlp, small
 
-    for words, meshes, _, objective in rows:
+    for words, meshes, _, objective in published:
         m = re.match(r"mlp(\d+)_(bias_)?(dp|2d)", words)
-        program = mlp(int(m[1]), 128, 1024, bias=bool(m[2]), adam=False).program if m else small(words)
-        if program is None:
-            yield _not_built(words, "no program for these words")
-            continue
-        beta = [1, 0.01] if m and m[3] == "2d" else [1, 1]
         for sizes in meshes.split("|"):
-            yield _small_row(f"{words} {sizes}", program, _mesh([int(x) for x in sizes.split("x")]), beta, objective)
+            mesh = _mesh([int(x) for x in sizes.split("x")])
+            rows = _even(1024, mesh)
+            program = mlp(int(m[1]), 128, rows, bias=bool(m[2]), adam=False).program if m else small(words)
+            padded = f", {rows} rows for 1024" if m and rows != 1024 else ""
+            if program is None:
+                yield _not_built(words, "no program for these words")
+                break
+            yield _small_row(f"{words} {sizes}{padded}", program, mesh, [1, 0.01] if m and m[3] == "2d" else [1, 1], objective)
+
+
+def _even(rows: int, mesh: Any) -> int:
+    """The least number of rows, no fewer than these, that every axis of the mesh can cut evenly: what is added is paid for."""
+    step = math.lcm(*mesh.sizes.values())
+    return rows if all(rows % n == 0 for n in mesh.sizes.values()) else -(-rows // step) * step
 
 
 def _small_row(name: str, program: Any, mesh: Any, beta: list[float], objective: float) -> Row:
@@ -403,6 +430,33 @@ def _before(index: dict[tuple[str, int, int], int], kind: str, stage: int, micro
         return (index["forward", stage - 1, micro],) if stage else ()
     later = (index["backward", stage + 1, micro],) if stage + 1 < stages else ()
     return (*later, index["forward", stage, micro])
+
+
+def _cross_mesh(case: dict[str, Any]) -> Iterator[Row]:
+    """A tensor between stages held differently: bytes over the busiest host's link, against the published lower bound."""
+    shapes = {m[0]: tuple(map(int, m[1].split("x"))) for m in re.findall(r"(tensor|case\d+:) (\d+(?:x\d+)+)", case["note"])}
+    for row in case["rows"]:
+        shape = shapes.get(f"case{row['case']}:", shapes["tensor"])
+        source, target = (_held_on(words, shape) for words in (row["src"], row["dst"]))
+
+        def sent(source: Any = source, target: Any = target, row: dict[str, Any] = row) -> tuple[Any, bool]:
+            from weft.plan.crossing import crossing, naive
+
+            found = crossing(source, target, "x", 4).busiest
+            return [found, naive(source, target, 4)], found <= row["host_lb"] and naive(source, target, 4) == row["naive"]
+
+        yield _row(f"cross mesh {row['case']}", [row["host_lb"], row["naive"]], sent)
+
+
+def _held_on(words: str, shape: tuple[int, ...]) -> Any:
+    """`[2,4] S^0 R R`: the mesh, hosts by devices, and for each dim the axes that cut it."""
+    from weft.core.layout import Layout, S
+
+    m = re.match(r"\[(\d+),(\d+)\] (\S+) (\S+) (\S+)", words)
+    assert m is not None, words
+    mesh = _mesh([int(m[1]), int(m[2])])
+    cuts = {mesh.axes[int(a)]: S(d) for d, how in enumerate(m.groups()[2:]) if how.startswith("S^") for a in how[2:]}
+    return Layout.of(mesh, shape, cuts)
 
 
 def _clustered(rows: list[dict[str, Any]]) -> Iterator[Row]:
