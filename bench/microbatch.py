@@ -1,7 +1,8 @@
 """`weft bench microbatch`: the largest micro-batch that fits, with optimizer state on every device or in slices, as foreseen.
 
 BERT of three sizes by data parallelism alone, Adam and LAMB, as in CoCoNet's table 1: half precision with masters and moments in
-fp32, 128 words, 32 GB. A micro-batch counts if it is a power of two, as there.
+fp32, 128 words, 32 GB. A micro-batch counts if it is a power of two, as there. With `--run`, a small BERT is trained on processes of this
+machine instead, within a few MB, and the bytes each rank holds are counted at every statement of its step.
 """
 
 from __future__ import annotations
@@ -24,10 +25,19 @@ def register(app: typer.Typer) -> None:
         devices: Annotated[int, typer.Option(help="copies of the model")] = 256,
         memory: Annotated[float, typer.Option(help="GB of one device")] = 32.0,
         kernels: Annotated[str, typer.Option(help="classic, eager or compiled")] = "classic",
+        run: Annotated[int, typer.Option(help="train a small BERT on so many processes instead, Adam")] = 0,
+        budget: Annotated[float, typer.Option(help="MB that a process may hold, with --run")] = 24.0,
     ) -> None:
         """Foresee the largest micro-batch of BERT with replicated and with sliced optimizer state."""
         from weft.cli.output import console, emit
 
+        if run:
+            small = [held_row(words, run, budget * 1e6) for words in ("replicated", "sliced")]
+            for row_ in small:
+                console.print(f"{row_['case']}: {row_['largest']} by bytes held, {row_['foreseen']} foreseen; MB {row_['mb']}", markup=False)
+            if json:
+                emit({"bench": "microbatch", "ranks": run, "budget_mb": budget, "rows": small})
+            return
         rows = [row(size, optimizer, devices, memory * 1e9, kernels) for optimizer in ("adam", "lamb") for size in MODELS]
         console.print(_table(rows))
         if json:
@@ -75,6 +85,38 @@ def needed(size: str, optimizer: str, devices: int, kernels: str, zero: int, mic
     found = simulate(workload(model, setting), setting, cluster(f"{devices // 8}x8xV100-DGX2")).peak_memory
     update = 4.0 * model.vocab * model.hidden / (devices if zero else 1)
     return replace(found, buffers=found.buffers + update) if optimizer == "lamb" else found
+
+
+# --- a small BERT, run
+
+
+def held_row(how: str, ranks: int, budget: float) -> dict[str, Any]:
+    """The largest micro-batch whose step stays within the budget, by what ranks held and as foreseen; one is tried beyond both."""
+    from bench._ranks import run_ranks
+
+    plan, seen, size = f"dp{ranks}" + (",zero1" if how == "sliced" else ""), dict[int, tuple[float, float]](), 1
+    while size <= 1024 and (not seen or min(seen[size // 2]) <= budget):
+        seen[size] = run_ranks(held, ranks, plan, size)
+        size *= 2
+    largest, foreseen = (max((b for b, found in seen.items() if found[k] <= budget), default=0) for k in range(2))
+    mb = {b: [round(x / 1e6, 2) for x in found] for b, found in seen.items()}
+    return {"case": f"{how}, {plan}", "largest": largest, "foreseen": foreseen, "mb": mb}
+
+
+def held(rank: int, world: int, plan: str, micro_batch: int) -> tuple[float, float]:
+    """The most bytes a rank held in a step, counted and foreseen."""
+    import torch
+
+    from weft.api.parallelize import parallelize
+    from weft.frontend import zoo
+
+    w = zoo.get("bert-large", device="cpu", layers=2, hidden=256, heads=4, ffn=1024, vocab=1024, seq=32, dropout=0.0)
+    batch = w.example(micro_batch * world)
+    step = parallelize(w.model, w.loss, torch.optim.Adam(w.model.parameters()), batch, plan=plan)
+    recorder = step.record(None, progress=False)
+    for _ in range(5):
+        step(batch)
+    return recorder.measured.memory_gb * 1e9, recorder.predicted.memory_gb * 1e9
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
