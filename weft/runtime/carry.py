@@ -6,6 +6,7 @@ since a kernel ends before the next begins, what it carried needs no signal.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -30,8 +31,19 @@ def multiply(x: Tensor, w: Tensor, out: Tensor, source: Tensor, target: Tensor, 
     tiles = -(-x.shape[0] // TILE[0]) * -(-w.shape[0] // TILE[1])
     grid = max(1, min(blocks, tiles))
     steps = grid * -(-tiles // grid) * -(-x.shape[1] // TILE[2])
-    by_copy_engine = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
-    (_by_copy_engine if by_copy_engine else _by_registers)(x, w, out, source, target, grid, steps)
+    (_by_copy_engine if _has_copy_engine(x.device) else _by_registers)(x, w, out, source, target, grid, steps)
+
+
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    """Whether the kernel for tensor cores and a copy engine that work beside the warps can be had."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        import weft.runtime.hopper_carry  # noqa: F401
+    except ImportError:  # Gluon is an experiment of Triton's, and may move
+        return False
+    return True
 
 
 def _by_copy_engine(x: Tensor, w: Tensor, out: Tensor, source: Tensor, target: Tensor, grid: int, steps: int) -> None:
