@@ -9,6 +9,8 @@ from weft.core.layout import Mesh, S
 from weft.core.program import Program
 from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
+from weft.ops.attention import attention
+from weft.ops.registry import nbytes
 from weft.plan.cost import device_seconds
 from weft.plan.records import OnMesh, by_place, live_bytes, peak_bytes, product_sizes, program_phase, records
 from weft.plan.setting import Setting
@@ -153,3 +155,34 @@ def test_a_kernel_that_reaches_its_peers_launches_nothing() -> None:
     alone, inside = (costs.seconds(op) for op in sums)
     assert inside < place.links[0].get("launch") < alone
     assert [op.peer for op in records(program) if isinstance(op, Collective)] == [False] * len(parts)
+
+
+def test_attention_whose_rows_are_cut_reaches_memory() -> None:
+    """Under a causal mask no library's kernel takes part of the rows."""
+
+    def of(causal: bool, **cut: S) -> list[Op]:
+        q, k = tensor("f32", 2, 2, 64, 32, **cut), tensor("f32", 2, 2, 64, 32)
+        made = trace(lambda q, k, v: attention(q, k, v, causal=causal)[0], Mesh(cp=2), q=q, k=k, v=k)
+        return [op for op in records(made) if "attention" in op.name]
+
+    assert [type(op) for op in of(True)] == [Touch]
+    assert [type(op) for op in of(False, cp=S(2))] == [Touch]
+    product, _, scores = of(True, cp=S(2))
+    assert (product.m, product.n, product.k, product.batch) == (32, 64, 32, 4)
+    assert scores.bytes == 11 * 4 * 32 * 64 * 4
+
+
+def test_one_kernel_holds_only_what_leaves_it() -> None:
+    plain = block(1)
+    (gelu,) = plain.find_all("gelu")
+    before = gelu.args[0]
+    fused = fuse(plain, [before, gelu])
+    at = plain.nodes.index(gelu)
+    assert list(plain.users[before]) == [gelu]
+    assert live_bytes(plain)[at] - live_bytes(fused)[at] == nbytes(before.type)
+
+
+def test_state_is_written_over_by_its_kernel() -> None:
+    made = trace(lambda x: {"x": x * 2.0 + 1.0}, Mesh(dp=1), x=tensor("f32", 16))
+    nodes = [n for n in made.nodes if n.op.name in ("mul", "add")]
+    assert made.state and peak_bytes(made) > 64 and peak_bytes(fuse(made, nodes)) == 64

@@ -206,6 +206,7 @@ class _Pool:
         self.memory = min(wish.memory or where.device.memory, where.device.memory)
         self.programs: dict[str, tuple[Named, Program | None]] = {}
         self.options: dict[str, Option] = {}
+        self.scheduled: set[str] = set()  # names of programs that are as they will run
 
     # -- plans of one pass
 
@@ -258,16 +259,31 @@ class _Pool:
         for option in sorted((self.options[n] for n in self.programs if not self._fits(n)), key=lambda o: o.ms):
             named, program = self.programs[option.plan]
             beaten = bool(self.fitting) and self.fitting[0].ms <= option.ms  # holding less only takes longer
-            if beaten or option.plan != str(named) or self._held(option.plan) > self.memory:
+            if beaten or self._held(option.plan) > self.memory:
+                continue
+            if program is not None:
+                self._as_run(option.plan)
+            if self._fits(option.plan) or option.plan != str(named):
                 continue
             again = replace(named, recompute=True)
             if program is None:
                 self.try_line(again)
                 continue
             self.try_named(str(again), again, self.wish)
+            if str(again) in self.programs and not self._fits(str(again)):
+                self._as_run(str(again))
             self._fewest(named)
             if not self._fits(str(again)):
                 self._fewest(again)
+
+    def _as_run(self, name: str) -> None:
+        """With its buckets and kernels, which may hold less, where that fits."""
+        named, program = self.programs[name]
+        assert program is not None
+        made = scheduled(program, named)
+        if peak_bytes(made) <= self.memory:
+            self.add(name, named, made)
+            self.scheduled.add(name)
 
     def _fewest(self, named: Named) -> None:
         """The plan in the fewest micro-batches that fit, if the most do."""
@@ -302,11 +318,10 @@ class _Pool:
         plain = [o.plan for o in self.fitting if self.programs[o.plan][1] is not None][:FINALISTS]
         finalists = {name: self.programs[name] for name in plain}
         self.programs = {name: made for name, made in self.programs.items() if made[1] is None}
-        for name, (named, program) in finalists.items():
-            assert program is not None
-            self.add(name, named, scheduled(program, named))
-            if not self._fits(name):
-                self.add(name, named, program)
+        self.programs |= finalists
+        for name in finalists:
+            if name not in self.scheduled:
+                self._as_run(name)
 
     def try_layouts(self) -> None:
         """What the layout solver makes of the two best meshes."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.cluster.collectives import Ranks
+from weft.cluster.kernels import WIDTH
 from weft.cluster.spec import Cluster
 from weft.core.layout import Mesh
 from weft.core.node import DTYPE_NAMES, Node
@@ -70,6 +71,8 @@ def of_node(node: Node) -> Iterator[Op]:
     elif kind is Kind.CONTRACT:
         m, n, k, batch = product_sizes(node)
         yield Gemm(m, n, k, batch, _dtype(node), node.op.name)
+    elif node.op.name.startswith("attention") and not _in_one_kernel(node):
+        yield from _with_scores(node)
     else:
         name = node.op.name
         work = flops(node) if kind is Kind.WHOLE else 0.0
@@ -121,12 +124,36 @@ def product_sizes(node: Node) -> tuple[int, int, int, int]:
     return m, n, k, batch
 
 
+def _query_and_key(node: Node) -> tuple[Node, Node]:
+    """Of attention, or of its backward, where they follow the cotangents."""
+    at = {"attention": 0, "attention_backward": 1}.get(node.op.name, 2)
+    return node.args[at], node.args[at + 1]
+
+
 def _keys(node: Node) -> int:
     """Keys attention is over; 0 of any other op."""
-    if not node.op.name.startswith("attention"):
-        return 0
-    at = {"attention": 1, "attention_backward": 2}.get(node.op.name, 3)  # after the cotangents and the queries
-    return int(node.args[at].type.layout.largest_local[-2])
+    return int(_query_and_key(node)[1].type.layout.largest_local[-2]) if node.op.name.startswith("attention") else 0
+
+
+def _in_one_kernel(node: Node) -> bool:
+    """Whether a library's kernel does it: one that drops nothing, and that finds all rows and keys where a mask is causal."""
+    q, k = _query_and_key(node)
+    if node.attr("window") or node.attr("offset") or node.attr("p") or k.ndim != 4 or node.op.name not in ("attention", "attention_backward"):
+        return False
+    return not node.attr("causal") or q.shape[3] == k.shape[2] and not any(a.cut for a in q.type.layout.dims[3])
+
+
+def _with_scores(node: Node) -> Iterator[Op]:
+    """Attention as it is defined: products, and passes over scores that reach memory (scaled, masked, their sums, exponentials)."""
+    q, k = _query_and_key(node)
+    *heads, rows, width = q.type.layout.largest_local
+    keys = math.prod(k.type.layout.largest_local[2:-1])
+    back = node.op.name != "attention"
+    for _ in range(5 if back else 2):
+        yield Gemm(rows, keys, width, math.prod(heads), _dtype(node), node.op.name)
+    scores = float(math.prod(heads) * rows * keys)
+    moved, launches = (17, 10) if back else (11, 8)
+    yield Touch(f"scores of {node.op.name}", moved * scores * WIDTH[_dtype(node)], 0, launches, math=scores * (1 if back else 2))
 
 
 def _widest(node: Node) -> float:
@@ -173,8 +200,10 @@ def peak_bytes(program: Program) -> int:
 
 
 def live_bytes(program: Program) -> list[int]:
-    """What the busiest rank holds while each node runs: inputs throughout, every other value from its making to its last use."""
-    place = {n: i for i, n in enumerate(program.nodes)}
+    """What the busiest rank holds while each node runs: inputs throughout, every other value from its making to its last use.
+
+    Of what one kernel makes only that is held which others read, and the next value of a state is written over the last."""
+    place, free = {n: i for i, n in enumerate(program.nodes)}, _never_held(program)
     outputs = {n for _, n in program.outputs}
     dies: dict[int, list[Node]] = {}
     for node in program.nodes:
@@ -183,8 +212,18 @@ def live_bytes(program: Program) -> list[int]:
     now = sum(nbytes(t) for n in program.inputs for t in n.types)
     held = []
     for i, node in enumerate(program.nodes):
-        if node.args and node.op.kind is not Kind.VIEW:
+        if node.args and node not in free:
             now += sum(nbytes(t) for t in node.types)
         held.append(now)
-        now -= sum(nbytes(t) for n in dies.get(i, ()) if n.op.kind is not Kind.VIEW for t in n.types)
+        now -= sum(nbytes(t) for n in dies.get(i, ()) if n not in free for t in n.types)
     return held
+
+
+def _never_held(program: Program) -> set[Node]:
+    """Views, and inside fused groups what no other node reads and what overwrites state."""
+    found = {n for n in program.nodes if n.op.kind is Kind.VIEW}
+    outputs, state = {n for _, n in program.outputs}, {program.output_names[o] for o, _ in program.state}
+    for group in program.groups:
+        inside = set(group.nodes) if group.kind == "fuse" else set()
+        found |= {n for n in inside if n in state or (n not in outputs and all(u in inside for u in program.users[n]))}
+    return found
