@@ -67,7 +67,7 @@ def candidates(op: str) -> list[Way]:
         by_driver = [Way("peers", c, 16, "copy", lines=n) for c in (1, 2, 3) for n in (1, 2)]
         by_kernel = [Way("peers", c, b, by) for c in (1, 2, 3) for by in ("mover", "flow") for b in (8, 12, 16, 24)]
         carried = [Way("peers", by="product")]
-        return by_driver + carried + by_kernel + [Way("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
+        return carried + by_driver + by_kernel + [Way("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
     if op == "product_all_reduce":
         return [Way("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
     return [Way("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]
