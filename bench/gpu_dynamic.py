@@ -306,9 +306,9 @@ def row(case: Case, until: float) -> dict[str, Any]:
     old = case.net(False)
     launched = attempt("launched", lambda: case.run("launched", old, 24, 32), until) or {}
     launched["kernels"] = attempt("profile", lambda: case.profile("launched", old), until) or 1
-    attempt("products", lambda: chosen_products(old), until)
+    attempt("products", chosen_products, until)
     plain = case.net(False)
-    plain.tensor_cores = False
+    plain.split_products = False
     torchs = attempt("torch's products", lambda: case.run("torch's products", plain, 13, 32), until) or {}
     levels = [Levels(s, DEVICE) for s in case.fresh(8)]
     for one in levels[:2]:
@@ -334,18 +334,12 @@ def row(case: Case, until: float) -> dict[str, Any]:
     return found
 
 
-def chosen_products(net: dynamic.Model) -> None:
-    """Which products run on tensor cores in which way, by rows and sizes, and which kernels take theirs in."""
+def chosen_products() -> None:
+    """Which products run in parts and how, by rows and sizes."""
     out: dict[str, str] = {}
     for (kind, size, *sizes, _), plan in product._chosen.items():
         way = "torch" if plan is None else f"{plan.tile.BM}x{plan.tile.BN}x{plan.tile.BK} by {plan.shares}"
         out[f"{kind}: {2 ** (size / 4):.0f} {sizes}"] = way
-    (templates,) = net._templates.values()
-    for code in templates.plan.fused.values():
-        for (size, _), tiles in code.chosen.items():
-            out[f"{code.function.__name__}: {2 ** (size / 4):.0f}"] = (
-                "apart" if tiles is None else f"{tiles.rows}x{tiles.lanes}x{tiles.inner}"
-            )
     say(products=out)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from examples.dynamic import tree_lstm
 from weft import dynamic
-from weft.dynamic import fused, product
+from weft.dynamic import product
 from weft.dynamic.engine import Plan
 
 SCRIPT = """
@@ -52,7 +52,7 @@ made = [(tree_lstm.ChildSum, tree_lstm.model, "leaves", ("binary", "single")), (
 for kind, model_of, words, shapes in made:
     cell, exact = kind(3, 5), kind(3, 5).double()
     model = model_of(cell, 5)
-    model.target, model.replay, model.tensor_cores = "triton", True, True
+    model.target, model.replay, model.split_products = "triton", True, True
     for seed in (1, 2):
         exact.load_state_dict({{k: v.double() for k, v in cell.state_dict().items()}})
         s = graphs(seed, 4, shapes, words, largest=5)
@@ -81,27 +81,26 @@ def test_products_and_models_agree_with_float64_as_float32_does() -> None:
     assert len(errors) > 30 and max(errors) < 2e-6, max(errors)
 
 
-def plan_of(dtype: torch.dtype = torch.float32, **options: Any) -> Plan:
+def plan_of(**options: Any) -> Plan:
     """A Tree-LSTM compiled for Triton, without running it."""
-    cell = tree_lstm.ChildSum(64, 64).to(dtype)
+    cell = tree_lstm.ChildSum(64, 64)
     model = dynamic.Model(cell, {"h": 64, "c": 64}, target="triton", **options)
-    s, x = dynamic.trees([((0, 1), 2)]), torch.randn(3, 64, dtype=dtype)
+    s, x = dynamic.trees([((0, 1), 2)]), torch.randn(3, 64)
     variant = model._variant({"x": x}, s)
     return model._plan(variant, dynamic.Schedule(s, variant.reads), {"x": x})
 
 
 def test_they_stay_off_where_nobody_asks_for_them_and_for_other_dtypes() -> None:
-    assert not plan_of().on_cores, "no tensor cores here"
-    assert not plan_of(tensor_cores=False).fused
-    assert plan_of(tensor_cores=True).fused and not plan_of(torch.float64, tensor_cores=True).fused
+    assert not plan_of().in_parts, "nothing to run them on here"
+    assert not plan_of(split_products=False).in_parts and plan_of(split_products=True).in_parts
     assert not product.fits(torch.zeros(2, 2).double()) and not product.fits(torch.zeros(0, 2)) and product.fits(torch.zeros(2, 2))
     assert not product.fits(torch.zeros(2, 3).t())
 
 
-def test_a_model_without_tensor_cores_keeps_to_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "rows", lambda *_: pytest.fail("ran on tensor cores"))
+def test_a_model_told_not_to_keeps_to_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "rows", lambda *_: pytest.fail("ran in parts"))
     cell = tree_lstm.ChildSum(8, 8)
-    out = dynamic.Model(cell, {"h": 8, "c": 8}, tensor_cores=False)(dynamic.trees([((0, 1), 2)]), torch.randn(3, 8))
+    out = dynamic.Model(cell, {"h": 8, "c": 8}, split_products=False)(dynamic.trees([((0, 1), 2)]), torch.randn(3, 8))
     out.sum().backward()
     assert cell.below.weight.grad is not None
 
@@ -143,14 +142,3 @@ def test_products_compile_for_sm90_to_tensor_cores(name: str, tile: product.Tile
     text = ptx(getattr(product._module(), name), sizes | options, pointers, tile.warps)
     assert "wgmma.mma_async" in text
     assert "atom.global.gpu.acq_rel" in text and "ld.global.cg" in text, "who adds up shares reads what others wrote"
-
-
-def test_a_kernel_with_its_product_inside_compiles_for_sm90() -> None:
-    pytest.importorskip("triton")
-    code = next(c for c in plan_of(tensor_cores=True).fused.values() if c.sums == 3)
-    assert isinstance(code, fused.Code)
-    tiles, names = code.tiles(600)[0], code.function.arg_names
-    types = {f"p{i}": "*i64" if p.kind == "index" else "*fp32" for i, p in enumerate(code.pointers)}
-    types |= {n: "*fp32" for n in names if n in ("w0", "w0l")}
-    constants = dict(zip(names[-5:], tiles.constants().values(), strict=True)) | {"w0k": 1}
-    assert "wgmma.mma_async" in ptx(code.function, constants, types, tiles.warps)

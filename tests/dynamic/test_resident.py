@@ -122,7 +122,7 @@ torch.manual_seed(0)
 made = [(c := tree_lstm.ChildSum(3, 5), tree_lstm.model(c, 5), "leaves"), (d := dag_rnn.DagRNN(3, 5), dag_rnn.model(d), "all"),
         (b := tree_lstm.Binary(3, 5), tree_lstm.model(b, 5), "leaves")]
 for cell, model, words in made:
-    model.target, model.replay, model.tensor_cores = "triton", True, True
+    model.target, model.replay, model.split_products = "triton", True, True
     model.resident = Way(Tiles(rows=16, lanes=16, inner=16, precision="tf32x3"), 3) if words == "leaves" else True
     for seed in (1, 2):
         s = graphs(seed, 4, ("binary", "single") if words == "leaves" else ("dag", "tree"), words, largest=5)

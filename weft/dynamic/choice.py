@@ -39,9 +39,9 @@ def ways(plan: Plan, kinds: tuple[str, ...], device: torch.device, resident: boo
     if isinstance(resident, Way):
         return [resident]
     if not replay.is_accelerator(device):
-        return [Way(Tiles(rows=16, lanes=16, inner=16, precision="tf32x3" if plan.on_cores else "ieee"))] if resident else [Way()]
+        return [Way(Tiles(rows=16, lanes=16, inner=16, precision="tf32x3" if plan.in_parts else "ieee"))] if resident else [Way()]
     staying = to_try(torch.get_float32_matmul_precision())
-    staying = staying if plan.on_cores else [w for w in staying if w.tiles is None or w.tiles.precision != "tf32x3"]
+    staying = staying if plan.in_parts else [w for w in staying if w.tiles is None or w.tiles.precision != "tf32x3"]
     return staying if resident and staying else [Way(), *staying]
 
 

@@ -182,13 +182,11 @@ class TileEmitter(TritonEmitter):
         passed += [n for i, w in enumerate(self.matrices) for n in names(f"w{i}", w)]
         narrow = "" if self.stage.products else "    BM: tl.constexpr = 16\n    BL: tl.constexpr = 64\n"
         lanes = self.kernel.lanes
-        loose = [f"p{i}" for i, p in enumerate(self.pointers) if p.kind == "index"]
         return "\n".join([
-            f"@triton.jit(do_not_specialize={[*loose, 'lo', 'hi', 'elo', 'ehi', 'eb']})",
+            "@triton.jit",
             f"def {self.name}({', '.join(passed)}, lo, hi, elo, ehi, eb, BM_: tl.constexpr, BL_: tl.constexpr, BK: tl.constexpr, "
             "DEPTH: tl.constexpr, PRECISION: tl.constexpr):",
             narrow or "    BM: tl.constexpr = BM_\n    BL: tl.constexpr = BL_\n",
-            "    lo, hi, elo, ehi = lo.to(tl.int64), hi.to(tl.int64), elo.to(tl.int64), ehi.to(tl.int64)",
             f"    across: tl.constexpr = ({lanes} + BL - 1) // BL",
             f"    tiles = tl.cdiv({high} - ({low}), BM).to(tl.int32) * across",
             "    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):",
@@ -209,7 +207,7 @@ class TileEmitter(TritonEmitter):
             inner = int(right.meta["val"].shape[0])
             at, _, row, columns = self.place(left)
             w = f"w{self._matrix(right)}"
-            sums = self.offsets(product)
+            sums = self._offsets(product)
             rows = f"tl.load({self.index(row.index)} + {row.of}, mask=r, other=0)" if row.index else f"({row.of})"
             yield f"{product.name}_r = {rows}"
             yield from (f"{name} = tl.zeros([BM, BL], tl.float32)" for name in sums)
@@ -225,7 +223,7 @@ class TileEmitter(TritonEmitter):
             self.matrices.append(node)
         return self.matrices.index(node)
 
-    def offsets(self, product: fx.Node) -> dict[str, int]:
+    def _offsets(self, product: fx.Node) -> dict[str, int]:
         """The columns of a product that are read at lane 0, with a name for the sum at each."""
         if self.stage.kernel is None:
             return {f"{product.name}_0": 0}
@@ -234,7 +232,7 @@ class TileEmitter(TritonEmitter):
 
     def _keep(self, product: fx.Node) -> Iterator[str]:
         """Store a product that stands alone, in its parts where it has them."""
-        (value,) = self.offsets(product)
+        (value,) = self._offsets(product)
         if not self.stage.parts:
             yield self._store(product, value)
         for part in self.stage.parts:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.dynamic import emit_rounds, fused
+from weft.dynamic import emit_rounds
 from weft.dynamic.cell import Cell
 from weft.dynamic.frame import Compiled, Frame
 from weft.dynamic.layout import Layout
@@ -40,8 +40,7 @@ class Plan:
     dtype: torch.dtype
     backward: bool
     triton: bool  # what the kernels are written in
-    on_cores: bool = False  # float32 products as three on tensor cores, where torch is told to keep full precision
-    fused: dict[int, fused.Code] = field(default_factory=dict)  # id of a Kernel -> the same with the products it reads
+    in_parts: bool = False  # float32 products as several of fewer bits, where torch is told to keep full precision
     resident: dict[tuple[str, tuple[str, ...]], emit_rounds.Code | None] = field(default_factory=dict)
 
     def resident_code(self, phase: str, kinds: tuple[str, ...]) -> emit_rounds.Code | None:
@@ -79,7 +78,7 @@ class Batch:
             cell = self.plan.cells[name, block.has_children]
             frame = self.frames[k] = Frame(
                 f"{name}{'+' if block.has_children else ''}", cell, block, self.layout.rows + 1, self.layout.edges, self.index,
-                self.workspace, self.plan.compiled, self.plan.fused, self.plan.on_cores and torch.get_float32_matmul_precision() == "highest",
+                self.workspace, self.plan.compiled, self.plan.in_parts and torch.get_float32_matmul_precision() == "highest",
             )  # fmt: skip
             frame.supply({Source("weight", str(i)): self._weights.get(id(w), w) for i, w in enumerate(cell.traced.weights)})
 

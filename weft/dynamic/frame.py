@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from weft.dynamic import emit_triton, fused, product
+from weft.dynamic import emit_triton, product
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
 from weft.dynamic.phases import base, domain, fill_in, is_view
@@ -40,8 +39,7 @@ class Frame:
     index: Mapping[str, Tensor]
     workspace: Workspace
     compiled: Compiled
-    fused: Mapping[int, fused.Code] = field(default_factory=dict)
-    on_cores: bool = False  # float32 products as three on tensor cores
+    in_parts: bool = False  # float32 products as several of fewer bits
 
     def __post_init__(self) -> None:
         self.fixed: dict[fx.Node, Tensor] = {}
@@ -69,44 +67,8 @@ class Frame:
         steps = self._bound.get(phase)
         if steps is None:
             copies = [self._copy(c.node, c.home) for c in self.cell.copies.get(phase, ())]
-            steps = self._bound[phase] = [*self._steps(phase), *copies]
+            steps = self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *copies]
         return steps
-
-    def _steps(self, phase: str) -> list[Bound]:
-        """Step by step; a kernel that can take in products has them before it or inside, whichever is faster."""
-        out: dict[int, Bound] = {}
-        for step in self.cell.steps[phase]:
-            bound = self._bind(step)
-            code = self.fused.get(id(step)) if isinstance(step, Kernel) and self.on_cores else None
-            if code is not None:
-                apart = [out.pop(id(p)) for p in code.products]
-                bound = self._joined(code, [*apart, bound])
-            out[id(step)] = bound
-        return list(out.values())
-
-    def _joined(self, code: fused.Code, apart: list[Bound]) -> Bound:
-        """A kernel with its products inside, in tiles that are chosen by time, or after them."""
-        arguments: list[Any] = [self.argument(p) for p in code.pointers]
-        for matrix in code.matrices:
-            high, low = self.matrix(matrix, True)
-            arguments += [high, low, *high.stride()]
-        first_edge, device = self.block.edge_start, self.workspace.device
-
-        def one_by_one(span: Span) -> None:
-            for step in apart:
-                step(span)
-
-        def step(span: Span) -> None:
-            rows = span[1] - span[0]
-            key = product.size_of(rows), device
-            by = functools.partial(code.launch, arguments=arguments, span=span, first_edge=first_edge)
-            tiles = product.best(code.chosen, key, lambda: code.tiles(rows), by, lambda: one_by_one(span))
-            if tiles is None:
-                one_by_one(span)
-            else:
-                by(tiles)
-
-        return step
 
     def whole(self, phase: str) -> None:
         """A phase on all rows of the class."""
@@ -123,7 +85,7 @@ class Frame:
         return self.local[node]
 
     def _sums_rows(self, node: fx.Node, args: tuple[Any, ...]) -> bool:
-        return self.on_cores and node.target is aten.mm.default and product.fits(args[0].t(), args[1])
+        return self.in_parts and node.target is aten.mm.default and product.fits(args[0].t(), args[1])
 
     def _over_rows(self, node: fx.Node, x: Tensor, y: Tensor) -> Tensor:
         """A product summed over rows. Sums of the same rows alone, the gradient of a bias, come with it."""
@@ -246,7 +208,7 @@ class Frame:
         out, scratch = self.buffer(home), home.kind == "scratch"
         shape = None if not home.folded and len(home.shape) == 1 else (-1, node.meta["val"].shape[1])
         a, b = (0, 1) if home.domain == "row" else (2, 3)
-        halves = self.halves(right) if self.on_cores and home.dtype is torch.float32 else None
+        halves = self.halves(right) if self.in_parts and home.dtype is torch.float32 else None
 
         def step(span: Span) -> None:
             into = out[: span[b] - span[a]] if scratch else out[span[a] : span[b]]

@@ -37,7 +37,7 @@ class Model(nn.Module):
     `functions` is one function (type "vertex") or several by type; a function is anything called with a Vertex, modules
     included. `states` gives the row shape of what vertices scatter to their parents. `resident` says whether all rounds run in one
     kernel that stays on the device (True), each step is launched (False), or the faster way is found on the first batches (None).
-    `tensor_cores` says whether float32 products may run there, each as three of TF32 with the error of float32; None: on a GPU.
+    `split_products` says whether float32 products run on tensor cores, as several of fewer bits with the error of float32; None: on a GPU.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Model(nn.Module):
         replay: bool | None = None,
         target: str | None = None,
         resident: bool | Way | None = False,
-        tensor_cores: bool | None = None,
+        split_products: bool | None = None,
     ) -> None:
         super().__init__()
         named = dict(functions) if isinstance(functions, Mapping) else {"vertex": functions}
@@ -58,7 +58,7 @@ class Model(nn.Module):
         self.cells = nn.ModuleDict({k: f for k, f in named.items() if isinstance(f, nn.Module)})
         self.states = {k: (n,) if isinstance(n, int) else tuple(n) for k, n in states.items()}
         self.policy = policy
-        self.fuse, self.replay, self.target, self.resident, self.tensor_cores = fuse, replay, target, resident, tensor_cores
+        self.fuse, self.replay, self.target, self.resident, self.split_products = fuse, replay, target, resident, split_products
         self.ready: Ready = None
         self._variants: dict[Any, Variant] = {}
         self._pools: dict[torch.device, Pool] = {}
@@ -139,10 +139,10 @@ class Model(nn.Module):
         needs = torch.is_grad_enabled() and (bool(grads) or any(trained))
         absent = schedule.keep(("absent", variant), lambda: frozenset(_absent(schedule, variant.functions, inputs)))
         target = self._target(variant.device)
-        on_cores = target == "triton" and (replay.is_accelerator(variant.device) if self.tensor_cores is None else self.tensor_cores)
-        key = grads, needs, absent, trained, target, on_cores
+        in_parts = target == "triton" and (replay.is_accelerator(variant.device) if self.split_products is None else self.split_products)
+        key = grads, needs, absent, trained, target, in_parts
         if key not in variant.plans:
-            variant.plans[key] = compile_plan(variant, absent, grads, needs, target, on_cores)
+            variant.plans[key] = compile_plan(variant, absent, grads, needs, target, in_parts)
         return variant.plans[key]
 
     def _target(self, device: torch.device) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.dynamic import emit_cpp, emit_triton, fused, simplify
+from weft.dynamic import emit_cpp, emit_triton, simplify
 from weft.dynamic.cell import Cell, address, compile_cell, output_homes
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.frame import Compiled
@@ -63,7 +63,7 @@ def held_by(function: Any) -> list[Tensor]:
 
 
 def compile_plan(
-    variant: Variant, absent: frozenset[tuple[CellKey, Source]], grads: frozenset[str], needs: bool, target: str, on_cores: bool,
+    variant: Variant, absent: frozenset[tuple[CellKey, Source]], grads: frozenset[str], needs: bool, target: str, in_parts: bool,
 ) -> Plan:  # fmt: skip
     """All classes for one kind of call: which inputs are absent where, what needs a gradient, what kernels are written in."""
     made: dict[CellKey, Traced] = {}
@@ -77,8 +77,7 @@ def compile_plan(
     outputs = output_homes(made.values())
     cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in made.items()}
     kernels = _kernels(cells.values(), target)
-    joined = fused.build(cells.values()) if on_cores else {}
-    return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, target == "triton", on_cores, joined)
+    return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, target == "triton", in_parts)
 
 
 def _with_gradients(function: Traced, gone: set[Source], grads: frozenset[str], joint: Joint) -> Traced:
