@@ -42,12 +42,12 @@ def test_lanes_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def over_lanes(rank: int) -> None:
-    """Two hosts of two ranks: the same losses over 1, 2 and 3 groups, whatever is sent."""
+    """Two hosts of two ranks: the same losses over 1, 2 and 3 groups, sums, slices or parameters sent."""
     os.environ["NCCL_HOSTID"] = f"host {rank // 2}"
     os.environ["WEFT_LANES"] = "1"
     want, how = losses("dp4")
     assert how == "node by node"
-    for plan, count in {"dp4": 3, "dp4,zero1": 2, "dp2,tp2,zero3": 2}.items():
+    for plan, count in {"dp4,zero1": 3, "dp2,tp2,zero3": 2}.items():
         os.environ["WEFT_LANES"] = str(count)
         got, how = losses(plan)
         assert f"messages along dp over {count} groups" in how, how
