@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         memory: Annotated[float, typer.Option(help="GB of one device")] = 32.0,
         kernels: Annotated[str, typer.Option(help="classic, eager or compiled")] = "classic",
         run: Annotated[int, typer.Option(help="train a small BERT on so many processes instead, Adam")] = 0,
-        budget: Annotated[float, typer.Option(help="MB that a process may hold, with --run")] = 24.0,
+        budget: Annotated[float, typer.Option(help="MB that a process may hold, with --run")] = 40.0,
     ) -> None:
         """Foresee the largest micro-batch of BERT with replicated and with sliced optimizer state."""
         from weft.cli.output import console, emit
