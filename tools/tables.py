@@ -47,6 +47,10 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The tables of one result by name."""
     if found["bench"] == "foresight":
         yield "foresight", foresight(found)
+    elif found["bench"] in ("gpu-foresight", "cpu-foresight"):
+        from bench import _foresight_tables
+
+        yield from _foresight_tables.tables(found)
     elif "stages" in found:
         for stage in found["stages"]:
             rows = [row for row in stage["rows"] if row.get("weft_ms") is not None]

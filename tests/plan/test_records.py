@@ -167,9 +167,18 @@ def test_attention_whose_rows_are_cut_reaches_memory() -> None:
 
     assert [type(op) for op in of(True)] == [Touch]
     assert [type(op) for op in of(False, cp=S(2))] == [Touch]
-    product, _, scores = of(True, cp=S(2))
+    product, _, scores, hard = of(True, cp=S(2))
     assert (product.m, product.n, product.k, product.batch) == (32, 64, 32, 4)
-    assert scores.bytes == 11 * 4 * 32 * 64 * 4
+    assert (scores.bytes, hard.elements) == (11 * 4 * 32 * 64 * 4, 2 * 4 * 32 * 64)
+
+
+def test_pieces_that_do_not_lie_end_to_end_are_copied_into_place() -> None:
+    def of(dim: int) -> list[str]:
+        made = trace(lambda x: w.all_gather(x, "tp"), Mesh(tp=2), x=tensor("f32", 8, 8, tp=S(dim)))
+        return [op.name for op in records(made)]
+
+    assert of(0) == ["all_gather"]
+    assert of(1) == ["all_gather", "all_gather laid out"]
 
 
 def test_one_kernel_holds_only_what_leaves_it() -> None:

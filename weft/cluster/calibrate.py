@@ -103,7 +103,7 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
     peak = constants[f"peak.{main}"].value
     if not base:
         constants["memory.bandwidth"] = Constant(got["rate.memory"], by)
-    kernel = got["kernel.launch"]
+    kernel, step = got["kernel.launch"], got.pop("step.seconds", 0.0)
     found = {
         "memory.efficiency": got.pop("rate.memory") / constants["memory.bandwidth"].value,
         "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, got.pop("rate.cache"), kernel),
@@ -113,7 +113,22 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
     constants |= {key: Constant(float(f"{value:.5g}"), by) for key, value in found.items()}
     constants |= {} if device == "cpu" else {"attention.start": START}
     constants |= {key: Constant(start, by) for key, start in zip(SURFACE, (0.8, kernel, 0.2 * kernel, 500.0), strict=True)}
-    return _fit_products(Device(name, constants), timed, main, by)
+    made = _fit_products(Device(name, constants), timed, main, by)
+    return _in_a_step(made, step, by) if step else made
+
+
+def _in_a_step(device: Device, step: float, by: str) -> Device:
+    """With what products lose among other ops, of a step whose other ops are priced: cold caches, new memory, the calls themselves."""
+    rows, width = measure.ROWS, measure.WIDTH
+    large, small = 4 * width * rows, width * rows
+    sizes = ((rows, 4 * width, width), (rows, width, 4 * width), (4 * width, width, rows))
+    products = measure.DEPTH * 2 * sum(kernels.product(device, *shape, 1, "fp32") for shape in sizes)
+    rates = {"gelu": large, "gelu_backward": large, "layer_norm": small, "layer_norm_backward": small}
+    others = sum(elements / device.get(f"rate.{op}") for op, elements in rates.items())
+    others += kernels.touch(device, 4.0 * (large + small), 2) + 2 * kernels.touch(device, 12.0 * small, 1)  # sums for biases, residuals
+    others += kernels.touch(device, 28.0 * 8 * width * width, 1)  # the update
+    share = products / max(step - measure.DEPTH * others, products)
+    return Device(device.name, {**device.constants, "gemm.sustained": Constant(float(f"{max(0.5, share):.4g}"), by)})
 
 
 START = Constant(2.0, "assumed: as seen of cuDNN's attention on an H200, tiles of keys that a tile of queries costs before its first")

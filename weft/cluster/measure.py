@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -176,6 +178,43 @@ def by_op() -> dict[str, float]:
     return {f"rate.{name}": x.numel() / seconds(call, "cpu", 0.03) for name, call in calls.items()}
 
 
+ALONE = 1.1  # over the time a thread worked: more is not the machine's own
+DEPTH, ROWS, WIDTH = 3, 512, 384  # of a step that shows what products lose among other ops
+
+
+def step() -> dict[str, float]:
+    """Seconds of a training step of a few layers (norm, product, gelu, product, residual) on a processor, its usual ones, not the best.
+
+    Ranks begin together and wait for the slowest; where others are on the machine too, not for them."""
+    shapes = [(4 * WIDTH, WIDTH), (4 * WIDTH,), (WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,), (WIDTH,)]
+    layers = [[torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes] for _ in range(DEPTH)]
+    optimizer = torch.optim.AdamW([p for layer in layers for p in layer], lr=1e-4, fused=True)
+    x = torch.randn(ROWS, WIDTH)
+
+    def once() -> None:
+        y = x
+        for up, up_bias, down, down_bias, scale, shift in layers:
+            z = F.gelu(F.linear(F.layer_norm(y, (WIDTH,), scale, shift), up, up_bias))
+            y = y + F.linear(z, down, down_bias)
+        optimizer.zero_grad()
+        y.sum().backward()
+        optimizer.step()
+
+    def both() -> tuple[float, float]:
+        if dist.is_initialized():
+            dist.barrier()
+        began, worked = time.perf_counter(), time.thread_time()
+        once()
+        worked = time.thread_time() - worked
+        if dist.is_initialized():
+            dist.barrier()
+        return time.perf_counter() - began, worked
+
+    once()
+    taken, worked = (statistics.median(times) for times in zip(*(both() for _ in range(15)), strict=True))
+    return {"step.seconds": min(taken, ALONE * worked)}
+
+
 def cached(device: str) -> int:
     """Bytes that surely stay in the last cache one device has to itself."""
     return 2**24 if device != "cpu" else 2**20
@@ -305,3 +344,4 @@ def samples(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     if device == "cpu":
         yield "short attention", short_attention
         yield "passes", by_op
+        yield "a step", step

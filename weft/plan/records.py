@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weft.cluster.collectives import Ranks
 from weft.cluster.kernels import WIDTH
 from weft.cluster.spec import Cluster
-from weft.core.layout import Mesh
+from weft.core.layout import Mesh, S
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
@@ -108,9 +108,21 @@ def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
     given = float(sum(nbytes(a.type) for a in node.args))
     taken = float(sum(nbytes(t) for t in node.types))
     if name in SENT:
-        yield Collective(name, max(given, taken) if name == "all_gather" else given, axis, name, peer=peer)
+        whole = max(given, taken)
+        yield Collective(name, whole if name == "all_gather" else given, axis, name, peer=peer)
+        if not peer and _strided(node):
+            yield Touch(f"{name} laid out", 2 * whole, 0)
     elif taken < given and not peer:
         yield Touch(name, 2 * taken, 0)
+
+
+def _strided(node: Node) -> bool:
+    """Whether the ranks' pieces do not lie end to end, so that they are copied to where they belong."""
+    for t in (*(a.type for a in node.args), *node.types):
+        place = t.layout.placement(str(node.attr("axis")))
+        if isinstance(place, S) and math.prod(t.layout.largest_local[: place.dim]) > 1:
+            return True
+    return False
 
 
 def product_sizes(node: Node) -> tuple[int, int, int, int]:
@@ -152,8 +164,9 @@ def _with_scores(node: Node) -> Iterator[Op]:
     for _ in range(5 if back else 2):
         yield Gemm(rows, keys, width, math.prod(heads), _dtype(node), node.op.name)
     scores = float(math.prod(heads) * rows * keys)
-    moved, launches = (17, 10) if back else (11, 8)
-    yield Touch(f"scores of {node.op.name}", moved * scores * WIDTH[_dtype(node)], 0, launches, math=scores * (1 if back else 2))
+    moved, launches, hard = (17, 10, 1) if back else (11, 8, 2)
+    yield Touch(f"scores of {node.op.name}", moved * scores * WIDTH[_dtype(node)], 0, launches)
+    yield Touch(f"exponentials of {node.op.name}", 0.0, 0, 0, math=hard * scores, kind="exp", elements=hard * scores)
 
 
 def _widest(node: Node) -> float:

@@ -1,0 +1,61 @@
+"""Tables of what was foreseen and measured on the machine at hand, for the documentation."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+WAYS = {"eager": "as torch runs it", "compiled": "compiled", "weft": "as weft runs it"}
+
+
+def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """By name, of a result of `bench.gpu_foresight` or of `weft bench cpu-foresight`."""
+    rows = found["rows"]
+    if found["bench"] == "cpu-foresight":
+        yield "cpu-foresight", on_processor(rows, found["order"])
+        return
+    if any("measured_ms" in r for r in rows):
+        yield "gpu-foresight time", times([r for r in rows if "measured_ms" in r])
+    if any("measured_ms" not in r for r in rows):
+        yield "gpu-foresight memory", memory([r for r in rows if "measured_ms" not in r])
+
+
+def times(rows: Sequence[Mapping[str, Any]]) -> str:
+    read = sorted((r for r in rows if r.get("error") is not None), key=lambda r: r["case"])
+    lines = [[r["case"], f"{r['measured_ms']:.2f}", f"{r['predicted_ms']:.2f}", f"{r['error']:+.1%}"] for r in read]
+    errors = [abs(r["error"]) for r in read]
+    last = [f"median and worst of {len(read)}", "", "", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
+    return _table(["step", "measured ms", "foreseen ms", "error"], [*lines, last])
+
+
+def memory(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line a setting, one column a way to run it."""
+    settings: dict[str, dict[str, str]] = {}
+    for row in rows:
+        error = row.get("memory_error")
+        name = row["case"].replace(f" {row['way']}", "")
+        settings.setdefault(name, {})[row["way"]] = f"{error:+.1%}" if error is not None else "not foreseen"
+    lines = [[name, *(ways.get(way, "") for way in WAYS)] for name, ways in sorted(settings.items())]
+    return _table(["setting", *WAYS.values()], lines)
+
+
+def on_processor(rows: Sequence[Mapping[str, Any]], orders: Mapping[str, Mapping[str, Any]]) -> str:
+    """Row by row, and below what was foreseen in another order than measured."""
+    read = [r for r in rows if r.get("error") is not None]
+    lines = [[r["case"], f"{r['measured']:.1f}", f"{r['predicted']:.1f}", f"{r['error']:+.1%}"] for r in read]
+    errors = [abs(r["error"]) for r in read]
+    last = [f"median and worst of {len(read)}", "", "", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
+    said = [f"- {name}: {_order(found)}" for name, found in orders.items()]
+    return _table(["step", "measured ms", "foreseen ms", "error"], [*lines, last]) + "\n\nOrder of the five kinds:\n\n" + "\n".join(said)
+
+
+def _order(found: Mapping[str, Any]) -> str:
+    measured = " < ".join(found["measured"])
+    if found["same"]:
+        return f"{measured}, as foreseen"
+    return f"{measured}; foreseen the other way round: " + "; ".join(f"{pair} ({by:.1%} apart)" for pair, by in found["wrong"].items())
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines]).replace("| --- ", "|---").replace("|--- |", "|---|")
