@@ -93,9 +93,7 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     short = -bias.shape[-1] % 16 if bias.shape[-1] > 1 else 0
     bias = torch.nn.functional.pad(bias, (0, short))[..., : bias.shape[-1]] if short and q.is_cuda else bias  # rows start every 16 numbers
     b, g, r, s = q.shape[:4]
-    heads = bias.shape[1:3] if bias.shape[1:3] == (1, 1) else (g, r)
-    flat = bias.expand(-1, *heads, -1, -1).flatten(1, 2)
-    return flat.expand(b, g * r, s, k.shape[2]), seen  # stretched last of all, so that it need not be written out
+    return bias.expand(b, g, r, s, k.shape[2]).reshape(b, g * r, s, k.shape[2]), seen
 
 
 def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:
@@ -131,8 +129,8 @@ def attention_backward(
         dq, dk, dv = _flash_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), causal, scale)
     else:
         bias, seen = _bias(mask, q, k)
-        lse = torch.where(seen[..., 0], lse, torch.inf)  # so the weights of a row that sees no key are 0
-        dq, dk, dv = _masked_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), bias, scale)
+        lse = torch.where(seen[..., 0], lse, torch.inf)  # a row that sees no key gives none of them anything
+        dq, dk, dv = _masked_backward(torch.where(seen, do, 0.0).reshape(flat), *ours, lse.reshape(b, g * r, s), bias, scale)
     if r > 1 and not _shares_keys(q, mask):
         dk, dv = (x.reshape(b, g, r, *x.shape[2:]).sum(2) for x in (dk, dv))
     return dq.reshape(q.shape), dk, dv
