@@ -57,7 +57,8 @@ class Step:
 
 
 def as_products(captured: Captured) -> Step:
-    """The step with products of matrices written as such, transposes as views, so that rules about products meet them."""
+    """The step with products of matrices written as such, transposes as views, so that rules about products meet them. Its gradients are those
+    of the forward pass so written: a rule used and taken back leads here again."""
     program, made = captured.program, dict[Node, Node]()
     for n in program.nodes:
         args = tuple(made.get(a, a) for a in n.args)
@@ -68,4 +69,5 @@ def as_products(captured: Captured) -> Step:
             made[n] = make(n.op, args, dict(n.attrs))
     outputs = {name: made.get(n, n) for name, n in program.outputs}
     gradients = {name: made.get(n, n) for name, n in captured.gradients.items() if name in program.input_names}
-    return Step(new_program(program.name, program.mesh, program.inputs, outputs, state=program.state), gradients)
+    step = Step(new_program(program.name, program.mesh, program.inputs, outputs, state=program.state), gradients)
+    return step._with_loss(outputs["loss"]) if gradients else step

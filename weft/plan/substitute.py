@@ -33,7 +33,7 @@ RELAX = 1.05  # a step this much dearer than the best is still followed
 EFFORT, CARE = 5e6, 1e8  # work of one ILP while searching, and at the end
 LARGE = 900  # nodes of a step beyond which it is not rewritten: each price is an ILP
 GAIN = 1e-6  # of the price, below which two steps cost the same
-MESHES = 5  # on which a rewritten step is laid out
+MESHES = 3  # on which a rewritten step is laid out
 
 Path = tuple[tuple[str, int], ...]  # the rule of each move, and its number among the moves there were
 Price = Callable[[Program], float]
@@ -51,37 +51,41 @@ class Both:
 def joint_and_sequential(found: GraphSearch) -> Both:
     """On the meshes, stages and micro-batches of the best ways found without rules. The best of these stands where no rule helps."""
     bases = best_bases(found)
-    task, base = found.task, bases[0]
+    if _is_large(found, bases):
+        return Both(bases[0], bases[0], None)
+    rules, price = value_rules(), one_device(bases[0].placed.cluster)
+    plain = min([bases[0], *_ways(found, bases, (), rules)], key=lambda w: w.seconds)
     together = joint(found)
-    if len(task.captured(base.rounds).program.nodes) > LARGE:
-        return Both(base, base, None)
-    rules, price = value_rules(), one_device(base.placed.cluster)
-    lone = as_products(replace(task, batch=max(1, task.batch // task.cluster.devices)).captured(1))
+    lone = as_products(replace(found.task, batch=max(1, found.task.batch // found.cluster.devices)).captured(1))
     alone = best_path(lone, price, rules, BUDGET, NEIGHBOURS)
-    local = _on_each_rank(base, lone, alone, price, rules)
-    first = min(_ways(found, bases, alone, rules), key=lambda w: w.seconds, default=base)
-    sequential = min(first, local, key=lambda w: w.seconds) if alone else base
-    own = together.get("weft", base)
-    return Both(min(own, base, local, key=lambda w: w.seconds), sequential, together.get("unity-like"))
+    local = _on_each_rank(plain, lone, alone, price, rules) if alone else plain
+    first = _ways(found, bases, alone, rules) if alone else ()
+    sequential = min([plain, local, *first], key=lambda w: w.seconds)
+    best = min(together.get("weft", plain), plain, local, key=lambda w: w.seconds)
+    return Both(best, sequential, together.get("unity-like"))
 
 
 def best_bases(found: GraphSearch) -> list[Way]:
     return sorted(found.by_mesh.values(), key=lambda w: w.seconds)[:MESHES]
 
 
+def _is_large(found: GraphSearch, bases: Sequence[Way]) -> bool:
+    return not bases or len(found.task.captured(bases[0].rounds).program.nodes) > LARGE
+
+
 def joint(found: GraphSearch) -> dict[str, Way]:
-    """The step that layouts and rules together make cheapest, as weft runs it and as Unity would; nothing where no rule helps."""
+    """The step that layouts and rules together make cheapest, as weft runs it and as Unity would. Where no rule helps it is the step as it was,
+    its products written as such, which may still lay out better."""
     bases = best_bases(found)
-    if not bases or len(found.task.captured(bases[0].rounds).program.nodes) > LARGE:
+    if _is_large(found, bases):
         return {}
     base, rules = bases[0], value_rules()
     step = as_products(found.task.captured(base.rounds))
     path = best_path(step, _on_mesh(base.mesh, base.placed.cluster, base.rounds), rules, JOINT_BUDGET, JOINT_NEIGHBOURS)
-    if not path:
-        return {}
     best: dict[str, Way] = {}
-    for way in itertools.chain(_ways(found, bases, path, rules), _ways(found, bases, path, rules, as_unity=True)):
-        best[way.name] = min(best.get(way.name, way), way, key=lambda w: w.seconds)
+    for moves in dict.fromkeys(((), path)):
+        for way in itertools.chain(_ways(found, bases, moves, rules), _ways(found, bases, moves, rules, as_unity=True)):
+            best[way.name] = min(best.get(way.name, way), way, key=lambda w: w.seconds)
     return best
 
 
