@@ -65,18 +65,18 @@ def net(folder: Path) -> Any:
         sys.path.remove(str(folder))
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def adamw(model: torch.nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
 
 
 def as_type(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {k: x.to(dtype) for k, x in batch.items()}
 
 
-def torch_losses(folder: Path, dtype: torch.dtype) -> list[float]:
+def torch_losses(folder: Path, dtype: torch.dtype, **settings: Any) -> list[float]:
     own, out = net(folder), []
     model = own.make()[0].to(dtype)
-    optimizer = adamw(model)
+    optimizer = adamw(model, **settings)
     for i in range(STEPS):
         optimizer.zero_grad()
         loss = own.loss(model, as_type(own.batch(i), dtype))
@@ -86,10 +86,10 @@ def torch_losses(folder: Path, dtype: torch.dtype) -> list[float]:
     return out
 
 
-def weft_losses(folder: Path, plan: str, dtype: torch.dtype, **more: Any) -> tuple[list[float], Any]:
+def weft_losses(folder: Path, plan: str, dtype: torch.dtype, settings: Any = None, **more: Any) -> tuple[list[float], Any]:
     own = net(folder)
     model = own.make()[0].to(dtype)
-    step = parallelize(model, own.loss, adamw(model), as_type(own.batch(0), dtype), plan=str(folder / plan), **more)
+    step = parallelize(model, own.loss, adamw(model, **(settings or {})), as_type(own.batch(0), dtype), plan=str(folder / plan), **more)
     return [step(as_type(own.batch(i), dtype)).item() for i in range(STEPS)], step
 
 
@@ -119,11 +119,24 @@ def test_the_program_of_the_plan_is_run(folder: Path, tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
+def test_an_optimizer_set_otherwise_is_not_the_plans(folder: Path, tmp_path: Path) -> None:
+    settings = {"betas": (0.5, 0.6), "weight_decay": 0.3}
+    want = torch_losses(folder, torch.float32, **settings)
+
+    def job(rank: int) -> None:
+        with pytest.warns(UserWarning, match="other types or settings"):
+            got, step = weft_losses(folder, "plan.json", torch.float32, settings, check=False)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert held(step) == planned(folder)
+
+    on_ranks(2, job, tmp_path)
+
+
 def test_other_types_and_pins_keep_the_layouts_of_inputs(folder: Path, tmp_path: Path) -> None:
     want = torch_losses(folder, torch.float64)
 
     def job(rank: int) -> None:
-        with pytest.warns(UserWarning, match="only inputs are held as it says, since the batch or its types are others"):
+        with pytest.warns(UserWarning, match="only inputs are held as it says, since the step has another batch, other types or settings"):
             got, step = weft_losses(folder, "plan.json", torch.float64)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
         assert held(step) == planned(folder)

@@ -80,10 +80,7 @@ def parallelize(
     file = planfile.from_file(plan) if planfile.is_file(plan) else None
     if file is not None:
         plan, pins, accumulate = file.words, (*file.pins, *pins), accumulate if accumulate > 1 else file.micro_batches
-    named = None if plan == "auto" else Named.parse(plan)
-    if named is not None:
-        _require_ranks(named, plan)
-        _require_no_choice(plan, memory=memory, others=others)
+    named = None if plan == "auto" else _named(plan, memory=memory, others=others)
     how = {"clip": clip, "precision": precision}
     parts = {**how, "accumulate": accumulate, "pins": pins, "held": file and file.held, "guard": on_nan == "skip", "check": check}
     if named is not None and named.micro_batches > 1:
@@ -141,11 +138,14 @@ def _lines(
     return Lines(lambda k: captured_part(model, example, k, loss, optimizer, **how), samples, accumulate if accumulate > 1 else 0)
 
 
-def _require_no_choice(plan: str, **given: Any) -> None:
-    """What only a choice between plans can follow."""
-    for name, value in given.items():
+def _named(plan: str, **choices: Any) -> Named:
+    """The plan of these words, for as many processes as there are; what only a choice between plans can follow is refused."""
+    named = Named.parse(plan)
+    _require_ranks(named, plan)
+    for name, value in choices.items():
         if value:
             raise PlanError(f"{name}= is for a choice between plans", needed='plan="auto"', found=plan, try_=f"leave out {name}=")
+    return named
 
 
 def _ready(step: Step, on_nan: str, deterministic: bool, record: str | None, progress: bool | None) -> Step:

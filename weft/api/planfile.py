@@ -1,7 +1,7 @@
 """Plans that `weft plan --out` wrote, as `parallelize` runs them: degrees, order and micro-batches, pins, and layouts of tensors.
 
-A plan of a captured model holds its program. Where a user's step has the same inputs, that program is run; where only its batch or
-its number types differ, its parameters and optimizer state are held as they are there, and the rest is placed around them.
+A plan of a captured model holds its program. Where a user's step is proved to be the same, that program is run; where its batch, its
+number types or settings of its optimizer differ, parameters and state are held as they are there, and the rest is placed around them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.api.trust import verified
 from weft.core.errors import PlanError
 from weft.core.layout import R, S
 from weft.core.program import Program
@@ -61,12 +62,12 @@ class Followed:
         if self.program is None:
             return None
         held = self.held(captured, named)
-        if not self.rewritten and not pins and _kinds(captured.program) == _kinds(self.program):
+        if not self.rewritten and not pins and _is_same(captured.program, self.program):
             return self.program
         shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
         for name, places in resolve(pins, shapes, named.mesh.sizes).items():
             held |= dict.fromkeys((name, *(s for s, p in captured.states.items() if p == name)), places)
-        why = "it was rewritten by rules" if self.rewritten else "there are pins" if pins else "the batch or its types are others"
+        why = "it was rewritten by rules" if self.rewritten else "there are pins" if pins else "the step has another batch, other types or settings"
         warnings.warn(f"of the plan {self.path} only inputs are held as it says, since {why}", stacklevel=3)
         gathered = frozenset({"dp"} if named.zero == 3 else ())
         return place(captured.program, named.mesh, held, Options(gather=gathered))
@@ -75,6 +76,17 @@ class Followed:
 def _divides(shape: tuple[int, ...], node: Any, named: Named) -> bool:
     sizes, cuts = named.mesh.sizes, node.layout.placements
     return all(shape[p.dim] % sizes.get(a, 1) == 0 for a, p in cuts.items() if isinstance(p, S))
+
+
+def _is_same(single: Program, placed: Program) -> bool:
+    """Whether a placed program takes the same inputs and is proved to compute the same; every rank must ask."""
+    if _kinds(single) != _kinds(placed):
+        return False
+    try:
+        verified(single, placed)
+    except PlanError:
+        return False
+    return True
 
 
 def _kinds(p: Program) -> dict[str, tuple[object, tuple[int, ...]]]:
