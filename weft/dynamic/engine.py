@@ -142,7 +142,7 @@ class Batch:
         pending = []
         for frame in self.frames.values():
             frame.forget_totals()
-        for weight in sorted(self.plan.weights, key=lambda w: -w.dim()):  # sums for a bias may come with those for a matrix
+        for weight in self.plan.weights:
             value = self._gradient_of(weight)
             if ready is not None and weight.requires_grad:  # also where no vertex used it: other ranks wait for this one
                 value = (torch.zeros_like(weight) if value is None else value).contiguous()

@@ -46,7 +46,6 @@ class Frame:
         self.local: dict[fx.Node, Any] = {}
         self.constants: dict[fx.Node, Tensor] = {}
         self.split: dict[fx.Node, product.Halves] = {}
-        self.counts: Tensor | None = None
         self.tables: list[np.ndarray[Any, Any]] = []
         self.span: Span = (0, self.block.count, 0, self.block.edge_count)
         self._bound: dict[str, list[Bound]] = {}
@@ -81,21 +80,15 @@ class Frame:
             return self.fetch(node, self.span)
         if node not in self.local:
             args, kwargs = map_arg((node.args, node.kwargs), self.total)
-            self.local[node] = self._over_rows(node, *args) if self._sums_rows(node, args) else node.target(*args, **kwargs)
+            self.local[node] = self._over_rows(*args) if self._sums_rows(node, args) else node.target(*args, **kwargs)
         return self.local[node]
 
     def _sums_rows(self, node: fx.Node, args: tuple[Any, ...]) -> bool:
         return self.in_parts and node.target is aten.mm.default and product.fits(args[0].t(), args[1])
 
-    def _over_rows(self, node: fx.Node, x: Tensor, y: Tensor) -> Tensor:
-        """A product summed over rows. Sums of the same rows alone, the gradient of a bias, come with it."""
-        self.counts = product.none_done(y.device) if self.counts is None else self.counts
-        out, sums = product.over_rows(x.t(), y, self.counts)
-        rows = base(node.args[0])
-        for user in rows.users if sums is not None else ():
-            if user.target is aten.sum.dim_IntList and user.args[0] is rows and list(user.args[1]) == [0]:
-                self.local.setdefault(user, sums.view(user.meta["val"].shape))
-        return out
+    @staticmethod
+    def _over_rows(x: Tensor, y: Tensor) -> Tensor:
+        return product.over_rows(x.t(), y)
 
     def forget_totals(self) -> None:
         self.local = {}

@@ -88,40 +88,21 @@ def w_rows(a, high, low, out, parts, counts, M, N, K, blocks, a_row, out_row, BM
 
 
 @triton.jit(do_not_specialize=["R", "blocks"])
-def w_over_rows(x, y, out, parts, counts, R, M, N, x_row, y_row, blocks, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                DEPTH: tl.constexpr, PRECISION: tl.constexpr):
-    tile = tl.program_id(0)
+def w_over_rows(x, y, out, R, M, N, x_row, y_row, blocks, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr,
+                PRECISION: tl.constexpr):
     across = tl.cdiv(N, BN)
-    i = (tile // across) * BM + tl.arange(0, BM)
-    j = (tile % across) * BN + tl.arange(0, BN)
+    i = (tl.program_id(0) // across) * BM + tl.arange(0, BM)
+    j = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
     low = tl.program_id(1).to(tl.int64) * blocks * BK
     high = tl.minimum(low + blocks * BK, R)
     sums = tl.zeros([BM, BN], tl.float32)
-    ones = tl.zeros([BM, BK], tl.float32)
     for r in tl.range(low, high, BK, num_stages=DEPTH):
         rr = r + tl.arange(0, BK)
         a = tl.load(x + rr[None, :] * x_row + i[:, None], mask=(rr[None, :] < high) & (i[:, None] < M), other=0.0)
         b = tl.load(y + rr[:, None] * y_row + j[None, :], mask=(rr[:, None] < high) & (j[None, :] < N), other=0.0)
         sums += tl.dot(a, b, input_precision=PRECISION)
-        ones += a
-    rows = tl.sum(ones, axis=1)
-    at, inside = i[:, None] * N + j[None, :], (i[:, None] < M) & (j[None, :] < N)
-    behind, first = M * N + i, (i < M) & (tile % across == 0)
-    mine = parts + tl.program_id(1).to(tl.int64) * (M * N + M)
-    tl.store(mine + at, sums, mask=inside)
-    tl.store(mine + behind, rows, mask=first)
-    tl.debug_barrier()
-    if tl.atomic_add(counts + tile, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
-        sums = tl.zeros([BM, BN], tl.float32)
-        rows = tl.zeros([BM], tl.float32)
-        mine = parts
-        for _ in range(0, tl.num_programs(1)):
-            sums += tl.load(mine + at, mask=inside, other=0.0, cache_modifier=".cg")
-            rows += tl.load(mine + behind, mask=first, other=0.0, cache_modifier=".cg")
-            mine += M * N + M
-        tl.store(out + at, sums, mask=inside)
-        tl.store(out + behind, rows, mask=first)
-        tl.store(counts + tile, 0)
+    at = tl.program_id(1).to(tl.int64) * M * N + i[:, None] * N + j[None, :]
+    tl.store(out + at, sums, mask=(i[:, None] < M) & (j[None, :] < N))
 """
 
 
@@ -176,7 +157,8 @@ class Halves:
     @staticmethod
     def of(matrix: Tensor) -> Halves:
         k, n = matrix.shape
-        out = Halves(matrix.new_empty(n, k).t(), matrix.new_empty(n, k).t(), none_done(matrix.device))
+        counts = torch.zeros(COUNTS, dtype=torch.int32, device=matrix.device)
+        out = Halves(matrix.new_empty(n, k).t(), matrix.new_empty(n, k).t(), counts)
         out.fill(matrix)
         return out
 
@@ -184,11 +166,6 @@ class Halves:
         k, n = matrix.shape
         grid = -(-k // 32), -(-n // 32)
         _module().w_split[grid](matrix, self.high, self.low, k, n, *matrix.stride(), BLOCK=32, num_warps=4)
-
-
-def none_done(device: torch.device) -> Tensor:
-    """Counts of programs that are done, for kernels that follow each other; each leaves them as they were."""
-    return torch.zeros(COUNTS, dtype=torch.int32, device=device)
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -217,21 +194,19 @@ def rows(a: Tensor, matrix: Tensor, halves: Halves, out: Tensor) -> None:
         by(plan)
 
 
-def over_rows(x: Tensor, y: Tensor, counts: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x' y, a sum over rows: a weight gradient; and the sums of x, that of a bias, where they cost nothing."""
+def over_rows(x: Tensor, y: Tensor) -> Tensor:
+    """x' y, a sum over rows: a weight gradient. The rows are shared out among programs and the shares added up in order."""
     (r, m), n = x.shape, y.shape[1]
 
-    def by(plan: Plan) -> tuple[Tensor, Tensor | None]:
+    def by(plan: Plan) -> Tensor:
         tile, blocks = plan.tile, plan.blocks(r)
-        shares, out = -(-r // (blocks * tile.BK)), x.new_empty(m * n + m)
-        grid, sizes = (tile.count(m, n), shares), (r, m, n, x.stride(0), y.stride(0), blocks)
-        precision = "bf16x6" if replay.is_accelerator(x.device) else "ieee"
-        tile.launch(_module().w_over_rows, grid, x, y, out, x.new_empty(shares, m * n + m), counts, *sizes, PRECISION=precision)
-        return out[: m * n].view(m, n), out[m * n :]
+        out = x.new_empty(-(-r // (blocks * tile.BK)), m, n)
+        grid, sizes = (tile.count(m, n), len(out)), (r, m, n, x.stride(0), y.stride(0), blocks)
+        tile.launch(_module().w_over_rows, grid, x, y, out, *sizes, PRECISION="bf16x6" if replay.is_accelerator(x.device) else "ieee")
+        return out[0] if len(out) == 1 else out.sum(0)
 
-    key, size = ("over rows", size_of(r), m, n, x.device), OVER_ROWS[0].count(m, n)
-    plan = best(_chosen, key, lambda: _for_sums(r, m, n, x.device), by, lambda: torch.mm(x.t(), y)) if size <= COUNTS else None
-    return (torch.mm(x.t(), y), None) if plan is None else by(plan)
+    plan = best(_chosen, ("over rows", size_of(r), m, n, x.device), lambda: _for_sums(r, m, n, x.device), by, lambda: torch.mm(x.t(), y))
+    return torch.mm(x.t(), y) if plan is None else by(plan)
 
 
 def _for_rows(m: int, k: int, n: int, device: torch.device) -> list[Plan]:
@@ -245,9 +220,8 @@ def _for_rows(m: int, k: int, n: int, device: torch.device) -> list[Plan]:
 
 
 def _for_sums(r: int, m: int, n: int, device: torch.device) -> list[Plan]:
-    """The rows shared out so that every processor has one, two or four programs."""
-    full = replay.processors(device)
-    return [Plan(t, max(1, min(each * full // t.count(m, n), r // (4 * t.BK)))) for t in OVER_ROWS for each in (1, 2, 4)]
+    full = 2 * replay.processors(device)
+    return [Plan(t, max(1, min(waves * full // t.count(m, n), r // (4 * t.BK)))) for t in OVER_ROWS for waves in (1, 2)]
 
 
 def best(
