@@ -80,3 +80,25 @@ def test_a_calibrated_profile_is_a_profile() -> None:
     assert device.bandwidth == pytest.approx(1e10)
     assert device.get("gemm.misaligned") == 0.8
     assert device.get("attention.narrow") == pytest.approx(0.3219, abs=1e-3)
+
+
+def test_attention_over_few_keys() -> None:
+    """Rates of keys / (keys + half) give back the half."""
+    rate = {keys: 40e9 * keys / (keys + 70) for keys in (measure.SHORT, measure.LONG)}
+    assert calibrate._half(rate[measure.LONG], rate[measure.SHORT]) == pytest.approx(70, rel=1e-6)
+    assert calibrate._half(1.0, 2.0) == 0.0
+
+
+def test_what_products_lose_in_a_step() -> None:
+    """A step that takes as long as its parts says that they lose nothing; a longer one that they do."""
+    from weft.cluster import kernels
+    from weft.cluster.profile import Constant
+
+    rates = {f"rate.{op}": Constant(1e9, "measured") for op in ("gelu", "gelu_backward", "layer_norm", "layer_norm_backward")}
+    here = load("x86-2").device
+    device = Device("here", {**here.constants, **rates, "gemm.sustained": Constant(1.0, "measured")})
+    sizes = ((measure.ROWS, 4 * measure.WIDTH, measure.WIDTH), (measure.ROWS, measure.WIDTH, 4 * measure.WIDTH),
+             (4 * measure.WIDTH, measure.WIDTH, measure.ROWS))  # fmt: skip
+    products = measure.DEPTH * 2 * sum(kernels.product(device, *s, 1, "fp32") for s in sizes)
+    assert calibrate._in_a_step(device, products, "measured: a test").get("gemm.sustained") == 1.0
+    assert 0.5 <= calibrate._in_a_step(device, 3 * products, "measured: a test").get("gemm.sustained") < 0.9
