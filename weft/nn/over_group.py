@@ -28,7 +28,7 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     than a product chunks should shrink, where it is later they should grow, each by the ratio of the two."""
     sizes = _tapered(x.shape[0], way.chunks, way.taper)
     out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
-    product = _packed(w, sizes[0]) if way.packed and _packable(w) else lambda rows, into: torch.mm(rows, w.T, out=into)
+    product = packed_product(w, sizes[0]) if way.packed and _packable(w) else lambda rows, into: torch.mm(rows, w.T, out=into)
     sums = []
     for rows, into in zip(x.split(sizes), out.split(sizes), strict=True):
         product(rows, into)
@@ -49,7 +49,7 @@ def _packable(w: Tensor) -> bool:
     return w.device.type == "cpu" and w.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-def _packed(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], object]:
+def packed_product(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], object]:
     """Products with w.T that read it as laid out here, once: torch's would lay it out anew for every chunk."""
     ready = torch.ops.mkldnn._reorder_linear_weight(w, rows)
     return lambda x, into: into.copy_(torch.ops.mkldnn._linear_pointwise(x, ready, None, "none", [], ""))
