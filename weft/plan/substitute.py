@@ -34,6 +34,7 @@ EFFORT, CARE = 5e6, 1e8  # work of one ILP while searching, and at the end
 LARGE = 900  # nodes of a step beyond which it is not rewritten: each price is an ILP
 GAIN = 1e-6  # of the price, below which two steps cost the same
 MESHES = 3  # on which a rewritten step is laid out
+SPELLED = ("matmul_as_einsum",)  # the rule by which products are written as such, named where no other was used
 
 Path = tuple[tuple[str, int], ...]  # the rule of each move, and its number among the moves there were
 Price = Callable[[Program], float]
@@ -180,7 +181,7 @@ def _ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[
         step = steps[base.rounds]
         if step is not None and (not as_unity or base.pp == base.rounds == 1):
             for hide in (1.0,) if as_unity else HIDES[:2]:
-                yield from _laid_out(found, base, step.program, Rates(hide, base.rounds, as_unity), _names(path))
+                yield from _laid_out(found, base, step.program, Rates(hide, base.rounds, as_unity), _names(path) or SPELLED)
 
 
 def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, rules: tuple[str, ...]) -> Iterator[Way]:
