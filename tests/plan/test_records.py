@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.cluster.spec import cluster
-from weft.core.layout import Mesh, S
+from weft.core.layout import Mesh, P, S
 from weft.core.program import Program
 from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
@@ -16,7 +16,7 @@ from weft.plan.records import OnMesh, by_place, live_bytes, peak_bytes, product_
 from weft.plan.setting import Setting
 from weft.plan.workload import Collective, Gemm, Op, Touch
 from weft.programs.blocks import mlp, self_attention
-from weft.schedule import split
+from weft.schedule import sink, split
 from weft.schedule.groups import fuse
 
 BATCH, SEQ, HIDDEN = 2, 64, 128
@@ -46,6 +46,17 @@ def test_a_fused_kernel_touches_less() -> None:
     fused = fuse(plain, [n for n in plain.nodes if n.op.name in ("add", "gelu")])
     less = sum(op.bytes for op in records(plain) if isinstance(op, Touch)) - sum(op.bytes for op in records(fused) if isinstance(op, Touch))
     assert less == 2 * BATCH * SEQ * 4 * HIDDEN * 4  # the sum is neither written nor read again
+
+
+def test_a_fused_kernel_touches_its_own_slices_and_what_peers_send() -> None:
+    """Of what it scatters and gathers a rank reads and writes a slice here; the rest is its peers', and counted as sent."""
+    whole, mesh = 64 * 4, Mesh(dp=4)
+    plain = split(trace(lambda g: w.gelu(w.all_reduce(g, "dp")), mesh, g=tensor("f32", 64, dp=P("sum"))), "%0", dim=0)
+    p = sink(plain, plain.find("all_gather"))
+    fused = fuse(p, [n for n in p.nodes if n.op.name in ("reduce_scatter", "gelu", "all_gather")])
+    ops = records(fused)
+    assert [op.bytes for op in ops if isinstance(op, Touch)] == [2 * whole / 4]
+    assert [(op.kind, op.bytes, op.peer) for op in ops if isinstance(op, Collective)] == [("reduce_scatter", whole, True), ("all_gather", whole, True)]
 
 
 def test_a_bias_is_added_by_its_product() -> None:

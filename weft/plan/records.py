@@ -6,7 +6,7 @@ Sizes come from the layouts of the nodes. Nodes fused into one kernel touch only
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.cluster.collectives import Ranks
@@ -97,9 +97,24 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
     for node in nodes:
         if node.op.kind is Kind.COMM:
             yield from _sent(node, peer=True)
-    moved = sum(nbytes(a.type) for a in read) + sum(nbytes(t) for n in kept for t in n.types)
+    moved = sum(_read_here(program, a, inside) for a in read) + sum(_written_here(n) for n in kept)
     hard = sum(_elements(n) for n in nodes if n.op.name.startswith(MATH))
     yield Touch("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
+
+
+def _read_here(program: Program, value: Node, inside: Collection[Node]) -> int:
+    """Bytes a kernel reads of a value in its rank's own memory: of one it only scatters, its slice; its peers' slices are sent."""
+    readers = [u for u in program.users[value] if u in inside]
+    if all(u.op.name == "reduce_scatter" for u in readers):
+        return max(nbytes(u.types[u.args.index(value)]) for u in readers)
+    return sum(nbytes(t) for t in value.types)
+
+
+def _written_here(node: Node) -> int:
+    """Bytes a kernel writes of a value in its rank's own memory: of one it gathers, its slice; its peers write theirs."""
+    of, picked = (node.args[0], slice(node.attr("index"), node.attr("index") + 1)) if node.op.name == "item" else (node, slice(None))
+    held = [a.type for a in of.args] if of.op.name == "all_gather" else of.types
+    return sum(nbytes(t) for t in held[picked])
 
 
 def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
