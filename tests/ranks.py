@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -50,3 +53,25 @@ def run_ranks(
     dead = {r: process.exitcode for r, process in enumerate(ranks) if process.exitcode and r not in may_die}
     assert not dead, f"ranks ended with {dead}"
     return {r: (folder / f"said{r}").read_text() for r in range(world) if (folder / f"said{r}").exists()} | errors
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def interpreted(script: str, *args: str, seconds: float = 200, **env: str) -> str:
+    """What a script prints in a process of its own, where Triton's kernels are interpreted; it must end well."""
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+    done = subprocess.run([sys.executable, "-c", script, *args], env=env, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_interpreted_ranks(world: int, job: Callable[[int], None], folder: Path, *, seconds: float) -> None:
+    """`run_ranks` with interpreted kernels; the job is a function of a test module."""
+    script = (
+        f"import sys; from pathlib import Path; from {job.__module__} import {job.__name__} as job; from tests.ranks import run_ranks; "
+    )
+    interpreted(
+        f"{script}run_ranks({world}, job, Path(sys.argv[1]), seconds={seconds})", str(folder), seconds=seconds + 30, WEFT_TARGET="triton"
+    )

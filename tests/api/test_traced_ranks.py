@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import run_interpreted_ranks, run_ranks
 from weft.frontend import zoo
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def traced_without_inductor(wires: list[str]) -> None:
@@ -70,10 +66,4 @@ def test_a_traced_step_sends_what_it_sends_untraced(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_traced_step_over_peer_memory_ends_with_the_fused_update(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.api.test_traced_ranks import beside_each_other; "
-        "from tests.ranks import run_ranks; run_ranks(2, beside_each_other, Path(sys.argv[1]), seconds=250)"
-    )
-    env = {**os.environ, "TRITON_INTERPRET": "1", "WEFT_TARGET": "triton", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=280, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_interpreted_ranks(2, beside_each_other, tmp_path, seconds=250)

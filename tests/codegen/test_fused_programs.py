@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.ranks import run_ranks
+from tests.ranks import run_interpreted_ranks, run_ranks
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.codegen import lower, show_code
@@ -136,14 +133,7 @@ def interpreted(rank: int) -> None:
 
 
 def test_triton_kernels_of_programs_interpreted_on_four_ranks(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.codegen.test_fused_programs import interpreted; "
-        "from tests.ranks import run_ranks; run_ranks(4, interpreted, Path(sys.argv[1]), seconds=100)"
-    )
-    root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "TRITON_INTERPRET": "1", "WEFT_TARGET": "triton", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=110, cwd=root)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted_ranks(4, interpreted, tmp_path, seconds=100)
 
 
 def test_a_list_of_tensors_is_one_body_with_a_row_for_each() -> None:

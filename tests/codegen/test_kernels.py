@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.codegen.groups import Bound, groups
-from tests.ranks import run_ranks
+from tests.ranks import run_interpreted_ranks, run_ranks
 from weft.codegen.expr import Group, Slot, apply, load, reduce, total
 from weft.codegen.kernel import compile_group
 from weft.codegen.phases import cut
@@ -35,16 +33,7 @@ def test_cpp_kernels_equal_their_formulas(world: int, tmp_path: Path) -> None:
 
 def test_triton_kernels_equal_their_formulas_on_four_ranks(tmp_path: Path) -> None:
     """Under the interpreter, in a fresh interpreter process since triton reads the setting when it is imported."""
-    code = (
-        "import sys; from pathlib import Path; from tests.codegen.test_kernels import interpreted; "
-        "from tests.ranks import run_ranks; run_ranks(4, interpreted, Path(sys.argv[1]), seconds=100)"
-    )
-    import subprocess
-
-    root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=110, cwd=root)
-    assert done.returncode == 0, done.stderr
+    run_interpreted_ranks(4, interpreted, tmp_path, seconds=100)
 
 
 def interpreted(rank: int) -> None:

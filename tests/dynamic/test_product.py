@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from examples.dynamic import tree_lstm
+from tests.ranks import ROOT, interpreted
 from weft import dynamic
 from weft.dynamic import product
 from weft.dynamic.engine import Plan
@@ -68,13 +65,8 @@ for kind, model_of, words, shapes in made:
 
 def test_products_and_models_agree_with_float64_as_float32_does() -> None:
     """In Triton's interpreter, which multiplies the same parts."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(root=str(Path(__file__).parents[2]))], capture_output=True, text=True, timeout=200,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    errors = [float(line) for line in done.stdout.split()]
+    printed = interpreted(SCRIPT.format(root=str(ROOT)))
+    errors = [float(line) for line in printed.split()]
     assert len(errors) > 30 and max(errors) < 2e-6, max(errors)
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
 from examples.dynamic import tree_lstm
 from tests.dynamic.graphs import graphs
+from tests.ranks import ROOT, interpreted
 from weft import dynamic
 from weft.dynamic.choice import Choice, Way, to_try
 from weft.dynamic.emit_rounds import Tiles, build
@@ -141,13 +138,8 @@ for cell, model, words in made:
 
 def test_all_rounds_in_one_kernel_compute_the_same() -> None:
     """In Triton's interpreter, as one program."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(root=str(Path(__file__).parents[2]))], capture_output=True, text=True, timeout=200,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert all(float(line) < 1e-5 for line in done.stdout.split()), done.stdout
+    printed = interpreted(SCRIPT.format(root=str(ROOT)))
+    assert all(float(line) < 1e-5 for line in printed.split()), printed
 
 
 @pytest.mark.parametrize("phase", ["rounds", "back"])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from examples.dynamic import sequence, tree_lstm
+from tests.ranks import ROOT, interpreted
 from weft import dynamic
 from weft.core.errors import StructureError
 from weft.dynamic.cell import Cell
@@ -160,10 +158,5 @@ for cell, model in ((c := tree_lstm.ChildSum(3, 5), tree_lstm.model(c, 5)), (d :
 
 def test_kernels_in_triton_compute_the_same() -> None:
     """In Triton's interpreter, which a process must choose before it imports triton."""
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(root=root)], capture_output=True, text=True, timeout=100,
-        env={**__import__("os").environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert all(float(line) < 1e-5 for line in done.stdout.split()), done.stdout
+    printed = interpreted(SCRIPT.format(root=str(ROOT)), seconds=100)
+    assert all(float(line) < 1e-5 for line in printed.split()), printed

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.ranks import run_interpreted_ranks
+
 CASES = [(136, 264, 72), (128, 8, 64), (512, 8, 8)]  # a rank's product: several tiles, one, and one with pieces left at its end
 
 
@@ -33,13 +31,7 @@ def gathers(rank: int) -> None:
 
 @pytest.mark.timeout(200)
 def test_products_carry_the_rows_of_four_ranks(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.runtime.test_carry import gathers; "
-        "from tests.ranks import run_ranks; run_ranks(4, gathers, Path(sys.argv[1]), seconds=150)"
-    )
-    env = {**os.environ, "TRITON_INTERPRET": "1", "WEFT_TARGET": "triton", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=180, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_interpreted_ranks(4, gathers, tmp_path, seconds=150)
 
 
 def test_only_what_the_kernels_can_multiply_is_given_to_them() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.ranks import run_interpreted_ranks
+
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -52,10 +50,4 @@ def _same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.timeout(200)
 def test_collectives_by_kernels_equal_gloo_on_four_ranks(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.runtime.test_device_near import collectives; "
-        "from tests.ranks import run_ranks; run_ranks(4, collectives, Path(sys.argv[1]), seconds=150)"
-    )
-    env = {**os.environ, "TRITON_INTERPRET": "1", "WEFT_TARGET": "triton", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=180, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_interpreted_ranks(4, collectives, tmp_path, seconds=150)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.ranks import interpreted
+
 COPIES = """
 import torch
 from weft.runtime.mover import Mover
@@ -30,9 +27,7 @@ for flow in (False, True):
 
 @pytest.mark.timeout(120)
 def test_every_source_arrives() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", COPIES], env=env, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    interpreted(COPIES, seconds=100)
 
 
 @pytest.mark.parametrize("flow", [False, True])

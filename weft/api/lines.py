@@ -57,6 +57,12 @@ def laid(
     return Laid(lay(captured, stages, plan, held, options, guard), borders, held, options)
 
 
+def foreseen(line: Line, plan: Named, where: Cluster) -> Seen:
+    """What is foreseen of stages run in the order of a plan."""
+    order = orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
+    return Foreseen(line, order, routes(line.stages), where).seen
+
+
 @dataclass
 class Lines:
     """Plans of one step in micro-batches. `capture` gives the step of one of so many; `fixed` says how many there must be."""
@@ -74,9 +80,7 @@ class Lines:
     def foreseen(self, plan: Named, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
         captured = self.captured(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
-        line = laid(captured, plan, resolve(pins, shapes, plan.mesh.sizes)).line
-        order = orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
-        return Foreseen(line, order, routes(line.stages), where).seen
+        return foreseen(laid(captured, plan, resolve(pins, shapes, plan.mesh.sizes)).line, plan, where)
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every copy whole samples, the fewest first."""

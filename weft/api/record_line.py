@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from weft.api.compiled import Compiled
+from weft.api.lines import foreseen, laid
 from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, tensors
-from weft.api.runner import Values, routes
+from weft.api.runner import Values
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
 from weft.ops.registry import nbytes
 from weft.plan.foresee_line import Foreseen, pass_name
-from weft.plan.line import lay
 from weft.plan.named import SCHEDULES, Named
-from weft.plan.pipeline import Action, orders
-from weft.plan.recompute import recomputed_stage
+from weft.plan.pipeline import Action
 from weft.plan.run import Seen
-from weft.plan.split import chosen_borders, split
 from weft.plan.timeline import Task, Timeline
 from weft.runtime.trace import Trace, held_bytes, synchronize, traced
 
@@ -97,7 +95,8 @@ class LineRecorder(Recorder):
             if schedule == plan.schedule:
                 continue
             try:
-                found[str(other)] = _foreseen(self.step, Named.parse(str(other)), cluster)
+                checked = Named.parse(str(other))
+                found[str(other)] = foreseen(laid(self.step.captured, checked, {}, self.step.held).line, checked, cluster)
             except WeftError as error:
                 reasons[str(other)] = error.message
         timed = [
@@ -105,15 +104,6 @@ class LineRecorder(Recorder):
             for name, s in found.items() if s is not None
         ]  # fmt: skip
         return timed + [{"plan": n, "step_ms": 0.0, "memory_gb": 0.0, "causes_ms": {}, "reason": why} for n, why in reasons.items()]
-
-
-def _foreseen(step: PipelinedStep, plan: Named, cluster: Cluster) -> Seen:
-    borders = step.chosen if plan.stages == step.plan.stages else chosen_borders(step.captured, plan.stages)
-    stages = split(step.captured, plan.stages, plan.micro_batches, borders)
-    if plan.recompute:
-        stages = tuple(recomputed_stage(s, plan.schedule == "zero-bubble") for s in stages)
-    line = lay(step.captured, stages, plan, step.held, step.options)
-    return Foreseen(line, orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks), routes(line.stages), cluster).seen
 
 
 # --- what is there

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,10 +67,10 @@ class Crossing:
         """Bytes over the link that carries most, either way."""
         return max([*self.sent.values(), *self.received.values()], default=0)
 
-    def _count(self, links: object) -> Counter[tuple[str, int]]:
+    def _count(self, links: Callable[[Message], list[tuple[str, int]]]) -> Counter[tuple[str, int]]:
         found: Counter[tuple[str, int]] = Counter()
         for m in self.messages:
-            for link in links(m):  # type: ignore[operator]
+            for link in links(m):
                 found[link] += (m.last - m.first) * self.itemsize
         return found
 
