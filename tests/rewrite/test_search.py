@@ -8,10 +8,11 @@ import pytest
 
 import weft
 from weft import Mesh, P, S, f64, trace
+from weft.core.errors import InvalidTransform
 from weft.core.program import Program
 from weft.rewrite import algebra, parallel
 from weft.rewrite.check import check
-from weft.rewrite.search import both_ways, moves, rough_cost, search
+from weft.rewrite.search import Use, both_ways, made, moves, rough_cost, search, uses
 
 RULES = {r.name: r for r in (*parallel.rules(), *algebra.rules())}
 
@@ -76,6 +77,28 @@ def test_every_move_keeps_the_meaning() -> None:
     assert len(reached) > 5
     for name, q in reached:
         assert check(p, q, run=False).equal, f"{name}\n{q}"
+
+
+def test_a_use_of_a_rule_leads_the_same_way_again() -> None:
+    p = trace(lambda x, w, v: (x @ w) @ v + (x @ v) @ w, Mesh(), x=f64(4, 4), w=f64(4, 4), v=f64(4, 4))
+    rules = both_ways(some("matmul_regroup"))
+    found = list(uses(p, rules))
+    assert [str(use) for use, _ in found] == ["matmul_regroup x2", "matmul_regroup"]
+    for use, there in found:
+        assert made(p, use, rules).outputs == there.outputs
+    other = trace(lambda x, w, v: (x @ w) @ v, Mesh(), x=f64(8, 2), w=f64(2, 4), v=f64(4, 3))
+    assert made(other, found[1][0], rules).output_names["out"].args[1].shape == (2, 3)
+
+
+def test_a_use_that_cannot_be_made_is_refused() -> None:
+    p = trace(lambda x, w: x @ w, Mesh(), x=f64(4, 4), w=f64(4, 4))
+    rules = both_ways(some("matmul_regroup"))
+    for use, needed in (
+        (Use("no_such", "matmul", 0), "needed  a proved rule"), (Use("matmul_regroup", "matmul", 1), "needed  matmul 1 of"),
+        (Use("matmul_regroup", "matmul", 0), r"does not match\n\n +needed  matmul\(matmul"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidTransform, match=needed):
+            made(p, use, rules)
 
 
 @pytest.mark.parametrize("relax", [1.0, 1.3])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from weft.autodiff import backward
 from weft.core.node import Node, constant, make
@@ -17,9 +18,24 @@ from weft.frontend.capture import Captured
 from weft.ops.linalg import matmul
 from weft.ops.shape import permute
 from weft.rewrite.schema import Schema
-from weft.rewrite.search import moves
+from weft.rewrite.search import Use, made, uses
 
 PRODUCTS = {"ak,nk->an": (None, (1, 0)), "an,nk->ak": (None, None), "an,ak->nk": ((1, 0), None)}  # and which operand is transposed
+
+
+@dataclass(frozen=True)
+class Move:
+    """A use of a rule in the step; in its forward pass alone, where the gradients are then derived anew."""
+
+    use: Use
+    forward: bool
+
+    def __str__(self) -> str:
+        return str(self.use)
+
+    def data(self) -> dict[str, Any]:
+        """The move in JSON's own types."""
+        return {**asdict(self.use), "forward": self.forward}
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,18 +50,26 @@ class Step:
         """Nodes are interned, so equal steps have equal keys."""
         return tuple(n for _, n in self.program.outputs)
 
-    def neighbours(self, rules: Sequence[Schema], most: int) -> Iterator[tuple[int, str, Step]]:
-        """Steps one move away, those that change the forward pass first, each with its number and its rule."""
-        changed = itertools.chain(self._forward_changed(rules), ((name, Step(there)) for name, there in moves(self.program, rules)))
-        yield from ((k, name, there) for k, (name, there) in enumerate(itertools.islice(changed, most)))
+    def neighbours(self, rules: Sequence[Schema], most: int) -> Iterator[tuple[Move, Step]]:
+        """Steps one move away, those that change the forward pass first."""
+        anywhere = ((Move(use, False), Step(there)) for use, there in uses(self.program, rules))
+        yield from itertools.islice(itertools.chain(self._forward_changed(rules), anywhere), most)
 
-    def _forward_changed(self, rules: Sequence[Schema]) -> Iterator[tuple[str, Step]]:
-        if not self.gradients:
-            return
+    def moved(self, move: Move, rules: Sequence[Schema]) -> Step:
+        """The step after a move; refused where it cannot be made here."""
+        if not move.forward:
+            return Step(made(self.program, move.use, rules))
+        return self._with_loss(made(self._forward, move.use, rules).output_names["loss"])
+
+    @property
+    def _forward(self) -> Program:
         loss = self.program.output_names["loss"]
         needed = self.program.needs(loss)
-        forward = new_program("forward", self.program.mesh, [n for n in self.program.inputs if n in needed], {"loss": loss})
-        yield from ((name, self._with_loss(there.output_names["loss"])) for name, there in moves(forward, rules))
+        return new_program("forward", self.program.mesh, [n for n in self.program.inputs if n in needed], {"loss": loss})
+
+    def _forward_changed(self, rules: Sequence[Schema]) -> Iterator[tuple[Move, Step]]:
+        if self.gradients:
+            yield from ((Move(use, True), self._with_loss(there.output_names["loss"])) for use, there in uses(self._forward, rules))
 
     def _with_loss(self, loss: Node) -> Step:
         program = self.program

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.cluster.spec import Cluster, Nodes
-from weft.core.errors import PlanError
+from weft.core.errors import InvalidTransform, PlanError
 from weft.core.layout import Mesh
 from weft.core.program import Program
 from weft.ops.registry import Kind
@@ -23,7 +23,7 @@ from weft.plan.graph.search import ALL, HIDES, NOTHING, GraphSearch, Way
 from weft.plan.graph.stages import MIXED, NONE
 from weft.plan.graph.timing import Placed
 from weft.plan.layouts import OnCluster, Rates, choose
-from weft.plan.rewritten import Step, as_products
+from weft.plan.rewritten import Move, Step, as_products
 from weft.rewrite.schema import OpHole, Schema
 from weft.rewrite.search import both_ways
 
@@ -36,7 +36,7 @@ GAIN = 1e-6  # of the price, below which two steps cost the same
 MESHES = 3  # on which a rewritten step is laid out
 SPELLED = ("matmul_as_einsum",)  # the rule by which products are written as such, named where no other was used
 
-Path = tuple[tuple[str, int], ...]  # the rule of each move, and its number among the moves there were
+Path = tuple[Move, ...]
 Price = Callable[[Program], float]
 
 
@@ -97,7 +97,7 @@ def _on_each_rank(base: Way, lone: Step, path: Path, price: Price, rules: Sequen
 
 
 def _names(path: Path) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name, _ in path))
+    return tuple(dict.fromkeys(map(str, path)))
 
 
 def value_rules() -> list[Schema]:
@@ -123,32 +123,29 @@ def best_path(step: Step, price: Price, rules: Sequence[Schema], budget: int, mo
         if not queue or queue[0][0] > RELAX * least:
             break
         _, _, here, path = heapq.heappop(queue)
-        for k, name, there in here.neighbours(rules, most):
+        for move, there in here.neighbours(rules, most):
             if there.key in seen:
                 continue
             seen.add(there.key)
             cost = price(there.program)
             if cost < least * (1 - GAIN):
-                least, best = cost, (*path, (name, k))
+                least, best = cost, (*path, move)
             if cost <= RELAX * least:
-                heapq.heappush(queue, (cost, next(count), there, (*path, (name, k))))
+                heapq.heappush(queue, (cost, next(count), there, (*path, move)))
     return best
 
 
 def replayed(step: Step, path: Path, rules: Sequence[Schema]) -> Step:
     """The same moves on a step of the same structure."""
-    for name, k in path:
-        found = next(((n, there) for i, n, there in step.neighbours(rules, NEIGHBOURS) if i == k), None)
-        if found is None or found[0] != name:
-            raise PlanError("the moves do not lead the same way here", needed=f"{name} as move {k}", found=str(found and found[0]))
-        step = found[1]
+    for move in path:
+        step = step.moved(move, rules)
     return step
 
 
 def _replayed(step: Step, path: Path, rules: Sequence[Schema]) -> Step | None:
     try:
         return replayed(step, path, rules)
-    except PlanError:
+    except InvalidTransform:
         return None
 
 
@@ -181,10 +178,10 @@ def _ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[
         step = steps[base.rounds]
         if step is not None and (not as_unity or base.pp == base.rounds == 1):
             for hide in (1.0,) if as_unity else HIDES[:2]:
-                yield from _laid_out(found, base, step.program, Rates(hide, base.rounds, as_unity), _names(path) or SPELLED)
+                yield from _laid_out(found, base, step.program, Rates(hide, base.rounds, as_unity), path)
 
 
-def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, rules: tuple[str, ...]) -> Iterator[Way]:
+def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, path: Path) -> Iterator[Way]:
     try:
         made = choose(program, base.mesh, OnCluster(base.placed.cluster, base.mesh), work=CARE, rates=rates)
     except PlanError:
@@ -195,4 +192,4 @@ def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, rul
         ways = found.run("unity-like", placed, NOTHING, 1, 1, (NONE,), schedules)
     else:
         ways = found.run(base.name, placed, ALL, base.rounds, base.pp, (NONE, MIXED), schedules)
-    yield from (replace(way, rules=rules) for way in ways)
+    yield from (replace(way, rules=_names(path) or SPELLED, moves=path) for way in ways)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.core.errors import WeftError
+from weft.core.errors import InvalidTransform, WeftError
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
@@ -78,21 +78,66 @@ def _key(program: Program) -> tuple[Node, ...]:
     return tuple(n for _, n in program.outputs)
 
 
+@dataclass(frozen=True)
+class Use:
+    """A rule used at a place: which of the nodes of an op, in the program's order, and in which of the ways it matches there.
+    Of several places alike it is the first."""
+
+    rule: str
+    op: str
+    at: int
+    way: int = 0
+    places: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.rule} x{self.places}" if self.places > 1 else self.rule
+
+
 def moves(program: Program, rules: Sequence[Schema]) -> Iterator[tuple[str, Program]]:
     """Every program one move away: each rule at each place, and at all places alike at once."""
-    alike: dict[object, list[Node]] = {}
-    for node in program.nodes:
-        if node.args:
-            alike.setdefault(_look(node, LOOKS), []).append(node)
-    for places in alike.values():
+    return ((str(use), there) for use, there in uses(program, rules))
+
+
+def uses(program: Program, rules: Sequence[Schema]) -> Iterator[tuple[Use, Program]]:
+    """Every use of a rule, and the program it leads to."""
+    for places in _alike(program).values():
+        op = places[0].op.name
+        at = program.find_all(op).index(places[0])
         for schema in rules:
             for k, rule in enumerate(matches(schema, places[0])):
                 everywhere = _at_all(program, schema, k, places) if len(places) > 1 else None
                 if everywhere is not None:
-                    yield f"{schema.name} x{len(places)}", everywhere
+                    yield Use(schema.name, op, at, k, len(places)), everywhere
                 one = _applied(program, rule, places[0], schema.name)
                 if one is not None:
-                    yield schema.name, one
+                    yield Use(schema.name, op, at, k), one
+
+
+def _alike(program: Program) -> dict[object, list[Node]]:
+    found: dict[object, list[Node]] = {}
+    for node in program.nodes:
+        if node.args:
+            found.setdefault(_look(node, LOOKS), []).append(node)
+    return found
+
+
+def made(program: Program, use: Use, rules: Sequence[Schema]) -> Program:
+    """The program that the same use of a rule leads to here; refused where it cannot be made."""
+    schema = next((r for r in rules if r.name == use.rule), None)
+    nodes = program.find_all(use.op)
+    where = f"{use.op} {use.at} of {program.name}"
+    if schema is None or use.at >= len(nodes):
+        needed, found = ("a proved rule", "none of this name") if schema is None else (where, f"{len(nodes)} of this op")
+        raise InvalidTransform(f"{use} cannot be used", needed=needed, found=found)
+    node = nodes[use.at]
+    if use.places > 1:
+        after = _at_all(program, schema, use.way, _alike(program)[_look(node, LOOKS)])
+    else:
+        rule = next(itertools.islice(matches(schema, node), use.way, None), None)
+        after = _applied(program, rule, node, schema.name) if rule is not None else None
+    if after is None:
+        raise InvalidTransform(f"{use} does not match", needed=str(schema.left[0]), found=f"{where}: {node!r}")
+    return after
 
 
 def _look(node: Node, depth: int) -> object:

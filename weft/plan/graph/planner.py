@@ -90,15 +90,16 @@ def setting_of(task: Task, way: Way) -> Setting:
 
 
 def layouts_of(way: Way) -> dict[str, Any]:
-    """The mesh of a stage, how every input that is not whole is held on it, what is gathered again, the rules used, what runs beside
-    compute, and the program so placed."""
+    """The mesh of a stage, how every input that is not whole is held on it, what is gathered again, the rules used, with the moves where they
+    led to another step, what runs beside compute, and the program so placed."""
     inputs = {
         name: {axis: str(place) for axis, place in node.layout.placements.items() if place != R}
         for name, node in way.placed.program.input_names.items()
     }
+    moves = {} if way.moves is None else {"moves": [move.data() for move in way.moves]}
     return {
         "mesh": dict(way.mesh.sizes), "inputs": {k: v for k, v in inputs.items() if v}, "again": sorted(way.placed.again),
-        "rules": list(way.rules), "micro_batches": way.rounds, "beside": sorted(way.overlap), "program": way.placed.program.text,
+        "rules": list(way.rules), **moves, "micro_batches": way.rounds, "beside": sorted(way.overlap), "program": way.placed.program.text,
     }  # fmt: skip
 
 

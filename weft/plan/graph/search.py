@@ -25,6 +25,7 @@ from weft.plan.layouts import Chosen, OnCluster, Rates, choose
 from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
+from weft.plan.rewritten import Move
 from weft.plan.roles import CARRIED, GRADS, PARAMS, VALUES, Roles
 from weft.plan.space import divisors
 
@@ -53,6 +54,7 @@ class Way:
     staged: Staged | None = None
     rules: tuple[str, ...] = ()
     causes: Mapping[str, float] = field(default_factory=dict)
+    moves: tuple[Move, ...] | None = None  # by which the step was rewritten; None where it is the model's own
 
     @property
     def pp(self) -> int:
