@@ -11,6 +11,8 @@ from weft.plan.plan import Plan, differences, load, parse, rows
 from weft.plan.planner import Request, make_plan, usual_batch
 from weft.plan.setting import Setting
 
+MOVE = {"rule": "stack_columns", "op": "concat", "at": 0, "way": 0, "places": 1, "forward": True}
+
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
@@ -39,7 +41,12 @@ def test_saved_and_loaded(plan: Plan, tmp_path) -> None:
     [
         ({"weft_plan": 2}, "another version"), ({"extra": 1}, "unknown extra"), ({"seq": "long"}, "seq of plan is of the wrong kind"),
         ({"layers": [1.5]}, "layers of plan is of the wrong kind"), ({"setting": {"tp": 2}}, "setting of plan cannot be read"),
-        ({"foreseen": {}}, "foreseen.step_ms"),
+        ({"foreseen": {}}, "foreseen.step_ms"), ({"layouts": {"rool": []}}, "unknown rool"),
+        ({"layouts": {"rules": "x"}}, "layouts.rules of plan is of the wrong kind"),
+        ({"layouts": {"moves": [{"rule": "x"}]}}, r"layouts.moves\[0\] of plan cannot be read\n\n +needed +op, at, way, places, forward"),
+        ({"layouts": {"moves": [{**MOVE, "at": "0"}]}}, r"layouts.moves\[0\].at of plan is of the wrong kind"),
+        ({"layouts": {"moves": [{**MOVE, "at": -1}]}}, r"layouts.moves\[0\].at of plan is of the wrong kind"),
+        ({"layouts": {"moves": [{**MOVE, "forward": 1}]}}, r"layouts.moves\[0\].forward of plan is of the wrong kind"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_name(plan: Plan, change: dict, says: str) -> None:
@@ -55,6 +62,18 @@ def test_a_bad_setting_is_refused(plan: Plan) -> None:
         parse("{")
     with pytest.raises(PlanError, match="cannot read the plan"):
         load("nowhere.json")
+
+
+def test_moves_are_read_and_told_and_files_without_them_too(plan: Plan) -> None:
+    data = plan.data()
+    told = {"rules": ["stack_columns"], "moves": [MOVE]}
+    new, old = (parse(json.dumps({**data, "layouts": layouts})) for layouts in (told, {"rules": ["stack_columns"]}))
+    assert new.layouts["moves"] == [MOVE] and parse(new.text()) == new
+    assert [next(r for r in rows(p) if r[0] == "rules")[2] for p in (new, old)] == [
+        "the step rewritten, and so by parallelize", "the step rewritten, where, the file does not say",
+    ]  # fmt: skip
+    assert ("rules", "none", "stack_columns") in list(differences(plan, new))
+    assert parse(json.dumps({**data, "layouts": {"moves": None}})).layouts["moves"] is None
 
 
 def test_rows_tell_every_degree(plan: Plan) -> None:

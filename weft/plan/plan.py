@@ -19,6 +19,10 @@ SCHEMA: dict[str, type | tuple[type, ...]] = {
     "weft_plan": int, "model": str, "cluster": str, "seq": int, "objective": str, "origin": str, "setting": dict, "layers": list,
     "shares": list, "limits": dict, "foreseen": dict, "baselines_ms": dict, "infeasible": dict, "stages": list, "layouts": dict,
 }  # fmt: skip
+LAYOUTS: dict[str, type | tuple[type, ...]] = {
+    "mesh": dict, "inputs": dict, "again": list, "rules": list, "moves": (list, type(None)), "micro_batches": int, "beside": list, "program": str,
+}  # fmt: skip
+MOVE: dict[str, type | tuple[type, ...]] = {"rule": str, "op": str, "at": int, "way": int, "places": int, "forward": bool}
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 
 
@@ -27,7 +31,8 @@ class Plan:
     """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal.
 
     `stages` name what each virtual stage is made of, (block, what it runs again, how often), where layers differ. `layouts` of a
-    captured program: the mesh of a stage, how every input is held on it, and the program so placed, as text.
+    captured program: the mesh of a stage, how every input is held on it, and the program so placed, as text; where rules of values rewrote it,
+    the moves that did, made once products of matrices are written as such. Files of before have the names of the rules alone.
     """
 
     model: str
@@ -119,9 +124,24 @@ def parse(text: str, where: str = "plan") -> Plan:
         _is(where, f"foreseen.{key}", data["foreseen"].get(key), (int, float))
     for n in data["layers"]:
         _is(where, "layers", n, int)
+    _check_layouts(where, data["layouts"])
     own = {k: data[k] for k in SCHEMA if k not in ("weft_plan", "setting", "layers", "shares", "stages")}
     stages = tuple(tuple(_piece(where, p) for p in stage) for stage in data["stages"])
     return Plan(**own, setting=setting, layers=tuple(data["layers"]), shares=tuple(data["shares"]), stages=stages)
+
+
+def _check_layouts(where: str, data: Mapping[str, Any]) -> None:
+    """What is there must be known and of its kind; files of before have less."""
+    _same_keys(f"layouts of {where}", {k: kind for k, kind in LAYOUTS.items() if k in data}, data)
+    for key in data:
+        _is(where, f"layouts.{key}", data[key], LAYOUTS[key])
+    for k, move in enumerate(data.get("moves") or ()):
+        _is(where, f"layouts.moves[{k}]", move, dict)
+        _same_keys(f"layouts.moves[{k}] of {where}", MOVE, move)
+        for key, kind in MOVE.items():
+            _is(where, f"layouts.moves[{k}].{key}", move[key], kind)
+            if kind is int and move[key] < 0:
+                raise PlanError(f"layouts.moves[{k}].{key} of {where} is of the wrong kind", needed="0 or more", found=str(move[key]))
 
 
 def _piece(where: str, data: Any) -> tuple[str, str, int]:
@@ -183,7 +203,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"
         yield "layers", " ".join(map(str, plan.layers)) if plan.layers else "even", "of each stage"
     if plan.layouts.get("rules"):
-        yield "rules", ", ".join(plan.layouts["rules"]), "the step rewritten; parallelize runs the model's own, its tensors held as here"
+        told = "and so by parallelize" if "moves" in plan.layouts else "where, the file does not say"
+        yield "rules", ", ".join(plan.layouts["rules"]), f"the step rewritten, {told}"
     for share in plan.shares:
         much = f"{share['micro_batches']} micro-batches of {share['micro_batch']}"
         yield "share", str(share["kind"]), f"{share['copies']} copies take {much} each"
@@ -206,6 +227,9 @@ def differences(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
         x, y = getattr(a, name), getattr(b, name)
         if x != y:
             yield name, str(x), str(y)
+    x, y = (", ".join(p.layouts.get("rules", ())) or "none" for p in (a, b))
+    if x != y:
+        yield "rules", x, y
     for f in fields(Setting):
         x, y = getattr(a.setting, f.name), getattr(b.setting, f.name)
         if x != y:

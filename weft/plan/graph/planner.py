@@ -96,10 +96,10 @@ def layouts_of(way: Way) -> dict[str, Any]:
         name: {axis: str(place) for axis, place in node.layout.placements.items() if place != R}
         for name, node in way.placed.program.input_names.items()
     }
-    moves = {} if way.moves is None else {"moves": [move.data() for move in way.moves]}
+    moves = None if way.moves is None else [move.data() for move in way.moves]
     return {
         "mesh": dict(way.mesh.sizes), "inputs": {k: v for k, v in inputs.items() if v}, "again": sorted(way.placed.again),
-        "rules": list(way.rules), **moves, "micro_batches": way.rounds, "beside": sorted(way.overlap), "program": way.placed.program.text,
+        "rules": list(way.rules), "moves": moves, "micro_batches": way.rounds, "beside": sorted(way.overlap), "program": way.placed.program.text,
     }  # fmt: skip
 
 
