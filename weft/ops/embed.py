@@ -142,6 +142,7 @@ _put = define(
     linear=Linear.FIRST,
     vjp=lambda n, ct: (take(ct, _all_rows(n), n.attr("dim")), None, None),
     flops=first_elements,
+    traffic=lambda n: nbytes(n.type) + 3 * nbytes(n.args[0].type) + nbytes(n.args[1].type),  # zeros, and slices added to theirs
 )
 
 

@@ -19,6 +19,7 @@ from weft.ops.linalg import matmul
 from weft.ops.shape import permute
 from weft.rewrite.schema import Schema
 from weft.rewrite.search import Use, made, uses
+from weft.rewrite.updates import by_definition, by_rows
 
 PRODUCTS = {"ak,nk->an": (None, (1, 0)), "an,nk->ak": (None, None), "an,ak->nk": ((1, 0), None)}  # and which operand is transposed
 
@@ -80,10 +81,15 @@ class Step:
         return Step(program.rewrite({old: new for old, new in swap.items() if old is not new}, "forward pass rewritten"), gradients)
 
 
+def as_run(program: Program, rounds: int) -> Program:
+    """A step as weft runs it: tables are updated by rows. Gradients of several micro-batches are added up, so they are whole tensors."""
+    return by_rows(program) if rounds == 1 else program
+
+
 def as_products(captured: Captured) -> Step:
     """The step with products of matrices written as such, transposes as views, so that rules about products meet them. Its gradients are those
     of the forward pass so written: a rule used and taken back leads here again."""
-    program, made = captured.program, dict[Node, Node]()
+    program, made = by_definition(captured.program), dict[Node, Node]()
     for n in program.nodes:
         args = tuple(made.get(a, a) for a in n.args)
         turned = PRODUCTS.get(str(n.attr("equation"))) if n.op.name == "einsum" else None

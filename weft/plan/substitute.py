@@ -4,7 +4,7 @@ A step is rewritten by proved rules about values, best first: in its forward pas
 *Joint*: a program costs what the layout ILP makes of it on the mesh. *Sequential*: it costs what one device needs for its share of the
 batch. Then either layouts are chosen for the one program that won, as where graphs are optimised first and parallelised afterwards, or
 each rank of the best way without rules runs its own part rewritten so, as where they are parallelised first; the faster counts. Both use the
-same rules, meshes and prices.
+same rules, meshes and prices, and both update tables by rows (`as_run`), which costs less in either.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from weft.plan.graph.search import ALL, HIDES, NOTHING, GraphSearch, Way
 from weft.plan.graph.stages import MIXED, NONE
 from weft.plan.graph.timing import Placed
 from weft.plan.layouts import OnCluster, Rates, choose
-from weft.plan.rewritten import Move, Step, as_products
+from weft.plan.rewritten import Move, Step, as_products, as_run
 from weft.rewrite.schema import OpHole, Schema
 from weft.rewrite.search import both_ways
+from weft.rewrite.updates import rules_of
 
 BUDGET, JOINT_BUDGET = 12, 2  # steps whose neighbours are looked at: a price on one device is a sum, on a mesh an ILP
 NEIGHBOURS, JOINT_NEIGHBOURS = 40, 16  # of one step, that are priced
@@ -93,7 +94,7 @@ def joint(found: GraphSearch) -> dict[str, Way]:
 def _on_each_rank(base: Way, lone: Step, path: Path, price: Price, rules: Sequence[Schema]) -> Way:
     """A way whose ranks run their own part of it rewritten: it gains what one device gains on its share of the batch."""
     gain = price(lone.program) - price(replayed(lone, path, rules).program) if path else 0.0
-    return replace(base, seconds=base.seconds - max(0.0, gain), rules=_names(path))
+    return replace(base, seconds=base.seconds - max(0.0, gain), rules=(*_names(path), *rules_of(base.placed.program)))
 
 
 def _names(path: Path) -> tuple[str, ...]:
@@ -154,7 +155,7 @@ def _on_mesh(mesh: Mesh, part: Cluster, rounds: int) -> Price:
 
     def price(program: Program) -> float:
         try:
-            return choose(program, mesh, prices, work=EFFORT, rates=Rates(rounds=rounds)).cost
+            return choose(as_run(program, rounds), mesh, prices, work=EFFORT, rates=Rates(rounds=rounds)).cost
         except PlanError:
             return float("inf")
 
@@ -165,7 +166,12 @@ def one_device(part: Cluster) -> Price:
     """Seconds of a step on one device."""
     group = part.groups[0]
     prices = OnCluster(Cluster(f"1x{group.profile.name}", (Nodes(1, 1, group.profile),)), Mesh(dp=1))
-    return lambda program: sum(prices.chained(program, n) for n in program.nodes if n.args)
+
+    def price(program: Program) -> float:
+        run = as_run(program, 1)
+        return sum(prices.chained(run, n) for n in run.nodes if n.args)
+
+    return price
 
 
 def _ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[Schema], as_unity: bool = False) -> Iterator[Way]:
@@ -182,14 +188,17 @@ def _ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[
 
 
 def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, path: Path) -> Iterator[Way]:
+    def run(program: Program) -> Program:
+        return program if rates.as_used else as_run(program, base.rounds)
+
     try:
-        made = choose(program, base.mesh, OnCluster(base.placed.cluster, base.mesh), work=CARE, rates=rates)
+        made = choose(run(program), base.mesh, OnCluster(base.placed.cluster, base.mesh), work=CARE, rates=rates)
     except PlanError:
         return
-    placed = Placed(made.program, base.placed.cluster, made.again)
+    placed = Placed(run(made.program), base.placed.cluster, made.again)
     schedules = (base.staged.schedule,) if base.staged else ("1f1b",)
     if rates.as_used:
         ways = found.run("unity-like", placed, NOTHING, 1, 1, (NONE,), schedules)
     else:
         ways = found.run(base.name, placed, ALL, base.rounds, base.pp, (NONE, MIXED), schedules)
-    yield from (replace(way, rules=_names(path) or SPELLED, moves=path) for way in ways)
+    yield from (replace(way, rules=(*(_names(path) or SPELLED), *rules_of(placed.program)), moves=path) for way in ways)

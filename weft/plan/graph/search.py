@@ -2,7 +2,7 @@
 
 A way is a mesh for each stage, a layout for every input, a number of micro-batches and stages. Baselines hold their inputs as those systems do
 and let run beside compute what those systems let; ways of weft come from the layout ILP at several shares of hideable communication, and
-the simulated step ranks them.
+the simulated step ranks them. Weft's ways, and experts' tables apart, update tables by rows; all others make a table's whole gradient.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from weft.plan.layouts import Chosen, OnCluster, Rates, choose
 from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
-from weft.plan.rewritten import Move
+from weft.plan.rewritten import Move, as_run
 from weft.plan.roles import CARRIED, GRADS, PARAMS, VALUES, Roles
 from weft.plan.space import divisors
+from weft.rewrite.updates import rules_of
 
 Say = Callable[[str], None]
 Held = dict[str, dict[str, Placement]]
@@ -105,6 +106,7 @@ class GraphSearch:
     _chosen: dict[object, Chosen | None] = field(default_factory=dict)
     _placed: dict[object, Placed | None] = field(default_factory=dict)
     _units: dict[tuple[Placed, frozenset[str]], list[Unit]] = field(default_factory=dict)
+    _own: dict[object, Captured] = field(default_factory=dict)
     by_mesh: dict[object, Way] = field(default_factory=dict)  # the best way of weft at each number of stages and mesh
 
     @property
@@ -128,7 +130,8 @@ class GraphSearch:
         return made | ({"tables apart": self._tables_apart()} if self.tables else {})
 
     def _tables_apart(self) -> Way | str:
-        """Tables cut by columns over as many devices as their rows allow, all else data parallel: what experts do for recommenders."""
+        """Tables cut by columns over as many devices as their rows allow and updated by rows, all else data parallel: what experts do for
+        recommenders."""
         n, captured = self.cluster.devices, self.task.captured()
         widest = max(t for t in divisors(n) if all(w % t == 0 for w in self.tables.values()))
         mesh = Mesh(dp=n // widest, tp=widest)
@@ -138,10 +141,10 @@ class GraphSearch:
         pins |= {state: pins[param] for state, param in captured.states.items()}
         pins |= {name: [places] for name, places in self.task.cut_samples("dp", "tp").items()}
         try:
-            made = choose(captured.program, mesh, OnCluster(self.cluster, mesh), pins=pins, work=EFFORT)
+            made = choose(as_run(captured.program, 1), mesh, OnCluster(self.cluster, mesh), pins=pins, work=EFFORT)
         except PlanError as reason:
             return str(reason.message)
-        placed = Placed(made.program, self.cluster, made.again)
+        placed = Placed(as_run(made.program, 1), self.cluster, made.again)
         way = self._whole("tables apart", placed, frozenset({GRADS, VALUES}), 1, (NONE,))
         return way or f"needs {placed.memory() / 1e9:.1f} GB of {self.memory / 1e9:.1f} GB"
 
@@ -217,10 +220,9 @@ class GraphSearch:
         again = frozenset(k for k in held if k.startswith("param.") and named.zero == 3)
         return Placed(program, self.cluster, again)
 
-    def _whole(
-        self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, again: Sequence[str], rules: tuple[str, ...] = ()
-    ) -> Way | None:
+    def _whole(self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, again: Sequence[str]) -> Way | None:
         """One stage: as it is where it fits, else with parts of the forward pass run again."""
+        rules = rules_of(placed.program)
         if placed.memory(rounds) <= self.memory:
             timed = placed.step(overlap, rounds)
             return Way(name, placed, overlap, rounds, timed.seconds, placed.memory(rounds), None, rules, timed.causes)
@@ -255,6 +257,13 @@ class GraphSearch:
             except PlanError:
                 self._chosen[key] = None
         return self._chosen[key]
+
+    def own(self, captured: Captured, rounds: int) -> Captured:
+        """The step as weft runs it; made once, since layouts are remembered by step."""
+        key = id(captured), rounds
+        if key not in self._own:
+            self._own[key] = replace(captured, program=as_run(captured.program, rounds))
+        return self._own[key]
 
     def free(self, say: Say) -> dict[str, Way | str]:
         """Ways with layouts by the ILP: weft's own; the same with parameters held as used, without overlap and without stages
@@ -336,7 +345,8 @@ class GraphSearch:
         return sum(u.sent for u in units) + max(u.saved for u in units)
 
     def _ways(self, spot: Spot, hide: float, restricted: bool = False) -> Iterator[Way]:
-        captured, part, mesh, rounds, pp = spot.captured, spot.part, spot.mesh, spot.rounds, spot.pp
+        part, mesh, rounds, pp = spot.part, spot.mesh, spot.rounds, spot.pp
+        captured = spot.captured if restricted else self.own(spot.captured, rounds)
         own = (self.memory - RESIDENT) / (1 + FRAGMENTATION)
         rates = Rates(hide, rounds, restricted)
         made = self.chosen(captured, part, mesh, rates, own * pp)
@@ -344,7 +354,7 @@ class GraphSearch:
             made = self.chosen(captured, part, mesh, rates, math.inf)
         if made is None:
             return
-        placed = Placed(made.program, part, made.again)
+        placed = Placed(made.program if restricted else as_run(made.program, rounds), part, made.again)
         if not restricted:
             yield from self.run("weft", placed, ALL, rounds, pp, (NONE, MIXED), OWN_SCHEDULES)
             return
