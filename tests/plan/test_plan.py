@@ -70,7 +70,7 @@ def test_moves_are_read_and_told_and_files_without_them_too(plan: Plan) -> None:
     new, old = (parse(json.dumps({**data, "layouts": layouts})) for layouts in (told, {"rules": ["stack_columns"]}))
     assert new.layouts["moves"] == [MOVE] and parse(new.text()) == new
     assert [next(r for r in rows(p) if r[0] == "rules")[2] for p in (new, old)] == [
-        "the step rewritten, and so by parallelize", "the step rewritten, where, the file does not say",
+        "the step rewritten, and so by parallelize", "the step rewritten; the file does not say where",
     ]  # fmt: skip
     assert ("rules", "none", "stack_columns") in list(differences(plan, new))
     assert parse(json.dumps({**data, "layouts": {"moves": None}})).layouts["moves"] is None

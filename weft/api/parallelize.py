@@ -97,10 +97,11 @@ def parallelize(
         step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
     else:
         captured = recomputed(captured) if named.recompute else captured
-        program = decision.program if decision else _placed(captured, named, wish, where, file)
-        report = verified(captured.program, program) if check else None
+        source, moves = file.step(captured) if file is not None else (captured, ())
+        program = decision.program if decision else _placed(source, named, wish, where, file)
+        report = verified(source.program, program) if check else None
         step = Step(captured, program, named, model, loss, optimizer, where, seed)
-        step.report = report
+        step.report, step.source, step.moves = report, source.program, moves
     step.decision = decision
     return _ready(step, on_nan, deterministic, record, progress)
 
@@ -188,6 +189,8 @@ class Step:
         self.grad_norm: Tensor | None = None
         self.decision: auto.Decision | None = None
         self.report: Report | None = None  # of the check of the plan
+        self.source = captured.program  # what was placed: the captured step, or that after the moves of a plan file
+        self.moves: tuple[str, ...] = ()
         self.losses = Losses("ignore")
         self.deterministic = False
         self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}

@@ -1,7 +1,8 @@
 """Plans that `weft plan --out` wrote, as `parallelize` runs them: degrees, order and micro-batches, pins, and layouts of tensors.
 
-A plan of a captured model holds its program. Where a user's step is proved to be the same, that program is run; where its batch, its
-number types or settings of its optimizer differ, parameters and state are held as they are there, and the rest is placed around them.
+A plan of a captured model holds its program, and the moves by which proved rules made it of the model's own. The moves are made again on
+the user's step, which is then held as the program is, at its own batch and in its own number types; where it is of another structure, parameters
+and state are held as they are there, and the rest is placed around them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from weft.core.layout import R, S
 from weft.core.program import Program
 from weft.core.text import parse
 from weft.frontend.capture import Captured
+from weft.plan.carried import carried
 from weft.plan.named import Named
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Options, Placements, place
 from weft.plan.plan import Plan, load
+from weft.plan.replay import moves_of, replayed, words
+from weft.plan.rewritten import Move
 
 Held = Mapping[str, Placements]
 
@@ -34,7 +38,19 @@ class Followed:
     micro_batches: int = 1
     pins: tuple[str, ...] = ()
     program: Program | None = None
-    rewritten: bool = False  # by rules, so that its nodes are not those of the model
+    moves: tuple[Move, ...] | None = None  # by which it was made of the model's own step; None where it is that
+    unsaid: tuple[str, ...] = ()  # rules that made it, the file does not say where
+
+    def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
+        """The step with the plan's moves made, and the words for them; the model's own where they cannot be, which is warned of."""
+        if self.program is None or self.moves is None:
+            return captured, ()
+        self._require_same_model(captured)
+        try:
+            return replayed(captured, self.moves), tuple(words(self.moves))
+        except PlanError as e:
+            _warn(f"the rules of the plan {self.path} are not followed: {e.message}; needed {e.needed}, found {e.found}")
+            return captured, ()
 
     def held(self, captured: Captured, named: Named) -> dict[str, Placements]:
         """How inputs are held: parameters and optimizer state as in the plan, and of a batch what can be cut as there."""
@@ -58,17 +74,23 @@ class Followed:
             )  # fmt: skip
 
     def placed(self, captured: Captured, named: Named, pins: Sequence[Pin]) -> Program | None:
-        """The step with its tensors held as the plan says, unless pins say otherwise; None where the plan says nothing of them."""
+        """The step held as the plan says, unless pins say otherwise; None where the plan says nothing of its tensors."""
         if self.program is None:
             return None
-        held = self.held(captured, named)
-        if not self.rewritten and not pins and _is_same(captured.program, self.program):
-            return self.program
+        held, why = self.held(captured, named), "there are pins"
+        if not pins:
+            try:
+                return carried(self.program, captured.program)
+            except PlanError as e:
+                why = f"{e.message}: needed {e.needed}, found {e.found}"
+            if not self.unsaid and _is_same(captured.program, self.program):
+                return self.program
         shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
         for name, places in resolve(pins, shapes, named.mesh.sizes).items():
             held |= dict.fromkeys((name, *(s for s, p in captured.states.items() if p == name)), places)
-        why = "it was rewritten by rules" if self.rewritten else "there are pins" if pins else "the step has another batch, other types or settings"
-        warnings.warn(f"of the plan {self.path} only inputs are held as it says, since {why}", stacklevel=3)
+        if self.unsaid:
+            why = f"{', '.join(self.unsaid)} rewrote it and the file does not say where; plan again"
+        _warn(f"of the plan {self.path} only inputs are held as it says, since {why}")
         gathered = frozenset({"dp"} if named.zero == 3 else ())
         return place(captured.program, named.mesh, held, Options(gather=gathered))
 
@@ -93,6 +115,10 @@ def _kinds(p: Program) -> dict[str, tuple[object, tuple[int, ...]]]:
     return {name: (n.dtype, n.shape) for name, n in p.input_names.items()} | {f"{name} out": (n.dtype, n.shape) for name, n in p.outputs}
 
 
+def _warn(words: str) -> None:
+    warnings.warn(words, stacklevel=5)
+
+
 def is_file(plan: str) -> bool:
     return isinstance(plan, str) and plan.endswith(".json")
 
@@ -111,7 +137,8 @@ def from_file(path: str) -> Followed:
     rounds = 1 if plan.shares or plan.setting.pp > 1 else plan.setting.micro_batches
     text = plan.layouts.get("program")
     made = parse(text) if text else None
-    return Followed(path, plan.named, rounds, tuple(plan.limits.get("layouts", ())), made, bool(plan.layouts.get("rules")))
+    unsaid = tuple(plan.layouts.get("rules", ())) if "moves" not in plan.layouts else ()
+    return Followed(path, plan.named, rounds, tuple(plan.limits.get("layouts", ())), made, moves_of(plan.layouts), unsaid)
 
 
 def not_followed(plan: Plan) -> list[str]:

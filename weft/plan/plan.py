@@ -203,8 +203,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"
         yield "layers", " ".join(map(str, plan.layers)) if plan.layers else "even", "of each stage"
     if plan.layouts.get("rules"):
-        told = "and so by parallelize" if "moves" in plan.layouts else "where, the file does not say"
-        yield "rules", ", ".join(plan.layouts["rules"]), f"the step rewritten, {told}"
+        told = ", and so by parallelize" if "moves" in plan.layouts else "; the file does not say where"
+        yield "rules", ", ".join(plan.layouts["rules"]), f"the step rewritten{told}"
     for share in plan.shares:
         much = f"{share['micro_batches']} micro-batches of {share['micro_batch']}"
         yield "share", str(share["kind"]), f"{share['copies']} copies take {much} each"

@@ -1,0 +1,127 @@
+"""Plans whose step proved rules rewrote: parallelize makes the same moves on the user's step, and training equals one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.api.ranks import on_ranks
+from weft.api import planfile
+from weft.api.parallelize import parallelize
+from weft.cluster.spec import cluster
+from weft.core.layout import Mesh, Placement, S
+from weft.core.program import Program
+from weft.frontend import zoo
+from weft.plan.graph.planner import record
+from weft.plan.graph.search import ALL, Way
+from weft.plan.graph.task import Task
+from weft.plan.graph.timing import Placed
+from weft.plan.layouts import OnCluster, choose
+from weft.plan.plan import Plan
+from weft.plan.rewritten import PRODUCTS, Move, as_products
+from weft.plan.space import Limits
+from weft.plan.substitute import value_rules
+
+STEPS, BATCH = 3, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a rule, and how some inputs are held; none is a step whose products are written as such and no more."""
+
+    model: str
+    changes: Mapping[str, Any]
+    rule: str
+    mesh: Mesh
+    held: Mapping[str, Mapping[str, Placement]]
+
+    def task(self) -> Task:
+        return Task(self.model, cluster(f"{self.mesh.ranks}xx86-2"), BATCH, "fp32", "adam", tuple(self.changes.items()))
+
+    def plan(self) -> Plan:
+        """The rule used where it first can be, and layouts chosen for that step."""
+        task = self.task()
+        step, moves = as_products(task.captured()), tuple[Move, ...]()
+        if self.rule:
+            move, step = next(found for found in step.neighbours(value_rules(), 40) if str(found[0]) == self.rule)
+            moves = (move,)
+        pins = {n: [places] for n in step.program.input_names for word, places in self.held.items() if n.startswith(word)}
+        made = choose(step.program, self.mesh, OnCluster(task.cluster, self.mesh), pins=pins, work=1e7)
+        placed = Placed(made.program, task.cluster, made.again)
+        way = Way("weft", placed, ALL, 1, 1e-3, 1e6, None, (self.rule,) if moves else ("matmul_as_einsum",), {}, moves)
+        return record(task, Limits(), way, {}, {}, "time")
+
+    def work(self) -> Any:
+        torch.manual_seed(0)
+        made = zoo.load(self.model, device="cpu", **self.changes)
+        made.model.double()
+        return made
+
+    def batch(self, seed: int, size: int = BATCH) -> dict[str, torch.Tensor]:
+        return self.work().example(size, seed=seed)
+
+
+TABLES = {"tables": (24, 24, 24, 24), "width": 4, "bag": 3}
+XDL = Case(
+    "xdl", TABLES | {"top": (8, 2)}, "stack_four_columns", Mesh(dp=2, tp=2),
+    {"param.tables": {"tp": S(1)}, "exp_avg.tables": {"tp": S(1)}, "exp_avg_sq.tables": {"tp": S(1)}, "batch.clicked": {"dp": S(0)}},
+)  # fmt: skip
+DLRM = Case("dlrm", TABLES | {"dense": 13, "bottom": (8, 4), "top": (16, 1)}, "", Mesh(dp=2), {"batch.dense": {"dp": S(0)}})
+UNO = Case(
+    "candle-uno", {"encoder": (16, 16), "head": (16, 16), "cell": 9, "descriptors": 13, "fingerprints": 11}, "sum_of_concat~ x2", Mesh(dp=2),
+    {"batch.cell": {"dp": S(0)}, "batch.growth": {"dp": S(0)}},
+)  # fmt: skip
+CASES = [XDL, DLRM, UNO]
+
+
+def was_rewritten(program: Program, case: Case) -> bool:
+    """Whether the program has what the rule of the case makes."""
+    if case is DLRM:
+        return not any(n.attr("equation") in PRODUCTS for n in program.find_all("einsum"))
+    return any(n.ndim == 3 or case is UNO and n.attr("dim") == 0 for n in program.find_all("concat"))
+
+
+def torch_losses(case: Case, **settings: Any) -> list[float]:
+    work, out = case.work(), []
+    optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-3, **settings)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss = work.loss(work.model, case.batch(i))
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return out
+
+
+def made(case: Case, plan: str, settings: Mapping[str, Any] = {}, **more: Any) -> Any:
+    work = case.work()
+    return parallelize(work.model, work.loss, torch.optim.AdamW(work.model.parameters(), lr=1e-3, **settings), case.batch(0), plan, **more)
+
+
+def losses(step: Any, case: Case) -> list[float]:
+    return [step(case.batch(i)).item() for i in range(STEPS)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[c.model for c in CASES])
+def test_the_moves_are_made_on_the_users_step_and_training_equals_torch(case: Case, tmp_path: Path) -> None:
+    case.plan().save(tmp_path / "plan.json")
+    want, inputs = torch_losses(case), planfile.load(tmp_path / "plan.json").layouts["inputs"]
+
+    def job(rank: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            step = made(case, str(tmp_path / "plan.json"))
+        torch.testing.assert_close(losses(step, case), want, rtol=1e-8, atol=1e-8)
+        assert was_rewritten(step.program, case) and not was_rewritten(step.captured.program, case)
+        assert [m.split(" ")[0].rstrip(":") for m in step.moves[1:]] == [case.rule.partition("~")[0]] * bool(case.rule)
+        held = {n: {a: str(p) for a, p in x.layout.placements.items() if str(p) != "R"} for n, x in step.program.input_names.items()}
+        assert {n: places for n, places in held.items() if places} == inputs
+        assert step.check(case.batch(9)) < 1e-8, "against the model's own step"
+
+    on_ranks(case.mesh.ranks, job, tmp_path)
