@@ -53,8 +53,36 @@ def test_a_number_without_origin_is_refused() -> None:
 
 
 def test_a_missing_constant_is_named() -> None:
-    with pytest.raises(ClusterError, match=r"device A100 has no constant 'peak\.fp8'"):
+    with pytest.raises(ClusterError, match=r"device A100 has no constant 'units\.odd'"):
+        load("A100").device.get("units.odd")
+
+
+def test_a_rate_that_a_device_lacks() -> None:
+    with pytest.raises(ClusterError, match="A100 has no rate of fp8") as caught:
         load("A100").device.peak("fp8")
+    assert "one of fp16, bf16, tf32, fp32" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"links": []}, "the profile has no links"), ({"links": [{"name": "x"}]}, "needed +name, span, constants"),
+        ({"node_size": 0}, "the node size"), ({"device": [1]}, "the constants of a profile cannot be read"),
+        ({"device": {"peak.bf16": {"value": 0, "origin": "datasheet"}}}, "'peak.bf16' cannot be 0"),
+        ({"device": {"memory.bytes": {"value": "big", "origin": "datasheet"}}}, "'memory.bytes' cannot be 'big'"),
+        ({"device": {"kernel.launch": {"value": -1, "origin": "datasheet"}}}, "a number, 0 or more"),
+    ],
+)  # fmt: skip
+def test_what_no_device_is(change: dict, says: str) -> None:
+    with pytest.raises(ClusterError, match=says):
+        parse({**dump(load("A100")), **change})
+
+
+def test_a_profile_that_extends_nothing_shipped(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"extends": "H101", "name": "mine"}')
+    with pytest.raises(ClusterError, match="extends a profile that is not shipped"):
+        load(str(path))
 
 
 def test_a_broken_file(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         ("0x8xA100", "1 node of 1 device"),
         ("12xA100", "try     2x8xA100"),
         ("missing.yaml", "cannot read missing.yaml"),
+        ("2x8xA100@0", "Gb/s per device above 0"),
     ],
 )
 def test_what_cannot_be_read(text: str, says: str) -> None:
@@ -99,8 +100,51 @@ def test_an_unknown_kind_offers_near_ones() -> None:
 def test_a_group_without_kind(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("groups:\n- {nodes: 2, kinds: A100}\n")
-    with pytest.raises(ClusterError, match="devices, kind, network_gbps_per_device, nodes"):
+    with pytest.raises(ClusterError, match="kind, and any of nodes, devices, network_gbps_per_device"):
         cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    ("group", "more", "says"),
+    [
+        ("nodes: -2, devices: 8", "", "nodes of .* cannot be -2"),
+        ("nodes: 1.5, devices: 8", "", "a whole number of 1 or more"),
+        ("nodes: 2, devices: true", "", "devices of .* cannot be True"),
+        ("nodes: 2, network_gbps_per_device: 0", "", "network_gbps_per_device of .* cannot be 0"),
+        ("nodes: 2", "spines: {devices: 16}", "has more than a cluster"),
+        ("nodes: 2", "spine: {devices: x, gbps_per_device: 50}", "devices of the spine of .* cannot be 'x'"),
+        ("nodes: 2", "spine: {devices: 16, gbps_per_device: -50}", "gbps_per_device of the spine of .* cannot be -50"),
+        ("nodes: 2", "spine: {devices: 12, gbps_per_device: 50}", "devices: a multiple of 8"),
+    ],
+)
+def test_numbers_of_a_file_that_no_cluster_has(tmp_path: Path, group: str, more: str, says: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"groups:\n- {{{group}, kind: A100}}\n{more}\n")
+    with pytest.raises(ClusterError, match=says):
+        cluster(str(path))
+
+
+def test_nodes_of_a_profile_of_ones_own(tmp_path: Path) -> None:
+    import json
+
+    from weft.cluster.profile import dump, load
+
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**dump(load("A100")), "name": "mine"}))
+    assert [(g.count, g.size) for g in cluster(f"4x2x{path}@100").groups] == [(4, 2)]
+    assert [(g.count, g.size) for g in cluster(f"2x{path}").groups] == [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "counts", "more"),
+    [
+        ("8xp3.16xlarge", (16,), "16xp3.16xlarge"), ("2x8xA100@100", (4,), "4x8xA100@100"), ("8xA100", (2,), "2x8xA100"),
+        ("2x8xA100+1x8xH100", (4, 2), "4x8xA100+2x8xH100"),
+    ],
+)  # fmt: skip
+def test_more_nodes_are_written_so_that_they_can_be_read(text: str, counts: tuple[int, ...], more: str) -> None:
+    made = cluster(text).with_nodes(*counts)
+    assert made.text == more and cluster(more).groups == made.groups
 
 
 @pytest.mark.parametrize(

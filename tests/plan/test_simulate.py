@@ -17,7 +17,7 @@ from weft.plan.fits import fit
 from weft.plan.models import shape
 from weft.plan.phase import Pass, Walk
 from weft.plan.setting import Setting
-from weft.plan.simulate import Step, share, simulate
+from weft.plan.simulate import Step, held, share, simulate
 from weft.plan.transformer import Shape, workload
 from weft.plan.workload import Attention, Collective, Gemm, backward, flops, per_op, split_weight
 
@@ -57,6 +57,13 @@ def test_every_millisecond_has_a_cause(setting: Setting) -> None:
     assert all(v >= -1e-9 for v in step.hidden.values()), step.hidden
     assert 0 < step.mfu < 0.9
     assert step.peak_memory.total > step.peak_memory.allocated > 0
+
+
+def test_experts_are_spread_over_copies() -> None:
+    with pytest.raises(PlanError, match="ep a divisor of dp = 4"):
+        Setting(global_batch=8, dp=4, ep=3).check()
+    with pytest.raises(PlanError, match="ep a divisor of experts = 8"):
+        foresee(replace(GPT, experts=8, chosen=2), Setting(global_batch=9, dp=9, ep=3), "9x1xH100")
 
 
 def test_experts_are_spread() -> None:
@@ -158,7 +165,13 @@ def test_layers_are_shared_out() -> None:
         (Setting(global_batch=8, virtual=2), "H100", "try     --schedule interleaved"),
         (Setting(global_batch=8, recompute="some"), "H100", "none or selective or per-op or full"),
         (Setting(global_batch=8, zero=4), "H100", "ZeRO has stages 0 to 3"),
-        (Setting(global_batch=8, dp=8, ep=3), "8xH100", "ep a divisor of dp = 8"),
+        (Setting(global_batch=8, dp=8, ep=2), "8xH100", "a model with experts"),
+        (Setting(global_batch=8, dp=2, tp=3), "8xH100", "tp a divisor of heads = 16"),
+        (Setting(global_batch=8, dp=1, pp=3), "8xH100", "try     --pp 2 --dp 4"),
+        (Setting(global_batch=8, pp=0), "8xH100", "pp of 1 or more"),
+        (Setting(global_batch=-8), "H100", "global batch of 1 or more"),
+        (Setting(global_batch=8, micro_batch=0), "H100", "micro batch of 1 or more"),
+        (Setting(global_batch=8, dtype="int8"), "H100", "no dtype named 'int8'"),
     ],
 )
 def test_what_cannot_be_run(setting: Setting, place: str, says: str) -> None:
@@ -180,6 +193,23 @@ def test_advice_was_tried() -> None:
     assert [c.step.seconds for c in answer.changes] == sorted(c.step.seconds for c in answer.changes)
     for change in answer.changes:
         assert fit(model, change.setting, place).fits, change.says
+
+
+def test_what_needs_several_changes_or_more_nodes_is_told() -> None:
+    """A model whose state alone fills eight devices has an answer too, and two changes are told where one is not enough."""
+    model = replace(GPT, layers=48, hidden=8192, heads=64)
+    far = fit(model, Setting(global_batch=8, dp=8), cluster("8xA100-40"))
+    assert not far.fits and far.largest == 0 and far.changes
+    assert all(c.says.startswith("--cluster 2x8xA100-40 ") or c.says.startswith("--cluster 4x8xA100-40 ") for c in far.changes)
+    assert all(c.cluster.devices == c.setting.devices and c.step.peak_memory.total <= far.memory for c in far.changes)
+    near = fit(replace(GPT, layers=64, seq=8192), Setting(global_batch=8, dp=8, tp=1), cluster("8xH100"))
+    assert near.changes and all("--cluster" not in c.says for c in near.changes)
+
+
+def test_bytes_alone_are_those_of_the_step() -> None:
+    setting, place = Setting(global_batch=16, dp=2, pp=4), cluster("8xH100")
+    step = foresee(GPT, setting, "8xH100")
+    assert held(workload(GPT, setting), setting, place) == step.peak_memory.total == pytest.approx(sum(step.peak_memory.parts().values()))
 
 
 def test_the_largest_batch_is_the_largest() -> None:
@@ -247,6 +277,28 @@ def test_the_command(tmp_path: Path) -> None:
     exposed = sum(parts["exposed"].values())
     assert parts["compute"] + parts["host"] + parts["bubble"] + parts["optimizer"] + exposed == pytest.approx(said["step_ms"])
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_what_the_command_advises_fits() -> None:
+    first = ["simulate", "gpt2-xl", "--cluster", "1x2xV100", "--micro-batch", "16", "--json"]
+    said = json.loads(CliRunner().invoke(app, first).stdout.splitlines()[-1])
+    assert said["fits"] is False and said["dtype"] == "fp16"  # where bf16 has no units of its own
+    advised = said["changes"][0]
+    again = json.loads(CliRunner().invoke(app, [*first, *advised["try"].split()]).stdout.splitlines()[-1])
+    assert again["fits"] is True and again["memory_gb"] == pytest.approx(advised["memory_gb"])
+    assert sum(again["memory_parts_gb"].values()) == pytest.approx(again["memory_gb"])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tp", "0"], "tp of 1 or more"), (["--micro-batch", "0"], "micro batch of 1 or more"), (["--recompute", "mixed"], "weft plan"),
+        (["--trace", "nowhere/step.json"], "no folder nowhere"), (["--dtype", "fp8"], "A100 has no rate of fp8"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_run(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", "gpt2", "--cluster", "8xA100", *options])
+    assert result.exit_code == 1 and says in result.output
 
 
 def test_the_command_says_what_is_wrong() -> None:

@@ -20,6 +20,24 @@ def emit(obj: Mapping[str, Any]) -> None:
     print(text, flush=True)
 
 
+def many(n: int, noun: str) -> str:
+    """`1 sample`, `2 samples`, `4 micro-batches`."""
+    return f"{n:,} {noun}{'' if n == 1 else 'es' if noun.endswith(('ch', 's')) else 's'}"
+
+
+def writable(path: str) -> None:
+    """Refuse, before any work is done, a file that cannot be written in the end. Nothing is asked of an empty path."""
+    from pathlib import Path
+
+    from weft.core.errors import WeftError
+
+    folder = Path(path).parent
+    if path and not folder.is_dir():
+        raise WeftError(f"cannot write {path}", needed="a file in a folder that is there", found=f"no folder {folder}", try_=f"mkdir -p {folder}")
+    if path and Path(path).is_dir():
+        raise WeftError(f"cannot write {path}", needed="the name of a file", found="a folder")
+
+
 def _plain(value: Any, path: str) -> Any:
     """`value` in JSON's own types. Scalars of numpy and torch are unwrapped; `path` names the place in an error."""
     if isinstance(value, Mapping):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import console, emit
+from weft.cli.output import console, emit, many, writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,12 +35,14 @@ def simulate(
     ep: int = typer.Option(1, "--ep", help="Devices that share the experts."),
     virtual: int = typer.Option(1, "--virtual", help="Chunks of layers per stage, for the interleaved schedule."),
     zero: int = typer.Option(0, "--zero", help="What is sharded over copies: 1 optimizer, 2 gradients, 3 parameters too."),
-    recompute: str = typer.Option("none", "--recompute", help="none, selective, per-op or full."),
+    recompute: str = typer.Option("none", "--recompute", help="What is run again: none, selective (attention), per-op (all but some products) or full."),
     schedule: str = typer.Option("", "--schedule", help="gpipe, 1f1b, interleaved or zero-bubble."),
     kernels: str = typer.Option("compiled", "--kernels", help="classic, eager or compiled."),
-    dtype: str = typer.Option("bf16", "--dtype", help="fp32, tf32, fp16, bf16 or fp8."),
+    dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16 or fp8; the faster 16-bit kind if not given."),
     sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Cut tokens over tp between the products."),
     overlap: bool = typer.Option(True, help="Gradients and parameters travel beside compute."),
+    overlap_tp: bool = typer.Option(False, "--overlap-tp", help="Collectives of tp run beside the products they belong to."),
+    keep_gathered: bool = typer.Option(False, "--keep-gathered", help="Under ZeRO-3, parameters stay whole from their first use in a step to the last."),
     trace: str = typer.Option("", "--trace", help="Write the timeline for Chrome or Perfetto to this file."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
@@ -48,28 +50,48 @@ def simulate(
     from weft.cluster import spec
     from weft.plan.fits import fit
     from weft.plan.models import shape
+    from weft.plan.planner import best_dtype
     from weft.plan.setting import Setting
     from weft.plan.simulate import detail
     from weft.plan.simulate import simulate as run
     from weft.plan.transformer import workload
 
     began = time.perf_counter()
+    writable(trace)
     place = spec.cluster(cluster)
     sizes = shape(model, **({"seq": seq} if seq else {}))
-    copies = dp or max(1, place.devices // (tp * pp * cp))
+    copies = dp or max(1, place.devices // max(1, tp * pp * cp))
     setting = Setting(
-        global_batch=batch or copies * micro_batch * max(1, 4 * pp if pp > 1 else 1), micro_batch=micro_batch,
-        dp=copies, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual, zero=zero, recompute=recompute,
-        schedule=schedule or ("interleaved" if virtual > 1 else "1f1b"), kernels=kernels, dtype=dtype,
-        sequence_parallel=sequence_parallel, overlap_grads=overlap, overlap_params=overlap,
+        global_batch=batch or copies * max(1, micro_batch) * (4 * pp if pp > 1 else 1), micro_batch=micro_batch,
+        dp=copies, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual, zero=zero, recompute=_whole(recompute),
+        schedule=schedule or ("interleaved" if virtual > 1 else "1f1b"), kernels=kernels, dtype=dtype or best_dtype(place),
+        sequence_parallel=sequence_parallel, overlap_grads=overlap, overlap_params=overlap, overlap_tp=overlap_tp, keep_gathered=keep_gathered,
     )  # fmt: skip
+    setting.check()
     step = run(workload(sizes, setting), setting, place)
     answer = fit(sizes, setting, place, step)
     if trace:
         _save_trace(step, detail(workload(sizes, setting), setting, place), trace)
-    _show(model, cluster, setting, step, answer)
+    said = f"{setting.dtype}, {many(setting.global_batch, 'sample')} of {sizes.seq} tokens, {_pieces(setting)}"
+    console.print(f"[bold]{model}[/] on {cluster} ({many(place.devices, 'device')}): {said}", highlight=False)
+    _show(step, answer)
     if json:
         emit({"model": model, "cluster": cluster, **_result(setting, step, answer), "seconds": time.perf_counter() - began})
+
+
+def _whole(recompute: str) -> str:
+    """Recompute of every layer alike; a mix is what a plan makes of its own memory."""
+    from weft.core.errors import PlanError
+    from weft.plan.setting import MIXED, RECOMPUTE
+
+    if recompute == MIXED:
+        tip = "weft plan, which mixes as each stage's memory allows"
+        raise PlanError("one setting has no mixed recompute", needed=" or ".join(RECOMPUTE), found=recompute, try_=tip)
+    return recompute
+
+
+def _pieces(s: Setting) -> str:
+    return f"{many(s.micro_batches, 'micro-batch')} of {s.micro_batch}" + (f" on each of {s.dp} copies" if s.dp > 1 else "")
 
 
 def _result(setting: Setting, step: Step, answer: Fit) -> dict[str, Any]:
@@ -77,14 +99,15 @@ def _result(setting: Setting, step: Step, answer: Fit) -> dict[str, Any]:
     return {
         "step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu,
         "memory_gb": answer.needed / 1e9, "device_memory_gb": answer.memory / 1e9, "fits": answer.fits,
-        "largest_micro_batch": answer.largest, "changes": [{"try": c.says, "step_ms": c.step.seconds * 1e3} for c in answer.changes],
+        "largest_micro_batch": answer.largest,
+        "changes": [{"try": c.says, "step_ms": c.step.seconds * 1e3, "memory_gb": c.step.peak_memory.total / 1e9} for c in answer.changes],
         "breakdown_ms": {
             "compute": step.causes.get("compute", 0.0) * 1e3, "host": step.causes.get("host", 0.0) * 1e3,
             "exposed": communication, "hidden": {k: v * 1e3 for k, v in step.hidden.items() if v > 0},
             "bubble": step.causes.get("bubble", 0.0) * 1e3, "optimizer": step.causes.get("optimizer", 0.0) * 1e3,
         },
         "memory_parts_gb": {k: v / 1e9 for k, v in step.peak_memory.parts().items()},
-        "micro_batches": setting.micro_batches,
+        "global_batch": setting.global_batch, "micro_batches": setting.micro_batches, "dtype": setting.dtype,
     }  # fmt: skip
 
 
@@ -95,10 +118,9 @@ MEANS = {
 }  # fmt: skip
 
 
-def _show(model: str, cluster: str, setting: Setting, step: Step, answer: Fit) -> None:
+def _show(step: Step, answer: Fit) -> None:
     from rich.table import Table
 
-    console.print(f"[bold]{model}[/] on {cluster}: {setting.global_batch} samples in {setting.micro_batches} micro-batches")
     table = Table("the busiest stage", "ms", "share", box=None)
     for cause, seconds in sorted(step.causes.items(), key=lambda item: -item[1]):
         if seconds > 1e-6:
@@ -113,13 +135,17 @@ def _show(model: str, cluster: str, setting: Setting, step: Step, answer: Fit) -
 
 def _show_memory(step: Step, answer: Fit) -> None:
     parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in step.peak_memory.parts().items() if v > 5e7)
-    console.print(f"memory {answer.needed / 1e9:.1f} of {answer.memory / 1e9:.1f} GB: {parts}, the rest allowance")
+    console.print(f"memory {answer.needed / 1e9:.1f} of {answer.memory / 1e9:.1f} GB: {parts}")
     if answer.fits:
         console.print(f"[green]it fits[/]; so would micro-batches of up to {answer.largest}")
         return
-    console.print("[red]it does not fit[/]; " + (f"micro-batches of {answer.largest} would" if answer.largest else "not even one sample"))
+    largest = f"as it is, micro-batches of {answer.largest} would" if answer.largest else "not even one sample at a time would"
+    console.print(f"[red]it does not fit[/]; {largest}", highlight=False)
+    if not answer.changes:
+        console.print("  found nothing that does, up to 64 times the nodes", highlight=False)
     for change in answer.changes[:5]:
-        console.print(f"  try {change.says}: fits, {change.step.seconds * 1e3:,.0f} ms", highlight=False)
+        made = f"{change.step.peak_memory.total / 1e9:.1f} GB, {change.step.seconds * 1e3:,.0f} ms"
+        console.print(f"  with {change.says}: fits, {made}", highlight=False)
 
 
 def _save_trace(step: Step, layers: Mapping[str, Timeline], path: str) -> None:

@@ -6,6 +6,7 @@ An origin begins with `datasheet`, `table`, `measured`, `fitted` or `assumed`. S
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from weft.core.errors import ClusterError, UnknownName
 
 FOLDER = Path(__file__).parent / "profiles"
 KINDS_OF_ORIGIN = ("datasheet", "table", "measured", "fitted", "assumed")
+RATES = ("peak.", "memory.", "units", "bandwidth", "efficiency")  # beginnings and ends of what is divided by
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Device:
 
     def peak(self, dtype: str) -> float:
         """Flop/s of the datasheet in a dtype."""
+        if f"peak.{dtype}" not in self.constants:
+            known = ", ".join(key.removeprefix("peak.") for key in self.constants if key.startswith("peak."))
+            tip = f"another dtype, or add peak.{dtype} to the profile, with its origin"
+            raise ClusterError(f"{self.name} has no rate of {dtype}", needed=f"one of {known}", found=dtype, try_=tip)
         return self.get(f"peak.{dtype}")
 
 
@@ -131,6 +137,8 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ClusterError(f"{path} is not a profile", needed="a JSON object", found=type(data).__name__)
     base = data.get("extends")
+    if base is not None and base not in names():
+        raise ClusterError(f"{path} extends a profile that is not shipped", needed=", ".join(names()), found=str(base))
     return data if base is None else _over(_read(FOLDER / f"{base}.json"), data)
 
 
@@ -147,13 +155,24 @@ def parse(data: Mapping[str, Any], where: str = "profile") -> Profile:
         if key not in data:
             raise ClusterError(f"the profile lacks {key!r}", needed="name, device, node_size, links", found=", ".join(data), where=where)
     device = Device(data["name"], _constants(data["device"], where))
-    links = tuple(
-        Link(item["name"], int(item["span"]), _constants(item["constants"], where)) for item in data["links"]
-    )
-    return Profile(data["name"], device, int(data["node_size"]), links)
+    size, links = data["node_size"], data["links"]
+    if not isinstance(size, int) or size < 1:
+        raise ClusterError("the node size of a profile is the number of its devices", needed="1 or more", found=repr(size), where=where)
+    if not isinstance(links, list) or not links:
+        raise ClusterError("the profile has no links", needed="a list, innermost first", found=repr(links), where=where)
+    return Profile(data["name"], device, size, tuple(_link(item, where) for item in links))
 
 
-def _constants(data: Mapping[str, Any], where: str) -> dict[str, Constant]:
+def _link(item: Any, where: str) -> Link:
+    if not isinstance(item, Mapping) or {"name", "span", "constants"} - set(item):
+        found = ", ".join(item) if isinstance(item, Mapping) else repr(item)
+        raise ClusterError("a link of the profile cannot be read", needed="name, span, constants", found=found, where=where)
+    return Link(str(item["name"]), int(item["span"]), _constants(item["constants"], where))
+
+
+def _constants(data: Any, where: str) -> dict[str, Constant]:
+    if not isinstance(data, Mapping):
+        raise ClusterError("the constants of a profile cannot be read", needed="{name: {value, origin}}", found=repr(data), where=where)
     return {key: _constant(key, item, where) for key, item in data.items()}
 
 
@@ -165,7 +184,11 @@ def _constant(key: str, item: Any, where: str) -> Constant:
             found=json.dumps(item),
             where=where,
         )
-    return Constant(float(item["value"]), str(item["origin"]))
+    value, rate = item["value"], key.startswith(RATES) or key.endswith(RATES)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf or (rate and not value):
+        needed = "a number above 0" if rate else "a number, 0 or more"
+        raise ClusterError(f"the constant {key!r} cannot be {value!r}", needed=needed, found=repr(value), where=where)
+    return Constant(float(value), str(item["origin"]))
 
 
 def dump(profile: Profile) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Written `16x8xH100` (nodes x devices x kind), `8xA100`, `H200`, with `@400` for 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from weft.core.errors import ClusterError
 
 EXAMPLES = "16x8xH100, 8xA100, 2x8xA100@100, 2x8xH100+2x8xA100, cluster.yaml"
 GBIT = 1e9 / 8
-_PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?:(?P<devices>\d+)x)?(?P<kind>[A-Za-z][\w.-]*?)(?:@(?P<gbps>\d+(?:\.\d+)?))?$")
+_PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?:(?P<devices>\d+)x)?(?P<kind>[A-Za-z][\w.-]*?|.+\.json)(?:@(?P<gbps>\d+(?:\.\d+)?))?$")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,14 @@ class Cluster:
         spans = [link.span or self.devices for link in self.links]
         return tuple(min(size, max(1, span // stride)) for span in spans[:-1]) + (size,)
 
+    def with_nodes(self, *counts: int) -> Cluster:
+        """So many nodes of each group, written as this cluster is."""
+        groups = tuple(dataclasses.replace(g, count=n) for g, n in zip(self.groups, counts, strict=True))
+        parts = [_PART.fullmatch(part.strip()) for part in self.text.split("+")]
+        if None in parts or len(parts) != len(groups):  # a file
+            return Cluster(f"{self.text} with {' and '.join(map(str, counts))} nodes", groups)
+        return Cluster("+".join(_written(g, part) for g, part in zip(groups, parts, strict=True) if part), groups)
+
     def slice(self, first: int, count: int) -> Cluster:
         """The cluster of `count` ranks from `first` on, which must be whole nodes or lie in one."""
         kept, start = [], 0
@@ -94,6 +103,13 @@ class Cluster:
                 kept.append(_cut(group, high - low))
             start += group.devices
         return Cluster(f"{self.text}[{first}:{first + count}]", tuple(kept))
+
+
+def _written(group: Nodes, found: re.Match[str]) -> str:
+    """Nodes of another number than those that were read."""
+    kind, gbps = found.group("kind", "gbps")
+    whole = is_node(kind) and group.size == load(kind).node_size
+    return f"{group.count}x{'' if whole else f'{group.size}x'}{kind}{f'@{gbps}' if gbps else ''}"
 
 
 def _cut(group: Nodes, devices: int) -> Nodes:
@@ -116,12 +132,14 @@ def cluster(text: str | Cluster) -> Cluster:
 
 
 def _part(text: str) -> Nodes:
-    if (own := re.fullmatch(r"(?:(\d+)x)?(.+\.json)", text)) is not None:
-        return _nodes(1, own.group(1) and int(own.group(1)), own.group(2), None)
     found = _PART.fullmatch(text)
     if found is None:
         raise ClusterError(f"cannot read the cluster {text!r}", needed="NODESxDEVICESxKIND", found=text, try_=f"for example {EXAMPLES}")
     nodes, devices, kind, gbps = found.group("nodes", "devices", "kind", "gbps")
+    if gbps is not None and not float(gbps):
+        raise ClusterError(f"the network of {text!r} has no rate", needed="Gb/s per device above 0", found=f"@{gbps}", try_="16x8xH100@400")
+    if kind.endswith(".json") and devices is None:  # of a profile of one's own, so many devices of one node
+        return _nodes(1, nodes and int(nodes), kind, gbps and float(gbps))
     if devices is None and is_node(kind):  # 8xp3.16xlarge is eight nodes
         return _nodes(int(nodes or 1), load(kind).node_size, kind, gbps and float(gbps))
     if nodes is not None and devices is None:  # 8xA100 is eight devices, whole nodes where they are more than one holds
@@ -162,7 +180,7 @@ def crowded(profile: Profile, size: int) -> Profile:
 
 def _crowding(key: str, share: float) -> float:
     """Rates shrink with the share of a core, waits grow."""
-    if key.startswith("peak.") or key == "bandwidth" or key.endswith(("memory.bandwidth", "cache.bandwidth", "math.rate")):
+    if key.startswith(("peak.", "rate.")) or key == "bandwidth" or key.endswith(("memory.bandwidth", "cache.bandwidth", "math.rate")):
         return share
     return 1 / share if key in ("launch", "low_step", "bulk", "bulk_step") or key.endswith((".launch", ".tile")) else 1.0
 
@@ -182,21 +200,39 @@ def _of_data(data: Mapping[str, Any], where: str) -> Cluster:
     groups = data.get("groups")
     if not isinstance(groups, list) or not groups:
         raise ClusterError(f"{where} has no groups", needed="groups: [{nodes: 2, devices: 8, kind: A100}]", found=str(list(data)))
-    known = {"nodes", "devices", "kind", "network_gbps_per_device"}
-    for group in groups:
-        if not isinstance(group, Mapping) or not isinstance(group.get("kind"), str) or set(group) - known:
-            raise ClusterError(f"a group of {where} cannot be read", needed=", ".join(sorted(known)), found=str(group))
-        for key in known - {"kind"} & set(group):
-            if not isinstance(group.get(key, 1), (int, float)):
-                raise ClusterError(f"a group of {where} has no number for {key}", needed="a number", found=repr(group[key]))
-    made = [_nodes(g.get("nodes", 1), g.get("devices"), g["kind"], g.get("network_gbps_per_device")) for g in groups]
+    odd = [str(key) for key in data if key not in ("groups", "spine")]
+    if odd:
+        raise ClusterError(f"{where} has more than a cluster", needed="groups, and spine where there is one", found=", ".join(odd))
+    made = [_group(g, where) for g in groups]
     return Cluster(where, tuple(_under_spine(g, data["spine"], where) if "spine" in data else g for g in made))
+
+
+def _group(group: Any, where: str) -> Nodes:
+    known = ("nodes", "devices", "network_gbps_per_device")
+    if not isinstance(group, Mapping) or not isinstance(group.get("kind"), str) or set(group) - {"kind", *known}:
+        raise ClusterError(f"a group of {where} cannot be read", needed=f"kind, and any of {', '.join(known)}", found=str(group))
+    for key in set(group) & {"nodes", "devices"}:
+        _positive(where, key, group[key], whole=True)
+    if "network_gbps_per_device" in group:
+        _positive(where, "network_gbps_per_device", group["network_gbps_per_device"])
+    return _nodes(group.get("nodes", 1), group.get("devices"), group["kind"], group.get("network_gbps_per_device"))
+
+
+def _positive(where: str, key: str, value: Any, whole: bool = False) -> None:
+    kinds = (int,) if whole else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+        needed = "a whole number of 1 or more" if whole else "a number above 0"
+        raise ClusterError(f"{key} of {where} cannot be {value!r}", needed=needed, found=repr(value))
 
 
 def _under_spine(group: Nodes, spine: Any, where: str) -> Nodes:
     """Nodes whose network reaches `devices` of them at its own rate and all others through a slower spine."""
     if not isinstance(spine, Mapping) or set(spine) != {"devices", "gbps_per_device"}:
         raise ClusterError(f"the spine of {where} cannot be read", needed="spine: {devices: 256, gbps_per_device: 100}", found=str(spine))
+    _positive(where, "devices of the spine", spine["devices"], whole=True)
+    _positive(where, "gbps_per_device of the spine", spine["gbps_per_device"])
+    if spine["devices"] % group.size:
+        raise ClusterError(f"the spine of {where} cuts nodes", needed=f"devices: a multiple of {group.size}", found=str(spine["devices"]))
     *inner, network = group.profile.links
     rate = Constant(spine["gbps_per_device"] * GBIT, "datasheet: given with the cluster")
     outer = Link("spine", 0, {**network.constants, "bandwidth": rate})

@@ -1,4 +1,7 @@
-"""Will it fit: the answer, the largest micro-batch that does, and changes that were tried and help."""
+"""Will it fit: the answer, the largest micro-batch that does, and changes that were tried and help.
+
+Changes are tried one at a time, then two and three together, and the fewest that help are told; where none does, more nodes are.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,22 @@ from dataclasses import dataclass, replace
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
 from weft.plan.setting import RECOMPUTE, Setting
-from weft.plan.simulate import Step, simulate
+from weft.plan.simulate import Step, held, simulate
 from weft.plan.transformer import Shape, workload
+
+TOGETHER = 3  # changes at once
+FLAGS = ("tp", "pp", "cp", "dp", "zero", "recompute", "micro_batch", "sequence_parallel")
+MORE = (2, 4, 8, 16, 32, 64)  # times the nodes
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a setting that makes it fit, and the step it then takes."""
+    """What makes a setting fit, as options of the command, and the step it then takes. `cluster` is another where nodes were added."""
 
     says: str
     setting: Setting
     step: Step
+    cluster: Cluster
 
 
 @dataclass(frozen=True)
@@ -32,19 +40,18 @@ class Fit:
 
 def fit(shape: Shape, setting: Setting, cluster: Cluster, step: Step | None = None) -> Fit:
     """Whether a setting fits the smallest memory of the cluster."""
-    step = step or simulate(workload(shape, setting), setting, cluster)
+    needed = step.peak_memory.total if step is not None else held(workload(shape, setting), setting, cluster)
     memory = min(g.profile.device.memory for g in cluster.groups)
-    needed = step.peak_memory.total
     ok = needed <= memory
     changes = () if ok else tuple(sorted(_helpful(shape, setting, cluster, memory), key=lambda c: c.step.seconds))
     return Fit(ok, needed, memory, _largest(shape, setting, cluster, memory), changes)
 
 
-def _try(shape: Shape, setting: Setting, cluster: Cluster) -> Step | None:
+def _fits(shape: Shape, setting: Setting, cluster: Cluster, memory: float) -> bool:
     try:
-        return simulate(workload(shape, setting), setting, cluster)
+        return held(workload(shape, setting), setting, cluster) <= memory
     except WeftError:
-        return None
+        return False
 
 
 def _largest(shape: Shape, setting: Setting, cluster: Cluster, memory: float) -> int:
@@ -52,8 +59,7 @@ def _largest(shape: Shape, setting: Setting, cluster: Cluster, memory: float) ->
 
     def fits(size: int) -> bool:
         batch = size * setting.dp * setting.micro_batches
-        step = _try(shape, replace(setting, micro_batch=size, global_batch=batch), cluster)
-        return step is not None and step.peak_memory.total <= memory
+        return _fits(shape, replace(setting, micro_batch=size, global_batch=batch), cluster, memory)
 
     if not fits(1):
         return 0
@@ -67,27 +73,59 @@ def _largest(shape: Shape, setting: Setting, cluster: Cluster, memory: float) ->
     return low
 
 
+# --- what to change
+
+
 def _helpful(shape: Shape, setting: Setting, cluster: Cluster, memory: float) -> Iterator[Change]:
-    for says, other in _changes(setting):
-        step = _try(shape, other, cluster)
-        if step is not None and step.peak_memory.total <= memory:
-            yield Change(says, other, step)
+    """The fewest changes that help; more nodes, begun with the most that can be saved, where none does."""
+    found, where = _nearest(shape, setting, cluster, memory), cluster
+    for times in MORE:
+        if found:
+            break
+        where = cluster.with_nodes(*(g.count * times for g in cluster.groups))
+        found = _nearest(shape, _leanest(setting, times), where, memory)
+    words = [] if where is cluster else [f"--cluster {where.text}"]
+    for s in found:
+        yield Change(" ".join([*words, said(setting, s)]), s, simulate(workload(shape, s), s, where), where)
 
 
-def _changes(s: Setting) -> Iterator[tuple[str, Setting]]:
-    """One thing at a time, then the two that go together."""
-    more = RECOMPUTE[RECOMPUTE.index(s.recompute) + 1 :]
-    for name in more:
-        yield f"--recompute {name}", replace(s, recompute=name)
-    for zero in range(s.zero + 1, 4):
-        yield f"--zero {zero}", replace(s, zero=zero)
-    if s.micro_batch > 1:
-        yield f"--micro-batch {s.micro_batch // 2}", replace(s, micro_batch=s.micro_batch // 2)
+def _nearest(shape: Shape, setting: Setting, cluster: Cluster, memory: float) -> list[Setting]:
+    """Settings that fit, as few changes away as any."""
+    tried: set[Setting] = set()
+    latest = [setting]
+    for _ in range(TOGETHER + 1):
+        if found := [s for s in latest if _fits(shape, s, cluster, memory)]:
+            return found
+        tried |= set(latest)
+        latest = [s for s in dict.fromkeys(n for s in latest for n in _changes(s)) if s not in tried]
+    return []
+
+
+def _leanest(s: Setting, times: int) -> Setting:
+    """On so many times the devices, with the least memory that needs no other cut."""
+    copies = s.dp * times
+    batch = -(-s.global_batch // copies) * copies
+    return replace(s, global_batch=batch, dp=copies, micro_batch=1, zero=3, recompute="full", sequence_parallel=s.tp > 1)
+
+
+def _changes(s: Setting) -> Iterator[Setting]:
+    """One thing at a time."""
+    again = RECOMPUTE[RECOMPUTE.index(s.recompute) + 1 :] if s.recompute in RECOMPUTE else ()
+    yield from (replace(s, recompute=name) for name in again)
+    yield from (replace(s, zero=zero) for zero in range(s.zero + 1, 4) if s.size("data") > 1)
+    yield from (replace(s, micro_batch=n) for n in (s.micro_batch // 2, 1) if 1 <= n < s.micro_batch)
     if s.tp > 1 and not s.sequence_parallel:
-        yield "--sequence-parallel", replace(s, sequence_parallel=True)
+        yield replace(s, sequence_parallel=True)
     for axis in ("tp", "pp", "cp"):
         if s.dp % 2 == 0:
-            size = 2 * getattr(s, axis)
-            yield f"--{axis} {size} --dp {s.dp // 2}", replace(s, **{axis: size, "dp": s.dp // 2})
-    if s.zero < 3 and s.recompute != "full":
-        yield "--zero 3 --recompute full", replace(s, zero=3, recompute="full")
+            yield replace(s, dp=s.dp // 2, **{axis: 2 * s.size(axis)})  # type: ignore[arg-type]
+
+
+def said(a: Setting, b: Setting) -> str:
+    """As options of the command, what turns a setting into another."""
+    words = []
+    for name in FLAGS:
+        if (value := getattr(b, name)) != getattr(a, name):
+            flag = "--" + name.replace("_", "-")
+            words.append(flag if value is True else f"{flag} {value}")
+    return " ".join([*words, *([f"--batch {b.global_batch}"] if b.global_batch != a.global_batch else [])])

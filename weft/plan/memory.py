@@ -41,7 +41,8 @@ class Memory:
         return self.allocated * (1 + FRAGMENTATION) + RESIDENT
 
     def parts(self) -> dict[str, float]:
-        return asdict(self)
+        """Every part by name; they sum to `total`."""
+        return {**asdict(self), "allowance": self.total - self.allocated}
 
 
 def stage_memory(setting: Setting, chunks: Sequence[Sequence[Part]], order: Order) -> Memory:

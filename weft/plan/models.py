@@ -16,8 +16,8 @@ def shape(name: str, **changes: Any) -> Shape:
     found = of_settings(resized(zoo.entry(name), changes), name)
     if found is None:
         raise UnknownName(
-            f"{name} is not a stack of transformer layers", needed="a model with layers, hidden and heads", found=name,
-            try_=[n for n in zoo.names() if of_settings(zoo.entry(n).settings, n) is not None][:12],
+            f"{name} is not a stack of transformer layers", needed="a model with layers, hidden and heads, such as gpt2 or llama3-8b", found=name,
+            try_=f"weft plan {name} --cluster SPEC, which foresees any model",
         )  # fmt: skip
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.cluster.spec import Cluster, Nodes
+from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.plan.baselines import BASELINES, EVERYTHING
@@ -226,13 +226,7 @@ def parts(cluster: Cluster) -> Sequence[Cluster]:
         return [cluster]
     group = cluster.groups[0]
     counts = [n for n in divisors(group.count) if n & (n - 1) == 0 or n == group.count]
-    return [Cluster(_text(cluster, n), (Nodes(n, group.size, group.profile),)) for n in counts]
-
-
-def _text(cluster: Cluster, nodes: int) -> str:
-    """How another number of the same nodes is written, at the network rate that was given."""
-    group, (_, at, rate) = cluster.groups[0], cluster.text.partition("@")
-    return f"{nodes}x{group.size}x{group.profile.name}{at}{rate}"
+    return [cluster.with_nodes(n) for n in counts]
 
 
 # --- when nothing fits
@@ -255,8 +249,7 @@ def _changes(search: Search, problem: Problem, limits: Limits) -> Any:
         yield "without --max-tp", problem, replace(limits, max_tp=0)
     if limits.memory:
         yield "without --memory", problem, replace(limits, memory=0.0)
-    group = problem.cluster.groups[0]
     for times in (2, 4, 8, 16, 64):
-        more = Cluster(_text(problem.cluster, group.count * times), (replace(group, count=group.count * times),))
+        more = problem.cluster.with_nodes(*(g.count * times for g in problem.cluster.groups))
         batch = max(problem.batch, more.devices)
         yield f"--cluster {more.text} --batch {batch}", replace(problem, cluster=more, batch=batch), limits

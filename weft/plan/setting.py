@@ -10,6 +10,8 @@ RECOMPUTE = ("none", "selective", "per-op", "full")
 MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan says which
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
 KERNELS = ("classic", "eager", "compiled")
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
+COUNTS = ("global_batch", "micro_batch", "dp", "tp", "pp", "cp", "ep", "virtual")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ class Setting:
 
     def check(self) -> None:
         """Refuse what cannot be run, by name."""
-        for name, known in (("recompute", (*RECOMPUTE, MIXED)), ("schedule", SCHEDULES), ("kernels", KERNELS)):
+        for name in COUNTS:
+            if getattr(self, name) < 1:
+                said = name.replace("_", " ")
+                raise PlanError(f"{said} is {getattr(self, name)}", needed=f"{said} of 1 or more", found=str(getattr(self, name)))
+        words = {"recompute": (*RECOMPUTE, MIXED), "schedule": SCHEDULES, "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
+        for name, known in words.items():
             if getattr(self, name) not in known:
                 raise PlanError(f"no {name} named {getattr(self, name)!r}", needed=" or ".join(known), found=getattr(self, name))
         if self.zero not in (0, 1, 2, 3):

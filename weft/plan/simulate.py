@@ -55,15 +55,35 @@ class Step:
 
 def simulate(work: Workload, setting: Setting, cluster: Cluster, layers: tuple[int, ...] = ()) -> Step:
     """Foresee one step. `layers` are those of each virtual stage, where they are not shared out evenly."""
+    _check(setting, cluster)
+    return _Simulation(work, setting, cluster, layers).step()
+
+
+def held(work: Workload, setting: Setting, cluster: Cluster) -> float:
+    """Bytes of the fullest device alone, which takes no walk through the step."""
+    _check(setting, cluster)
+    return max(m.total for m in _Simulation(work, setting, cluster).memory)
+
+
+def _check(setting: Setting, cluster: Cluster) -> None:
     setting.check()
     if setting.devices != cluster.devices:
         raise PlanError(
             "the setting does not fill the cluster",
             needed=f"dp x tp x pp x cp = {cluster.devices} devices of {cluster.text}",
             found=f"{setting.dp} x {setting.tp} x {setting.pp} x {setting.cp} = {setting.devices}",
-            try_=f"--dp {max(1, cluster.devices // (setting.tp * setting.pp * setting.cp))}",
+            try_=_filled(setting, cluster.devices),
         )
-    return _Simulation(work, setting, cluster, layers).step()
+
+
+def _filled(s: Setting, devices: int) -> str:
+    """What would fill the cluster: other copies, or where they do not come out whole, the next smaller degree that divides."""
+    for axis in ("tp", "cp", "pp"):
+        others = s.tp * s.pp * s.cp // s.size(axis)
+        if devices % (s.tp * s.pp * s.cp) and devices % others == 0:
+            size = max(n for n in range(1, s.size(axis) + 1) if devices // others % n == 0)
+            return f"--{axis} {size} --dp {devices // others // size}"
+    return f"--dp {max(1, devices // (s.tp * s.pp * s.cp))}"
 
 
 def detail(work: Workload, setting: Setting, cluster: Cluster) -> dict[str, Timeline]:
@@ -104,8 +124,11 @@ class _Simulation:
         causes, hidden = self._busiest(pieces, line.seconds)
         tokens = self.work.tokens * s.dp * s.micro_batches
         peak = sum(costs.device.peak(s.dtype) for costs in self.costs) * s.devices / s.pp
-        memory = tuple(stage_memory(s, self.parts[i :: s.pp], order) for i, order in enumerate(self.orders))
-        return Step(line.seconds, tokens, self.work.model_flops * tokens, peak, causes, hidden, memory, line)
+        return Step(line.seconds, tokens, self.work.model_flops * tokens, peak, causes, hidden, self.memory, line)
+
+    @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        return tuple(stage_memory(self.setting, self.parts[i :: self.setting.pp], order) for i, order in enumerate(self.orders))
 
     # --- what each stage holds
 
