@@ -4,7 +4,7 @@
     make tables                                                        # or: make tables FROM='a.json folder'
 
 A table stands between `<!-- bench NAME: begin -->` and `<!-- bench NAME: end -->` on any page. NAME is that of the benchmark; where it
-runs in stages, `BENCH STAGE RANKS`. Places without a result keep what they have, and are told.
+runs in stages, `BENCH STAGE RANKS`, where ranks share a GPU `BENCH RANKS`. Places without a result keep what they have, and are told.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(lines[-1]) if lines else {}
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path}: cannot be read: {error}") from error
-    if "bench" not in found or not {"rows", "stages"} & set(found):
+    if not {"bench", "rows"} <= set(found):
         raise SystemExit(f"{path}: needed what `weft bench NAME --json` prints, found no object with bench and rows")
     return dict(found)
 
@@ -53,9 +53,9 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from _foresight_tables.tables(found)
     elif "stages" in found:
         for stage in found["stages"]:
-            rows = [row for row in stage["rows"] if row.get("weft_ms") is not None]
+            rows = [row for row in found["rows"] if (row["stage"], row["ranks"]) == (stage["stage"], stage["ranks"]) and row.get("weft_ms")]
             if rows:
-                yield f"{found['bench']} {stage['stage']} {stage['ranks']}", table(rows)
+                yield " ".join([found["bench"], *stage["stage"].split(), str(stage["ranks"])]), table(rows)
     else:
         yield found["bench"], table(found["rows"])
 

@@ -136,14 +136,14 @@ def test_one_command_renews_every_table_of_every_page(tmp_path: Path, capsys: py
     docs, results = tmp_path / "docs", tmp_path / "results"
     docs.mkdir()
     results.mkdir()
-    places = ["optimizer", "gpu_part2 overlap 4", "foresight", "train"]
+    places = ["optimizer", "gpu-products sums 4", "foresight", "train"]
     (docs / "a.md").write_text("\n".join(f"<!-- bench {name}: begin -->\nold {name}\n<!-- bench {name}: end -->" for name in places))
-    rows = [{"case": "probe"}, {"case": "p", "weft_ms": 2.0, "ratios": {"torch": 1.5}, "way": "2 chunks", "gemm_ms": 1.5, "of_limit": 0.75}]
+    rows = [{"case": "check"}, {"case": "p", "weft_ms": 2.0, "ratios": {"torch": 1.5}, "way": "2 chunks", "gemm_ms": 1.5, "of_limit": 0.75}]
     foreseen = {"case": "r", "measured": 10.0, "predicted": 11.0, "error": 0.1}
     told = {"count": 1, "median_error": 0.1, "p90_error": 0.1, "rank_correlation": None}
     printed = {
         "a": {"bench": "optimizer", "rows": [{"case": "adamw", "weft_ms": 150.0, "ratios": {}}]},
-        "b": {"bench": "gpu_part2", "stages": [{"stage": "overlap", "ranks": 4, "rows": rows}, {"stage": "hosts", "ranks": 4, "rows": []}]},
+        "b": {"bench": "gpu-products", "stages": [{"stage": s, "ranks": 4} for s in ("sums", "gather")], "rows": [{"stage": "sums", "ranks": 4, **r} for r in rows]},
         "c": {"bench": "foresight", "rows": [foreseen], "files": {"published": 1}, "groups": {"published": told}},
         "d": {"bench": "nowhere", "rows": [{"case": "y", "weft_ms": 1.0}]},
     }

@@ -1,7 +1,7 @@
 """The kernel of a product that carries, for GPUs whose tensor cores and copy engine work beside the warps: eight warps multiply,
 one fetches the operands, and one carries, so that moving takes a little shared memory and bandwidth, but no block and no register
 of the product. Pieces are small and one at a time is under way: an even trickle costs the product less than a burst.
-No interpreter runs it: tests compile it and interpret its twin in `device_carry`, `bench/gpu_part2.py --stages gather` checks it.
+No interpreter runs it: tests compile it and interpret its twin in `device_carry`, `python -m bench.gpu_products --stages gather` checks it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,191 @@
+"""Products beside their collective, in bf16 on ranks that share a GPU: weft's ways, torch's fused ops, and one after the other.
+
+    python -m bench.gpu_products [--stages sums,gather] [--ranks 4] [--quick] [--json]
+
+`sums`: a product whose terms are summed over the ranks, scattered or whole (K / ranks each). `gather`: rows are gathered and multiplied
+(N / ranks each), with a trace of the fastest way. Every way is compared with float32 products before it is timed and after.
+
+unfused      the collective and the product one after the other, over the same symmetric memory
+gemm_alone   the product without its collective
+torch_fused  torch's own fused op over symmetric memory, called; all else is replayed from graphs
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor
+
+from bench import _gpu
+from bench._gpu_rank import Call, Rank, rounded, timed_row
+
+STAGES = {"sums": _gpu.Stage("sums", limit=150), "gather": _gpu.Stage("gather", limit=150)}
+SUMS = ("product_reduce_scatter", "product_all_reduce")
+SHAPES = [(512, 4096, 14336), (2048, 8192, 8192), (8192, 8192, 8192), (8192, 4096, 28672)]  # M, N, K of all ranks together
+AWKWARD = ((136, 264, 72), (128, 8, 64), (512, 8, 8), (64, 1032, 1000), (1000, 520, 4104))
+CLOSE = 0.02  # relative to the largest result
+Shape = tuple[int, int, int]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("gpu-products")(products)
+
+
+def products(
+    stages: str = typer.Option(",".join(STAGES)), ranks: int = _gpu.RANKS, quick: bool = _gpu.QUICK, json: bool = _gpu.JSON
+) -> None:
+    """GEMM + reduce_scatter, GEMM + all_reduce and all_gather + GEMM on one GPU; --quick: the largest shape alone."""
+    _gpu.report("gpu-products", _gpu.run_stages("bench.gpu_products", STAGES, stages, ranks, quick=quick), json)
+
+
+def sums(me: Rank, quick: bool) -> None:
+    for shape in reversed(SHAPES[-1:] if quick else SHAPES):
+        for op in SUMS:
+            fastest(me, op, shape)
+        torch.cuda.empty_cache()
+
+
+def gather(me: Rank, quick: bool) -> None:
+    from bench import _gpu_overlap
+
+    check_carrying(me)
+    for shape in reversed(SHAPES[-1:] if quick else SHAPES):
+        way = fastest(me, "gather_product", shape)
+        if shape == SHAPES[-1]:
+            x, w = Case(me, "gather_product", shape).operands
+            _gpu_overlap.trace(me, x, w, way)
+            if way.by == "product":
+                _gpu_overlap.cost_of_carrying(me, x, w, way)
+        torch.cuda.empty_cache()
+
+
+# -- one op at one shape -------------------------------------------------------------------------------------------------------
+
+
+class Case:
+    """An op and this rank's operands, x [rows, k] and w [n, k]; all ranks' operands can be made anywhere, from their seeds."""
+
+    def __init__(self, me: Rank, op: str, shape: Shape) -> None:
+        self.me, self.op, self.shape, self.gathers = me, op, shape, op == "gather_product"
+        x, w = self.made_by(me.rank)
+        if self.gathers:  # the rows are in symmetric memory to begin with, for the plain way too
+            x = self.space.rows(*x.shape, x.dtype)[me.rank].copy_(x)
+        self.operands = x, w
+
+    @property
+    def space(self) -> Any:
+        from weft.nn.over_peers import space_of
+
+        return space_of(None, self.me.device)
+
+    def made_by(self, rank: int) -> tuple[Tensor, Tensor]:
+        m, n, k = self.shape
+        rows, cols, deep = (m // self.me.world, n // self.me.world, k) if self.gathers else (m, n, k // self.me.world)
+        gen = torch.Generator(self.me.device).manual_seed(5 + rank)
+        make = functools.partial(torch.randn, generator=gen, device=self.me.device, dtype=torch.bfloat16)
+        return make(rows, deep), make(cols, deep) / deep**0.5
+
+    def run(self, way: Any) -> Any:
+        from weft.nn import over_peers
+
+        return getattr(over_peers, self.op)(*self.operands, None, way, *((False,) if self.gathers else ()))
+
+    def error(self, got: Any) -> float:
+        """The largest relative error over all ranks, of 32 rows each, against float32 products of every rank's operands."""
+        me, w, m = self.me, self.operands[1], self.shape[0]
+        scattered = self.op == "product_reduce_scatter"
+        first, count = (me.rank * m // me.world, m // me.world) if scattered else (0, m)
+        rows = torch.arange(0, count, max(1, count // 32), device=me.device)
+        parts = [self.made_by(r) for r in range(me.world)]
+        if self.gathers:
+            want, have = torch.cat([a for a, _ in parts])[rows].float() @ w.float().T, got[0][rows].float()
+        else:
+            want, have = sum(a[first + rows].float() @ b.float().T for a, b in parts), got[rows].float()
+        return me.worst(((have - want).abs().max() / want.abs().max()).item())
+
+
+def fastest(me: Rank, op: str, shape: Shape) -> Any:
+    """The fastest of the candidates. Those on one line come first; the best of them is timed again beside those on two."""
+    from weft.nn.ways import candidates
+
+    best: list[Any] = []
+    for lines in (1, 2):
+        ways = [way for way in candidates(op) if way.lines == lines]
+        ways = [way for way in ways if op == "gather_product" or shape[0] % (way.chunks * me.world) == 0]
+        best = [time_ways(Case(me, op, shape), best + ways)] if ways else best
+    return best[0]
+
+
+def time_ways(case: Case, ways: list[Any]) -> Any:
+    me = case.me
+    x, w = case.operands
+    wrong = {way: case.error(case.run(way)) for way in ways}
+    assert max(wrong.values()) < CLOSE, wrong
+    whole = torch.randn(case.shape[0], x.shape[1], device=me.device, dtype=x.dtype) if case.gathers else x
+    calls: dict[Any, Call] = {way: functools.partial(case.run, way) for way in ways}
+    calls["gemm_alone"] = lambda: whole @ w.T
+    if case.gathers:
+        calls["unfused"] = lambda: unfused_gather(case)
+    ms = me.time_graphs(calls)
+    again = {way: case.error(case.run(way)) for way in ways}
+    assert max(again.values()) < CLOSE, again
+    peers = {"unfused": ms.pop("unfused", None) or min(ms[way] for way in ways if way.chunks == 1), "gemm_alone": ms.pop("gemm_alone")}
+    best = min(ms, key=lambda way: ms[way])
+    how = str(best) if ms[best] < peers["unfused"] else "left alone"
+    peers |= {"weft": min(ms[best], peers["unfused"]), **torch_fused(case)}
+    me.say(**timed_row(f"{case.op} {case.shape}".replace("_", " "), peers, way=how, tried=rounded(ms),
+                       correct=f"largest relative error {max([*wrong.values(), *again.values()]):.1e}"))  # fmt: skip
+    return best
+
+
+def unfused_gather(case: Case) -> Tensor:
+    """Gather all rows, then one product."""
+    (x, w), space, me = case.operands, case.space, case.me
+    shards = space.rows(*x.shape, x.dtype)
+    gathered = torch.empty(me.world, *x.shape, dtype=x.dtype, device=x.device)
+    space.meet()
+    for turn in range(me.world):
+        gathered[(me.rank + turn) % me.world].copy_(shards[(me.rank + turn) % me.world])
+    space.meet()
+    return gathered.view(-1, x.shape[1]) @ w.T
+
+
+def torch_fused(case: Case) -> dict[str, float]:
+    """torch's own fused op, where there is one."""
+    assert dist.group.WORLD is not None
+    (x, w), group, ops = case.operands, dist.group.WORLD.group_name, torch.ops.symm_mem
+    calls: dict[str, Callable[[], Any]] = {
+        "product_reduce_scatter": lambda: ops.fused_matmul_reduce_scatter(x, w.T, "sum", 0, group),
+        "gather_product": lambda: ops.fused_all_gather_matmul(x, [w.T], 0, group),
+    }
+    call = calls.get(case.op)
+    if call is None or case.me.tried(f"torch's {case.op}", call) is None:
+        return {}
+    return case.me.time_calls({"torch_fused": call}, rounds=3, calls=10)
+
+
+def check_carrying(me: Rank) -> None:
+    """Products that carry, at sizes of which no tile, stage or piece is a divisor: every row arrives, every product is right."""
+    from weft.nn import over_peers
+    from weft.nn.ways import Way
+
+    for m, n, k in AWKWARD:
+        gen = torch.Generator(me.device).manual_seed(m)
+        whole = torch.randn(me.world, m, k, generator=gen, device=me.device, dtype=torch.bfloat16)
+        w = torch.randn(n, k, generator=gen, device=me.device, dtype=torch.bfloat16)
+        for _ in range(2):  # the second time on memory that was used before
+            got, kept = over_peers.gather_product(whole[me.rank].clone(), w, None, Way("peers", by="product"))
+        want = whole.flatten(0, 1).float() @ w.float().T
+        error = me.worst(((got.float() - want).abs().max() / want.abs().max()).item())
+        arrived = all(me.all(torch.equal(kept, whole.flatten(0, 1))))
+        me.say(case=f"check carrying {(m, n, k)}", error=error, arrived=arrived)
+        assert error < CLOSE and arrived, (m, n, k, error, arrived)
+
+
+if __name__ == "__main__":
+    typer.run(products)

@@ -1,0 +1,177 @@
+"""Training steps of a GPT on ranks that share a GPU, against DDP and FSDP2.
+
+    python -m bench.gpu_train_ranks [--stages hosts,symmetric] [--plans "dp4;dp4,zero1 lanes2"] [--quick] [--json]
+
+`hosts`: every rank is a host of its own to NCCL, which joins them by sockets. `symmetric`: ranks map each other's memory, and torch's ways
+have their collectives replaced by ones over the same memory. Losses of three steps are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import typer
+
+from bench import _gpu
+from bench._gpu_memory import Memory
+from bench._gpu_rank import Rank, timed_row
+
+STAGES = {
+    "hosts": _gpu.Stage("train", limit=300, backend=_gpu.NCCL, settings={"hosts": True}),
+    "symmetric": _gpu.Stage("train", limit=300, settings={"hosts": False}),
+}
+SIZES = {True: {"layers": 4, "hidden": 768, "heads": 12, "vocab": 8192, "seq": 512, "batch": 8},  # on a GPU
+         False: {"layers": 1, "hidden": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2}}  # fmt: skip
+CLOSE = 2e-3  # relative, of losses
+Step = Callable[[Any], Any]  # from a global batch to the loss, of this rank's part or of all
+
+
+def register(app: typer.Typer) -> None:
+    app.command("gpu-train-ranks")(train_ranks)
+
+
+def train_ranks(
+    stages: str = typer.Option(",".join(STAGES)),
+    plans: str = typer.Option("", help="With semicolons between; ` lanesN` after one: its messages over N groups, not as measured."),
+    ranks: int = _gpu.RANKS, device: str = _gpu.DEVICE, quick: bool = _gpu.QUICK, json: bool = _gpu.JSON,
+) -> None:  # fmt: skip
+    """parallelize()'s steps against DDP and FSDP2, over NCCL sockets and over symmetric memory."""
+    some = [f"dp{ranks}", f"dp{ranks},zero1", *([] if quick else [f"dp{ranks},zero3"])]
+    settings = {"plans": plans.split(";") if plans else some, "quick": quick}
+    _gpu.report("gpu-train-ranks", _gpu.run_stages("bench.gpu_train_ranks", STAGES, stages, ranks, device, **settings), json)
+
+
+def train(me: Rank, plans: list[str], hosts: bool, quick: bool) -> None:
+    if hosts:
+        me.become_host()
+    compiled = {"ddp compiled": compiled_ddp} if me.cuda and not hosts and not quick else {}
+    Race(me, None if hosts else Memory(me)).run(plans, {"ddp": ddp, "fsdp2": fsdp2, **compiled})
+
+
+class Race:
+    """One model, and ways to train it that were seen to give the same losses."""
+
+    def __init__(self, me: Rank, over: Memory | None) -> None:
+        from weft.frontend import zoo
+
+        torch.set_float32_matmul_precision("high")
+        sizes = dict(SIZES[me.cuda])
+        batch = sizes.pop("batch") * me.world
+        self.me, self.over, self.losses = me, over, dict[str, list[float]]()
+        self.workload = zoo.get("gpt2", device="cpu", dropout=0.0, **sizes)
+        self.batches = [{k: v.to(me.device) for k, v in self.workload.example(batch, seed=i).items()} for i in range(3)]
+        count = sum(p.numel() for p in self.workload.model.parameters())
+        me.say(note="model", parameters=count, batch=batch, **sizes)
+
+    def run(self, plans: list[str], makers: dict[str, Callable[[Race], Step]]) -> None:
+        peers = {name: step for name, make in makers.items() if (step := self.started(name, make)) is not None}
+        for plan in plans:
+            step = self.started(plan, lambda race, plan=plan: Planned(race, plan))
+            if step is not None:
+                self.time(plan, step, peers)
+
+    def started(self, name: str, make: Callable[[Race], Step]) -> Step | None:
+        """The way to train of this name after three steps, if its losses are those of the first one made."""
+
+        def start() -> tuple[Step, list[float]]:
+            step = make(self)
+            return step, [float(step(batch)) for batch in self.batches]
+
+        made = self.me.tried(name, start)
+        if made is None:
+            return None
+        step, mine = made
+        self.losses[name] = [statistics.fmean(each) for each in zip(*self.me.all(mine), strict=True)]
+        if self.apart(name) > CLOSE:
+            self.me.say(case=name, failed="other losses", losses=self.losses[name], wanted=next(iter(self.losses.values())))
+            return None
+        for batch in self.batches:
+            step(batch)
+        return step  # type: ignore[no-any-return]
+
+    def apart(self, name: str) -> float:
+        first = next(iter(self.losses.values()))
+        return max(abs(a - b) / abs(b) for a, b in zip(self.losses[name], first, strict=True))
+
+    def time(self, plan: str, step: Any, peers: dict[str, Step]) -> None:
+        batch = self.batches[0]
+        ms = self.me.time_calls({name: (lambda one=one: one(batch)) for name, one in {"weft": step, **peers}.items()})
+        same = f"losses of three steps equal {next(iter(self.losses))}'s to {self.apart(plan):.1e}"
+        self.me.say(**timed_row(f"gpt {plan}", ms, how=step.how, correct=same))
+
+
+# -- ways to train -------------------------------------------------------------------------------------------------------------
+
+
+class Planned:
+    """weft, by a plan."""
+
+    def __init__(self, race: Race, plan: str) -> None:
+        from weft.api.parallelize import parallelize
+
+        plan, _, lanes = plan.partition(" lanes")
+        os.environ["WEFT_LANES"] = lanes  # groups over which messages are sent in turn; none said, as measured
+        model = copy.deepcopy(race.workload.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        example = {k: v.cpu() for k, v in race.batches[0].items()}
+        self.step = parallelize(model, race.workload.loss, optimizer, example, plan=plan, device=race.me.device.type)
+
+    def __call__(self, batch: Any) -> Any:
+        return self.step(batch)
+
+    @property
+    def how(self) -> str:
+        return self.step.compiled.how
+
+
+def ddp(race: Race, compiled: bool = False) -> Step:
+    """DistributedDataParallel and torch's fused AdamW; over symmetric memory by a communication hook."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model: Any = DistributedDataParallel(copy.deepcopy(race.workload.model).to(race.me.device), gradient_as_bucket_view=True)
+    if race.over is not None:
+        model.register_comm_hook(None, race.over.hook)
+    return loop(race, torch.compile(model) if compiled else model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+
+
+def compiled_ddp(race: Race) -> Step:
+    return ddp(race, compiled=True)
+
+
+def fsdp2(race: Race) -> Step:
+    """fully_shard per block and over the whole; over symmetric memory by custom collectives."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model, mesh = copy.deepcopy(race.workload.model).to(race.me.device), DeviceMesh.from_group(dist.group.WORLD, race.me.device.type)
+    for blocks in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if race.over is not None and isinstance(module, FSDPModule):
+            race.over.install(module)
+    return loop(race, model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=race.me.cuda))
+
+
+def loop(race: Race, model: Any, optimizer: Any) -> Step:
+    me = race.me
+
+    def step(batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = race.workload.loss(model, {k: v.chunk(me.world)[me.rank] for k, v in batch.items()})
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+if __name__ == "__main__":
+    typer.run(train_ranks)
