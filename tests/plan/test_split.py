@@ -15,8 +15,8 @@ from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.plan.line import border
 from weft.plan.named import Named
-from weft.plan.recompute import recomputed
-from weft.plan.split import Forward, balanced, chosen_borders, split
+from weft.plan.recompute import recomputed, regions_of
+from weft.plan.split import Forward, balanced, chosen_cuts, split
 from weft.plan.turns import in_turn
 
 
@@ -41,7 +41,7 @@ def _heaviest(weights: list[float], cuts: tuple[int, ...]) -> float:
 def test_stages_together_are_the_step(name: str, stages: int) -> None:
     cap, batch = captured(name, **({"layers": 4} if name in ("gpt2", "mixtral-8x7b") else {}))
     values = cap.inputs(batch)
-    made = split(cap, stages, 1, chosen_borders(cap, stages))
+    made = split(cap, stages, 1, chosen_cuts(cap, stages))
     acts: dict[str, Any] = {}
     for s in made:
         acts |= interp.run_global(s.forward, {n: {**values, **acts}[n] for n in s.forward.input_names})
@@ -65,12 +65,12 @@ def _gradients(cap: Captured) -> Any:
 
 def test_a_stage_reads_no_parameter_of_another_and_the_work_is_even() -> None:
     cap, _ = captured("llama3-8b", layers=6)
-    chosen = chosen_borders(cap, 3)
+    chosen = chosen_cuts(cap, 3)
     made = split(cap, 3, 1, chosen)
     read = [{n for n in s.forward.input_names if n.startswith("param.blocks.")} for s in made]
     assert not any(a & b for a, b in itertools.combinations(read, 2))
     weights = Forward(cap).weights()
-    assert _heaviest(weights, chosen) < sum(weights) / 2
+    assert _heaviest(weights, tuple(Forward(cap).ends.index(cut) for cut in chosen)) < sum(weights) / 2
 
 
 def test_turns_run_one_after_another() -> None:
@@ -90,7 +90,7 @@ def test_turns_run_one_after_another() -> None:
 
 def test_recomputation_changes_no_value_and_keeps_no_inner_one() -> None:
     cap, batch = captured("gpt2", layers=3, dropout=0.2)
-    again = recomputed(cap)
+    again = recomputed(cap, regions_of(cap, "full"))
     values = cap.inputs(batch, seed=5)
     want, got = (interp.run_global(c.program, values) for c in (cap, again))
     for n in want:

@@ -31,7 +31,7 @@ from weft.plan.context import ring
 from weft.plan.named import Named, input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import place
-from weft.plan.recompute import recomputed
+from weft.plan.recompute import recomputed, regions_of
 from weft.plan.records import peak_bytes, program_phase
 from weft.plan.space import divisors
 from weft.runtime import hosts, native
@@ -217,7 +217,7 @@ class _Pool:
             self._refuse(name, e)
 
     def _of(self, named: Named) -> Captured:
-        return recomputed(self.captured) if named.recompute else self.captured
+        return recomputed(self.captured, regions_of(self.captured, named.recompute)) if named.recompute else self.captured
 
     def add(self, name: str, named: Named, program: Program) -> None:
         phase = program_phase(program, self.where)
@@ -265,7 +265,7 @@ class _Pool:
                 self._as_run(option.plan)
             if self._fits(option.plan) or option.plan != str(named):
                 continue
-            again = replace(named, recompute=True)
+            again = replace(named, recompute="full")
             if program is None:
                 self.try_line(again)
                 continue

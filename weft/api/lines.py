@@ -16,12 +16,13 @@ from weft.frontend.capture import Captured
 from weft.plan.foresee_line import Foreseen
 from weft.plan.line import Line, lay
 from weft.plan.named import SCHEDULES, Named, input_layouts
+from weft.plan.pieces import Found
 from weft.plan.pins import Pin, resolve
-from weft.plan.pipeline import orders
+from weft.plan.pipeline import orders, puts_off_weights
 from weft.plan.place import Options, Placements
-from weft.plan.recompute import recomputed_stage
+from weft.plan.recompute import recomputed_stage, regions_of
 from weft.plan.space import divisors
-from weft.plan.split import chosen_borders, split
+from weft.plan.split import Stage, chosen_cuts, split
 
 if TYPE_CHECKING:
     from weft.plan.run import Seen
@@ -32,10 +33,10 @@ MOST = 4  # micro-batches for every stage, where the batch has so many
 
 @dataclass(frozen=True)
 class Laid:
-    """The stages on the mesh, where the forward pass is cut for them, and how inputs are held."""
+    """The stages on the mesh and as they were cut, and how inputs are held."""
 
     line: Line
-    borders: tuple[int, ...]
+    stages: tuple[Stage, ...]
     held: Mapping[str, Placements]
     options: Options
 
@@ -46,15 +47,17 @@ def laid(
     pinned: Mapping[str, Placements],
     exact: Mapping[str, Placements] | None = None,
     guard: Guard | None = None,
+    found: Found | None = None,
 ) -> Laid:
-    """The captured step of one micro-batch under a plan. State of `pinned` parameters follows them; `exact` inputs are held as told."""
+    """The captured step of one micro-batch under a plan. State of `pinned` parameters follows them; `exact` inputs are held as told;
+    where the stages are cut and what runs again is as `found`, or for balance and as the plan's words say."""
     held, options = input_layouts(captured.program, plan, captured.states, pinned)
     held |= exact or {}
-    borders = chosen_borders(captured, plan.stages)
-    stages = split(captured, plan.stages, plan.micro_batches, borders)
-    if plan.recompute:
-        stages = tuple(recomputed_stage(s, plan.schedule == "zero-bubble") for s in stages)
-    return Laid(lay(captured, stages, plan, held, options, guard), borders, held, options)
+    found = found or Found(None, regions_of(captured, plan.recompute) if plan.recompute else ())
+    cuts = chosen_cuts(captured, plan.stages) if found.cuts is None else found.cuts
+    stages = split(captured, plan.stages, plan.micro_batches, cuts, found.again)
+    again = tuple(recomputed_stage(s, puts_off_weights(plan.schedule)) for s in stages)
+    return Laid(lay(captured, again, plan, held, options, guard), stages, held, options)
 
 
 def foreseen(line: Line, plan: Named, where: Cluster) -> Seen:

@@ -30,10 +30,11 @@ from weft.ops.comm import reshard
 from weft.ops.source import input_node
 from weft.plan.line import Line, Placed, place_stage, spread
 from weft.plan.named import Named, input_layouts
+from weft.plan.pieces import Found
 from weft.plan.pins import parse_pin, resolve
 from weft.plan.pipeline import Action, orders
 from weft.plan.place import Placements
-from weft.plan.split import LOSS_SUM, Forward, chosen_borders, program_of, split, update
+from weft.plan.split import LOSS_SUM, program_of, split_like, update
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing
 from weft.runtime.messages import Messages
@@ -59,10 +60,12 @@ def pipelined(
     precision: torch.dtype | None = None,
     pins: Sequence[str] = (),
     held: Callable[[Captured, Named], Mapping[str, Placements]] | None = None,
+    found: Callable[[Captured], Found | None] = lambda _: None,
     guard: bool = False,
     check: bool = True,
 ) -> PipelinedStep:
-    """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held."""
+    """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held, `found` how
+    stages are made."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
@@ -79,7 +82,7 @@ def pipelined(
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
     exact = {} if held is None else {n: p for n, p in held(captured, plan).items() if n not in pinned}
-    step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, exact, guard)
+    step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, exact, guard, found(captured))
     step.samples = samples_of(example)
     step.dims = {n: x.shape.index(step.samples) for n, x in named_batch(example).items() if x.ndim}
     if check:
@@ -152,9 +155,10 @@ class PipelinedStep(Step):
         pinned: Mapping[str, Placements] | None = None,
         exact: Mapping[str, Placements] | None = None,
         guard: bool = False,
+        found: Found | None = None,
     ) -> None:
-        found = laid(captured, plan, pinned or {}, exact, guarded if guard else None)
-        self.line, self.chosen, self.held, self.options = found.line, found.borders, found.held, found.options
+        made = laid(captured, plan, pinned or {}, exact, guarded if guard else None, found)
+        self.line, self.stages, self.held, self.options = made.line, made.stages, made.held, made.options
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)
         self.messages = Messages(plan.mesh.groups("pp"), device) if plan.pp > 1 else None
@@ -305,7 +309,7 @@ class _Evaluation:
         held, options = input_layouts(program, plan, {})
         held |= {n: places for n, places in step.held.items() if n in program.input_names and not n.startswith("batch.")}
         laid: dict[str, Any] = {}
-        stages = split(self.captured, plan.stages, 1, _again(self.captured, plan.stages, step.chosen))
+        stages = split_like(self.captured, step.stages)
         self.stages = tuple(place_stage(s, plan, held, options, laid) for s in stages)
         order = tuple(tuple(Action("forward", c, 0) for c in range(plan.chunks)) for _ in range(plan.pp))
         self.runner = Runner(self.stages, order, step.compiled, step.messages)
@@ -321,11 +325,6 @@ class _Evaluation:
         state |= {n: x.to(device) for n, x in self.captured.constants.items()}
         sums = self.runner.run(state, lambda _: inputs)
         return self.last(sums)["loss"]
-
-
-def _again(captured: Captured, stages: int, chosen: tuple[int, ...]) -> tuple[int, ...]:
-    """The borders of the training step, where evaluation has as many; else its own."""
-    return chosen if not chosen or max(chosen) < len(Forward(captured).borders) else chosen_borders(captured, stages)
 
 
 def _settled(stages: tuple[Placed, ...]) -> Program:

@@ -5,7 +5,8 @@ last may then be slower. It is a layout like any other, so the step still equals
 
 `pp4,zero-bubble,micro8` cuts the layers into four stages and the batch into eight micro-batches. `1f1b` is the schedule where none
 is named; `interleaved` gives a rank two runs of layers, or as many as `virtual4` says; `micro8` without `pp` accumulates.
-`recompute` keeps of a repeated block only its inputs, and runs it again before its backward pass. `cp2,ring` gathers keys in chunks
+`recompute` keeps of a repeated block only its inputs, and runs it again before its backward pass; `recompute:activation` and the like
+run a part of it again (`plan.layers`). `cp2,ring` gathers keys in chunks
 beside the attention that reads them; `cp2,a2a` brings heads to the ranks instead of keys.
 
 Tensor parallelism is found, not configured: a weight is cut by columns, the cut is followed through the ops that keep it, and
@@ -23,12 +24,14 @@ from weft.core.layout import Layout, Mesh, Placement, R, S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import ONE, Kind, equation_of
+from weft.plan.layers import WAYS
 from weft.plan.place import Options, Placements
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
-WORDS = ("sp", "recompute", "ring", "a2a", *SCHEDULES)
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
+AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in WAYS}
+WORDS = ("sp", *AGAIN, "ring", "a2a", *SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Named:
     schedule: str = "1f1b"
     micro: int = 0  # micro-batches; twice as many as there are stages where it is 0
     virtual: int = 0  # runs of layers on each rank of the pipeline
-    recompute: bool = False
+    recompute: str = ""  # what repeated blocks run again, of `layers.WAYS`
     ring: bool = False  # keys gathered along cp in chunks, beside the attention
     a2a: bool = False  # heads cut along cp during the attention
 
@@ -63,7 +66,7 @@ class Named:
                     needed=f"numbers such as dp2 of {', '.join(NUMBERS)}, and words of {', '.join(WORDS)}, joined by commas",
                     found=word,
                 )
-            values |= {"schedule": word} if word in SCHEDULES else {m[3] or m[1]: True if m[3] else int(m[2])}
+            values |= _meant(word) if m[3] else {m[1]: int(m[2])}
         if int(values.get("zero", 0)) > 3 or any(v == 0 for k, v in values.items() if k != "zero"):
             raise PlanError(f"no plan {text!r}", needed="degrees of 1 or more, and zero0 to zero3", found=text)
         return Named(**values)._checked(text, "schedule" in values)  # type: ignore[arg-type]
@@ -101,7 +104,15 @@ class Named:
         words = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if f.name in AXES and getattr(self, f.name) > 1]
         words += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []
         numbers = [f"{w}{getattr(self, w)}" for w in ("zero", "pieces", "micro", "virtual") if getattr(self, w)]
-        return ",".join(words + numbers + [w for w in ("sp", "recompute", "ring", "a2a") if getattr(self, w)]) or "dp1"
+        again = [word for word, way in AGAIN.items() if way == self.recompute]
+        return ",".join(words + numbers + ["sp"] * self.sp + again + [w for w in ("ring", "a2a") if getattr(self, w)]) or "dp1"
+
+
+def _meant(word: str) -> dict[str, bool | str]:
+    """The field a word without a number is about."""
+    if word in SCHEDULES:
+        return {"schedule": word}
+    return {"recompute": AGAIN[word]} if word in AGAIN else {word: True}
 
 
 def input_layouts(

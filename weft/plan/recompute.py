@@ -1,73 +1,85 @@
-"""Recomputation: of a repeated block only its inputs are kept, and it runs again before its backward pass.
+"""Recomputation: of a region of the forward pass only its inputs are kept, and it runs again before its backward pass.
 
-Nodes are values, so running a block again needs inputs that are other nodes of the same value. Block i is remade over the items
+Nodes are values, so running a region again needs inputs that are other nodes of the same value. Region i is remade over the items
 of one tuple, `together(its inputs, what its backward pass starts from)`: the same values, there once all that stands after the
-tuple's name is computed. Its backward pass then reads the second run, and of the first only the outputs outlive the block.
+tuple's name is computed. Its backward pass then reads the second run, and of the first only what stands outside reads outlives it.
 
-For a node b of the backward pass let l(b) be the least block it reads anything inside of, itself or through others. What b reads
-has a level of l(b) or more, so what block i starts from, the nodes of a level above i that nodes of level i read and the gradients
+For a node b of the backward pass let l(b) be the least region it reads anything inside of, itself or through others. What b reads
+has a level of l(b) or more, so what region i starts from, the nodes of a level above i that nodes of level i read and the gradients
 of the next level, never waits for its second run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from weft.core.errors import PlanError
 from weft.core.node import Node, make, op_named, toposort
 from weft.core.program import Program
 from weft.frontend.capture import Captured
-from weft.plan.split import Stage, remade
+from weft.plan.layers import Layers
+from weft.plan.split import Region, Stage, remade
 
-Block = Collection[Node]
 
-
-def recomputed(captured: Captured) -> Captured:
-    """The captured step with every repeated block run twice."""
-    blocks = [set(b.nodes) for group in captured.blocks for b in group]
-    if not blocks or not captured.gradients:
+def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
+    """What runs again where every repeated block does in this way."""
+    layers = Layers(captured)
+    found = tuple(r for k in range(layers.count) for r in layers.again(k, way))
+    if not found or not captured.gradients:
         raise PlanError(
             "nothing can be recomputed",
             needed="repeated blocks, whose gradients follow from the forward pass",
-            found="no block that repeats" if not blocks else "a model traced together with its backward pass",
-            try_="leave out recompute",
+            found=_lacking(captured, layers, way),
+            try_="leave out recompute" if way == "full" or not layers.count else "recompute",
         )
+    return found
+
+
+def _lacking(captured: Captured, layers: Layers, way: str) -> str:
+    if not captured.gradients:
+        return "a model traced together with its backward pass"
+    return f"blocks with no {way} between two products with weights" if layers.count else "no block that repeats"
+
+
+def recomputed(captured: Captured, again: Sequence[Region]) -> Captured:
+    """The captured step with some of its forward pass run twice."""
     kept = [name for name in captured.program.output_names if name == "loss" or name.startswith("buffer.")]
-    program, made = recompute(captured.program, blocks, kept, list(captured.gradients.values()))
+    program, made = recompute(captured.program, again, kept, list(captured.gradients.values()))
     return replace(captured, program=program, gradients={name: made[g] for name, g in captured.gradients.items()})
 
 
 def recomputed_stage(stage: Stage, weights_apart: bool) -> Stage:
-    """A pipeline stage with its repeated blocks run twice; where weight gradients come later, no block waits for them."""
-    if not stage.blocks or stage.step is stage.forward:
+    """A pipeline stage with its regions run twice; where weight gradients come later, no region waits for them."""
+    if not stage.again or stage.step is stage.forward:
         return stage
     gradients = [n for name, n in stage.step.outputs if name.startswith("d.")]
-    program, _ = recompute(stage.step, stage.blocks, list(stage.forward.output_names), gradients, not weights_apart)
+    program, _ = recompute(stage.step, stage.again, list(stage.forward.output_names), gradients, not weights_apart)
     return replace(stage, step=program)
 
 
 def recompute(
-    p: Program, blocks: Sequence[Block], forward: Sequence[str], gradients: Sequence[Node], before: bool = True
+    p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool = True
 ) -> tuple[Program, Mapping[Node, Node]]:
-    """The program with blocks run again for their backward pass, and what became of its nodes.
+    """The program with regions run again for their backward pass, and what became of its nodes.
 
-    `forward` names the outputs of the forward pass. With `before`, a block waits for the gradients of the next one's parameters,
+    `forward` names the outputs of the forward pass. With `before`, a region waits for the gradients of the next one's parameters,
     which then need not wait with all they read.
     """
-    made = _Again(p, blocks, forward, gradients, before).made()
+    made = _Again(p, again, forward, gradients, before).made()
     everything = remade([n for _, n in p.outputs], made)
     new = p.with_outputs([(name, everything[n]) for name, n in p.outputs], "recompute")
     return replace(new, lines={everything[n]: line for n, line in p.lines.items() if n in everything}), everything
 
 
 class _Again:
-    def __init__(self, p: Program, blocks: Sequence[Block], forward: Sequence[str], gradients: Sequence[Node], before: bool) -> None:
+    def __init__(self, p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool) -> None:
         self.ahead = set(toposort(p.output_names[name] for name in forward))
         at = {n: i for i, n in enumerate(p.nodes)}
-        found = [sorted((n for n in b if n in self.ahead), key=at.__getitem__) for b in blocks]
-        self.blocks = sorted((b for b in found if b), key=lambda b: at[b[0]])
+        found = [(sorted(r.nodes & self.ahead, key=at.__getitem__), r.within) for r in again]
+        found = sorted((f for f in found if f[0]), key=lambda f: at[f[0][0]])
+        self.regions, self.within = [nodes for nodes, _ in found], [within for _, within in found]
         self.inside = self._inside(p, {p.output_names[name] for name in forward})
         self.back = [n for n in toposort(gradients) if n not in self.ahead]
         self.level = self._levels()
@@ -76,15 +88,20 @@ class _Again:
         self._made: dict[Node, Node] = {}
 
     def _inside(self, p: Program, roots: set[Node]) -> dict[Node, int]:
-        """The block of everything only one block reads in the forward pass: what it makes on its way, and its parameters."""
-        owner = {n: i for i, block in enumerate(self.blocks) for n in block}
+        """The region of everything it makes again, and of the parameters that only it reads in the forward pass."""
+        owner = {n: i for i, nodes in enumerate(self.regions) for n in nodes}
         found = {}
         for n in self.ahead - roots:
-            readers = {owner.get(u) for u in p.users[n] if u in self.ahead}
-            block = next(iter(readers)) if len(readers) == 1 else None
-            if block is not None and (owner.get(n) == block or n.op.name == "input"):
-                found[n] = block
+            readers = [u for u in p.users[n] if u in self.ahead]
+            mine = owner.get(n) if n.op.name != "input" else self._reader(owner, readers)
+            if mine is not None and readers and all(u in self.within[mine] for u in readers):
+                found[n] = mine
         return found
+
+    def _reader(self, owner: Mapping[Node, int], readers: Iterable[Node]) -> int | None:
+        """The one region that all these are in."""
+        regions = {owner.get(u) for u in readers}
+        return regions.pop() if len(regions) == 1 else None
 
     def _levels(self) -> dict[Node, float]:
         level: dict[Node, float] = {}
@@ -93,8 +110,8 @@ class _Again:
         return level
 
     def _starts(self, gradients: Iterable[Node]) -> dict[int, list[Node]]:
-        """What each block's second run waits for."""
-        starts: dict[int, dict[Node, None]] = {i: {} for i in range(len(self.blocks))}
+        """What each region's second run waits for."""
+        starts: dict[int, dict[Node, None]] = {i: {} for i in range(len(self.regions))}
         for n in self.back:
             for a in n.args:
                 if self.level[n] < math.inf and self.level.get(a, -1) > self.level[n] and len(a.types) == 1:
@@ -108,7 +125,7 @@ class _Again:
         return {i: list(nodes) for i, nodes in starts.items()}
 
     def made(self) -> dict[Node, Node]:
-        """The backward pass over second runs, later blocks first."""
+        """The backward pass over second runs, later regions first."""
         for n in sorted(self.back, key=lambda n: -self.level[n]):
             args = tuple(self._read(a) for a in n.args)
             self._made[n] = make(n.op, args, dict(n.attrs))
@@ -121,14 +138,31 @@ class _Again:
 
     def _run_again(self, i: int) -> dict[Node, Node]:
         if i not in self._second:
-            block = set(self.blocks[i])
-            outer = dict.fromkeys(a for n in self.blocks[i] for a in n.args if a not in block and _is_value(a))
+            nodes = self._needed(i)
+            inner = set(nodes)
+            outer = dict.fromkeys(a for n in nodes for a in n.args if a not in inner and _is_value(a))
+            outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.name == "input")
             tied = make(op_named("together"), (*outer, *(self._made[s] for s in self.starts[i])), {})
             second = {a: make(op_named("item"), (tied,), {"index": k}) for k, a in enumerate(outer)}
-            for n in self.blocks[i]:
+            for n in nodes:
                 second[n] = make(n.op, tuple(second.get(a, a) for a in n.args), dict(n.attrs))
             self._second[i] = second
         return self._second[i]
+
+    def _read_of(self, i: int) -> list[Node]:
+        """What the backward pass reads inside a region."""
+        return list(dict.fromkeys(a for n in self.back for a in n.args if self.inside.get(a) == i))
+
+    def _needed(self, i: int) -> list[Node]:
+        """The nodes of a region that must run again for it, in order."""
+        mine, needed = set(self.regions[i]), set[Node]()
+        todo = [n for n in self._read_of(i) if n in mine]
+        while todo:
+            n = todo.pop()
+            if n not in needed:
+                needed.add(n)
+                todo += [a for a in n.args if a in mine]
+        return [n for n in self.regions[i] if n in needed]
 
 
 def _is_value(a: Node) -> bool:

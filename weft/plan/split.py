@@ -1,7 +1,8 @@
-"""A captured training step cut into pipeline stages: its forward pass at borders, its backward pass by the chain rule.
+"""A captured training step cut into pipeline stages: its forward pass at values, its backward pass by the chain rule.
 
-Let w_1 ... w_n be the flops of the forward pass in program order and b_1 < ... < b_m its borders: the ends of repeated blocks
-or, where no block repeats, the places that one value alone passes. With W(j, k) the flops between two borders,
+Let V_1 ... V_m be sets of values, one behind the other, where the forward pass can be cut: what each repeated block gives or, where no
+block repeats, every value that passes alone. A node stands in the first part whose end needs it; what no end needs (the rest of the
+loss, terms of it that blocks give) stands behind all it reads. With W(j, k) the flops between two ends,
 
     T(s, k) = min over j < k of max(T(s - 1, j), W(j, k)),      answer T(stages, m + 1)
 
@@ -12,21 +13,34 @@ backward pass of a stage is the vjp of its own forward pass, so every stage that
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from weft.autodiff import backward
 from weft.core.errors import PlanError
 from weft.core.node import Node, constant, make, toposort
 from weft.core.program import Program, new_program
-from weft.frontend.capture import Captured
+from weft.frontend.capture import Captured, Instance
 from weft.ops.pointwise import add, mul
 from weft.ops.registry import flops
 from weft.ops.shape import concat
 from weft.ops.source import input_node
 
 LOSS_SUM = "loss.sum"  # the losses of the micro-batches, added up
+Cut = tuple[Node, ...]  # values that end a stage
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes of the forward pass that run again, each for as long as nothing outside `within` reads it in the forward pass."""
+
+    nodes: frozenset[Node]
+    within: frozenset[Node]
+
+    def mapped(self, made: Callable[[Node], Node | None]) -> Region:
+        """The region in another program."""
+        both = ({x for n in nodes if (x := made(n)) is not None} for nodes in (self.nodes, self.within))
+        return Region(*map(frozenset, both))
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class Stage:
     number: int
     forward: Program
     step: Program
-    blocks: tuple[frozenset[Node], ...]  # the forward nodes of every repeated block in it
+    again: tuple[Region, ...] = ()  # what of the forward pass runs again
 
     def reads(self, kind: str) -> list[str]:
         return [n for n in self.step.input_names if n.startswith(kind)]
@@ -49,17 +63,29 @@ class Stage:
         return [n for n in self.step.output_names if n.startswith(kind)]
 
 
-def split(captured: Captured, stages: int, micro: int = 1, chosen: Sequence[int] | None = None) -> tuple[Stage, ...]:
-    """The stages of a step whose loss is the mean over so many micro-batches; `chosen` are borders found before."""
+def split(
+    captured: Captured, stages: int, micro: int = 1, cuts: Sequence[Cut] | None = None, again: Sequence[Region] = ()
+) -> tuple[Stage, ...]:
+    """The stages of a step whose loss is the mean over so many micro-batches, cut for balance unless told where."""
     forward = Forward(captured)
-    made = forward.stages(chosen if chosen is not None else balanced(forward.weights(), stages))
-    return _with_gradients(captured, forward, made, micro) if captured.gradients else tuple(made)
+    cuts = balanced_cuts(forward, stages) if cuts is None else cuts
+    made = forward.stages(forward.cut_at(cuts), len(cuts) + 1, again)
+    return _with_gradients(captured, made, micro) if captured.gradients else tuple(made)
 
 
-def chosen_borders(captured: Captured, stages: int) -> tuple[int, ...]:
-    """Which of the borders part the stages, by number."""
+def split_like(captured: Captured, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The forward pass of another step of the same model, every parameter read where it was."""
+    forward, homes = Forward(captured), dict[str, int]()
+    for s in stages:
+        for name in s.forward.input_names:
+            homes.setdefault(name, s.number)
+    return tuple(forward.stages(forward.beside(homes, len(stages)), len(stages)))
+
+
+def chosen_cuts(captured: Captured, stages: int) -> tuple[Cut, ...]:
+    """Where stages are parted so that their work is even."""
     forward = Forward(captured)
-    places, what = len(forward.borders), "layers" if forward.repeats else "parts that pass one value on"
+    places, what = len(forward.ends), "layers" if forward.repeats else "parts that pass one value on"
     most = forward.repeats or places + 1
     if stages > most:
         raise PlanError(
@@ -68,7 +94,11 @@ def chosen_borders(captured: Captured, stages: int) -> tuple[int, ...]:
             found=str(most),
             try_=f"pp{most}" if most > 1 else "a plan without pp: nowhere does one value alone pass, and no block repeats",
         )
-    return balanced(forward.weights(), stages)
+    return balanced_cuts(forward, stages)
+
+
+def balanced_cuts(forward: Forward, stages: int) -> tuple[Cut, ...]:
+    return tuple(forward.ends[k] for k in balanced(forward.weights(), stages))
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
@@ -97,68 +127,110 @@ class Forward:
         self.main = toposort([self.loss])
         self.order = toposort([self.loss, *self.written.values()])
         self.at = {n: i for i, n in enumerate(self.main)}
-        self.active = _active(self.order)
-        ends = [[self.at[n] for n in b.outputs if n in self.at] for group in captured.blocks for b in group]
-        self.repeats = len(ends)
-        self.borders = sorted({max(e) for e in ends if e}) or self._narrow()
+        reads = _reads(self.order)
+        self.active = {n for n, r in reads.items() if r == BOTH}
+        self.fixed = {n for n, r in reads.items() if r == PARAMETER}  # made of parameters alone
+        self.blocks = self._blocks()
+        self.repeats = len(self.blocks)
+        self.ends = [self.given(b) for b in self.blocks] or [(self.main[i],) for i in narrow(self.main, self.active)]
 
-    def _narrow(self) -> list[int]:
-        """The places where one active value alone is read later."""
-        last = {a: i for i, n in enumerate(self.main) for a in n.args if a in self.active}
-        found, open_ = [], set[Node]()
-        for i, n in enumerate(self.main[:-1]):
-            open_ -= {a for a in n.args if last.get(a) == i}
-            open_ |= {n} if n in self.active else set()
-            if open_ == {n} and len(n.types) == 1:
-                found.append(i)
-        return found
+    def _blocks(self) -> list[Instance]:
+        """Repeated blocks that the loss needs, in order."""
+        every = [b for group in self.captured.blocks for b in group if self.given(b)]
+        return sorted(every, key=lambda b: min(self.at[n] for n in b.nodes if n in self.at and n in self.active))
+
+    def given(self, block: Instance) -> Cut:
+        """What a block passes on."""
+        return tuple(n for n in block.outputs if n in self.at and n in self.active)
 
     def weights(self) -> list[float]:
-        """Flops between the borders."""
-        sums = [0.0] * (len(self.borders) + 1)
-        for i, n in enumerate(self.main):
-            sums[bisect_left(self.borders, i)] += flops(n) if n in self.active else 0.0
+        """Flops between the ends."""
+        sums = [0.0] * (len(self.ends) + 1)
+        for n, k in self.cut_at(self.ends).items():
+            sums[k] += flops(n) if n in self.at else 0.0
         return sums
 
-    def stage_of(self, chosen: Sequence[int]) -> dict[Node, int]:
-        """The stage of every active value, never before those of its operands."""
-        ends = [self.borders[k] for k in chosen]
+    def cut_at(self, cuts: Sequence[Cut]) -> dict[Node, int]:
+        """The stage of every active value: the first whose end needs it, or behind all it reads."""
         found: dict[Node, int] = {}
+        for k, cut in enumerate(cuts):
+            self._stand(cut, k, found)
+        ends = {n: k for k, cut in enumerate(cuts) for n in cut}
         for n in self.order:
-            if n in self.active:
-                before = max((found[a] for a in n.args if a in found), default=0)
-                found[n] = before if n.op.name == "item" or n not in self.at else bisect_left(ends, self.at[n])
-        return found
+            if n in self.active and (n not in found or n.op.name == "item"):
+                behind = (max(found[a], ends.get(a, -1) + (n.op.name != "item")) for a in n.args if a in found)
+                found[n] = max(behind, default=len(cuts))
+        return found | {self.loss: len(cuts)}
 
-    def stages(self, chosen: Sequence[int]) -> list[Stage]:
-        where = self.stage_of(chosen)
+    def _stand(self, values: Cut, stage: int, found: dict[Node, int]) -> None:
+        todo = [n for n in values if n not in found]
+        while todo:
+            n = todo.pop()
+            if n not in found:
+                found[n] = stage
+                todo += [a for a in n.args if a in self.active and a not in found]
+
+    def beside(self, homes: Mapping[str, int], stages: int) -> dict[Node, int]:
+        """The stage of every active value: behind all it reads, at the parameters it reads or after them."""
+        at: dict[Node, int] = {}
+        for n in self.order:
+            here = homes.get(n.attr("name"), 0) if n.op.name == "input" and n in self.fixed else 0
+            at[n] = max((at[a] for a in n.args), default=here)
+        return {n: k for n, k in at.items() if n in self.active} | {self.loss: stages - 1}
+
+    def stages(self, where: Mapping[Node, int], count: int, again: Sequence[Region] = ()) -> list[Stage]:
         readers: dict[Node, set[int]] = {}
         for n in self.order:
             for a in n.args:
                 if a in where and where[a] != where[n]:
                     readers.setdefault(a, set()).add(where[n])
-        names = {n: f"act.{k}" for k, n in enumerate(readers)}
-        return [self._stage(g, where, readers, names, len(chosen)) for g in range(len(chosen) + 1)]
+        borders = _Borders(where, readers, {n: f"act.{k}" for k, n in enumerate(readers)})
+        return [self._stage(g, borders, g == count - 1, again) for g in range(count)]
 
-    def _stage(self, g: int, where: Mapping[Node, int], readers: Mapping[Node, set[int]], names: Mapping[Node, str], last: int) -> Stage:
-        roots = {names[n]: n for n in readers if where[n] == g} | ({"loss": self.loss} if g == last else {})
+    def _stage(self, g: int, borders: _Borders, is_last: bool, again: Sequence[Region]) -> Stage:
+        where, readers, names = borders.where, borders.readers, borders.names
+        roots = {names[n]: n for n in readers if where[n] == g} | ({"loss": self.loss} if is_last else {})
         roots |= {name: n for name, n in self.written.items() if where.get(n, 0) == g}
         swap = {n: input_node(names[n], n.type) for n, who in readers.items() if g in who}
         made = remade(roots.values(), swap)
         program = program_of(f"{self.program.name}.{g}", {name: made[n] for name, n in roots.items()}, self.program, made)
-        blocks = [{made[n] for n in b.nodes if where.get(n) == g} for group in self.captured.blocks for b in group]
-        return Stage(g, program, program, tuple(frozenset(b) for b in blocks if b))
+        regions = (r.mapped(lambda n: made.get(n) if where.get(n) == g else None) for r in again)
+        return Stage(g, program, program, tuple(r for r in regions if r.nodes))
 
 
-def _active(order: Iterable[Node]) -> set[Node]:
-    """Nodes that read both of a batch and of a parameter."""
+@dataclass(frozen=True)
+class _Borders:
+    """The stage of every active value, which others read it, and what it is called on its way there."""
+
+    where: Mapping[Node, int]
+    readers: Mapping[Node, set[int]]
+    names: Mapping[Node, str]
+
+
+BATCH, PARAMETER, BOTH = 1, 2, 3
+
+
+def _reads(order: Iterable[Node]) -> dict[Node, int]:
+    """Whether nodes read of a batch, of a parameter, or both."""
     reads: dict[Node, int] = {}
     for n in order:
         name = n.attr("name", "") if n.op.name == "input" else ""
-        reads[n] = 1 if name.startswith("batch.") or name == "seed" else 2 if name.startswith("param.") else 0
+        reads[n] = BATCH if name.startswith("batch.") or name == "seed" else PARAMETER if name.startswith("param.") else 0
         for a in n.args:
             reads[n] |= reads[a]
-    return {n for n, r in reads.items() if r == 3}
+    return reads
+
+
+def narrow(order: Sequence[Node], active: Collection[Node], kept: Iterable[Node] = ()) -> list[int]:
+    """The places of a row of nodes where one active value alone is read later; `kept` are read after the last."""
+    last = {a: i for i, n in enumerate(order) for a in n.args if a in active} | dict.fromkeys(kept, len(order))
+    found, open_ = list[int](), set(last).difference(order)
+    for i, n in enumerate(order[:-1]):
+        open_ -= {a for a in n.args if last.get(a) == i}
+        open_ |= {n} if n in active else set()
+        if open_ == {n} and len(n.types) == 1:
+            found.append(i)
+    return found
 
 
 def remade(roots: Iterable[Node], swap: Mapping[Node, Node]) -> dict[Node, Node]:
@@ -183,7 +255,7 @@ def program_of(name: str, outputs: Mapping[str, Node], like: Program, made: Mapp
 # -- the backward pass ---------------------------------------------------------------------------------------------------------
 
 
-def _with_gradients(captured: Captured, forward: Forward, stages: Sequence[Stage], micro: int) -> tuple[Stage, ...]:
+def _with_gradients(captured: Captured, stages: Sequence[Stage], micro: int) -> tuple[Stage, ...]:
     """Last stage first: what a stage finds of its border values' gradients is what the stages before it start from."""
     moving = _moving(stages, captured)
     found: dict[str, list[int]] = {}
@@ -192,7 +264,7 @@ def _with_gradients(captured: Captured, forward: Forward, stages: Sequence[Stage
         program, reached = _gradient(stage, captured.gradients, moving, found, micro)
         for name in reached:
             found.setdefault(name, []).append(stage.number)
-        made.insert(0, Stage(stage.number, stage.forward, program, stage.blocks))
+        made.insert(0, replace(stage, step=program))
     return tuple(made)
 
 
@@ -274,4 +346,6 @@ def _gathered_at_home(outputs: Mapping[str, Node], home: Home) -> dict[str, Node
     return {name: made[n] for name, n in outputs.items()}
 
 
-__all__ = ["LOSS_SUM", "Forward", "Stage", "balanced", "chosen_borders", "program_of", "remade", "split", "update"]
+__all__ = [
+    "LOSS_SUM", "Cut", "Forward", "Region", "Stage", "balanced", "chosen_cuts", "narrow", "program_of", "remade", "split", "split_like", "update",
+]  # fmt: skip

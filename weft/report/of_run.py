@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.cluster.spec import cluster
 from weft.core.errors import WeftError
-from weft.plan.named import SCHEDULES
+from weft.plan.named import AGAIN, SCHEDULES
 from weft.plan.plan import ZERO
 from weft.plan.run import Run, Seen
 from weft.report.facts import Curve, Facts, Figure, View
@@ -79,8 +79,9 @@ def _passes(run: Run, words: Sequence[str]) -> Any:
     micro = sum(t.cause == "forward" for t in run.measured.line.tasks if t.stream == "stage 0") if run.measured is not None else 0
     if micro:
         yield "forward passes", str(micro), "of the first stage in a step: micro-batches, each as often as the stage has chunks of layers"
-    if "recompute" in words:
-        yield "recompute", "blocks", "a block's inputs are kept, the rest is run again"
+    for word in (w for w in words if w in AGAIN):
+        kept = "a block's inputs are kept, the rest is run again" if AGAIN[word] == "full" else "run again, part of every block"
+        yield "recompute", "blocks" if AGAIN[word] == "full" else AGAIN[word], kept
 
 
 def _batching(schedule: Mapping[str, Any]) -> Any:

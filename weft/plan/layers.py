@@ -1,0 +1,137 @@
+"""The layers of a captured model: where they may be cut, and what of them may run again.
+
+A *product* multiplies by a weight. What is made between products alone, and read by one, is its *middle*: an activation, or attention,
+which is told by an op that mixes several activations. Ways of running a layer again, in these terms:
+
+    activation   the middles without such an op
+    ffn          these, and the products they come from
+    selective    all middles
+    per-op       all but the mixing ops and every second product, products of one operand being one
+    full         everything
+
+A layer may be cut in two where a single value passes, between its attention and the next product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import cached_property
+
+from weft.core.node import Node
+from weft.frontend.capture import Captured, Instance
+from weft.ops.registry import Kind
+from weft.plan.split import Cut, Forward, Region, narrow
+
+WAYS = ("activation", "ffn", "selective", "per-op", "full")
+ATTENTION, FFN, WHOLE = 0, 1, 2  # which half of a layer
+
+
+class Layers:
+    """Repeated blocks in order."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.forward = Forward(captured)
+        self.blocks = self.forward.blocks
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks)
+
+    def nodes(self, k: int, half: int = WHOLE) -> list[Node]:
+        """Of a layer, or of half of one that has a middle, in order."""
+        own = sorted((n for n in self.blocks[k].nodes if n in self.forward.at), key=self.forward.at.__getitem__)
+        if half == WHOLE:
+            return own
+        middle = self.middle(k)
+        before = self._before(middle, set(own)) if middle is not None else set()
+        return [n for n in own if (n in before) == (half == ATTENTION)]
+
+    def _before(self, end: Node, own: set[Node]) -> set[Node]:
+        found, todo = set[Node](), [end]
+        while todo:
+            n = todo.pop()
+            if n in own and n not in found:
+                found.add(n)
+                todo += n.args
+        return found
+
+    # -- where they may be cut
+
+    def end(self, halves: int) -> Cut | None:
+        """The values that pass after so many half layers; None where that is no place to cut."""
+        if halves == 0:
+            return tuple(n for n in self.blocks[0].inputs if n in self.forward.active) or None
+        if halves % 2 == 0:
+            return self.forward.given(self.blocks[halves // 2 - 1])
+        middle = self.middle(halves // 2)
+        return None if middle is None else (middle,)
+
+    def middle(self, k: int) -> Node | None:
+        """The value that attention hands to the feed-forward, where it passes alone."""
+        nodes = self.nodes(k)
+        readers = [product for product, made, _ in self._middles(nodes) if self._has_mixing(made)]
+        if len(readers) != 1:
+            return None
+        after = nodes.index(readers[0])
+        until = next((i for i, n in enumerate(nodes) if i > after and (n in self._products or self._mixes(n))), len(nodes))
+        alone = narrow(nodes, self.forward.active, self.forward.given(self.blocks[k]))
+        between = [i for i in alone if after < i < until]
+        return nodes[between[-1]] if between else None
+
+    # -- what may run again
+
+    def again(self, k: int, way: str, half: int = WHOLE) -> list[Region]:
+        """The regions of a layer that run again in this way; none where it has no such part."""
+        nodes = self.nodes(k, half)
+        within = frozenset(nodes)
+        if way == "full":
+            return [Region(within, within)] if nodes else []
+        if way == "per-op":
+            return [Region(frozenset(self._but_every_second(nodes)), within)]
+        chosen = [(made, sources) for _, made, sources in self._middles(nodes) if way == "selective" or not self._has_mixing(made)]
+        return [Region(frozenset(made | sources if way == "ffn" else made), within) for made, sources in chosen]
+
+    def _middles(self, nodes: Collection[Node]) -> Iterator[tuple[Node, set[Node], set[Node]]]:
+        """A product, what stands between it and others, and these; of what several read, the first alone."""
+        own, seen = set(nodes), set[Node]()
+        for p in (n for n in nodes if n in self._products):
+            found, sources, todo = set[Node](), set[Node](), [a for a in p.args if a in self.forward.active]
+            while todo:
+                n = todo.pop()
+                if n not in own:
+                    break
+                if n in self._products:
+                    sources.add(n)
+                elif n not in found:
+                    found.add(n)
+                    todo += [a for a in n.args if a in self.forward.active]
+            else:
+                if found - seen:
+                    yield p, found - seen, sources
+                    seen |= found
+
+    def _but_every_second(self, nodes: Collection[Node]) -> Iterator[Node]:
+        seen = dict[Node, int]()
+        for n in nodes:
+            if n in self._products:
+                operand = next(a for a in n.args if a in self.forward.active)
+                if seen.setdefault(operand, len(seen)) % 2 == 0:
+                    continue
+            if n in self.forward.active and not self._mixes(n):
+                yield n
+
+    def _has_mixing(self, nodes: Collection[Node]) -> bool:
+        return any(self._mixes(n) for n in nodes)
+
+    def _mixes(self, n: Node) -> bool:
+        """Not an op on single elements, and one of several activations."""
+        return n.op.kind in (Kind.WHOLE, Kind.CONTRACT) and len({a for a in n.args if a in self.forward.active}) > 1
+
+    @cached_property
+    def _products(self) -> set[Node]:
+        active, fixed = self.forward.active, self.forward.fixed
+        every = (n for b in self.blocks for n in b.nodes if n.op.kind is Kind.CONTRACT and len(n.args) == 2)
+        return {n for n in every if sum(a in active for a in n.args) == 1 and any(a in fixed for a in n.args)}
+
+
+__all__ = ["ATTENTION", "FFN", "WAYS", "WHOLE", "Instance", "Layers"]

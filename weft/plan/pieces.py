@@ -1,0 +1,187 @@
+"""What the stages of a plan are made of, found again in a captured step: where it is cut, and what runs again.
+
+A plan made from sizes counts layers and halves of layers; a plan of a captured program names the values that end its units. Either gives
+cuts and regions of the step's own nodes, and words for whatever could not be found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weft.core.node import Node, toposort
+from weft.core.program import Program
+from weft.frontend.capture import Captured
+from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers
+from weft.plan.plan import Plan
+from weft.plan.setting import MIXED
+from weft.plan.simulate import share
+from weft.plan.split import Cut, Forward, Region
+
+Piece = tuple[str, str, int]  # name of a block, what it runs again, how often it comes
+HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
+
+
+@dataclass
+class Found:
+    """Where a step is cut, None where that is left open; what runs again; what of the plan is not followed, and why."""
+
+    cuts: tuple[Cut, ...] | None = None
+    again: tuple[Region, ...] = ()
+    told: list[str] = field(default_factory=list)
+
+
+class Pieces(Protocol):
+    def find(self, captured: Captured) -> Found: ...
+
+
+def pieces_of(plan: Plan, program: Program | None) -> Pieces | None:
+    """The pieces of a plan; None where it has one stage in which all layers are alike."""
+    if program is not None:
+        ends = plan.layouts.get("units", ())
+        return Units(program, tuple(program.nodes[i] for i in ends), plan.stages) if plan.stages else None
+    if plan.setting.pp == 1 and not plan.stages:
+        return None
+    s = plan.setting
+    return Counted(plan.stages, plan.layers, "none" if s.recompute == MIXED else s.recompute, s.pp * s.virtual)
+
+
+# -- stages counted in layers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Stages made of layers and halves of them, or of so many layers that all run the same again."""
+
+    stages: tuple[tuple[Piece, ...], ...]
+    layers: tuple[int, ...]
+    way: str
+    count: int
+
+    def find(self, captured: Captured) -> Found:
+        layers = Layers(captured)
+        stages = self.stages or self._alike(layers.count)
+        per = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
+        many = layers.count // per if per and layers.count % per == 0 else 0  # runs of all layers, as of accumulated gradients
+        if not many or (many > 1 and len(stages) > 1):
+            lost = f"where its stages are cut: it has {per} layers and this model {layers.count} blocks that repeat"
+            return Found(None, (), [lost if len(stages) > 1 else f"what it runs again: {lost.partition(': ')[2]}"])
+        found = Found()
+        found.cuts = self._cuts(stages, layers, found.told)
+        found.again = tuple(self._again(stages, layers, per, many, found.told))
+        return found
+
+    def _alike(self, depth: int) -> tuple[tuple[Piece, ...], ...]:
+        return tuple((("layer", self.way, n),) for n in self.layers or share(depth, self.count))
+
+    def _cuts(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> tuple[Cut, ...] | None:
+        """The ends of all stages but the last, each where it is planned or at the nearest place after the one before."""
+        wanted = list(itertools.accumulate(sum(n * HALVES[name][1] for name, _, n in stage if name in HALVES) for stage in stages))
+        wanted[-1] = 2 * layers.count + 1
+        cuts, last = list[Cut](), -1
+        for g, (at, until) in enumerate(itertools.pairwise(wanted), 1):
+            places = [h for h in (at, at + 1, at - 1, at + 2) if last < h < until and layers.end(h)]
+            if not places:
+                told.append("where its stages are cut: no values pass there")
+                return None
+            if places[0] != at:
+                told.append(f"where stage {g} of it ends: {_said(at)} no value passes alone, so it ends {_said(places[0])}")
+            last = places[0]
+            cuts.append(layers.end(last) or ())
+        return tuple(cuts)
+
+    def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, per: int, many: int, told: list[str]) -> Iterator[Region]:
+        lost: dict[str, list[str]] = {}
+        at = 0
+        for name, way, n in (piece for stage in stages for piece in stage if piece[0] in HALVES):
+            half, width = HALVES[name]
+            for k in range(at, at + n * width, width):
+                found = [r for run in range(many) for r in _regions(layers, run * per + k // 2, way, half)]
+                yield from found
+                if way != "none" and not found and _may(way, half):
+                    lost.setdefault(way, []).append(str(k // 2 + 1))
+            at += n * width
+        told += [
+            f"recompute {way} of layer {', '.join(of)}: it has no such part that could run again, and keeps everything"
+            for way, of in lost.items()
+        ]
+
+
+def _said(halves: int) -> str:
+    if halves == 0:
+        return "before the first layer"
+    return f"inside layer {halves // 2 + 1}" if halves % 2 else f"after layer {halves // 2}"
+
+
+def _regions(layers: Layers, k: int, way: str, half: int) -> list[Region]:
+    if way == "none" or (half != WHOLE and layers.middle(k) is None):
+        return []
+    return layers.again(k, way, half)
+
+
+def _may(way: str, half: int) -> bool:
+    """Whether half a layer should have a part of this kind."""
+    return not (half == ATTENTION and way in ("activation", "ffn"))
+
+
+# -- stages made of a program's units ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Units:
+    """Stages made of the units of a placed program, each ended by a value of it."""
+
+    program: Program
+    ends: tuple[Node, ...]
+    stages: tuple[tuple[Piece, ...], ...]
+
+    def find(self, captured: Captured) -> Found:
+        if len(self.ends) + 1 != sum(map(len, self.stages)):
+            return Found(None, (), ["where its stages are cut and what runs again: the file does not name the values"])
+        forward = Forward(captured)
+        ends = self._own(forward)
+        if ends is None:
+            return Found(None, (), ["where its stages are cut and what runs again: the step has other ops than the plan's"])
+        parts = forward.cut_at([(n,) for n in ends])
+        last = [sum(map(len, self.stages[: g + 1])) - 1 for g in range(len(self.stages) - 1)]
+        return Found(tuple((ends[k],) for k in last), tuple(self._regions(parts)))
+
+    def _regions(self, parts: dict[Node, int]) -> Iterator[Region]:
+        for k, (_, way, _) in enumerate(piece for stage in self.stages for piece in stage):
+            if way != "none":
+                nodes = frozenset(n for n, part in parts.items() if part == k)
+                yield Region(nodes, nodes)
+
+    def _own(self, forward: Forward) -> list[Node] | None:
+        """The ends among the step's own nodes: the same ops in the same order, casts aside; None where they differ."""
+        from weft.rewrite.engine import erase_nodes
+
+        gone = erase_nodes(self.program)
+        theirs = _ops(toposort([gone[self.program.output_names["loss"]]]))
+        mine = _ops(forward.main)
+        if [n.op.name for n in theirs] != [n.op.name for n in mine]:
+            return None
+        at = {n: i for i, n in enumerate(theirs)}
+        return [mine[at[_uncast(gone[n])]] for n in self.ends]
+
+    def placed_regions(self) -> list[Region]:
+        """What runs again, in the placed program itself."""
+        loss = self.program.output_names["loss"]
+        found: dict[Node, int] = {}
+        for k, end in enumerate((*self.ends, loss)):
+            for n in toposort([end]):
+                if n.op.name != "input":
+                    found.setdefault(n, k)
+        return list(self._regions(found))
+
+
+def _ops(nodes: Sequence[Node]) -> list[Node]:
+    return [n for n in nodes if n.op.name not in ("cast", "input", "const")]
+
+
+def _uncast(n: Node) -> Node:
+    while n.op.name == "cast":
+        n = n.args[0]
+    return n
