@@ -31,7 +31,7 @@ from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.place import place
-from weft.plan.recompute import recomputed
+from weft.plan.recompute import recomputed, regions_of
 from weft.plan.space import bytes_of
 from weft.runtime import hosts
 
@@ -96,7 +96,7 @@ def parallelize(
     if named.micro_batches > 1:
         step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
     else:
-        captured = recomputed(captured) if named.recompute else captured
+        captured = recomputed(captured, regions_of(captured, named.recompute)) if named.recompute else captured
         source, moves = file.step(captured) if file is not None else (captured, ())
         program = decision.program if decision else _placed(source, named, wish, where, file)
         report = verified(source.program, program) if check else None
