@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from weft.cluster import calibrate, local, measure
+from weft.cluster import calibrate, local, measure, passes
 from weft.cluster.measure import Product
 from weft.cluster.profile import Device, dump, load, parse
 from weft.core.errors import ClusterError, RuntimeFault
@@ -94,7 +94,7 @@ def test_what_products_lose_in_a_step() -> None:
     from weft.cluster import kernels
     from weft.cluster.profile import Constant
 
-    rates = {f"rate.{op}": Constant(1e9, "measured") for op in ("gelu", "gelu_backward", "layer_norm", "layer_norm_backward")}
+    rates = {f"rate.{op}": Constant(1e9, "measured") for op in ("gelu", "gelu_backward", "layer_norm", "layer_norm_backward", "sum")}
     here = load("x86-2").device
     device = Device("here", {**here.constants, **rates, "gemm.sustained": Constant(1.0, "measured")})
     sizes = ((measure.ROWS, 4 * measure.WIDTH, measure.WIDTH), (measure.ROWS, measure.WIDTH, 4 * measure.WIDTH),
@@ -102,3 +102,30 @@ def test_what_products_lose_in_a_step() -> None:
     products = measure.DEPTH * 2 * sum(kernels.product(device, *s, 1, "fp32") for s in sizes)
     assert calibrate._in_a_step(device, products, "measured: a test").get("gemm.sustained") == 1.0
     assert 0.5 <= calibrate._in_a_step(device, 3 * products, "measured: a test").get("gemm.sustained") < 0.9
+
+
+def test_passes_go_round_operands_that_no_cache_holds() -> None:
+    calls = passes.each_cold(lambda x, y: lambda: (x, y), (2**20,), (2**20,))
+    assert len(calls) == passes.COLD // 2**23
+    assert len({x.data_ptr() for call in calls for x in call()}) == 2 * len(calls)
+    turns: list[int] = []
+    passes.among([lambda k=k: turns.append(k) for k in range(3)], budget=1e-6)
+    assert set(turns) == {0, 1, 2} and turns == [k % 3 for k in range(len(turns))]
+
+
+def test_passes_over_stored_scores_are_what_products_and_exponentials_leave() -> None:
+    from weft.cluster import kernels
+    from weft.cluster.profile import Constant
+
+    device = Device("here", {**load("x86-2").device.constants, "rate.exp": Constant(1e9, "measured")})
+    heads = passes.SAMPLES * passes.HEADS
+    count = heads * passes.KEYS**2
+    product = kernels.product(device, passes.KEYS, passes.KEYS, passes.WIDTH, heads, "fp32")
+    took = {"scores.attention": 2 * product + 2 * count / 1e9 + count / 2e8, "scores.attention_backward": 5 * product + count / 1e9 + count / 1e8}
+    found = calibrate._with_scores(device, took, "measured: a test")
+    assert found.get("rate.scores.attention") == pytest.approx(2e8, rel=1e-3)
+    assert found.get("rate.scores.attention_backward") == pytest.approx(1e8, rel=1e-3)
+
+
+def test_attention_as_it_is_defined_is_timed() -> None:
+    assert all(took > 0 for took in passes.scores().values())

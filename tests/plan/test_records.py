@@ -105,9 +105,31 @@ def test_a_split_sum_sends_the_whole_tensor_twice() -> None:
     assert sent(halves) == [("reduce_scatter", whole), ("all_gather", whole)]
 
 
-def test_a_slice_is_a_copy_and_sends_nothing() -> None:
-    program = trace(lambda x: w.slice(x, "dp", 0), Mesh(dp=4), x=tensor("f32", 16, 8))
-    assert records(program) == [Touch("slice", 2 * 4 * 8 * 4, 0)]
+def test_a_slice_sends_nothing_and_is_a_copy_unless_it_lies_in_one_piece() -> None:
+    columns, rows = (trace(lambda x, d=d: w.slice(x, "dp", d), Mesh(dp=4), x=tensor("f32", 16, 8)) for d in (1, 0))
+    assert records(columns) == [Touch("slice", 2 * 16 * 2 * 4, 0)]
+    assert records(rows) == []
+
+
+def test_a_pad_is_a_pass_where_pieces_do_not_fill_the_sum() -> None:
+    piece = tensor("f32", 4, 8)
+    made = records(trace(lambda a, b: w.pad(a, 0, 0, 8) + w.pad(b, 0, 4, 4), Mesh(tp=1), a=piece, b=piece))
+    assert [(op.name, op.bytes) for op in made if isinstance(op, Touch)] == [("pad", (12 + 2 * 4) * 8 * 4)] * 2 + [("add", 3 * 12 * 8 * 4)]
+
+
+@pytest.mark.parametrize(("within", "sizes"), [(None, ["all_gather"]), (16, ["all_gather", "all_gather laid out"])])
+def test_pieces_that_interleave_are_laid_out(within: int | None, sizes: list[str]) -> None:
+    """A dim of three times 16 whose inner part is cut lies in strips, each of which goes to its place."""
+    p = trace(lambda x: w.all_gather(x, "tp"), Mesh(tp=2), x=tensor("f32", 48, 8, tp=S(0, within)))
+    assert [op.name for op in records(p)] == sizes
+
+
+def test_uneven_pieces_are_padded_and_cut() -> None:
+    gathered = records(trace(lambda x: w.all_gather(x, "tp"), Mesh(tp=2), x=tensor("f32", 4, 17, tp=S(1))))
+    scattered = records(trace(lambda x: w.reduce_scatter(x, "tp", 1), Mesh(tp=2), x=tensor("f32", 4, 17, tp=P("sum"))))
+    whole = 4 * 17 * 4
+    assert [(op.name, op.bytes) for op in gathered[-1:]] == [("all_gather of uneven pieces", 2 * whole)]
+    assert [(op.name, op.bytes) for op in scattered[-1:]] == [("reduce_scatter of uneven pieces", 2 * whole)]
 
 
 def test_uneven_parts_count_as_the_largest() -> None:
@@ -181,6 +203,7 @@ def test_attention_whose_rows_are_cut_reaches_memory() -> None:
     product, _, scores, hard = of(True, cp=S(2))
     assert (product.m, product.n, product.k, product.batch) == (32, 64, 32, 4)
     assert (scores.bytes, hard.elements) == (11 * 4 * 32 * 64 * 4, 2 * 4 * 32 * 64)
+    assert (scores.kind, scores.elements) == ("scores.attention", 4 * 32 * 64)
 
 
 def test_pieces_that_do_not_lie_end_to_end_are_copied_into_place() -> None:
@@ -206,3 +229,11 @@ def test_state_is_written_over_by_its_kernel() -> None:
     made = trace(lambda x: {"x": x * 2.0 + 1.0}, Mesh(dp=1), x=tensor("f32", 16))
     nodes = [n for n in made.nodes if n.op.name in ("mul", "add")]
     assert made.state and peak_bytes(made) > 64 and peak_bytes(fuse(made, nodes)) == 64
+
+
+@pytest.mark.parametrize(("ops", "walk"), [(("mul", "add", "sub"), "memory.in_place"), (("mul", "add"), "")])
+def test_what_is_written_over_what_was_read_is_not_fetched_first(ops: tuple[str, ...], walk: str) -> None:
+    """A kernel that updates state in place has the rate of such passes, where it was measured; one that writes elsewhere does not."""
+    made = trace(lambda x, y: {"x": x * 2.0 + y - 1.0}, Mesh(dp=1), x=tensor("f32", 16), y=tensor("f32", 16))
+    first = records(fuse(made, [n for n in made.nodes if n.op.name in ops]))[0]
+    assert isinstance(first, Touch) and first.walk == walk

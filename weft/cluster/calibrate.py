@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weft.cluster import collectives as cost
-from weft.cluster import kernels, local, measure
+from weft.cluster import kernels, local, measure, passes
 from weft.cluster.collectives import Ranks
 from weft.cluster.local import Calls, Sent, torch_calls
 from weft.cluster.measure import Product
@@ -104,8 +104,12 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
     if not base:
         constants["memory.bandwidth"] = Constant(got["rate.memory"], by)
     kernel, step = got["kernel.launch"], got.pop("step.seconds", 0.0)
+    stored = {key: got.pop(key) for key in list(got) if key.startswith("scores.")}
+    memory = got.pop("rate.memory")
+    if "rate.in_place" in got:
+        got["memory.in_place"] = max(1.0, got.pop("rate.in_place") / memory)
     found = {
-        "memory.efficiency": got.pop("rate.memory") / constants["memory.bandwidth"].value,
+        "memory.efficiency": memory / constants["memory.bandwidth"].value,
         "cache.bytes": measure.cached(device), "cache.bandwidth": _less_launch(device, got.pop("rate.cache"), kernel),
         "gemm.misaligned": min(v for k, v in got.items() if k.startswith("gemm.misaligned")),
         **_attention(got, peak, device), **{k: v for k, v in got.items() if not k.startswith("attention")},
@@ -114,7 +118,20 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
     constants |= {} if device == "cpu" else {"attention.start": START}
     constants |= {key: Constant(start, by) for key, start in zip(SURFACE, (0.8, kernel, 0.2 * kernel, 500.0), strict=True)}
     made = _fit_products(Device(name, constants), timed, main, by)
+    made = _with_scores(made, stored, by)
     return _in_a_step(made, step, by) if step else made
+
+
+def _with_scores(device: Device, stored: Mapping[str, float], by: str) -> Device:
+    """With scores a second that attention passes over in memory, besides its products and exponentials."""
+    heads = passes.SAMPLES * passes.HEADS
+    count = heads * passes.KEYS**2
+    one = kernels.product(device, passes.KEYS, passes.KEYS, passes.WIDTH, heads, "fp32")
+    rates = {}
+    for key, seconds in stored.items():
+        products, hard = (5, 1) if key.endswith("backward") else (2, 2)
+        rates[f"rate.{key}"] = count / max(seconds - products * one - hard * count / device.get("rate.exp"), 0.1 * seconds)
+    return Device(device.name, {**device.constants, **{k: Constant(float(f"{v:.4g}"), by) for k, v in rates.items()}})
 
 
 def _in_a_step(device: Device, step: float, by: str) -> Device:
@@ -123,9 +140,9 @@ def _in_a_step(device: Device, step: float, by: str) -> Device:
     large, small = 4 * width * rows, width * rows
     sizes = ((rows, 4 * width, width), (rows, width, 4 * width), (4 * width, width, rows))
     products = measure.DEPTH * 2 * sum(kernels.product(device, *shape, 1, "fp32") for shape in sizes)
-    rates = {"gelu": large, "gelu_backward": large, "layer_norm": small, "layer_norm_backward": small}
+    rates = {"gelu": large, "gelu_backward": large, "layer_norm": small, "layer_norm_backward": small, "sum": large + small}
     others = sum(elements / device.get(f"rate.{op}") for op, elements in rates.items())
-    others += kernels.touch(device, 4.0 * (large + small), 2) + 2 * kernels.touch(device, 12.0 * small, 1)  # sums for biases, residuals
+    others += 2 * kernels.touch(device, 12.0 * small, 1)  # residuals
     others += kernels.touch(device, 28.0 * 8 * width * width, 1)  # the update
     share = products / max(step - measure.DEPTH * others, products)
     return Device(device.name, {**device.constants, "gemm.sustained": Constant(float(f"{max(0.5, share):.4g}"), by)})

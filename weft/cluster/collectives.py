@@ -65,7 +65,7 @@ def peer_seconds(cluster: Cluster, device: Device, kind: str, size: float, ranks
     processes of one machine have in common. Nothing is launched for it."""
     moved = size * wire(kind, ranks.size)
     shared = "cores" in device.constants
-    return moved / (device.bandwidth if shared else _bandwidth(cluster.links[0], ranks.size))
+    return moved / (device.bandwidth * device.get("memory.in_place", 1.0) if shared else _bandwidth(cluster.links[0], ranks.size))
 
 
 Level = tuple[Link, int, int]  # the link, ranks below that send side by side, blocks that it joins

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.cluster.passes import COLD
 from weft.core.errors import RuntimeFault
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -117,18 +118,21 @@ class Timing:
         return [Sent(kind, size, self.ranks, self.one(kind, size)) for kind in KINDS for size in sizes]
 
     def one(self, kind: str, size: int) -> float:
+        """On a processor each call has operands of its own, which lie in no cache: within a step much ran since they were made."""
         count = size // 4 // self.ranks * self.ranks
-        whole = torch.ones(count, device=self.device)
-        part = torch.ones(count // self.ranks, device=self.device)
-        return self.usual(self.calls(self.device, whole, part)[kind], 12 if size <= 2**22 else 6)
+        times = 12 if size <= 2**22 else 6
+        apart = min(times, COLD // size) if self.device == "cpu" else 1
+        whole = torch.ones(apart, count, device=self.device)
+        part = torch.ones(apart, count // self.ranks, device=self.device)
+        return self.usual([self.calls(self.device, w, p)[kind] for w, p in zip(whole, part, strict=True)], times)
 
-    def usual(self, call: Callable[[], Any], times: int) -> float:
+    def usual(self, calls: Sequence[Callable[[], Any]], times: int) -> float:
         """The lower quartile: others on the machine only add."""
         taken = []
         for n in range(times + 2):
             dist.barrier()
             began = time.perf_counter()
-            call()
+            calls[n % len(calls)]()
             if self.device != "cpu":
                 torch.cuda.synchronize()
             if n >= 2:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from weft.cluster import passes
+
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -143,39 +145,23 @@ def _attention(device: str, dtype: str, shape: tuple[int, int, int, int]) -> tup
 
 
 def bandwidth(device: str) -> dict[str, float]:
-    """Bytes a second read and written together by a pointwise kernel: of tensors no cache holds, and of some it does."""
+    """Bytes a second read and written together by a pointwise kernel: of tensors no cache holds, and of smaller ones, which a cache
+    holds on an accelerator and which a processor has to fetch within a step."""
+
+    if device == "cpu":
+        return passes.bandwidth(2**27, cached(device))
 
     def rate(size: int) -> float:
         x, y = torch.ones(size // 8, device=device), torch.empty(size // 8, device=device)
-        if device == "cpu":
-            return size / seconds(lambda: torch.add(x, 1.0, out=y), device, 0.3)
         return size / _in_a_row(lambda: torch.add(x, 1.0, out=y), 50)
 
-    return {"rate.memory": rate(2**31 if device != "cpu" else 2**27), "rate.cache": rate(cached(device))}
+    return {"rate.memory": rate(2**31), "rate.cache": rate(cached(device))}
 
 
 def math_rate(device: str) -> float:
     """Elements a second through a gelu, whose exponentials cost more than its bytes: on a processor, and in half precision elsewhere."""
     x = torch.randn(2**18, device=device) if device == "cpu" else torch.randn(2**26, device=device, dtype=torch.bfloat16)
     return x.numel() / seconds(lambda: F.gelu(x), device, 0.2)
-
-
-def by_op() -> dict[str, float]:
-    """Elements a second of ops whose arithmetic outweighs their bytes on a processor, by the names they have in programs."""
-    rows, columns = 512, 1024
-    x, g, scale = torch.randn(rows, columns), torch.randn(rows, columns), torch.ones(columns)
-    _, mean, spread = torch.native_layer_norm(x, [columns], scale, scale, 1e-5)
-    aten = torch.ops.aten
-    calls: dict[str, Callable[[], Any]] = {
-        "gelu": lambda: F.gelu(x), "gelu.tanh": lambda: F.gelu(x, approximate="tanh"),
-        "gelu_backward": lambda: aten.gelu_backward(g, x), "gelu_backward.tanh": lambda: aten.gelu_backward(g, x, approximate="tanh"),
-        "silu": lambda: F.silu(x), "tanh": lambda: torch.tanh(x), "exp": lambda: torch.exp(x), "sigmoid": lambda: torch.sigmoid(x),
-        "softmax": lambda: torch.softmax(x, -1), "cross_entropy": lambda: torch.log_softmax(x, -1),
-        "cross_entropy_backward": lambda: torch.softmax(x, -1).sub_(g),
-        "layer_norm": lambda: torch.native_layer_norm(x, [columns], scale, scale, 1e-5),
-        "layer_norm_backward": lambda: aten.native_layer_norm_backward(g, x, [columns], mean, spread, scale, scale, [True, True, True]),
-    }  # fmt: skip
-    return {f"rate.{name}": x.numel() / seconds(call, "cpu", 0.03) for name, call in calls.items()}
 
 
 ALONE = 1.1  # over the time a thread worked: more is not the machine's own
@@ -343,5 +329,6 @@ def samples(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "exponentials", lambda: {"math.rate": math_rate(device)}
     if device == "cpu":
         yield "short attention", short_attention
-        yield "passes", by_op
+        yield "passes", passes.by_op
+        yield "attention with its scores", passes.scores
         yield "a step", step

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weft.cluster.collectives import Ranks
 from weft.cluster.kernels import WIDTH
 from weft.cluster.spec import Cluster
-from weft.core.layout import Mesh, S
+from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
@@ -41,7 +41,7 @@ def by_place(program: Program) -> Iterator[tuple[Node | Group, list[Op]]]:
         if node in last:
             yield last[node], list(of_group(program, last[node].nodes))
         elif node not in inside:
-            yield node, list(_of_sum(program, node) if node.op.name == "add" else of_node(node))
+            yield node, list(IN_CONTEXT.get(node.op.name, lambda _, n: of_node(n))(program, node))
 
 
 def _of_sum(program: Program, node: Node) -> Iterator[Op]:
@@ -50,15 +50,40 @@ def _of_sum(program: Program, node: Node) -> Iterator[Op]:
         alone = list(program.users[one]) == [node] and not program.outputs_of(one)
         if one.op.kind is Kind.CONTRACT and alone and other.shape == one.shape[-1:]:
             return
-    if not _pieces(node):
-        yield from of_node(node)
-    elif not any(_pieces(u) for u in program.users[node]):
+    if _side_by_side(node):
         yield Touch("concat", 2.0 * nbytes(node.type), 0)
+    elif not _laid_beside(program, node):
+        yield from of_node(node)
 
 
-def _pieces(node: Node) -> bool:
-    """Whether it sums only padded pieces."""
-    return node.op.name == "add" and all(a.op.name == "pad" or _pieces(a) for a in node.args)
+def _of_pad(program: Program, node: Node) -> Iterator[Op]:
+    """A copy among zeros, unless it is a piece laid beside others."""
+    if not _laid_beside(program, node):
+        yield Touch("pad", float(nbytes(node.type) + 2 * nbytes(node.args[0].type)), 0, 2)
+
+
+IN_CONTEXT = {"add": _of_sum, "pad": _of_pad}  # ops whose neighbours say what they cost
+
+
+def _laid_beside(program: Program, node: Node) -> bool:
+    return any(_side_by_side(u) or _laid_beside(program, u) for u in program.users[node] if u.op.name == "add")
+
+
+def _side_by_side(node: Node) -> bool:
+    """Whether it sums only padded pieces, and these fill it."""
+    pads = _pads(node)
+    if not pads or len({x.attr("dim") for x in pads}) > 1:
+        return False
+    dim = int(pads[0].attr("dim"))
+    return sum(x.args[0].shape[dim] for x in pads) == node.shape[dim]
+
+
+def _pads(node: Node) -> list[Node]:
+    """The padded pieces that a sum adds up; none where it adds anything else."""
+    if node.op.name != "add" or any(a.op.name not in ("add", "pad") for a in node.args):
+        return []
+    each = [[a] if a.op.name == "pad" else _pads(a) for a in node.args]
+    return [x for pads in each for x in pads] if all(each) else []
 
 
 def of_node(node: Node) -> Iterator[Op]:
@@ -99,7 +124,9 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
             yield from _sent(node, peer=True)
     moved = sum(_read_here(program, a, inside) for a in read) + sum(_written_here(n) for n in kept)
     hard = sum(_elements(n) for n in nodes if n.op.name.startswith(MATH))
-    yield Touch("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
+    over = {program.output_names[o] for o, _ in program.state}
+    walk = "memory.in_place" if kept and all(n in over for n in kept) else ""
+    yield Touch("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard, walk=walk)
 
 
 def _read_here(program: Program, value: Node, inside: Collection[Node]) -> int:
@@ -127,17 +154,28 @@ def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
         yield Collective(name, whole if name == "all_gather" else given, axis, name, peer=peer)
         if not peer and _strided(node):
             yield Touch(f"{name} laid out", 2 * whole, 0)
-    elif taken < given and not peer:
+        if not peer and _uneven(node):
+            padded = {"all_gather": taken if _strided(node) else 0.0, "reduce_scatter": given}.get(name, given + taken)
+            yield Touch(f"{name} of uneven pieces", 2 * padded, 0)
+    elif taken < given and not peer and _strided(node):
         yield Touch(name, 2 * taken, 0)
+
+
+def _cuts(node: Node) -> Iterator[tuple[Layout, int, int]]:
+    """Of what a collective takes and gives, the layouts that its axis cuts: in which dim, and at which atom of it."""
+    for layout in (t.layout for t in (*(a.type for a in node.args), *node.types)):
+        if (at := layout.where_cut(str(node.attr("axis")))) is not None:
+            yield layout, *at
 
 
 def _strided(node: Node) -> bool:
     """Whether the ranks' pieces do not lie end to end, so that they are copied to where they belong."""
-    for t in (*(a.type for a in node.args), *node.types):
-        place = t.layout.placement(str(node.attr("axis")))
-        if isinstance(place, S) and math.prod(t.layout.largest_local[: place.dim]) > 1:
-            return True
-    return False
+    return any(math.prod(y.largest_local[:d]) * math.prod(atom.size for atom in y.dims[d][:k]) > 1 for y, d, k in _cuts(node))
+
+
+def _uneven(node: Node) -> bool:
+    """Whether some ranks' pieces are shorter, so that they are padded to be sent and cut afterwards."""
+    return any(y.dims[d][k].size % math.prod(y.mesh.sizes[a] for a in y.dims[d][k].cut) for y, d, k in _cuts(node))
 
 
 def product_sizes(node: Node) -> tuple[int, int, int, int]:
@@ -180,7 +218,8 @@ def _with_scores(node: Node) -> Iterator[Op]:
         yield Gemm(rows, keys, width, math.prod(heads), _dtype(node), node.op.name)
     scores = float(math.prod(heads) * rows * keys)
     moved, launches, hard = (17, 10, 1) if back else (11, 8, 2)
-    yield Touch(f"scores of {node.op.name}", moved * scores * WIDTH[_dtype(node)], 0, launches)
+    size = moved * scores * WIDTH[_dtype(node)]
+    yield Touch(f"scores of {node.op.name}", size, 0, launches, kind=f"scores.{node.op.name}", elements=scores)
     yield Touch(f"exponentials of {node.op.name}", 0.0, 0, 0, math=hard * scores, kind="exp", elements=hard * scores)
 
 
