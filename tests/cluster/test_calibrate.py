@@ -129,3 +129,14 @@ def test_passes_over_stored_scores_are_what_products_and_exponentials_leave() ->
 
 def test_attention_as_it_is_defined_is_timed() -> None:
     assert all(took > 0 for took in passes.scores().values())
+
+
+def test_ranks_that_share_cores_have_their_share_of_every_rate() -> None:
+    from weft.cluster.profile import Constant
+    from weft.cluster.spec import crowded
+
+    here = load("x86-2")
+    device = Device("here", {**here.device.constants, "rate.gelu": Constant(1e9, "measured"), "rate.scores.attention": Constant(1e8, "measured")})
+    shared = crowded(calibrate.Profile("here", device, 4, here.links), 4).device
+    rates = ("rate.gelu", "rate.scores.attention", "peak.fp32", "memory.bandwidth")
+    assert [shared.get(key) / device.get(key) for key in rates] == pytest.approx([0.5] * len(rates))

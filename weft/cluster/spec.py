@@ -139,7 +139,7 @@ def _part(text: str) -> Nodes:
     if gbps is not None and not float(gbps):
         raise ClusterError(f"the network of {text!r} has no rate", needed="Gb/s per device above 0", found=f"@{gbps}", try_="16x8xH100@400")
     if kind.endswith(".json") and devices is None:  # of a profile of one's own, so many devices of one node
-        return _nodes(1, nodes and int(nodes), kind, gbps and float(gbps))
+        return _nodes(1, int(nodes) if nodes else None, kind, float(gbps) if gbps else None)
     if devices is None and is_node(kind):  # 8xp3.16xlarge is eight nodes
         return _nodes(int(nodes or 1), load(kind).node_size, kind, gbps and float(gbps))
     if nodes is not None and devices is None:  # 8xA100 is eight devices, whole nodes where they are more than one holds
