@@ -35,11 +35,13 @@ def replayed(captured: Captured, moves: Sequence[Move]) -> Captured:
     return replace(captured, program=step.program, gradients=step.gradients, blocks=())
 
 
-def words(moves: Sequence[Move]) -> Iterator[str]:
-    """What is done to a step, its rule first."""
-    yield SPELLED
-    for move in moves:
+def words(moves: Sequence[Move] | None, updates: Sequence[str] = ()) -> Iterator[str]:
+    """What is done to a step, its rule first: the moves, and the rules of its updates."""
+    if moves is not None:
+        yield SPELLED
+    for move in moves or ():
         use = move.use
         turned = " backwards" if use.rule.endswith("~") else ""
         where = f"{use.op} {use.at}" + (f" and {use.places - 1} alike" if use.places > 1 else "")
         yield f"{use.rule.rstrip('~')}{turned}: at {where}" + (" of the forward pass, gradients derived anew" if move.forward else "")
+    yield from (f"{rule}: tables are updated from the rows looked up" for rule in updates)
