@@ -60,7 +60,7 @@ def run_stages(
 def run(module: str, stage: Stage, ranks: int, device: str = "cuda", **settings: Any) -> dict[str, Any]:
     """A stage's rows and how it ended; what was said before a failure or the limit is kept."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, _mps(device, Path(folder)) as env:
+    with ended_with_us(), tempfile.TemporaryDirectory() as folder, _mps(device, Path(folder)) as env:
         out, logs = Path(folder, "rows"), [Path(folder, f"{r}.log") for r in range(ranks)]
         command = [sys.executable, "-m", "bench._gpu_rank", module, stage.work, stage.backend, device, str(out)]
         command += [text.dumps({**stage.settings, **settings})]
@@ -105,6 +105,16 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 # -- processes -----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ended_with_us() -> Iterator[None]:
+    """Being told to end is an exception like others here, so that no process is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
