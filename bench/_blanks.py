@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.cluster.profile import Profile, load, names
@@ -30,22 +31,49 @@ class Blanks:
 
     def number(self, key: str, default: float | None = None, why: str = "not stated") -> float:
         value = self.text(key, None if default is None else f"{default:g}", why)
-        return float(value.replace(",", "").replace("_", ""))
+        try:
+            return float(value.replace(",", "").replace("_", "").removesuffix("%"))
+        except ValueError:
+            raise ValueError(f"{key} is {value!r}, not a number") from None
 
     def whole(self, key: str, default: int | None = None, why: str = "not stated") -> int:
-        value = self.text(key, None if default is None else str(default), why)
-        found = float(value.replace(",", "").replace("_", ""))
-        if found != int(found) or found < 1:
-            raise ValueError(f"{key} is {value}, no whole number of at least 1")
+        found = self.number(key, default, why)
+        if not math.isfinite(found) or found != int(found) or found < 1:
+            raise ValueError(f"{key} is {found:g}, no whole number of at least 1")
         return int(found)
 
-    def measured(self, key: str) -> float:
-        value = self.number(key)
+    def word(self, key: str, words: Mapping[str, str], default: str, why: str) -> str:
+        """The meaning of the first of `words` that a cell contains, in whatever case; the default if it has none of them."""
+        text = (self.cells.get(key) or "").strip().lower()
+        for part, meaning in words.items():
+            if part in text:
+                return meaning
+        self.assumed[key] = f"{default} ({why})" if not text else f"{default} (no meaning known of {text!r})"
+        return default
+
+    def rate(self, key: str, default: float, why: str) -> float:
+        """Above 0, whatever unit stands behind it."""
+        stated = re.match(r"[\d.,_]+", (self.cells.get(key) or "").strip())
+        value = Blanks({key: stated.group() if stated else ""}, self.assumed).number(key, default, why)
         if not value > 0:
-            raise ValueError(f"{key} is {value:g}, which nothing can be compared with")
-        return value
+            self.assumed[key] = f"{default:g} ({value:g} is no rate)"
+        return value if value > 0 else default
+
+    def measured(self, key: str) -> tuple[float, str]:
+        """What was measured, and why nothing can be compared with it, where that is so: the row can be foreseen all the same."""
+        if not (self.cells.get(key) or "").strip():
+            return math.nan, f"{key} is blank, so there is nothing to compare with"
+        value = self.number(key)
+        return value, "" if 0 < value < math.inf else f"{key} is {value:g}, which nothing can be compared with"
 
     # --- what follows from other cells
+
+    def devices(self, key: str, degrees: Sequence[str]) -> int:
+        """How many there are; the product of the degrees where only these are stated."""
+        stated = [(self.cells.get(d) or "").strip() for d in degrees]
+        if (self.cells.get(key) or "").strip() or not any(stated):
+            return self.whole(key)
+        return self.whole(key, math.prod(self.whole(d) for d, text in zip(degrees, stated, strict=True) if text), "the product of the degrees")
 
     def copies(self, key: str, gpus: int, others: int, some: bool = False) -> int:
         """Data parallelism: what is left of the devices. `some` of them may be left over."""

@@ -33,6 +33,7 @@ class Row:
     measured: float
     metric: Callable[[Step], float]
     assumed: Mapping[str, str]
+    lacks: str = ""  # why there is nothing to compare with
 
     def predict(self) -> float:
         return self.metric(self.step())
@@ -49,16 +50,26 @@ class Unreadable:
 
 def read(path: str | Path) -> list[Row | Unreadable]:
     """Every row of a file, in order."""
-    with open(path, newline="") as file:
-        return [_row(cells, f"{Path(path).stem}:{n}") for n, cells in enumerate(csv.DictReader(file), 2)]
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
+        lines = csv.reader(file)
+        names = [name.strip() for name in next(lines, [])]
+        return [_row(dict(zip(names, cells, strict=False)), f"{Path(path).stem}:{lines.line_num}") for cells in lines if cells]
 
 
 def _row(cells: Cells, case: str) -> Row | Unreadable:
     """A row by the columns it has."""
     try:
-        return _published(cells, case) if "source" in cells else _iteration(cells, case)
-    except (KeyError, ValueError, TypeError, ZeroDivisionError, WeftError) as error:
-        return Unreadable(case, f"{type(error).__name__}: {error}".splitlines()[0])
+        if not cells.keys() & {"source", "gpus", "# GPUs", "iteration time (ms)"}:
+            raise ValueError(f"neither format has the columns {', '.join(cells)}")
+        return _published(cells, case) if cells.keys() & {"source", "gpus"} else _iteration(cells, case)
+    except (ValueError, WeftError) as error:
+        return Unreadable(_case(cells, case), str(error).splitlines()[0])
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        return Unreadable(_case(cells, case), f"{type(error).__name__}: {error}")
+
+
+def _case(cells: Cells, case: str) -> str:
+    return f"{case} {(cells.get('source') or '').strip()}".strip()
 
 
 # --- iteration times of GPT models
@@ -66,7 +77,8 @@ def _row(cells: Cells, case: str) -> Row | Unreadable:
 
 def _iteration(cells: Cells, case: str) -> Row:
     b = Blanks(cells, {"kernels": "Megatron of 2021: scores in memory, fused pointwise, fp16"})
-    gpus, tp, pp = b.whole("# GPUs"), b.whole("tensor parallelism", 1), b.whole("pipeline parallelism", 1)
+    tp, pp = b.whole("tensor parallelism", 1), b.whole("pipeline parallelism", 1)
+    gpus = b.devices("# GPUs", ("tensor parallelism", "pipeline parallelism", "data parallelism"))
     layers, hidden = b.sizes("# layers", "hidden size", f"{cells.get('Parameters (billion)') or ''}B")
     micro, dp = b.whole("micro batch", 1), b.copies("data parallelism", gpus, tp * pp)
     shape = Shape(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.whole("sequence length", 2048), dropout=True)
@@ -80,7 +92,8 @@ def _iteration(cells: Cells, case: str) -> Row:
     setting, b.assumed["recompute"] = _with_recompute(shape, setting, profile)
     cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(gpus, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}"
-    return Row(case, group, shape, setting, cluster, b.measured("iteration time (ms)"), lambda step: step.seconds * 1e3, b.assumed)
+    measured, lacks = b.measured("iteration time (ms)")
+    return Row(case, group, shape, setting, cluster, measured, lambda step: step.seconds * 1e3, b.assumed, lacks)
 
 
 def _iterated_on(b: Blanks, gpus: int) -> Profile:
@@ -117,22 +130,38 @@ def _with_recompute(shape: Shape, setting: Setting, profile: Profile) -> tuple[S
 
 def _published(cells: Cells, case: str) -> Row:
     b, source = Blanks(cells), (cells.get("source") or "").strip()
-    modern = b.text("dtype", "bf16") != "fp16"
+    dtype = b.word("dtype", DTYPES, "bf16", "not stated")
+    modern = dtype != "fp16"
     usual = "H100" if modern else "A100"
     profile = _device(b.text("gpu", usual), usual, b.assumed)
-    profile = _with_network(profile, b.number("network_gbps_per_gpu", _usual(profile), "usual for this device"))
-    gpus, tp = b.whole("gpus"), b.whole("tp", 1)
+    profile = _with_network(profile, b.rate("network_gbps_per_gpu", _usual(profile), "usual for this device"))
+    gpus, tp = b.devices("gpus", ("tp", "pp", "dp", "cp")), b.whole("tp", 1)
     layers, hidden = b.sizes("layers", "hidden", source)
     heads = b.heads("heads", hidden, tp)
     kv, ffn = b.whole("kv_heads", heads), b.whole("ffn", 4 * hidden)
     vocab, seq = b.whole("vocab", 51200, "Megatron's padded GPT-2 words"), b.whole("seq", 4096 if modern else 2048, "usual of its time")
     shape = Shape(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern)
     shape = _of_size(shape, source, b.assumed) if modern else shape
-    setting = _setting(b, modern, shape, profile, gpus)
+    setting = _setting(b, _known(dtype, profile, b.assumed), shape, profile, gpus)
     cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(setting.devices, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}x{profile.name}"
     metric = _metric(b.text("metric"), shape, setting, gpus)
-    return Row(f"{case} {source}", group, shape, setting, cluster, b.measured("value"), metric, b.assumed)
+    measured, lacks = b.measured("value")
+    return Row(_case(cells, case), group, shape, setting, cluster, measured, metric, b.assumed, lacks)
+
+
+DTYPES = {
+    "fp8": "fp8", "float8": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "tf32": "tf32", "fp32": "fp32", "float32": "fp32",
+}  # fmt: skip
+
+
+def _known(dtype: str, profile: Profile, assumed: dict[str, str]) -> str:
+    """The row's dtype where its device has a rate of it."""
+    if f"peak.{dtype}" in profile.device.constants:
+        return dtype
+    assumed["dtype"] = f"bf16 ({profile.name} has no {dtype})"
+    return "bf16"
 
 
 def _of_size(shape: Shape, source: str, assumed: dict[str, str]) -> Shape:
@@ -178,17 +207,17 @@ def _device(text: str, other: str, assumed: dict[str, str]) -> Profile:
     return dataclasses.replace(profile, device=device)
 
 
-def _setting(b: Blanks, modern: bool, shape: Shape, profile: Profile, gpus: int) -> Setting:
-    cells, assumed = b.cells, b.assumed
+def _setting(b: Blanks, dtype: str, shape: Shape, profile: Profile, gpus: int) -> Setting:
+    cells, assumed, modern = b.cells, b.assumed, dtype != "fp16"
     tp, pp, cp = b.whole("tp", 1), b.whole("pp", 1), b.whole("cp", 1)
     dp, micro = b.copies("dp", gpus, tp * pp * cp, some=True), b.whole("micro_batch", 1)
     batch = b.batch("global_batch", dp, micro, pp)
     zero = b.text("zero", "1" if modern and dp > 1 else "0", "usual of its time")
-    virtual = _virtual(b.text("layers_per_virtual_stage", "0", "stages are not interleaved") if pp > 1 else "0", shape.layers, pp)
+    virtual = _virtual(b, shape.layers, pp) if pp > 1 else 1
     setting = Setting(
         batch, micro, dp, tp, pp, cp, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
-        zero=_zero(zero), keep_gathered="without reshard" in zero,
-        **({"kernels": "compiled", "dtype": b.text("dtype", "bf16")} if modern else CLASSIC),
+        zero=_zero(zero), keep_gathered="without reshard" in zero.lower(),
+        **({"kernels": "compiled", "dtype": dtype} if modern else CLASSIC),
     )  # fmt: skip
     if modern:
         setting = _overlapped(setting, assumed)
@@ -203,11 +232,11 @@ def _setting(b: Blanks, modern: bool, shape: Shape, profile: Profile, gpus: int)
 
 
 def _zero(text: str) -> int:
-    """A stage by number, or by the name of what does the same."""
-    if (digit := re.search(r"[0-3]", text)) is not None:
-        return int(digit.group())
-    stages = {"fsdp": 3, "optimizer": 1, "ddp": 0, "none": 0}
-    return next((stage for name, stage in stages.items() if name in text.lower()), 0)
+    """A stage by the name of what does the same (`fsdp2` is the second FSDP, not stage 2), or by number."""
+    stages = {"fsdp": 3, "hsdp": 3, "optimizer": 1, "ddp": 0, "none": 0, "no": 0}
+    named = next((stage for name, stage in stages.items() if name in text.lower()), None)
+    digit = re.search(r"[0-3]", text)
+    return named if named is not None else int(digit.group()) if digit else 0
 
 
 def _overlapped(setting: Setting, assumed: dict[str, str]) -> Setting:
@@ -228,20 +257,29 @@ def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, mod
     if "selective" in text and setting.zero == 3:
         assumed["recompute"] = "per op: attention, reductions and every second product are kept"
         return dataclasses.replace(setting, recompute="per-op")
-    for name in ("full", "selective", "none"):
-        if name in text:
+    for word, name in AGAIN.items():
+        if word in text:
             return dataclasses.replace(setting, recompute=name)
     if modern:
-        assumed["recompute"] = "none (not stated)"
+        assumed["recompute"] = "none (not stated)" if not text.strip() else f"none (no meaning known of {text!r})"
         return setting
     setting, assumed["recompute"] = _with_recompute(shape, setting, profile)
     return setting
 
 
-def _virtual(per: str, layers: int, pp: int) -> int:
-    """Chunks per stage, of layers per chunk."""
-    each = int(float(per))
-    return max(1, round(layers / (pp * each))) if each else 1
+AGAIN = {"full": "full", "selective": "selective", "none": "none", "no": "none", "off": "none", "false": "none", "yes": "full", "true": "full"}
+
+
+def _virtual(b: Blanks, layers: int, pp: int) -> int:
+    """Chunks per stage, of layers per chunk. Embedding and head may be chunks of their own; if there are still more chunks than layers, fewer
+    are taken."""
+    key = "layers_per_virtual_stage"
+    each = b.number(key, 0, "stages are not interleaved")
+    chunks = max(1, round(layers / (pp * each))) if each > 0 else 1
+    if chunks == 1 or pp * chunks <= layers or pp * chunks == layers + 2:
+        return chunks
+    b.assumed[key] = f"{max(1, layers // pp)} chunks on each stage ({pp} x {chunks} would be more than {layers} layers)"
+    return max(1, layers // pp)
 
 
 def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[Step], float]:
@@ -260,6 +298,7 @@ def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[S
     }
     if name.startswith("TFLOPs_per_gpu(96"):
         return lambda step: megatron / step.seconds / gpus / 1e12
+    name = next((k for k in known if k.lower() == name.lower()), name)
     if name not in known:
         raise ValueError(f"no metric named {name!r}; known are {', '.join(known)} and TFLOPs_per_gpu(96BslH^2(...))")
     return known[name]

@@ -44,7 +44,10 @@ def _read(path: str) -> list[Any]:
 
     if not Path(path).is_file():
         raise WeftError(f"no file {path}", needed="a CSV of iteration times or of published steps", found="nothing there")
-    return read(path)
+    found = read(path)
+    if not found:
+        console.print(f"{path} has no rows", markup=False)
+    return found
 
 
 def predict(row: Any) -> dict[str, Any]:
@@ -59,7 +62,9 @@ def predict(row: Any) -> dict[str, Any]:
         predicted = row.predict()
     except Exception as error:  # one row that cannot be simulated must not lose the others
         said = str(error).splitlines()[0] if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-        return {**nothing, "group": row.group, "measured": row.measured, "reason": said}
+        return {**nothing, "group": row.group, "measured": None if row.lacks else row.measured, "reason": said}
+    if row.lacks:
+        return {**nothing, "group": row.group, "predicted": predicted, "reason": row.lacks, "assumed": dict(row.assumed)}
     return {
         "case": row.case, "group": row.group, "measured": row.measured, "predicted": predicted,
         "error": predicted / row.measured - 1, "assumed": dict(row.assumed),
@@ -130,7 +135,8 @@ def _show(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Mapping[str, A
     console.print(table)
     for r in rows:
         if r["error"] is None:
-            console.print(f"not predicted: {r['case']}: {r['reason']}", markup=False)
+            which = "not predicted" if r["predicted"] is None else f"predicted {r['predicted']:,.4g}, not compared"
+            console.print(f"{which}: {r['case']}: {r['reason']}", markup=False)
 
 
 def _percent(x: float | None) -> str:

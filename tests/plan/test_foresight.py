@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench._rows import Row, Unreadable, read
-from bench.foresight import percentile, spearman
+from bench.foresight import percentile, predict, spearman
 from weft.cli import app
 
 ITERATIONS = (
@@ -102,17 +102,20 @@ def test_iteration_rows_with_blanks(tmp_path: Path) -> None:
     assert bare.assumed["data parallelism"] == "8 (what is left of the devices; 5 does not fill them)"
     assert {"sequence length", "attention heads", "global batch"} <= set(bare.assumed)
     assert named.predict() < bare.predict()
-    assert isinstance(none, Unreadable) and "iteration time (ms) is blank" in none.reason
+    assert isinstance(none, Row) and "iteration time (ms) is blank" in none.lacks
+    told = predict(none)
+    assert told["error"] is None and told["measured"] is None and told["predicted"] > 0 and told["reason"] == none.lacks
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (SC21.replace("148,200", "many,200"), "could not convert"),
+        (SC21.replace("148,200", "many,200"), "value is 'many', not a number"),
         (SC21.replace("TFLOPs_per_gpu(96BslH^2(...))", "furlongs"), "no metric named 'furlongs'"),
-        (SC21.replace("148,200", "-148,200"), "value is -148"),
         (SC21.replace("SC21 145.6B", "SC21").replace(",1536,80,", ",1536,,"), "layers is blank and no size is named"),
-        (SC21.replace(",1536,80,", ",some,80,"), "could not convert"),
+        (SC21.replace(",1536,80,", ",some,80,"), "gpus is 'some', not a number"),
+        (SC21.replace(",1536,80,", ",1e400,80,"), "gpus is inf, no whole number"),
+        ("SC21 145.6B,A100-80,1536\n", "metric is blank"),
     ],
 )
 def test_an_unreadable_row_says_why(tmp_path: Path, line: str, reason: str) -> None:
@@ -120,6 +123,38 @@ def test_an_unreadable_row_says_why(tmp_path: Path, line: str, reason: str) -> N
     assert isinstance(bad, Unreadable)
     assert reason in bad.reason
     assert isinstance(good, Row)
+
+
+def test_a_file_as_others_save_it(tmp_path: Path) -> None:
+    """A mark of byte order, Windows line ends, spaces in the header, letters of another code: all are read."""
+    text = "\ufeff" + PUBLISHED.replace(",gpu,", ", gpu ,") + SC21 + "," * 22 + "\n\n" + K22
+    path = tmp_path / "rows.csv"
+    path.write_bytes(text.replace("\n", "\r\n").encode() + b"caf\xe9 22B," + K22.split(",", 1)[1].encode())
+    first, blank, second, third = read(path)
+    assert isinstance(first, Row) and isinstance(second, Row) and isinstance(third, Row) and isinstance(blank, Unreadable)
+    assert first.case == "rows:2 SC21 145.6B" and second.case == "rows:5 K22 22B"
+    assert third.predict() == second.predict()
+    assert rows(tmp_path, "") == []
+    (odd,) = rows(tmp_path, "a,b\n1,2\n")
+    assert isinstance(odd, Unreadable) and odd.reason == "neither format has the columns a, b"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        (MODERN.replace("fp8", "FP8 (e4m3)"), "dtype", "fp8"), (MODERN.replace("H100", "A100").replace("fp8", "mxfp8"), "dtype", "bf16"),
+        (MODERN.replace("fp8", "bfloat16"), "dtype", "bf16"), (MODERN.replace("fsdp without reshard after forward", "FSDP2"), "zero", 3),
+        (MODERN.replace("fsdp without reshard after forward", "ZeRO-2"), "zero", 2), (MODERN.replace(",selective,", ",None,"), "recompute", "none"),
+        (MODERN.replace("H100,16,", "H100,,"), "cp", 16), (MODERN.replace("TFLOPs_per_gpu(model)", "mfu_PERCENT"), "tp", 1),
+        (MODERN.replace(",500,", ",500,400 Gb/s"), "tp", 1), (MODERN.replace(",1,1,1,1,16,,", ",1,1,16,1,1,1,"), "virtual", 2),
+        (MODERN.replace("H100,16,32,", "H100,16,30,").replace(",1,1,1,1,16,,", ",1,1,16,1,1,1,"), "virtual", 2),  # ends of their own
+        (MODERN.replace("H100,16,32,", "H100,16,31,").replace(",1,1,1,1,16,,", ",1,1,16,1,1,1,"), "virtual", 1),
+    ],
+)  # fmt: skip
+def test_words_of_other_files(tmp_path: Path, line: str, name: str, value: object) -> None:
+    (row,) = rows(tmp_path, PUBLISHED + line)
+    assert isinstance(row, Row), row
+    assert getattr(row.setting, name) == value and row.predict() > 0
 
 
 def test_iteration_rows(tmp_path: Path) -> None:

@@ -146,6 +146,14 @@ def test_a_slow_stage_makes_the_others_wait() -> None:
     assert mixed.timeline.busy("stage 1") > 1.3 * mixed.timeline.busy("stage 0")
 
 
+def test_embedding_and_head_may_be_stages_of_their_own() -> None:
+    """As 126 layers are run in 16 x 8 chunks: shorter than 16 x 7, whose busiest stages hold one layer more."""
+    model = replace(GPT, layers=14)
+    way = Setting(global_batch=32, pp=4, virtual=4, schedule="interleaved")
+    apart, less = foresee(model, way, "4xH100"), foresee(model, replace(way, virtual=3), "4xH100")
+    assert apart.seconds < less.seconds and max(m.params for m in apart.memory) <= max(m.params for m in less.memory)
+
+
 def test_layers_are_shared_out() -> None:
     assert share(24, 4) == [6, 6, 6, 6]
     assert share(126, 16) == [7] + [8] * 14 + [7]

@@ -142,9 +142,10 @@ class _Simulation:
         cuts = self.setting.pp * self.setting.virtual
         if self.work.stages:
             return [[Part(block, n) for block, n in stage] for stage in self.work.stages]
-        if cuts > self.work.depth:
+        ends = cuts == self.work.depth + 2  # one layer each, but for embedding and head, which are stages of their own
+        if cuts > self.work.depth and not ends:
             raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(cuts))
-        counts = self.layers or share(self.work.depth, cuts)
+        counts = self.layers or ((0, *[1] * self.work.depth, 0) if ends else share(self.work.depth, cuts))
         if len(counts) != cuts or sum(counts) != self.work.depth:
             raise PlanError("stages do not hold the layers", needed=f"{cuts} counts that sum to {self.work.depth}", found=str(counts))
         stages = [[Part(self.work.layer, n)] if n else [] for n in counts]
