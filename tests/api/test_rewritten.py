@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, Placement, S
 from weft.core.program import Program
 from weft.frontend import zoo
+from weft.frontend.capture import capture
 from weft.plan.graph.planner import record
 from weft.plan.graph.search import ALL, Way
 from weft.plan.graph.task import Task
 from weft.plan.graph.timing import Placed
 from weft.plan.layouts import OnCluster, choose
+from weft.plan.named import Named
 from weft.plan.plan import Plan
 from weft.plan.rewritten import PRODUCTS, Move, as_products, as_run
 from weft.plan.space import Limits
@@ -122,12 +124,74 @@ def test_the_moves_are_made_on_the_users_step_and_training_equals_torch(case: Ca
             step = made(case, str(tmp_path / "plan.json"))
         torch.testing.assert_close(losses(step, case), want, rtol=1e-8, atol=1e-8)
         assert was_rewritten(step.program, case) and not was_rewritten(step.captured.program, case)
-        names = [m.split(" ")[0].rstrip(":") for m in step.moves]
+        names = [m.split(" ")[0] for m in step.moves]
         assert names == ["matmul_as_einsum", *[case.rule.partition("~")[0]] * bool(case.rule), *(() if case is UNO else ["adam_by_rows"])]
         assert rules_of(step.program) == (() if case is UNO else ("adam_by_rows",))
+        assert step.record(None, progress=False).run().rules == names
         assert rank or step.report.derived == step.report.outputs, "all of it by proof"
         held = {n: {a: str(p) for a, p in x.layout.placements.items() if str(p) != "R"} for n, x in step.program.input_names.items()}
         assert {n: places for n, places in held.items() if places} == inputs
         assert step.check(case.batch(9)) < 1e-8, "against the model's own step"
 
     on_ranks(case.mesh.ranks, job, tmp_path)
+
+
+def saved(plan: Plan, path: Path, **layouts: Any) -> str:
+    """The plan with some of its layouts changed; None takes one away."""
+    kept = {k: v for k, v in {**plan.layouts, **layouts}.items() if v is not None}
+    replace(plan, layouts=kept).save(path)
+    return str(path)
+
+
+def test_state_is_the_models_and_moves_between_plans(tmp_path: Path) -> None:
+    DLRM.plan().save(tmp_path / "plan.json")
+    want = torch_losses(DLRM)
+
+    def job(rank: int) -> None:
+        step, plain = made(DLRM, str(tmp_path / "plan.json")), made(DLRM, "dp2")
+        assert set(step.state_names) == set(plain.state_names)
+        first = step(DLRM.batch(0)).item()
+        store = step.checkpoints(str(tmp_path / "kept"))
+        store.save()
+        plain.checkpoints(str(tmp_path / "kept")).restore()
+        got = [first, *(plain(DLRM.batch(i)).item() for i in range(1, STEPS))]
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_move_that_cannot_be_made_is_told_and_the_models_own_step_runs(tmp_path: Path) -> None:
+    plan = UNO.plan()
+    odd = [*plan.layouts["moves"], {"rule": "stack_columns", "op": "concat", "at": 40, "way": 0, "places": 1, "forward": False}]
+    files = {
+        saved(plan, tmp_path / "odd.json", moves=odd): r"the rules of the plan .*odd.json are not followed: move 2 of 2 cannot be made: "
+        "stack_columns cannot be used; needed concat 40 of Uno, found",
+        saved(plan, tmp_path / "old.json", moves=None): "since sum_of_concat~ x2 rewrote it and the file does not say where; plan again",
+    }
+    want = torch_losses(UNO)
+
+    def job(rank: int) -> None:
+        for file, said in files.items():
+            with pytest.warns(UserWarning, match=said):
+                step = made(UNO, file)
+            torch.testing.assert_close(losses(step, UNO), want, rtol=1e-8, atol=1e-8)
+            assert not step.moves and not was_rewritten(step.program, UNO)
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_step_of_another_batch_and_optimizer_is_rewritten_too(tmp_path: Path) -> None:
+    XDL.plan().save(tmp_path / "plan.json")
+    work = XDL.work()
+    found = planfile.from_file(str(tmp_path / "plan.json"))
+    for size, optimizer in (
+        (16, torch.optim.AdamW(work.model.parameters(), betas=(0.5, 0.6))),
+        (8, torch.optim.SGD(work.model.parameters())),
+    ):
+        captured = capture(work.model, XDL.batch(0, size), work.loss, optimizer)
+        step, moves = found.step(captured)
+        assert was_rewritten(step.program, XDL) and moves[1].startswith("stack_four_columns at concat 0 of the forward pass")
+        with warnings.catch_warnings(record=True) as told:
+            placed = found.placed(step, Named(dp=2, tp=2), ())
+        assert placed is not None and was_rewritten(placed, XDL)
+        assert ["only one of the steps has the input exp_avg.tables" in str(w.message) for w in told] == [True] * (size == 8)

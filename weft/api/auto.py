@@ -157,7 +157,7 @@ def decide(
     captured: Captured, where: Cluster, wish: Wish = Wish(), others: Others | None = None, lines: Lines | None = None
 ) -> Decision:
     """The fastest plan that fits and grants the wish; `others` are a user's own tensor-parallel plans by name, `lines` plans in micro-batches."""
-    pool = _Pool(captured, _with_doubles(where), wish, lines)
+    pool = _Pool(captured, with_doubles(where), wish, lines)
     for named in words(captured, where.devices):
         pool.try_named(str(named), named, wish)
         for name, own in (others or {}).items():
@@ -171,7 +171,7 @@ def decide(
     return pool.decision()
 
 
-def _with_doubles(where: Cluster) -> Cluster:
+def with_doubles(where: Cluster) -> Cluster:
     """Rates of fp64, which profiles seldom have, taken for half of fp32's."""
     groups = []
     for g in where.groups:

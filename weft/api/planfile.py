@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from weft.api.trust import verified
@@ -23,9 +23,8 @@ from weft.plan.named import Named
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Options, Placements, place
 from weft.plan.plan import Plan, load
-from weft.plan.replay import moves_of, replayed, words
+from weft.plan.replay import moves_of, rewritten
 from weft.plan.rewritten import Move
-from weft.rewrite.updates import by_rows, rules_of
 
 Held = Mapping[str, Placements]
 
@@ -44,16 +43,14 @@ class Followed:
 
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
         """The step with the plan's moves made, and the words for them; the model's own where they cannot be, which is warned of."""
-        if self.program is None or (self.moves is None and not rules_of(self.program)):
+        if self.program is None:
             return captured, ()
         self._require_same_model(captured)
         try:
-            made = captured if self.moves is None else replayed(captured, self.moves)
+            return rewritten(captured, self.program, self.moves)
         except PlanError as e:
             _warn(f"the rules of the plan {self.path} are not followed: {e.message}; needed {e.needed}, found {e.found}")
             return captured, ()
-        made = replace(made, program=by_rows(made.program)) if rules_of(self.program) else made
-        return made, tuple(words(self.moves, rules_of(made.program)))
 
     def held(self, captured: Captured, named: Named) -> dict[str, Placements]:
         """How inputs are held: parameters and optimizer state as in the plan, and of a batch what can be cut as there."""

@@ -11,7 +11,7 @@ import atexit
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 TIMED, HELD = 3, 4  # the steps, counted from 0, that are traced
 SAID = 9  # the step after which there is enough to speak of
 OFTEN = 5.0  # seconds between two writes of the file
+PROVED = "A proved rule: both sides have the same values."
 MOST, LARGE = 12, 4000  # plans foreseen for comparison, and nodes of a program from which none are
 
 
@@ -124,7 +125,7 @@ class Recorder:
         return {
             "program": digest(program), "unit": unit, "per_step": per_step, "flops": model_flops(step.captured.program),
             "tensors": tensors(program, step.captured.states), "communication": communication(program),
-            "verbs": [*verbs(program, step.captured.program), *_checked(step)],
+            "verbs": [*ruled(step.moves), *verbs(program, step.source), *_checked(step)],
         }  # fmt: skip
 
     def _foresee(self, cluster: Cluster) -> Seen:
@@ -144,12 +145,12 @@ class Recorder:
 
 def _cluster(step: Step, text: str) -> Cluster | None:
     """Where the step is foreseen: as given, else this machine as `plan="auto"` sees it; None where there is no profile for it."""
-    from weft.api.auto import here
+    from weft.api.auto import here, with_doubles
 
     if text:
-        return read_cluster(text)
+        return with_doubles(read_cluster(text))
     try:
-        return here(step.program.mesh.ranks, step.compiled.device)
+        return with_doubles(here(step.program.mesh.ranks, step.compiled.device))
     except WeftError:
         return None
 
@@ -226,6 +227,11 @@ def _machine(step: Step) -> str:
     """The hardware, and how steps run on it where that is not as they are traced."""
     how = getattr(step.compiled, "how", "node by node")
     return describe(step.compiled.device) + (f"; steps run as {how}, the traced ones node by node" if how != "node by node" else "")
+
+
+def ruled(moves: Sequence[str]) -> list[dict[str, Any]]:
+    """The uses of rules by which a plan rewrote a step."""
+    return [{"step": words, "same": False, "rule": words.split(" ")[0], "said": PROVED} for words in moves]
 
 
 def _checked(step: Step) -> list[dict[str, Any]]:

@@ -102,7 +102,8 @@ class Printer:
     def say(self, run: Run) -> None:
         self.last = time.monotonic()
         self._write(line(run))
-        for text in partings(run):
+        rules = [f"rules by which the step is rewritten: {', '.join(run.rules)}"] if run.rules else []
+        for text in (*rules, *partings(run)):
             if (kind := text.split(" ")[0]) not in self.said:
                 self.said.add(kind)
                 self._write(text)

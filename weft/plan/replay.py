@@ -7,18 +7,27 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import InvalidTransform, PlanError
+from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.plan.rewritten import Move, as_products
 from weft.rewrite.certificate import proved_rules
 from weft.rewrite.search import Use, both_ways
+from weft.rewrite.updates import by_rows, rules_of
 
-SPELLED = "matmul_as_einsum backwards: products of matrices written as such, their gradients derived anew"
+SPELLED = "matmul_as_einsum backwards at every product of matrices, gradients derived anew"
 
 
 def moves_of(layouts: Mapping[str, Any]) -> tuple[Move, ...] | None:
     """The moves in the layouts of a plan; None where it has none, not even that products are written as such."""
     told = layouts.get("moves")
     return None if told is None else tuple(Move(Use(**{k: v for k, v in m.items() if k != "forward"}), m["forward"]) for m in told)
+
+
+def rewritten(captured: Captured, program: Program, moves: Sequence[Move] | None) -> tuple[Captured, tuple[str, ...]]:
+    """The step rewritten as the program of a plan was, by its moves and at the tables it updates by rows, and the words for that."""
+    made = captured if moves is None else replayed(captured, moves)
+    made = replace(made, program=by_rows(made.program)) if rules_of(program) else made
+    return made, tuple(words(moves, rules_of(made.program)))
 
 
 def replayed(captured: Captured, moves: Sequence[Move]) -> Captured:
@@ -43,5 +52,5 @@ def words(moves: Sequence[Move] | None, updates: Sequence[str] = ()) -> Iterator
         use = move.use
         turned = " backwards" if use.rule.endswith("~") else ""
         where = f"{use.op} {use.at}" + (f" and {use.places - 1} alike" if use.places > 1 else "")
-        yield f"{use.rule.rstrip('~')}{turned}: at {where}" + (" of the forward pass, gradients derived anew" if move.forward else "")
-    yield from (f"{rule}: tables are updated from the rows looked up" for rule in updates)
+        yield f"{use.rule.rstrip('~')}{turned} at {where}" + (" of the forward pass, gradients derived anew" if move.forward else "")
+    yield from (f"{rule} at every table that pays" for rule in updates)

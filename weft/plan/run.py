@@ -53,10 +53,15 @@ class Run:
     measured: Seen | None
     tensors: Sequence[Mapping[str, Any]] = ()
     communication: Sequence[Mapping[str, Any]] = ()
-    verbs: Sequence[Mapping[str, Any]] = ()  # a `step`, and whether one device would run the `same` nodes after it
+    verbs: Sequence[Mapping[str, Any]] = ()  # a `step`, whether one device would run the `same` nodes after it, and by what `rule`
     alternatives: Sequence[Mapping[str, Any]] = ()
     schedule: Mapping[str, Any] = field(default_factory=dict)
     says: Sequence[str] = ()
+
+    @property
+    def rules(self) -> list[str]:
+        """By which the step was rewritten before it was placed."""
+        return list(dict.fromkeys(str(v["rule"]) for v in self.verbs if v.get("rule")))
 
     @property
     def step_ms(self) -> float:

@@ -38,17 +38,19 @@ def of_captured(plan: Plan) -> dict[str, Any]:
 
 def _right(plan: Plan, program: Program) -> dict[str, Any]:
     """Whether the plan's program is what the model's own file gives today, communication aside."""
-    from weft.api.record import verbs
+    from weft.api.record import ruled, verbs
     from weft.plan.graph.planner import task_of
+    from weft.plan.replay import moves_of, rewritten
 
     try:
         task = task_of(plan.model, cluster(plan.cluster), plan.setting.global_batch, plan.setting.dtype)
-        steps = verbs(program, task.captured(plan.layouts["micro_batches"]).program)
+        step, moves = rewritten(task.captured(plan.layouts["micro_batches"]), program, moves_of(plan.layouts))
+        steps = verbs(program, step.program)
     except WeftError as error:
         return {"says": [f"The plan is not compared with its model here: {error.message}."]}
     if not all(step["same"] for step in steps):
         return {"says": [f"{plan.model} is no longer the model that was planned; plan again."]}
-    return {"verbs": steps}
+    return {"verbs": [*ruled(moves), *steps]}
 
 
 # --- the program, its stages, its tensors

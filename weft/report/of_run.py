@@ -60,6 +60,8 @@ def _plan(run: Run) -> Any:
         yield "sharded", f"zero{level}", f"{ZERO[level]} cut over the copies"
     if "sp" in words:
         yield "sequence parallel", "sp", "tokens cut between the products"
+    if rules := run.rules:
+        yield "rules", ", ".join(rules), "the step rewritten by proved rules"
     if run.schedule:
         yield from _batching(run.schedule)
     if run.per_step:

@@ -18,7 +18,8 @@ def certificates(verb: str) -> list[Any]:
     from weft.rewrite.certificate import shipped
 
     moves = (c for c in shipped("builtin.json")[0] if c.schema.family != "algebra" or c.schema.name == verb)
-    return [c for c in moves if c.schema.name == verb or c.schema.name.startswith(f"{verb}_")]
+    found = [c for c in shipped("discovered.json")[0] if c.schema.name == verb]
+    return [*(c for c in moves if c.schema.name == verb or c.schema.name.startswith(f"{verb}_")), *found]
 
 
 def table(verbs: Sequence[Mapping[str, Any]]) -> Markup:
