@@ -46,7 +46,7 @@ def on_processor(rows: Sequence[Mapping[str, Any]], orders: Mapping[str, Mapping
     lines = [[r["case"], f"{r['measured']:.1f}", f"{r['predicted']:.1f}", f"{r['error']:+.1%}"] for r in read]
     errors = [abs(r["error"]) for r in read]
     last = [f"median and worst of {len(read)}", "", "", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
-    said = [f"- {name}: {_order(found)}" for name, found in orders.items()]
+    said = [f"- {name}: {_order(found)}{_ties(found)}" for name, found in orders.items()]
     return _table(["step", "measured ms", "foreseen ms", "error"], [*lines, last]) + "\n\nOrder of the five kinds:\n\n" + "\n".join(said)
 
 
@@ -55,6 +55,13 @@ def _order(found: Mapping[str, Any]) -> str:
     if found["same"]:
         return f"{measured}, as foreseen"
     return f"{measured}; foreseen the other way round: " + "; ".join(f"{pair} ({by:.1%} apart)" for pair, by in found["wrong"].items())
+
+
+def _ties(found: Mapping[str, Any]) -> str:
+    """Neighbours that were nearer to one another than their ratio varied from round to round."""
+    ties = {pair: n for pair, n in found.get("neighbours", {}).items() if n["tie"]}
+    said = "; ".join(f"{pair} ({n['apart']:.1%} apart, spread {n['spread']:.1%})" for pair, n in ties.items())
+    return f". A tie within the spread of rounds: {said}" if said else ""
 
 
 def _table(head: list[str], lines: list[list[str]]) -> str:

@@ -57,7 +57,9 @@ def group(ranks: int, size: str, rounds: int, where: str) -> tuple[list[dict[str
 def _said(name: str, found: dict[str, Any]) -> str:
     """The order in words: pairs the wrong way round, and how far apart they were measured."""
     wrong = [f"{pair} ({by:.1%} apart{', a near tie' if by < NEAR else ''})" for pair, by in found["wrong"].items()]
-    return f"{name}: " + ("the same order" if found["same"] else "the wrong way round: " + "; ".join(wrong))
+    near = [f"{pair} {n['apart']:.1%} ({n['spread']:.1%}{', a tie within the spread' if n['tie'] else ''})" for pair, n in found["neighbours"].items()]
+    order = "the same order" if found["same"] else "the wrong way round: " + "; ".join(wrong)
+    return f"{name}: {order}\n  measured apart (spread of rounds): " + "; ".join(near)
 
 
 def _calibrate(ranks: int) -> str:
@@ -88,7 +90,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
 
 def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], place: str) -> list[dict[str, Any]]:
-    """Every plan that can be made, foreseen and then timed in turn with the others."""
+    """Every plan that can be made, foreseen and timed in turn with the others; what was measured is the lower quartile of its rounds."""
     from bench.train import workload
     from weft.cluster.spec import cluster
     from weft.plan.records import program_phase
@@ -105,18 +107,18 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], pla
     took = _time({p: (lambda s=s: s(example)) for p, s in steps.items()}, rounds)
     for plan, step in steps.items():
         foreseen = program_phase(step.program, cluster(place))
-        predicted = foreseen.seconds * 1e3
+        predicted, measured = foreseen.seconds * 1e3, sorted(took[plan])[rounds // 4]
         rows.append(
             {
-                "case": f"gpt-{size} x{world} {plan}", "group": f"{size} x{world}", "measured": took[plan], "predicted": predicted,
-                "error": predicted / took[plan] - 1, "causes_ms": {k: v * 1e3 for k, v in foreseen.causes.items()},
+                "case": f"gpt-{size} x{world} {plan}", "group": f"{size} x{world}", "measured": measured, "predicted": predicted,
+                "error": predicted / measured - 1, "causes_ms": {k: v * 1e3 for k, v in foreseen.causes.items()}, "rounds_ms": took[plan],
             }
         )  # fmt: skip
     return rows
 
 
-def _time(calls: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Milliseconds of each call on its slowest rank: the lower quartile of rounds in which every call is timed once."""
+def _time(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each call on its slowest rank, in rounds in which every call is timed once."""
     import time
 
     import torch
@@ -132,7 +134,7 @@ def _time(calls: dict[str, Any], rounds: int) -> dict[str, float]:
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             if n:  # the first round makes and loads kernels
                 taken[name].append(spent.item() * 1e3)
-    return {name: sorted(t)[len(t) // 4] for name, t in taken.items()}
+    return taken
 
 
 def _step(work: Any, plan: str, example: Any) -> Any:

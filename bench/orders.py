@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Annotated, Any
 
 import typer
@@ -41,10 +41,21 @@ def order(size: str, found: list[dict[str, Any]], plans: list[str]) -> dict[str,
     wrong = {f"{a}, {b}": apart(took, a, b) for a, b in combinations(by["measured"], 2) if by["predicted"].index(a) > by["predicted"].index(b)}
     return {
         "case": f"gpt-{size}", "foreseen": by["predicted"], "measured": by["measured"], "same": not wrong and len(took) == len(plans),
-        "wrong": wrong, "failed": failed, "foreseen_ms": {p: took[p]["predicted"] for p in took},
+        "wrong": wrong, "neighbours": neighbours(took, by["measured"]), "failed": failed, "foreseen_ms": {p: took[p]["predicted"] for p in took},
         "measured_ms": {p: took[p]["measured"] for p in took}, "correct": "every plan was checked against the model before it ran",
     }  # fmt: skip
 
 
 def apart(took: dict[str, dict[str, Any]], a: str, b: str) -> float:
     return took[b]["measured"] / took[a]["measured"] - 1
+
+
+def neighbours(took: dict[str, dict[str, Any]], measured: list[str]) -> dict[str, dict[str, Any]]:
+    """How far apart plans next to one another were, beside what lies between the quartiles of their ratio round by round: a pair nearer
+    than that is a tie as far as these rounds can tell."""
+    found = {}
+    for a, b in pairwise(measured):
+        ratios = sorted(y / x for x, y in zip(took[a]["rounds_ms"], took[b]["rounds_ms"], strict=True))
+        spread = ratios[(3 * len(ratios)) // 4] - ratios[len(ratios) // 4]
+        found[f"{a}, {b}"] = {"apart": apart(took, a, b), "spread": spread, "tie": apart(took, a, b) < spread}
+    return found
