@@ -7,9 +7,10 @@ import json
 import pytest
 
 from weft.core.errors import PlanError
-from weft.plan.plan import Plan, differences, load, parse, rows
+from weft.plan.plan import Plan, load, parse
 from weft.plan.planner import Request, make_plan, usual_batch
 from weft.plan.setting import Setting
+from weft.plan.told import differences, rows
 
 MOVE = {"rule": "stack_columns", "op": "concat", "at": 0, "way": 0, "places": 1, "forward": True}
 

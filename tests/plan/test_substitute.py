@@ -18,10 +18,10 @@ from weft.plan.graph.planner import all_ways, record
 from weft.plan.graph.search import GraphSearch, Way
 from weft.plan.graph.task import Task
 from weft.plan.layouts import OnCluster, choose
-from weft.plan.plan import rows
 from weft.plan.rewritten import Step, as_products
 from weft.plan.space import Limits
 from weft.plan.substitute import best_path, joint_and_sequential, one_device, replayed, value_rules
+from weft.plan.told import rows
 
 RULE = "stack_four_columns"
 SUMMIT = cluster("8x6xV100-Summit")

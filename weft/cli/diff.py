@@ -19,7 +19,8 @@ def diff(
     """Compare two plans."""
     from rich.table import Table
 
-    from weft.plan.plan import differences, load
+    from weft.plan.plan import load
+    from weft.plan.told import differences
 
     found = list(differences(load(a), load(b)))
     table = Table("", a, b, box=None)

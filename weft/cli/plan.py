@@ -158,7 +158,7 @@ def show(plan: Plan, seconds: float | None = None) -> None:
     """The plan as a table a person reads in a minute."""
     from rich.table import Table
 
-    from weft.plan.plan import rows
+    from weft.plan.told import rows
 
     f = plan.foreseen
     console.print(f"[bold]{plan.model}[/] on {plan.cluster}, {plan.setting.global_batch} samples{f' of {plan.seq}' * (plan.seq > 0)}", highlight=False)

@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from weft.core.program import Program
-from weft.plan.plan import Plan, rows
+from weft.plan.plan import Plan
 from weft.plan.run import Run
+from weft.plan.told import rows
 from weft.report import charts, page
 from weft.report.facts import Facts, Figure
 from weft.report.graph import graph

@@ -12,13 +12,14 @@ from weft.plan.memory import FRAGMENTATION, RESIDENT, saved
 from weft.plan.models import is_transformer
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
-from weft.plan.plan import Plan, rows
+from weft.plan.plan import Plan
 from weft.plan.planner import EXACT, Request
 from weft.plan.search import Search, describe
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, detail, share
 from weft.plan.space import Limits
 from weft.plan.tailor import blocks_of
+from weft.plan.told import rows
 from weft.plan.workload import Workload
 from weft.report.facts import Curve, Facts, Figure, View
 from weft.report.words import count, ms, percent

@@ -1,0 +1,87 @@
+"""Plans in words: what stands in the table is what the plan does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from weft.plan.plan import Plan, parse
+from weft.plan.planner import Request, make_plan
+from weft.plan.setting import Setting
+from weft.plan.told import differences, rows
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    made = make_plan(Request("gpt2", "1x4xA100", batch=32))
+    assert isinstance(made, Plan)
+    return made
+
+
+def told(plan: Plan) -> dict[str, tuple[str, str]]:
+    return {name: (value, means) for name, value, means in rows(plan)}
+
+
+def staged(plan: Plan) -> Plan:
+    """Four layers cut in the middle of one, the first run again in part."""
+    stages = (
+        (("first", "none", 1), ("layer", "activation", 1), ("layer", "none", 1), ("attention", "none", 1)),
+        (("ffn", "full", 1), ("layer", "full", 1), ("last", "none", 1)),
+    )
+    setting = Setting(global_batch=8, pp=2, recompute="mixed", schedule="zero-bubble")
+    return replace(plan, setting=setting, layers=(2, 1), stages=stages)
+
+
+def test_half_layers_count(plan: Plan) -> None:
+    made = told(staged(plan))
+    assert made["layers"] == ("2.5 1.5", "of each stage; half a layer is attention or feed-forward")
+    assert made["recompute"] == ("mixed", "the whole layer in 1.5 layers, the activation in 1 layer, nothing in 1.5 layers")
+    assert made["sharded"] == ("nothing", "there is one copy of the model")
+    whole = replace(plan, setting=Setting(global_batch=8, pp=2), layers=(6, 6))
+    assert told(whole)["layers"] == ("6 6", "of each stage") and told(whole)["recompute"] == ("none", "nothing is run again")
+
+
+def test_one_is_one(plan: Plan) -> None:
+    once = told(replace(plan, setting=Setting(global_batch=4, dp=4, zero=1)))
+    assert once["micro-batch"] == ("1", "sample at a time, once a step for 4 samples")
+    assert once["sharded"] == ("zero1", "copies share optimizer state")
+    share = {"kind": "A100", "copies": 1, "micro_batches": 1, "micro_batch": 2}
+    assert told(replace(plan, shares=(share,)))["share"] == ("A100", "1 copy takes 1 micro-batch of 2")
+    more = {**share, "copies": 3, "micro_batches": 4}
+    assert told(replace(plan, shares=(more,)))["share"] == ("A100", "3 copies take 4 micro-batches of 2 each")
+
+
+PROGRAM = """program m(dp=4, tp=2)
+  %param.w = input()    f32[8, 8] dp:R tp:S(1)
+  %param.b = input()    f32[8] dp:R tp:R
+  %batch.x = input()    f32[64, 8] dp:{dp} tp:R
+  %0 = matmul(%batch.x, %param.w)    f32[64, 8] dp:{dp} tp:S(1)
+"""
+
+
+def captured(plan: Plan, dp: str) -> Plan:
+    inputs = {"param.w": {"tp": "S(1)"}, **({"batch.x": {"dp": dp}} if dp != "R" else {})}
+    layouts = {"mesh": {"dp": 4, "tp": 2}, "inputs": inputs, "rules": [], "micro_batches": 2, "program": PROGRAM.format(dp=dp)}
+    return replace(plan, setting=Setting(global_batch=64, micro_batch=8, dp=4, tp=2), layouts=layouts)
+
+
+def test_axes_of_a_program_say_what_they_cut(plan: Plan) -> None:
+    """Devices that all do the same work are no copies of the model, and a batch that is not cut is taken whole."""
+    made = told(captured(plan, "R"))
+    assert made["dp"] == ("4", "groups of devices that all do the same work: cutting it further is not faster")
+    assert made["tp"] == ("2", "devices that share 1 of 2 parameters")
+    assert made["micro-batch"][0] == "32" and "tensor" not in made and "sharded" not in made
+    cut = told(captured(plan, "S(0)"))
+    assert cut["dp"] == ("4", "copies of the model") and cut["micro-batch"][0] == "8"
+
+
+def test_differences_of_stages_and_of_what_is_held(plan: Plan) -> None:
+    found = {name: (a, b) for name, a, b in differences(plan, staged(plan))}
+    assert found["layers"] == ("all on one stage", "2.5 1.5") and found["run again"][1].startswith("the whole layer in 1.5")
+    found = {name: (a, b) for name, a, b in differences(captured(plan, "R"), captured(plan, "S(0)"))}
+    assert found == {"batch.x": ("whole", "dp:S(0)")}
+    assert not list(differences(plan, plan))
+    other = parse(json.dumps({**plan.data(), "setting": {**plan.data()["setting"], "virtual": 2, "schedule": "interleaved"}}))
+    assert ("virtual", "1", "2") in list(differences(plan, other))
