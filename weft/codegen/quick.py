@@ -38,15 +38,9 @@ def _plain_attention(first: int) -> Test:
         plain = not n.attr("window") and not n.attr("offset") and v.shape[-1] == k.shape[-1] and q.dtype in FLASH.get(device, ())
         plain = plain and not (device == "cuda" and _products_are_quicker(q, k)) and k.ndim == 4 and not n.attr("p")
         masks = n.args[3 if first == 0 else 6 :]
-        return plain and (_added(masks[0], q, device) and not n.attr("causal") if masks else _rows_whole(q, k) or not n.attr("causal"))
+        return plain and (masks[0].dtype == q.dtype and not n.attr("causal") if masks else _rows_whole(q, k) or not n.attr("causal"))
 
     return test
-
-
-def _added(mask: Node, q: Node, device: str) -> bool:
-    """A mask that the kernels add as it is, its gradient, if there is any, being an op of its own. In half precision the backward kernel
-    of GPUs was seen to be wrong where a mask differs by row and rows come not by 64."""
-    return mask.dtype == q.dtype and (device == "cpu" or q.dtype == torch.float32)
 
 
 def _plain_adam(n: Node, device: str) -> bool:
@@ -66,9 +60,8 @@ def _always(n: Node, device: str) -> bool:
     return True
 
 
-def _all_rows(n: Node) -> bool:
+def all_rows(rows: Node) -> bool:
     """Whether the rows that a put fills are all there are, in order."""
-    rows = n.args[2]
     return rows.op.name == "arange" and (rows.attr("start"), rows.attr("step")) == (0, 1) and not any(a.cut for a in rows.layout.dims[0])
 
 
@@ -88,7 +81,7 @@ def quick_call(n: Node, args: list[str], device: str, own: bool, statistics: str
     test = QUICK.get(n.op.name)
     if test is None or not test(n, device):
         return None
-    if n.op.name == "put" and _all_rows(n):
+    if n.op.name == "put" and all_rows(n.args[2]):
         return f"quick.put_all({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={n.args[2].shape[0]})"
     attrs: dict[str, object] = {k: v for k, v in n.attrs if k != "sign"} | ({"own": own} if n.op.name == "adam" else {})
     more = [f"statistics={statistics}"] if statistics and n.op.name == "layer_norm_backward" else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -29,38 +30,54 @@ def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     if not q.is_cuda:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, out, lse, 0.0, causal, scale=scale)
     if q.dtype == torch.float32:
-        none = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a generator that is not used
-        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # rows come by 32
-        wanted = [True, True, True, False]
-        return _aten._scaled_dot_product_efficient_attention_backward(do, q, k, v, None, out, lse, none, none, 0.0, wanted, causal, scale=scale)[:3]
+        return _efficient_backward(do, q, k, v, out, lse, None, causal, scale)
     if _by_cudnn(q, k, causal):
-        none = torch.zeros((), dtype=torch.int64, device=q.device)
-        shape = (None, None, None, q.shape[2], k.shape[2])
-        lse = lse.reshape(*q.shape[:3], 1)
-        return _aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, out, lse, none, none, *shape, 0.0, causal, scale=scale)
+        return _cudnn_backward(do, q, k, v, out, lse, None, causal, scale)
     none = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _aten._scaled_dot_product_flash_attention_backward(
         do, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none[0], scale=scale
     )
 
 
-def _by_cudnn(q: Tensor, k: Tensor, causal: bool) -> bool:
+def _efficient_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> Any:
+    none = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a generator that is not used
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # rows come by 32
+    if q.dtype != torch.float32:  # then the kernel reads the result as the forward kernel lays it out, whatever its strides say
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    wanted = [True, True, True, False]
+    return _aten._scaled_dot_product_efficient_attention_backward(
+        do, q, k, v, bias, out, lse, none, none, 0.0, wanted, causal, scale=scale
+    )[:3]
+
+
+def _cudnn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> Any:
+    none, lse = torch.zeros((), dtype=torch.int64, device=q.device), lse.reshape(*q.shape[:3], 1)
+    where = (bias, None, None, q.shape[2], k.shape[2])
+    return _aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, out, lse, none, none, *where, 0.0, causal, scale=scale)
+
+
+def _by_cudnn(q: Tensor, k: Tensor, causal: bool, masked: bool = False) -> bool:
     """Whether cuDNN's kernels are the quick ones: for half precision, from Hopper on."""
     if q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (9, 0) or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    return _cudnn_has(tuple(q.shape[1:]), tuple(k.shape[1:]), q.dtype, q.device, causal)
+    return _cudnn_has(tuple(q.shape[1:]), tuple(k.shape[1:]), q.dtype, q.device, causal, masked)
 
 
 @functools.cache
-def _cudnn_has(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype, device: torch.device, causal: bool) -> bool:
+def _cudnn_has(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype, device: torch.device, causal: bool, masked: bool) -> bool:
     """Whether it has an attention of this shape, forward and back: tried on one sample."""
     with _disable_current_modes(), torch.no_grad():
         query, key = (torch.zeros(1, *shape, dtype=dtype, device=device) for shape in (q, k))
-        none = torch.zeros((), dtype=torch.int64, device=device)
-        shape = (None, None, None, q[1], k[1])
+        bias = (
+            torch.zeros(1, 1, 1, -(-k[1] // 16) * 16, dtype=dtype, device=device)[..., : k[1]].expand(1, *q[:2], k[1]) if masked else None
+        )
         try:
-            out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(query, key, key, None, True, 0.0, causal, False)
-            _aten._scaled_dot_product_cudnn_attention_backward(query, query, key, key, out, lse, none, none, *shape, 0.0, causal)
+            out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(query, key, key, bias, True, 0.0, causal, False)
+            _cudnn_backward(query, query, key, key, out, lse, bias, causal, 1.0)
         except RuntimeError:
             return False
         return tuple(lse.shape) == (1, *q[:2], 1)
@@ -69,6 +86,9 @@ def _cudnn_has(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype, devic
 def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     if not q.is_cuda:
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=scale)  # type: ignore[no-any-return]
+    if _by_cudnn(q, k, False, masked=True):
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, False, False, scale=scale)
+        return out, lse
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
     return out, lse[..., : q.shape[2]]
 
@@ -76,10 +96,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tupl
 def _masked_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float) -> Any:
     if not q.is_cuda:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
-    none = torch.zeros((), dtype=torch.int64, device=q.device)
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-    wanted = [True, True, True, False]
-    return _aten._scaled_dot_product_efficient_attention_backward(do, q, k, v, bias, out, lse, none, none, 0.0, wanted, False, scale=scale)[:3]
+    back = _cudnn_backward if _by_cudnn(q, k, False, masked=True) else _efficient_backward
+    return back(do, q, k, v, out, lse, bias, False, scale)
 
 
 def _bias(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,13 +105,15 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
     Without infinities, whose differences are no numbers: a key that is not seen stays far below any that is.
     """
-    far = -6e4 if mask.dtype == torch.float16 else -2e38
+    far = -6e4 if mask.dtype == torch.float16 else -1e30  # times a few it is still a number
     bias = torch.where(mask == -torch.inf, far, mask.clamp(min=far / 2))
     seen = (mask > -torch.inf).any(-1, keepdim=True)
     short = -bias.shape[-1] % 16 if bias.shape[-1] > 1 else 0
     bias = torch.nn.functional.pad(bias, (0, short))[..., : bias.shape[-1]] if short and q.is_cuda else bias  # rows start every 16 numbers
     b, g, r, s = q.shape[:4]
-    return bias.expand(b, g, r, s, k.shape[2]).reshape(b, g * r, s, k.shape[2]), seen
+    heads = (1, 1) if bias.shape[1:3] == (1, 1) else (g, r)
+    flat = bias.expand(-1, *heads, -1, -1).flatten(1, 2)
+    return flat.expand(b, g * r, s, k.shape[2]), seen  # stretched last of all, so that it is not written out
 
 
 def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:
@@ -129,8 +149,8 @@ def attention_backward(
         dq, dk, dv = _flash_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), causal, scale)
     else:
         bias, seen = _bias(mask, q, k)
-        lse = torch.where(seen[..., 0], lse, torch.inf)  # a row that sees no key gives none of them anything
-        dq, dk, dv = _masked_backward(torch.where(seen, do, 0.0).reshape(flat), *ours, lse.reshape(b, g * r, s), bias, scale)
+        lse = torch.where(seen[..., 0], lse, torch.inf)  # so that the weights of a row that sees no key are 0
+        dq, dk, dv = _masked_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), bias, scale)
     if r > 1 and not _shares_keys(q, mask):
         dk, dv = (x.reshape(b, g, r, *x.shape[2:]).sum(2) for x in (dk, dv))
     return dq.reshape(q.shape), dk, dv
@@ -176,7 +196,9 @@ def put(x: Tensor, index: Tensor, rows: Tensor, *, dim: int) -> Tensor:
 def put_all(x: Tensor, index: Tensor, *, dim: int, rows: int) -> Tensor:
     """The same where all rows are held."""
     if dim == 0:
-        return _aten.embedding_dense_backward(x.reshape(index.numel(), -1), index.reshape(-1), rows, -1, False).reshape(rows, *x.shape[index.ndim :])  # type: ignore[no-any-return]
+        row = x.shape[index.ndim :]
+        flat = x.reshape(index.numel(), math.prod(row))
+        return _aten.embedding_dense_backward(flat, index.reshape(-1), rows, -1, False).reshape(rows, *row)  # type: ignore[no-any-return]
     x = x.reshape(*x.shape[:dim], index.numel(), *x.shape[dim + index.ndim :])
     return x.new_zeros(*x.shape[:dim], rows, *x.shape[dim + 1 :]).index_add_(dim, index.reshape(-1), x)
 
