@@ -19,7 +19,7 @@ from weft.codegen.pipeline import lower
 from weft.core.errors import RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
-from weft.runtime import comm, memory, native, pipeline, quick, replay
+from weft.runtime import by_rows, comm, memory, native, pipeline, quick, replay
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
@@ -67,7 +67,7 @@ class Compiled:
             "device": self.device,
             **self.code.names,
         }
-        names |= {"quick": quick, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
+        names |= {"quick": quick, "by_rows": by_rows, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(_plan(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         names["__source__"] = self.code.text  # for whoever looks at a frame of it
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`

@@ -4,43 +4,21 @@ convolution, the updates of many parameters. Each form is one step of a rank, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
-from typing import Any
 
-import torch
-
+from weft.codegen.form import Form
 from weft.codegen.product import is_linear
+from weft.codegen.updates import updates
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import Kind
-
-Text = Callable[[Callable[[Node], str]], str]  # from the name of a value to the call
-
-
-@dataclass(frozen=True, eq=False)
-class Form:
-    """Nodes done by one call: what it reads, what it gives, and its text."""
-
-    nodes: tuple[Node, ...]
-    inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
-    text: Text
-    instead: tuple[tuple[Node, Node], ...] = ()  # results that are an input, overwritten
-    starts: bool = False  # its result is under way, to be waited for
-    early: bool = False  # done where the first of its nodes stands, not the last
-
-    @property
-    def last(self) -> bool:
-        """Whether it overwrites what others read, and so comes after them."""
-        return bool(self.instead)
 
 
 def forms_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Form]:
     """The forms in a program, none sharing a node with another or with `busy`."""
     taken, found = set(busy), []
-    for form in (*_updates(program, donate), *_buckets(program), *_convolutions(program), *_sides(program), *_linears(program)):
+    for form in (*updates(program, donate), *_buckets(program), *_convolutions(program), *_sides(program), *_linears(program)):
         present = all(t.layout.present(coords) for n in form.nodes for t in n.types)
         if present and not taken & set(form.nodes):
             taken |= set(form.nodes)
@@ -61,7 +39,9 @@ def _linears(p: Program) -> Iterator[Form]:
             for y, bias in (n.args, n.args[::-1]):
                 if is_linear(y) and _only_read_by(p, y, n) and bias.shape == y.shape[-1:] and bias.dtype == y.dtype:
                     x, w = y.args
-                    yield Form((y, n), (x, w, bias), (n,), lambda v, x=x, w=w, b=bias: f"torch.nn.functional.linear({v(x)}, {v(w)}, {v(b)})")
+                    yield Form(
+                        (y, n), (x, w, bias), (n,), lambda v, x=x, w=w, b=bias: f"torch.nn.functional.linear({v(x)}, {v(w)}, {v(b)})"
+                    )
                     break
 
 
@@ -124,7 +104,9 @@ def _buckets(p: Program) -> Iterator[Form]:
         for piece in pieces:
             nodes, k, shape = piece  # type: ignore[misc]
             same = shape == tuple(whole[k].shape)
-            yield Form(nodes, (n,), nodes[-1:], lambda v, n=n, k=k, s=shape, same=same: f"{v(n)}[{k}]" if same else f"{v(n)}[{k}].reshape({s})")
+            yield Form(
+                nodes, (n,), nodes[-1:], lambda v, n=n, k=k, s=shape, same=same: f"{v(n)}[{k}]" if same else f"{v(n)}[{k}].reshape({s})"
+            )
 
 
 def _piece(p: Program, u: Node, joined: Node) -> tuple[tuple[Node, ...], int, tuple[int, ...]] | None:
@@ -153,52 +135,12 @@ def _convolutions(p: Program) -> Iterator[Form]:
         if other is not None and (other.shape, n.shape) == (n.args[0].shape, other.args[1].shape) and other not in p.needs(n):
             (x, ct), w = n.args, other.args[1]
             settings = ", ".join(f"{k}={n.attr(k)}" for k in how)
-            yield Form((other, n), (ct, x, w), (other, n), lambda v, xs=(ct, x, w), s=settings: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})")
-
-
-# -- many updates ----------------------------------------------------------------------------------------------------------------------
-
-
-def _updates(p: Program, donate: bool) -> Iterator[Form]:
-    """Adam of all parameters whose gradients are there at the same time, in place; the last thing a step does."""
-    groups: dict[Any, list[Node]] = {}
-    state = dict(p.state)
-    for n in p.find_all("adam") if donate else []:
-        if _in_place(p, n, state):
-            groups.setdefault((n.attrs, *n.args[-2:], _awaited(n.args[1])), []).append(n)
-    for (attrs, rate, count, _), nodes in groups.items():
-        items = tuple(u for n in nodes for u in p.users[n])
-        instead = tuple((u, n.args[(0, 2, 3)[u.attr("index")]]) for n in nodes for u in p.users[n])
-        inputs = tuple(dict.fromkeys(a for n in nodes for a in n.args))
-        settings = ", ".join(f"{k}={v!r}" for k, v in attrs if k != "sign")
-        columns = tuple(tuple(n.args[k] for n in nodes) for k in range(4))
-
-        def text(v: Callable[[Node], str], columns: Any = columns, rate: Node = rate, count: Node = count, s: str = settings) -> str:
-            lists = ", ".join(f"[{', '.join(map(v, column))}]" for column in columns)
-            return f"quick.adam_({lists}, {v(rate)}, {v(count)}, {s})"
-
-        yield Form((*nodes, *items), inputs, (), text, instead)
-
-
-def _in_place(p: Program, n: Node, state: Mapping[str, str]) -> bool:
-    """One dtype throughout; parameter and moments are state whose next value is this update and nothing else."""
-    if len(n.args) != 6 or n.attr("sign") != 1 or {a.dtype for a in n.args[:4]} not in ({torch.float32}, {torch.bfloat16}):
-        return False
-    for u in p.users[n]:
-        home = n.args[(0, 2, 3)[u.attr("index")]]
-        names = p.outputs_of(u)
-        if p.users[u] or home.op.name != "input" or not names or any(state.get(name) != home.attr("name") for name in names):
-            return False
-        if p.outputs_of(home) or u.type != home.type:
-            return False
-    return True
-
-
-def _awaited(n: Node) -> Node | None:
-    """The collective a gradient comes from, seen through views."""
-    while n.op.kind is Kind.VIEW or n.op.name == "item":
-        n = n.args[0]
-    return n if n.op.kind is Kind.COMM else None
+            yield Form(
+                (other, n),
+                (ct, x, w),
+                (other, n),
+                lambda v, xs=(ct, x, w), s=settings: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})",
+            )
 
 
 __all__ = ["Form", "forms_of"]

@@ -127,6 +127,7 @@ class _Writer:
             self.line(f"del {', '.join(frees)}")
 
     def form(self, form: Form) -> None:
+        self.names |= form.names
         made = ", ".join(self.var[n] for n in form.outputs)
         self.line(f"{made} = {form.text(self.value)}" if made else form.text(self.value), form.outputs[0] if len(form.outputs) == 1 else None)
         self.var |= {new: self.var[old] for new, old in form.instead}

@@ -20,6 +20,7 @@ from weft.core.errors import WeftError
 from weft.core.node import Node, Type, make, op_named, toposort
 from weft.core.program import Program, new_program
 from weft.core.text import node_lines
+from weft.ops.comm import is_comm
 from weft.ops.registry import Kind
 from weft.ops.shape import reshape
 from weft.ops.source import input_node
@@ -170,7 +171,7 @@ def _run_one(node: Node, seed: int) -> str | None:
     outs = {f"y{k}": n for k, n in enumerate(made if len(made.types) > 1 else (made,))}
     program = new_program("one", node.mesh, fresh, outs)
     gen = torch.Generator().manual_seed(seed)
-    given = {n.attr("name"): _draw(n, gen) for n in fresh}
+    given = {n.attr("name"): _draw(n, gen) if (own := _made_of_nothing(a)) is None else own for n, a in zip(fresh, node.args, strict=True)}
     try:
         whole = interp.run_global(program, given)
     except (WeftError, RuntimeError, IndexError, ValueError):
@@ -190,6 +191,15 @@ def _elements(node: Node) -> int:
     for n in node.shape:
         total *= n
     return total
+
+
+def _made_of_nothing(node: Node) -> torch.Tensor | None:
+    """The value of an operand that needs no other, such as the numbers of rows, which are ascending; None where it has operands."""
+    while is_comm(node) and len(node.args) == 1:
+        node = node.args[0]
+    if node.op.kind is not Kind.SOURCE or node.op.name == "input":
+        return None
+    return interp.run_global(new_program("alone", node.mesh, [], {"y": node}), {})["y"]
 
 
 def _draw(node: Node, gen: torch.Generator) -> torch.Tensor:

@@ -14,8 +14,13 @@ from weft.ops.registry import memory_traffic
 def by_rows(program: Program) -> Program:
     """The program with those updates by rows that move fewer bytes so: on the busiest rank, where it is placed."""
     program = by_definition(program)
-    swap = {n: at_rows(n) for n in program.nodes if n.op in AT and n.args[1].op.name == "put" and _pays(program, n)}
+    swap = {n: at_rows(n) for n in better_by_rows(program)}
     return program.rewrite(swap, "updates by rows") if swap else program
+
+
+def better_by_rows(program: Program) -> list[Node]:
+    """Updates of what a put made that would move fewer bytes by rows."""
+    return [n for n in program.nodes if n.op in AT and n.args[1].op.name == "put" and _pays(program, n)]
 
 
 def by_definition(program: Program) -> Program:
@@ -31,6 +36,11 @@ def rules_of(program: Program) -> tuple[str, ...]:
 
 def _pays(program: Program, update: Node) -> bool:
     """Whether reading rows saves more than it costs; a gradient that others read is made all the same."""
+    saved = memory_traffic(update.args[1]) if reads_alone(program, update) else 0
+    return memory_traffic(at_rows(update)) < memory_traffic(update) + saved
+
+
+def reads_alone(program: Program, update: Node) -> bool:
+    """Whether nothing but the update reads its gradient."""
     gradient = update.args[1]
-    alone = list(program.users[gradient]) == [update] and not program.outputs_of(gradient)
-    return memory_traffic(at_rows(update)) < memory_traffic(update) + (memory_traffic(gradient) if alone else 0)
+    return list(program.users[gradient]) == [update] and not program.outputs_of(gradient)

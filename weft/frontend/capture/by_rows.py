@@ -74,11 +74,11 @@ def _settings(n: Node) -> Attrs:
 
 def is_still(n: Node) -> bool:
     """Whether a zero gradient leaves the parameter and its state as they are."""
-    return _stays(n.op.update, tuple(sorted(_settings(n).items())), len(n.args) - 6)
+    return stays(n.op.update, tuple(sorted(_settings(n).items())), len(n.args) - 6)
 
 
 @cache
-def _stays(update: Op, settings: tuple[tuple[str, Any], ...], states: int) -> bool:
+def stays(update: Op, settings: tuple[tuple[str, Any], ...], states: int) -> bool:
     """Tried on numbers of either sign, in the first step and later."""
     p, kept = torch.tensor([-1.5, -0.1, 0.3, 2.0], dtype=torch.float64), torch.tensor([0.25, 1.5, 1e-3, 3.0], dtype=torch.float64)
     before = [p, *[kept] * states]
@@ -111,7 +111,7 @@ def _traffic(n: Node) -> float:
     sums = 2 * nbytes(n.args[2].type) + hits * (2 * SECTOR + max(SECTOR, row) + 4 * row)
     if is_still(n):
         return sums + 2 * min(hits, held) * sum(max(SECTOR, _width(n) * a.dtype.itemsize) for a in kept)
-    return sums + SLOT * held + 2 * sum(nbytes(a.type) for a in kept)
+    return sums + 2 * SLOT * held + 2 * sum(nbytes(a.type) for a in kept)
 
 
 AT: dict[Op, Op] = {update: _by_rows(update) for update in (adam, sgd, adagrad, rmsprop)}

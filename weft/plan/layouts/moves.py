@@ -132,7 +132,8 @@ class OnCluster:
             return 0.0
         if kind is Kind.CONTRACT:
             return kernels.product(device, *_product(node), _dtype(node))
-        moved = kernels.touch(device, memory_traffic(node), 1) + node.op.facets.get("beside", 0) * device.get("kernel.launch")
+        beside: int = node.op.facets.get("beside", 0)  # small kernels before the one that moves most
+        moved = kernels.touch(device, memory_traffic(node), 1) + beside * device.get("kernel.launch")
         if kind is Kind.WHOLE:
             return max(moved, flops(node) / (device.peak(_dtype(node)) * device.get("gemm.efficiency")))
         return moved

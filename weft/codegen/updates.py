@@ -1,0 +1,117 @@
+"""Updates of parameters as forms: in place, the last thing a step does. Adam of many parameters is one call; so is an update of a table
+with the put that makes its gradient, by the rows that were put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from weft.codegen.form import Form
+from weft.codegen.quick import all_rows
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.frontend.capture.by_rows import stays
+from weft.ops.registry import Kind
+from weft.rewrite.updates import better_by_rows, reads_alone
+
+Name = Callable[[Node], str]
+FUSED = ({torch.float32}, {torch.bfloat16})  # dtypes throughout that torch's kernel takes
+
+
+def updates(p: Program, donate: bool) -> Iterator[Form]:
+    if not donate:
+        return
+    tables = [n for n in better_by_rows(p) if n.args[1].attr("dim") == 0 and reads_alone(p, n) and _in_place(p, n)]
+    yield from _by_rows(p, tables)
+    yield from _together(p, [n for n in p.find_all("adam") if n not in tables])
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------------------------
+
+
+def _together(p: Program, nodes: Sequence[Node]) -> Iterator[Form]:
+    """Adam of all parameters whose gradients are there at the same time."""
+    groups: dict[Any, list[Node]] = {}
+    for n in nodes:
+        if _is_fused_adam(n) and _in_place(p, n):
+            groups.setdefault((n.attrs, *n.args[-2:], _awaited(n.args[1])), []).append(n)
+    for (attrs, rate, count, _), some in groups.items():
+        columns = tuple(tuple(n.args[k] for n in some) for k in range(4))
+        settings = ", ".join(f"{k}={v!r}" for k, v in attrs if k != "sign")
+
+        def text(v: Name, columns: Any = columns, rate: Node = rate, count: Node = count, s: str = settings) -> str:
+            lists = ", ".join(f"[{', '.join(map(v, column))}]" for column in columns)
+            return f"quick.adam_({lists}, {v(rate)}, {v(count)}, {s})"
+
+        inputs = tuple(dict.fromkeys(a for n in some for a in n.args))
+        yield Form((*some, *(u for n in some for _, u in _results(p, n))), inputs, (), text, _instead(p, some))
+
+
+def _is_fused_adam(n: Node) -> bool:
+    return n.op.name == "adam" and len(n.args) == 6 and n.attr("sign") == 1 and {a.dtype for a in n.args[:4]} in FUSED
+
+
+def _awaited(n: Node) -> Node | None:
+    """The collective a gradient comes from, seen through views."""
+    while n.op.kind is Kind.VIEW or n.op.name == "item":
+        n = n.args[0]
+    return n if n.op.kind is Kind.COMM else None
+
+
+# -- tables, by rows -----------------------------------------------------------------------------------------------------------------------
+
+
+def _by_rows(p: Program, tables: Sequence[Node]) -> Iterator[Form]:
+    """The numbers of the rows, where they are all there are, go with the last that would read them: none does."""
+    left = {rows: len(p.users[rows]) for rows in (n.args[1].args[2] for n in tables) if all_rows(rows)}
+    for k, n in enumerate(tables):
+        gradient = n.args[1]
+        x, index, rows = gradient.args
+        held = () if rows in left else (rows,)
+        left |= {rows: left[rows] - 1} if rows in left else {}
+        spare = (rows,) if left.get(rows) == 0 else ()
+        kept, name = (n.args[0], *n.args[2:-2]), f"{n.op.name}_{k}"
+        how = f"still={stays(n.op, n.attrs, len(kept) - 1)}" + (f", adam={_settings(n)}" if _is_fused_adam(n) else "")
+
+        def text(
+            v: Name, kept: Any = kept, given: Any = (x, index), held: Any = held, n: Node = n, name: str = name, how: str = how
+        ) -> str:
+            args = ", ".join([*map(v, given), v(held[0]) if held else "None", *map(v, n.args[-2:])])
+            return f"by_rows.update_({name}, [{', '.join(map(v, kept))}], {args}, {how})"
+
+        inputs = (*kept, x, index, *held, *n.args[-2:])
+        nodes = (*spare, gradient, n, *(u for _, u in _results(p, n) if u is not n))
+        yield Form(nodes, inputs, (), text, _instead(p, [n]), names={name: partial(n.op.run, **dict(n.attrs))})
+
+
+def _settings(n: Node) -> dict[str, Any]:
+    return {k: v for k, v in n.attrs if k != "sign"}
+
+
+# -- what is overwritten -------------------------------------------------------------------------------------------------------------------
+
+
+def _results(p: Program, n: Node) -> list[tuple[Node, Node]]:
+    """The state that an update is of, and its next value."""
+    homes = (n.args[0], *n.args[2:-2])
+    return [(homes[u.attr("index")], u) for u in p.users[n]] if len(n.types) > 1 else [(homes[0], n)]
+
+
+def _instead(p: Program, nodes: Sequence[Node]) -> tuple[tuple[Node, Node], ...]:
+    return tuple((new, home) for n in nodes for home, new in _results(p, n))
+
+
+def _in_place(p: Program, n: Node) -> bool:
+    """Parameter and state are state of the program, whose next value is this update and nothing else."""
+    state: Mapping[str, str] = dict(p.state)
+    for home, new in _results(p, n):
+        names = p.outputs_of(new)
+        if p.users[new] or home.op.name != "input" or not names or any(state.get(name) != home.attr("name") for name in names):
+            return False
+        if p.outputs_of(home) or new.type != home.type:
+            return False
+    return True
