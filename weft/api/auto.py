@@ -34,6 +34,7 @@ from weft.plan.place import place
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.records import peak_bytes, program_phase
 from weft.plan.space import divisors
+from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts, native
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
@@ -112,7 +113,8 @@ def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
     shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
     held = resolve(wish.pins, shapes, named.mesh.sizes)
     layouts, options = input_layouts(captured.program, named, captured.states, held)
-    program = place(captured.program, named.mesh, layouts, options)
+    source = by_rows(captured.program) if named.dp == 1 else captured.program  # copies sum whole gradients
+    program = by_definition(place(source, named.mesh, layouts, options))
     return measured(program) if wish.noise else program
 
 
