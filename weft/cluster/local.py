@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,11 +129,11 @@ class Timing:
 
     def usual(self, calls: Sequence[Callable[[], Any]], times: int) -> float:
         """The lower quartile: others on the machine only add."""
-        taken = []
+        taken, kept = [], deque[Any](maxlen=len(calls))
         for n in range(times + 2):
             dist.barrier()
             began = time.perf_counter()
-            calls[n % len(calls)]()
+            kept.append(calls[n % len(calls)]())
             if self.device != "cpu":
                 torch.cuda.synchronize()
             if n >= 2:

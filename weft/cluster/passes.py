@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,18 +17,18 @@ SAMPLES, HEADS, KEYS, WIDTH = 8, 8, 64, 64  # of attention as it is defined
 
 
 def among(calls: Sequence[Callable[[], Any]], budget: float = 0.06) -> float:
-    """Seconds of one of several calls alike, each on operands of its own: the thread's own time, the second best round of five."""
-    turns = itertools.cycle(calls)
-    once = _mean(turns, len(calls))
+    """Seconds of one of several calls alike, each on operands of its own: the thread's own time, the second best round of five.
+    Results are kept for a while, so that new ones do not go where the last one was."""
+    turns, kept = itertools.cycle(calls), deque[Any](maxlen=len(calls))
+
+    def mean(count: int) -> float:
+        began = time.thread_time()
+        kept.extend(call() for call in itertools.islice(turns, count))
+        return (time.thread_time() - began) / count
+
+    once = mean(len(calls))
     each = max(len(calls), min(2000, int(budget / 5 / max(once, 1e-7))))
-    return sorted(_mean(turns, each) for _ in range(5))[1]
-
-
-def _mean(turns: itertools.cycle[Callable[[], Any]], calls: int) -> float:
-    began = time.thread_time()
-    for call in itertools.islice(turns, calls):
-        call()
-    return (time.thread_time() - began) / calls
+    return sorted(mean(each) for _ in range(5))[1]
 
 
 def each_cold(make: Callable[..., Callable[[], Any]], *shapes: tuple[int, ...]) -> list[Callable[[], Any]]:
