@@ -4,7 +4,7 @@
 
 Every timed batch is new; steps follow each other as in training (`weft_alone_ms`: with a wait for the device after each). Beside the
 times: the launch floor (as many kernels that do nothing, one after the other, in a graph) and the GEMM limit (the products alone, each in
-one call). Every way is compared with float64. weft tries all ways on its first batches and takes the fastest; a profile by kernel and
+one call). Every way is compared with float64. weft tries all ways on its first batches, then on one of them in turn, and keeps the fastest; a profile by kernel and
 by round says where the time goes.
 """
 
@@ -223,7 +223,7 @@ def time_case(run: Run, case: Case, until: float) -> dict[str, Any]:
         "case": f"tree-lstm h{HIDDEN} b{TREES} sst-like, fp32 {case.precision}", "weft_ms": best["ms"], "weft_alone_ms": best["alone_ms"],
         "peers_ms": {"level-batched torch": round(level, 3)}, "ratios": {"level-batched torch": round(level / best["ms"], 2)},
         "limit_ms": round(bound, 3), "times_limit": round(best["ms"] / bound, 2), "gemm_limit_ms": round(limit, 3), "launch_floor_ms": floors,
-        "kernels": kernels, "chosen": best["chosen"], "device_ms_by_way": best["ways"], "construction_ms": best["construction_ms"],
+        "kernels": kernels, "chosen": best["chosen"], "ms_by_way": best["ways"], "construction_ms": best["construction_ms"],
         "correct": f"from float64: outputs {best['errors'][0]}, gradients {best['errors'][1]}",
         "launched_ms": launched.get("ms"), "launched_errors": launched.get("errors"),
         "with_torchs_products_ms": plain.get("ms"), "with_torchs_products_errors": plain.get("errors"),

@@ -11,7 +11,8 @@ from examples.dynamic import tree_lstm
 from tests.dynamic.graphs import graphs
 from tests.ranks import ROOT, interpreted
 from weft import dynamic
-from weft.dynamic.choice import Choice, Way, to_try
+from weft.dynamic import captured
+from weft.dynamic.choice import PATIENCE, Choice, Way, to_try
 from weft.dynamic.emit_rounds import Tiles, build
 from weft.dynamic.engine import Plan
 from weft.dynamic.layout import bulk, padded
@@ -68,14 +69,47 @@ def test_the_fastest_way_stays_and_a_failing_one_goes() -> None:
     slow, fast, broken = Way(), Way(Tiles()), Way(Tiles(lanes=16))
     choice = Choice([slow, fast, broken])
     choice.refuse(broken, "no room")
-    while not choice.decided:
-        way = choice.now()
-        choice.saw(way, {slow: 2.0, fast: 1.0}[way] + 5.0 * (not choice.times[way]))
-    assert choice.now() == fast
-    assert {len(t) for w, t in choice.times.items() if w != broken} == {3}
+    while not choice.due:
+        choice.runs(choice.now())
+    assert choice.ran == {slow: 3, fast: 3, broken: 0}
+    choice.wait_for(slow)
+    assert not choice.due and choice.now() == slow, "who had no room for a batch runs next"
+    for way, ms in ((slow, 2.0), (fast, 6.0), (slow, 2.1), (fast, 1.0), (slow, 2.2), (fast, 1.1)):
+        choice.saw(way, ms)
+    choice.settle()
+    assert choice.now() == fast, "by medians: once it was late"
     assert choice.refused == {broken: "no room"}
     choice.refuse(fast, "lost its memory")
     assert choice.now() == Way(), "what every device can do is left"
+
+
+def test_ways_that_never_hold_a_batch_together_are_not_waited_for() -> None:
+    first, other = Way(), Way(Tiles())
+    choice = Choice([first, other])
+    for _ in range(2 * PATIENCE + 1):
+        assert not choice.decided
+        choice.runs(other)
+    assert choice.now() == first
+
+
+def test_ways_are_compared_on_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two names of one way: both are recorded, both are timed on the same batch as often, one is left and results stay right."""
+    both = [Way(), Way(above=1)]
+    monkeypatch.setattr(captured, "ways", lambda *_: list(both))
+    torch.manual_seed(0)
+    cell = tree_lstm.ChildSum(8, 8)
+    model, plain = (tree_lstm.model(cell, 8) for _ in range(2))
+    model.replay, plain.replay, model.resident = True, False, None
+    for seed in range(12):
+        s, x = graphs(seed % 3, 6, ("binary",), "leaves", largest=5), torch.randn(64, 8, requires_grad=True)
+        got, want = model(s, x), plain(s, x)
+        torch.testing.assert_close(got, want)
+        mine, theirs = (torch.autograd.grad(y.square().sum(), [x, *cell.parameters()]) for y in (got, want))
+        torch.testing.assert_close(mine, theirs)
+    (templates,) = model._templates.values()
+    (choice,) = templates._choices.values()
+    assert choice.decided and {len(times) for times in choice.times.values()} == {captured.TURNS}
+    assert {c.way for c in templates.kept} == {choice.now()}
 
 
 def test_full_precision_never_uses_single_tf32_products() -> None:

@@ -7,6 +7,7 @@ has room a wider template is recorded, so after a few batches of a kind all fit.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from weft.dynamic.workspace import Workspace
 from weft.runtime import replay
 
 KEPT = 4  # templates per way
+TURNS, IN_A_ROW = 5, 4  # of each way, and steps in each, when ways are compared
 
 
 class Captured:
@@ -46,8 +48,6 @@ class Captured:
         self._pieces: list[Callable[[], None]] = []
         self._totals: dict[int, Tensor] = {}
         self._wanted: dict[str, Tensor] = {}
-        self._clocks = replay.Clock(device), replay.Clock(device)
-        self.timed = 0  # directions whose last run is on a clock
 
     def has_room(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> bool:
         """Whether inputs and outputs fit, and the weights are still where they were."""
@@ -59,14 +59,13 @@ class Captured:
         """Load a batch of graphs and replay."""
         self.counts = {n: len(w) for n, w in wanted.items()}
         self._load(layout, inputs, wanted)
-        self.timed = 0
         if self._forward is None:
             self._forward = replay.record(self._run_forward, self.device)
             self._forward()
             if self.way.tiles is not None and self.plan.backward:  # whether it runs here must be known before it is relied on
                 self._backward = replay.record(self._run_backward, self.device)
         else:
-            self._time(0, self._forward)
+            self._forward()
         return [out[: self.counts[n]].clone() for n, out in zip(self.plan.outputs, self._outputs, strict=True)]
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
@@ -79,7 +78,7 @@ class Captured:
             self._backward = replay.record(self._run_backward, self.device)
             self._backward()
         else:
-            self._time(1, self._backward)
+            self._backward()
         return {key: value.clone() for key, value in self._found.items()}
 
     def _one_by_one(self, ready: Callable[[Tensor], Any]) -> dict[Source | int, Tensor]:
@@ -90,7 +89,7 @@ class Captured:
             self._pieces += [replay.record(functools.partial(self._run_weight, w), self.device) for w in trained]
             self._pieces[0]()
         else:
-            self._time(1, self._pieces[0])
+            self._pieces[0]()
         found = {key: value.clone() for key, value in self._found.items()}
         pending = []
         for weight, piece in zip(trained, self._pieces[1:], strict=True):
@@ -101,18 +100,23 @@ class Captured:
             handle.wait()
         return found
 
-    def _time(self, direction: int, work: Callable[[], None]) -> None:
-        self._clocks[direction].time(work)
-        self.timed += 1
+    @property
+    def complete(self) -> bool:
+        """Whether all of a step is recorded."""
+        return self._forward is not None and bool(not self.plan.backward or self._backward or self._pieces)
 
-    def took(self) -> float | None:
-        """Milliseconds of the last run, forward and back; None where it was not timed, or while it is not done."""
-        times = self.clocks() if self.timed == (2 if self.plan.backward else 1) else [None]
-        return None if None in times else sum(t for t in times if t is not None)
-
-    def clocks(self) -> list[float | None]:
-        """Milliseconds of the last run, forward and back each."""
-        return [clock.read() for clock in self._clocks[: 2 if self.plan.backward else 1]]
+    @torch.no_grad()
+    def time(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> float:
+        """Milliseconds of a step among several of this batch in a row, host and device together; nothing of them is handed on."""
+        replay.mark(self.device)()
+        start = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            self._load(layout, inputs, wanted)
+            for recorded in (self._forward, *((self._backward,) if self._backward else self._pieces)):
+                assert recorded is not None
+                recorded()
+        replay.mark(self.device)()
+        return (time.perf_counter() - start) / IN_A_ROW * 1e3
 
     def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
         if not self._wanted:
@@ -170,11 +174,31 @@ class Templates:
 
     def take(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> tuple[Captured, Layout]:
         """A free template with room for the schedule, the smallest there is, or a new one."""
-        self._learn(s)
+        choice = self.choice(s)
+        if choice.due:
+            self._compare(choice, s, inputs, wanted)
         way = self._way(s)
-        free = [c for c in self._of(way) if not c.busy and c.has_room(inputs, wanted) and _holds(s, c.template) is not None]
-        captured = min(free, key=lambda c: c.template.cost()) if free else self._new(s, inputs, way)
+        choice.runs(way)
+        captured = self._fitting(s, inputs, wanted, way) or self._new(s, inputs, way)
         return captured, self._padded(s, captured.template)
+
+    def _fitting(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], way: Way) -> Captured | None:
+        free = [c for c in self._of(way) if not c.busy and c.has_room(inputs, wanted) and _holds(s, c.template) is not None]
+        return min(free, key=lambda c: c.template.cost(), default=None)
+
+    def _compare(self, choice: Choice, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
+        """Run this batch in every way in turn and keep the fastest. Where one has no room for it, that one runs it first."""
+        ready = {way: self._fitting(s, inputs, wanted, way) for way in choice.left}
+        for way, captured in ready.items():
+            if captured is None or not captured.complete:
+                return choice.wait_for(way)
+        for _ in range(TURNS):
+            for way, captured in ready.items():
+                assert captured is not None
+                choice.saw(way, captured.time(self._padded(s, captured.template), inputs, wanted))
+        choice.settle()
+        self.kept = [c for c in self.kept if c.busy or c.way == choice.left[0]]
+        return None
 
     def fit(self, s: Schedule) -> None:
         """Put the schedule into the rows of the template that `take` would choose, ahead of time."""
@@ -197,18 +221,6 @@ class Templates:
 
     def _of(self, way: Way) -> list[Captured]:
         return [c for c in self.kept if c.way == way]
-
-    def _learn(self, s: Schedule) -> None:
-        """Note how long the last runs took; once a way is chosen the others are let go."""
-        choice = self.choice(s)
-        if choice.decided:
-            return
-        for captured in self.kept:
-            if (ms := captured.took()) is not None and captured.way in choice.times:
-                captured.timed = 0
-                choice.saw(captured.way, ms)
-        if choice.decided:
-            self.kept = [c for c in self.kept if c.busy or c.way == choice.left[0]]
 
     def _padded(self, s: Schedule, t: Template | Bulk) -> Layout:
         return s.keep(("padded", t), lambda: padded(s, t, _holds(s, t) or [], self.plan.sent))

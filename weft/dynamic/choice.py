@@ -1,4 +1,4 @@
-"""Which way to run the rounds: every way is tried on real batches, and the one whose median run is fastest stays."""
+"""Which way to run the rounds: every way is recorded on real batches, then all run one batch in turn, and the fastest stays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from weft.runtime import replay
 if TYPE_CHECKING:
     from weft.dynamic.engine import Plan
 
-ENOUGH = 3  # runs of each way that are timed
+ENOUGH = 3  # batches that each way has run before they are compared, so that its template has grown
+PATIENCE = 12  # batches of each way after which those that never held a batch together with the others are no longer waited for
 
 
 @dataclass(frozen=True)
@@ -58,24 +59,40 @@ class Choice:
 
     def __init__(self, known: Sequence[Way]) -> None:
         self.left = list(known)
+        self.ran = dict.fromkeys(known, 0)  # batches
         self.times: dict[Way, list[float]] = {w: [] for w in known}
         self.refused: dict[Way, str] = {}
+        self._patience = PATIENCE * len(self.left)
 
     @property
     def decided(self) -> bool:
         return len(self.left) == 1
 
+    @property
+    def due(self) -> bool:
+        """Whether the ways should be compared on the next batch that all of them hold."""
+        return not self.decided and all(self.ran[w] >= ENOUGH for w in self.left)
+
     def now(self) -> Way:
         """The way to run the next batch in."""
-        return min(self.left, key=lambda w: len(self.times[w]))
+        return min(self.left, key=lambda w: self.ran[w])
+
+    def runs(self, way: Way) -> None:
+        """A batch is run in this way."""
+        self.ran[way] = self.ran.get(way, 0) + 1
+        self._patience -= 1
+        if self._patience < 0 and not self.decided:
+            self.settle()
+
+    def wait_for(self, way: Way) -> None:
+        """A way has no room for a batch that the others hold: let it run some more."""
+        self.ran[way] = 0
 
     def saw(self, way: Way, ms: float) -> None:
         self.times[way].append(ms)
-        if not self.decided and way in self.left and all(len(self.times[w]) >= ENOUGH for w in self.left):
-            self.settle()
 
     def settle(self) -> None:
-        """Choose by what is known now."""
+        """Choose by what is known now; where nothing is, the first."""
         known = [w for w in self.left if self.times[w]] or self.left[:1]
         self.left = [min(known, key=lambda w: median(self.times[w] or [0.0]))]
 
@@ -83,4 +100,5 @@ class Choice:
         """A way that does not run here, for want of registers say."""
         self.refused[way] = why
         self.left = [w for w in self.left if w != way] or [Way()]
+        self.ran.setdefault(self.left[0], 0)
         self.times.setdefault(self.left[0], [])
