@@ -4,8 +4,8 @@
 
 Every timed batch is new; steps follow each other as in training (`weft_alone_ms`: with a wait for the device after each). Beside the
 times: the launch floor (as many kernels that do nothing, one after the other, in a graph) and the GEMM limit (the products alone, each in
-one call). Every way is compared with float64. weft tries all ways on its first batches, then on one of them in turn, and keeps the fastest; a profile by kernel and
-by round says where the time goes.
+one call). Every way is compared with float64. weft tries all ways on its first batches, then on one of them in turn, and keeps the
+fastest; a profile by kernel and by round says where the time goes.
 """
 
 from __future__ import annotations

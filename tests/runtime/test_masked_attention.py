@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 
+from weft.codegen.quick import quick_call
+from weft.core.layout import Mesh
+from weft.frontend import lang as w
 from weft.frontend import zoo
+from weft.frontend.trace import tensor, trace
 from weft.runtime import quick
 
 MASKS = {"keys": (2, 1, 1, 1, 7), "rows": (1, 1, 1, 5, 7), "heads": (2, 2, 3, 5, 7), "one key": (2, 1, 1, 5, 1)}
@@ -48,13 +52,24 @@ def test_the_least_number_hides_a_key_but_not_all_of_them() -> None:
     torch.testing.assert_close(out[0, 0, 0], torch.stack([v[0, 0, 0], v[0, 0, :2].mean(0)]))
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_mask_of_the_dtype_of_its_scores_is_added_by_the_kernel(dtype: str, device: str) -> None:
+    x, mask = tensor(dtype, 2, 3, 5, 16), tensor(dtype, 2, 1, 1, 5)
+    p = trace(lambda x, mask: {"out": w.attention(x, x, x, mask=mask)[0]}, Mesh(dp=1), name="masked", x=x, mask=mask)
+    (node,) = (n for n in p.nodes if n.op.name == "attention")
+    call = quick_call(node, ["q", "k", "v", "m"], device, own=False)
+    assert (call is None) == (dtype == "f16" and device == "cpu")
+    assert call is None or call.startswith("quick.attention(q, k, v, m, scale=0.25")
+
+
 def test_a_model_with_a_padding_mask_calls_it() -> None:
     from weft.api.parallelize import parallelize
 
-    w = zoo.small("bert-large", dropout=0.0)
-    batch = w.example(3)
+    bert = zoo.small("bert-large", dropout=0.0)
+    batch = bert.example(3)
     batch["keep"][:, -5:] = False
-    step = parallelize(w.model, w.loss, torch.optim.SGD(w.model.parameters(), lr=0.1), batch)
+    step = parallelize(bert.model, bert.loss, torch.optim.SGD(bert.model.parameters(), lr=0.1), batch)
     assert "quick.attention(" in step.compiled.code.text and "quick.attention_backward(" in step.compiled.code.text
     plain = zoo.small("bert-large", dropout=0.0)
     assert math.isclose(float(step(batch)), float(plain.loss(plain.model, batch).detach()), rel_tol=1e-5)
