@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,14 +193,14 @@ def test_a_plan_file_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_plan_file_asks_and_is_not_done(tmp_path: Path) -> None:
-    saved(tmp_path / "again.json", dp=2, recompute="selective")
-    with pytest.warns(UserWarning, match="not followed: recompute selective"):
+    saved(tmp_path / "again.json", dp=2, recompute="selective", zero=3, keep_gathered=True)
+    with pytest.warns(UserWarning, match="not followed: parameters gathered once a step: they are gathered for every micro-batch"):
         again = planfile.from_file(str(tmp_path / "again.json"))
-    assert (again.words, again.micro_batches, again.program) == ("dp2", 4, None)
-    saved(tmp_path / "stages.json", pp=2, micro_batch=1, recompute="full")
-    with pytest.warns(UserWarning, match="not followed: where its stages are cut"):
+    assert (again.words, again.micro_batches, again.program) == ("dp2,zero3,recompute:selective", 4, None)
+    saved(tmp_path / "stages.json", pp=2, tp=2, micro_batch=1, recompute="full", overlap_tp=True, schedule="zero-bubble-eager")
+    with pytest.warns(UserWarning, match="not followed: collectives of tp beside products"):
         stages = planfile.from_file(str(tmp_path / "stages.json"))
-    assert (stages.words, stages.micro_batches) == ("pp2,1f1b,micro8,recompute", 1)
+    assert (stages.words, stages.micro_batches) == ("tp2,pp2,zero-bubble-eager,micro8,recompute", 1)
     two = (
         {"kind": "a", "copies": 1, "micro_batch": 6, "micro_batches": 1},
         {"kind": "b", "copies": 1, "micro_batch": 2, "micro_batches": 1},
@@ -215,7 +216,8 @@ def test_a_plan_file_of_stages_runs(tmp_path: Path) -> None:
     saved(tmp_path / "plan.json", pp=2, micro_batch=2)
 
     def job(rank: int) -> None:
-        with pytest.warns(UserWarning, match="where its stages are cut"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
             got, step = weft_losses(str(tmp_path / "plan.json"), 8)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
         assert step.plan == Named(pp=2, micro=4)

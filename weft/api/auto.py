@@ -1,7 +1,7 @@
 """`plan="auto"`: every plan that can be run on these processes is placed and foreseen, and the fastest that fits is taken.
 
-The pool holds the plans by name, pipelines among them, what the layout solver chooses, and a user's own plans. Each is priced as it
-would run, by the simulator on a profile of this machine. Where one does not fit, so are its ways to hold less: running blocks again,
+The pool holds the plans by name, pipelines among them, what the layout solver chooses, for a small step also as rules rewrite it, and a user's
+own plans. Each is priced as it would run, by the simulator on a profile of this machine. Where one does not fit, so are its ways to hold less: running blocks again,
 and micro-batches. Rank 0 plans and tells the others, so that all run one program.
 """
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weft.api.lines import Lines
 from weft.api.noise import measured
+from weft.api.ruled import SPELLED, promising
 from weft.api.schedule import bucketed, fused_update
 from weft.cluster.here import here
 from weft.cluster.profile import Constant
@@ -33,6 +34,8 @@ from weft.plan.pins import Pin, resolve
 from weft.plan.place import place
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.records import peak_bytes, program_phase
+from weft.plan.replay import moves_of, replayed, rewritten
+from weft.plan.rewritten import Move
 from weft.plan.space import divisors
 from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts, native
@@ -60,13 +63,18 @@ class Option:
 @dataclass(frozen=True)
 class Decision:
     """What was chosen, where, and beside what; `words` say its mesh. `text` is the program itself, the same on every rank; of a
-    plan in micro-batches, which has several, it is empty, and `words` say everything."""
+    plan in micro-batches, which has several, it is empty, and `words` say everything. `moves` are those of a step that rules rewrote."""
 
     plan: str
     words: str
     cluster: str
     options: tuple[Option, ...]
     text: str
+    moves: Sequence[Mapping[str, Any]] | None = None
+
+    def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
+        """The captured step after the moves, and the words for them."""
+        return rewritten(captured, self.program, moves_of({"moves": self.moves})) if self.moves is not None else (captured, ())
 
     @property
     def named(self) -> Named:
@@ -170,6 +178,7 @@ def decide(
     pool.reorder()
     pool.schedule()
     pool.try_layouts()
+    pool.try_rules()
     return pool.decision()
 
 
@@ -209,6 +218,7 @@ class _Pool:
         self.programs: dict[str, tuple[Named, Program | None]] = {}
         self.options: dict[str, Option] = {}
         self.scheduled: set[str] = set()  # names of programs that are as they will run
+        self.moves: dict[str, tuple[Move, ...]] = {}  # by which steps were rewritten
 
     # -- plans of one pass
 
@@ -219,7 +229,7 @@ class _Pool:
             self._refuse(name, e)
 
     def _of(self, named: Named) -> Captured:
-        return recomputed(self.captured, regions_of(self.captured, named.recompute)) if named.recompute else self.captured
+        return recomputed(self.captured, regions_of(self.captured, named.recompute))
 
     def add(self, name: str, named: Named, program: Program) -> None:
         phase = program_phase(program, self.where)
@@ -331,14 +341,26 @@ class _Pool:
         for named in list(dict.fromkeys(Named(**n.mesh.sizes, recompute=n.recompute) for n in plans))[:2]:
             name = f"{SOLVER} {named}"
             try:
-                self.add(name, named, self._solved(named))
+                self.add(name, named, self._solved(named, self._of(named)))
             except PlanError as e:
                 self.options[name] = Option(name, reason=e.message)
 
-    def _solved(self, named: Named) -> Program:
+    def try_rules(self) -> None:
+        """The step rewritten by rules, on the mesh whose layouts came out best, where few enough nodes are priced for that."""
+        solved = [self.programs[o.plan][0] for o in self.fitting if o.plan.startswith(SOLVER)]
+        for named in solved[:1] if self.captured.gradients else ():
+            for moves in () if named.recompute else promising(self.captured, named.mesh, self.where):
+                name = f"{SOLVER} {named} by {', '.join(map(str, moves)) or SPELLED}"
+                try:
+                    self.add(name, named, self._solved(named, replayed(self.captured, moves)))
+                    self.moves[name] = moves
+                except PlanError as e:
+                    self._refuse(name, e)
+
+    def _solved(self, named: Named, captured: Captured) -> Program:
         from weft.plan.layouts import OnCluster, choose
 
-        mesh, captured = named.mesh, self._of(named)
+        mesh = named.mesh
         shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
         pins = {n: [p] for n, p in resolve(self.wish.pins, shapes, mesh.sizes).items()}
         prices = OnCluster(self.where, mesh)
@@ -349,7 +371,8 @@ class _Pool:
         best = self.fitting[0]
         named, program = self.programs[best.plan]
         options = tuple(self._told(o) for o in self.options.values())
-        return Decision(best.plan, str(named), self.where.text, options, program.text if program is not None else "")
+        moves = [m.data() for m in self.moves[best.plan]] if best.plan in self.moves else None
+        return Decision(best.plan, str(named), self.where.text, options, program.text if program is not None else "", moves)
 
     def _told(self, option: Option) -> Option:
         large = not option.reason and option.gb * 1e9 > self.memory

@@ -53,9 +53,10 @@ def laid(
     where the stages are cut and what runs again is as `found`, or for balance and as the plan's words say."""
     held, options = input_layouts(captured.program, plan, captured.states, pinned)
     held |= exact or {}
-    found = found or Found(None, regions_of(captured, plan.recompute) if plan.recompute else ())
+    found = found or Found()
     cuts = chosen_cuts(captured, plan.stages) if found.cuts is None else found.cuts
-    stages = split(captured, plan.stages, plan.micro_batches, cuts, found.again)
+    regions = regions_of(captured, plan.recompute) if found.again is None else found.again
+    stages = split(captured, plan.stages, plan.micro_batches, cuts, regions)
     again = tuple(recomputed_stage(s, puts_off_weights(plan.schedule)) for s in stages)
     return Laid(lay(captured, again, plan, held, options, guard), stages, held, options)
 

@@ -82,7 +82,7 @@ def parallelize(
         plan, pins, accumulate = file.words, (*file.pins, *pins), accumulate if accumulate > 1 else file.micro_batches
     named = None if plan == "auto" else _named(plan, memory=memory, others=others)
     how = {"clip": clip, "precision": precision}
-    parts = {**how, "accumulate": accumulate, "pins": pins, "held": file and file.held, "guard": on_nan == "skip", "check": check}
+    parts = {**how, "accumulate": accumulate, "pins": pins, "held": file and file.held, "found": file and file.found, "guard": on_nan == "skip", "check": check}
     if named is not None and named.micro_batches > 1:
         return _ready(_in_parts(model, loss, optimizer, example, named, where, seed, noise, parts), on_nan, deterministic, record, progress)
     captured = capture(model, example, loss, optimizer, accumulate=accumulate, **how)
@@ -96,8 +96,9 @@ def parallelize(
     if named.micro_batches > 1:
         step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
     else:
-        captured = recomputed(captured, regions_of(captured, named.recompute)) if named.recompute else captured
-        source, moves = file.step(captured) if file is not None else (captured, ())
+        captured = file.again(captured, named) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
+        chosen = decision or file
+        source, moves = chosen.step(captured) if chosen is not None else (captured, ())
         program = decision.program if decision else _placed(source, named, wish, where, file)
         report = verified(source.program, program) if check else None
         step = Step(captured, program, named, model, loss, optimizer, where, seed)

@@ -60,7 +60,7 @@ def pipelined(
     precision: torch.dtype | None = None,
     pins: Sequence[str] = (),
     held: Callable[[Captured, Named], Mapping[str, Placements]] | None = None,
-    found: Callable[[Captured], Found | None] = lambda _: None,
+    found: Callable[[Captured], Found] | None = None,
     guard: bool = False,
     check: bool = True,
 ) -> PipelinedStep:
@@ -82,7 +82,7 @@ def pipelined(
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
     exact = {} if held is None else {n: p for n, p in held(captured, plan).items() if n not in pinned}
-    step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, exact, guard, found(captured))
+    step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(captured))
     step.samples = samples_of(example)
     step.dims = {n: x.shape.index(step.samples) for n, x in named_batch(example).items() if x.ndim}
     if check:

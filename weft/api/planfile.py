@@ -20,9 +20,11 @@ from weft.core.text import parse
 from weft.frontend.capture import Captured
 from weft.plan.carried import carried
 from weft.plan.named import Named
+from weft.plan.pieces import Found, Pieces, pieces_of, run_again
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Options, Placements, place
 from weft.plan.plan import Plan, load
+from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import moves_of, rewritten
 from weft.plan.rewritten import Move
 
@@ -40,6 +42,7 @@ class Followed:
     program: Program | None = None
     moves: tuple[Move, ...] | None = None  # by which it was made of the model's own step; None where it is that
     unsaid: tuple[str, ...] = ()  # rules that made it, the file does not say where
+    pieces: Pieces | None = None  # what its stages are made of
 
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
         """The step with the plan's moves made, and the words for them; the model's own where they cannot be, which is warned of."""
@@ -51,6 +54,20 @@ class Followed:
         except PlanError as e:
             _warn(f"the rules of the plan {self.path} are not followed: {e.message}; needed {e.needed}, found {e.found}")
             return captured, ()
+
+    def found(self, captured: Captured) -> Found:
+        """Where the step is cut and what runs again, as far as the plan says so; what of that cannot be is warned of."""
+        found = self.pieces.find(captured) if self.pieces is not None else Found()
+        if found.again and not captured.gradients:
+            found = Found(told=["what it runs again: the model was traced together with its backward pass"])
+        if found.told:
+            _warn(f"of the plan {self.path} this is not followed: {'; '.join(found.told)}")
+        return found
+
+    def again(self, captured: Captured, named: Named) -> Captured:
+        """The step of one stage, with what runs again by its words or layer by layer; of a placed program that is said of its units."""
+        regions = self.found(captured).again if self.program is None else None
+        return recomputed(captured, regions_of(captured, named.recompute) if regions is None else regions)
 
     def held(self, captured: Captured, named: Named) -> dict[str, Placements]:
         """How inputs are held: parameters and optimizer state as in the plan, and of a batch what can be cut as there."""
@@ -77,6 +94,11 @@ class Followed:
         """The step held as the plan says, unless pins say otherwise; None where the plan says nothing of its tensors."""
         if self.program is None:
             return None
+        program, again = self._placed(captured, named, pins), self.found(captured).again
+        return run_again(program, captured, again) if again else program
+
+    def _placed(self, captured: Captured, named: Named, pins: Sequence[Pin]) -> Program:
+        assert self.program is not None
         held, why = self.held(captured, named), "there are pins"
         if not pins:
             try:
@@ -138,12 +160,12 @@ def from_file(path: str) -> Followed:
     text = plan.layouts.get("program")
     made = parse(text) if text else None
     unsaid = tuple(plan.layouts.get("rules", ())) if "moves" not in plan.layouts else ()
-    return Followed(path, plan.named, rounds, tuple(plan.limits.get("layouts", ())), made, moves_of(plan.layouts), unsaid)
+    pins, moves = tuple(plan.limits.get("layouts", ())), moves_of(plan.layouts)
+    return Followed(path, plan.named, rounds, pins, made, moves, unsaid, pieces_of(plan, made))
 
 
 def not_followed(plan: Plan) -> list[str]:
     """What of a plan changes time or memory and is not done by `parallelize`."""
     s = plan.setting
-    found = [f"recompute {s.recompute}: everything is kept"] if s.recompute not in ("none", "full") else []
-    found += ["where its stages are cut: they are cut for balance here"] if s.pp > 1 else []
+    found = ["parameters gathered once a step: they are gathered for every micro-batch"] if s.keep_gathered else []
     return found + (["collectives of tp beside products"] if s.overlap_tp else [])

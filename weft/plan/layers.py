@@ -18,11 +18,10 @@ from collections.abc import Collection, Iterator
 from functools import cached_property
 
 from weft.core.node import Node
-from weft.frontend.capture import Captured, Instance
+from weft.frontend.capture import Captured
 from weft.ops.registry import Kind
 from weft.plan.split import Cut, Forward, Region, narrow
 
-WAYS = ("activation", "ffn", "selective", "per-op", "full")
 ATTENTION, FFN, WHOLE = 0, 1, 2  # which half of a layer
 
 
@@ -134,4 +133,4 @@ class Layers:
         return {n for n in every if sum(a in active for a in n.args) == 1 and any(a in fixed for a in n.args)}
 
 
-__all__ = ["ATTENTION", "FFN", "WAYS", "WHOLE", "Instance", "Layers"]
+__all__ = ["ATTENTION", "FFN", "WHOLE", "Layers"]

@@ -24,13 +24,12 @@ from weft.core.layout import Layout, Mesh, Placement, R, S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import ONE, Kind, equation_of
-from weft.plan.layers import WAYS
 from weft.plan.place import Options, Placements
+from weft.plan.setting import AGAIN
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
-AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in WAYS}
 WORDS = ("sp", *AGAIN, "ring", "a2a", *SCHEDULES)
 
 
@@ -49,7 +48,7 @@ class Named:
     schedule: str = "1f1b"
     micro: int = 0  # micro-batches; twice as many as there are stages where it is 0
     virtual: int = 0  # runs of layers on each rank of the pipeline
-    recompute: str = ""  # what repeated blocks run again, of `layers.WAYS`
+    recompute: str = ""  # what repeated blocks run again, of `setting.AGAIN`
     ring: bool = False  # keys gathered along cp in chunks, beside the attention
     a2a: bool = False  # heads cut along cp during the attention
 

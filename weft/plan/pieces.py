@@ -16,6 +16,7 @@ from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers
 from weft.plan.plan import Plan
+from weft.plan.recompute import recompute
 from weft.plan.setting import MIXED
 from weft.plan.simulate import share
 from weft.plan.split import Cut, Forward, Region
@@ -26,10 +27,10 @@ HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 
 @dataclass
 class Found:
-    """Where a step is cut, None where that is left open; what runs again; what of the plan is not followed, and why."""
+    """Where a step is cut and what runs again, None where that is left open; what of the plan is not followed, and why."""
 
     cuts: tuple[Cut, ...] | None = None
-    again: tuple[Region, ...] = ()
+    again: tuple[Region, ...] | None = None
     told: list[str] = field(default_factory=list)
 
 
@@ -40,8 +41,8 @@ class Pieces(Protocol):
 def pieces_of(plan: Plan, program: Program | None) -> Pieces | None:
     """The pieces of a plan; None where it has one stage in which all layers are alike."""
     if program is not None:
-        ends = plan.layouts.get("units", ())
-        return Units(program, tuple(program.nodes[i] for i in ends), plan.stages) if plan.stages else None
+        ends = tuple(program.nodes[i] for i in plan.layouts.get("units", ()) if 0 <= i < len(program.nodes))
+        return Units(program, ends, plan.stages) if plan.stages or plan.setting.pp > 1 else None
     if plan.setting.pp == 1 and not plan.stages:
         return None
     s = plan.setting
@@ -67,7 +68,7 @@ class Counted:
         many = layers.count // per if per and layers.count % per == 0 else 0  # runs of all layers, as of accumulated gradients
         if not many or (many > 1 and len(stages) > 1):
             lost = f"where its stages are cut: it has {per} layers and this model {layers.count} blocks that repeat"
-            return Found(None, (), [lost if len(stages) > 1 else f"what it runs again: {lost.partition(': ')[2]}"])
+            return Found(told=[lost if len(stages) > 1 else f"what it runs again: {lost.partition(': ')[2]}"])
         found = Found()
         found.cuts = self._cuts(stages, layers, found.told)
         found.again = tuple(self._again(stages, layers, per, many, found.told))
@@ -139,11 +140,13 @@ class Units:
 
     def find(self, captured: Captured) -> Found:
         if len(self.ends) + 1 != sum(map(len, self.stages)):
-            return Found(None, (), ["where its stages are cut and what runs again: the file does not name the values"])
+            return Found(
+                told=["where its stages are cut and what runs again: the file does not say which values end its units; plan again"]
+            )
         forward = Forward(captured)
         ends = self._own(forward)
         if ends is None:
-            return Found(None, (), ["where its stages are cut and what runs again: the step has other ops than the plan's"])
+            return Found(told=["where its stages are cut and what runs again: the step has other ops than the plan's"])
         parts = forward.cut_at([(n,) for n in ends])
         last = [sum(map(len, self.stages[: g + 1])) - 1 for g in range(len(self.stages) - 1)]
         return Found(tuple((ends[k],) for k in last), tuple(self._regions(parts)))
@@ -166,16 +169,6 @@ class Units:
         at = {n: i for i, n in enumerate(theirs)}
         return [mine[at[_uncast(gone[n])]] for n in self.ends]
 
-    def placed_regions(self) -> list[Region]:
-        """What runs again, in the placed program itself."""
-        loss = self.program.output_names["loss"]
-        found: dict[Node, int] = {}
-        for k, end in enumerate((*self.ends, loss)):
-            for n in toposort([end]):
-                if n.op.name != "input":
-                    found.setdefault(n, k)
-        return list(self._regions(found))
-
 
 def _ops(nodes: Sequence[Node]) -> list[Node]:
     return [n for n in nodes if n.op.name not in ("cast", "input", "const")]
@@ -185,3 +178,37 @@ def _uncast(n: Node) -> Node:
     while n.op.name == "cast":
         n = n.args[0]
     return n
+
+
+# -- placed programs -----------------------------------------------------------------------------------------------------------
+
+
+def run_again(placed: Program, captured: Captured, again: Sequence[Region]) -> Program:
+    """A placed step with regions of the step it was made of run again, and with them what is gathered for them alone."""
+    from weft.rewrite.engine import erase_nodes
+
+    own, gone = erase_nodes(captured.program), erase_nodes(placed)
+    ahead = placed.needs(placed.output_names["loss"])
+    makes = [n for n in placed.nodes if n in ahead and n.op.name != "input"]
+    regions = []
+    for r in again:
+        meant = {own[n] for n in r.nodes if n.op.name != "input"}
+        nodes = {n for n in makes if gone[n] in meant}
+        nodes |= _brought(placed, ahead, nodes)
+        regions.append(Region(frozenset(nodes), frozenset(nodes)))
+    ends = {own[g] for g in captured.gradients.values()}
+    kept = [name for name in placed.output_names if name == "loss" or name.startswith("buffer.")]
+    return recompute(placed, regions, kept, [n for n in placed.nodes if gone[n] in ends])[0]
+
+
+def _brought(placed: Program, ahead: set[Node], nodes: set[Node]) -> set[Node]:
+    """What is made of inputs alone and read by these nodes alone in the forward pass."""
+    given, found = set(placed.inputs), set[Node]()
+    for n in placed.nodes:
+        if n.args and all(a in given for a in n.args):
+            given.add(n)
+    for n in reversed(placed.nodes):
+        readers = [u for u in placed.users[n] if u in ahead]
+        if n.args and n in given and n in ahead and readers and all(u in nodes or u in found for u in readers):
+            found.add(n)
+    return found

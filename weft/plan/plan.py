@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.core.errors import PlanError
 from weft.core.picture import html_of
-from weft.plan.setting import Setting
+from weft.plan.setting import AGAIN, Setting
 from weft.plan.shares import dealt
 
 VERSION = 1
@@ -21,6 +21,7 @@ SCHEMA: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 LAYOUTS: dict[str, type | tuple[type, ...]] = {
     "mesh": dict, "inputs": dict, "again": list, "rules": list, "moves": (list, type(None)), "micro_batches": int, "beside": list, "program": str,
+    "units": list,
 }  # fmt: skip
 MOVE: dict[str, type | tuple[type, ...]] = {"rule": str, "op": str, "at": int, "way": int, "places": int, "forward": bool}
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
@@ -77,12 +78,13 @@ class Plan:
         s, pieces = self.setting, self.pieces
         if pieces is None or (pieces and s.pp > 1):
             return None
-        words = [f"{a}{getattr(s, a)}" for a in ("dp", "cp", "ep", "tp", "pp") if getattr(s, a) > 1]
+        degrees = {"dp": s.dp // s.ep, "cp": s.cp, "ep": s.ep, "tp": s.tp, "pp": s.pp}  # a setting counts ep among dp
+        words = [f"{a}{n}" for a, n in degrees.items() if n > 1]
         words += [f"{word}{n}" for word, n in (("zero", s.zero), ("pieces", pieces)) if n]
         if s.pp > 1:
-            words += [s.schedule.removesuffix("-eager"), f"micro{s.micro_batches}", *([f"virtual{s.virtual}"] if s.virtual > 1 else [])]
-        said = {"sp": s.sequence_parallel, "recompute": s.recompute == "full"}
-        return ",".join([*words, *(word for word, on in said.items() if on)]) or "dp1"
+            words += [s.schedule, f"micro{s.micro_batches}", *([f"virtual{s.virtual}"] if s.virtual > 1 else [])]
+        words += ["sp"] * s.sequence_parallel + [word for word, way in AGAIN.items() if way == s.recompute]
+        return ",".join(words) or "dp1"
 
     @property
     def pieces(self) -> int | None:
@@ -149,7 +151,7 @@ def _piece(where: str, data: Any) -> tuple[str, str, int]:
     _is(where, "stages", data, list)
     for value, kind in zip(data, (str, str, int), strict=False):
         _is(where, "stages", value, kind)
-    if len(data) != 3:
+    if len(data) != 3 or data[1] not in ("none", *AGAIN.values()) or data[2] < 0:
         raise PlanError(f"stages of {where} are of the wrong kind", needed="[block, what it runs again, how often]", found=str(data))
     return data[0], data[1], data[2]
 

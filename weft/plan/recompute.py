@@ -24,7 +24,9 @@ from weft.plan.split import Region, Stage, remade
 
 
 def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
-    """What runs again where every repeated block does in this way."""
+    """What runs again where every repeated block does in this way; nothing if it is none."""
+    if not way:
+        return ()
     layers = Layers(captured)
     found = tuple(r for k in range(layers.count) for r in layers.again(k, way))
     if not found or not captured.gradients:
@@ -45,6 +47,8 @@ def _lacking(captured: Captured, layers: Layers, way: str) -> str:
 
 def recomputed(captured: Captured, again: Sequence[Region]) -> Captured:
     """The captured step with some of its forward pass run twice."""
+    if not again:
+        return captured
     kept = [name for name in captured.program.output_names if name == "loss" or name.startswith("buffer.")]
     program, made = recompute(captured.program, again, kept, list(captured.gradients.values()))
     return replace(captured, program=program, gradients={name: made[g] for name, g in captured.gradients.items()})

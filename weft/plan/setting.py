@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from weft.core.errors import PlanError
 
 RECOMPUTE = ("none", "selective", "per-op", "full")
+AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in ("activation", "ffn", "selective", "per-op", "full")}
 MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan says which
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
 KERNELS = ("classic", "eager", "compiled")

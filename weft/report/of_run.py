@@ -7,9 +7,10 @@ from typing import Any
 
 from weft.cluster.spec import cluster
 from weft.core.errors import WeftError
-from weft.plan.named import AGAIN, SCHEDULES
+from weft.plan.named import SCHEDULES
 from weft.plan.plan import ZERO
 from weft.plan.run import Run, Seen
+from weft.plan.setting import AGAIN
 from weft.report.facts import Curve, Facts, Figure, View
 from weft.report.words import count, ms, percent, size
 

@@ -9,6 +9,7 @@ from weft.cluster.spec import Cluster
 from weft.core.layout import R, S
 from weft.plan.graph.search import GraphSearch, Way
 from weft.plan.graph.task import Task, example_size
+from weft.plan.graph.units import Units
 from weft.plan.plan import Plan
 from weft.plan.setting import MIXED, Setting
 from weft.plan.substitute import joint
@@ -97,10 +98,18 @@ def layouts_of(way: Way) -> dict[str, Any]:
         for name, node in way.placed.program.input_names.items()
     }
     moves = None if way.moves is None else [move.data() for move in way.moves]
+    ends = {"units": unit_ends(way)} if way.staged else {}
     return {
         "mesh": dict(way.mesh.sizes), "inputs": {k: v for k, v in inputs.items() if v}, "again": sorted(way.placed.again),
         "rules": list(way.rules), "moves": moves, "micro_batches": way.rounds, "beside": sorted(way.overlap), "program": way.placed.program.text,
+        **ends,
     }  # fmt: skip
+
+
+def unit_ends(way: Way) -> list[int]:
+    """The values that all units but the last hand on, by their numbers among the nodes of the program."""
+    units, at = Units(way.placed, way.overlap), {n: i for i, n in enumerate(way.placed.program.nodes)}
+    return [at[units.cuts[u.last][1]] for u in units.all[:-1]]
 
 
 def _pieces(way: Way) -> list[tuple[tuple[str, str, int], ...]]:
