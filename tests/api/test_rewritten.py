@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.api.ranks import on_ranks
-from weft.api import planfile
+from weft.api import auto, planfile, ruled
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, Placement, S
@@ -195,3 +195,27 @@ def test_a_step_of_another_batch_and_optimizer_is_rewritten_too(tmp_path: Path) 
             placed = found.placed(step, Named(dp=2, tp=2), ())
         assert placed is not None and was_rewritten(placed, XDL)
         assert ["only one of the steps has the input exp_avg.tables" in str(w.message) for w in told] == [True] * (size == 8)
+
+
+def test_auto_offers_rewritten_steps_and_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting = auto._Pool.fitting.fget  # type: ignore[attr-defined]
+    rewritten_first = property(
+        lambda pool: sorted(fitting(pool), key=lambda o: (o.plan not in pool.moves, not o.plan.startswith(auto.SOLVER)))
+    )
+    monkeypatch.setattr(auto._Pool, "fitting", rewritten_first)
+    want = torch_losses(DLRM)
+
+    def job(rank: int) -> None:
+        step = made(DLRM, "auto")
+        torch.testing.assert_close(losses(step, DLRM), want, rtol=1e-8, atol=1e-8)
+        assert step.decision.plan.endswith("by matmul_as_einsum") and step.decision.moves == []
+        assert step.moves[0].startswith("matmul_as_einsum") and was_rewritten(step.program, DLRM)
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_auto_leaves_large_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = DLRM.task().captured()
+    assert len(list(ruled.promising(captured, Mesh(dp=2), cluster("2xx86-2")))) >= 1
+    monkeypatch.setattr(ruled, "NODES", 2 * len(captured.program.nodes))
+    assert not list(ruled.promising(captured, Mesh(dp=2), cluster("2xx86-2")))

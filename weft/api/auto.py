@@ -1,8 +1,8 @@
 """`plan="auto"`: every plan that can be run on these processes is placed and foreseen, and the fastest that fits is taken.
 
-The pool holds the plans by name, pipelines among them, what the layout solver chooses, for a small step also as rules rewrite it, and a user's
-own plans. Each is priced as it would run, by the simulator on a profile of this machine. Where one does not fit, so are its ways to hold less: running blocks again,
-and micro-batches. Rank 0 plans and tells the others, so that all run one program.
+The pool holds the plans by name, pipelines among them, what the layout solver chooses, also of a small step as rules rewrite it, and a
+user's own plans. Each is priced as it would run, by the simulator on a profile of this machine. Where one does not fit, so are its ways to hold
+less: running blocks again, and micro-batches. Rank 0 plans and tells the others, so that all run one program.
 """
 
 from __future__ import annotations
@@ -346,16 +346,18 @@ class _Pool:
                 self.options[name] = Option(name, reason=e.message)
 
     def try_rules(self) -> None:
-        """The step rewritten by rules, on the mesh whose layouts came out best, where few enough nodes are priced for that."""
-        solved = [self.programs[o.plan][0] for o in self.fitting if o.plan.startswith(SOLVER)]
-        for named in solved[:1] if self.captured.gradients else ():
-            for moves in () if named.recompute else promising(self.captured, named.mesh, self.where):
-                name = f"{SOLVER} {named} by {', '.join(map(str, moves)) or SPELLED}"
-                try:
-                    self.add(name, named, self._solved(named, replayed(self.captured, moves)))
-                    self.moves[name] = moves
-                except PlanError as e:
-                    self._refuse(name, e)
+        """The step rewritten by rules, where the solver's layouts are the fastest and few enough nodes would be priced."""
+        best = self.fitting[0].plan
+        named = self.programs[best][0]
+        if not best.startswith(SOLVER) or named.recompute or not self.captured.gradients:
+            return
+        for moves in promising(self.captured, named.mesh, self.where):
+            name = f"{best} by {', '.join(map(str, moves)) or SPELLED}"
+            try:
+                self.add(name, named, self._solved(named, replayed(self.captured, moves)))
+                self.moves[name] = moves
+            except PlanError as e:
+                self._refuse(name, e)
 
     def _solved(self, named: Named, captured: Captured) -> Program:
         from weft.plan.layouts import OnCluster, choose

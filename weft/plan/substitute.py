@@ -83,7 +83,7 @@ def joint(found: GraphSearch) -> dict[str, Way]:
         return {}
     base, rules = bases[0], value_rules()
     step = as_products(found.task.captured(base.rounds))
-    path = best_path(step, _on_mesh(base.mesh, base.placed.cluster, base.rounds), rules, JOINT_BUDGET, JOINT_NEIGHBOURS)
+    path = best_path(step, on_mesh(base.mesh, base.placed.cluster, base.rounds), rules, JOINT_BUDGET, JOINT_NEIGHBOURS)
     best: dict[str, Way] = {}
     for moves in dict.fromkeys(((), path)):
         for way in itertools.chain(_ways(found, bases, moves, rules), _ways(found, bases, moves, rules, as_unity=True)):
@@ -150,7 +150,7 @@ def _replayed(step: Step, path: Path, rules: Sequence[Schema]) -> Step | None:
         return None
 
 
-def _on_mesh(mesh: Mesh, part: Cluster, rounds: int) -> Price:
+def on_mesh(mesh: Mesh, part: Cluster, rounds: int) -> Price:
     prices = OnCluster(part, mesh)
 
     def price(program: Program) -> float:
