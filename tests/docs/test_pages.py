@@ -76,7 +76,7 @@ def test_dots_stand_for_anything_and_skipped_blocks_are_not_run(tmp_path: Path) 
 
 def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
     made = site.build(tmp_path)
-    assert {"index.html", "first-plan.html", "api.html", "errors.html", "source/examples/small_weft.py.html"} <= {p.out for p in made}
+    assert {"index.html", "first-plan.html", "api.html", "errors.html", "source/examples/small_weft/__init__.py.html"} <= {p.out for p in made}
     for file in tmp_path.rglob("*.html"):
         text = file.read_text()
         assert "<script" not in text and 'src="http' not in text and 'rel="stylesheet" href="http' not in text
@@ -138,12 +138,14 @@ def test_one_command_renews_every_table_of_every_page(tmp_path: Path, capsys: py
     results.mkdir()
     places = ["optimizer", "gpu-products sums 4", "foresight", "train"]
     (docs / "a.md").write_text("\n".join(f"<!-- bench {name}: begin -->\nold {name}\n<!-- bench {name}: end -->" for name in places))
-    rows = [{"case": "check"}, {"case": "p", "weft_ms": 2.0, "ratios": {"torch": 1.5}, "way": "2 chunks", "gemm_ms": 1.5, "of_limit": 0.75}]
+    stages = [{"stage": "sums", "ranks": 4}, {"stage": "gather", "ranks": 4}]
+    timed = {"case": "p", "weft_ms": 2.0, "ratios": {"torch": 1.5}, "way": "2 chunks", "gemm_ms": 1.5, "of_limit": 0.75}
+    rows = [{**stages[0], "case": "check"}, {**stages[0], **timed}]
     foreseen = {"case": "r", "measured": 10.0, "predicted": 11.0, "error": 0.1}
     told = {"count": 1, "median_error": 0.1, "p90_error": 0.1, "rank_correlation": None}
     printed = {
         "a": {"bench": "optimizer", "rows": [{"case": "adamw", "weft_ms": 150.0, "ratios": {}}]},
-        "b": {"bench": "gpu-products", "stages": [{"stage": s, "ranks": 4} for s in ("sums", "gather")], "rows": [{"stage": "sums", "ranks": 4, **r} for r in rows]},
+        "b": {"bench": "gpu-products", "stages": stages, "rows": rows},
         "c": {"bench": "foresight", "rows": [foreseen], "files": {"published": 1}, "groups": {"published": told}},
         "d": {"bench": "nowhere", "rows": [{"case": "y", "weft_ms": 1.0}]},
     }

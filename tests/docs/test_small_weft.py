@@ -1,28 +1,15 @@
-"""The design in one file: every op in every layout it accepts, verbs, planner and real processes against one device."""
+"""The design in small: every op in every layout it accepts, verbs, planner and real processes against one device."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from examples import small_weft as w
 
-
-def load():
-    spec = importlib.util.spec_from_file_location("small_weft", ROOT / "examples" / "small_weft.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["small_weft"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-w = load()
 MESH = w.mesh(a=2, b=2)
 PAIRS = {"mm": ((4, 8), (8, 12)), "mm_t": ((4, 8), (12, 8)), "t_mm": ((8, 4), (8, 12))}
 OPS = ["mm", "mm_t", "t_mm", "add", "sub", "mul", "div", "scale", "above", "sqrt", "relu", "step"]
