@@ -10,8 +10,9 @@ import torch
 import weft.ops  # noqa: F401
 from weft.core.errors import RuleError
 from weft.core.node import OPS
-from weft.rewrite import algebra, communicate, parallel
+from weft.rewrite import communicate, parallel
 from weft.rewrite.certificate import shipped
+from weft.rewrite.prove.audit import builtin_rules
 from weft.rewrite.prove.axioms import check_axioms
 from weft.rewrite.prove.domains import PRIME, Field, Symbolic
 from weft.rewrite.prove.forms import form, usual_forms
@@ -22,7 +23,7 @@ from weft.rewrite.rulefile import parse_rule, parse_rules, show
 from weft.rewrite.schema import only_moves
 
 QUICK = Effort(per_mesh=2, symbolic=2)
-BUILT_IN = (*parallel.rules(), *algebra.rules())
+BUILT_IN = builtin_rules()
 
 
 def rule(text: str):

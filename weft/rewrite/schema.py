@@ -109,6 +109,13 @@ class Schema:
         """Attribute holes and the attribute each stands for."""
         return {v.name: k for c in self.calls for k, v in c.attrs if isinstance(v, AttrHole)}
 
+    def choices(self, name: str, axes: Sequence[str]) -> Sequence[Any]:
+        """Values that an attribute hole is tried with: those its op names, or the usual ones of such an attribute."""
+        found = ((c.op, k) for c in self.calls for k, v in c.attrs if isinstance(v, AttrHole) and v.name == name)
+        op, key = next(found)
+        own: Mapping[str, Sequence[Any]] = {} if isinstance(op, OpHole) else op.facets.get("choices", {})
+        return own[key] if key in own else attr_choices(key, axes)
+
     def with_sides(self, left: tuple[Any, ...], right: tuple[Any, ...]) -> Schema:
         return Schema(self.name, left, right, self.shapes, self.conditions, self.family)
 
@@ -166,6 +173,15 @@ def erased(expr: Any) -> Any:
     if is_comm(expr) and len(expr.args) == 1:
         return erased(expr.args[0])
     return Call(expr.op, tuple(erased(a) for a in expr.args), expr.attrs)
+
+
+def by_definition(expr: Any) -> Any:
+    """The expression with every op that is defined by others written as they are."""
+    if not isinstance(expr, Call):
+        return expr
+    args = tuple(by_definition(a) for a in expr.args)
+    defined = None if isinstance(expr.op, OpHole) else expr.op.facets.get("defined")
+    return Call(expr.op, args, expr.attrs) if defined is None else by_definition(defined(*args, **dict(expr.attrs)))
 
 
 def only_moves(schema: Schema) -> bool:
@@ -310,7 +326,7 @@ def _match_args(expr: Call, node: Node, state: State) -> State | None:
 def _free_attrs(schema: Schema, known: Attrs, node: Node) -> Iterator[dict[str, Any]]:
     """Values for attribute holes that only the right side has."""
     free = [(name, key) for name, key in schema.attr_holes.items() if name not in known]
-    choices = [attr_choices(key, node.mesh.axes) for _, key in free]
+    choices = [schema.choices(name, node.mesh.axes) for name, _ in free]
     for values in itertools.product(*choices):
         yield dict(zip([n for n, _ in free], values, strict=True))
 

@@ -5,10 +5,44 @@ The rules are lines of weft as all others (`algebra`); the ops on their right ar
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture.by_rows import AT, at_rows
 from weft.ops.registry import memory_traffic
+from weft.rewrite.rulefile import parse_rules
+from weft.rewrite.schema import Schema
+
+TEXT = """
+[updates]
+adam_by_rows: adam(p, put(x, k, r, dim=d), m, v, lr, t, betas=a, eps=b, decay=c, decoupled=e, sign=s)
+    == adam_at(p, x, k, r, m, v, lr, t, betas=a, eps=b, decay=c, decoupled=e, sign=s, dim=d)
+    for p[i, j] x[n, j] k[int: n] r[int: i] m[i, j] v[i, j] lr[] t[]
+amsgrad_by_rows: adam(p, put(x, k, r, dim=d), m, v, w, lr, t, betas=a, eps=b, decay=c, decoupled=e, sign=s)
+    == adam_at(p, x, k, r, m, v, w, lr, t, betas=a, eps=b, decay=c, decoupled=e, sign=s, dim=d)
+    for p[i, j] x[n, j] k[int: n] r[int: i] m[i, j] v[i, j] w[i, j] lr[] t[]
+sgd_by_rows: sgd(p, put(x, k, r, dim=d), lr, t, momentum=a, damping=b, nesterov=c, decay=e, sign=s)
+    == sgd_at(p, x, k, r, lr, t, momentum=a, damping=b, nesterov=c, decay=e, sign=s, dim=d)
+    for p[i, j] x[n, j] k[int: n] r[int: i] lr[] t[]
+momentum_by_rows: sgd(p, put(x, k, r, dim=d), m, lr, t, momentum=a, damping=b, nesterov=c, decay=e, sign=s)
+    == sgd_at(p, x, k, r, m, lr, t, momentum=a, damping=b, nesterov=c, decay=e, sign=s, dim=d)
+    for p[i, j] x[n, j] k[int: n] r[int: i] m[i, j] lr[] t[]
+adagrad_by_rows: adagrad(p, put(x, k, r, dim=d), v, lr, t, decay=a, lr_decay=b, eps=c, sign=s)
+    == adagrad_at(p, x, k, r, v, lr, t, decay=a, lr_decay=b, eps=c, sign=s, dim=d)
+    for p[i, j] x[n, j] k[int: n] r[int: i] v[i, j] lr[] t[]
+rmsprop_by_rows: rmsprop(p, put(x, k, r, dim=d), v, lr, t, alpha=a, eps=b, decay=c, momentum=e, sign=s)
+    == rmsprop_at(p, x, k, r, v, lr, t, alpha=a, eps=b, decay=c, momentum=e, sign=s, dim=d)
+    for p[i, j] x[n, j] k[int: n] r[int: i] v[i, j] lr[] t[]
+rmsprop_with_momentum_by_rows: rmsprop(p, put(x, k, r, dim=d), v, m, lr, t, alpha=a, eps=b, decay=c, momentum=e, sign=s)
+    == rmsprop_at(p, x, k, r, v, m, lr, t, alpha=a, eps=b, decay=c, momentum=e, sign=s, dim=d)
+    for p[i, j] x[n, j] k[int: n] r[int: i] v[i, j] m[i, j] lr[] t[]
+"""
+
+
+@lru_cache(maxsize=1)
+def rules() -> tuple[Schema, ...]:
+    return tuple(parse_rules(TEXT))
 
 
 def by_rows(program: Program) -> Program:
@@ -31,7 +65,8 @@ def by_definition(program: Program) -> Program:
 
 def rules_of(program: Program) -> tuple[str, ...]:
     """The rules by which its updates came to read rows."""
-    return tuple(dict.fromkeys(f"{n.op.update.name}_by_rows" for n in program.nodes if n.op in AT.values()))
+    names = {(rule.right[0].op, len(rule.right[0].args)): rule.name for rule in rules()}
+    return tuple(dict.fromkeys(names[n.op, len(n.args)] for n in program.nodes if n.op in AT.values()))
 
 
 def _pays(program: Program, update: Node) -> bool:

@@ -114,7 +114,9 @@ def _rmsprop(k: Any, p: Any, g: Any, v: Any, *rest: Any,
     return p - b * lr, v, b
 
 
-def _update(name: str, body: Body) -> Any:
+def _update(name: str, body: Body, **choices: Any) -> Any:
+    """`choices` are values of its settings that rules about it are tried with."""
+
     def run(*xs: torch.Tensor, **attrs: Any) -> Any:
         out = body(_Torch, *xs, **attrs)
         return out[0] if len(out) == 1 else out
@@ -127,6 +129,7 @@ def _update(name: str, body: Body) -> Any:
         run=run,
         unfold=lambda n: body(_Weft, *n.args, **dict(n.attrs)),
         flops=lambda n: 12.0 * sum(_elements(t) for t in n.types[:1]),
+        choices={"sign": (1,), **choices},
     )
 
 
@@ -137,8 +140,10 @@ def _elements(type_: Any) -> float:
     return out
 
 
-adam, sgd = _update("adam", _adam), _update("sgd", _sgd)
-adagrad, rmsprop = _update("adagrad", _adagrad), _update("rmsprop", _rmsprop)
+adam = _update("adam", _adam, betas=((0.9, 0.99),), eps=(1e-8,), decay=(0.1,), decoupled=(True, False))
+sgd = _update("sgd", _sgd, momentum=(0.9,), damping=(0.0,), nesterov=(False, True), decay=(0.1,))
+adagrad = _update("adagrad", _adagrad, decay=(0.1,), lr_decay=(0.1,), eps=(1e-10,))
+rmsprop = _update("rmsprop", _rmsprop, alpha=(0.9,), eps=(1e-8,), decay=(0.1,), momentum=(0.9,))
 
 
 @dataclass(frozen=True)

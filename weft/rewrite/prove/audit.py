@@ -15,7 +15,7 @@ import torch
 from weft.core.layout import Mesh
 from weft.core.text import read_type
 from weft.ops.source import input_node
-from weft.rewrite import algebra, parallel
+from weft.rewrite import algebra, parallel, updates
 from weft.rewrite.certificate import Certificate, Pair, shipped
 from weft.rewrite.prove import ranks
 from weft.rewrite.prove.domains import Field
@@ -47,7 +47,7 @@ class Audit:
 
 
 def builtin_rules() -> tuple[Schema, ...]:
-    return (*parallel.rules(), *algebra.rules())
+    return (*parallel.rules(), *algebra.rules(), *updates.rules())
 
 
 def verify(*, full: bool = False, seed: int | None = None, workers: int = 2, tell: Tell = lambda _: None) -> Audit:

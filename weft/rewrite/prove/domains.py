@@ -70,6 +70,8 @@ class Domain:
 
     def compute(self, node: Node, at: Mapping[str, int], args: list[Codes]) -> Codes:
         kind, attrs = node.op.kind, dict(node.attrs)
+        if "defined" in node.op.facets:
+            return self._as_defined(node.op.defined(*node.args, **attrs), at, dict(zip(node.args, args, strict=True)))
         if kind is Kind.VIEW:
             return node.op.local(Local(node, at), *args, **attrs) if node.op.local is not None else node.op.run(*args, **attrs)
         if kind is Kind.SOURCE:
@@ -78,6 +80,12 @@ class Domain:
         if node.op.field is not None and node.op.local is None and kind is not Kind.WHOLE:
             return self.polynomial(node, args)
         return self.unknown(node, at, args)
+
+    def _as_defined(self, node: Node, at: Mapping[str, int], known: Mapping[Node, Codes]) -> Codes:
+        """What the ops that define an op make of its operands."""
+        if node in known:
+            return known[node]
+        return self.compute(node, at, [self._as_defined(a, at, known) for a in node.args])
 
     def _numbers(self, made: torch.Tensor) -> torch.Tensor:
         return torch.tensor([self.number(v) for v in made.reshape(-1).tolist()], dtype=torch.int64).reshape(made.shape)
@@ -193,12 +201,13 @@ class Field(Domain):
 
     def unknown(self, node: Node, at: Mapping[str, int], args: list[torch.Tensor]) -> Codes:
         if node.op.kind is Kind.POINTWISE and node.op.local is None and not arg_sets(node.op.linear, len(args)):
-            return self._pointwise(node, args)
+            made = [self._pointwise(node, args, k) for k in range(len(node.types))]
+            return made[0] if len(made) == 1 else tuple(made)
         return super().unknown(node, at, args)
 
-    def _pointwise(self, node: Node, args: list[torch.Tensor]) -> torch.Tensor:
-        """The table, looked up for all elements at once."""
-        total = torch.tensor(crc((node.op.name, _plain_attrs(node), self.seed)) % self.prime)
+    def _pointwise(self, node: Node, args: list[torch.Tensor], k: int) -> torch.Tensor:
+        """The table of the k-th result, looked up for all elements at once."""
+        total = torch.tensor(crc((node.op.name, _plain_attrs(node), self.seed, *([k] if k else []))) % self.prime)
         for x in args:
             total = _scramble(total + x, self.prime)
         return total % self.prime

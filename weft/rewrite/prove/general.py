@@ -2,7 +2,8 @@
 
 Types do the first half. An op's layout rule is an axiom: under every layout it accepts, the ranks together compute the op's
 global value. Communication is the identity on global values. So two sides that type alike denote the same exactly where their
-erasures denote the same, and if the erasures are one expression nothing is left to prove.
+erasures denote the same, and if the erasures are one expression nothing is left to prove. The same is true where they become one
+expression once ops that are defined by others are written as those.
 
 Cut-off theorem, for the rest. Each element of an erased side is a term over indices, the same for all sizes: sums over bound indices of
 products of elements and of unknown functions of such terms. Indices of a size that is not tied to another range over sets of their own, and
@@ -31,7 +32,7 @@ from weft.rewrite.prove.domains import Symbolic
 from weft.rewrite.prove.forms import unknown_form
 from weft.rewrite.prove.instances import declared
 from weft.rewrite.prove.shapes import ALONE, INT, base_labels, infer_shapes
-from weft.rewrite.schema import Schema, erased, fill, make_node, only_moves
+from weft.rewrite.schema import Schema, by_definition, erased, fill, make_node, only_moves
 
 MOST = 7  # beyond this many elements a dim, the proof is left to rung 2
 Derivation = dict[str, Any]
@@ -41,6 +42,9 @@ def derive(schema: Schema) -> Derivation | None:
     """A derivation for all sizes, or None where this method finds none."""
     if only_moves(schema):
         return {"method": "erasure", "erased": [str(erased(e)) for e in schema.left]}
+    left, right = ([erased(by_definition(e)) for e in side] for side in (schema.left, schema.right))
+    if left == right:
+        return {"method": "definition", "means": [str(e) for e in left]}
     found = []
     for dims in _dim_choices(schema):
         one = _derive_at(schema, dims)

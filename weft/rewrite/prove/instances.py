@@ -18,12 +18,16 @@ from weft.core.program import Program, new_program
 from weft.ops.source import input_node
 from weft.rewrite.pattern import Call, Hole
 from weft.rewrite.prove.shapes import ALONE, INT, base_labels, size_of
-from weft.rewrite.schema import Form, OpHole, Schema, attr_choices, attrs_fit, dims_fit, erased, fill, form_fits, make_node, sized
+from weft.rewrite.schema import Form, OpHole, Schema, attrs_fit, dims_fit, erased, fill, form_fits, make_node, sized
 
 SITES: tuple[tuple[Mesh, tuple[int, int]], ...] = (
     (Mesh(m=2), (2, 3)), (Mesh(m=3), (4, 3)), (Mesh(m=2, n=2), (4, 3)), (Mesh(m=2), (4, 5)),
 )  # fmt: skip
+MANY = 5  # holes; the layouts of more are not all combined
 AT_ROOTS = {"reduce", "broadcast", "send", "keep"}
+
+
+Labels = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,17 @@ class Instance:
 
     def program(self, side: str) -> Program:
         nodes = self.left if side == "left" else self.right
-        return new_program(side, self.mesh, self.inputs, {f"out{k}": n for k, n in enumerate(nodes)})
+        return new_program(side, self.mesh, self.inputs, {f"out{k}": n for k, n in enumerate(_values(nodes))})
 
     @property
     def title(self) -> str:
         left, right = (", ".join(map(str, s)) for s in (self.setting.left, self.setting.right))
         return f"{left}  ==  {right}"
+
+
+def _values(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes, or what those of several values give."""
+    return [v for n in nodes for v in (n if len(n.types) > 1 else (n,))]
 
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -63,10 +72,11 @@ def settings(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: 
     """Every filling under the conditions whose two sides have the same shapes on one device."""
     fits = [[f for f in forms if f.arity == n and form_fits(f, name, schema.conditions)] for name, n in schema.op_holes.items()]
     keys = schema.attr_holes
+    tries = [schema.choices(k, axes) for k in keys]
     known: dict[Any, list[Shapes]] = {}  # collectives vanish on one device, so many fillings share their shapes
     for chosen in itertools.product(*fits):
         ops = dict(zip(schema.op_holes, chosen, strict=True))
-        for values in itertools.product(*(attr_choices(k, axes) for k in keys.values())):
+        for values in itertools.product(*tries):
             attrs = dict(zip(keys, values, strict=True))
             if not attrs_fit(attrs, schema.conditions):
                 continue
@@ -197,9 +207,29 @@ def layouts(mesh: Mesh, shape: tuple[int, ...], roots: bool, inner: bool, extrem
     return tuple(found)
 
 
-def instances(setting: Setting, mesh: Mesh, *, inner: bool = False, rng: random.Random | None = None, most: int = 0) -> Iterator[Instance]:
-    """Every choice of layouts in which both sides type, and alike; with `most`, of so many layouts per hole, drawn by `rng`."""
-    choices = choices_on(setting, mesh, inner=inner, rng=rng, most=most)
+def instances(
+    setting: Setting, mesh: Mesh, *, inner: bool = False, rng: random.Random | None = None, most: int = 0, labels: Labels | None = None
+) -> Iterator[Instance]:
+    """Every choice of layouts in which both sides type, and alike; with `most`, of so many layouts per hole, drawn by `rng`. Of more than
+    MANY holes with `labels`, those in which every axis cuts one label, or none: few others type."""
+    if labels is not None and len(setting.shapes) > MANY:
+        for choices in _by_label(setting, mesh, labels):
+            yield from _instances(setting, mesh, choices)
+    else:
+        yield from _instances(setting, mesh, choices_on(setting, mesh, inner=inner, rng=rng, most=most))
+
+
+def _by_label(setting: Setting, mesh: Mesh, labels: Labels) -> Iterator[dict[str, list[Node]]]:
+    dims = {h: [x for x in labels[h] if x != INT] for h, _, _ in setting.shapes}
+    names = list(dict.fromkeys(x for own in dims.values() for x in own))
+    for cut in itertools.product([None, *names], repeat=len(mesh.axes)):
+        places = {
+            h: {a: S(own.index(x)) if x in own else R for a, x in zip(mesh.axes, cut, strict=True)} for h, own in dims.items()
+        }  # fmt: skip
+        yield {h: [_input(h, shape, dtype, mesh, Layout.of(mesh, shape, places[h]))] for h, shape, dtype in setting.shapes}
+
+
+def _instances(setting: Setting, mesh: Mesh, choices: Mapping[str, Sequence[Node]]) -> Iterator[Instance]:
     for bound, nodes in typed(setting.left, choices):
         if len(bound) == len(choices) and _types_like(setting.right, bound, nodes):
             right = tuple(make_node(e, bound) for e in setting.right)
@@ -226,7 +256,7 @@ def shaped_sides(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], ax
     fits = [[f for f in forms if f.arity == n and form_fits(f, name, schema.conditions)] for name, n in schema.op_holes.items()]
     for chosen in itertools.product(*fits):
         ops = dict(zip(schema.op_holes, chosen, strict=True))
-        attrs = {name: attr_choices(key, axes)[0] for name, key in schema.attr_holes.items()}
+        attrs = {name: schema.choices(name, axes)[0] for name in schema.attr_holes}
         for choices in _shape_choices(schema, sizes):
             for bound, nodes in typed([erased(fill(e, ops, attrs)) for e in schema.left], choices):
                 try:
@@ -275,7 +305,7 @@ def _sample(
             first = untried and k < len({s.bare for s in pools})
             if not first and (left <= 0 or some and k >= per_site * patience):
                 break
-            found = list(instances(setting, mesh, inner=inner, rng=rng, most=10 if some and drawn else 0))
+            found = list(instances(setting, mesh, inner=inner, rng=rng, most=10 if some and drawn else 0, labels=schema.shapes))
             taken = rng.sample(found, min(len(found), share)) if drawn else found
             left -= min(len(taken), share)
             some, drawn = some or bool(taken), drawn or bool(taken)
