@@ -2,158 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from weft.runtime.fused_attention import attention as attention
+from weft.runtime.fused_attention import attention_backward as attention_backward
 
 _aten = torch.ops.aten
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if not q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
-    if _by_cudnn(q, k, causal):
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-        return out, lse
-    if q.dtype != torch.float32:
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse[..., : q.shape[2]]
-
-
-def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> Any:
-    if not q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, out, lse, 0.0, causal, scale=scale)
-    if q.dtype == torch.float32:
-        return _efficient_backward(do, q, k, v, out, lse, None, causal, scale)
-    if _by_cudnn(q, k, causal):
-        return _cudnn_backward(do, q, k, v, out, lse, None, causal, scale)
-    none = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return _aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none[0], scale=scale
-    )
-
-
-def _efficient_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> Any:
-    none = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a generator that is not used
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # rows come by 32
-    if q.dtype != torch.float32:  # then the kernel reads the result as the forward kernel lays it out, whatever its strides say
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    wanted = [True, True, True, False]
-    return _aten._scaled_dot_product_efficient_attention_backward(
-        do, q, k, v, bias, out, lse, none, none, 0.0, wanted, causal, scale=scale
-    )[:3]
-
-
-def _cudnn_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> Any:
-    none, lse = torch.zeros((), dtype=torch.int64, device=q.device), lse.reshape(*q.shape[:3], 1)
-    where = (bias, None, None, q.shape[2], k.shape[2])
-    return _aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, out, lse, none, none, *where, 0.0, causal, scale=scale)
-
-
-def _by_cudnn(q: Tensor, k: Tensor, causal: bool, masked: bool = False) -> bool:
-    """Whether cuDNN's kernels are the quick ones: for half precision, from Hopper on."""
-    if q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (9, 0) or not torch.backends.cuda.cudnn_sdp_enabled():
-        return False
-    return _cudnn_has(tuple(q.shape[1:]), tuple(k.shape[1:]), q.dtype, q.device, causal, masked)
-
-
-@functools.cache
-def _cudnn_has(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype, device: torch.device, causal: bool, masked: bool) -> bool:
-    """Whether it has an attention of this shape, forward and back: tried on one sample."""
-    with _disable_current_modes(), torch.no_grad():
-        query, key = (torch.zeros(1, *shape, dtype=dtype, device=device) for shape in (q, k))
-        bias = (
-            torch.zeros(1, 1, 1, -(-k[1] // 16) * 16, dtype=dtype, device=device)[..., : k[1]].expand(1, *q[:2], k[1]) if masked else None
-        )
-        try:
-            out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(query, key, key, bias, True, 0.0, causal, False)
-            _cudnn_backward(query, query, key, key, out, lse, bias, causal, 1.0)
-        except RuntimeError:
-            return False
-        return tuple(lse.shape) == (1, *q[:2], 1)
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    if not q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=scale)  # type: ignore[no-any-return]
-    if _by_cudnn(q, k, False, masked=True):
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, False, False, scale=scale)
-        return out, lse
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
-    return out, lse[..., : q.shape[2]]
-
-
-def _masked_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float) -> Any:
-    if not q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
-    back = _cudnn_backward if _by_cudnn(q, k, False, masked=True) else _efficient_backward
-    return back(do, q, k, v, out, lse, bias, False, scale)
-
-
-def _bias(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """A mask [b, g, r, s, t], stretched where a size is 1, as the kernels add it, [b, g * r, s, t], and which rows see any key.
-
-    Without infinities, whose differences are no numbers: a key that is not seen stays far below any that is.
-    """
-    far = -6e4 if mask.dtype == torch.float16 else -1e30  # times a few it is still a number
-    bias = torch.where(mask == -torch.inf, far, mask.clamp(min=far / 2))
-    seen = (mask > -torch.inf).any(-1, keepdim=True)
-    short = -bias.shape[-1] % 16 if bias.shape[-1] > 1 else 0
-    bias = torch.nn.functional.pad(bias, (0, short))[..., : bias.shape[-1]] if short and q.is_cuda else bias  # rows start every 16 numbers
-    b, g, r, s = q.shape[:4]
-    heads = (1, 1) if bias.shape[1:3] == (1, 1) else (g, r)
-    flat = bias.expand(-1, *heads, -1, -1).flatten(1, 2)
-    return flat.expand(b, g * r, s, k.shape[2]), seen  # stretched last of all, so that it is not written out
-
-
-def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel itself lets several query heads read one key head."""
-    return q.is_cuda and q.dtype != torch.float32 and mask is None
-
-
-def _heads(x: Tensor, like: Tensor, mask: Tensor | None) -> Tensor:
-    """Keys or values [b, g, t, d] for every one of the r query heads of their group, [b, g * r, t, d]."""
-    b, g, r = like.shape[:3]
-    return x if r == 1 or _shares_keys(like, mask) else x.unsqueeze(2).expand(b, g, r, *x.shape[2:]).reshape(b, g * r, *x.shape[2:])
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """q [b, g, r, s, d], k and v [b, g, t, d] -> result and log-sum-exp, without the scores ever being whole."""
-    b, g, r, s, d = q.shape
-    flat = q.reshape(b, g * r, s, d), _heads(k, q, mask), _heads(v, q, mask)
-    if mask is None:
-        out, lse = _flash(*flat, causal, scale)
-        return out.reshape(b, g, r, s, -1), lse.reshape(b, g, r, s)
-    bias, seen = _bias(mask, q, k)
-    out, lse = _masked(*flat, bias, scale)
-    return torch.where(seen, out.reshape(b, g, r, s, -1), 0.0), torch.where(seen[..., 0], lse.reshape(b, g, r, s), -torch.inf)
-
-
-def attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False
-) -> Any:
-    b, g, r, s = q.shape[:4]
-    flat = (b, g * r, s, -1)
-    ours = q.reshape(flat), _heads(k, q, mask), _heads(v, q, mask), out.reshape(flat)
-    if mask is None:
-        dq, dk, dv = _flash_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), causal, scale)
-    else:
-        bias, seen = _bias(mask, q, k)
-        lse = torch.where(seen[..., 0], lse, torch.inf)  # so that the weights of a row that sees no key are 0
-        dq, dk, dv = _masked_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), bias, scale)
-    if r > 1 and not _shares_keys(q, mask):
-        dk, dv = (x.reshape(b, g, r, *x.shape[2:]).sum(2) for x in (dk, dv))
-    return dq.reshape(q.shape), dk, dv
 
 
 def layer_norm(x: Tensor, *vectors: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
