@@ -7,6 +7,7 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,8 +82,11 @@ def parallelize(
     if file is not None:
         plan, pins, accumulate = file.words, (*file.pins, *pins), accumulate if accumulate > 1 else file.micro_batches
     named = None if plan == "auto" else _named(plan, memory=memory, others=others)
+    if named is not None and (named.recompute or (file and file.pieces)) and not (named.micro or noise):
+        named = replace(named, micro=accumulate if accumulate > 1 else 0)  # in one program of all parts, the block that repeats is the model
     how = {"clip": clip, "precision": precision}
-    parts = {**how, "accumulate": accumulate, "pins": pins, "held": file and file.held, "found": file and file.found, "guard": on_nan == "skip", "check": check}
+    parts = {**how, "accumulate": accumulate, "pins": pins, "guard": on_nan == "skip", "check": check}
+    parts |= {"held": file.held, "found": file.found, "part": file.part} if file is not None else {}
     if named is not None and named.micro_batches > 1:
         return _ready(_in_parts(model, loss, optimizer, example, named, where, seed, noise, parts), on_nan, deterministic, record, progress)
     captured = capture(model, example, loss, optimizer, accumulate=accumulate, **how)

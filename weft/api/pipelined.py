@@ -61,11 +61,12 @@ def pipelined(
     pins: Sequence[str] = (),
     held: Callable[[Captured, Named], Mapping[str, Placements]] | None = None,
     found: Callable[[Captured], Found] | None = None,
+    part: Callable[[Captured], tuple[Captured, tuple[str, ...]]] | None = None,
     guard: bool = False,
     check: bool = True,
 ) -> PipelinedStep:
     """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held, `found` how
-    stages are made."""
+    stages are made, `part` how rules rewrite the step."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
@@ -79,10 +80,12 @@ def pipelined(
             found="one that was traced together with its backward pass",
             try_="a plan without pp and micro",
         )
+    source, moves = part(captured) if part is not None else (captured, ())
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
-    exact = {} if held is None else {n: p for n, p in held(captured, plan).items() if n not in pinned}
-    step = PipelinedStep(captured, plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(captured))
+    exact = {} if held is None else {n: p for n, p in held(source, plan).items() if n not in pinned}
+    step = PipelinedStep(source, plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(source))
+    step.captured, step.moves = captured, moves
     step.samples = samples_of(example)
     step.dims = {n: x.shape.index(step.samples) for n, x in named_batch(example).items() if x.ndim}
     if check:

@@ -46,11 +46,22 @@ class Followed:
 
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
         """The step with the plan's moves made, and the words for them; the model's own where they cannot be, which is warned of."""
+        return self._rewritten(captured, self.program) if self.program is not None else (captured, ())
+
+    def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
+        """The same of a micro-batch, whose gradients are added up before they are used: they must be there, and whole."""
         if self.program is None:
             return captured, ()
+        made, moves = self._rewritten(captured, captured.program)
+        if not made.gradients:
+            _warn(f"the rules of the plan {self.path} are not followed: they change gradients, which micro-batches add up")
+            return captured, ()
+        return made, moves
+
+    def _rewritten(self, captured: Captured, like: Program) -> tuple[Captured, tuple[str, ...]]:
         self._require_same_model(captured)
         try:
-            return rewritten(captured, self.program, self.moves)
+            return rewritten(captured, like, self.moves)
         except PlanError as e:
             _warn(f"the rules of the plan {self.path} are not followed: {e.message}; needed {e.needed}, found {e.found}")
             return captured, ()
@@ -160,8 +171,10 @@ def from_file(path: str) -> Followed:
     text = plan.layouts.get("program")
     made = parse(text) if text else None
     unsaid = tuple(plan.layouts.get("rules", ())) if "moves" not in plan.layouts else ()
-    pins, moves = tuple(plan.limits.get("layouts", ())), moves_of(plan.layouts)
-    return Followed(path, plan.named, rounds, pins, made, moves, unsaid, pieces_of(plan, made))
+    pins, moves, words = tuple(plan.limits.get("layouts", ())), moves_of(plan.layouts), plan.named
+    if moves is not None and rounds > 1:  # moves are made on the step of one micro-batch
+        words, rounds = f"{words},micro{rounds}", 1
+    return Followed(path, words, rounds, pins, made, moves, unsaid, pieces_of(plan, made))
 
 
 def not_followed(plan: Plan) -> list[str]:

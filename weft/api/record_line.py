@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft.api.compiled import Compiled
 from weft.api.lines import foreseen, laid
-from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, tensors
+from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, ruled, tensors
 from weft.api.runner import Values
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
@@ -82,7 +82,7 @@ class LineRecorder(Recorder):
         return {
             "program": hashlib.sha256(step.line.text.encode()).hexdigest()[:16], "unit": unit, "per_step": many * per_step,
             "flops": many * model_flops(one), "tensors": [*_batch(step), *tensors(step.program, step.captured.states)],
-            "communication": _travels(step), "verbs": [{"step": words, "same": False, "said": SPLIT}],
+            "communication": _travels(step), "verbs": [*ruled(step.moves), {"step": words, "same": False, "said": SPLIT}],
         }  # fmt: skip
 
     def _others(self, cluster: Cluster) -> list[dict[str, Any]]:
