@@ -62,7 +62,7 @@ def _alone_or_together(device: str, progress: Progress, done: int, steps: int) -
     """Samples of one device; on CPUs taken by as many processes at once as there are cores, as ranks will run."""
     if device == "cpu":
         progress("kernels on every core", done, steps)
-        return local.together(min(2, _cores()), "cpu", _AllSamples())[0]
+        return local.together(min(2, local.cores()), "cpu", _AllSamples())[0]
     seen = []
     for n, (what, sample) in enumerate(measure.samples(device)):
         progress(what, done + n, steps)
@@ -84,11 +84,7 @@ def known(device: str) -> Profile | None:
 
 
 def _name(device: str) -> str:
-    return torch.cuda.get_device_name().replace(" ", "-") if device != "cpu" else f"cpu-{platform.machine()}-{_cores()}"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return torch.cuda.get_device_name().replace(" ", "-") if device != "cpu" else f"cpu-{platform.machine()}-{local.cores()}"
 
 
 # --- the device
@@ -182,10 +178,10 @@ def _unknown(device: str, timed: Sequence[Product], by: str) -> dict[str, Consta
     best = max(rates.values())
     how = f"{by}; the best product seen is taken for nine tenths"
     constants = {f"peak.{d}": Constant((r or best) / 0.9, how) for d, r in rates.items()}
-    size = torch.cuda.get_device_properties(0).total_memory if device != "cpu" else _memory() / _cores()
+    size = torch.cuda.get_device_properties(0).total_memory if device != "cpu" else _memory() / local.cores()
     units = torch.cuda.get_device_properties(0).multi_processor_count if device != "cpu" else 1
     return constants | {
-        "memory.bytes": Constant(float(size), by), "units": Constant(float(units), by), "cores": Constant(float(_cores()), by),
+        "memory.bytes": Constant(float(size), by), "units": Constant(float(units), by), "cores": Constant(float(local.cores()), by),
     }  # fmt: skip
 
 
@@ -218,11 +214,12 @@ def _fit_products(device: Device, timed: Sequence[Product], main: str, by: str) 
 def _links(base: Profile | None, taken: Sequence[Sent], node: int) -> tuple[Link, ...]:
     if not taken:
         return base.links if base else (_first_guess(1e9, node),)
-    fastest = max(s.size * cost.wire(s.kind, s.ranks) / s.seconds for s in taken)
+    own = node if base else local.cores()  # ranks that share cores take turns, which is not the link's doing
+    fastest = max(s.size * cost.wire(s.kind, s.ranks) / s.seconds * max(1.0, s.ranks / own) for s in taken)
     start = base.links[0] if base else _first_guess(fastest, node)
     start = dataclasses.replace(start, span=node)
     by = "fitted: weft calibrate, collectives between local ranks"
-    cores = {} if base else {"cores": Constant(float(_cores()), "measured: what this process may run on")}
+    cores = {} if base else {"cores": Constant(float(local.cores()), "measured: what this process may run on")}
 
     def predict(values: Mapping[str, float], sent: Sent) -> float:
         link = dataclasses.replace(start, constants={**start.constants, **{k: Constant(v, by) for k, v in values.items()}})

@@ -14,11 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.cluster.passes import COLD
+from weft.cluster.passes import ALONE, COLD
 from weft.core.errors import RuntimeFault
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = tuple(2**p for p in (12, 16, 18, 20, 22, 24))
+
+
+def cores() -> int:
+    """What this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # torch 2.13 renames them and warns of the old names
@@ -121,21 +126,24 @@ class Timing:
     def one(self, kind: str, size: int) -> float:
         """On a processor each call has operands of its own, which lie in no cache: within a step much ran since they were made."""
         count = size // 4 // self.ranks * self.ranks
-        times = 12 if size <= 2**22 else 6
+        times = 16 if size <= 2**22 else 8
         apart = min(times, COLD // size) if self.device == "cpu" else 1
         whole = torch.ones(apart, count, device=self.device)
         part = torch.ones(apart, count // self.ranks, device=self.device)
         return self.usual([self.calls(self.device, w, p)[kind] for w, p in zip(whole, part, strict=True)], times)
 
     def usual(self, calls: Sequence[Callable[[], Any]], times: int) -> float:
-        """The lower quartile: others on the machine only add."""
-        taken, kept = [], deque[Any](maxlen=len(calls))
-        for n in range(times + 2):
+        """The lower quartile: others on the machine only add. On a processor no more than the ranks of a core work in turn, and a little."""
+        taken, worked, kept = [], [], deque[Any](maxlen=len(calls))
+        first = len(calls) + 2  # after so many the memory of results is there
+        for n in range(first + times):
             dist.barrier()
-            began = time.perf_counter()
+            began, before = time.perf_counter(), time.thread_time()
             kept.append(calls[n % len(calls)]())
             if self.device != "cpu":
                 torch.cuda.synchronize()
-            if n >= 2:
+            if n >= first:
                 taken.append(time.perf_counter() - began)
-        return sorted(taken)[len(taken) // 4]
+                worked.append(time.thread_time() - before)
+        usual, own = (sorted(times)[len(times) // 4] for times in (taken, worked))
+        return usual if self.device != "cpu" else min(usual, ALONE * own * max(1.0, self.ranks / cores()))

@@ -164,7 +164,6 @@ def math_rate(device: str) -> float:
     return x.numel() / seconds(lambda: F.gelu(x), device, 0.2)
 
 
-ALONE = 1.1  # over the time a thread worked: more is not the machine's own
 DEPTH, ROWS, WIDTH = 3, 512, 384  # of a step that shows what products lose among other ops
 
 
@@ -198,7 +197,7 @@ def step() -> dict[str, float]:
 
     once()
     taken, worked = (statistics.median(times) for times in zip(*(both() for _ in range(15)), strict=True))
-    return {"step.seconds": min(taken, ALONE * worked)}
+    return {"step.seconds": min(taken, passes.ALONE * worked)}
 
 
 def cached(device: str) -> int:
