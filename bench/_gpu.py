@@ -81,7 +81,7 @@ def report(bench: str, results: Sequence[Mapping[str, Any]], json: bool) -> None
     said = [{"stage": r["stage"], "ranks": r["ranks"], **row} for r in results for row in r["rows"]]
     rows = [{k: v for k, v in row.items() if k != "machine"} for row in said if "case" in row]
     if timed := [row for row in rows if "weft_ms" in row]:
-        console.print(_table(bench, timed))
+        console.print(_table(bench, timed), width=max(console.width, 140))
     if json:
         machine = next((row["machine"] for row in said if "machine" in row), {})
         stages = [{k: v for k, v in r.items() if k != "rows"} for r in results]

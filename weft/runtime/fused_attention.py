@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _aten = torch.ops.aten
@@ -111,10 +112,20 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     seen = (mask > -torch.inf).any(-1, keepdim=True)
     short = -bias.shape[-1] % 16 if bias.shape[-1] > 1 else 0
     bias = torch.nn.functional.pad(bias, (0, short))[..., : bias.shape[-1]] if short and q.is_cuda else bias  # rows start every 16 numbers
+    bias = _held(bias) if q.is_cuda else bias
     b, g, r, s = q.shape[:4]
     heads = (1, 1) if bias.shape[1:3] == (1, 1) else (g, r)
     flat = bias.expand(-1, *heads, -1, -1).flatten(1, 2)
     return flat.expand(b, g * r, s, k.shape[2]), seen  # stretched last of all, so that it is not written out
+
+
+def _held(x: Tensor) -> Tensor:
+    """The same; in a trace, what Inductor must have in memory: of what it has not, it would write out every stretched view."""
+    if not isinstance(x, FakeTensor):
+        return x
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.force_stride_order(x, x.stride())  # type: ignore[no-any-return]
 
 
 def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:
