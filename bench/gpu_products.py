@@ -113,34 +113,36 @@ def fastest(me: Rank, op: str, shape: Shape) -> Any:
     """The fastest of the candidates. Those on one line come first; the best of them is timed again beside those on two."""
     from weft.nn.ways import candidates
 
-    best: list[Any] = []
+    case, best, tried = Case(me, op, shape), list[Any](), dict[str, float]()
     for lines in (1, 2):
         ways = [way for way in candidates(op) if way.lines == lines]
-        ways = [way for way in ways if op == "gather_product" or shape[0] % (way.chunks * me.world) == 0]
-        best = [time_ways(Case(me, op, shape), best + ways)] if ways else best
+        ways = [way for way in ways if case.gathers or shape[0] % (way.chunks * me.world) == 0]
+        if ways:
+            ms, error = time_ways(case, best + ways)
+            best = [min(best + ways, key=lambda way: ms[way])]
+            tried |= rounded(ms)
+    unfused = ms.get("unfused") or min(t for way, t in ms.items() if way != "gemm_alone" and way.chunks == 1)
+    how = str(best[0]) if ms[best[0]] < unfused else "left alone"
+    times = {"weft": min(ms[best[0]], unfused), "unfused": unfused, "gemm_alone": ms["gemm_alone"], **torch_fused(case)}
+    correct = f"largest relative error {error:.1e}"
+    me.say(**timed_row(f"{op} {shape}".replace("_", " "), times, way=how, tried=tried, correct=correct))
     return best[0]
 
 
-def time_ways(case: Case, ways: list[Any]) -> Any:
-    me = case.me
+def time_ways(case: Case, ways: list[Any]) -> tuple[dict[Any, float], float]:
+    """Milliseconds of each, of the product alone and of gathering first; and the largest error before or after."""
     x, w = case.operands
-    wrong = {way: case.error(case.run(way)) for way in ways}
-    assert max(wrong.values()) < CLOSE, wrong
-    whole = torch.randn(case.shape[0], x.shape[1], device=me.device, dtype=x.dtype) if case.gathers else x
+    errors = [case.error(case.run(way)) for way in ways]
+    assert max(errors) < CLOSE, dict(zip(ways, errors, strict=True))
+    whole = torch.randn(case.shape[0], x.shape[1], device=x.device, dtype=x.dtype) if case.gathers else x
     calls: dict[Any, Call] = {way: functools.partial(case.run, way) for way in ways}
     calls["gemm_alone"] = lambda: whole @ w.T
     if case.gathers:
         calls["unfused"] = lambda: unfused_gather(case)
-    ms = me.time_graphs(calls)
-    again = {way: case.error(case.run(way)) for way in ways}
-    assert max(again.values()) < CLOSE, again
-    peers = {"unfused": ms.pop("unfused", None) or min(ms[way] for way in ways if way.chunks == 1), "gemm_alone": ms.pop("gemm_alone")}
-    best = min(ms, key=lambda way: ms[way])
-    how = str(best) if ms[best] < peers["unfused"] else "left alone"
-    peers |= {"weft": min(ms[best], peers["unfused"]), **torch_fused(case)}
-    me.say(**timed_row(f"{case.op} {case.shape}".replace("_", " "), peers, way=how, tried=rounded(ms),
-                       correct=f"largest relative error {max([*wrong.values(), *again.values()]):.1e}"))  # fmt: skip
-    return best
+    ms = case.me.time_graphs(calls)
+    again = [case.error(case.run(way)) for way in ways]
+    assert max(again) < CLOSE, dict(zip(ways, again, strict=True))
+    return ms, max(errors + again)
 
 
 def unfused_gather(case: Case) -> Tensor:
