@@ -6,8 +6,10 @@ counts; of all rounds the median.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 Call = Callable[[], Any]
+LONG = 4.0  # milliseconds: ranks set out up to a tenth of one apart, and only where all are at work do they share the device
 
 
 class Rank:
@@ -99,21 +102,14 @@ class Rank:
 
         return self._in_turn(ways, rounds, clock)
 
-    def time_graphs(self, ways: Mapping[Any, Call], rounds: int = 7, calls: int = 5, replays: int = 1) -> dict[Any, float]:
-        """Milliseconds of a call on the device, replayed from a graph of several."""
+    def time_graphs(self, ways: Mapping[Any, Call], rounds: int = 7, calls: int = 5) -> dict[Any, float]:
+        """Milliseconds of a call on the device, replayed from a graph of several as often as it takes to outlast the ranks' unequal starts."""
         pool = torch.cuda.graph_pool_handle()  # one for all: no result outlives its replay
         graphs = {name: self.recorded(way, calls, pool) for name, way in ways.items()}
-
-        def clock(replay: Call) -> float:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(replays):
-                replay()
-            stop.record()
-            stop.synchronize()
-            return start.elapsed_time(stop) / (calls * replays)
-
-        return self._in_turn(graphs, rounds, clock)
+        first = self._in_turn(graphs, 1, on_device)
+        often = {name: math.ceil(LONG / max(ms, LONG / 1000)) for name, ms in first.items()}
+        repeated = {name: functools.partial(repeat, replay, often[name]) for name, replay in graphs.items()}
+        return {name: ms / (calls * often[name]) for name, ms in self._in_turn(repeated, rounds, on_device).items()}
 
     def _in_turn(self, ways: Mapping[Any, Call], rounds: int, clock: Callable[[Call], float]) -> dict[Any, float]:
         took: dict[Any, list[float]] = {name: [] for name in ways}
@@ -140,6 +136,21 @@ class Rank:
         self.sync()
         graph.replay()
         return graph.replay
+
+
+def repeat(work: Call, times: int) -> None:
+    for _ in range(times):
+        work()
+
+
+def on_device(work: Call) -> float:
+    """Milliseconds between two events."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
 
 
 def rounded(ms: Mapping[Any, float]) -> dict[str, float]:

@@ -135,20 +135,19 @@ def lamb(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 def time_case(me: Rank, label: str, sizes: list[int], speed: float, launches: bool) -> None:
     elements = sum(sizes)
-    often = {"calls": 10, "replays": max(1, min(10, (1 << 22) // elements))}
     for rule in RULES:
         fused = Fused(me, rule, sizes)
         kernel = fused.kernel()
         ways: dict[str, Call] = {"weft": kernel.launch_phases}
         if rule == "adamw":
             ways |= {"sharded": Sharded(me, fused.bank.peers, elements), "ddp": ddp(me, elements)}
-        ms = me.time_graphs(ways, **often)
+        ms = me.time_graphs(ways, calls=10)
         kernel.check()
         limit = kernel._kernel.bytes_per_element * elements / speed * 1e3
         row = timed_row(f"{rule} {label}", ms, limit_ms=round(limit, 5), of_limit=round(limit / ms["weft"], 3), launch=show(kernel.launch))
         if launches:
             others = {show(one): fused.kernel(one).launch_phases for one in other_launches(me, fused.bank.peers, elements)}
-            row["tried"] = rounded(me.time_graphs({"as chosen": kernel.launch_phases, **others}, **often))
+            row["tried"] = rounded(me.time_graphs({"as chosen": kernel.launch_phases, **others}, calls=10))
         me.say(**row)
 
 
