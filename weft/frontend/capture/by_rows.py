@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.core.node import Attrs, Node, Op, op_named
+from weft.core.node import Attrs, Node, Op, Type, op_named
 from weft.frontend.capture.optimizers import adagrad, adam, rmsprop, sgd
 from weft.ops.embed import need_index
 from weft.ops.registry import Equation, Kind, Types, define, nbytes
@@ -51,11 +51,19 @@ def _by_rows(update: Op) -> Op:
         dtype=_dtypes,
         run=run,
         defined=defined,
+        parts=_parts,
         update=update,
         flops=lambda n: 12.0 * (_hits(n) * _width(n) if is_still(n) else math.prod(n.types[0].layout.largest_local)),
         traffic=_traffic,
         beside=BESIDE,
     )
+
+
+def _parts(n: Node) -> tuple[Node, Node]:
+    """The put and the update that a node stands for, outside any program."""
+    p, x, index, rows, *rest = n.args
+    gradient = Node(op_named("put"), (x, index, rows), (("dim", n.attr("dim")),), (Type(x.dtype, p.layout),))
+    return gradient, Node(n.op.update, (p, gradient, *rest), tuple(_settings(n).items()), n.types)
 
 
 def at_rows(n: Node) -> Node:

@@ -125,6 +125,11 @@ class OnCluster:
         return self.work(seen) if seen.args or seen.types else 0.0
 
     def work(self, node: Node) -> float:
+        if "parts" in node.op.facets:  # it is run as it is, or as what defines it
+            return min(self._work(node), sum(map(self._work, node.op.parts(node))))
+        return self._work(node)
+
+    def _work(self, node: Node) -> float:
         kind, device = node.op.kind, self.cluster.device
         if kind is Kind.VIEW and len(node.args) > 1:  # joining copies
             return kernels.touch(device, 2.0 * sum(nbytes(t) for t in node.types), 1)
