@@ -72,6 +72,7 @@ def same(name: str, world: int, plans: list[str], folder: Path, clip: float | No
 
 def test_every_schedule_with_tied_embeddings_and_clipping(tmp_path: Path) -> None:
     plans = ["pp2", "pp2,gpipe,micro2", "pp2,interleaved,micro4", "pp2,zero-bubble,micro4", "pp2,zero-bubble,recompute"]
+    plans += ["pp2,1f1b-eager,micro4", "pp2,zero-bubble-eager,recompute:selective"]
     same("gpt2", 2, plans, tmp_path, clip=0.5, layers=4)
 
 
