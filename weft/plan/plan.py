@@ -137,6 +137,8 @@ def _check_layouts(where: str, data: Mapping[str, Any]) -> None:
     _same_keys(f"layouts of {where}", {k: kind for k, kind in LAYOUTS.items() if k in data}, data)
     for key in data:
         _is(where, f"layouts.{key}", data[key], LAYOUTS[key])
+    for end in data.get("units", ()):
+        _is(where, "layouts.units", end, int)
     for k, move in enumerate(data.get("moves") or ()):
         _is(where, f"layouts.moves[{k}]", move, dict)
         _same_keys(f"layouts.moves[{k}] of {where}", MOVE, move)
