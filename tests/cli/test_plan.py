@@ -26,7 +26,8 @@ def test_plan_explain_diff(tmp_path) -> None:
     assert made.exit_code == 0, made.output
     found = last(made)
     keys = ["model", "cluster", "step_ms", "tokens_per_s", "mfu", "memory_gb", "seconds", "baselines_ms", "infeasible", "plan"]
-    assert list(found) == keys
+    assert list(found) == [*keys, "what_if"] and found["what_if"][0]["what_if"] == "batch=16"
+    assert found["what_if"][0]["plan"]["setting"]["global_batch"] == 16
     assert found["step_ms"] <= min(found["baselines_ms"].values())
     pinned = call("plan", "gpt2", "--cluster", "1x2xA100", "--batch", "8", "--out", two, "--json", "--pin", "recompute=full")
     assert last(pinned)["plan"]["setting"]["recompute"] == "full"
@@ -39,6 +40,33 @@ def test_infeasible_is_an_answer() -> None:
     assert made.exit_code == 2
     found = last(made)
     assert found["plan"] is None and "needs at least" in found["infeasible"]["weft"] and "--memory" in found["infeasible"]["nearest"]
+
+
+def test_the_nearest_change_is_the_memory_it_takes() -> None:
+    """Not more than needed: the change is run, and it fits."""
+    asked = ["plan", "gpt2", "--cluster", "1xA100", "--batch", "8", "--json"]
+    option, size = last(call(*asked, "--memory", "2GB"))["infeasible"]["nearest"].partition(":")[0].split()
+    made = call(*asked, option, size)
+    assert made.exit_code == 0 and last(made)["memory_gb"] <= bytes_of(size) / 1e9 < 5  # device of 85 GB
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--batch", "-7"], "--batch is -7"), (["--pin", "zero=7"], "ZeRO has stages 0 to 3"), (["--pin", "tp=0"], "cannot pin tp to 0"),
+        (["--out", "nowhere/plan.json"], "no folder nowhere"), (["--export", "fun"], "no form 'fun'"), (["--objective", "fun"], "or goodput"),
+        (["--objective", "goodput", "--noise", "50", "--batch", "8"], "goodput chooses the batch"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused_before_the_work(options: list[str], says: str) -> None:
+    made = call("plan", "gpt2", "--cluster", "1x2xA100", *options)
+    assert made.exit_code == 1 and says in made.output and "planned in" not in made.output
+
+
+@pytest.mark.parametrize("options", [["--max-tp", "2"], ["--pin", "tp=2"], ["--seq", "12"]])
+def test_a_program_has_no_degrees_to_fix(options: list[str]) -> None:
+    made = call("plan", "mlp", "--cluster", "1x2xA100", *options)
+    assert made.exit_code == 1 and "layouts are chosen tensor by tensor" in made.output
 
 
 def test_words_that_cannot_be_read() -> None:

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from weft.core.errors import PlanError
-from weft.plan.explain import _flips, explain
+from weft.plan.explain import _said, changes, explain
 from weft.plan.plan import Plan
 from weft.plan.planner import Request, make_plan
-from weft.plan.search import CLOSE, Search
-from weft.plan.setting import Setting
+from weft.plan.search import CLOSE
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +30,25 @@ def test_every_next_best_decides_otherwise_and_costs(plan: Plan) -> None:
     assert "recompute" in again.other
 
 
-def test_what_flips_a_decision_does() -> None:
-    """Two settings, one better: asked anew at the sequence that is said to flip them the other is, and at half of it not yet."""
-    copies = Setting(global_batch=32, micro_batch=8, dp=4, zero=1)
-    stages = Setting(global_batch=32, micro_batch=4, pp=4)
-    search = _search(1024)
-    ours, theirs = search.price(copies), search.price(stages)
-    assert ours is not None and theirs is not None and ours.seconds < theirs.seconds
-    when, factor = _flips(search, ours, theirs)
-    at = int(1024 * factor)
-    assert when == f"from sequence {at:,}"
-    assert _cost(at, stages) < _cost(at, copies) and _cost(at // 2, stages) >= _cost(at // 2, copies)
+def test_what_is_said_to_win_is_decided_so_when_planned_there(plan: Plan) -> None:
+    """And where no change is said to flip a decision, none of those that were asked does."""
+    found = {r.decision: r for r in explain(plan)}
+    won = {d: r.flips.partition(" wins from ") for d, r in found.items() if r.factor and " wins from " in r.flips}
+    assert won
+    for decision, (words, _, at) in won.items():
+        kind, _, size = at.partition(" ")
+        asked = {"sequence": {"seq": int(size.replace(",", "")), "batch": 8}, "batch": {"batch": int(size.replace(",", ""))}}[kind]
+        there = make_plan(Request("gpt2", "1x2xA100", **asked))
+        assert isinstance(there, Plan) and _said(decision, getattr(there.setting, decision)) == words
+    assert all("decided so at" in r.flips for r in found.values() if not r.factor)
 
 
-def _search(seq: int) -> Search:
-    return Search(Request("gpt2", "2x2xA100@400", batch=32, seq=seq).problem())
-
-
-def _cost(seq: int, setting: Setting) -> float:
-    """Seconds of a setting, endless where it does not fit."""
-    search = _search(seq)
-    found = search.price(setting)
-    return found.seconds if found is not None and found.memory <= search.memory else float("inf")
+def test_changes_are_problems_of_their_own() -> None:
+    problem = Request("gpt2", "2x2xA100@400", batch=32).problem()
+    made = {c.when: c for c in changes(problem)}
+    assert made["from sequence 2,048"].problem.shape.seq == 2048 and made["from batch 128"].problem.batch == 128
+    slow = made["on a network 4 times slower"].problem.cluster
+    assert slow.links[-1].get("bandwidth") == problem.cluster.links[-1].get("bandwidth") / 4 and slow.links[0] == problem.cluster.links[0]
 
 
 def test_unequal_shares_are_explained_against_equal_ones() -> None:

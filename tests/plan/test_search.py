@@ -139,7 +139,7 @@ def test_unequal_devices_share_by_speed() -> None:
 def test_infeasible_names_the_nearest_change() -> None:
     made = make_plan(Request("gpt2", "1xA100", batch=8, limits=Limits(memory=2e9)))
     assert isinstance(made, Infeasible)
-    assert "needs at least" in made.reason and made.change.startswith("without --memory")
+    assert "needs at least" in made.reason and made.change.startswith("--memory 4.4GB: ")
 
 
 def test_cost_takes_the_nodes_that_serve_a_token_cheapest() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import console, emit
+from weft.cli.output import console, emit, writable
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -43,6 +43,11 @@ def plan(
     from weft.plan.space import Limits, bytes_of, parse_pins
 
     began = time.perf_counter()
+    writable(out)
+    if export:
+        from weft.plan.export import known_form
+
+        known_form(export)
     limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, parse_pins([p for p in pin if not is_layout(p)]))
     request = Request(model, cluster, batch, seq, objective, limits)
     changes = [changed(request, text) for text in what_if]  # refuse bad ones before the work
@@ -65,7 +70,8 @@ def plan(
 
         print(write(made, export), end="")
     if json:
-        emit(result(request, made, seconds))
+        asked = {"what_if": [{"what_if": text, **result(r, m, seconds)} for (text, m), r in zip(others, changes, strict=True)]} if what_if else {}
+        emit({**result(request, made, seconds), **asked})
     if not isinstance(made, Plan):
         raise typer.Exit(2)
 
@@ -187,8 +193,8 @@ def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) ->
     from weft.plan.search import describe
 
     if not isinstance(other, Plan):
-        console.print(f"what if {text}: infeasible, {other.reason}", highlight=False)
+        console.print(f"what if {text}: infeasible, {other.reason}\n  nearest: {other.change}", highlight=False)
         return
     ratio = f" ({other.step_ms / made.step_ms:.2f}x)" if isinstance(made, Plan) else ""
-    tokens = other.foreseen["tokens_per_s"]
-    console.print(f"what if {text}: {other.step_ms:,.1f} ms{ratio}, {tokens:,.0f} tokens/s, {describe(other.setting)}", highlight=False)
+    rate = f"{other.foreseen['tokens_per_s']:,.0f} {'tokens' if other.seq else 'samples'}/s"
+    console.print(f"what if {text}: {other.step_ms:,.1f} ms{ratio}, {rate}, {describe(other.setting)}", highlight=False)

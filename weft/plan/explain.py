@@ -1,13 +1,13 @@
 """Why a plan is as it is: for each decision the next best, what it would cost in time and memory, and what would flip it.
 
-The next best of a decision is the best plan that decides it otherwise, everything else free again. What flips it is found by
-asking the same two plans at other sequence lengths, batches and network rates, by factors of two.
+The next best of a decision is the best plan that decides it otherwise, everything else free again. What flips it is the first of a few other
+sequence lengths, batches and network rates at which the best plan decides otherwise: everything is searched again there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
@@ -23,11 +23,12 @@ from weft.plan.stages import Shared, shared
 
 DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
 FACTORS = (2, 4, 8, 16)
+LONGER, LARGER, SLOWER = (2, 4, 16), (4,), (4.0, 0.25)  # the changes that are asked for
 
 
 @dataclass(frozen=True)
 class Reason:
-    """A decision, the next best for it, and what that costs. `why` names what grows most; `flips` when it would win, of which
+    """A decision, the next best for it, and what that costs. `why` names what grows most; `flips` when it would be decided otherwise, of which
     `factor` says how many times longer, larger, slower or (below 1) faster: 0 where no such change was found."""
 
     decision: str
@@ -76,6 +77,7 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator
     if chosen is None:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
     mixed = plan.setting.recompute == MIXED
+    asked = _Asked("memory" if plan.objective == "memory" else "time", limits)
     for decision in DECISIONS:
         if decision in limits.pins:
             continue
@@ -84,9 +86,9 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator
         search = Search(
             problem, _Not(limits.max_tp, limits.memory, limits.pins, decision, value, mixed), _works=own._works, _plain=own._plain
         )
-        found = search.best(EVERYTHING, "memory" if plan.objective == "memory" else "time")
+        found = search.best(EVERYTHING, asked.objective)
         if isinstance(found, Found):
-            yield _reason(own, decision, value, chosen, found)
+            yield _reason(own, asked, decision, value, chosen, found)
 
 
 def _problem(plan: Plan) -> Problem:
@@ -94,11 +96,10 @@ def _problem(plan: Plan) -> Problem:
     return replace(request.problem(), dtype=plan.setting.dtype)
 
 
-def _reason(search: Search, decision: str, value: str, chosen: Found, found: Found) -> Reason:
+def _reason(search: Search, asked: _Asked, decision: str, value: str, chosen: Found, found: Found) -> Reason:
     ms, gb = (found.seconds - chosen.seconds) * 1e3, (found.memory - chosen.memory) / 1e9
-    when, factor = _flips(search, chosen, found)
-    wins = f"{decision.replace('_', ' ')} {getattr(found.setting, decision)} wins {when}" if factor else when
-    return Reason(decision, value, describe(found.setting), ms, gb, _why(search, chosen, found), wins, factor, found.setting)
+    when, factor = _flips(search.problem, asked, decision, chosen.setting)
+    return Reason(decision, value, describe(found.setting), ms, gb, _why(search, chosen, found), when, factor, found.setting)
 
 
 def _why(search: Search, chosen: Found, found: Found) -> str:
@@ -118,48 +119,52 @@ def _causes(search: Search, found: Found) -> dict[str, float]:
     return {k: v * (1 if k in once else s.micro_batches / few) for k, v in step.causes.items()}
 
 
-def _flips(search: Search, chosen: Found, found: Found) -> tuple[str, float]:
-    """The first change, by factors of two, at which the other setting is better or the chosen one no longer fits: both are
-    simulated there."""
-    for make in (_longer, _larger, _slower):
-        for factor in FACTORS:
-            made = make(search, chosen, found, factor)
-            if made is not None:
-                return made
-    return f"no change of sequence, batch or network up to {FACTORS[-1]} times", 0.0
+@dataclass(frozen=True)
+class Change:
+    """Another sequence, batch or network, in words, how many times longer, larger or slower it is, and as a problem of its own."""
+
+    when: str
+    factor: float
+    problem: Problem
 
 
-def _better(search: Search, chosen: Setting, other: Setting) -> bool:
-    a, b = (search.price(s) if s.recompute != MIXED else search.tailored(s, EVERYTHING.measure) for s in (chosen, other))
-    if b is None or b.memory > search.memory:
-        return False
-    return a is None or a.memory > search.memory or b.seconds < a.seconds
+def changes(p: Problem) -> Iterator[Change]:
+    for n in LONGER:
+        yield Change(f"from sequence {p.shape.seq * n:,}", n, replace(p, shape=replace(p.shape, seq=p.shape.seq * n)))
+    for n in LARGER:
+        yield Change(f"from batch {p.batch * n:,}", n, replace(p, batch=p.batch * n))
+    for rate in SLOWER:
+        words = f"{rate:g} times slower" if rate > 1 else f"{1 / rate:g} times faster"
+        yield Change(f"on a network {words}", rate, replace(p, cluster=scaled(p.cluster, 1 / rate)))
 
 
-Flip = tuple[str, float]
+@dataclass
+class _Asked:
+    """The best plans where something is otherwise, each searched for once."""
+
+    objective: str
+    limits: Limits
+    found: dict[str, Found | None] = field(default_factory=dict)
+
+    def best(self, change: Change) -> Found | None:
+        if change.when not in self.found:
+            made = Search(change.problem, self.limits).best(EVERYTHING, self.objective)
+            self.found[change.when] = made if isinstance(made, Found) else None
+        return self.found[change.when]
 
 
-def _longer(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
-    p = search.problem
-    longer = Search(replace(p, shape=replace(p.shape, seq=p.shape.seq * factor)), search.limits)
-    return (
-        (f"from sequence {p.shape.seq * factor:,}", factor) if not found.layers and _better(longer, chosen.setting, found.setting) else None
-    )
+def _flips(problem: Problem, asked: _Asked, decision: str, chosen: Setting) -> tuple[str, float]:
+    """The first change at which the best plan decides otherwise."""
+    for change in changes(problem):
+        best = asked.best(change)
+        if best is not None and getattr(best.setting, decision) != getattr(chosen, decision):
+            return f"{_said(decision, getattr(best.setting, decision))} wins {change.when}", change.factor
+    return f"decided so at sequences {LONGER[-1]} times as long, batches {LARGER[-1]} times as large, networks {SLOWER[0]:g} times slower or faster", 0.0
 
 
-def _larger(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
-    batch = search.problem.batch * factor
-    larger = Search(replace(search.problem, batch=batch), search.limits)
-    a, b = (replace(f.setting, global_batch=batch) for f in (chosen, found))
-    return (f"from batch {batch:,}", factor) if _better(larger, a, b) else None
-
-
-def _slower(search: Search, chosen: Found, found: Found, factor: int) -> Flip | None:
-    slow = Search(replace(search.problem, cluster=scaled(search.cluster, 1 / factor)), search.limits)
-    if _better(slow, chosen.setting, found.setting):
-        return f"on a network {factor} times slower", factor
-    fast = Search(replace(search.problem, cluster=scaled(search.cluster, float(factor))), search.limits)
-    return (f"on a network {factor} times faster", 1 / factor) if _better(fast, chosen.setting, found.setting) else None
+def _said(decision: str, value: object) -> str:
+    name = decision.replace("_", " ")
+    return f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}"
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:
@@ -215,5 +220,5 @@ def _network_flips(search: Search, chosen: Shared, other: Shared | Found) -> tup
         ours = shared(there, chosen.setting)
         theirs = shared(there, other.setting) if isinstance(other, Shared) else there.price(other.setting, other.layers, other.stages)
         if ours is not None and theirs is not None and theirs.seconds < ours.seconds:
-            return f"wins on a network {max(factor, 1 / factor):.0f} times {'slower' if factor > 1 else 'faster'}", factor
-    return f"no change of network up to {FACTORS[-1]} times", 0.0
+            return f"it is faster than this plan on a network {max(factor, 1 / factor):.0f} times {'slower' if factor > 1 else 'faster'}", factor
+    return f"not found to win on any network up to {FACTORS[-1]} times slower or faster", 0.0

@@ -21,9 +21,13 @@ TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32":
 
 def export(plan: Plan, form: str) -> str:
     """The plan in another form."""
+    known_form(form)
+    return FORMS[form](plan)
+
+
+def known_form(form: str) -> None:
     if form not in FORMS:
         raise PlanError(f"no form {form!r}", needed=" or ".join(FORMS), found=form)
-    return FORMS[form](plan)
 
 
 def unsaid(plan: Plan, form: str) -> list[str]:

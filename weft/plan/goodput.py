@@ -18,6 +18,7 @@ from typing import Any
 
 from weft.core.errors import PlanError
 from weft.plan.baselines import EVERYTHING
+from weft.plan.models import is_transformer
 from weft.plan.plan import Plan
 from weft.plan.planner import Infeasible, Request, make_plan
 from weft.plan.search import Found, Search
@@ -49,7 +50,11 @@ def plan_goodput(request: Request, noise: float, say: Callable[[str], None] = la
     """The plan at the batch of most progress per second. `noise` is in samples."""
     if not 0 < noise < math.inf:
         raise PlanError("no noise scale", needed="a number of samples above 0, as `step.noise.scale` tells it", found=str(noise), try_="--noise 500")
-    timed = Request(request.model, request.cluster, request.batch, request.seq, "time", request.limits)
+    if request.batch:
+        raise PlanError("goodput chooses the batch", needed="no --batch", found=f"--batch {request.batch}", try_="--objective time")
+    if not is_transformer(request.model):
+        raise PlanError("goodput is planned of transformers", needed="such as llama3-8b", found=request.model, try_="--objective time")
+    timed = Request(request.model, request.cluster, 0, request.seq, "time", request.limits)
     unit = _odd(timed.problem().cluster.devices)
 
     times: dict[int, float] = {}

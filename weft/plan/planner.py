@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, Problem, divisors
 from weft.plan.stages import Shared, shared, uneven
 
-OBJECTIVES = ("time", "memory", "cost")
+OBJECTIVES = ("time", "memory", "cost")  # goodput, which chooses the batch too, is `plan.goodput`
 HALVES = ("bf16", "fp16")
 TOKENS, MANY_TOKENS, LARGE = 2**22, 2**24, 1e11  # tokens of a step where no batch is given; more for models of LARGE parameters
 EXACT = 4096  # passes of a step up to which all are simulated, not the first rounds alone
@@ -38,8 +39,29 @@ class Request:
     objective: str = "time"
     limits: Limits = field(default_factory=Limits)
 
+    def check(self) -> None:
+        """Refuse by name what cannot be asked, before any work."""
+        for name, value in (("--batch", self.batch), ("--seq", self.seq), ("--max-tp", self.limits.max_tp)):
+            if value < 0:
+                raise PlanError(f"{name} is {value}", needed="1 or more, or nothing for weft to choose", found=str(value))
+        if self.objective not in OBJECTIVES:
+            known = " or ".join((*OBJECTIVES, "goodput"))
+            raise PlanError(f"no objective {self.objective!r}", needed=known, found=self.objective)
+        if not is_transformer(self.model):
+            self._check_captured()
+
+    def _check_captured(self) -> None:
+        """A captured program has no degrees to be fixed: layouts are chosen tensor by tensor, sequences are those of its example."""
+        asked = [f"--pin {k}={v}" for k, v in self.limits.pins.items()]
+        asked += [f"--max-tp {self.limits.max_tp}"] * (self.limits.max_tp > 0) + [f"--seq {self.seq}"] * (self.seq > 0)
+        if asked:
+            raise PlanError(
+                f"{self.model} is planned as a program, whose layouts are chosen tensor by tensor",
+                needed="--batch, --memory, --objective", found=", ".join(asked), try_="without " + " and ".join(asked),
+            )  # fmt: skip
+
     def problem(self) -> Problem:
-        _known_objective(self.objective)
+        self.check()
         place = read_cluster(self.cluster)
         sizes = named_shape(self.model, **({"seq": self.seq} if self.seq else {}))
         return Problem(sizes, place, self.batch or usual_batch(sizes.params, sizes.seq), best_dtype(place))
@@ -71,7 +93,8 @@ def make_plan(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
         return _captured(request, say)
     problem = request.problem()
     if request.objective == "cost":
-        return _cheapest(request, problem, say)
+        timed = replace(request, objective="time")
+        return _cheapest(problem.cluster, lambda part: _plan(timed, replace(problem, cluster=part), say), say)
     return _plan(request, problem, say)
 
 
@@ -79,36 +102,36 @@ def _captured(request: Request, say: Say) -> Plan | Infeasible:
     """A model that is not a stack of equal layers is captured and planned as a program."""
     from weft.plan.graph import planner as graph
 
-    _known_objective(request.objective)
+    request.check()
     place = read_cluster(request.cluster)
     say(f"capturing {request.model}")
-    made = graph.make_plan(graph.task_of(request.model, place, request.batch, best_dtype(place)), request.limits, say, request.objective)
-    if isinstance(made, Plan):
-        return made
-    return Infeasible(made["weft"], "none was tried: more nodes, or a smaller batch", made)
+    whole = graph.task_of(request.model, place, request.batch, best_dtype(place))
 
+    def on(part: Cluster) -> Plan | Infeasible:
+        objective = "time" if request.objective == "cost" else request.objective
+        made = graph.make_plan(replace(whole, cluster=part), request.limits, say, objective)
+        return made if isinstance(made, Plan) else Infeasible(made["weft"], "none was tried: more nodes, or a smaller batch", made)
 
-def _known_objective(objective: str) -> None:
-    if objective not in OBJECTIVES:
-        raise PlanError(f"no objective {objective!r}", needed=" or ".join(OBJECTIVES), found=objective)
+    return _cheapest(place, on, say) if request.objective == "cost" else on(place)
 
 
 def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
     search, objective = Search(problem, request.limits), request.objective
     pool: dict[str, Found | Shared] = {}
     lacking: dict[str, str] = {}
+    least = math.inf
     for name, space in {"weft": EVERYTHING, **BASELINES}.items():
         say(f"{name}: searching")
         found = search.best(space, objective, progress=lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
         if isinstance(found, Nothing):
-            lacking[name] = found.reason
+            lacking[name], least = found.reason, min(least, found.least)
         else:
             pool[name] = found
             say(f"{name}: {found.seconds * 1e3:,.0f} ms, {describe(found.setting)}")
     names = list(pool)
     pool |= _unequal(search, request, pool, say)
     if not pool:
-        return _infeasible(search, request, problem, lacking)
+        return _infeasible(search, request, problem, lacking, least)
     exact = {name: _exactly(search, found) for name, found in pool.items()}
     best = min(exact, key=lambda n: (*_rank(exact[n], objective), n != "weft"))
     others = {n: _ms(exact[n].seconds) for n in names if n != "weft"}
@@ -203,13 +226,13 @@ def _breakdown(search: Search, found: Found | Shared) -> dict[str, Any]:
 # --- the cheapest part of a cluster
 
 
-def _cheapest(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
+def _cheapest(cluster: Cluster, plan_on: Callable[[Cluster], Plan | Infeasible], say: Say) -> Plan | Infeasible:
     """The number of nodes at which a token takes the least device time."""
     best: tuple[float, Plan] | None = None
     answer: Plan | Infeasible | None = None
-    for part in parts(problem.cluster):
+    for part in parts(cluster):
         say(f"{part.text}: {part.devices} devices")
-        answer = _plan(replace(request, objective="time"), replace(problem, cluster=part), say)
+        answer = plan_on(part)
         if isinstance(answer, Plan):
             cost = answer.step_ms * part.devices
             if best is None or cost < best[0] * (1 - 1e-9):
@@ -232,22 +255,24 @@ def parts(cluster: Cluster) -> Sequence[Cluster]:
 # --- when nothing fits
 
 
-def _infeasible(search: Search, request: Request, problem: Problem, lacking: dict[str, str]) -> Infeasible:
+def _infeasible(search: Search, request: Request, problem: Problem, lacking: dict[str, str], least: float) -> Infeasible:
     reason = lacking["weft"]
-    for change, other, limits in _changes(search, problem, request.limits):
+    for change, other, limits in _changes(problem, request.limits, least):
         found = Search(other, limits).best(EVERYTHING)
         if isinstance(found, Found):
             return Infeasible(reason, f"{change}: {found.seconds * 1e3:,.0f} ms with {describe(found.setting)}", lacking)
     return Infeasible(reason, "none of: fewer limits, more nodes up to 64 times as many", lacking)
 
 
-def _changes(search: Search, problem: Problem, limits: Limits) -> Any:
-    """From the smallest change to the largest."""
+def _changes(problem: Problem, limits: Limits, least: float) -> Iterator[tuple[str, Problem, Limits]]:
+    """From the smallest change to the largest. `least` are the bytes that some setting gets by with."""
     for pin in limits.pins:
         yield f"without --pin {pin}", problem, replace(limits, pins={k: v for k, v in limits.pins.items() if k != pin})
     if limits.max_tp:
         yield "without --max-tp", problem, replace(limits, max_tp=0)
-    if limits.memory:
+    enough = math.ceil(least / 1e8) / 10 if math.isfinite(least) else 0.0
+    if limits.memory and enough * 1e9 <= min(g.profile.device.memory for g in problem.cluster.groups):
+        yield f"--memory {enough:g}GB", problem, replace(limits, memory=enough * 1e9)
         yield "without --memory", problem, replace(limits, memory=0.0)
     for times in (2, 4, 8, 16, 64):
         more = problem.cluster.with_nodes(*(g.count * times for g in problem.cluster.groups))

@@ -91,8 +91,10 @@ def _check_value(key: str, value: str) -> None:
     known = {"int": value.isdigit(), "bool": value in ("true", "false")}
     if not known.get(str(kind), True):
         raise PlanError(f"cannot pin {key} to {value!r}", needed={"int": "a number", "bool": "true or false"}[str(kind)], found=value)
-    if str(kind) == "str":
-        replace(Setting(), **{key: value}).check()  # type: ignore[arg-type]
+    if str(kind) == "str" or key == "zero":
+        replace(Setting(), **{key: int(value) if key == "zero" else value}).check()  # type: ignore[arg-type]
+    elif str(kind) == "int" and not int(value):
+        raise PlanError(f"cannot pin {key} to 0", needed="1 or more", found=value)
 
 
 def divisors(n: int) -> list[int]:

@@ -33,7 +33,8 @@ def explain_captured(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
     named = {name: way for name, way in all_ways(search, say).items() if isinstance(way, Way)}
     if not named:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=plan.model)
-    chosen = min(named.values(), key=lambda w: (w.seconds, w.name != "weft"))
+    least = plan.objective == "memory"
+    chosen = min(named.values(), key=lambda w: (w.memory if least else w.seconds, w.name != "weft"))
     ways = [*search.by_mesh.values(), *named.values()]
     decisions: dict[str, tuple[str, Callable[[Way], object]]] = {
         "pp": (str(chosen.pp), lambda w: w.pp),
@@ -46,7 +47,7 @@ def explain_captured(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
         others = [w for w in ways if of(w) != of(chosen)]
         if others:
             say(decision)
-            yield _reason(place, decision, value, chosen, min(others, key=lambda w: (w.seconds, w.name)))
+            yield _reason(place, decision, value, chosen, min(others, key=lambda w: (w.memory if least else w.seconds, w.name)))
 
 
 def _mesh(way: Way) -> str:
@@ -80,8 +81,8 @@ def _flips(whole: Cluster, chosen: Way, other: Way) -> tuple[str, float]:
     for factor in (f for n in FACTORS for f in (float(n), 1.0 / n)):
         ours, theirs = (seconds_on(way, whole, 1 / factor) for way in (chosen, other))
         if theirs < ours:
-            return f"wins on a network {max(factor, 1 / factor):.0f} times {'slower' if factor > 1 else 'faster'}", factor
-    return f"no change of network up to {FACTORS[-1]} times", 0.0
+            return f"it is faster than this plan on a network {max(factor, 1 / factor):.0f} times {'slower' if factor > 1 else 'faster'}", factor
+    return f"not found to win on any network up to {FACTORS[-1]} times slower or faster", 0.0
 
 
 def seconds_on(way: Way, whole: Cluster, rate: float) -> float:
