@@ -42,7 +42,7 @@ def measure(me: Rank, launches: bool, quick: bool) -> None:
     speed = copy_rate(me)
     me.say(case="copy of all ranks", TB_per_s=round(speed / 1e12, 3))
     for label, sizes in CASES.items():
-        if not quick or label in ("2^20", "2^26"):
+        if not quick or label in ("2^20", "2^26", "100 mixed"):
             time_case(me, label, sizes, speed, launches)
             torch.cuda.empty_cache()
 

@@ -14,6 +14,7 @@ from torch import nn
 from tests.ranks import run_ranks
 from weft import optim
 from weft.core.errors import KernelError
+from weft.optim.bank import UNIT, Slices
 
 PAIRS: dict[str, tuple[Any, Any]] = {
     "adamw": (lambda p: optim.AdamW(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
@@ -197,6 +198,22 @@ def test_state_is_kept_in_slices(tmp_path: Path) -> None:
         assert kept < whole / 4 + 6 * 64 * 2
 
     run_ranks(4, job, tmp_path)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("each", [False, True])
+def test_slices_cover_every_tensor_once_and_start_aligned(world: int, each: bool) -> None:
+    sizes = [1, 5, 63, 64, 65, 1000, 12345, 4096]
+    slices = Slices.of(sizes, world, each)
+    for n, start, runs in zip(sizes, slices.starts, slices.runs, strict=True):
+        assert [i for lo, hi in runs for i in range(lo, hi)] == list(range(n))
+        assert all((start + lo) % UNIT == 0 for lo, hi in runs if lo < hi)
+    shares = [sum(hi - lo for lo, hi in (runs[r] for runs in slices.runs)) for r in range(world)]
+    assert sum(shares) == sum(sizes) and max(shares) <= slices.share + each * UNIT * len(sizes)
+    longest = [max(hi - lo for lo, hi in runs) for runs in slices.runs]
+    assert not each or all(n <= -(-size // world) + UNIT for n, size in zip(longest, sizes, strict=True)), (
+        "no rank waits for another's tensor"
+    )
 
 
 def test_what_cannot_be_fused_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Parameters and gradients of one group in peer memory, their slices over the ranks, and this rank's share of the state.
 
-The tensors are laid end to end and cut into equal runs, one per rank, so a rank's share of a tensor is one run or nothing.
+The tensors are laid end to end and cut into equal runs, one per rank, so a rank's share of a tensor is one run or nothing. For a
+kernel on a GPU every tensor is cut by itself: there all ranks have the same pieces of work, and one that has nothing of a tensor idles.
 """
 
 from __future__ import annotations
@@ -26,17 +27,21 @@ class Slices:
     starts: tuple[int, ...]
     runs: tuple[tuple[tuple[int, int], ...], ...]  # per tensor, per rank: first and last element
     total: int
-    share: int  # of each rank, of all tensors together
+    share: int  # of each rank, of all tensors together, at most
 
     @staticmethod
-    def of(sizes: Sequence[int], world: int) -> Slices:
+    def of(sizes: Sequence[int], world: int, each: bool = False) -> Slices:
+        """Of the tensors end to end, or of each by itself."""
         starts, at = [], 0
         for n in sizes:
             starts.append(at)
             at += _round_up(n)
         share = _round_up(-(-at // world))
-        bounds = [(min(at, r * share), min(at, (r + 1) * share)) for r in range(world)]
-        runs = [tuple(_clamp(lo - start, hi - start, n) for lo, hi in bounds) for start, n in zip(starts, sizes, strict=True)]
+        parts = [(0, _round_up(-(-n // world))) if each else (start, share) for start, n in zip(starts, sizes, strict=True)]
+        runs = [
+            tuple(_clamp(r * part - start, (r + 1) * part - start, n) for r in range(world))
+            for (start, part), n in zip(parts, sizes, strict=True)
+        ]
         return Slices(tuple(starts), tuple(runs), at, share)
 
 
@@ -54,7 +59,7 @@ class Bank:
 
     def __init__(self, params: Sequence[torch.nn.Parameter], states: Sequence[str], peers: Any, master: bool) -> None:
         self.params, self.peers, self.master = list(params), peers, master
-        self.slices = Slices.of([p.numel() for p in params], peers.world)
+        self.slices = Slices.of([p.numel() for p in params], peers.world, each=peers.target == "triton")
         self.dtype = params[0].dtype
         self.padded = self.slices.share * peers.world  # what a collective of equal runs moves
         nbytes = self.padded * self.dtype.itemsize
