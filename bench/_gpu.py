@@ -28,6 +28,7 @@ import typer
 from weft.core.errors import RuntimeFault, UnknownName
 
 ROOT = Path(__file__).resolve().parent.parent
+ON_CPUS = "a machine with an NVIDIA GPU; `weft bench optimizer`, `overlap`, `train`, `inference` and `dynamic` need none"
 PEERS, NCCL = "gloo", "cpu:gloo,cuda:nccl"  # ranks that share memory meet over gloo
 
 JSON = typer.Option(False, "--json", help="Print one JSON object as the last line.")
@@ -104,6 +105,15 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     return table
 
 
+def need_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeFault(
+            "this benchmark runs on a GPU", needed="one that torch can use", found=f"none (torch {torch.__version__})", try_=ON_CPUS
+        )
+
+
 # -- processes -----------------------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +141,7 @@ def _mps(device: str, folder: Path) -> Iterator[dict[str, str]]:
             "ranks share a GPU under MPS",
             needed="nvidia-cuda-mps-control",
             found="none on the PATH",
-            try_="a machine with an NVIDIA GPU; `weft bench optimizer`, `overlap`, `train` and `inference` need none",
+            try_=ON_CPUS,
         )
     for name in ("pipe", "log"):
         (folder / name).mkdir()

@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def attention(json: bool = _gpu.JSON) -> None:
     """Masked attention, forward and back, on a GPU against scaled_dot_product_attention."""
+    _gpu.need_gpu()
     rows = [{"machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}}, *check()]
     rows += [time_case(kind, *sizes, error=float(rows[1]["worst"])) for kind, sizes in TIMED.items()]
     status = "failed" if any(row.get("wrong") for row in rows) else "ok"

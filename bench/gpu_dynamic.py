@@ -48,6 +48,7 @@ def register(app: typer.Typer) -> None:
 
 def tree_lstm(seconds: float = typer.Option(95.0, help="After so many no further part begins."), json: bool = _gpu.JSON) -> None:
     """A Tree-LSTM's training step on a GPU against the level-batched version and its limits."""
+    _gpu.need_gpu()
     choice.to_try = widely
     run = Run(seconds)
     worst = {

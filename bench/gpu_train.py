@@ -38,6 +38,7 @@ def train(
     rounds: int = typer.Option(10), json: bool = _gpu.JSON,
 ) -> None:  # fmt: skip
     """A training step in one process against eager torch and torch.compile."""
+    _gpu.need_gpu()
     with _gpu.ended_with_us(), tempfile.TemporaryDirectory() as folder:
         rows = run([Model(name, precision, rounds, Path(folder)) for name in models.split(",")])
     done = {"stage": precision, "ranks": 1, "status": "failed" if any("failed" in row for row in rows) else "ok", "rows": rows}

@@ -13,7 +13,7 @@ import typer
 
 from bench import _gpu
 from bench._gpu_rank import Rank, timed_row
-from weft.core.errors import UnknownName
+from weft.core.errors import RuntimeFault, UnknownName
 
 HERE = "tests.bench.test_gpu_ranks"
 
@@ -64,3 +64,14 @@ def test_a_stage_that_is_not_there_is_refused() -> None:
     stages: dict[str, Any] = {"gather": _gpu.Stage("gather", 1), "sums": _gpu.Stage("sums", 1)}
     with pytest.raises(UnknownName, match=r"needed  some of gather, sums, joined by commas\n  found   hosts"):
         _gpu.run_stages(HERE, stages, "gather,hosts", 4)
+
+
+def test_a_machine_without_a_gpu_is_told_what_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(
+        RuntimeFault, match=r"needed  one that torch can use\n  found   none .*\n  try     a machine with an NVIDIA GPU; `weft bench optim"
+    ):
+        _gpu.need_gpu()
+    with pytest.raises(RuntimeFault, match="needed  nvidia-cuda-mps-control"):
+        _gpu.run(HERE, _gpu.Stage("agree", limit=1), 2)
