@@ -70,7 +70,9 @@ def _calibrate(ranks: int) -> str:
     from weft.api.local_calls import local_calls
     from weft.cluster.calibrate import calibrate
     from weft.cluster.profile import dump
+    from weft.runtime import memory
 
+    memory.keep()  # as `weft calibrate` does
     path = f"{tempfile.mkdtemp()}/here.json"
     with open(path, "w") as file:
         json.dump(dump(calibrate("cpu", ranks=(ranks,), calls=local_calls)), file)
