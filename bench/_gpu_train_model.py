@@ -111,7 +111,7 @@ def main() -> None:
         ready.touch()
         while not go.exists():
             time.sleep(0.02)
-        row = timed_row(name, in_turn(ways, int(rounds)), **said)
+        row = timed_row(", ".join([name, *(f"{k} {v}" for k, v in SIZES[name].items())]), in_turn(ways, int(rounds)), **said)
         row["machine"] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         row["kernels_us"] = {key: kernels(ways[key]) for key in ("weft", "compile")}
     except Exception as error:
