@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ LAYOUTS: dict[str, type | tuple[type, ...]] = {
     "units": list,
 }  # fmt: skip
 MOVE: dict[str, type | tuple[type, ...]] = {"rule": str, "op": str, "at": int, "way": int, "places": int, "forward": bool}
+ZERO = ("everything whole on every copy", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 
 
@@ -179,65 +180,3 @@ def _is(where: str, key: str, value: Any, kind: Any) -> None:
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise PlanError(f"{key} of {where} is of the wrong kind", needed=" or ".join(k.__name__ for k in kinds), found=repr(value))
-
-
-# --- what a person reads
-
-DEGREES = (
-    ("dp", "copies of the model"), ("tp", "devices that share each product"), ("pp", "pipeline stages"),
-    ("cp", "devices that share a sequence"), ("ep", "devices that share the experts"),
-)  # fmt: skip
-ZERO = ("everything whole on every copy", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
-
-
-def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The decisions, each with what it means."""
-    s = plan.setting
-    for axis, means in DEGREES:
-        if getattr(s, axis) > 1:
-            yield axis, str(getattr(s, axis)), means
-    yield "micro-batch", str(s.micro_batch), f"samples at a time, {s.micro_batches} times a step for {s.global_batch} samples"
-    yield "sharded", f"zero{s.zero}", ZERO[s.zero] + (", gathered once a step" if s.keep_gathered else "")
-    if s.tp > 1:
-        between = "tokens cut between the products" if s.sequence_parallel else "tokens whole between the products"
-        yield "tensor", "sp" if s.sequence_parallel else "plain", between + (", collectives beside products" if s.overlap_tp else "")
-    again = {"none": "nothing is run again", "full": "whole layers are run again", "mixed": _mixed(plan)}
-    yield "recompute", s.recompute, again.get(s.recompute, "parts of layers are run again")
-    if s.pp > 1:
-        yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"
-        yield "layers", " ".join(map(str, plan.layers)) if plan.layers else "even", "of each stage"
-    if plan.layouts.get("rules"):
-        told = ", and so by parallelize" if "moves" in plan.layouts else "; the file does not say where"
-        yield "rules", ", ".join(plan.layouts["rules"]), f"the step rewritten{told}"
-    for share in plan.shares:
-        much = f"{share['micro_batches']} micro-batches of {share['micro_batch']}"
-        yield "share", str(share["kind"]), f"{share['copies']} copies take {much} each"
-    yield "dtype", s.dtype, f"gradients summed in {s.grad_dtype}"
-
-
-def _mixed(plan: Plan) -> str:
-    """How many layers run what again."""
-    counts: dict[str, int] = {}
-    for stage in plan.stages:
-        for name, again, n in stage:
-            if name == "layer":
-                counts[again] = counts.get(again, 0) + n
-    return ", ".join(f"{n} layers {again}" for again, n in counts.items())
-
-
-def differences(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
-    """What two plans decide or foresee differently."""
-    for name in ("model", "cluster", "seq", "objective", "origin", "layers", "shares"):
-        x, y = getattr(a, name), getattr(b, name)
-        if x != y:
-            yield name, str(x), str(y)
-    x, y = (", ".join(p.layouts.get("rules", ())) or "none" for p in (a, b))
-    if x != y:
-        yield "rules", x, y
-    for f in fields(Setting):
-        x, y = getattr(a.setting, f.name), getattr(b.setting, f.name)
-        if x != y:
-            yield f.name, str(x), str(y)
-    for key in FORESEEN:
-        if a.foreseen[key] != b.foreseen[key]:
-            yield key, f"{a.foreseen[key]:,.4g}", f"{b.foreseen[key]:,.4g}"
