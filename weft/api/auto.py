@@ -74,7 +74,7 @@ class Decision:
 
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
         """The captured step after the moves, and the words for them."""
-        return rewritten(captured, self.program, moves_of({"moves": self.moves})) if self.moves is not None else (captured, ())
+        return rewritten(captured, moves_of({"moves": self.moves}))
 
     @property
     def named(self) -> Named:

@@ -90,7 +90,8 @@ def parallelize(
     if named is not None and named.micro_batches > 1:
         return _ready(_in_parts(model, loss, optimizer, example, named, where, seed, noise, parts), on_nan, deterministic, record, progress)
     captured = capture(model, example, loss, optimizer, accumulate=accumulate, **how)
-    captured = guarded(captured) if on_nan == "skip" else captured
+    if on_nan == "skip":
+        captured, file = guarded(captured), file and file.guarded()
     wish = auto.Wish(tuple(map(parse_pin, pins)), noise, bytes_of(memory) if memory else 0.0)
     decision = None
     if named is None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.api.trust import verified
+from weft.api.trust import guard, verified
 from weft.core.errors import PlanError
 from weft.core.layout import R, S
 from weft.core.program import Program
@@ -44,27 +44,28 @@ class Followed:
     unsaid: tuple[str, ...] = ()  # rules that made it, the file does not say where
     pieces: Pieces | None = None  # what its stages are made of
 
+    def guarded(self) -> Followed:
+        """The plan for a step that leaves state as it was where the loss is no number."""
+        return replace(self, program=guard(self.program)) if self.program is not None else self
+
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
         """The step with the plan's moves made, and the words for them; the model's own where they cannot be, which is warned of."""
-        return self._rewritten(captured, self.program) if self.program is not None else (captured, ())
-
-    def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
-        """The same of a micro-batch, whose gradients are added up before they are used: they must be there, and whole."""
         if self.program is None:
             return captured, ()
-        made, moves = self._rewritten(captured, captured.program)
-        if not made.gradients:
-            _warn(f"the rules of the plan {self.path} are not followed: they change gradients, which micro-batches add up")
-            return captured, ()
-        return made, moves
-
-    def _rewritten(self, captured: Captured, like: Program) -> tuple[Captured, tuple[str, ...]]:
         self._require_same_model(captured)
         try:
-            return rewritten(captured, like, self.moves)
+            return rewritten(captured, self.moves)
         except PlanError as e:
             _warn(f"the rules of the plan {self.path} are not followed: {e.message}; needed {e.needed}, found {e.found}")
             return captured, ()
+
+    def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
+        """The same of a micro-batch, whose gradients are added up before they are used: they must follow from its forward pass."""
+        made, moves = self.step(captured)
+        if made.gradients:
+            return made, moves
+        _warn(f"the rules of the plan {self.path} are not followed: they change gradients, which micro-batches add up")
+        return captured, ()
 
     def found(self, captured: Captured) -> Found:
         """Where the step is cut and what runs again, as far as the plan says so; what of that cannot be is warned of."""

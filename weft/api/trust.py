@@ -75,13 +75,17 @@ def _without_more(single: Program, sharded: Program) -> Program:
 
 def guarded(captured: Captured) -> Captured:
     """The step that leaves all state as it was where the loss, or the norm of the gradient, is no number."""
-    p = captured.program
+    return replace(captured, program=guard(captured.program))
+
+
+def guard(p: Program) -> Program:
+    """The same of its program, or of that as it is placed."""
     ok = isfinite(p.output_names["loss"])
     if "grad_norm" in p.output_names:
         ok = logical_and(ok, isfinite(p.output_names["grad_norm"]))
     state = dict(p.state)
     outputs = {name: where(ok, n, p.input_names[state[name]]) if name in state else n for name, n in p.outputs}
-    return replace(captured, program=new_program(p.name, p.mesh, p.inputs, outputs, state=p.state, lines=p.lines))
+    return new_program(p.name, p.mesh, p.inputs, outputs, state=p.state, lines=p.lines)
 
 
 class Losses:

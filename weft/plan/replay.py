@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import InvalidTransform, PlanError
-from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.plan.rewritten import Move, as_products
 from weft.rewrite.certificate import proved_rules
 from weft.rewrite.search import Use, both_ways
-from weft.rewrite.updates import by_rows, rules_of
 
 SPELLED = "matmul_as_einsum backwards at every product of matrices, gradients derived anew"
 
@@ -23,11 +21,9 @@ def moves_of(layouts: Mapping[str, Any]) -> tuple[Move, ...] | None:
     return None if told is None else tuple(Move(Use(**{k: v for k, v in m.items() if k != "forward"}), m["forward"]) for m in told)
 
 
-def rewritten(captured: Captured, program: Program, moves: Sequence[Move] | None) -> tuple[Captured, tuple[str, ...]]:
-    """The step rewritten as the program of a plan was, by its moves and at the tables it updates by rows, and the words for that."""
-    made = captured if moves is None else replayed(captured, moves)
-    made = replace(made, program=by_rows(made.program)) if rules_of(program) else made
-    return made, tuple(words(moves, rules_of(made.program)))
+def rewritten(captured: Captured, moves: Sequence[Move] | None) -> tuple[Captured, tuple[str, ...]]:
+    """The step after the moves, and the words for them; as it is where there are none."""
+    return (captured, ()) if moves is None else (replayed(captured, moves), tuple(words(moves)))
 
 
 def replayed(captured: Captured, moves: Sequence[Move]) -> Captured:
@@ -44,13 +40,11 @@ def replayed(captured: Captured, moves: Sequence[Move]) -> Captured:
     return replace(captured, program=step.program, gradients=step.gradients, blocks=())
 
 
-def words(moves: Sequence[Move] | None, updates: Sequence[str] = ()) -> Iterator[str]:
-    """What is done to a step, its rule first: the moves, and the rules of its updates."""
-    if moves is not None:
-        yield SPELLED
-    for move in moves or ():
+def words(moves: Sequence[Move]) -> Iterator[str]:
+    """What is done to a step, its rule first."""
+    yield SPELLED
+    for move in moves:
         use = move.use
         turned = " backwards" if use.rule.endswith("~") else ""
         where = f"{use.op} {use.at}" + (f" and {use.places - 1} alike" if use.places > 1 else "")
         yield f"{use.rule.rstrip('~')}{turned} at {where}" + (" of the forward pass, gradients derived anew" if move.forward else "")
-    yield from (f"{rule} at every table that pays" for rule in updates)

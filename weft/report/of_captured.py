@@ -44,7 +44,7 @@ def _right(plan: Plan, program: Program) -> dict[str, Any]:
 
     try:
         task = task_of(plan.model, cluster(plan.cluster), plan.setting.global_batch, plan.setting.dtype)
-        step, moves = rewritten(task.captured(plan.layouts["micro_batches"]), program, moves_of(plan.layouts))
+        step, moves = rewritten(task.captured(plan.layouts["micro_batches"]), moves_of(plan.layouts))
         steps = verbs(program, step.program)
     except WeftError as error:
         return {"says": [f"The plan is not compared with its model here: {error.message}."]}
