@@ -33,10 +33,11 @@ def cross_entropy_backward(ct: Tensor, x: Tensor, target: Tensor, *, ignore_inde
     """The softmax less one at the target, times the cotangent."""
     keep = target != ignore_index
     scale = torch.where(keep, ct, torch.zeros((), dtype=ct.dtype, device=ct.device)).unsqueeze(-1)
-    p = torch.softmax(x.to(ct.dtype), -1)
-    if x.is_cuda:  # a comparison fuses with the rest, a scatter does not
+    if x.is_cuda:  # the log-softmax is the loss's own, made once; a comparison fuses with the rest, a scatter does not
+        p = torch.log_softmax(x.to(ct.dtype), -1).exp()
         hit = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
         return ((p - hit.to(p.dtype)) * scale).to(x.dtype)
+    p = torch.softmax(x.to(ct.dtype), -1)
     at = torch.where(keep, target, 0).long().unsqueeze(-1)
     return p.scatter_add_(-1, at, torch.full_like(at, -1, dtype=p.dtype)).mul_(scale).to(x.dtype)
 
