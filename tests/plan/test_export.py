@@ -30,17 +30,19 @@ class Mlp(nn.Module):
         super().__init__()
         self.up_proj, self.down_proj = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(torch.relu(self.up_proj(x)))
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x))) * scale
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.mlp = nn.LayerNorm(16), Mlp()
+        self.norm1, self.self_attn = nn.LayerNorm(16), Mlp()
+        self.norm2, self.mlp = nn.LayerNorm(16), Mlp()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm1(x))
+        x = x + self.self_attn(x=self.norm1(x), scale=0.5)  # by name, as transformers' blocks call theirs
+        return x + self.mlp(self.norm2(x))
 
 
 class Toy(nn.Module):
@@ -131,6 +133,15 @@ def test_huggingface_settings_are_taken_by_the_library() -> None:
     except TypeError as e:
         pytest.skip(f"another version of the library: {e}")
     assert (known["config"].tp_size, known["config"].fsdp_size) == (2, 2)
+
+
+def test_what_a_program_has_beside_degrees_is_listed() -> None:
+    layouts = {"inputs": {"param.a": {"tp": "S(1)"}, "param.b": {"tp": "S(0)"}}, "rules": ["stack_columns"]}
+    made = replace(plan(tp=2), layouts=layouts, seq=0)
+    for form in ("fsdp2", "torchtitan", "accelerate", "huggingface"):
+        assert {"how 2 tensors are held, each by itself", "the step rewritten by stack_columns"} <= set(unsaid(made, form))
+        assert "not said here: how 2 tensors" in export(made, form)
+    assert "seq_len" not in export(made, "torchtitan")
 
 
 def test_unknown_form() -> None:

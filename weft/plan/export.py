@@ -34,6 +34,8 @@ def unsaid(plan: Plan, form: str) -> list[str]:
     """What of a plan a form cannot say."""
     s = plan.setting
     found = [f"unequal shares of the batch: {', '.join(str(x['kind']) for x in plan.shares)}"] if plan.shares else []
+    found += [f"how {len(held)} tensors are held, each by itself"] if (held := plan.layouts.get("inputs")) else []
+    found += [f"the step rewritten by {', '.join(rules)}"] if (rules := plan.layouts.get("rules")) else []
     found += ["recompute layer by layer: given as full, which needs no more memory"] if s.recompute == "mixed" else []
     found += [f"{s.schedule}: begins with twice as many forwards"] if s.schedule.endswith("eager") and s.pp > 1 else []
     if form == "fsdp2":
@@ -83,8 +85,9 @@ def _torchtitan(plan: Plan) -> str:
         "activation_checkpoint.mode": TITAN_RECOMPUTE[s.recompute],
         "training.local_batch_size": s.micro_batch * (s.micro_batches if s.pp > 1 else 1),
         "training.global_batch_size": s.global_batch,
-        "training.seq_len": plan.seq,
     }
+    if plan.seq:
+        options["training.seq_len"] = plan.seq
     if s.pp > 1:
         options["parallelism.pipeline_parallel_schedule"] = TITAN_SCHEDULES[s.schedule]
         options["parallelism.pipeline_parallel_microbatch_size"] = s.micro_batch
@@ -142,7 +145,7 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, PrepareModuleOutput
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -180,20 +183,37 @@ def tensor_plan(block: nn.Module) -> dict:
             plan[name] = RowwiseParallel(output_layouts=Shard(1)) if SEQUENCE_PARALLEL else RowwiseParallel()
         elif SEQUENCE_PARALLEL and last in NORMS:
             plan[name] = SequenceParallel()
-        elif SEQUENCE_PARALLEL and name in PARTS:
-            plan[name] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     if not any(isinstance(way, (ColwiseParallel, RowwiseParallel)) for way in plan.values()):
         raise ValueError(f"no known product in {type(block).__name__}; add its names to COLUMNS and ROWS")
     return plan
 
 
+def bring_tokens_together(part: nn.Module, tp: DeviceMesh) -> None:
+    """Before a part that reads the whole sequence, whether its block hands the tokens over by place or by name."""
+
+    def whole(x):
+        cut = x if isinstance(x, DTensor) else DTensor.from_local(x, tp, (Shard(1),), run_check=False)
+        return cut.redistribute(placements=(Replicate(),))
+
+    def hook(module, args, kwargs):
+        if args:
+            return (whole(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: whole(kwargs[first])}
+
+    part.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 def parallelize(model: nn.Module, where: DeviceMesh) -> nn.Module:
-    """Tensor parallelism, then recompute, then sharding over copies. Blocks must call their parts with positional arguments."""
+    """Tensor parallelism, then recompute, then sharding over copies."""
     blocks = blocks_of(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.@dtype@, reduce_dtype=torch.@reduce@)
     for i, block in enumerate(blocks):
         if TP > 1:
             parallelize_module(block, where["tp"], tensor_plan(block))
+            for name, part in block.named_children():
+                if SEQUENCE_PARALLEL and name in PARTS:
+                    bring_tokens_together(part, where["tp"])
         if RECOMPUTE_LAYERS or RECOMPUTE_SOME and i % 2:  # every second layer where only a part is recomputed
             blocks[i] = checkpoint_wrapper(block)
     if TP > 1 and SEQUENCE_PARALLEL:  # tokens are cut before the first block and whole again after the last
