@@ -75,3 +75,13 @@ def test_a_machine_without_a_gpu_is_told_what_it_can_run(monkeypatch: pytest.Mon
         _gpu.need_gpu()
     with pytest.raises(RuntimeFault, match="needed  nvidia-cuda-mps-control"):
         _gpu.run(HERE, _gpu.Stage("agree", limit=1), 2)
+
+
+def test_a_benchmark_runs_on_a_cpu_to_see_that_it_runs() -> None:
+    from bench.gpu_inference import CALLS
+
+    result = _gpu.run("bench.gpu_inference", _gpu.Stage("measure", limit=110), 2, "cpu", compiled=False)
+    timed = [row for row in result["rows"] if "weft_ms" in row]
+    assert result["status"] == "ok" and not any("failed" in row for row in result["rows"]), result
+    assert [row["case"] for row in timed] == [f"llama block {call}, {kind}" for call in CALLS for kind in ("graph", "call")]
+    assert all(row["ratios"].keys() == {"torch tp"} and row["correct"].startswith("results equal") for row in timed)
