@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,17 @@ from torch import nn
 
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
+from weft.cluster.spec import cluster
+from weft.core.layout import Mesh, S
+from weft.frontend import zoo
+from weft.plan.graph.planner import record
+from weft.plan.graph.search import ALL, Way
+from weft.plan.graph.task import Task
+from weft.plan.graph.timing import Placed
+from weft.plan.layouts import OnCluster, choose
+from weft.plan.rewritten import as_run
+from weft.plan.space import Limits
+from weft.rewrite.updates import rules_of
 
 ROWS, WIDTH, STEPS = 400, 4, 3
 Make = Callable[..., torch.optim.Optimizer]
@@ -100,13 +112,47 @@ def test_cut_tables_equal_torch(cut: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_copies_equal_torch_where_one_has_no_samples(tmp_path: Path) -> None:
-    want = by_torch(OPTIMIZERS["adamw"], size=1)
+def test_copies_exchange_rows_and_equal_torch(tmp_path: Path) -> None:
+    """A batch of one sample leaves the second copy without any. Where a slice is updated and then handed out, its gradient is a tensor."""
+    want = {size: by_torch(OPTIMIZERS["adamw"], size) for size in (6, 1)}
 
     def job(rank: int) -> None:
-        for plan in ("dp2", "dp2,zero1"):
-            found, _ = by_weft(OPTIMIZERS["adamw"], plan, size=1)
-            torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12, msg=lambda m, plan=plan: f"{plan}: {m}")
+        for plan, size in (("dp2", 6), ("dp2,zero1", 6), ("dp2,zero3", 6), ("dp2", 1)):
+            found, code = by_weft(OPTIMIZERS["adamw"], plan, size=size)
+            torch.testing.assert_close(found, want[size], rtol=1e-12, atol=1e-12, msg=lambda m, plan=plan: f"{plan}: {m}")
+            assert code.count("by_rows.update_") == (0 if plan == "dp2,zero1" else 2)
+
+    on_ranks(2, job, tmp_path)
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_file_is_run_by_rows(tmp_path: Path) -> None:
+    """The file has the step with whole gradients; they are never made."""
+    changes = {"tables": (400, 300), "width": 4, "bag": 2, "dense": 5, "bottom": (8, 4), "top": (8, 1)}
+    task = Task("dlrm", cluster("2xx86-2"), 8, "fp32", "adam", tuple(changes.items()))
+    mesh = Mesh(dp=2)
+    pins = {n: [{"dp": S(1)}] for n in task.captured().program.input_names if "tables" in n}
+    made = choose(as_run(task.captured().program, 1), mesh, OnCluster(task.cluster, mesh), pins=pins, work=1e7)
+    placed = Placed(as_run(made.program, 1), task.cluster, made.again)
+    assert rules_of(placed.program) == ("adam_by_rows",)
+    plan = record(task, Limits(), Way("weft", placed, ALL, 1, 1e-3, 1e6, None, rules_of(placed.program)), {}, {}, "time")
+    assert "adam_at" not in plan.layouts["program"]
+    plan.save(tmp_path / "plan.json")
+
+    def losses(plan: str) -> tuple[list[float], str]:
+        torch.manual_seed(0)
+        work = zoo.load("dlrm", device="cpu", **changes)
+        step = parallelize(work.model, work.loss, torch.optim.AdamW(work.model.parameters(), lr=0.1), work.example(8), plan=plan)
+        return [float(step(work.example(8, seed=k))) for k in range(STEPS)], step.compiled.code.text
+
+    want, _ = losses("dp1")
+
+    def job(rank: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found, code = losses(str(tmp_path / "plan.json"))
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+        assert code.count("by_rows.update_") == 2
 
     on_ranks(2, job, tmp_path)
 

@@ -121,7 +121,7 @@ def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
     shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
     held = resolve(wish.pins, shapes, named.mesh.sizes)
     layouts, options = input_layouts(captured.program, named, captured.states, held)
-    source = by_rows(captured.program) if named.dp == 1 else captured.program  # copies sum whole gradients
+    source = captured.program if wish.noise else by_rows(captured.program)  # noise is told by sums of whole gradients
     program = by_definition(place(source, named.mesh, layouts, options))
     return measured(program) if wish.noise else program
 
@@ -232,10 +232,11 @@ class _Pool:
         return recomputed(self.captured, regions_of(self.captured, named.recompute))
 
     def add(self, name: str, named: Named, program: Program) -> None:
-        phase = program_phase(program, self.where)
+        run = by_rows(program)
+        phase = program_phase(run, self.where)
         causes = {k: v * 1e3 for k, v in phase.causes.items()}
         self.programs[name] = (named, program)
-        self.options[name] = Option(name, phase.seconds * 1e3, peak_bytes(program) / 1e9, causes)
+        self.options[name] = Option(name, phase.seconds * 1e3, peak_bytes(run) / 1e9, causes)
 
     def _refuse(self, name: str, e: PlanError | LayoutError) -> None:
         self.options[name] = Option(name, reason=f"{e.message}: {e.found}" if e.found else e.message)

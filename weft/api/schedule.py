@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from weft.codegen.order import order, tails
 from weft.core.errors import InvalidTransform
 from weft.core.node import Node, toposort
 from weft.core.program import Program
-from weft.ops.comm import all_reduce, reduce_scatter
+from weft.ops.comm import all_reduce, is_comm, reduce_scatter
 from weft.ops.registry import nbytes
+from weft.rewrite.updates import better_by_rows
 from weft.schedule import bucket, fuse, merge
 from weft.schedule.groups import FUSIBLE, is_scalar
 
@@ -17,11 +18,23 @@ BUCKET = 8 << 20  # bytes of gradients summed in one call
 FIRST = 1 << 20  # of the first call; the next ones double, so that the first starts early and the many are few
 
 
-def unfold_updates(p: Program) -> Program:
+def is_update(n: Node) -> bool:
+    return n.op.facets.get("unfold") is not None
+
+
+def updated(n: Node) -> str:
+    """The name of the parameter that an update is of."""
+    n = n.args[0]
+    while is_comm(n):
+        n = n.args[0]
+    return str(n.attr("name"))
+
+
+def unfold_updates(p: Program, but: Collection[Node] = ()) -> Program:
     """Optimizers kept whole until now, in elementwise ops, so that they can be fused with what surrounds them."""
     swap: dict[Node, Node] = {}
     for n in p.nodes:
-        if n.op.facets.get("unfold") is not None:
+        if is_update(n) and n not in but:
             new = n.op.unfold(n)
             swap |= {u: new[u.attr("index")] for u in p.users[n]} if len(n.types) > 1 else {n: new[0]}
     return p.rewrite(swap, "unfold updates") if swap else p
@@ -30,7 +43,8 @@ def unfold_updates(p: Program) -> Program:
 def fused_update(p: Program, axis: str) -> Program:
     """The sums of gradients along an axis, the updates they lead to and the gathers after these in one kernel, where that can be had.
 
-    Whatever is summed, scattered or not, is read from the ranks' own memory as the update needs it, and written nowhere.
+    Whatever is summed, scattered or not, is read from the ranks' own memory as the update needs it, and written nowhere. Tables that are
+    updated by rows are left to that.
     """
     last, kept = tails(p)[0], set(toposort([n for name, n in p.outputs if name in dict(p.state)]))
     mine = [n for n in p.nodes if n in last and n in kept and n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1]
@@ -38,7 +52,7 @@ def fused_update(p: Program, axis: str) -> Program:
     if not kinds:
         return p
     try:
-        return _after_sums(unfold_updates(p), kinds[0])
+        return _after_sums(unfold_updates(p, better_by_rows(p)), kinds[0])
     except InvalidTransform:  # other collectives of the step stand in between: leave it as it is
         return p
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.api.schedule import unfold_updates
+from weft.api.schedule import is_update, unfold_updates, updated
 from weft.core.errors import PlanError, RuleError, RuntimeFault
 from weft.core.layout import Layout
 from weft.core.node import Type
@@ -53,8 +53,9 @@ def verified(single: Program, sharded: Program) -> Report | None:
 
 
 def _as_updated(single: Program, sharded: Program) -> Program:
-    """The captured program, its updates in simpler ops if the other's are."""
-    return single if any(n.op.facets.get("unfold") for n in sharded.nodes) else unfold_updates(single)
+    """The captured program, its updates in simpler ops where the other's are."""
+    whole = {updated(n) for n in sharded.nodes if is_update(n)}
+    return unfold_updates(single, [n for n in single.nodes if is_update(n) and updated(n) in whole])
 
 
 def _with_inputs(single: Program, sharded: Program) -> Program:

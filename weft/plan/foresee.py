@@ -13,12 +13,14 @@ from weft.plan.records import OnMesh, by_place, live_bytes
 from weft.plan.run import Seen
 from weft.plan.setting import Setting
 from weft.plan.timeline import Task, Timeline
+from weft.rewrite.updates import by_rows
 
 FUSED = "fused"  # communication and computation in one kernel: its time cannot be told apart
 
 
 def foresee(program: Program, cluster: Cluster) -> Seen:
-    """Time, causes, timeline and memory of the busiest rank."""
+    """Time, causes, timeline and memory of the busiest rank, which updates tables by rows."""
+    program = by_rows(program)
     walker = Walk(OnMesh(cluster, Setting(), cluster.device, mesh=program.mesh), Pass("forward"))
     at, held = {n: i for i, n in enumerate(program.nodes)}, live_bytes(program)
     causes: dict[str, float] = defaultdict(float)

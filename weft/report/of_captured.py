@@ -23,6 +23,7 @@ from weft.plan.plan import Plan
 from weft.plan.timeline import Task, Timeline
 from weft.plan.workload import Collective
 from weft.report.facts import Curve, View
+from weft.rewrite.updates import by_rows, rules
 
 HELD = {"param": "parameters", "buffer": "parameters", "constant": "parameters", "batch": "batch"}
 
@@ -66,7 +67,8 @@ class _Known:
     def program(self) -> Program:
         import weft.frontend.capture  # noqa: F401 - brings the ops of a captured step, such as its update
 
-        return parse(self.plan.layouts["program"])
+        program, known = parse(self.plan.layouts["program"]), {rule.name for rule in rules()}
+        return by_rows(program) if known.intersection(self.plan.layouts["rules"]) else program
 
     @cached_property
     def cluster(self) -> Cluster:

@@ -13,6 +13,7 @@ from weft.plan.graph.units import Units
 from weft.plan.plan import Plan
 from weft.plan.setting import MIXED, Setting
 from weft.plan.substitute import joint
+from weft.rewrite.updates import by_definition
 
 if TYPE_CHECKING:
     from weft.plan.space import Limits
@@ -92,7 +93,7 @@ def setting_of(task: Task, way: Way) -> Setting:
 
 def layouts_of(way: Way) -> dict[str, Any]:
     """The mesh of a stage, how every input that is not whole is held on it, what is gathered again, the rules used, with the moves where they
-    led to another step, what runs beside compute, and the program so placed."""
+    led to another step, what runs beside compute, and the program so placed, updates by rows written as what they stand for."""
     inputs = {
         name: {axis: str(place) for axis, place in node.layout.placements.items() if place != R}
         for name, node in way.placed.program.input_names.items()
@@ -101,7 +102,8 @@ def layouts_of(way: Way) -> dict[str, Any]:
     ends = {"units": unit_ends(way)} if way.staged else {}
     return {
         "mesh": dict(way.mesh.sizes), "inputs": {k: v for k, v in inputs.items() if v}, "again": sorted(way.placed.again),
-        "rules": list(way.rules), "moves": moves, "micro_batches": way.rounds, "beside": sorted(way.overlap), "program": way.placed.program.text,
+        "rules": list(way.rules), "moves": moves, "micro_batches": way.rounds, "beside": sorted(way.overlap),
+        "program": by_definition(way.placed.program).text,
         **ends,
     }  # fmt: skip
 
