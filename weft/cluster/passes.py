@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-ALONE = 1.1  # over the time a thread worked: more is not the machine's own
+ALONE = 1.03  # over the time a thread worked: more is not the machine's own
 COLD = 2**26  # bytes of operands gone round in turn: twice what the last cache of two cores holds
 ROWS, COLUMNS = 512, 1024
 SAMPLES, HEADS, KEYS, WIDTH = 8, 8, 64, 64  # of attention as it is defined
