@@ -50,6 +50,23 @@ def test_the_nearest_change_is_the_memory_it_takes() -> None:
     assert made.exit_code == 0 and last(made)["memory_gb"] <= bytes_of(size) / 1e9 < 5  # device of 85 GB
 
 
+OWN = """
+import torch
+
+def make():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+    return model, lambda model, batch: (model(batch["x"]) ** 2).mean(), {"x": torch.randn(8, 64)}
+"""
+
+
+def test_of_a_program_that_does_not_fit_the_nearest_change_is_planned_too(tmp_path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    made = call("plan", f"{tmp_path / 'own.py'}:make", "--cluster", "1x1xA100", "--memory", "1GB", "--json")
+    found = last(made)["infeasible"]
+    assert made.exit_code == 2 and "zero3 needs at least 1.5 GB of 1.0 GB" in made.output
+    assert found["nearest"].startswith("without --memory: 0.") and found["nearest"].endswith(" ms with one device, micro-batch 8")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -59,6 +59,18 @@ def test_every_millisecond_has_a_cause(setting: Setting) -> None:
     assert step.peak_memory.total > step.peak_memory.allocated > 0
 
 
+def test_what_everyone_knows_of_training() -> None:
+    """Twice the batch takes twice as long, tensor parallelism is worse across nodes, running all again costs about a third, nothing beats the device."""
+    model = replace(GPT, hidden=4096, heads=32)
+    one, two = (foresee(model, Setting(global_batch=n, dp=8, zero=1), "8xH100") for n in (32, 64))
+    assert two.seconds == pytest.approx(2 * one.seconds, rel=0.03)
+    inside, across = (foresee(model, Setting(global_batch=32, dp=32 // tp, tp=tp, sequence_parallel=True), "4x8xH100") for tp in (8, 16))
+    assert across.seconds > 1.2 * inside.seconds
+    again = foresee(model, Setting(global_batch=32, dp=8, zero=1, recompute="full"), "8xH100")
+    assert 1.2 < again.seconds / one.seconds < 4 / 3 + 0.05
+    assert all(0 < step.mfu < 1 for step in (one, two, inside, across, again))
+
+
 def test_experts_are_spread_over_copies() -> None:
     with pytest.raises(PlanError, match="ep a divisor of dp = 4"):
         Setting(global_batch=8, dp=4, ep=3).check()

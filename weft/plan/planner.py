@@ -107,12 +107,30 @@ def _captured(request: Request, say: Say) -> Plan | Infeasible:
     say(f"capturing {request.model}")
     whole = graph.task_of(request.model, place, request.batch, best_dtype(place))
 
-    def on(part: Cluster) -> Plan | Infeasible:
+    def on(part: Cluster, batch: int = whole.batch, limits: Limits = request.limits) -> Plan | Infeasible:
         objective = "time" if request.objective == "cost" else request.objective
-        made = graph.make_plan(replace(whole, cluster=part), request.limits, say, objective)
-        return made if isinstance(made, Plan) else Infeasible(made["weft"], "none was tried: more nodes, or a smaller batch", made)
+        made = graph.make_plan(replace(whole, cluster=part, batch=batch), limits, say, objective)
+        return made if isinstance(made, Plan) else Infeasible(f"{made['weft']}; zero3 {made['zero3']}", "", made)
 
-    return _cheapest(place, on, say) if request.objective == "cost" else on(place)
+    made = _cheapest(place, on, say) if request.objective == "cost" else on(place)
+    return made if isinstance(made, Plan) else _nearest_captured(made, request, place, whole.batch, on, say)
+
+
+def _nearest_captured(
+    answer: Infeasible, request: Request, place: Cluster, batch: int, on: Callable[[Cluster, int, Limits], Plan | Infeasible], say: Say
+) -> Infeasible:
+    """The first of fewer limits and more nodes at which the program fits; it is planned there."""
+    tries = [("without --memory", place, batch, replace(request.limits, memory=0.0))] if request.limits.memory else []
+    for times in (2, 4, 8):
+        more = place.with_nodes(*(g.count * times for g in place.groups))
+        wanted = batch if batch % more.devices == 0 else batch * times
+        tries.append((f"--cluster {more.text} --batch {wanted}", more, wanted, request.limits))
+    for words, cluster, samples, limits in tries:
+        say(f"does not fit; trying {words}")
+        made = on(cluster, samples, limits)
+        if isinstance(made, Plan):
+            return replace(answer, change=f"{words}: {made.step_ms:,.4g} ms with {describe(made.setting)}")
+    return replace(answer, change="none of: fewer limits, more nodes up to 8 times as many")
 
 
 def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
