@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_stages_are_offered_beside_the_rest(captured: Captured) -> None:
     assert {"pp2,micro8", "pp2,micro4", "pp2,gpipe,micro4", "pp2,zero-bubble,micro4"} <= set(had)
     assert found.chosen.ms == min(o.ms for o in had.values()) and not any("recompute" in plan for plan in had)
     assert "4 stages are more than the model can be cut into" in str(found)
+
+
+def test_stages_come_with_every_plan_for_their_ranks(captured: Captured) -> None:
+    offered = {str(n) for n in lines().stages(4, partial(auto.words, captured))}
+    assert {"dp2,pp2,zero1,micro4", "tp2,pp2,micro8", "cp2,pp2,micro8", "pp4,micro8"} <= offered
+    w = zoo.small("mixtral-8x7b")
+    experts = capture(w.model, w.example(8), w.loss, adamw(w))
+    assert "ep2,pp2,micro4" in {str(n) for n in lines().stages(4, partial(auto.words, experts))}
 
 
 def test_how_many_micro_batches_can_be_fixed(captured: Captured) -> None:

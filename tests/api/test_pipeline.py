@@ -76,6 +76,10 @@ def test_every_schedule_with_tied_embeddings_and_clipping(tmp_path: Path) -> Non
     same("gpt2", 2, plans, tmp_path, clip=0.5, layers=4)
 
 
+def test_experts_and_sequences_shared_inside_stages(tmp_path: Path) -> None:
+    same("mixtral-8x7b", 4, ["ep2,pp2,micro4"], tmp_path, layers=2, balance=0.0)
+
+
 PRODUCTS = ["dp2,pp2,zero1", "dp2,pp2,zero3,micro2", "tp2,pp2", "tp2,pp2,sp,interleaved", "pp4,zero-bubble", "cp2,pp2,recompute"]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -256,7 +256,8 @@ class _Pool:
         return self.options[name]
 
     def try_stages(self) -> None:
-        for named in self.lines.stages(self.where.devices) if self.lines is not None else ():
+        inside = partial(words, self.captured)
+        for named in self.lines.stages(self.where.devices, inside) if self.lines is not None else ():
             self.try_line(named)
 
     def reorder(self) -> None:

@@ -6,7 +6,7 @@ hold less and take longer, so the fewest that fit are the best.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -91,19 +91,18 @@ class Lines:
         own = self.samples // copies if self.samples % copies == 0 else 1
         return [n for n in divisors(own) if n > 1 and self.fixed in (0, n)]
 
-    def stages(self, world: int) -> Iterator[Named]:
-        """Every cut of the processes into stages, copies and shares of a product, in about four micro-batches for every stage."""
+    def stages(self, world: int, inside: Callable[[int], Iterable[Named]]) -> Iterator[Named]:
+        """Every cut of the processes into stages, each with every plan for the processes of one, in about four micro-batches for every stage."""
         for pp in divisors(world)[1:]:
-            for tp in divisors(world // pp):
-                dp = world // pp // tp
-                some = [n for n in self.numbers(dp) if n <= MOST * pp]
-                for zero in (0, 1, 3) if some and dp > 1 else (0,) if some else ():
-                    yield Named(dp=dp, tp=tp, pp=pp, zero=zero, micro=some[-1])
+            for named in inside(world // pp):
+                some = [n for n in self.numbers(named.dp * named.ep) if n <= MOST * pp]
+                if some and not named.sp:
+                    yield replace(named, pp=pp, micro=some[-1])
 
     def halved(self, plan: Named) -> list[Named]:
         """The same stages in half as many micro-batches, as long as no stage is always idle."""
         half = plan.micro_batches // 2
-        return [replace(plan, micro=half)] if half in self.numbers(plan.dp) and half >= plan.pp else []
+        return [replace(plan, micro=half)] if half in self.numbers(plan.dp * plan.ep) and half >= plan.pp else []
 
     def orders(self, plan: Named) -> list[Named]:
         """The same stages in other orders; interleaved takes micro-batches in rounds of as many as there are stages."""

@@ -34,7 +34,8 @@ from weft.plan.pieces import Found
 from weft.plan.pins import parse_pin, resolve
 from weft.plan.pipeline import Action, orders
 from weft.plan.place import Placements
-from weft.plan.split import LOSS_SUM, program_of, split_like, update
+from weft.plan.split import LOSS_SUM, program_of, split_like
+from weft.plan.update import update
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing
 from weft.runtime.messages import Messages

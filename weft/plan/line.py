@@ -18,8 +18,9 @@ from weft.ops.comm import send
 from weft.plan.named import Named
 from weft.plan.pipeline import puts_off_weights
 from weft.plan.place import Options, Placements, place
-from weft.plan.split import LOSS_SUM, Stage, update
+from weft.plan.split import LOSS_SUM, Stage
 from weft.plan.turns import in_turn
+from weft.plan.update import update
 
 Held = Mapping[str, Placements]
 
