@@ -1,6 +1,6 @@
 """The fused optimizer step of `weft.optim` on ranks that share a GPU, against the ways a user would otherwise run it.
 
-    python -m bench.gpu_optimizer [--ranks 4] [--launches] [--quick] [--json]
+    python -m bench.gpu_optimizer [--ranks 4] [--only 2^26] [--launches] [--json]
 
 ddp       torch's two-shot all_reduce over symmetric memory, then its fused AdamW on everything, on every rank
 sharded   reduce_scatter, torch's fused AdamW on the slice, all_gather, over the memory the fused step uses: what is left is fusion alone
@@ -30,19 +30,19 @@ def register(app: typer.Typer) -> None:
     app.command("gpu-optimizer")(optimizer)
 
 
-def optimizer(json: bool = _gpu.JSON, ranks: int = _gpu.RANKS, quick: bool = _gpu.QUICK,
+def optimizer(json: bool = _gpu.JSON, ranks: int = _gpu.RANKS, only: str = typer.Option("", help="Run only cases whose name contains this."),
               launches: bool = typer.Option(False, help="Also time the kernels launched in other ways than the one weft chooses.")) -> None:  # fmt: skip
     """Fused reduce_scatter + update + all_gather on one GPU against DDP and a sharded optimizer."""
     stage = _gpu.Stage("measure", limit=300 if launches else 150)
-    _gpu.report("gpu-optimizer", [_gpu.run("bench.gpu_optimizer", stage, ranks, launches=launches, quick=quick)], json)
+    _gpu.report("gpu-optimizer", [_gpu.run("bench.gpu_optimizer", stage, ranks, launches=launches, only=only)], json)
 
 
-def measure(me: Rank, launches: bool, quick: bool) -> None:
+def measure(me: Rank, launches: bool, only: str) -> None:
     check(me)
     speed = copy_rate(me)
     me.say(case="copy of all ranks", TB_per_s=round(speed / 1e12, 3))
     for label, sizes in CASES.items():
-        if not quick or label in ("2^20", "2^26", "100 mixed"):
+        if only in label:
             time_case(me, label, sizes, speed, launches)
             torch.cuda.empty_cache()
 

@@ -26,7 +26,7 @@ class Launch:
 
 
 def choose_launch(lengths: Sequence[int], phases: int, peers: Peers) -> Launch:
-    """What was fastest on an H200 that four ranks shared: small work, and work with totals, meets inside one launch of
+    """What was fastest on an H200 that four ranks shared: small work, and work with totals of some size, meets inside one launch of
     long-lived blocks; large work runs as many small blocks as it likes between two meetings."""
     resident = peers.resident_blocks() if hasattr(peers, "resident_blocks") else 8
     whole, few = sum(lengths), len(lengths) <= 16
@@ -34,6 +34,8 @@ def choose_launch(lengths: Sequence[int], phases: int, peers: Peers) -> Launch:
         return Launch(1024, 1024, 4, 1 << 20, False)
     if phases > 1 and not few:
         return Launch(2048, 4096, 4, 1 << 20, False)
+    if whole > 1 << 23:
+        return Launch(4096, 16384, 8, 1 << 20, False)
     block = 2048 if whole <= 1 << 18 else 8192
     chunk = max(block, min(4 * block, -(-whole // resident // block) * block))
     return Launch(block, chunk, min(32, block // 128), resident, True)
