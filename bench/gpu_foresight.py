@@ -174,17 +174,36 @@ def predict(case: Case, place: str, device: Device) -> Observed:
     return observe_compiled(lambda compiler: case.make(place, compiler), device=device, host=case.host, place=place)
 
 
-def prepare(case: Case, place: str) -> Callable[[], Any]:
-    """The step, compiled and past its first calls."""
+def prepare(case: Case, place: str, device: Any) -> Callable[[], Any]:
+    """The step, compiled and past its first calls. Steps have the device to themselves: a lock keeps them off products that a compiler times."""
     import torch
 
     if place != "cpu":
         torch.cuda.reset_peak_memory_stats()
     step = case.make(place, torch.compile)
-    for _ in range(4):
-        step()
-    _wait(place != "cpu")
+    if case.way != "eager":
+        with _timed_alone(device):
+            step()
+    with device:
+        for _ in range(3):
+            step()
+        _wait(place != "cpu")
     return step
+
+
+@contextmanager
+def _timed_alone(device: Any) -> Iterator[None]:
+    """Whether to pad a product Inductor decides by timing it, so nothing else should run meanwhile."""
+    from torch._inductor.fx_passes import pad_mm
+
+    should_pad = pad_mm.should_pad
+
+    def alone(*given: Any, **named: Any) -> bool:
+        with device:
+            return bool(should_pad(*given, **named))
+
+    with patch.object(pad_mm, "should_pad", alone):
+        yield
 
 
 def clock(step: Callable[[], Any], on_device: bool, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
@@ -232,11 +251,11 @@ def _predicted(link: Connection, case: Case, place: str, device: Device) -> None
     link.send(predict(case, place, device))
 
 
-def _measured(link: Connection, case: Case, place: str) -> None:
+def _measured(link: Connection, case: Case, place: str, device: Any) -> None:
     """The most bytes held and the code that was compiled; then, when told to, the time of a step."""
     import torch
 
-    step = prepare(case, place)
+    step = prepare(case, place, device)
     held = float(torch.cuda.max_memory_allocated()) if place != "cpu" else 0.0
     gc.collect()
     if place != "cpu":
@@ -367,9 +386,9 @@ class Run:
 
     def gather(self, cases: Sequence[Case], ends: float) -> Iterator[tuple[Case, Child | None, Any, Observed | str]]:
         """Each case once it is both measured and foreseen: its process, what it held, what was foreseen."""
-        device = self.profile.device
+        lock, device = get_context("spawn").Lock(), self.profile.device
         begin = [partial(Child, work, case, *args) for case in cases
-                 for work, args in ((_measured, (self.place,)), (_predicted, (self.place, device)))]  # fmt: skip
+                 for work, args in ((_measured, (self.place, lock)), (_predicted, (self.place, device)))]  # fmt: skip
         known: dict[str, dict[Any, tuple[Child, Any]]] = {}
         for child, said in in_turn(begin, self.processes, ends):
             both = known.setdefault(child.case.name, {})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.plan.fusion import Fused
 from weft.plan.held import Buffer, Kernel, Plan
+from weft.plan.stored import Stored
 from weft.plan.sums import join
+from weft.plan.torch_ops import value_random_ops
 
 MB = 2**20
 
@@ -27,9 +28,9 @@ def test_what_nobody_reads_dies_with_its_maker() -> None:
 
 
 def test_a_fused_kernel_writes_over_what_it_reads_last() -> None:
-    chain = [Kernel((buffer(4, 1),)), Kernel((buffer(4, kept=True),), fused=True)]
-    assert Plan(chain).peak == 4
-    assert Plan([chain[0], Kernel((buffer(4, kept=True),))]).peak == 8
+    given, made = buffer(4, 1), buffer(4, kept=True)
+    assert Plan([Kernel((given,)), Kernel((made,), {made: [given]})]).peak == 4
+    assert Plan([Kernel((given,)), Kernel((made,))]).peak == 8
 
 
 def test_kernels_that_need_least_come_first() -> None:
@@ -45,7 +46,7 @@ def test_a_freed_buffer_waits_where_that_does_not_raise_the_peak() -> None:
     high = [Kernel((buffer(20, 1),)), Kernel((buffer(4, 2),)), Kernel((buffer(3, 3),)), Kernel((buffer(5, 4),)), Kernel((buffer(4, kept=True),))]
     assert Plan(high).peak == 24
     flat = high[1:]
-    held = [Kernel(tuple(Buffer(b.size, frozenset(r - 1 for r in b.readers), b.kept, b.kind) for b in k.makes), k.fused) for k in flat]
+    held = [Kernel(tuple(Buffer(b.size, frozenset(r - 1 for r in b.readers), b.kept, b.kind) for b in k.makes)) for k in flat]
     assert Plan(held).peak == max(Plan(held).peaks(Plan(held).order))
 
 
@@ -81,7 +82,7 @@ def test_parts_of_a_result_live_as_long_as_each_is_read() -> None:
         return torch.mm(torch.mm(values, x), x)
 
     graph = make_fx(work, tracing_mode="fake")(torch.randn(1024, 1024))
-    first = Fused(graph)
+    first = Stored(graph)
     part = first.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default)[0]
     values, places = first._buffers(part)
     assert values.readers and not places.readers and values.size == 4 * MB
@@ -89,8 +90,6 @@ def test_parts_of_a_result_live_as_long_as_each_is_read() -> None:
 
 def test_the_state_of_random_numbers_is_no_argument_of_the_op_it_is_for() -> None:
     """As a checkpointed block runs its attention again on a GPU."""
-    from weft.plan.fusion import _value_random_ops
-
     def graphsafe_run_with_rng_state(*_: object, rng_state: object) -> None: ...
 
     graph = make_fx(lambda x: torch.ops.aten.bernoulli.p(x, 0.5), tracing_mode="fake")(torch.rand(4))
@@ -98,5 +97,15 @@ def test_the_state_of_random_numbers_is_no_argument_of_the_op_it_is_for() -> Non
     x = drawn.args[0]
     with graph.graph.inserting_before(drawn):
         again = graph.graph.create_node("call_function", graphsafe_run_with_rng_state, (torch.ops.aten.bernoulli.p, x, 0.5), {"rng_state": x})
-    _value_random_ops(graph)
+    value_random_ops(graph)
     assert [t.shape for t in again.meta["val"]] == [torch.Size([4])]
+
+
+def test_what_a_library_holds_while_it_runs_counts_but_no_plan_is_made_of_it() -> None:
+    wide = [Kernel((buffer(4, 1),)), Kernel((buffer(1, kept=True),), passing=10)]
+    assert Plan(wide).peaks(range(2)) == [4, 5]
+    assert Plan(wide).peak == 15
+
+
+def test_kernels_that_wait_for_one_another_are_taken_as_given() -> None:
+    assert Plan([Kernel((buffer(4, 1),)), Kernel((buffer(4, 0),))]).order == [0, 1]

@@ -10,7 +10,7 @@ before is taken, which then was not free in between, so only where
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,12 +27,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel makes. A `fused` one may write over its inputs; one whose `library` allocates takes nothing that was freed."""
+    """What a kernel makes. One whose `library` allocates takes nothing that was freed."""
 
     makes: tuple[Buffer, ...]
-    fused: bool = False
+    over: Mapping[Buffer, Sequence[Buffer]] = field(default_factory=dict)  # inputs each may be written over, if read for the last time
     library: bool = False
-    over: Buffer | None = None  # an input it writes to in place, if it is the last to read it
+    passing: int = 0  # bytes the library holds while it runs, which the compiler does not know of
 
     @property
     def size(self) -> int:
@@ -57,8 +57,10 @@ class Plan:
 
     @cached_property
     def order(self) -> list[int]:
-        given = list(range(len(self.kernels)))
-        return min((given, self.least_first()), key=lambda order: max(self.peaks(order), default=0))
+        given, least = list(range(len(self.kernels))), self.least_first()
+        if len(least) < len(given):  # kernels that wait for one another, as a cut rougher than the compiler's may have
+            return given
+        return min((given, least), key=lambda order: max(self.peaks(order), default=0))
 
     def last_readers(self, order: Sequence[int]) -> dict[int, list[Buffer]]:
         """What dies with each kernel: what it reads last, or makes for none."""
@@ -160,15 +162,15 @@ class _Reuse:
                     self.pool[buffer.kind].append((at, buffer))
                 self.frees[at] += buffer.size
         now = 0
-        for at in range(len(order)):
+        for at, n in enumerate(order):
             now += self.takes[at]
-            yield now
+            yield now + self.plan.kernels[n].passing
             now -= self.frees[at]
 
     def _place(self, at: int, kernel: Kernel, buffer: Buffer, gone: list[Buffer]) -> None:
         """Over an input, in a buffer freed before, or anew."""
-        written = next((b for b in gone if b is kernel.over or kernel.fused and b.kind == buffer.kind and b not in kernel.makes), None)
-        if written is not None and written.size >= buffer.size:
+        written = next((b for b in kernel.over.get(buffer, ()) if b in gone and b.size >= buffer.size), None)
+        if written is not None:
             gone.remove(written)
             return
         free = self.pool[buffer.kind]

@@ -98,15 +98,22 @@ class Recorder(TorchDispatchMode):
         self.seen = Observed(held=self.live, peak=self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        guess = GUESSES.get(_packet(func), _no_guess)(args)
-        out = func(*args, **(kwargs or {})) if guess is None else guess
+        out = self._result(func, args, kwargs or {})
         if self.quiet or TracingContext.try_get() is not None:
             return out
         self.seen.note(list(kernels(func, args, kwargs or {}, out)), self.host)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.follow(tensor)
+        self.seen.peak = max(self.seen.peak, self.live + passing(_packet(func), args))
         return out
+
+    @staticmethod
+    def _result(func: Any, args: Any, kwargs: Any) -> Any:
+        if _packet(func) in UPDATES:
+            return None
+        guess = GUESSES.get(_packet(func), _no_guess)(args)
+        return func(*args, **kwargs) if guess is None else guess
 
     def follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -158,6 +165,8 @@ GUESSES: dict[str, Callable[[Any], Any]] = {
     "nonzero": _all_true, "index": _all_taken, "_local_scalar_dense": _some_number, "equal": _they_are, "allclose": _they_are,
 }  # fmt: skip
 
+UPDATES = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")  # hand nothing back; torch has no fake of those with tensor rates
+
 
 # --- what a torch op is as a kernel
 
@@ -187,6 +196,14 @@ def kernels(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
     else:
         moved = sum(_bytes(t) for t in _unique(args, kwargs, out)) + sum(_bytes(t) for t in _overwritten(name, args))
         yield Touch(name, float(moved + _read_again(name, args)), 0, launches=_launches(name, args), walk=_walk(name, args, out))
+
+
+def passing(name: str, args: Any) -> int:
+    """Bytes an op holds while it runs: cuDNN's attention sums the gradient of the queries in 32 bits, and a number for each of their rows."""
+    if name != "_scaled_dot_product_cudnn_attention_backward":
+        return 0
+    queries = args[1]
+    return 4 * int(queries.numel() + queries.shape[:-1].numel())
 
 
 def _norm_backward(name: str, args: Any, out: Any) -> Iterator[Op]:
