@@ -185,7 +185,7 @@ def show(plan: Plan, seconds: float | None = None) -> None:
         console.print(f"  {name:<14} does not run: {reason}", highlight=False)
     if seconds is not None:
         proved = "nothing better in the space" if f["gap"] < 0.004 else f"at most {f['gap']:.1%} may be left"
-        console.print(f"planned in {seconds:.1f} s; {proved}")
+        console.print(f"planned in {seconds:.1f} s; {'the best of the ways tried' if plan.layouts else proved}")
 
 
 def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) -> None:
