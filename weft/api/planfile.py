@@ -15,6 +15,7 @@ from typing import Any
 from weft.api.trust import guard, verified
 from weft.core.errors import PlanError
 from weft.core.layout import R, S
+from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.text import parse
 from weft.frontend.capture import Captured
@@ -111,22 +112,26 @@ class Followed:
 
     def _placed(self, captured: Captured, named: Named, pins: Sequence[Pin]) -> Program:
         assert self.program is not None
-        held, why = self.held(captured, named), "there are pins"
-        if not pins:
-            try:
-                return carried(self.program, captured.program)
-            except PlanError as e:
-                why = f"{e.message}: needed {e.needed}, found {e.found}"
-            if not self.unsaid and _is_same(captured.program, self.program):
+        options = Options(gather=frozenset({"dp"} if named.zero == 3 else ()))
+        if not pins and not self.unsaid:
+            found = carried(self.program, captured.program, options)
+            if found.alone and _is_same(captured.program, self.program):
                 return self.program
+            if found.alone:
+                _warn(f"the plan {self.path} does not say how {_said(found.alone)} of the step are held: they are placed around the rest")
+            return found.program
+        held = self.held(captured, named)
         shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
         for name, places in resolve(pins, shapes, named.mesh.sizes).items():
             held |= dict.fromkeys((name, *(s for s, p in captured.states.items() if p == name)), places)
-        if self.unsaid:
-            why = f"{', '.join(self.unsaid)} rewrote it and the file does not say where; plan again"
+        why = f"{', '.join(self.unsaid)} rewrote it and the file does not say where; plan again" if self.unsaid else "there are pins"
         _warn(f"of the plan {self.path} only inputs are held as it says, since {why}")
-        gathered = frozenset({"dp"} if named.zero == 3 else ())
-        return place(captured.program, named.mesh, held, Options(gather=gathered))
+        return place(captured.program, named.mesh, held, options)
+
+
+def _said(nodes: Sequence[Node]) -> str:
+    names = list(dict.fromkeys(n.op.name for n in nodes))
+    return f"{len(nodes)} nodes ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 def _divides(shape: tuple[int, ...], node: Any, named: Named) -> bool:

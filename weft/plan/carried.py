@@ -1,68 +1,115 @@
-"""The layouts of a placed program, given to a step of the same structure: at another batch, in other number types, with other settings.
+"""The layouts of a placed program, given to a step of the same model: at another batch, in other number types, with other settings.
 
-Every node that moves nothing stands for a node of the step, found from the outputs back. It is made again with that node's attributes, on
-operands held as in the placed program; communication is made again as it is. So without communication the result is the step, node for node.
+Nodes that move nothing are paired with those of the step from the inputs on: the same op on paired operands, of several the one with the same
+attributes, else the next. A pair is made again as the step's node, on operands held as in the placed program; communication is made again as it
+is. So without communication the result is the step, node for node. What has no pair, as clipping where the plan had none, is placed around the rest.
 """
 
 from __future__ import annotations
 
-from weft.core.errors import PlanError, WeftError
-from weft.core.layout import Layout
-from weft.core.node import Node, Type, make
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.core.errors import LayoutError, WeftError
+from weft.core.layout import Layout, Placement, R
+from weft.core.node import Node, Op, Type, make
 from weft.core.program import Program, new_program
 from weft.ops.comm import is_comm
 from weft.ops.source import input_node
+from weft.plan.place import Options, place
+from weft.rewrite.engine import erase_nodes
 
 LAID_OUT = ("cuts", "mesh")  # attributes that say a layout
+Groups = dict[tuple[Op, tuple[Node, ...]], list[Node]]
 
 
-def carried(placed: Program, step: Program) -> Program:
-    """The step held as the placed program is; refused where they differ in more than sizes, types and numbers, or cannot be cut alike."""
-    meant, made = _pairs(placed, step), dict[Node, Node]()
-    try:
-        for node in placed.nodes:
-            made[node] = _made(node, meant[node], tuple(made[a] for a in node.args))
-    except WeftError as e:
-        raise PlanError("the step cannot be held so", needed=e.needed, found=f"{e.message}: {e.found}") from e
-    inputs = [made[placed.input_names[name]] for name in step.input_names]
-    outputs = {name: made[placed.output_names[name]] for name in step.output_names}
-    return new_program(step.name, placed.mesh, inputs, outputs, state=step.state)
+@dataclass(frozen=True)
+class Carried:
+    """A step as it is held, and those of its nodes that had no pair."""
+
+    program: Program
+    alone: tuple[Node, ...]
 
 
-def _pairs(placed: Program, step: Program) -> dict[Node, Node]:
-    """Nodes of the placed program, and what each computes of the step; communication computes what it is given."""
-    _require_same_names(placed, step)
-    meant: dict[Node, Node] = {}
-    todo = [(placed.output_names[name], n) for name, n in step.outputs]
-    todo += [(placed.input_names[name], n) for name, n in step.input_names.items()]
-    while todo:
-        node, own = todo.pop()
-        if meant.setdefault(node, own) is not own:
-            raise _differ(node, own)
-        if is_comm(node) and len(node.args) == 1:
-            todo.append((node.args[0], own))
-        elif node.op is own.op and len(node.args) == len(own.args):
-            todo += zip(node.args, own.args, strict=True)
-        else:
-            raise _differ(node, own)
-    return meant
+def carried(placed: Program, step: Program, options: Options | None = None) -> Carried:
+    """The step held as the placed program is, and placed around that where the program has no such nodes."""
+    meant = _meant(placed, step)
+    made = _made_again(placed, meant)
+    held = {n.attr("name"): _places(made[n]) for n in placed.inputs if n in made}
+    seeds = {meant[n]: new for n, new in made.items() if n.op.name != "input" and meant[n].op.name != "input"}
+    around = place(step, placed.mesh, held, options, made=seeds)
+    ends = {name: made.get(n) for name, n in placed.outputs if meant.get(n) is step.output_names.get(name)}
+    outputs = {name: ends.get(name) or n for name, n in around.outputs}
+    program = new_program(step.name, placed.mesh, around.inputs, outputs, state=step.state, lines=around.lines)
+    return Carried(program, tuple(n for n in step.nodes if n.args and n not in seeds))
 
 
-def _require_same_names(placed: Program, step: Program) -> None:
-    for kind, here, there in (("input", placed.input_names, step.input_names), ("output", placed.output_names, step.output_names)):
-        odd = sorted(here.keys() ^ there.keys())
-        if odd:
-            raise PlanError(f"only one of the steps has the {kind} {odd[0]}", needed=f"{len(here)} {kind}s", found=f"{len(there)}")
+def _places(node: Node) -> dict[str, Placement]:
+    return {axis: p for axis, p in node.layout.placements.items() if p != R}
 
 
-def _differ(node: Node, own: Node) -> PlanError:
-    return PlanError("the steps are of different structure", needed=repr(node), found=repr(own))
+# -- pairs -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _meant(placed: Program, step: Program) -> dict[Node, Node]:
+    """Nodes of the placed program, and which of the step's each computes; communication computes what it is given."""
+    gone = erase_nodes(placed)
+    theirs, own = _groups(dict.fromkeys(gone[n] for n in placed.nodes)), _groups(step.nodes)
+    known = {e: step.input_names[e.attr("name")] for e in gone.values() if e.op.name == "input" and e.attr("name") in step.input_names}
+    for node in placed.nodes:
+        e = gone[node]
+        if e not in known and e.op.name != "input" and all(a in known for a in e.args):
+            known |= _matched(theirs[e.op, e.args], own.get((e.op, tuple(known[a] for a in e.args)), ()))
+    return {n: known[gone[n]] for n in placed.nodes if gone[n] in known}
+
+
+def _groups(nodes: Iterable[Node]) -> Groups:
+    """Nodes of the same op on the same operands."""
+    found: Groups = {}
+    for n in nodes:
+        found.setdefault((n.op, n.args), []).append(n)
+    return found
+
+
+def _matched(theirs: Sequence[Node], own: Sequence[Node]) -> dict[Node, Node]:
+    """One of the step's nodes for each: of the same attributes, number type aside, else the next."""
+    found: dict[Node, Node] = {}
+    for same in (_attrs, lambda n: _attrs(n, "dtype"), lambda n: ()):
+        free: dict[object, list[Node]] = {}
+        for n in own:
+            if n not in found.values():
+                free.setdefault(same(n), []).append(n)
+        for e in theirs:
+            if e not in found and free.get(same(e)):
+                found[e] = free[same(e)].pop(0)
+    return found
+
+
+def _attrs(n: Node, *aside: str) -> tuple[tuple[str, object], ...]:
+    return tuple((k, v) for k, v in n.attrs if k not in (*aside, *LAID_OUT))
+
+
+# -- nodes made again ------------------------------------------------------------------------------------------------------------------
+
+
+def _made_again(placed: Program, meant: Mapping[Node, Node]) -> dict[Node, Node]:
+    """Nodes with a pair, as far as the step's sizes can be cut so."""
+    made: dict[Node, Node] = {}
+    for n in placed.nodes:
+        if n in meant and all(a in made for a in n.args):
+            try:
+                made[n] = _made(n, meant[n], tuple(made[a] for a in n.args))
+            except WeftError:
+                continue
+    return made
 
 
 def _made(node: Node, own: Node, args: tuple[Node, ...]) -> Node:
     if node.op.name == "input":
-        made: Node = input_node(own.attr("name"), Type(own.dtype, Layout.of(node.mesh, own.shape, node.layout.placements)))
-        return made
+        layout = Layout.of(node.mesh, own.shape, node.layout.placements)
+        if not layout.is_even:
+            raise LayoutError("parts that differ in size", needed="equal parts", found=str(layout))
+        return input_node(own.attr("name"), Type(own.dtype, layout))  # type: ignore[no-any-return]
     if is_comm(node):
         return make(node.op, args, dict(node.attrs))
     return make(node.op, args, dict(own.attrs) | {k: v for k, v in node.attrs if k in LAID_OUT})

@@ -59,13 +59,14 @@ def place(
     *,
     outputs: Mapping[str, Placements] | None = None,
     arrivals: Mapping[str, Placements] | None = None,
+    made: Mapping[Node, Node] | None = None,
 ) -> Program:
-    """The program on the mesh. Inputs not named are whole on every rank.
+    """The program on the mesh. Inputs not named are whole on every rank; nodes in `made` are placed already.
 
     Outputs named in `outputs` are held as told there and, along other axes, as they come; others are whole or as their state.
     Inputs named in `arrivals` are first brought to other placements, such as a value that was sent in slices.
     """
-    return _Placer(program, mesh, inputs, options or Options(), outputs or {}, arrivals or {}).run()
+    return _Placer(program, mesh, inputs, options or Options(), outputs or {}, arrivals or {}, made or {}).run()
 
 
 class _Placer:
@@ -77,6 +78,7 @@ class _Placer:
         options: Options,
         outputs: Mapping[str, Placements],
         arrivals: Mapping[str, Placements],
+        made: Mapping[Node, Node],
     ) -> None:
         unknown = [n for n in inputs if n not in program.input_names]
         if unknown:
@@ -87,7 +89,7 @@ class _Placer:
             )
         self.program, self.mesh, self.options = program, mesh, options
         self.inputs, self.outputs, self.arrivals = inputs, outputs, arrivals
-        self.made: dict[Node, Node] = {}
+        self.made = dict(made)
         self.home: dict[Node, list[Layout]] = {}  # where the results of an op that was turned belong
         self.alone: set[Node] = set()  # parameters, and what is made of one alone
         self.after = Roles(program).after if options.gather else frozenset[Node]()
