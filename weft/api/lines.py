@@ -54,7 +54,7 @@ def laid(
     held, options = input_layouts(captured.program, plan, captured.states, pinned)
     held |= exact or {}
     found = found or Found()
-    cuts = chosen_cuts(captured, plan.stages) if found.cuts is None else found.cuts
+    cuts = found.cuts if found.cuts is not None and len(found.cuts) + 1 == plan.stages else chosen_cuts(captured, plan.stages)
     regions = regions_of(captured, plan.recompute) if found.again is None else found.again
     stages = split(captured, plan.stages, plan.micro_batches, cuts, regions)
     again = tuple(recomputed_stage(s, puts_off_weights(plan.schedule)) for s in stages)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
-from weft.api.lines import laid
+from weft.api.lines import Laid, laid
 from weft.api.parallelize import Step, gathered, moved
 from weft.api.runner import Runner, Values
 from weft.api.trust import exactly, guarded, verified
@@ -163,6 +163,7 @@ class PipelinedStep(Step):
     ) -> None:
         made = laid(captured, plan, pinned or {}, exact, guarded if guard else None, found)
         self.line, self.stages, self.held, self.options = made.line, made.stages, made.held, made.options
+        self._made_of = captured, found
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)
         self.messages = Messages(plan.mesh.groups("pp"), device) if plan.pp > 1 else None
@@ -171,6 +172,11 @@ class PipelinedStep(Step):
         self._spread = self._spreader(self.line.stages)
         self._batch_types = _batch_types(self.line.stages)
         self._evaluate: _Evaluation | None = None
+
+    def laid(self, plan: Named) -> Laid:
+        """The same step under another plan of the same mesh: held, cut and run again alike, where it has as many stages."""
+        captured, found = self._made_of
+        return laid(captured, plan, {}, self.held, found=found)
 
     def _spreader(self, stages: tuple[Placed, ...]) -> Compiled | None:
         program = spread(self.line, stages, self.program)

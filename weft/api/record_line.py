@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from weft.api.compiled import Compiled
-from weft.api.lines import foreseen, laid
+from weft.api.lines import foreseen
 from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, ruled, tensors
 from weft.api.runner import Values
 from weft.cluster.spec import Cluster
@@ -96,7 +96,7 @@ class LineRecorder(Recorder):
                 continue
             try:
                 checked = Named.parse(str(other))
-                found[str(other)] = foreseen(laid(self.step.captured, checked, {}, self.step.held).line, checked, cluster)
+                found[str(other)] = foreseen(self.step.laid(checked).line, checked, cluster)
             except WeftError as error:
                 reasons[str(other)] = error.message
         timed = [
