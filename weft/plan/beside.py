@@ -1,8 +1,7 @@
 """Kernels that read the same tensors and do not wait for one another become one, as Inductor has it; the pair that saves most comes first.
 
 Two may when they walk alike: over equally many elements, or down the same columns. They must be near in the order of the program (`FAR`), lest
-much waits for the later one, and not take more memory than they save reading. On an accelerator a sum down the columns of a tall tensor also joins
-a kernel along its rows, however far.
+much waits for the later one. On an accelerator a sum down the columns of a tall tensor also joins a kernel along its rows, however far.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from weft.plan.torch_ops import alone, elements_of, has_value, over_rows, pads, 
 
 FAR = 64  # results between
 LEAST = 10  # bytes both must read
-WORTH = 32  # bytes of memory a byte not read may cost
 LARGE, TALL, WIDE = 5 * 2**20, 4096, 16384  # elements and rows from which, and columns up to which, rows and columns are summed in one pass
 
 
