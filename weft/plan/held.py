@@ -1,8 +1,8 @@
 """What the kernels of a compiled graph hold, as Inductor has them: in the order of least memory, results over what is read no more.
 
 Buffers live from the kernel that makes them to the last that reads them. Of the order given and the one that takes the kernel that holds
-least next, that with the smaller peak runs. A kernel may write over an input it is the last to read; else a buffer of the same kind freed
-before is taken, which then was not free in between, so only where
+least next, that with the smaller peak runs. A result may be written over an input that its kernel is the last to read and reads for it alone;
+else a buffer of the same kind freed before is taken, which then was not free in between, so only where
 
     size + peak between <= peak of all
 """
