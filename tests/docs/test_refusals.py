@@ -85,9 +85,9 @@ def test_bad_input_is_refused_in_words(name: str) -> None:
     [
         ("groups: [", "cannot be read"),
         ("groups: [3]", "cannot be read"),
-        ("groups: [{nodes: two, devices: 8, kind: H100}]", "no number for nodes"),
+        ("groups: [{nodes: two, devices: 8, kind: H100}]", "nodes of .* cannot be .two."),
         ("groups: [{nodes: 2, devices: 8, kind: 4}]", "cannot be read"),
-        ("groups: [{nodes: 2, devices: 8, kind: H100, network_gbps_per_device: fast}]", "no number for network"),
+        ("groups: [{nodes: 2, devices: 8, kind: H100, network_gbps_per_device: fast}]", "network_gbps_per_device of .* cannot be .fast."),
         ("\udcff", "cannot read"),
     ],
 )
