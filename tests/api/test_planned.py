@@ -290,6 +290,8 @@ def test_a_model_of_other_layers_is_told(tmp_path: Path) -> None:
     found = pieces.find(captured("gpt2", layers=4))
     assert found.cuts is None and found.again is None
     assert found.told == ["where its stages are cut: it has 7 layers and this model 4 blocks that repeat"]
+    both = Counted((ROW[:3], ROW[3:]), (), "none", 2).find(captured("gpt2", layers=4))
+    assert both.told == ["where its stages are cut and what it runs again: it has 7 layers and this model 4 blocks that repeat"]
 
 
 def test_half_a_layer_where_there_is_none(folder: Path) -> None:

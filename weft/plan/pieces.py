@@ -64,15 +64,19 @@ class Counted:
     def find(self, captured: Captured) -> Found:
         layers = Layers(captured)
         stages = self.stages or self._alike(layers.count)
-        per = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
-        many = layers.count // per if per and layers.count % per == 0 else 0  # runs of all layers, as of accumulated gradients
-        if not many or (many > 1 and len(stages) > 1):
-            lost = f"where its stages are cut: it has {per} layers and this model {layers.count} blocks that repeat"
-            return Found(told=[lost if len(stages) > 1 else f"what it runs again: {lost.partition(': ')[2]}"])
+        depth = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
+        if depth != layers.count:
+            lost = ["where its stages are cut"] * (len(stages) > 1) + ["what it runs again"] * self._mixed
+            why = f"it has {depth} layers and this model {layers.count} blocks that repeat"
+            return Found(told=[f"{' and '.join(lost)}: {why}"] if lost else [])
         found = Found()
         found.cuts = self._cuts(stages, layers, found.told)
-        found.again = tuple(self._again(stages, layers, per, many, found.told))
+        found.again = tuple(self._again(stages, layers, found.told))
         return found
+
+    @property
+    def _mixed(self) -> bool:
+        return any(way != "none" for stage in self.stages for _, way, _ in stage)
 
     def _alike(self, depth: int) -> tuple[tuple[Piece, ...], ...]:
         return tuple((("layer", self.way, n),) for n in self.layers or share(depth, self.count))
@@ -93,13 +97,13 @@ class Counted:
             cuts.append(layers.end(last) or ())
         return tuple(cuts)
 
-    def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, per: int, many: int, told: list[str]) -> Iterator[Region]:
+    def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> Iterator[Region]:
         lost: dict[str, list[str]] = {}
         at = 0
         for name, way, n in (piece for stage in stages for piece in stage if piece[0] in HALVES):
             half, width = HALVES[name]
             for k in range(at, at + n * width, width):
-                found = [r for run in range(many) for r in _regions(layers, run * per + k // 2, way, half)]
+                found = _regions(layers, k // 2, way, half)
                 yield from found
                 if way != "none" and not found and _may(way, half):
                     lost.setdefault(way, []).append(str(k // 2 + 1))
