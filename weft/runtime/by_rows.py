@@ -9,6 +9,8 @@ Where a zero gradient changes nothing (`still`), only rows looked up are read an
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +31,8 @@ def update_(
 ) -> None:  # fmt: skip
     """Overwrites a table and its state. `rows` are the ascending rows of the table that are held, None where all are; `adam` has the settings
     where torch's own kernel does the update."""
+    if not kept[0].numel():
+        return
     x, at = x.reshape(index.numel(), *kept[0].shape[1:]), index.reshape(-1)
     if kept[0].device.type != "cpu":
         _on_device(run, kept, x, at, rows, lr, step, still)
@@ -55,8 +59,8 @@ def _held(x: Tensor, at: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """What was looked up of the rows that are held, and where among them it stands."""
     if rows is None:
         return x, at
-    place = torch.searchsorted(rows, at.contiguous()).clamp(max=max(rows.numel() - 1, 0))
-    hit = (rows[place] == at).nonzero().reshape(-1) if rows.numel() else at[:0]
+    place = torch.searchsorted(rows, at.contiguous()).clamp(max=rows.numel() - 1)
+    hit = (rows[place] == at).nonzero().reshape(-1)
     return x[hit], place[hit]
 
 
@@ -89,7 +93,7 @@ def _on_device(
 
 
 def _compile(run: Run, given: Sequence[Tensor], cut: bool, still: bool) -> Run:
-    """By Inductor, which fuses the asking with the update and overwrites in place."""
+    """By Inductor, which fuses the asking with the update and overwrites in place; op by op where it refuses."""
     from torch._inductor import compile as inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -100,14 +104,20 @@ def _compile(run: Run, given: Sequence[Tensor], cut: bool, still: bool) -> Run:
             _asked(run, rest[1:] if cut else rest, x, at, rest[0] if cut else None, lr, step)
         return (step + 1,)  # a graph gives something
 
-    return inductor(make_fx(flat, tracing_mode="fake")(*given), list(given))  # type: ignore[no-any-return]
+    if os.environ.get("WEFT_INDUCTOR", "1") == "0":
+        return flat
+    try:
+        return inductor(make_fx(flat, tracing_mode="fake")(*given), list(given))  # type: ignore[no-any-return]
+    except Exception as error:
+        warnings.warn(f"tables are updated op by op: Inductor refused it ({type(error).__name__}: {error})", stacklevel=2)
+        return flat
 
 
 def _asked(run: Run, kept: Sequence[Tensor], x: Tensor, at: Tensor, rows: Tensor | None, lr: Tensor, step: Tensor) -> None:
     """All rows, each with the sum in its slot. A row that is not held has a slot beyond the last, which nobody asks."""
     total = kept[0].shape[0]
     if rows is not None:
-        place = torch.searchsorted(rows, at).clamp(max=max(total - 1, 0))
+        place = torch.searchsorted(rows, at).clamp(max=total - 1)
         at = torch.where(rows[place] == at, place, total)
     slots, sums = _sums(x, at, total + 1)
     slots = slots[:total]
@@ -129,7 +139,8 @@ def _sums(x: Tensor, at: Tensor, total: int) -> tuple[Tensor, Tensor]:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     own = torch.arange(at.shape[0], dtype=torch.int32, device=x.device)
     slots = torch.full((total,), -1, dtype=torch.int32, device=x.device).index_put_((at,), own)
-    return slots, torch.zeros_like(x).index_put_((slots[at],), x, accumulate=True)
+    sums = x.new_zeros(max(1, at.shape[0]), *x.shape[1:])  # one that may be asked, where nothing was looked up
+    return slots, sums.index_put_((slots[at],), x, accumulate=True)
 
 
 def _with(kept: Sequence[Tensor], g: Tensor) -> tuple[Tensor, ...]:
