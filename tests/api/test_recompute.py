@@ -82,6 +82,30 @@ def test_what_is_live_grows_by_a_blocks_input_not_by_the_block() -> None:
     assert a_block[0] > 10 * its_input
 
 
+def test_parts_of_blocks_free_part_of_what_blocks_do() -> None:
+    (want, most), (_, least) = two_steps("dp1"), two_steps("dp1,recompute")
+    for way in ("activation", "ffn", "selective", "per-op"):
+        got, held = two_steps(f"dp1,recompute:{way}")
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        assert least < held < most, way
+
+
+def two_steps(plan: str) -> tuple[list[float], int]:
+    """Losses, and the most bytes of the second step."""
+    step, w = build(plan, layers=2)
+    first = step(w.example(32)).item()
+    with Peak() as seen:
+        second = step(w.example(32, seed=1)).item()
+    return [first, second], seen.peak
+
+
+def test_a_part_that_no_block_has_is_refused() -> None:
+    w = zoo.small("mixtral-8x7b", layers=2)
+    with pytest.raises(PlanError, match="nothing can be recomputed") as e:
+        parallelize(w.model, w.loss, torch.optim.SGD(w.model.parameters(), lr=0.1), w.example(8), plan="recompute:activation")
+    assert "blocks with no activation between two products with weights" in str(e.value)
+
+
 def test_a_pipeline_keeps_less_of_every_micro_batch(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         assert losses("pp2,recompute") == losses("pp2")
