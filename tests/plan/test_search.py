@@ -150,3 +150,12 @@ def test_cost_takes_the_nodes_that_serve_a_token_cheapest() -> None:
 
 def test_an_instance_is_a_node() -> None:
     assert cluster("8xp3.16xlarge").devices == 64 and cluster("p3.16xlarge").devices == 8
+
+
+def test_embedding_and_head_may_be_chunks_alone() -> None:
+    """126 layers go into 16 x 8 chunks, of which the first and the last hold none; not into 127."""
+    problem = Request("llama3-405b", "2048x8xH100").problem()
+    assert [problem.chunk(n) for n in (126, 127, 128, 129)] == [1, 0, 1, 0]
+    search = Search(problem, Limits(pins={"tp": "8", "pp": "16", "schedule": "interleaved", "recompute": "none", "zero": "1"}))
+    found = search.best(EVERYTHING)
+    assert isinstance(found, Found) and found.setting.virtual == 8

@@ -116,8 +116,9 @@ class Problem:
         return self.shape.layers // (self.shape.moe_every if self.shape.experts else 1)
 
     def chunk(self, cuts: int) -> int:
-        """Layers of each of `cuts` chunks where they come out even, or would if embedding and head were a layer each; else 0."""
-        if cuts > self.depth:
+        """Layers of each of `cuts` chunks where they come out even, or would if embedding and head were a layer each; else 0. Two chunks more than
+        layers are embedding and head alone."""
+        if cuts > self.depth and cuts != self.depth + 2:
             return 0
         return next((n // cuts for n in (self.depth, self.depth + 2) if n % cuts == 0), 0)
 
