@@ -17,8 +17,9 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if any("measured_ms" in r for r in rows):
         yield "gpu-foresight time", times([r for r in rows if "measured_ms" in r])
-    if any("measured_ms" not in r for r in rows):
-        yield "gpu-foresight memory", memory([r for r in rows if "measured_ms" not in r])
+    held = [r for r in rows if "measured_gb" in r and "measured_ms" not in r]  # a row with neither was not reached in time
+    if held:
+        yield "gpu-foresight memory", memory(held)
 
 
 def times(rows: Sequence[Mapping[str, Any]]) -> str:
