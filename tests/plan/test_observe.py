@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.cluster.profile import load
 from weft.plan.fusion import observe_compiled
-from weft.plan.observe import observe, seconds
+from weft.plan.observe import observe, passing, seconds
 from weft.plan.workload import Attention, Gemm
 
 WIDTH, BATCH, LAYERS = 64, 32, 4
@@ -169,3 +169,9 @@ def test_wefts_own_step_is_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.held == pytest.approx(plain.held, rel=0.05)
     device = load("H200").device
     assert seconds(whole, device, recorded=True) < seconds(whole, device)
+
+
+def test_attention_of_cudnn_holds_the_gradient_of_the_queries_in_32_bits() -> None:
+    queries = torch.empty(2, 3, 5, 8, device="meta", dtype=torch.bfloat16)
+    assert passing("_scaled_dot_product_cudnn_attention_backward", (queries, queries)) == 4 * (2 * 3 * 5 * 8 + 2 * 3 * 5)
+    assert passing("_scaled_dot_product_flash_attention", (queries, queries)) == 0
