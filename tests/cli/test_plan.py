@@ -30,7 +30,7 @@ def test_plan_explain_diff(tmp_path) -> None:
     assert found["what_if"][0]["plan"]["setting"]["global_batch"] == 16
     assert found["step_ms"] <= min(found["baselines_ms"].values())
     pinned = call("plan", "gpt2", "--cluster", "1x2xA100", "--batch", "8", "--out", two, "--json", "--pin", "recompute=full")
-    assert last(pinned)["plan"]["setting"]["recompute"] == "full"
+    assert last(pinned)["plan"]["setting"]["recompute"] == "full" and " of 85.0 GB" in pinned.output
     assert {"what": "recompute", "a": "none", "b": "full"} in last(call("diff", one, two, "--json"))["differences"]
     assert "recompute" in {d["decision"] for d in last(call("explain", one, "--json"))["decisions"]}
 

@@ -174,7 +174,7 @@ def show(plan: Plan, seconds: float | None = None) -> None:
     console.print(table)
     console.print(
         f"step {f['step_ms']:,.1f} ms, {f['tokens_per_s']:,.0f} {'tokens' if plan.seq else 'samples'}/s, "
-        f"utilisation {f['mfu']:.1%}, memory {f['memory_gb']:.1f} GB"
+        f"utilisation {f['mfu']:.1%}, memory {f['memory_gb']:.1f}{_room(plan)} GB"
     )
     if f.get("causes_ms"):
         parts = sorted(f["causes_ms"].items(), key=lambda item: -item[1])
@@ -186,6 +186,18 @@ def show(plan: Plan, seconds: float | None = None) -> None:
     if seconds is not None:
         proved = "nothing better in the space" if f["gap"] < 0.004 else f"at most {f['gap']:.1%} may be left"
         console.print(f"planned in {seconds:.1f} s; {'the best of the ways tried' if plan.layouts else proved}")
+
+
+def _room(plan: Plan) -> str:
+    """What a device has, or may use; nothing where the cluster's file is no longer there."""
+    from weft.cluster.spec import cluster
+    from weft.core.errors import WeftError
+
+    try:
+        has = min(g.profile.device.memory for g in cluster(plan.cluster).groups) / 1e9
+    except WeftError:
+        return ""
+    return f" of {min(has, float(plan.limits.get('memory_gb') or has)):.1f}"
 
 
 def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) -> None:

@@ -47,7 +47,8 @@ def explain_captured(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
         others = [w for w in ways if of(w) != of(chosen)]
         if others:
             say(decision)
-            yield _reason(place, decision, value, chosen, min(others, key=lambda w: (w.memory if least else w.seconds, w.name)))
+            made = _reason(place, decision, value, chosen, min(others, key=lambda w: (w.memory if least else w.seconds, w.name)))
+            yield replace(made, flips="what is held does not depend on the network", factor=0.0) if least else made
 
 
 def _mesh(way: Way) -> str:
