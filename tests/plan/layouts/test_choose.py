@@ -158,6 +158,12 @@ def test_a_pin_on_nothing_is_refused() -> None:
         choose(step(2, 16, 32).program, mesh, alpha_beta(mesh), pins={"param.nowhere": [{"x": R}]})
 
 
+def test_a_pin_that_cannot_be_held_is_refused() -> None:
+    mesh = Mesh(x=3)
+    with pytest.raises(PlanError, match=r"layers\.0\.weight cannot be held as it is pinned(.|\n)*even cuts of \[16, 16\](.|\n)*x:S\(1\)"):
+        choose(step(2, 16, 32).program, mesh, alpha_beta(mesh), pins={"param.layers.0.weight": [{"x": S(1)}]})
+
+
 def test_parts_repeat_with_the_blocks() -> None:
     sizes = {n: len(set(parts(transformer(n).program, transformer(n).blocks).values())) for n in (6, 8)}
     assert sizes[6] == sizes[8]

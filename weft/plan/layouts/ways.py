@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.core.errors import LayoutError, TypeMismatch
+from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Layout, Mesh, P, Placement, R, S, Within
 from weft.core.node import Attrs, Node, Type
 from weft.ops.registry import ONE, Equation, Kind, arg_sets
@@ -52,7 +52,19 @@ class Ways:
         options = list(pinned or itertools.product(*(self._held(node.type, axis) for axis in self.mesh.axes)))
         options = [p for p in options if pinned or centre is None or _apart(p, centre[0]) <= 1]
         types = (self._type(node.type, places) for places in options)
-        return tuple(Way((), (of(t.layout),), _stand_in(node, (), (t,))) for t in types if t is not None)
+        found = tuple(Way((), (of(t.layout),), _stand_in(node, (), (t,))) for t in types if t is not None)
+        if not found:
+            raise self._cannot_hold(node, options)
+        return found
+
+    def _cannot_hold(self, node: Node, pinned: Sequence[Placements]) -> PlanError:
+        said = " or ".join(", ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, places, strict=True)) for places in pinned)
+        return PlanError(
+            f"{node.attr('name')} cannot be held as it is pinned",
+            needed=f"even cuts of {list(node.type.shape)} on {self.mesh}",
+            found=said,
+            try_="another dim, or a mesh whose axis divides it",
+        )
 
     def of_node(
         self, node: Node, pending: Sequence[bool], incoming: Sequence[Sequence[Placements]], centre: Centre = None
