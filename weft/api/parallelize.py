@@ -82,8 +82,8 @@ def parallelize(
     if file is not None:
         plan, pins, accumulate = file.words, (*file.pins, *pins), accumulate if accumulate > 1 else file.micro_batches
     named = None if plan == "auto" else _named(plan, memory=memory, others=others)
-    if named is not None and (named.recompute or (file and file.pieces)) and not (named.micro or noise):
-        named = replace(named, micro=accumulate if accumulate > 1 else 0)  # in one program of all parts, the block that repeats is the model
+    if named is not None and (named.recompute or (file and file.pieces)) and not noise:
+        named = _by_parts(named, accumulate)
     how = {"clip": clip, "precision": precision}
     parts = {**how, "accumulate": accumulate, "pins": pins, "guard": on_nan == "skip", "check": check}
     parts |= {"held": file.held, "found": file.found, "part": file.part} if file is not None else {}
@@ -101,15 +101,29 @@ def parallelize(
     if named.micro_batches > 1:
         step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
     else:
-        captured = file.again(captured, named) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
-        chosen = decision or file
-        source, moves = chosen.step(captured) if chosen is not None else (captured, ())
-        program = decision.program if decision else _placed(source, named, wish, where, file)
-        report = verified(source.program, program) if check else None
-        step = Step(captured, program, named, model, loss, optimizer, where, seed)
-        step.report, step.source, step.moves = report, source.program, moves
+        step = _in_one(captured, named, wish, decision, file, check, (model, loss, optimizer, where, seed))
     step.decision = decision
     return _ready(step, on_nan, deterministic, record, progress)
+
+
+def _by_parts(named: Named, accumulate: int) -> Named:
+    """A plan that runs something again, its micro-batches one after another: in one program of them all, the block that repeats is the model."""
+    return named if named.micro or accumulate == 1 else replace(named, micro=accumulate)
+
+
+def _in_one(
+    captured: Captured, named: Named, wish: auto.Wish, decision: auto.Decision | None, file: planfile.Followed | None, check: bool,
+    rest: tuple[nn.Module, Loss, torch.optim.Optimizer, torch.device, int],
+) -> Step:  # fmt: skip
+    """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
+    captured = file.again(captured, named) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
+    chosen = decision or file
+    source, moves = chosen.step(captured) if chosen is not None else (captured, ())
+    program = decision.program if decision else _placed(source, named, wish, rest[3], file)
+    report = verified(source.program, program) if check else None
+    step = Step(captured, program, named, *rest)
+    step.report, step.source, step.moves = report, source.program, moves
+    return step
 
 
 def _placed(captured: Captured, named: Named, wish: auto.Wish, device: torch.device, file: planfile.Followed | None) -> Program:
