@@ -1,11 +1,14 @@
 """Attention by torch's fused kernels, forward and back: those of the CPU, of cuDNN, flash and memory-efficient ones.
 
-Which of them is called depends on device, dtype and mask alone, so that a backward finds what its forward left.
+They are called behind torch's front door, so what that sees to is seen to here: operands lie as the kernels read them, heads are
+as wide as they take, and nothing is empty. Which of them is called depends on device, dtype, shape and mask alone, so that a backward
+finds what its forward left.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -14,6 +17,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _aten = torch.ops.aten
+LINE = 16  # bytes that a GPU kernel reads at once, and so where its rows begin
+WIDEST = 256  # numbers in a head that the flash kernel of GPUs takes
+
+
+def _as_read(x: Tensor) -> Tensor:
+    """Queries, keys or values [b, h, s, d] with each row in one piece and rows apart; on a GPU, every one at the start of a line.
+
+    A kernel takes this for granted of whatever it is given, and reads other memory where it does not hold."""
+    rows, width = x.shape[2:]
+    whole = (width == 1 or x.stride(3) == 1) and (rows == 1 or x.stride(2) >= width)
+    if whole and (not x.is_cuda or _on_lines(x)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _on_lines(x: Tensor) -> bool:
+    step = LINE // x.element_size()
+    strides = [n for n, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    return not any(n % step for n in (*strides, x.storage_offset()))
+
+
+def _by_flash(q: Tensor) -> bool:
+    """Whether a GPU's flash kernel takes it; the memory-efficient one takes the rest."""
+    return q.dtype != torch.float32 and q.shape[-1] <= WIDEST
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -22,7 +49,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
     if _by_cudnn(q, k, causal):
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
         return out, lse
-    if q.dtype != torch.float32:
+    if _by_flash(q):
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[2]]
@@ -31,10 +58,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> Any:
     if not q.is_cuda:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, out, lse, 0.0, causal, scale=scale)
-    if q.dtype == torch.float32:
-        return _efficient_backward(do, q, k, v, out, lse, None, causal, scale)
     if _by_cudnn(q, k, causal):
         return _cudnn_backward(do, q, k, v, out, lse, None, causal, scale)
+    if not _by_flash(q):
+        return _efficient_backward(do, q, k, v, out, lse, None, causal, scale)
     none = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _aten._scaled_dot_product_flash_attention_backward(
         do, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none[0], scale=scale
@@ -110,13 +137,17 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     far = -6e4 if mask.dtype == torch.float16 else -1e30  # times a few it is still a number
     bias = torch.where(mask == -torch.inf, far, mask.clamp(min=far / 2))
     seen = (mask > -torch.inf).any(-1, keepdim=True)
-    short = -bias.shape[-1] % 16 if bias.shape[-1] > 1 else 0
-    bias = torch.nn.functional.pad(bias, (0, short))[..., : bias.shape[-1]] if short and q.is_cuda else bias  # rows start every 16 numbers
-    bias = _held(bias) if q.is_cuda else bias
     b, g, r, s = q.shape[:4]
+    bias = _held(_in_lines(bias, k.shape[2])) if q.is_cuda else bias
     heads = (1, 1) if bias.shape[1:3] == (1, 1) else (g, r)
     flat = bias.expand(-1, *heads, -1, -1).flatten(1, 2)
     return flat.expand(b, g * r, s, k.shape[2]), seen  # stretched last of all, so that it is not written out
+
+
+def _in_lines(bias: Tensor, keys: int) -> Tensor:
+    """A row for all keys in one piece, and rows that start every 16 numbers, as a GPU's kernels read them."""
+    rows = bias.expand(*bias.shape[:-1], keys)
+    return torch.nn.functional.pad(rows, (0, -keys % 16)).contiguous()[..., :keys]
 
 
 def _held(x: Tensor) -> Tensor:
@@ -130,7 +161,7 @@ def _held(x: Tensor) -> Tensor:
 
 def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:
     """Whether the kernel itself lets several query heads read one key head."""
-    return q.is_cuda and q.dtype != torch.float32 and mask is None
+    return q.is_cuda and mask is None and _by_flash(q)
 
 
 def _heads(x: Tensor, like: Tensor, mask: Tensor | None) -> Tensor:
@@ -139,30 +170,52 @@ def _heads(x: Tensor, like: Tensor, mask: Tensor | None) -> Tensor:
     return x if r == 1 or _shares_keys(like, mask) else x.unsqueeze(2).expand(b, g, r, *x.shape[2:]).reshape(b, g * r, *x.shape[2:])
 
 
+def _flat(x: Tensor, like: Tensor) -> Tensor:
+    """What stands at query rows, [b, g, r, s, d], as the kernels read it, [b, g * r, s, d]."""
+    b, g, r, s = like.shape[:4]
+    return _ready(x.reshape(b, g * r, s, x.shape[-1]))
+
+
+def _ready(x: Tensor) -> Tensor:
+    """As the kernels read it; on a GPU, with zeros up to the next width of a head that is a multiple of 8."""
+    short = -x.shape[-1] % 8 if x.is_cuda else 0
+    return _as_read(torch.nn.functional.pad(x, (0, short)) if short else x)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
     """q [b, g, r, s, d], k and v [b, g, t, d] -> result and log-sum-exp, without the scores ever being whole."""
     b, g, r, s, d = q.shape
-    flat = q.reshape(b, g * r, s, d), _heads(k, q, mask), _heads(v, q, mask)
+    if not q.numel() or not k.numel():
+        return q.new_zeros(b, g, r, s, d), _every_row(q, math.log(k.shape[2]) if k.shape[2] else -math.inf)
+    flat = _flat(q, q), _ready(_heads(k, q, mask)), _ready(_heads(v, q, mask))
     if mask is None:
         out, lse = _flash(*flat, causal, scale)
-        return out.reshape(b, g, r, s, -1), lse.reshape(b, g, r, s)
+        return out[..., :d].reshape(b, g, r, s, d), lse.reshape(b, g, r, s)
     bias, seen = _bias(mask, q, k)
     out, lse = _masked(*flat, bias, scale)
-    return torch.where(seen, out.reshape(b, g, r, s, -1), 0.0), torch.where(seen[..., 0], lse.reshape(b, g, r, s), -torch.inf)
+    out, lse = out[..., :d].reshape(b, g, r, s, d), lse.reshape(b, g, r, s)
+    return torch.where(seen, out, 0.0), torch.where(seen[..., 0], lse, -torch.inf)
+
+
+def _every_row(q: Tensor, value: float) -> Tensor:
+    """A log-sum-exp that is one and the same for every row."""
+    return q.new_full(q.shape[:4], value, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False
 ) -> Any:
-    b, g, r, s = q.shape[:4]
-    flat = (b, g * r, s, -1)
-    ours = q.reshape(flat), _heads(k, q, mask), _heads(v, q, mask), out.reshape(flat)
+    """The gradients of q, k and v from that of the result, with what the forward gave."""
+    b, g, r, s, d = q.shape
+    if not q.numel() or not k.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    ours = _flat(do, q), _flat(q, q), _ready(_heads(k, q, mask)), _ready(_heads(v, q, mask)), _flat(out, q)
     if mask is None:
-        dq, dk, dv = _flash_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), causal, scale)
+        dq, dk, dv = _flash_backward(*ours, lse.reshape(b, g * r, s).contiguous(), causal, scale)
     else:
         bias, seen = _bias(mask, q, k)
         lse = torch.where(seen[..., 0], lse, torch.inf)  # so that the weights of a row that sees no key are 0
-        dq, dk, dv = _masked_backward(do.reshape(flat), *ours, lse.reshape(b, g * r, s), bias, scale)
+        dq, dk, dv = _masked_backward(*ours, lse.reshape(b, g * r, s).contiguous(), bias, scale)
     if r > 1 and not _shares_keys(q, mask):
         dk, dv = (x.reshape(b, g, r, *x.shape[2:]).sum(2) for x in (dk, dv))
-    return dq.reshape(q.shape), dk, dv
+    return dq[..., :d].reshape(q.shape), dk[..., :d], dv[..., :d]
