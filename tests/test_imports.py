@@ -42,6 +42,7 @@ def test_every_import_goes_the_one_way() -> None:
         ("weft.plan.cost", "weft.codegen.pipeline", True),
         ("weft.plan.cost", "weft.plan.layouts", False),
         ("weft.runtime.worker", "weft.core.errors", False),
+        ("weft.runtime.worker", "weft.core.native", False),
         ("weft.runtime.worker", "weft.runtime.faults", False),
         ("weft.runtime.worker", "weft.core.program", True),
         ("weft.codegen.to_cpu", "weft.runtime.launch", True),
@@ -154,7 +155,7 @@ def _against(importer: str, imported: str) -> bool:
     if high == "__main__":
         return low != "cli"
     if high == "runtime":
-        return imported not in ("weft.core", "weft.core.errors")
+        return imported not in ("weft.core", "weft.core.errors", "weft.core.cache", "weft.core.native")
     if low == "testing":
         return high != "cli"
     if high == "testing":

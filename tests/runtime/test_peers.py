@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from weft.core.errors import KernelError, RuntimeFault
-from weft.runtime import cache, native
+from weft.core.errors import RuntimeFault
 from weft.runtime.shm import Segment
 
 
@@ -121,38 +120,3 @@ def test_more_ranks_than_cores_still_run(tmp_path: Path) -> None:
     start = time.monotonic()
     run_ranks(8, job, tmp_path)
     assert time.monotonic() - start < 50
-
-
-def test_code_is_not_run_from_a_place_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "cache"
-    place.mkdir(mode=0o777)
-    os.chmod(place, 0o777)
-    monkeypatch.setenv("WEFT_CACHE", str(place))
-    with pytest.raises(KernelError, match="others could write to it") as e:
-        cache.cache_dir()
-    assert "mode 0777" in str(e.value)
-    assert f"chmod 700 {place}" in str(e.value)
-    os.chmod(place, 0o700)
-    assert cache.cache_dir() == place
-    os.chmod(tmp_path, 0o777)
-    with pytest.raises(KernelError, match="others could write"):
-        cache.cache_dir()
-
-
-def test_a_library_is_built_once_and_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
-    source = 'extern "C" int twice(int x) { return 2 * x; }\n'
-    first = native.build(source)
-    assert native.build(source) == first
-    assert stat.S_IMODE(first.stat().st_mode) == 0o600
-    assert native.load(source).twice(21) == 42
-    assert native.build(source + "// more\n") != first
-
-
-def test_a_kernel_that_does_not_compile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(KernelError, match="refused a generated kernel") as e:
-        native.build("not C++ at all\n")
-    assert ".cpp" in str(e.value)

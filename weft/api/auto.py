@@ -23,6 +23,7 @@ from weft.api.schedule import bucketed, fused_update
 from weft.cluster.here import here
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
+from weft.core import native
 from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
 from weft.core.text import parse
@@ -38,7 +39,7 @@ from weft.plan.replay import moves_of, replayed, rewritten
 from weft.plan.rewritten import Move
 from weft.plan.space import divisors
 from weft.rewrite.updates import by_definition, by_rows
-from weft.runtime import hosts, native
+from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
 

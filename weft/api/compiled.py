@@ -16,10 +16,11 @@ from weft import interp
 from weft.api.lanes import with_lanes
 from weft.codegen.blocks import Call
 from weft.codegen.pipeline import lower
+from weft.core import native
 from weft.core.errors import RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
-from weft.runtime import by_rows, comm, memory, native, pipeline, quick, replay
+from weft.runtime import by_rows, comm, memory, pipeline, quick, replay
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.cluster.local import torch_calls
-from weft.runtime import native
+from weft.core import native
 from weft.runtime.near import near_of
 from weft.runtime.peers import connect
 

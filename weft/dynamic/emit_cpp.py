@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from weft.core import native
 from weft.dynamic.emit import Emitter, column, is_bool
 from weft.dynamic.kernel import SEGMENT, Kernel, cat_parts, statement
 from weft.dynamic.store import Pointer, Stores
-from weft.runtime import native
 
 TYPES = {torch.float32: "float", torch.float64: "double", torch.bool: "bool", torch.int64: "i64"}
 HEADER = Path(__file__).with_name("lanes.h")

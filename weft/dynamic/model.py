@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weft.core import native
 from weft.core.errors import StructureError
 from weft.dynamic.captured import Templates
 from weft.dynamic.choice import Way
@@ -23,7 +24,7 @@ from weft.dynamic.structure import Structure
 from weft.dynamic.trace import Function, Traced
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Pool
-from weft.runtime import native, replay
+from weft.runtime import replay
 
 if TYPE_CHECKING:
     from weft.dynamic.grow import Growing

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core import native
 from weft.core.errors import KernelError
-from weft.runtime import native
 
 Ints = NDArray[np.int64]
 I64 = ctypes.c_int64
@@ -31,8 +31,8 @@ def library() -> Any | None:
     if not known or not native.available():
         return None
     try:
-        found = ctypes.PyDLL(str(native.build(SOURCE.read_text())))
-    except (KernelError, OSError):
+        found = native.load(SOURCE.read_text(), kind=ctypes.PyDLL)
+    except KernelError:
         return None
     for name, result, count in (("count", I64, 0), ("flatten", I64, 5), ("depth", I64, 4)):
         function = getattr(found, f"weft_{name}")

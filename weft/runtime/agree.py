@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from weft.core import cache
 from weft.core.errors import RuntimeFault
-from weft.runtime import cache
 from weft.runtime.board import doing
 
 

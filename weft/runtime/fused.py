@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from weft.core import native
 from weft.core.errors import KernelError
-from weft.runtime import native
-from weft.runtime.peers import HostPeers
+from weft.runtime.peers import HEADER, HostPeers
 
 HEAD = 3  # columns of a row before its addresses
 CACHE_BYTES = 16 << 20  # beyond this much per call, what is written for others goes past the caches
@@ -118,7 +118,7 @@ class HostKernel:
         self._keep = sums
         self.totals = (ctypes.c_double * max(1, kernel.totals * len(rows)))()
         touched = kernel.bytes_per_element * sum(row.length for row in rows)
-        self._run = native.load(kernel.source).run
+        self._run = native.load(kernel.source, header=HEADER).run
         pointers = (self._table, len(rows), self.scalars, self._sums, self.totals)
         self._args = (
             ctypes.byref(peers.state), ctypes.c_uint32(peers.op(self.name)), pointers[0], ctypes.c_int64(pointers[1]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from weft.runtime import cache
+from weft.core import cache
 
 
 def describe(device: torch.device) -> str:

@@ -7,15 +7,18 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+from weft.core import cache
 from weft.core.errors import KernelError
-from weft.runtime import cache
 
 
 @functools.cache
 def load(source: str) -> ModuleType:
     """The module whose text is `source`; equal text gives the same module."""
     name = f"weft_generated_{cache.digest(source)}"
-    path = cache.entry(f"{name}.py", lambda out: _write(out, source))
+    return cache.entry(f"{name}.py", lambda out: _write(out, source), lambda path: _import(path, name, source))
+
+
+def _import(path: Path, name: str, source: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or path.read_text() != source:
         raise KernelError("generated code was changed in the cache", needed="the text that was written",

@@ -8,17 +8,20 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.core import native
 from weft.core.errors import RuntimeFault
-from weft.runtime import faults, native
+from weft.runtime import faults
 from weft.runtime.board import SIZE, Board, doing, world_board
 from weft.runtime.shm import Segment, host_identity
 
+HEADER = Path(__file__).with_name("weft_sync.h")
 SYNC = """#include "weft_sync.h"
 extern "C" {
 int32_t weft_barrier(weft::World *w, uint32_t op) { return weft::barrier(w, op); }
@@ -104,7 +107,7 @@ class HostPeers:
         self.board = self._open_board()
         self._pids = _exchange(os.getpid(), group)
         self._pidfds = [os.pidfd_open(pid) for pid in self._pids]
-        self._sync = native.load(SYNC)
+        self._sync = native.load(SYNC, header=HEADER)
         self._keep = (
             (ctypes.c_void_p * self.world)(*map(_address, self.board.pages)),
             (ctypes.c_int32 * self.world)(*self._pidfds),

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.core import cache
 from weft.core.errors import WeftError
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
-from weft.runtime import cache
 from weft.runtime.machine import describe
 from weft.schedule import by_hierarchy, fuse, merge, overlap, recipes, split
 from weft.schedule.groups import FUSIBLE

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from weft.runtime import cache
+from weft.core import cache
 
 
 class Store:
@@ -15,7 +15,15 @@ class Store:
     def __init__(self, *key: str, writes: bool = True) -> None:
         self.path = cache.cache_dir() / f"tuned-{cache.digest(*key)}.json"
         self.key, self.writes = list(key), writes
-        self.times: dict[str, float] = json.loads(self.path.read_text())["times"] if self.path.exists() else {}
+        self.times: dict[str, float] = self._read()
+
+    def _read(self) -> dict[str, float]:
+        """What was kept, or nothing where the file is not there or not whole: then it is measured again."""
+        try:
+            times = json.loads(self.path.read_text())["times"]
+            return {str(name): float(ms) for name, ms in times.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}
 
     def put(self, candidate: str, ms: float, **more: Any) -> None:
         self.times[candidate] = ms

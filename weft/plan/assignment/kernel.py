@@ -6,12 +6,16 @@ A kernel holds a problem as the loops want it: for each node its edges and its c
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weft.plan.assignment import loops, native
+from weft.core import native
+from weft.core.errors import KernelError
+from weft.plan.assignment import loops
 from weft.plan.assignment.problem import Floats, Ints, Problem, offsets
 
 
@@ -68,12 +72,24 @@ class Kernel:
         return gain, best
 
     def _loop(self, name: str, *args: Any) -> Any:
-        library = native.library()
+        library = _library()
         if library is None:
             return getattr(loops, name)(self, *args)
         function: Any = getattr(library, name)
         function.restype = _RESULT[name]
         return function(ctypes.byref(self._record), *(_plain(a) for a in args))  # type: ignore[attr-defined]
+
+
+SOURCE = Path(__file__).with_name("native.cpp")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled loops, which round as `loops.py` does, or None where they cannot be had."""
+    try:
+        return native.load(SOURCE.read_text(), flags=("-ffp-contract=off",)) if native.available() else None
+    except KernelError:
+        return None
 
 
 _COUNTS = ("nodes", "edges", "times")
