@@ -28,6 +28,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "bert-large": {"layers": 6, "batch": 16},
     "wide-resnet": {"stages": (2, 2, 2, 2), "base": 64, "batch": 32},
 }
+HUGGING_FACE: dict[str, dict[str, Any]] = {  # transformers' own modules, parameters in the precision's dtype
+    "hf-llama": {"kind": "Llama", "layers": 16, "hidden": 2048, "ffn": 5632, "heads": 32, "kv_heads": 4, "vocab": 32000, "seq": 2048, "batch": 4},
+    "hf-mixtral": {"kind": "Mixtral", "layers": 4, "hidden": 1024, "ffn": 3584, "heads": 16, "kv_heads": 4, "vocab": 32000, "seq": 2048,
+                   "batch": 4},
+}
 CLOSE = {"tf32": 2e-3, "bf16": 2e-2}  # relative, of losses; or three times what torch.compile is off by
 SORTS = {"nchwToNhwc": "turned", "nhwcToNchw": "turned", "triton_red": "reductions", "triton_per": "reductions", "triton_poi": "elementwise",
          "Memcpy": "copies", "Memset": "copies", "multi_tensor": "update"}  # fmt: skip
@@ -39,18 +44,24 @@ class Ways:
     def __init__(self, name: str, precision: str) -> None:
         from weft.frontend import zoo
 
+        self.precision, self.pure = precision, name in HUGGING_FACE and precision == "bf16"
+        if name in HUGGING_FACE:
+            self.workload = HuggingFace(**HUGGING_FACE[name], dtype=torch.bfloat16 if self.pure else torch.float32)
+            self.example = self.workload.example()
+            self.batch = {k: v.cuda() for k, v in self.example.items()}
+            return
         settings = dict(SIZES[name])
         batch = settings.pop("batch")
         if "dropout" in vars(zoo.entry(name).settings):
             settings["dropout"] = 0.0
-        self.workload, self.precision = zoo.get(name, device="cpu", **settings), precision
+        self.workload = zoo.get(name, device="cpu", **settings)
         self.example = self.workload.example(batch)
         self.batch = {k: v.cuda() for k, v in self.example.items()}
 
     def weft(self) -> Callable[[], Any]:
         from weft.api.parallelize import parallelize
 
-        model, low = copy.deepcopy(self.workload.model), torch.bfloat16 if self.precision == "bf16" else None
+        model, low = copy.deepcopy(self.workload.model), torch.bfloat16 if self.precision == "bf16" and not self.pure else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.step = parallelize(model, self.workload.loss, optimizer, self.example, device="cuda", precision=low)
         return lambda: self.step(self.batch)
@@ -60,7 +71,7 @@ class Ways:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
         def loss_of(m: Any, batch: Any) -> Any:
-            with torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16"):
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16" and not self.pure):
                 return self.workload.loss(m, batch)
 
         run = torch.compile(loss_of) if compiled else loss_of
@@ -73,6 +84,27 @@ class Ways:
             return loss
 
         return step
+
+
+class HuggingFace:
+    """A model of transformers for next-token prediction, built from its configuration with random weights."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, seq: int, batch: int, **sizes: int) -> None:
+        import transformers
+
+        words = {"layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size", "heads": "num_attention_heads",
+                 "kv_heads": "num_key_value_heads", "vocab": "vocab_size"}  # fmt: skip
+        config = getattr(transformers, f"{kind}Config")(**{words[k]: v for k, v in sizes.items()}, max_position_embeddings=seq)
+        torch.manual_seed(0)
+        self.model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
+        self.shape, self.vocab = (batch, seq), sizes["vocab"]
+
+    def example(self) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, self.vocab, self.shape, generator=torch.Generator().manual_seed(1))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        return model(**batch, use_cache=False).loss
 
 
 def started(name: str, precision: str) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
@@ -111,7 +143,8 @@ def main() -> None:
         ready.touch()
         while not go.exists():
             time.sleep(0.02)
-        row = timed_row(", ".join([name, *(f"{k} {v}" for k, v in SIZES[name].items())]), in_turn(ways, int(rounds)), **said)
+        sizes = {**SIZES, **HUGGING_FACE}[name]
+        row = timed_row(", ".join([name, *(f"{k} {v}" for k, v in sizes.items())]), in_turn(ways, int(rounds)), **said)
         row["machine"] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         row["kernels_us"] = {key: kernels(ways[key]) for key in ("weft", "compile")}
     except Exception as error:

@@ -56,6 +56,17 @@ def _unsmoothed(n: Node, device: str) -> bool:
     return n.attr("smoothing") == 0.0 and n.args[1].dtype.is_floating_point
 
 
+def _grouped(first: int) -> Test:
+    """Where torch multiplies groups of rows without asking the host for their sizes: bf16 on a GPU, rows of whole 16 bytes."""
+
+    def test(n: Node, device: str) -> bool:
+        x, up = n.args[first], n.args[first + 3]
+        even = all(size % 8 == 0 for size in up.type.layout.largest_local[1:])
+        return device == "cuda" and even and all(a.dtype == torch.bfloat16 for a in (x, *n.args[first + 2 :]))
+
+    return test
+
+
 def _always(n: Node, device: str) -> bool:
     return True
 
@@ -69,6 +80,8 @@ QUICK: Mapping[str, Test] = {
     "attention": _plain_attention(0),
     "attention_backward": _plain_attention(1),
     "adam": _plain_adam,
+    "experts": _grouped(0),
+    "experts_backward": _grouped(1),
     "put": _always,
     "layer_norm": _one_dtype,
     "layer_norm_backward": _one_dtype,
@@ -76,17 +89,27 @@ QUICK: Mapping[str, Test] = {
 }
 
 
-def quick_call(n: Node, args: list[str], device: str, own: bool, statistics: str | None = None) -> str | None:
-    """The call, or None where the op's own function must do. `statistics` is where a norm leaves, or finds, its own."""
+def quick_call(
+    n: Node, args: list[str], device: str, own: bool, at: Mapping[str, int], statistics: str | None = None
+) -> str | None:
+    """The call at a place of the mesh, or None where the op's own function must do. `statistics` is where a norm leaves, or finds, its own."""
     test = QUICK.get(n.op.name)
     if test is None or not test(n, device):
         return None
     if n.op.name == "put" and all_rows(n.args[2]):
         return f"quick.put_all({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={n.args[2].shape[0]})"
     attrs: dict[str, object] = {k: v for k, v in n.attrs if k != "sign"} | ({"own": own} if n.op.name == "adam" else {})
+    if n.op.name in ("experts", "experts_backward"):
+        attrs["first"] = _first(n.args[3 if n.op.name == "experts" else 4], at)
     more = [f"statistics={statistics}"] if statistics and n.op.name == "layer_norm_backward" else []
     call = f"quick.{n.op.name}({', '.join([*args, *(f'{k}={v!r}' for k, v in attrs.items()), *more])})"
     return f"{call}[0]" if n.op.name == "layer_norm" and statistics is None else call
+
+
+def _first(experts: Node, at: Mapping[str, int]) -> int:
+    """The number of the first expert held here; those held stand side by side."""
+    held = experts.layout.positions(0, at)
+    return int(held[0]) if len(held) else 0
 
 
 def keeps_statistics(p: Program) -> dict[Node, Node]:

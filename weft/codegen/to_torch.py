@@ -169,7 +169,7 @@ class _Writer:
         writer = SPECIAL.get(n.op.name)
         if writer is not None:
             return writer(self, n, args)
-        quick = quick_call(n, args, self.device, self.own, self.statistics.get(n) or self.backward_of.get(n)) if self.chunked is None else None
+        quick = quick_call(n, args, self.device, self.own, self.at, self.statistics.get(n) or self.backward_of.get(n)) if self.chunked is None else None
         if quick is not None:
             return quick
         if n.op.local is not None:

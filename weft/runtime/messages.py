@@ -2,10 +2,13 @@
 
 Two ranks agree on the order of the messages from one to the other beforehand, since both know both schedules. What goes to higher
 ranks has a group of its own, and what goes to lower ones: a message never waits for one that goes the other way, whatever the backend.
+Some backends join two ranks only when both speak to each other for the first time, and wait for it; so all pairs are joined when the
+groups are made, in one order that every rank keeps to. A backend that takes no tensors of the device is given copies on the host.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +28,25 @@ class Messages:
         """`lines` are the ranks of every pipeline there is; all ranks must make theirs together."""
         self.rank, self.device = dist.get_rank(), device
         self._up, self._down = (dist.new_subgroups_by_enumeration([list(line) for line in lines])[0] for _ in range(2))
+        self._by_host = device.type != "cpu" and "nccl" not in str(dist.get_backend(self._up))
+        for group in (self._up, self._down):
+            self._join(group, next(line for line in lines if self.rank in line))
         self._expected: dict[int, list[tuple[Hashable, Sequence[Spec]]]] = {}
         self._asked: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         self._sent: list[tuple[Any, torch.Tensor]] = []
+
+    def _join(self, group: dist.ProcessGroup, line: Sequence[int]) -> None:
+        """Say a word to every other rank of the line. Pairs in ascending order: the least one not yet joined waits for nobody."""
+        word = torch.zeros(1, device=self._place)
+        for low, high in itertools.combinations(sorted(line), 2):
+            if self.rank in (low, high):
+                pass_on = dist.send if self.rank == (low if group is self._up else high) else dist.recv
+                pass_on(word, high if self.rank == low else low, group=group)
+
+    @property
+    def _place(self) -> torch.device:
+        """Where tensors are when the backend reads or writes them."""
+        return torch.device("cpu") if self._by_host else self.device
 
     def expect(self, order: Mapping[int, Sequence[tuple[Hashable, Sequence[Spec]]]]) -> None:
         """What will come from each rank, in the order it is sent."""
@@ -39,7 +58,7 @@ class Messages:
         """Start sending; the tensors are kept until they are gone."""
         group = self._up if to > self.rank else self._down
         self._sent = [(w, x) for w, x in self._sent if not w.is_completed()]
-        self._sent += [(dist.isend(x, to, group=group), x) for x in (t.contiguous() for t in tensors)]
+        self._sent += [(dist.isend(x, to, group=group), x) for x in (t.contiguous().to(self._place) for t in tensors)]
 
     def receive(self, source: int, key: Hashable) -> list[torch.Tensor]:
         """The tensors of a message, once they are here."""
@@ -52,7 +71,7 @@ class Messages:
         tensors = []
         for work, x in self._asked.pop(key):
             work.wait()
-            tensors.append(x)
+            tensors.append(x.to(self.device))
         self._ask(source, AHEAD)
         return tensors
 
@@ -60,7 +79,7 @@ class Messages:
         waiting, self._expected[source] = self._expected[source][:count], self._expected[source][count:]
         for key, specs in waiting:
             group = self._up if source < self.rank else self._down
-            buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs]
+            buffers = [torch.empty(shape, dtype=dtype, device=self._place) for shape, dtype in specs]
             self._asked[key] = [(dist.irecv(x, source, group=group), x) for x in buffers]
 
     def finish(self) -> None:

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.runtime.fused_attention import attention as attention
 from weft.runtime.fused_attention import attention_backward as attention_backward
+from weft.runtime.grouped import experts as experts
+from weft.runtime.grouped import experts_backward as experts_backward
 
 _aten = torch.ops.aten
 
