@@ -23,10 +23,10 @@ from weft.api.trust import verified
 from weft.core.dtensor import to_placements
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout, Placement, S
+from weft.core.names import original, part, readable
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.model import capture_step
-from weft.frontend.capture.recorder import readable
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
@@ -128,7 +128,7 @@ class Sharded:
         node, mesh = program.output_names[out], self.plan.mesh
         places: Mapping[str, Placement] = {}
         if out.startswith(GRAD):
-            places = layouts.get(f"param.{out.removeprefix(GRAD + '.')}", {})
+            places = layouts.get(f"param.{readable(original(out.removeprefix(GRAD + '.')))}", {})
         elif node.ndim and node.shape[0] == rows and self.plan.dp > 1:
             places = {"dp": S(0)}
         return Layout.of(mesh, node.shape, places).placements
@@ -304,7 +304,7 @@ def _at(ct: Any, layout: Layout, run: Compiled) -> Tensor:
 
 
 def _gradient(run: Compiled, name: str, out: Mapping[str, Tensor]) -> Any:
-    key = f"{GRAD}.{name.removeprefix('param.')}"
+    key = f"{GRAD}.{part(original(name.removeprefix('param.')))}"
     return as_dtensor(out[key], run.program.output_names[key].layout, run.device_mesh) if key in out else None
 
 

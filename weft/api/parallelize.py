@@ -25,6 +25,7 @@ from weft.api.trust import Losses, exactly, guarded, require_exact, verified
 from weft.api.watch import watch
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import R
+from weft.core.names import original
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
@@ -392,7 +393,7 @@ class Step:
             for name in self.state_names:
                 kind, _, key = name.partition(".")
                 if kind in ("param", "buffer"):
-                    own[key].copy_(self.full(name))
+                    own[original(key)].copy_(self.full(name))
         return self.model
 
     # -- trust -----------------------------------------------------------------------------------------------------------------

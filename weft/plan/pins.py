@@ -17,6 +17,7 @@ from torch import nn
 
 from weft.core.errors import PlanError
 from weft.core.layout import Placement, R, S
+from weft.core.names import original
 from weft.plan.place import Placements
 
 EXAMPLE = "layers.*.mlp.w1=tp:S(1)"
@@ -64,7 +65,7 @@ def resolve(pins: Iterable[Pin], parameters: Mapping[str, tuple[int, ...]], size
 
 
 def _named(pin: Pin, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
-    bare = {name.removeprefix("param."): name for name in parameters}
+    bare = {original(name.removeprefix("param.")): name for name in parameters}
     found = [full for name, full in bare.items() if fnmatch.fnmatch(name, pin.pattern) or fnmatch.fnmatch(name, f"{pin.pattern}.weight")]
     if not found:
         near = difflib.get_close_matches(pin.pattern, bare, 3, 0.3)

@@ -196,5 +196,5 @@ def test_names_that_a_program_could_not_print():
     model = nn.ModuleDict({"a-b": nn.Linear(4, 4)})
     model.forward = lambda x: model["a-b"](x)
     captured = capture(model, (X,))
-    assert set(captured.parameters) == {"param.a_b.weight", "param.a_b.bias"}
+    assert set(captured.parameters) == {"param.a_0x2d_b.weight", "param.a_0x2d_b.bias"}
     torch.testing.assert_close(run(captured, (X,))["out"], model["a-b"](X))

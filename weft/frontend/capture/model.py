@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from weft.core.errors import CaptureError
+from weft.core.names import part
+from weft.frontend.capture.batches import changed
 from weft.frontend.capture.joint import OwnGradient
-from weft.frontend.capture.recorder import readable
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
 
@@ -93,7 +93,7 @@ def capture_step(
         with step.stepping(optimizer):
             step.give("out", function(batch))
 
-    return _traced(model, example, run, capacity, name or readable(getattr(function, "__name__", "step").strip("<>")))
+    return _traced(model, example, run, capacity, name or part(getattr(function, "__name__", "step").strip("<>")))
 
 
 def _traced(model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None) -> Captured:
@@ -161,7 +161,9 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
 def _part(batch: Any, i: int, parts: int) -> Any:
     """One of equal parts of the batch; numbers go to every part."""
 
-    def cut(x: Tensor) -> Tensor:
+    def cut(_: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
         if x.ndim and x.shape[0] % parts:
             raise CaptureError(
                 f"the batch does not split into {parts} equal parts",
@@ -170,7 +172,7 @@ def _part(batch: Any, i: int, parts: int) -> Any:
             )
         return x.chunk(parts)[i].clone() if x.ndim else x
 
-    return tree_map_only(Tensor, cut, batch)
+    return changed("batch", batch, cut)
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +20,6 @@ from weft.ops.fill import full, stop_gradient
 from weft.ops.source import input_node
 
 MESH = Mesh()
-
-
-def readable(name: str) -> str:
-    """A name that prints and parses back: what a ModuleDict or a batch may have as a key need not."""
-    return re.sub(r"[^\w.]", "_", name)
 
 
 @dataclass
@@ -117,8 +111,9 @@ class Recorder:
         return constant(value, dtype, self.mesh)
 
     def declare(self, name: str, shape: Sequence[int], dtype: torch.dtype, moves: bool = False) -> Node:
-        """A new input of the program; a name keeps letters, digits, _ and dots."""
-        name = readable(name)
+        """A new input of the program."""
+        if name in self.inputs:
+            raise CaptureError("two tensors have one name", needed="another name for each", found=name)
         node = self.inputs[name] = input_node(name, self.type(shape, dtype))
         self.differentiable[node] = moves
         return node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,12 +12,14 @@ from torch import Tensor
 
 from weft.autodiff import backward
 from weft.core.errors import CaptureError
+from weft.core.names import readable
 from weft.core.node import Node, constant, toposort, user_line
 from weft.core.program import Program, new_program
+from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.optimizers import Rule, rule_of
-from weft.frontend.capture.recorder import Recorder, readable
+from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.tape import Tape
 from weft.ops import pointwise as w
 from weft.ops.fill import zeros_like
@@ -83,7 +84,7 @@ def lesson(target: str) -> str:
 
 def named_batch(batch: Any) -> dict[str, Tensor]:
     """The tensors of a batch by the names their inputs have."""
-    return {readable(name): v for name, v in _named("batch.0" if isinstance(batch, Tensor) else "batch", batch)}
+    return tensors("batch.0" if isinstance(batch, Tensor) else "batch", batch)
 
 
 class Step:
@@ -186,8 +187,7 @@ class Step:
 
     def give(self, key: str, value: Any) -> None:
         """The tensors in what the user's code returned, named by their place in it."""
-        for name, tensor in _named(key, value):
-            self.outputs[readable(name)] = self.recorder.node(tensor)
+        self.outputs |= {name: self.recorder.node(tensor) for name, tensor in tensors(key, value, objects=False).items()}
 
     def keep_state(self) -> None:
         """What the step leaves in parameters, buffers and the optimizer; called while the module is still traced."""
@@ -211,20 +211,6 @@ class Step:
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
             self.noted,
         )  # fmt: skip
-
-
-def _named(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for k, v in value.items():
-            yield from _named(f"{key}.{k}", v)
-    elif isinstance(value, (tuple, list)):
-        for i, v in enumerate(value):
-            yield from _named(f"{key}.{i}", v)
-    elif dataclasses.is_dataclass(value):
-        for f in dataclasses.fields(value):
-            yield from _named(f"{key}.{f.name}", getattr(value, f.name))
 
 
 @function(Tensor.backward, tensors=True)

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
+from weft.core.names import readable
 from weft.core.node import Node, listening, user_line
 from weft.frontend.capture.alike import candidates
+from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Blocks, Instance, heard
 from weft.frontend.capture.errors import explained
 from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.joint import own_gradients
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.precision import autocast_on_cpu
-from weft.frontend.capture.recorder import Recorder, readable
+from weft.frontend.capture.recorder import Recorder
 
 
 @dataclass
@@ -36,17 +38,10 @@ class Tape:
 
     def batch(self, example: Any) -> Any:
         """The batch as inputs: the same structure, of traced tensors."""
-        return self._fields("batch", example) if not isinstance(example, Tensor) else self._fields("batch.0", example)
+        return changed("batch.0" if isinstance(example, Tensor) else "batch", example, self._leaf)
 
-    def _fields(self, name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self.recorder.fresh_input(name, value, moves=value.is_floating_point())
-        if isinstance(value, Mapping):
-            return {k: self._fields(f"{name}.{k}", v) for k, v in value.items()}
-        if isinstance(value, (tuple, list)):
-            parts = [self._fields(f"{name}.{i}", v) for i, v in enumerate(value)]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        return value
+    def _leaf(self, name: str, value: Any) -> Any:
+        return self.recorder.fresh_input(name, value, moves=value.is_floating_point()) if isinstance(value, Tensor) else value
 
     def written(self) -> dict[str, Node]:
         """Parameters and buffers that the trace wrote into, or put another tensor in place of."""
