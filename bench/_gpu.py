@@ -65,12 +65,13 @@ def run(module: str, stage: Stage, ranks: int, device: str = "cuda", **settings:
         out, logs = Path(folder, "rows"), [Path(folder, f"{r}.log") for r in range(ranks)]
         command = [sys.executable, "-m", "bench._gpu_rank", module, stage.work, stage.backend, device, str(out)]
         command += [text.dumps({**stage.settings, **settings})]
-        env |= {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        env |= {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+                "WEFT_BENCH_LIMIT": str(stage.limit)}  # fmt: skip
         processes = [_start(command, {**env, "RANK": str(r)}, logs[r]) for r in range(ranks)]
         status = _watch(processes, start + stage.limit, out)
         found = {"stage": stage.name, "ranks": ranks, "status": status, "seconds": round(time.monotonic() - start, 1)}
         if status != "ok":
-            found["logs"] = [log.read_text()[-1500:] for log in logs[:2]]
+            found["logs"] = [log.read_text()[-4000:] for log in logs[:2]]
             print(text.dumps(found), file=sys.stderr, flush=True)
         return {**found, "rows": _rows(out)}
 

@@ -6,6 +6,7 @@ counts; of all rounds the median.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import json
@@ -166,6 +167,7 @@ def timed_row(case: str, ms: Mapping[str, float], **more: Any) -> dict[str, Any]
 
 def main() -> None:
     module, work, backend, device, out, settings = sys.argv[1:]
+    faulthandler.dump_traceback_later(float(os.environ["WEFT_BENCH_LIMIT"]) - 5, exit=False)  # where a rank that never ends stands
     me = Rank(backend, device, Path(out))
     getattr(importlib.import_module(module), work)(me, **json.loads(settings))
     me.sync()

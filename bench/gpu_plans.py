@@ -19,8 +19,8 @@ from bench import _gpu
 from bench._gpu_rank import Rank
 
 STAGES = {
-    "hosts": _gpu.Stage("plans", limit=400, backend=_gpu.NCCL, settings={"hosts": True}),
-    "symmetric": _gpu.Stage("plans", limit=400, settings={"hosts": False}),
+    "hosts": _gpu.Stage("plans", limit=120, backend=_gpu.NCCL, settings={"hosts": True}),
+    "symmetric": _gpu.Stage("plans", limit=120, settings={"hosts": False}),
 }
 PLANS = (
     "dp4;dp4,zero1;dp4,zero3;tp4;tp4,sp;dp2,tp2;cp4,ring;dp2,pp2,micro4;pp4,micro4;pp4,micro4,gpipe;pp4,micro4,zero-bubble;"

@@ -226,26 +226,36 @@ def all_to_all(
 
 
 def reduce(x: torch.Tensor, group: Any, op: str = "sum", *, root: int) -> Pending:
-    group, out = far(group), x.clone(memory_format=torch.contiguous_format)
+    group = far(group)
+    out = x.to(reach(group, x.device)).clone(memory_format=torch.contiguous_format)
     work = dist.reduce(out, dist.get_global_rank(group, root), REDUCE[op], group=group, async_op=True)
-    return Pending(work, lambda: out if dist.get_rank(group) == root else None)
+    return Pending(work, lambda: out.to(x.device) if dist.get_rank(group) == root else None)
 
 
 def broadcast(x: torch.Tensor | None, group: Any, *, root: int, shape: Sequence[int], like: Any) -> Pending:
     """`like` is (dtype, device) for the ranks that receive."""
-    group = far(group)
-    out = x.contiguous() if x is not None else torch.empty(tuple(shape), dtype=like[0], device=like[1])
-    return Pending(dist.broadcast(out, dist.get_global_rank(group, root), group=group, async_op=True), lambda: out)
+    group, (dtype, device) = far(group), like
+    place = reach(group, device)
+    out = x.contiguous().to(place) if x is not None else torch.empty(tuple(shape), dtype=dtype, device=place)
+    return Pending(dist.broadcast(out, dist.get_global_rank(group, root), group=group, async_op=True), lambda: out.to(device))
 
 
 def send(x: torch.Tensor, group: Any, *, to: int) -> Pending:
     group = far(group)
-    return Pending(dist.isend(x.contiguous(), dist.get_global_rank(group, to), group=group), lambda: None)
+    out = x.contiguous().to(reach(group, x.device))
+    return Pending(dist.isend(out, dist.get_global_rank(group, to), group=group), lambda: None)
 
 
 def recv(group: Any, *, source: int, shape: Sequence[int], like: Any) -> Pending:
-    group, out = far(group), torch.empty(tuple(shape), dtype=like[0], device=like[1])
-    return Pending(dist.irecv(out, dist.get_global_rank(group, source), group=group), lambda: out)
+    group, (dtype, device) = far(group), like
+    out = torch.empty(tuple(shape), dtype=dtype, device=reach(group, device))
+    return Pending(dist.irecv(out, dist.get_global_rank(group, source), group=group), lambda: out.to(device))
+
+
+def reach(group: Any, device: Any) -> torch.device:
+    """Where a tensor must be for the group's backend to send it: gloo takes none of an accelerator's."""
+    device = torch.device(device)
+    return device if device.type == "cpu" or "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
 
 
 def cut(x: torch.Tensor, *, span: Span, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import RuntimeFault
+from weft.runtime.comm import reach
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of one tensor of a message
 AHEAD = 1  # messages asked for before they are needed
@@ -28,7 +29,7 @@ class Messages:
         """`lines` are the ranks of every pipeline there is; all ranks must make theirs together."""
         self.rank, self.device = dist.get_rank(), device
         self._up, self._down = (dist.new_subgroups_by_enumeration([list(line) for line in lines])[0] for _ in range(2))
-        self._by_host = device.type != "cpu" and "nccl" not in str(dist.get_backend(self._up))
+        self._place = reach(self._up, device)
         for group in (self._up, self._down):
             self._join(group, next(line for line in lines if self.rank in line))
         self._expected: dict[int, list[tuple[Hashable, Sequence[Spec]]]] = {}
@@ -42,11 +43,6 @@ class Messages:
             if self.rank in (low, high):
                 pass_on = dist.send if self.rank == (low if group is self._up else high) else dist.recv
                 pass_on(word, high if self.rank == low else low, group=group)
-
-    @property
-    def _place(self) -> torch.device:
-        """Where tensors are when the backend reads or writes them."""
-        return torch.device("cpu") if self._by_host else self.device
 
     def expect(self, order: Mapping[int, Sequence[tuple[Hashable, Sequence[Spec]]]]) -> None:
         """What will come from each rank, in the order it is sent."""
