@@ -71,7 +71,7 @@ def run(module: str, stage: Stage, ranks: int, device: str = "cuda", **settings:
         status = _watch(processes, start + stage.limit, out)
         found = {"stage": stage.name, "ranks": ranks, "status": status, "seconds": round(time.monotonic() - start, 1)}
         if status != "ok":
-            found["logs"] = [log.read_text()[-4000:] for log in logs[:2]]
+            found["logs"] = [log.read_text()[-3000:] for log in logs]
             print(text.dumps(found), file=sys.stderr, flush=True)
         return {**found, "rows": _rows(out)}
 

@@ -82,6 +82,7 @@ class Rank:
             self.finish()
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"[:500] + traceback.format_exc()[-900:]
+            print(f"{name}: {failed}", file=sys.stderr, flush=True)  # others may wait where this rank never comes
         wrong = [why for why in self.all(failed) if why]
         if wrong:
             self.say(case=name, failed=wrong[0], seconds=round(time.time() - start, 1))
