@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
@@ -79,6 +81,230 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is of another model") as e:
         other.checkpoints(str(tmp_path)).restore()
     assert "saved under dp1" in str(e.value)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """A step whose state nobody changes."""
+    return make("dp1")[0]
+
+
+def two_saves(folder: Path) -> tuple[Any, dict[int, dict[str, torch.Tensor]]]:
+    """A step that saved after its first and its second step, and what it held then."""
+    step, w = make("dp1")
+    store, held = step.checkpoints(str(folder)), {}
+    for _ in range(2):
+        step(w.example(8))
+        store.save()
+        held[step.steps] = {n: x.clone() for n, x in step.state.items()}
+    return step, held
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in b)
+
+
+def test_a_checkpoint_is_bytes_and_json(tmp_path: Path) -> None:
+    """Nothing in it is a pickle; the tensors are as the safetensors library reads them."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    _, held = two_saves(tmp_path)
+    newest = tmp_path / "step-00000002"
+    assert sorted(f.name for f in newest.iterdir()) == ["index.json", "rank-00000.safetensors", "weft.json"]
+    saved = safetensors.load_file(newest / "rank-00000.safetensors")
+    want = {n: x for n, x in held[2].items() if not n.startswith("constant.")}
+    assert sorted(saved) == sorted(want) and equal(saved, want)
+
+
+def test_a_flipped_bit_is_never_restored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In every file of the newest checkpoint: the one before is taken, or what was changed means nothing and all is as it was."""
+    step, held = two_saves(tmp_path)
+    store, draw = step.checkpoints(str(tmp_path)), random.Random(7)
+    taken = []
+    for file in sorted((tmp_path / "step-00000002").iterdir()):
+        whole = file.read_bytes()
+        for _ in range(12):
+            at = draw.randrange(len(whole))
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
+            taken.append(store.restore())
+            assert equal(step.state, held[taken[-1]]), (file.name, at)
+            told = capfd.readouterr().err.splitlines()
+            assert len(told) == (1 if taken[-1] == 1 else 0), told
+        file.write_bytes(whole)
+    assert taken.count(1) > 20
+
+
+DAMAGES = {
+    "no weft.json": lambda d: (d / "weft.json").unlink(),
+    "weft.json cut": lambda d: (d / "weft.json").write_text((d / "weft.json").read_text()[:40]),
+    "weft.json empty": lambda d: (d / "weft.json").write_text(""),
+    "no index": lambda d: (d / "index.json").unlink(),
+    "index cut": lambda d: (d / "index.json").write_bytes((d / "index.json").read_bytes()[:-9]),
+    "no tensors": lambda d: (d / "rank-00000.safetensors").unlink(),
+    "tensors cut": lambda d: (d / "rank-00000.safetensors").write_bytes((d / "rank-00000.safetensors").read_bytes()[:-3]),
+    "a folder for a file": lambda d: ((d / "index.json").unlink(), (d / "index.json").mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_one_line(damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    step, held = two_saves(tmp_path)
+    store = step.checkpoints(str(tmp_path), keep=1)
+    DAMAGES[damage](tmp_path / "step-00000002")
+    assert store.restore() == 1
+    assert equal(step.state, held[1])
+    (told,) = capfd.readouterr().err.splitlines()
+    assert told.startswith("weft: step-00000001 is restored, the last good checkpoint in ") and "step-00000002: " in told
+    assert store.save() == tmp_path / "step-00000001" and store.restore() == 1  # still the last good one, whatever `keep` counts
+    DAMAGES[damage](tmp_path / "step-00000001")
+    before = {n: x.clone() for n, x in step.state.items()}
+    with pytest.raises(CheckpointError, match="has no checkpoint that is whole") as e:
+        store.restore()
+    assert "step-00000001: " in str(e.value) and "step-00000002: " in str(e.value)
+    assert equal(step.state, before)  # nothing was loaded in part
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("steps", -5, "has steps = -5"), ("steps", 1e300, "has steps = 1e+300"), ("steps", "2", "has steps = '2'"), ("steps", None, "has steps = None"),
+        ("steps", True, "has steps = True"), ("skipped", [], "has skipped = []"), ("model", 3, "has model = 3"), ("order", -1, "has order = -1"),
+        ("version", 9, "of version 9, not 2"), ("plan", "tp2", "was changed"), ("steps", 3, "was changed"), ("index", "0" * 64, "was changed"),
+    ],
+)  # fmt: skip
+def test_odd_values_in_weft_json_are_refused(name: str, value: Any, words: str, tmp_path: Path, plain: Any) -> None:
+    path = plain.checkpoints(str(tmp_path)).save()
+    meta = json.loads((path / "weft.json").read_text())
+    (path / "weft.json").write_text(json.dumps(meta | {name: value}))
+    with pytest.raises(CheckpointError, match="no checkpoint that is whole") as e:
+        plain.checkpoints(str(tmp_path)).restore()
+    assert words in str(e.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "[" * 100000, '{"a": ' + "9" * 6000 + "}", '{"steps": NaN}', '{"a": 1, "a": 1}', "", "{"])
+def test_what_is_no_weft_json_is_refused(text: str, tmp_path: Path, plain: Any) -> None:
+    path = plain.checkpoints(str(tmp_path)).save()
+    (path / "weft.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(CheckpointError, match="no checkpoint that is whole"):
+        plain.checkpoints(str(tmp_path)).restore()
+
+
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, plain: Any) -> None:
+    """Even one whose sums are right."""
+    from weft.api.checkpoint import read_meta, sealed
+    from weft.api.storage import digest
+
+    path = plain.checkpoints(str(tmp_path / "saves")).save()
+    (path / "rank-00000.safetensors").rename(tmp_path / "elsewhere")
+    index = (path / "index.json").read_text().replace("rank-00000.safetensors", "../../elsewhere")
+    (path / "index.json").write_text(index)
+    (path / "weft.json").write_text(sealed(read_meta(path) | {"index": digest(index)}))
+    with pytest.raises(CheckpointError, match="no checkpoint that is whole") as e:
+        plain.checkpoints(str(tmp_path / "saves")).restore()
+    assert "parts that do not make up a tensor" in str(e.value)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("meta", [{"version": 1, "model": "x", "plan": "dp1", "steps": 3}, None])
+def test_a_checkpoint_of_weft_01_is_refused_and_runs_nothing(meta: Any, tmp_path: Path, plain: Any) -> None:
+    old = tmp_path / "saves" / "step-00000000"
+    old.mkdir(parents=True)
+    (old / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "touched")))
+    if meta is not None:
+        (old / "weft.json").write_text(json.dumps(meta))
+    store = plain.checkpoints(str(tmp_path / "saves"))
+    with pytest.raises(CheckpointError, match=r"no checkpoint that is whole: weft 0.1 wrote it") as e:
+        store.restore()
+    assert "whose index is a pickle and could run anything" in str(e.value) and "step.sync_model()" in str(e.value)
+    with pytest.raises(CheckpointError, match=r"step-00000000 is no complete checkpoint: weft 0.1 wrote it"):
+        store.load(old)
+    assert not (tmp_path / "touched").exists()
+    assert store.save() == tmp_path / "saves" / "step-00000000.2" and old.exists()
+    assert store.restore() == 0
+
+
+@pytest.mark.parametrize("keep", [-1, 0, True, 1.5, "2", None])
+def test_keep_is_a_number_of_checkpoints(keep: Any, tmp_path: Path, plain: Any) -> None:
+    with pytest.raises(CheckpointError, match="cannot be kept like that") as e:
+        plain.checkpoints(str(tmp_path), keep=keep)
+    assert f"keep={keep!r}" in str(e.value)
+
+
+def test_a_run_begun_again_deletes_neither_its_own_nor_the_other_runs_saves(tmp_path: Path) -> None:
+    first, w = make("dp1")
+    for i in range(4):
+        first(w.example(8, seed=i))
+        first.checkpoints(str(tmp_path)).save()
+    assert [d.name for d in first.checkpoints(str(tmp_path)).complete()] == ["step-00000003", "step-00000004"]
+    second, _ = make("dp1")
+    store, saved = second.checkpoints(str(tmp_path)), []
+    for i in range(4):
+        second(w.example(8, seed=i))
+        saved.append(store.save())
+        assert saved[-1].exists()
+        assert store.restore() == second.steps == i + 1
+    others = ["step-00000003", "step-00000004"]
+    assert [d.name for d in store.complete()] == [*others, "step-00000003.2", "step-00000004.2"]
+    third, _ = make("dp1")
+    assert third.checkpoints(str(tmp_path)).restore() == 4  # and goes on with the second run
+    third(w.example(8))
+    third.checkpoints(str(tmp_path)).save()
+    assert [d.name for d in store.complete()] == [*others, "step-00000004.2", "step-00000005"]
+
+
+def test_a_kill_between_two_names_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, held = two_saves(tmp_path)
+    store, real = step.checkpoints(str(tmp_path), keep=1), os.replace
+
+    class Killed(BaseException):
+        pass
+
+    def killed(a: Path, b: Path) -> None:
+        if str(a).endswith(".partial"):
+            raise Killed
+        real(a, b)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(Killed):
+        store.save()
+    monkeypatch.setattr(os, "replace", real)
+    assert not (tmp_path / "step-00000002").exists()
+    assert step.checkpoints(str(tmp_path)).restore() == 2
+    assert equal(step.state, held[2])
+
+
+def test_damage_that_one_rank_finds_is_damage_to_all(tmp_path: Path) -> None:
+    """And what was saved as shares on two ranks is taken from the checkpoint before, under another plan too."""
+
+    one, w = make("dp1")
+    want = [one(w.example(8, seed=s)).item() for s in range(2)][-1]
+
+    def job(rank: int) -> None:
+        step, w = make("dp2,zero1")
+        store = step.checkpoints(str(tmp_path / "saves"))
+        for s in range(2):
+            step(w.example(8, seed=s))
+            store.save(wait=s == 0)
+        store.finish()
+        dist.barrier()
+        if rank == 0:
+            file = tmp_path / "saves/step-00000002/rank-00001.safetensors"
+            raw = bytearray(file.read_bytes())
+            raw[-5] ^= 4
+            file.write_bytes(raw)
+        dist.barrier()
+        other, _ = make("tp2")
+        assert other.checkpoints(str(tmp_path / "saves")).restore() == 1
+        assert step.checkpoints(str(tmp_path / "saves")).restore() == 1
+        assert other(w.example(8, seed=1)).item() == pytest.approx(want, rel=1e-7)
+
+    on_ranks(2, job, tmp_path)
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
