@@ -147,6 +147,8 @@ def distribute(value: torch.Tensor, type_: Type, seed: int = 0, prime: int | Non
 
 def _terms(x: torch.Tensor, n: int, op: str, gen: torch.Generator, prime: int | None) -> list[torch.Tensor]:
     """n tensors whose sum (max, min) is x."""
+    if x.dtype == torch.bool:
+        return _bool_terms(x, n, op, gen)
     if op == "sum":
         draw = [torch.randint(0, prime, x.shape, generator=gen) if prime else _noise(x, gen) for _ in range(n - 1)]
         rest = functools.reduce(torch.sub, draw, x)
@@ -154,6 +156,14 @@ def _terms(x: torch.Tensor, n: int, op: str, gen: torch.Generator, prime: int | 
     sign = -1 if op == "max" else 1
     owner = torch.randint(0, n, x.shape, generator=gen)
     return [torch.where(owner == r, x, x + sign * torch.randint(1, 9, x.shape, generator=gen).to(x.dtype)) for r in range(n)]
+
+
+def _bool_terms(x: torch.Tensor, n: int, op: str, gen: torch.Generator) -> list[torch.Tensor]:
+    """The same of truth values, whose sum and max are an or, whose min is an and."""
+    if op == "min":
+        return [~term for term in _bool_terms(~x, n, "max", gen)]
+    draw = [x & (torch.rand(x.shape, generator=gen) < 0.5) for _ in range(n - 1)]
+    return [*draw, functools.reduce(lambda left, term: left & ~term, draw, x)]
 
 
 def _noise(x: torch.Tensor, gen: torch.Generator) -> torch.Tensor:

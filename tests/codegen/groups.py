@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from weft.codegen.expr import Group, Slot, Value, apply, cast, load, reduce, scalar, sqrt, total
 from weft.codegen.kernel import compile_group
 from weft.runtime.fused import HostKernel, Row
+from weft.runtime.host_numbers import host_function
 
 SCALARS = {"lr": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "decay": 0.1, "step": 3.0, "most": 0.5}
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
@@ -142,7 +142,7 @@ class Bound:
         return min(n, rank * share), min(n, (rank + 1) * share)
 
     def run(self) -> None:
-        expand = eval(self.kernel.scalars, {"math": math})
+        expand = host_function(self.kernel.scalars)
         self.call(expand(**{n: SCALARS[n] for n in self.kernel.scalar_names}))
 
     def check(self) -> None:

@@ -218,7 +218,8 @@ def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
     spans = tuple(part.span for part in call.fused.parts for _ in part.lengths)
     shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in tensors)
     numbers = tuple((part, which, n.dtype) for n, (part, which) in call.fused.numbers.items())
-    return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans, numbers)
+    written = tuple(arguments[old] for old in call.fused.reused.values() if old in arguments)
+    return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans, numbers, written)
 
 
 def compile_program(program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> Compiled:

@@ -1,8 +1,9 @@
-"""`weft fuzz`: random programs x layouts x schedules against the interpreter."""
+"""`weft fuzz`: random programs x layouts x schedules against the interpreter, or random torch modules against torch."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -16,28 +17,53 @@ def register(app: typer.Typer) -> None:
 def fuzz(
     programs: Annotated[int, typer.Option(help="How many programs to make.", min=1)] = 200,
     seed: Annotated[int, typer.Option(help="Where to start; the same seed makes the same programs.")] = 0,
+    torch: Annotated[bool, typer.Option("--torch", help="Make torch modules, and let plain torch judge a step of each.")] = False,
     stop_at: Annotated[int, typer.Option(help="Stop after so many mismatches.", min=1)] = 10,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Make random programs, schedule each by random verbs, and compare its meaning on every rank with what it meant before.
 
-    What differs is printed as a script that repeats it, and the command ends with status 1.
+    With `--torch`, make random torch modules instead, and compare one step of each, by the interpreter, compiled, and under three plans,
+    with that of plain torch. What differs is printed as a script that repeats it, and the command ends with status 1.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from weft.testing.fuzz import fuzz as run
-
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task(f"seed {seed}", total=programs)
-        tally = run(programs, seed, tell=lambda done: bar.update(task, completed=done), stop_at=stop_at)
+    tally = _run(_torch if torch else _schedules, programs, seed, stop_at)
     for script in tally.scripts:
         console.print(script, markup=False, highlight=False, soft_wrap=True)
     if json:
         emit(tally.as_dict())
+    elif torch:
+        _show_torch(tally)
     else:
         _show(tally.applied, tally.refused)
         console.print(f"{tally.programs} programs, {sum(tally.applied.values())} steps, {tally.mismatches} mismatches")
     raise typer.Exit(1 if tally.mismatches else 0)
+
+
+def _schedules(*args: Any, **more: Any) -> Any:
+    from weft.testing.fuzz import fuzz as run
+
+    return run(*args, **more)
+
+
+def _torch(*args: Any, **more: Any) -> Any:
+    from weft.testing.torch_modules import fuzz as run
+
+    return run(*args, **more)
+
+
+def _run(run: Callable[..., Any], programs: int, seed: int, stop_at: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task(f"seed {seed}", total=programs)
+        return run(programs, seed, tell=lambda done: bar.update(task, completed=done), stop_at=stop_at)
+
+
+def _show_torch(tally: Any) -> None:
+    told = tally.as_dict()
+    console.print(", ".join(f"{told[k]} {k}" for k in ("programs", "equal", "refused", "wrong", "crash", "unstable")))
+    for words, count in told["refused_by"].items():
+        console.print(f"  refused {count} times: {words}", markup=False, highlight=False)
 
 
 def _show(applied: dict[str, int], refused: dict[str, int]) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from weft.codegen.form import Form
 from weft.codegen.product import is_linear
+from weft.codegen.text import settings
 from weft.codegen.updates import updates
 from weft.core.node import Node
 from weft.core.program import Program
@@ -49,34 +50,36 @@ def _linears(p: Program) -> Iterator[Form]:
 
 
 def _sides(p: Program) -> Iterator[Form]:
-    for n in p.nodes:
-        if n.op.name != "add" or any(u.op.name == "add" and _only_read_by(p, n, u) and _leaves(p, u) for u in p.users[n]):
-            continue
-        leaves = _leaves(p, n)
-        if leaves is None:
-            continue
-        inner, pads = leaves
-        pads = sorted(pads, key=lambda x: x.attr("before"))
+    sums = _sums_of_pads(p)
+    for n in sums:
+        if any(u in sums and _only_read_by(p, n, u) for u in p.users[n]):
+            continue  # part of a longer sum
+        inner, pads = _leaves(n, sums)
         dim, at = pads[0].attr("dim"), 0
-        for x in pads:
+        for x in sorted(pads, key=lambda x: x.attr("before")):
             at = at + x.args[0].shape[dim] if x.attr("before") == at and x.attr("dim") == dim else -1
         if at != n.shape[dim]:
             continue
-        pieces = tuple(x.args[0] for x in pads)
+        pieces = tuple(x.args[0] for x in sorted(pads, key=lambda x: x.attr("before")))
         yield Form((*inner, *pads, n), pieces, (n,), lambda v, xs=pieces, d=dim: f"torch.cat([{', '.join(map(v, xs))}], {d})")
 
 
-def _leaves(p: Program, n: Node) -> tuple[list[Node], list[Node]] | None:
-    """The adds below an add, and the pads they sum; None where anything else is summed."""
-    inner, pads = [], []
-    for a in n.args:
-        if a.op.name == "pad" and _only_read_by(p, a, n):
-            pads.append(a)
-        elif a.op.name == "add" and _only_read_by(p, a, n) and (below := _leaves(p, a)) is not None:
-            inner += [*below[0], a]
-            pads += below[1]
-        else:
-            return None
+def _sums_of_pads(p: Program) -> set[Node]:
+    """The adds under which nothing but pads is summed, each read by the one above it alone."""
+    found: set[Node] = set()
+    for n in p.nodes:
+        if n.op.name == "add" and all((a.op.name == "pad" or a in found) and _only_read_by(p, a, n) for a in n.args):
+            found.add(n)
+    return found
+
+
+def _leaves(n: Node, sums: Collection[Node]) -> tuple[list[Node], list[Node]]:
+    """The adds below a sum of pads, and the pads."""
+    inner, pads, stack = [], [], [*n.args]
+    while stack:
+        a = stack.pop()
+        (inner if a in sums else pads).append(a)
+        stack += a.args if a in sums else ()
     return inner, pads
 
 
@@ -134,12 +137,12 @@ def _convolutions(p: Program) -> Iterator[Form]:
         other = by_input.pop((n.args[1], *map(n.attr, how)), None) if n.op.name == "conv2d_weight_grad" else None
         if other is not None and (other.shape, n.shape) == (n.args[0].shape, other.args[1].shape) and other not in p.needs(n):
             (x, ct), w = n.args, other.args[1]
-            settings = ", ".join(f"{k}={n.attr(k)}" for k in how)
+            settled = ", ".join(settings((k, n.attr(k)) for k in how))
             yield Form(
                 (other, n),
                 (ct, x, w),
                 (other, n),
-                lambda v, xs=(ct, x, w), s=settings: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})",
+                lambda v, xs=(ct, x, w), s=settled: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})",
             )
 
 

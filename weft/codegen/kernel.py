@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from weft.codegen import to_cpu
 from weft.codegen.expr import Group, Level, Slot, ordered
 from weft.codegen.phases import Cut, cut
-from weft.codegen.text import PYTHON, Writer, bare, host_scalars
+from weft.codegen.text import PYTHON, Writer, bare, host_scalars, python
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def number_lambda(parts: Cut) -> str:
 
 
 def _python(group: Group) -> Writer:
-    writer = Writer(PYTHON, repr, lambda text, _: text)
+    writer = Writer(PYTHON, python, lambda text, _: text)
     for v in ordered(group.roots):
         if v.fn == "scalar":
             writer.name(v, v.name)

@@ -66,7 +66,7 @@ def _read(n: Node, at: Mapping[str, int]) -> tuple[str, str, str, Labels, dict[s
 def is_linear(n: Node) -> bool:
     """x [..., k] times a weight [n, k], giving [..., n]."""
     eq = equation_of(n)
-    if n.op.kind is not Kind.CONTRACT or len(n.args) != 2 or eq is None:
+    if n.op.kind is not Kind.CONTRACT or len(n.args) != 2 or eq is None or not eq.ins[0]:
         return False
     (*rows, k), w, out = eq.ins[0], eq.ins[1], eq.outs[0]
     return len(w) == 2 and w[1] == k and k not in out and out == (*rows, w[0]) and len(rows) > 0

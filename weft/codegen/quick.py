@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from weft.codegen.text import settings
 from weft.core.node import Node
 from weft.core.program import Program
 
@@ -102,7 +103,7 @@ def quick_call(
     if n.op.name in ("experts", "experts_backward"):
         attrs["first"] = _first(n.args[3 if n.op.name == "experts" else 4], at)
     more = [f"statistics={statistics}"] if statistics and n.op.name == "layer_norm_backward" else []
-    call = f"quick.{n.op.name}({', '.join([*args, *(f'{k}={v!r}' for k, v in attrs.items()), *more])})"
+    call = f"quick.{n.op.name}({', '.join([*args, *settings(attrs.items()), *more])})"
     return f"{call}[0]" if n.op.name == "layer_norm" and statistics is None else call
 
 

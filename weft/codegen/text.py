@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from weft.codegen.expr import Level, Value, ordered
 from weft.core.errors import KernelError
@@ -11,11 +13,11 @@ INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/",
          "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}  # fmt: skip
 PYTHON = {
     **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
-    "pow": "({0} ** {1})", "maximum": "max({0}, {1})", "minimum": "min({0}, {1})", "neg": "(-{0})", "abs": "abs({0})",
-    "sqrt": "math.sqrt({0})", "rsqrt": "(1.0 / math.sqrt({0}))", "exp": "math.exp({0})", "log": "math.log({0})",
-    "tanh": "math.tanh({0})", "sigmoid": "(1.0 / (1.0 + math.exp(-{0})))", "sin": "math.sin({0})",
-    "cos": "math.cos({0})", "erf": "math.erf({0})", "reciprocal": "(1.0 / {0})", "where": "({1} if {0} else {2})",
-    "floor": "math.floor({0})", "sign": "math.copysign(float({0} != 0), {0})", "cast": "{0}",
+    "pow": "({0} ** {1})", "maximum": "np.maximum({0}, {1})", "minimum": "np.minimum({0}, {1})", "neg": "(-{0})", "abs": "abs({0})",
+    "sqrt": "np.sqrt({0})", "rsqrt": "(1.0 / np.sqrt({0}))", "exp": "np.exp({0})", "log": "np.log({0})",
+    "tanh": "np.tanh({0})", "sigmoid": "(1.0 / (1.0 + np.exp(-{0})))", "sin": "np.sin({0})",
+    "cos": "np.cos({0})", "erf": "erf({0})", "reciprocal": "(1.0 / {0})", "where": "({1} if {0} else {2})",
+    "floor": "np.floor({0})", "sign": "np.sign({0})", "cast": "{0}",
     "low24": "float({0} % 16777216)", "high24": "float({0} // 16777216)",
 }  # fmt: skip
 CPP = {
@@ -37,6 +39,23 @@ TRITON = {
     "where": "tl.where(({0}) != 0, {1}, {2})", "floor": "tl.floor({0})", "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
     "uniform": "uniform({0}, ({1}).to(tl.int64) + ({2}).to(tl.int64) * 16777216, {3})",
 }  # fmt: skip
+
+
+def python(value: Any) -> str:
+    """A number, name or setting as Python and Triton read it: an infinity has no literal there."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{python(k)}: {python(v)}' for k, v in value.items())}}}"
+    if type(value) in (tuple, list):
+        inside = ", ".join(map(python, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if len(value) == 1 else f"({inside})"
+    return repr(value)
+
+
+def settings(attrs: Iterable[tuple[str, Any]]) -> list[str]:
+    """Attributes as the keyword arguments of a call."""
+    return [f"{name}={python(value)}" for name, value in attrs]
 
 
 class Writer:

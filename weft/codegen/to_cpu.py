@@ -6,6 +6,8 @@ rank for spread slots. Sums over a tensor in several rows are added up at its fi
 
 from __future__ import annotations
 
+import math
+
 from weft.codegen.expr import Level, Slot, Value, ordered
 from weft.codegen.phases import Cut, Phase
 from weft.codegen.text import CPP, Writer, bare, host_scalars, uses
@@ -232,7 +234,9 @@ def reader_name(reader: Value) -> str:
 
 
 def _number(x: float) -> str:
-    return f"real({x!r})" if x != int(x) or abs(x) > 1e9 else f"{int(x)}"
+    if not math.isfinite(x):
+        return f"real({'-' if x < 0 else ''}{'NAN' if math.isnan(x) else 'INFINITY'})"
+    return f"real({x!r})" if x != int(x) or abs(x) > 1e9 or math.copysign(1.0, x) < 0 and x == 0 else f"{int(x)}"
 
 
 def _join(t: Value, a: str, b: str) -> str:

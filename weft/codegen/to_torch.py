@@ -17,6 +17,7 @@ from weft.codegen.lower import RankProgram, Step, rank_program
 from weft.codegen.order import is_wire
 from weft.codegen.product import matrices, product
 from weft.codegen.quick import keeps_statistics, quick_call
+from weft.codegen.text import python, settings
 from weft.core.layout import Layout
 from weft.core.node import Node
 from weft.core.text import node_names
@@ -96,7 +97,7 @@ class _Writer:
             if isinstance(step.what, Block):
                 self.block(step.what)
             else:
-                self.lines.append(f"    {step.what.text(self.value)}")  # type: ignore[union-attr]
+                self.lines.append(f"    {step.what.text(self.tensor)}")  # type: ignore[union-attr]
         given = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n in made)
         head = ["def compute(inputs):", *compute, *waits, f"    return {{{results}}}, ({values})", "", "def update(inputs, values):"]
         return "\n".join([*head, *([f"    {values}= values"] if values else []), *self.lines, f"    return {{{given}}}"]) + "\n"
@@ -129,7 +130,7 @@ class _Writer:
     def form(self, form: Form) -> None:
         self.names |= form.names
         made = ", ".join(self.var[n] for n in form.outputs)
-        self.line(f"{made} = {form.text(self.value)}" if made else form.text(self.value), form.outputs[0] if len(form.outputs) == 1 else None)
+        self.line(f"{made} = {form.text(self.tensor)}" if made else form.text(self.tensor), form.outputs[0] if len(form.outputs) == 1 else None)
         self.var |= {new: self.var[old] for new, old in form.instead}
 
     def target(self, n: Node) -> str:
@@ -142,7 +143,7 @@ class _Writer:
     def term(self, n: Node) -> None:
         """What ranks sum, made where the kernel that sums it reads it, if it is a product; else anywhere, to be brought there."""
         call, argument = self.rooms[n]
-        pair = matrices(n, [self.value(a) for a in n.args], self.at)
+        pair = matrices(n, [self.tensor(a) for a in n.args], self.at)
         self.line(f"{self.var[n]} = {self.expression(n)}", n)
         if pair is not None:
             anywhere = self.lines.pop()
@@ -150,7 +151,12 @@ class _Writer:
             self.elsewhere[self.lines[-1]] = anywhere
 
     def value(self, n: Node) -> str:
-        return self.var[n] if n in self.var else repr(n.attr("value"))
+        """Its name, or the number it is, for what takes a number beside a tensor."""
+        return self.var[n] if n in self.var else python(n.attr("value"))
+
+    def tensor(self, n: Node) -> str:
+        """Its name, or the number it is as a tensor."""
+        return self.var[n] if n in self.var else _number(n)
 
     def bind(self, name: str, value: Any) -> str:
         name = self.prefix + name
@@ -160,12 +166,15 @@ class _Writer:
     def expression(self, n: Node) -> str:
         if n.op.kind is Kind.COMM:
             return self.communicate(n)
-        args = [self.value(a) for a in n.args]
+        if n.op.name in INFIX:
+            left, right = (self.value(a) for a in n.args)
+            return f"{f'({left})' if left.startswith('-') else left} {INFIX[n.op.name]} {right}"
+        if n.op.name == "where" and sum(a in self.var for a in n.args) == 2:
+            return f"torch.where({', '.join(map(self.value, n.args))})"
+        args = [self.tensor(a) for a in n.args]
         plain = product(n, args, self.at)
         if plain is not None:
             return plain
-        if n.op.name in INFIX:
-            return f"{args[0]} {INFIX[n.op.name]} {args[1]}"
         writer = SPECIAL.get(n.op.name)
         if writer is not None:
             return writer(self, n, args)
@@ -177,7 +186,7 @@ class _Writer:
             args = [self.here(n), *args]
         else:
             fn = self.function(n)
-        return f"{fn}({', '.join(args + [f'{k}={v!r}' for k, v in n.attrs])})"
+        return f"{fn}({', '.join(args + settings(n.attrs))})"
 
     def here(self, n: Node) -> str:
         """What the rank knows of its place when it runs `n`; on a chunk, for each chunk."""
@@ -250,7 +259,7 @@ class _Writer:
         return f"comm.together([{parts}])" if is_wire(n) else f"({parts})"
 
     def one(self, n: Node, arg: Node, want: Layout) -> str:
-        x, axis, have = self.value(arg), n.attr("axis"), arg.type.layout
+        x, axis, have = self.tensor(arg), n.attr("axis"), arg.type.layout
         if n.op.name == "slice":
             return self.cut(x, lie_of(want, axis, self.at), want)
         if not is_wire(n):
@@ -343,6 +352,10 @@ def _expanded(have: Layout, want: Layout, axis: str, at: Mapping[str, int]) -> t
     return tuple(view), (where[old[0]], where[new[0]])
 
 
+def _number(n: Node) -> str:
+    return f"torch.full((), {python(n.attr('value'))}, dtype={n.types[0].dtype}, device=device)"
+
+
 SPECIAL: dict[str, Callable[[_Writer, Node, list[str]], str]] = {
     "reshape": lambda w, n, a: f"{a[0]}.reshape({n.types[0].layout.local_shape(w.at)})",
     "expand": lambda w, n, a: f"{a[0]}.expand({n.types[0].layout.local_shape(w.at)})",
@@ -350,9 +363,7 @@ SPECIAL: dict[str, Callable[[_Writer, Node, list[str]], str]] = {
     "item": lambda w, n, a: f"{a[0]}[{n.attr('index')}]",
     "together": lambda w, n, a: f"({', '.join(a)},)",
     "cast": lambda w, n, a: f"{a[0]}.to(torch.{str(n.types[0].dtype).removeprefix('torch.')})",
-    "const": lambda w, n, a: (
-        f"torch.full((), {n.attr('value')!r}, dtype=torch.{str(n.types[0].dtype).removeprefix('torch.')}, device=device)"
-    ),
+    "const": lambda w, n, a: _number(n),
     "neg": lambda w, n, a: f"-{a[0]}",
     "einsum": lambda w, n, a: f"torch.einsum({n.attr('equation')!r}, {', '.join(a)})",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weft.codegen.expr import Level, Slot, Value, ordered
 from weft.codegen.phases import Cut, Phase
-from weft.codegen.text import TRITON, Writer, bare, host_scalars, totals_in, uses
+from weft.codegen.text import TRITON, Writer, bare, host_scalars, python, totals_in, uses
 from weft.codegen.to_cpu import HEAD, columns, headline, reader_name
 
 TYPES = {"f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16"}
@@ -178,7 +178,7 @@ class _Emitter:
         return lines
 
     def _writer(self, phase: Phase) -> Writer:
-        writer = Writer(TRITON, repr, self._cast)
+        writer = Writer(TRITON, python, self._cast)
         for k, v in enumerate(self._row_values(phase)):
             writer.name(v, f"{v.name}_" if v.fn == "scalar" else f"s{k}_")
         return writer
@@ -191,7 +191,7 @@ class _Emitter:
 
     def _scalar_lines(self, phase: Phase) -> list[str]:
         names = self._writer(phase).names
-        writer = Writer(TRITON, repr, self._cast)
+        writer = Writer(TRITON, python, self._cast)
         for k, v in enumerate(self.scalars):
             writer.name(v, f"tl.load(own + {k})")
         for t, k in self.totals.items():

@@ -12,6 +12,7 @@ import torch
 
 from weft.codegen.form import Form
 from weft.codegen.quick import all_rows
+from weft.codegen.text import python, settings
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture.by_rows import stays
@@ -41,9 +42,9 @@ def _together(p: Program, nodes: Sequence[Node]) -> Iterator[Form]:
             groups.setdefault((n.attrs, *n.args[-2:], _awaited(n.args[1])), []).append(n)
     for (attrs, rate, count, _), some in groups.items():
         columns = tuple(tuple(n.args[k] for n in some) for k in range(4))
-        settings = ", ".join(f"{k}={v!r}" for k, v in attrs if k != "sign")
+        how = ", ".join(settings((k, v) for k, v in attrs if k != "sign"))
 
-        def text(v: Name, columns: Any = columns, rate: Node = rate, count: Node = count, s: str = settings) -> str:
+        def text(v: Name, columns: Any = columns, rate: Node = rate, count: Node = count, s: str = how) -> str:
             lists = ", ".join(f"[{', '.join(map(v, column))}]" for column in columns)
             return f"quick.adam_({lists}, {v(rate)}, {v(count)}, {s})"
 
@@ -75,7 +76,7 @@ def _by_rows(p: Program, tables: Sequence[Node]) -> Iterator[Form]:
         left |= {rows: left[rows] - 1} if rows in left else {}
         spare = (rows,) if left.get(rows) == 0 else ()
         kept, name = (n.args[0], *n.args[2:-2]), f"{n.op.name}_{k}"
-        how = f"still={stays(n.op, n.attrs, len(kept) - 1)}" + (f", adam={_settings(n)}" if _is_fused_adam(n) else "")
+        how = f"still={stays(n.op, n.attrs, len(kept) - 1)}" + (f", adam={python(_settings(n))}" if _is_fused_adam(n) else "")
 
         def text(
             v: Name, kept: Any = kept, given: Any = (x, index), held: Any = held, n: Node = n, name: str = name, how: str = how

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +19,7 @@ from weft.optim.bank import Bank
 from weft.optim.rules import Numbers, Rule, step_program
 from weft.optim.unfused import GroupPeers, Unfused
 from weft.runtime.bind import bind
+from weft.runtime.host_numbers import host_function
 from weft.runtime.peers import connect
 
 
@@ -183,10 +183,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _expander(self, kernel: Kernel) -> Callable[[dict[str, float]], tuple[float, ...]]:
         """From a group's hyper-parameters to the numbers the kernel wants."""
-        call = eval(kernel.scalars, {"math": math})
+        call = host_function(kernel.scalars)
         names, fixed = [n for n in kernel.scalar_names if n != "max_norm"], self._max_norm
         if len(names) == len(kernel.scalar_names):
-            return lambda h: call(*[h[n] for n in names])
+            return lambda h: call(**{n: h[n] for n in names})
         return lambda h: call(**{n: h[n] for n in names}, max_norm=fixed)
 
     # -- state dicts in torch's form -------------------------------------------------------------------------------

@@ -194,12 +194,14 @@ def _elements(node: Node) -> int:
 
 
 def _made_of_nothing(node: Node) -> torch.Tensor | None:
-    """The value of an operand that needs no other, such as the numbers of rows, which are ascending; None where it has operands."""
+    """The value of an operand that needs no other but a seed, such as the numbers of rows, which are ascending; None where it has operands."""
     while is_comm(node) and len(node.args) == 1:
         node = node.args[0]
     if node.op.kind is not Kind.SOURCE or node.op.name == "input":
         return None
-    return interp.run_global(new_program("alone", node.mesh, [], {"y": node}), {})["y"]
+    seeds = [n for n in toposort([node]) if n.op.name == "input"]
+    given = {n.attr("name"): torch.ones(n.shape, dtype=n.dtype) for n in seeds}
+    return interp.run_global(new_program("alone", node.mesh, seeds, {"y": node}), given)["y"]
 
 
 def _draw(node: Node, gen: torch.Generator) -> torch.Tensor:

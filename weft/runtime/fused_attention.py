@@ -86,6 +86,7 @@ def _cudnn_backward(
 ) -> Any:
     none, lse = torch.zeros((), dtype=torch.int64, device=q.device), lse.reshape(*q.shape[:3], 1)
     where = (bias, None, None, q.shape[2], k.shape[2])
+    do = do if do.stride() == out.stride() else torch.empty_like(out).copy_(do)  # read by the strides of the result
     return _aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, out, lse, none, none, *where, 0.0, causal, scale=scale)
 
 

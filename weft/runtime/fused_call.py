@@ -5,7 +5,6 @@ Terms of a reduction must lie in peer memory. A `product` is made there; anythin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from weft.runtime.bind import bind
 from weft.runtime.fused import KernelLike, Row
+from weft.runtime.host_numbers import host_function
 from weft.runtime.peers import PeerBuffer, Peers
 
 
@@ -48,6 +48,7 @@ class Plan:
     scalars: tuple[tuple[tuple[str, int], ...], ...]  # name in the kernel, index among the arguments
     spans: tuple[int, ...]  # of each row, the longest any rank has
     numbers: tuple[tuple[int, int, torch.dtype], ...] = ()  # handed back: part, which of the kernel's numbers, dtype
+    written: tuple[int, ...] = ()  # arguments that are overwritten
 
 
 class FusedCall:
@@ -56,8 +57,8 @@ class FusedCall:
     def __init__(self, plan: Plan, peers: Peers) -> None:
         self.plan, self.peers = plan, peers
         self._held: dict[tuple[str, int], Held] = {}
-        self._expand = eval(plan.kernel.scalars, {"math": math})  # type: ignore[attr-defined]
-        self._number_of = eval(plan.kernel.numbers, {"math": math})
+        self._expand = host_function(plan.kernel.scalars)  # type: ignore[attr-defined]
+        self._number_of = host_function(plan.kernel.numbers)
         self._used: dict[int, Held] = {}  # of arguments updated in peer memory, where in this call
         self._adopted: set[int] = set()  # arguments whose memory the caller has taken over
         self._bound: Any = None
@@ -75,6 +76,9 @@ class FusedCall:
         self._bind(places, tensors, results)
         numbers = [x for names in self.plan.scalars for x in self._expand(**{name: float(args[k]) for name, k in names})]
         self._bound(numbers)
+        for value in self.plan.written:
+            if tensors[value] is not args[value] and value not in self._used:
+                args[value].copy_(tensors[value])  # it did not lie in one piece, and a copy of it was overwritten
         for value, held in self._used.items():
             if held is self._held.get(("spare", value)):
                 args[value].copy_(held.own)

@@ -82,10 +82,14 @@ def adam_(
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     count = step.to(ps[0].device, torch.float32)
     rate = lr.to(ps[0].device, torch.float32) if ps[0].is_cuda else float(lr)
+    whole = [[x.contiguous() for x in xs] for xs in (ps, gs, ms, vs)]  # the kernel takes all four for one piece of memory each
     update(
-        ps, [g.contiguous() for g in gs], ms, vs, [], [count] * len(ps), lr=rate, beta1=betas[0], beta2=betas[1],
+        *whole, [], [count] * len(ps), lr=rate, beta1=betas[0], beta2=betas[1],
         weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
+    for x, new in zip((*ps, *ms, *vs), (*whole[0], *whole[2], *whole[3]), strict=True):
+        if new is not x:
+            x.copy_(new)
 
 
 def adam(
@@ -106,8 +110,9 @@ def adam(
     if isinstance(p, FakeTensor):
         return _adam_in_ops(p, g, m, v, lr, step, betas=betas, eps=eps, decay=decay, decoupled=decoupled)
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    p = p.clone()
-    m, v = (m, v) if own else (m.clone(), v.clone())
+    p = p.clone(memory_format=torch.contiguous_format)
+    own = own and m.is_contiguous() and v.is_contiguous()
+    m, v = (m, v) if own else (m.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format))
     update(
         [p],
         [g.contiguous()],

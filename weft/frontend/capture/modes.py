@@ -266,12 +266,13 @@ def _tensors(out: Any) -> list[Tensor]:
 def _twin(func: Any) -> Any:
     """The functional op that takes the same arguments: `add_.Tensor` -> `add.Tensor`, `add.out` -> `add.Tensor`."""
     name = func._schema.name.split("::")[1]
-    packet = getattr(torch.ops.aten, re.sub(r"_$", "", name), None)
+    bare = re.sub(r"_$", "", name)
     wanted = [str(a.type) for a in func._schema.arguments if not a.is_out]
-    for overload in packet.overloads() if packet is not None else ():
-        twin = getattr(packet, overload)
-        if not twin._schema.is_mutable and [str(a.type) for a in twin._schema.arguments] == wanted:
-            return twin
+    for packet in (getattr(torch.ops.aten, n, None) for n in (bare, f"{bare}_functional")):
+        for overload in packet.overloads() if packet is not None else ():
+            twin = getattr(packet, overload)
+            if not twin._schema.is_mutable and [str(a.type) for a in twin._schema.arguments] == wanted:
+                return twin
     return None
 
 
