@@ -29,6 +29,7 @@ from weft.core.names import original
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.optimizers import number, rule_of
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
@@ -229,7 +230,9 @@ class Step:
             if not node.layout.present(self.compiled.coords):
                 continue  # another stage of the pipeline has it
             shape = node.layout.local_shape(self.compiled.coords)
-            if name in self.captured.states:
+            if name in self.captured.begun:
+                out[name] = self._local(name, self.captured.begun[name].detach()).clone()
+            elif name in self.captured.states:
                 out[name] = torch.zeros(shape, dtype=node.dtype, device=self.compiled.device)
             elif name in values:
                 out[name] = self._local(name, values[name].detach()).clone()
@@ -329,11 +332,20 @@ class Step:
         type_ = next(t for t in self._batch_types.values() if t.shape)
         return Rows(samples, type_.shape[0], rows_of(type_, self.compiled.coords), shuffle=shuffle, seed=seed, start=self.steps)
 
+    def _settings(self) -> dict[str, float]:
+        """The optimizer's settings that are inputs, as they are now."""
+        groups = self.optimizer.param_groups
+        found = {f"lr.{i}": number(g["lr"]) for i, g in enumerate(groups)}
+        if self.captured.given:
+            rules = [rule_of(self.optimizer, g) for g in groups]
+            found |= {f"{k}.{i}": x for i, r in enumerate(rules) for k, x in r.settings.items() if k in self.captured.given}
+        return found
+
     def _numbers(self) -> dict[str, Tensor]:
-        """What changes from step to step by itself: learning rates, the step count, the seed of dropout."""
-        rates = {f"lr.{i}": g["lr"] for i, g in enumerate(self.optimizer.param_groups)}
-        values = {**{n: float(v) for n, v in rates.items()}, "step": self.steps - self.skipped, "seed": self.seed + self.steps}
-        kinds = {n: torch.float64 if n in rates else torch.int64 for n in values}
+        """What changes from step to step by itself: settings of the optimizer, the step count, the seed of dropout."""
+        settings = self._settings()
+        values = {**settings, "step": self.steps - self.skipped, "seed": self.seed + self.steps}
+        kinds = {n: torch.float64 if n in settings else torch.int64 for n in values}
         # written by the device itself: a copy from the host would wait for all it has been given before
         own = {n: torch.full((), v, dtype=kinds[n], device=self.compiled.device) for n, v in values.items() if n in self.program.input_names}
         return own | (self._probe.inputs() if self._probe is not None else {})
@@ -395,6 +407,18 @@ class Step:
                 if kind in ("param", "buffer"):
                     own[original(key)].copy_(self.full(name))
         return self.model
+
+    def sync_optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer with the state that the steps have led to, as torch keeps it; every rank must ask."""
+        own = dict(self.model.named_parameters())
+        kinds = {id(p): rule for g, rule in zip(self.optimizer.param_groups, self.captured.rules, strict=True) for p in g["params"]}
+        for name, of in self.captured.states.items():
+            p = own[original(of.removeprefix("param."))]
+            self.optimizer.state[p][name.removesuffix(f".{of.removeprefix('param.')}")] = self.full(name).to(p.device).clone()
+            if kinds[id(p)].counts:
+                taken = self.captured.counts.get(of, 0) + self.steps - self.skipped
+                self.optimizer.state[p]["step"] = torch.tensor(float(taken), dtype=torch.float32)
+        return self.optimizer
 
     # -- trust -----------------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from weft.codegen.text import python, settings
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture.by_rows import stays
+from weft.frontend.capture.optimizers import held
 from weft.ops.registry import Kind
 from weft.rewrite.updates import better_by_rows, reads_alone
 
@@ -72,19 +73,19 @@ def _by_rows(p: Program, tables: Sequence[Node]) -> Iterator[Form]:
     for k, n in enumerate(tables):
         gradient = n.args[1]
         x, index, rows = gradient.args
-        held = () if rows in left else (rows,)
+        some = () if rows in left else (rows,)
         left |= {rows: left[rows] - 1} if rows in left else {}
         spare = (rows,) if left.get(rows) == 0 else ()
-        kept, name = (n.args[0], *n.args[2:-2]), f"{n.op.name}_{k}"
+        kept, name = held(n), f"{n.op.name}_{k}"
         how = f"still={stays(n.op, n.attrs, len(kept) - 1)}" + (f", adam={python(_settings(n))}" if _is_fused_adam(n) else "")
 
         def text(
-            v: Name, kept: Any = kept, given: Any = (x, index), held: Any = held, n: Node = n, name: str = name, how: str = how
+            v: Name, kept: Any = kept, given: Any = (x, index), some: Any = some, n: Node = n, name: str = name, how: str = how
         ) -> str:
-            args = ", ".join([*map(v, given), v(held[0]) if held else "None", *map(v, n.args[-2:])])
+            args = ", ".join([*map(v, given), v(some[0]) if some else "None", *map(v, n.args[-2:])])
             return f"by_rows.update_({name}, [{', '.join(map(v, kept))}], {args}, {how})"
 
-        inputs = (*kept, x, index, *held, *n.args[-2:])
+        inputs = (*kept, x, index, *some, *n.args[-2:])
         nodes = (*spare, gradient, n, *(u for _, u in _results(p, n) if u is not n))
         yield Form(nodes, inputs, (), text, _instead(p, [n]), names={name: partial(n.op.run, **dict(n.attrs))})
 
@@ -98,7 +99,7 @@ def _settings(n: Node) -> dict[str, Any]:
 
 def _results(p: Program, n: Node) -> list[tuple[Node, Node]]:
     """The state that an update is of, and its next value."""
-    homes = (n.args[0], *n.args[2:-2])
+    homes = held(n)
     return [(homes[u.attr("index")], u) for u in p.users[n]] if len(n.types) > 1 else [(homes[0], n)]
 
 

@@ -54,7 +54,12 @@ def by_rows(program: Program) -> Program:
 
 def better_by_rows(program: Program) -> list[Node]:
     """Updates of what a put made that would move fewer bytes by rows."""
-    return [n for n in program.nodes if n.op in AT and n.args[1].op.name == "put" and _pays(program, n)]
+    return [n for n in program.nodes if n.op in AT and n.args[1].op.name == "put" and _has_a_rule(n) and _pays(program, n)]
+
+
+def _has_a_rule(n: Node) -> bool:
+    """Settings that are operands, and a centered mean, stand in no rule."""
+    return not n.attr("given") and not n.attr("centered")
 
 
 def by_definition(program: Program) -> Program:

@@ -134,9 +134,10 @@ def adam(
 def _adam_in_ops(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tensor, step: Tensor, *, betas: Any, eps: float, decay: float, decoupled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rate, count = lr.to(p.device, torch.float32), step.to(p.device, torch.float32)
+    """What depends on the step alone is computed in float64: 1 - 0.999 has few digits left in less."""
+    rate, count = lr.to(p.device, torch.float64), step.to(p.device, torch.float64)
     g = g if decoupled else g + decay * p
     m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
-    root = v.sqrt() / (1 - betas[1] ** count).sqrt() + eps
-    kept = p * (1 - rate * decay) if decoupled else p
-    return (kept - rate / (1 - betas[0] ** count) * m / root).to(p.dtype), m.to(p.dtype), v.to(p.dtype)
+    root = v.sqrt() / (1 - betas[1] ** count).sqrt().to(p.dtype) + eps
+    kept = p * (1 - rate * decay).to(p.dtype) if decoupled else p
+    return (kept - (rate / (1 - betas[0] ** count)).to(p.dtype) * m / root).to(p.dtype), m.to(p.dtype), v.to(p.dtype)

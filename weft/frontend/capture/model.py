@@ -8,7 +8,7 @@ are not traced at all (`optimizers`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ def capture(
     precision: torch.dtype | None = None,
     capacity: float | None = None,
     name: str | None = None,
+    given: Collection[str] = (),
 ) -> Captured:
     """The program of a module on a batch, of its loss, of its gradients, or of a whole training step.
 
@@ -43,6 +44,7 @@ def capture(
     also `d.param.NAME` of every parameter; with an optimizer, the next value of all parameters and state instead.
     `accumulate` splits the batch and sums the gradients; `clip` limits their global norm; `precision` is autocast's dtype.
     `capacity` gives experts so many times their even share of the tokens, for planning; without it no token is dropped.
+    `given` names settings of the optimizer, besides the learning rate, that are inputs of the program: "momentum", "decay", ...
     """
     _require(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
     optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
@@ -67,7 +69,7 @@ def capture(
                 step.give("grad_norm", nn.utils.clip_grad_norm_(list(step.tape.parameters.values()), clip))
             step.give_gradients() if optimizer is None else step.update(optimizer)
 
-    return _traced(model, example, run, capacity, name)
+    return _traced(model, example, run, capacity, name, given)
 
 
 def _require(right: bool, what: str, needed: str, found: Any) -> None:
@@ -96,11 +98,13 @@ def capture_step(
     return _traced(model, example, run, capacity, name or part(getattr(function, "__name__", "step").strip("<>")))
 
 
-def _traced(model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None) -> Captured:
+def _traced(
+    model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None, given: Collection[str] = ()
+) -> Captured:
     """Trace forward only; a model with a gradient of its own is traced again, jointly with autograd."""
     for joint in (False, True):
         try:
-            with tracing(model, joint, capacity) as tape:
+            with tracing(model, joint, capacity, given) as tape:
                 step = Step(tape)
                 run(step, tape.batch(example))
                 step.keep_state()

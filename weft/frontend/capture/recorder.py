@@ -40,6 +40,7 @@ class Recorder:
     step: Any = None  # who answers when a gradient is asked for
     capacity: float | None = None  # of experts; None drops no token
     joint: bool = False  # autograd runs too, so it stops gradients itself
+    given: frozenset[str] = frozenset()  # settings of the optimizer that are inputs
 
     # -- tensors to nodes ----------------------------------------------------------------------------------------------
 

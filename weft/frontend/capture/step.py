@@ -18,7 +18,7 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.modes import function
-from weft.frontend.capture.optimizers import Rule, rule_of
+from weft.frontend.capture.optimizers import Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.tape import Tape
 from weft.ops import pointwise as w
@@ -32,6 +32,7 @@ class Captured:
 
     Inputs are named by what they are: `param.NAME`, `buffer.NAME`, `batch.KEY`, `constant.0`, the optimizer's `exp_avg.NAME`
     and so on, `lr.0` per parameter group, `step`, `seed`. An output of the same name is the input's next value.
+    Any other setting of a group is a number in the program, or an input such as `momentum.0` where it is among `given`.
     """
 
     program: Program
@@ -44,13 +45,18 @@ class Captured:
     states: Mapping[str, str] = field(default_factory=dict)  # `exp_avg.NAME` -> `param.NAME`
     rates: tuple[float, ...] = ()
     gradients: Mapping[str, Node] = field(default_factory=dict)  # `param.NAME` -> its gradient before clipping, where vjps made it
+    rules: tuple[Rule, ...] = ()  # of every parameter group, as it was captured
+    given: frozenset[str] = frozenset()  # settings of the groups that are inputs
+    begun: Mapping[str, Tensor] = field(default_factory=dict)  # state the optimizer had already, by input name
+    counts: Mapping[str, int] = field(default_factory=dict)  # updates a parameter had before, where it had some
 
     def inputs(self, batch: Any, seed: int = 0, step: int = 0, rates: Sequence[float] | None = None) -> dict[str, Tensor]:
         """A value for every input: the module's tensors, the batch, zeros for a new optimizer's state."""
         values = {**self.parameters, **self.buffers, **self.constants, **named_batch(batch)}
         values = {k: v.detach() for k, v in values.items()}
-        values |= {k: torch.zeros_like(self.parameters[p].detach()) for k, p in self.states.items()}
+        values |= {k: self.begun.get(k, torch.zeros_like(self.parameters[p].detach())) for k, p in self.states.items()}
         values |= {f"lr.{i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(rates or self.rates)}
+        values |= {f"{k}.{i}": torch.tensor(x, dtype=torch.float64) for i, rule in enumerate(self.rules) for k, x in rule.settings.items()}
         values |= {"seed": torch.tensor(seed), "step": torch.tensor(step)}
         return {name: values[name] for name in self.program.input_names}
 
@@ -96,6 +102,9 @@ class Step:
         self.states: dict[str, Node] = {}  # optimizer state by input name, its value now
         self.owners: dict[str, str] = {}
         self.rates: list[float] = []
+        self.rules: list[Rule] = []
+        self.begun: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
         self.noted: dict[str, Node] = {}
         tape.recorder.step = self
 
@@ -139,16 +148,37 @@ class Step:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """optimizer.step(): the next value of every parameter that has a gradient, by one op each."""
+        require_no_hooks(optimizer)
         names = {id(t): name for name, t in self.tape.parameters.items()}
+        self.rules = [rule_of(optimizer, group) for group in optimizer.param_groups]
+        self.rates = [number(group["lr"]) for group in optimizer.param_groups]
         step = self.states["step"] = w.add(self._held("step", (), torch.int64), 1)
-        for i, group in enumerate(optimizer.param_groups):
-            rule = rule_of(optimizer, group)
+        for i, (group, rule) in enumerate(zip(optimizer.param_groups, self.rules, strict=True)):
+            given = [self._held(f"{k}.{i}", (), torch.float64) for k in rule.settings if k in self.recorder.given]
             rate = self._held(f"lr.{i}", (), torch.float64)
-            self.rates = [*self.rates[:i], float(group["lr"]), *self.rates[i + 1 :]]
             for p in group["params"]:
                 traced = self.tape.traced.get(id(p))
                 if traced is not None and traced.grad is not None:
-                    self._update_one(names[id(traced)], traced, rule, rate, step)
+                    name = names[id(traced)]
+                    self._take_over(name, p, rule, optimizer)
+                    self._update_one(name, traced, rule, [*given, rate, self._count(name, step)])
+                elif traced is None and id(p) in self.recorder.outside:
+                    raise CaptureError(
+                        "the optimizer trains a tensor that is no parameter of the module",
+                        needed="parameters that model.parameters() has",
+                        found=f"one of shape {tuple(p.shape)} in group {i}",
+                        try_="register it, as in self.weight = nn.Parameter(...), or in an nn.ParameterList",
+                    )
+
+    def _take_over(self, name: str, p: Tensor, rule: Rule, optimizer: torch.optim.Optimizer) -> None:
+        """State that the optimizer has already: of a run that was loaded, or what it starts with."""
+        self.begun |= {f"{s}.{name.removeprefix('param.')}": x for s, x in kept_state(optimizer, p, rule).items()}
+        before = steps_taken(optimizer, p, rule)
+        if before:
+            self.counts[name] = before
+
+    def _count(self, name: str, step: Node) -> Node:
+        return w.add(step, self.counts[name]) if name in self.counts else step
 
     def _held(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Node:
         """The value now of something the optimizer keeps."""
@@ -156,11 +186,11 @@ class Step:
             self.states[name] = self.recorder.declare(name, shape, dtype)
         return self.states[name]
 
-    def _update_one(self, name: str, traced: Tensor, rule: Rule, rate: Node, step: Node) -> None:
+    def _update_one(self, name: str, traced: Tensor, rule: Rule, numbers: Sequence[Node]) -> None:
         ref, grad = self.recorder.ref(traced), self.recorder.ref(traced.grad).read()
         keys = [f"{s}.{name.removeprefix('param.')}" for s in rule.state]
         held = [self._held(key, traced.shape, traced.dtype) for key in keys]
-        made = rule.op(ref.read(), grad, *held, rate, step, **rule.attrs)
+        made = rule.op(ref.read(), grad, *held, *numbers, **rule.with_given(self.recorder.given))
         new, *states = [made] if len(made.types) == 1 else list(made)
         ref.write(new)
         self.states |= dict(zip(keys, states, strict=True))
@@ -174,6 +204,10 @@ class Step:
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, the optimizer's own methods are this step's."""
         mine = {"step": lambda closure=None: self.update(optimizer), "zero_grad": lambda set_to_none=True: self.zero_grad()}
+        for group in optimizer.param_groups:
+            rule_of(optimizer, group)
+        for method in mine.values():
+            method.of_weft = True  # type: ignore[attr-defined]
         kept = {k: optimizer.__dict__[k] for k in mine if k in optimizer.__dict__}
         try:
             optimizer.__dict__.update(mine)
@@ -209,7 +243,7 @@ class Step:
         return Captured(
             program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
-            self.noted,
+            self.noted, tuple(self.rules), frozenset(recorder.given), self.begun, self.counts,
         )  # fmt: skip
 
 

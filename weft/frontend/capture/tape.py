@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,9 +60,9 @@ class Tape:
 
 
 @contextmanager
-def tracing(model: nn.Module, joint: bool = False, capacity: float | None = None) -> Iterator[Tape]:
+def tracing(model: nn.Module, joint: bool = False, capacity: float | None = None, given: Collection[str] = ()) -> Iterator[Tape]:
     """Inside, the module computes on traced tensors; afterwards it is as it was."""
-    recorder = Recorder(joint=joint, capacity=capacity)
+    recorder = Recorder(joint=joint, capacity=capacity, given=frozenset(given))
     with ExitStack() as stack:
         stack.enter_context(explained())
         tape = stack.enter_context(_swapped(model, recorder))
