@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from weft.codegen.order import order, tails
 from weft.core.errors import InvalidTransform
+from weft.core.layout import P
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.ops.comm import all_reduce, is_comm, reduce_scatter
@@ -96,8 +97,9 @@ def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     """The gradients' all_reduces along an axis, in a few large ones, in the order the backward pass makes them."""
     sums = [n for n in order(p) if n.op.name == "all_reduce" and n.attr("axis") == axis and len(n.args) == 1]
     alike: dict[object, list[Node]] = {}
+    taken = {n for g in p.groups for n in g.nodes}
     for n in sums:
-        if not is_scalar(n) and _alone(p, n):
+        if not is_scalar(n) and _alone(p, n) and n not in taken and n.args[0].type.on(axis) == P():
             alike.setdefault((n.dtype, n.layout.held), []).append(n)  # some may still be pending along another axis
     for group in alike.values():
         for some in _growing([n for n, waits in p.waits(group).items() if not waits], max_bytes):

@@ -4,7 +4,7 @@ with the put that makes its gradient, by the rows that were put.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,7 +109,7 @@ def _instead(p: Program, nodes: Sequence[Node]) -> tuple[tuple[Node, Node], ...]
 
 def _in_place(p: Program, n: Node) -> bool:
     """Parameter and state are state of the program, whose next value is this update and nothing else."""
-    state: Mapping[str, str] = dict(p.state)
+    state = p.next_of
     for home, new in _results(p, n):
         names = p.outputs_of(new)
         if p.users[new] or home.op.name != "input" or not names or any(state.get(name) != home.attr("name") for name in names):

@@ -75,6 +75,11 @@ class Program:
         return dict(self.outputs)
 
     @cached_property
+    def next_of(self) -> dict[str, str]:
+        """The input that each output of the state becomes."""
+        return dict(self.state)
+
+    @cached_property
     def _names_of(self) -> dict[Node, list[str]]:
         names: dict[Node, list[str]] = {}
         for name, n in self.outputs:

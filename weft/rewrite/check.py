@@ -107,8 +107,13 @@ class _Tidy:
         self.done: dict[Node, Node] = {}
 
     def __call__(self, root: Node) -> Node:
-        for node in toposort([root]) if root not in self.done else ():
-            if node not in self.done:
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            wanted = [] if node in self.done else [a for a in node.args if a not in self.done]
+            if wanted:
+                stack += [node, *reversed(wanted)]
+            elif node not in self.done:
                 args = tuple(self.done[a] for a in node.args)
                 same = all(a is b for a, b in zip(args, node.args, strict=True))
                 self.done[node] = _simpler(node if same else make(node.op, args, dict(node.attrs)))
