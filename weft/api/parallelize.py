@@ -19,9 +19,11 @@ from weft.api import auto, planfile
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, beside_rows, rows_of
+from weft.api.eager import How, Moment
+from weft.api.judge import Case, Verdict, judge, judge_now, moved
 from weft.api.lines import Lines
 from weft.api.noise import INPUT, Noise, Probe, measured
-from weft.api.trust import Losses, exactly, guarded, require_exact, verified
+from weft.api.trust import Losses, exactly, guarded, require_exact, seen_by_first, verified
 from weft.api.watch import watch
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import R
@@ -91,7 +93,11 @@ def parallelize(
     parts |= {"held": file.held, "found": file.found, "part": file.part} if file is not None else {}
     if named is not None and named.micro_batches > 1:
         return _ready(_in_parts(model, loss, optimizer, example, named, where, seed, noise, parts), on_nan, deterministic, record, progress)
+    moment = Moment.now()
     captured = capture(model, example, loss, optimizer, accumulate=accumulate, **how)
+    judged, case = None, Case(model, loss, optimizer, How(clip, accumulate, precision), where, moment)
+    if check:
+        judged = seen_by_first(lambda: judge(captured, case, example, lambda part: capture(model, part, loss, optimizer, accumulate=accumulate, **how)))
     if on_nan == "skip":
         captured, file = guarded(captured), file and file.guarded()
     wish = auto.Wish(tuple(map(parse_pin, pins)), noise, bytes_of(memory) if memory else 0.0)
@@ -104,7 +110,8 @@ def parallelize(
         step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
     else:
         step = _in_one(captured, named, wish, decision, file, check, (model, loss, optimizer, where, seed))
-    step.decision = decision
+        step.how = case.how
+    step.decision, step.judged = decision, judged or step.judged
     return _ready(step, on_nan, deterministic, record, progress)
 
 
@@ -211,6 +218,8 @@ class Step:
         self.grad_norm: Tensor | None = None
         self.decision: auto.Decision | None = None
         self.report: Report | None = None  # of the check of the plan
+        self.judged: Verdict | None = None  # of the comparison with torch, on rank 0
+        self.how = How()
         self.source = captured.program  # what was placed: the captured step, or that after the moves of a plan file
         self.moves: tuple[str, ...] = ()
         self.losses = Losses("ignore")
@@ -434,7 +443,17 @@ class Step:
         copies = {n: x.clone() for n, x in self._state.items()}
         got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
         found = {name: gathered(node.layout, got[name], self.compiled) for name, node in self.program.outputs if name in want}
-        return self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: moved(inputs[n]) for n in names}))
+        own = self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: moved(inputs[n]) for n in names}))
+        return max(own, self._against_torch(batch, {n: inputs[n] for n in names if not n.startswith("batch.")}))
+
+    def _against_torch(self, batch: Any, given: Values) -> float:
+        """The largest relative difference between the captured step and the user's own module in plain torch."""
+        case = Case(self.model, self.loss, self.optimizer, self.how, self.compiled.device)
+        verdict = seen_by_first(lambda: judge_now(self.captured, case, batch, given))
+        told = [verdict.worst if verdict is not None else 0.0]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(told, src=0)
+        return told[0]
 
     def _close(self, found: Values, want: Values, tolerance: float, again: Callable[[], Values] | None = None) -> float:
         """The largest relative difference between what was found and what was wanted; too large a one is refused.
@@ -457,14 +476,6 @@ class Step:
                 try_=f"step.check(batch, tolerance=...) if that is small for {str(floats[worst].dtype).removeprefix('torch.')}; else report it",
             )
         return apart[worst] / size[worst]
-
-
-def moved(x: Tensor) -> Tensor:
-    """The tensor with each element moved by about its last digit, the same way on every rank."""
-    if not x.is_floating_point() or not x.ndim:
-        return x
-    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return x * (1 + signs.to(x.device, x.dtype) * torch.finfo(x.dtype).eps)
 
 
 def gathered(layout: Any, local: Tensor | None, compiled: Compiled) -> Tensor:

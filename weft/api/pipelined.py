@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_map_only
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
+from weft.api.eager import How, Moment
+from weft.api.judge import Case, judge, moved
 from weft.api.lines import Laid, laid
-from weft.api.parallelize import Step, gathered, moved
+from weft.api.parallelize import Step, gathered
 from weft.api.runner import Runner, Values
-from weft.api.trust import exactly, guarded, verified
+from weft.api.trust import exactly, guarded, seen_by_first, verified
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout
 from weft.core.node import Type
@@ -73,6 +75,7 @@ def pipelined(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
+    moment = Moment.now()
     captured = captured_part(model, example, plan.micro_batches, loss, optimizer, clip=clip, precision=precision)
     if not captured.gradients:
         raise PlanError(
@@ -81,12 +84,17 @@ def pipelined(
             found="one that was traced together with its backward pass",
             try_="a plan without pp and micro",
         )
+    judged = None
+    if check:
+        case = Case(model, loss, optimizer, How(clip, 1, precision), device, moment)
+        small = micro_batch(example, 0, plan.micro_batches)
+        judged = seen_by_first(lambda: judge(captured, case, small, lambda x: capture(model, x, loss, optimizer, clip=clip, precision=precision)))
     source, moves = part(captured) if part is not None else (captured, ())
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
     exact = {} if held is None else {n: p for n, p in held(source, plan).items() if n not in pinned}
     step = PipelinedStep(source, plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(source))
-    step.captured, step.moves = captured, moves
+    step.captured, step.moves, step.judged = captured, moves, judged
     step.samples = samples_of(example)
     step.dims = {n: x.shape.index(step.samples) for n, x in named_batch(example).items() if x.ndim}
     if check:

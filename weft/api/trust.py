@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.api.schedule import is_update, unfold_updates, updated
-from weft.core.errors import PlanError, RuleError, RuntimeFault
+from weft.core.errors import PlanError, RuleError, RuntimeFault, WeftError
 from weft.core.layout import Layout
 from weft.core.node import Type
 from weft.core.program import Program, new_program
@@ -36,20 +36,34 @@ def verified(single: Program, sharded: Program) -> Report | None:
     """The report of rank 0 on whether the placed program is the captured one; every rank raises if it is not."""
     from weft.rewrite.check import equal_or_raise
 
-    report, told = None, [None]
+    def look() -> Report:
+        try:
+            return equal_or_raise(_as_updated(_with_inputs(single, sharded), sharded), _without_more(single, sharded))
+        except RuleError as e:
+            raise PlanError(
+                "the plan changes what the model computes", needed="the same loss and the same updates", found=str(e),
+                try_="report this plan and model: no plan should; check=False runs it as it is",
+            ) from e  # fmt: skip
+
+    return seen_by_first(look)
+
+
+def seen_by_first(look: Callable[[], Any]) -> Any:
+    """What rank 0 finds by looking, None on the others; what it raises, every rank raises."""
+    found, error, told = None, None, [None]
     if _rank() == 0:
         try:
-            report = equal_or_raise(_as_updated(_with_inputs(single, sharded), sharded), _without_more(single, sharded))
-        except RuleError as e:
-            told = [str(e)]
+            found = look()
+        except Exception as e:
+            error, told = e, [(type(e) if isinstance(e, WeftError) else RuntimeFault, str(e))]  # type: ignore[list-item]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(told, src=0)
+    if error is not None:
+        raise error
     if told[0] is not None:
-        raise PlanError(
-            "the plan changes what the model computes", needed="the same loss and the same updates", found=told[0],
-            try_="report this plan and model: no plan should; check=False runs it as it is",
-        )  # fmt: skip
-    return report
+        kind, words = told[0]
+        raise kind(words)
+    return found
 
 
 def _as_updated(single: Program, sharded: Program) -> Program:

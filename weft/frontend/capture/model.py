@@ -159,10 +159,10 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
     whole = _Part(model, loss)
     if not tape.recorder.joint:
         tape.blocks.alike[whole] = [whole]
-    return torch.stack([_scalar(whole(_part(batch, i, parts))) for i in range(parts)]).mean()
+    return torch.stack([_scalar(whole(part_of(batch, i, parts))) for i in range(parts)]).mean()
 
 
-def _part(batch: Any, i: int, parts: int) -> Any:
+def part_of(batch: Any, i: int, parts: int) -> Any:
     """One of equal parts of the batch; numbers go to every part."""
 
     def cut(_: str, x: Any) -> Any:

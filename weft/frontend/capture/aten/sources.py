@@ -101,7 +101,9 @@ aten("bernoulli.default", "bernoulli.Tensor")(lambda r, x, p=None, generator=Non
 
 
 def _coin(r: Recorder, shape: Any, chance: Node, dtype: torch.dtype) -> Node:
-    return to_dtype(w.lt(_draw(uniform, r, shape, torch.float32), to_dtype(chance, torch.float32)), dtype)
+    """1 with this chance: as dropout keeps, where the number drawn is not below the chance of a 0."""
+    zero = w.sub(r.number(1.0, torch.float32), to_dtype(chance, torch.float32))
+    return to_dtype(w.ge(_draw(uniform, r, shape, torch.float32), zero), dtype)
 
 
 @aten("uniform")

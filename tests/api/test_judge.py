@@ -1,0 +1,225 @@
+"""A captured step is compared with the user's own module in plain torch before it runs, and nothing of that is noticed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.api.ranks import on_ranks
+from weft.api import afford
+from weft.api.parallelize import Step, parallelize
+from weft.core.errors import CaptureError
+from weft.frontend import zoo
+from weft.frontend.capture.aten import attention, norms
+
+
+def made(name: str = "gpt2", dtype: torch.dtype = torch.float32, plan: str = "dp1", **options: Any) -> tuple[Step, Any]:
+    settings = {"dropout": options.pop("dropout")} if "dropout" in options else {}
+    w = zoo.small(name, dtype=dtype, **settings)
+    return parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-2), w.example(8), plan=plan, **options), w
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("called")
+        self.calls += 1
+        return self.last(torch.tanh(self.first(x)))
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def net(**options: Any) -> tuple[Step, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = options.pop("model", None) or Net().double()
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters())
+    example = options.pop("example", None)
+    given = torch.randn(8, 6, dtype=torch.float64) if example is None else example
+    return parallelize(model, options.pop("loss", squares), optimizer, given, **options), model, optimizer
+
+
+# -- what is equal ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-9), (torch.float32, 2e-5), (torch.bfloat16, 5e-2)])
+def test_a_step_is_compared_with_torch_dropout_and_all(dtype: torch.dtype, limit: float) -> None:
+    step, _ = made(dtype=dtype, dropout=0.1, clip=0.5)
+    assert step.judged is not None and step.judged.compared > 100 and step.judged.worst < limit
+    assert "tensors equal torch's on the example" in str(step.judged)
+
+
+def test_micro_batches_and_pipelines_are_too() -> None:
+    step, _ = made(plan="micro2")
+    assert step.judged is not None and step.judged.compared > 50
+
+
+def test_it_can_be_left_out() -> None:
+    assert net(check=False)[0].judged is None
+
+
+# -- what is not -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_lost_causal_mask_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda r, q, k, v, mask, drop, causal, scale: plain(r, q, k, v, mask, drop, False, scale))
+    with pytest.raises(CaptureError, match="the captured step of GPT does not compute what torch does") as e:
+        made(dtype=dtype)
+    assert "blocks.0.attention" in str(e.value) and "of its largest value" in str(e.value) and "check=False" in str(e.value)
+
+
+def test_another_probability_of_dropout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = norms.drop
+    monkeypatch.setattr(norms, "drop", lambda r, x, p: plain(r, x, p / 2))
+    with pytest.raises(CaptureError, match=r"the first module whose output the program does not compute is blocks\.0\.norm1"):
+        made(dropout=0.2)
+
+
+def test_a_wrong_gradient_is_told_from_a_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.core.node import op_named
+
+    tanh = op_named("tanh").facets
+    monkeypatch.setitem(tanh, "vjp", lambda n, ct: (ct,))
+    with pytest.raises(CaptureError, match=r"first\.(weight|bias)") as e:
+        net()
+    assert "every module's output is right, so it is the backward pass or the update" in str(e.value)
+
+
+def test_a_wrong_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.frontend.capture import optimizers
+
+    plain = optimizers.RULES[torch.optim.AdamW]
+
+    def other(group: Any) -> Any:
+        rule = plain(group)
+        rule.attrs["decay"] = 0.0
+        return rule
+
+    monkeypatch.setitem(optimizers.RULES, torch.optim.AdamW, other)
+    with pytest.raises(CaptureError, match="after the update differs"):
+        net()
+
+
+def test_a_step_that_torch_cannot_run_is_told() -> None:
+    class Odd(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, torch._subclasses.FakeTensor):
+                raise RuntimeError("no such kernel here")
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match="torch itself cannot run this step") as e:
+        net(model=Odd().double())
+    assert "no such kernel here" in str(e.value)
+
+
+def test_every_rank_raises_alike(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        norms.drop, plain = lambda r, x, p: plain(r, x, p / 2), norms.drop
+        with pytest.raises(CaptureError, match="does not compute what torch does"):
+            made(plan="dp2", dropout=0.2)
+
+    on_ranks(2, job, tmp_path)
+
+
+# -- what is not noticed -----------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_it_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    model = Net().double()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    numbers = torch.get_rng_state(), random.getstate()
+    optimizer = torch.optim.AdamW(model.parameters())
+    parallelize(model, squares, optimizer, torch.ones(8, 6, dtype=torch.float64))
+    heard = capsys.readouterr().out.count("called")
+    assert model.calls == 0 and heard <= 1  # capture itself runs the user's code, once
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), numbers[0]) and random.getstate() == numbers[1]
+
+
+class Locked(Net):
+    """A model that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_is_run_itself_and_put_back() -> None:
+    model = Locked().double()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    step, _, optimizer = net(model=model)
+    assert step.judged is not None and step.judged.compared
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not optimizer.state and model.calls == 0 and all(p.grad is None for p in model.parameters())
+
+
+def test_a_loss_that_takes_the_module_from_around_it() -> None:
+    model = Net().double()
+    step, _, _ = net(model=model, loss=lambda _, batch: squares(model, batch))
+    assert step.judged is not None and step.judged.compared
+
+
+# -- what it takes -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_fewer_samples_where_all_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(afford, "seconds", lambda program, device: 60.0)
+    step, _ = made("mlp")
+    assert step.judged is not None and step.judged.samples == "2 of the example's 8 samples"
+
+
+def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(afford, "seconds", lambda program, device: 6000.0)
+    with pytest.warns(UserWarning, match="Net is not compared with torch: the whole step would take some 6000 s"):
+        step, _, _ = net()
+    assert step.judged is not None and step.judged.compared == 0
+
+
+def test_memory_is_foreseen() -> None:
+    step, _, _ = net()
+    small, large = afford.alive(step.captured.program), afford.memory(step.captured.program, 1)
+    assert 0 < small < large < 1e6
+    assert afford.memory(step.captured.program, 8) < large
+
+
+# -- later -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_compared_with_torch_from_where_it_is() -> None:
+    step, w = made(dtype=torch.float64, dropout=0.1)
+    for i in range(2):
+        step(w.example(8, seed=i))
+    assert step.check(w.example(8, seed=5)) < 1e-9
+
+
+def test_a_check_finds_what_capture_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda r, q, k, v, mask, drop, causal, scale: plain(r, q, k, v, mask, drop, False, scale))
+    step, w = made(check=False)
+    with pytest.raises(CaptureError, match="does not compute what torch does"):
+        step.check(w.example(8))
+
+
+def test_ranks_agree_on_a_check(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        step, w = made(dtype=torch.float64, plan="dp2,zero1")
+        step(w.example(8))
+        assert 0 < step.check(w.example(8)) < 1e-9
+
+    on_ranks(2, job, tmp_path)

@@ -1,0 +1,258 @@
+"""One step of plain torch, on a copy of the user's module and optimizer, which nothing else notices.
+
+Torch and weft draw random numbers in different orders. Here both draw stand-ins that depend on an element's place in its tensor alone,
+so a dropout drops the same elements on either side and all the rest can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from weft import interp
+from weft.core.node import Node, make
+from weft.core.program import Program, new_program
+from weft.frontend.capture import Captured
+from weft.frontend.capture.model import part_of
+from weft.frontend.capture.modes import ATEN, _twin
+from weft.frontend.capture.recorder import Recorder
+from weft.ops.pointwise import uniform_at
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Pair = tuple[nn.Module, Any]
+
+
+@dataclass(frozen=True)
+class How:
+    """What a step does beside the loss: clips, adds up the gradients of equal parts of the batch, casts."""
+
+    clip: float | None = None
+    parts: int = 1
+    precision: torch.dtype | None = None
+
+
+# -- random numbers ------------------------------------------------------------------------------------------------------------------
+
+
+def stood_in(program: Program) -> Program:
+    """The program, every random number drawn by its place in its tensor alone; its seed is to be 0."""
+    if not any("site" in dict(n.attrs) for n in program.nodes):
+        return program
+    made: dict[Node, Node] = {}
+    for n in program.nodes:
+        attrs = dict(n.attrs)
+        attrs |= {"site": 0} if "site" in attrs else {}
+        made[n] = n if not n.args else make(n.op, tuple(made[a] for a in n.args), attrs)
+    lines = {made[n]: line for n, line in program.lines.items() if n in made}
+    return new_program(program.name, program.mesh, program.inputs, {k: made[n] for k, n in program.outputs}, state=program.state, lines=lines)
+
+
+class Drawn(TorchDispatchMode):
+    """Inside, torch's random ops give what `stood_in` does."""
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if func is torch.ops.aten.native_dropout.default:
+                return _dropped(*args)
+            twin = _twin(func) if func._schema.is_mutable else func
+            if twin in ATEN:
+                value = _as_captured(ATEN[twin], args, {k: v for k, v in kwargs.items() if k != "out"})
+                target = kwargs.get("out", args[0]) if func._schema.is_mutable else None
+                return value.to(_device(args, kwargs)) if target is None else target.copy_(value)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def drawn(captured: Captured) -> Iterator[None]:
+    """Inside, torch draws stand-ins, if the program draws anything."""
+    if "seed" not in captured.program.input_names:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH), Drawn():
+        yield
+
+
+def _dropped(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    index = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    keep = uniform_at(index, torch.zeros((), dtype=torch.int64, device=x.device), 0) >= (p if train is not False else 0.0)
+    return torch.where(keep, x / (1 - p), torch.zeros_like(x)) if p < 1 else torch.zeros_like(x), keep
+
+
+def _as_captured(handler: Any, args: Any, kwargs: Any) -> Tensor:
+    """What capture makes of a random op, run."""
+    recorder, given = Recorder(), dict[str, Tensor]()
+
+    def node(x: Tensor) -> Node:
+        given[name := f"x{len(given)}"] = x.detach().cpu()
+        return recorder.declare(name, x.shape, x.dtype)
+
+    nodes = tree_map_only(Tensor, node, (args, kwargs))
+    made = handler(recorder, *nodes[0], **nodes[1])
+    program = stood_in(new_program("drawn", recorder.mesh, list(recorder.inputs.values()), {"y": made}))
+    return interp.run_global(program, {**given, "seed": torch.tensor(0)})["y"]
+
+
+def _device(args: Any, kwargs: Any) -> Any:
+    tensor = next((x for x in args if isinstance(x, Tensor)), None)
+    return kwargs.get("device") or (tensor.device if tensor is not None else torch.get_default_device())
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The state of Python's, numpy's and torch's random numbers."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+
+    @staticmethod
+    def now() -> Moment:
+        numpy = sys.modules.get("numpy")
+        return Moment(random.getstate(), numpy.random.get_state() if numpy else None, torch.get_rng_state())
+
+    def again(self) -> None:
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+@contextlib.contextmanager
+def unnoticed(moment: Moment, device: torch.device) -> Iterator[None]:
+    """Inside, random numbers are those of the moment and nothing is printed; afterwards they go on as before."""
+    before, exact = Moment.now(), torch.backends.cudnn.allow_tf32
+    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else None):
+        try:
+            moment.again()
+            torch.backends.cudnn.allow_tf32 = False
+            with contextlib.redirect_stdout(io.StringIO()):
+                yield
+        finally:
+            torch.backends.cudnn.allow_tf32 = exact
+            before.again()
+
+
+# -- whose step ------------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def copied(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[Pair]:
+    """A copy of both, on the device; a model that cannot be copied raises."""
+    mine, own = copy.deepcopy((model, optimizer))
+    if any(t.device != device for t in (*mine.parameters(), *mine.buffers())):
+        mine.to(device)
+        for state in own.state.values() if own is not None else ():
+            state.update({k: x.to(device) for k, x in state.items() if isinstance(x, Tensor) and x.ndim})
+    yield mine, own
+
+
+@contextlib.contextmanager
+def itself(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[Pair]:
+    """Both as they are; afterwards every tensor and every plain attribute is what it was."""
+    modules = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__)) for m in model.modules()]
+    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers())]
+    state = None if optimizer is None else copy.deepcopy({i: dict(s) for i, s in enumerate(optimizer.state.values())})
+    owners = None if optimizer is None else list(optimizer.state)
+    try:
+        yield model, optimizer
+    finally:
+        for m, parameters, buffers, attributes in modules:
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            m._parameters.update(parameters)
+            m._buffers.update(buffers)
+        with torch.no_grad():
+            for t, value, grad in tensors:
+                t.copy_(value)
+                t.grad = grad
+        if owners is not None:
+            optimizer.state.clear()
+            optimizer.state.update({p: state[i] for i, p in enumerate(owners)})  # type: ignore[index]
+
+
+# -- the step --------------------------------------------------------------------------------------------------------------------------
+
+
+def stepped(
+    captured: Captured, original: nn.Module, pair: Pair, loss: Loss, batch: Any, how: How, device: torch.device
+) -> dict[str, Tensor | None]:
+    """What torch makes of the batch: the loss, `d.` gradients before clipping, parameters, buffers and the optimizer's state, by name."""
+    model, optimizer = pair
+    names = names_of(captured, original)
+    own = dict(zip(names, (*model.parameters(), *model.buffers()), strict=True))
+    moving = {n: t for n, t in own.items() if isinstance(t, nn.Parameter)}
+    for t in moving.values():
+        t.grad = None
+    out: dict[str, Tensor | None] = {}
+    with drawn(captured):
+        with torch.autocast(device.type, how.precision, enabled=how.precision is not None):
+            value = _loss(model, loss, on(batch, device), how.parts)
+        value.backward()
+    out |= {f"d.{n}": None if t.grad is None else t.grad.detach().clone() for n, t in moving.items()}
+    if how.clip is not None:
+        out["grad_norm"] = nn.utils.clip_grad_norm_(list(model.parameters()), how.clip)
+    if optimizer is not None:
+        type(optimizer).step(optimizer)
+        out |= _kept(captured, optimizer, own)
+    return {**out, "loss": value.detach(), **{n: t.detach().clone() for n, t in own.items()}}
+
+
+def load(captured: Captured, original: nn.Module, pair: Pair, given: Mapping[str, Tensor]) -> None:
+    """Put a state reached meanwhile into both: tensors by the names they have in the program, and the steps taken."""
+    model, optimizer = pair
+    own = dict(zip(names_of(captured, original), (*model.parameters(), *model.buffers()), strict=True))
+    with torch.no_grad():
+        for n, t in own.items():
+            if n in given:
+                t.copy_(given[n])
+    steps = float(given.get("step", torch.tensor(0)))
+    for n, p in captured.states.items() if steps else ():
+        kept = optimizer.state[own[p]]
+        kept[n.partition(".")[0]] = given[n].to(own[p].device, copy=True)
+        kept["step"] = torch.tensor(steps + captured.counts.get(p, 0))
+
+
+def names_of(captured: Captured, model: nn.Module) -> list[str]:
+    """The names that captured inputs have, of all parameters and then all buffers; those it does not read have names of their own."""
+    known = {id(t): n for n, t in (*captured.parameters.items(), *captured.buffers.items())}
+    named = [(f"param.{n}", t) for n, t in model.named_parameters()] + [(f"buffer.{n}", t) for n, t in model.named_buffers()]
+    return [known.get(id(t), n) for n, t in named]
+
+
+def _loss(model: nn.Module, loss: Loss, batch: Any, parts: int) -> Tensor:
+    if parts == 1:
+        return loss(model, batch)
+    return torch.stack([loss(model, part_of(batch, i, parts)) for i in range(parts)]).mean()
+
+
+def _kept(captured: Captured, optimizer: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """The optimizer's state, by the names the program has for it."""
+    states = {n: optimizer.state[own[p]] for n, p in captured.states.items()}
+    out = {n: state.get(n.partition(".")[0]) for n, state in states.items()}
+    counts = {float(state["step"]) - captured.counts.get(captured.states[n], 0) for n, state in states.items() if "step" in state}
+    return {**out, **({"step": torch.tensor(int(max(counts)))} if counts else {})}
+
+
+def on(batch: Any, device: torch.device) -> Any:
+    """A batch of one's own on the device, whatever holds it."""
+    if isinstance(batch, Tensor):
+        return batch.detach().to(device, copy=True)
+    if isinstance(batch, Mapping):
+        return {k: on(v, device) for k, v in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [on(v, device) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return copy.copy(batch)
