@@ -162,7 +162,7 @@ def _forward(at: Where | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     at = at or _global_places(q, k)
     x = _scores(q, k, mask, at, attrs)
     lse = torch.logsumexp(x, -1)
-    p = torch.exp(x - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1)) * _gains(at, seed, x, attrs)
+    p = torch.where((lse == -math.inf).unsqueeze(-1), 0.0, torch.softmax(x, -1)) * _gains(at, seed, x, attrs)  # of far numbers lse keeps no digits
     out = torch.einsum("bgrsnt,bgnte->bgrsne", p, wide(v)).to(q.dtype)
     return (out, lse) if blocks else (out.squeeze(4), lse.squeeze(4))
 

@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weft.core.node import Node, make, toposort
 from weft.frontend.capture.alike import MISSING, PLAIN, Key, attributes, differing, hooked, restore, same, tensors_of, tying, watched
+from weft.frontend.capture.caches import CacheWanted, close, is_cache, opened
 from weft.frontend.capture.experts import MODULES
+from weft.frontend.capture.known import through
 from weft.frontend.capture.recorder import Recorder
 
 RESULT = object()  # stands for a tensor in what a block returned
@@ -39,6 +41,7 @@ class Template:
     spec: Any  # of what the block returned; leaves are results by number, or plain values
     leaves: list[Any]
     read: dict[Key, Any]
+    looks: dict[int, Node]  # slot -> what stood there, where the trace looked at it
 
     def instance(self, actual: list[Node], recorder: Recorder) -> dict[Node, Node]:
         """The body made again over other nodes; every random site anew."""
@@ -51,6 +54,22 @@ class Template:
             if node in recorder.lines:
                 recorder.lines[made[node]] = recorder.lines[node]
         return made
+
+    def same(self, other: Template) -> bool:
+        """Whether the two compute the same, whatever their random sites are called."""
+        if len(self.body) != len(other.body) or len(self.results) != len(other.results) or not same(self.leaves, other.leaves):
+            return False
+        match, sites = dict(zip(other.slots, self.slots, strict=True)), {}
+        for theirs, mine in zip(other.body, self.body, strict=True):
+            a, b = dict(theirs.attrs), dict(mine.attrs)
+            site = a.pop("site", None)
+            if theirs.op is not mine.op or sites.setdefault(site, b.pop("site", None)) != dict(mine.attrs).get("site") or a != b:
+                return False
+            if tuple(match.get(x, x) for x in theirs.args) != mine.args:
+                return False
+            match[theirs] = mine
+        written = {i: match.get(n, n) for i, n in other.written.items()}
+        return [match.get(n, n) for n in other.results] == self.results and written == self.written
 
 
 @dataclass(frozen=True)
@@ -75,23 +94,38 @@ class Blocks:
     found: dict[Any, list[Instance]] = field(default_factory=dict)
     depth: int = 0
     differing: dict[int, set[Key]] = field(default_factory=dict)
+    cacheless: bool = True  # whether layers may be traced without the empty caches they are given
+    cached: dict[int, tuple[Any, set[Any]]] = field(default_factory=dict)  # such caches, with the layers that were given them
 
     def call(self, plain: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         whole = MODULES.get(type(module))
         if whole is not None:
             return whole(self.recorder, module, *args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        if module not in self.alike or hooked(module) or not self._simple(leaves):
+        caches = [x for x in leaves if is_cache(x)] if self.cacheless else []
+        given = [None if is_cache(x) else x for x in leaves] if caches else leaves
+        if module not in self.alike or hooked(module) or not self._simple(given):
             return plain(module, *args, **kwargs)
+        self._leave_out(module, caches)
         key = id(self.alike[module]), spec, tuple(map(_leaf_key, leaves)), tying(module), torch.is_grad_enabled(), _cast()
         for template in self.templates.setdefault(key, []):
-            if self._reusable(template, module):
-                return self._again(key, template, module, leaves)
-        template = self._trace(plain, module, leaves, spec)
+            if self._reusable(template, module, given):
+                return self._again(key, template, module, given)
+        template = self._trace(plain, module, leaves, spec, caches)
         if template is None:
             return plain(module, *args, **kwargs)
         self.templates[key].append(template)
-        return self._again(key, template, module, leaves)
+        return self._again(key, template, module, given)
+
+    def _leave_out(self, module: nn.Module, caches: list[Any]) -> None:
+        """Close the caches; a layer that comes twice would find there what it left."""
+        for cache in caches:
+            _, layers = self.cached.setdefault(id(cache), (cache, set()))
+            own = {value for (_, name), value in attributes(module).items() if name == "layer_idx"} | {module}
+            if own & layers:
+                raise CacheWanted("a layer is called twice")
+            layers |= own
+            close(cache)
 
     def _simple(self, leaves: list[Any]) -> bool:
         """Tensors of cells of their own, and plain values."""
@@ -99,8 +133,11 @@ class Blocks:
         cells = {id(self.recorder.ref(t).cell) for t in tensors}
         return len(cells) == len(tensors) and all(isinstance(x, (Tensor, *PLAIN)) for x in leaves)
 
-    def _reusable(self, template: Template, module: nn.Module) -> bool:
-        """Whether all the trace read of its module is the same here; a block around this one has then read it too."""
+    def _reusable(self, template: Template, module: nn.Module, leaves: list[Any]) -> bool:
+        """Whether all the trace read of its module, and looked at, is the same here; a block around this one has then read it too."""
+        actual = [self.recorder.ref(t).read() for t in _slots(leaves, module)] if template.looks else []
+        if not all(through(self.recorder, actual[i], look=True) is node for i, node in template.looks.items()):
+            return False
         here = attributes(module) if template.read else {}
         if not all(same(value, here.get(k, MISSING)) for k, value in template.read.items()):
             return False
@@ -110,7 +147,21 @@ class Blocks:
 
     # -- tracing the first of a kind -----------------------------------------------------------------------------------
 
-    def _trace(self, plain: Any, module: nn.Module, leaves: list[Any], spec: Any) -> Template | None:
+    def _trace(self, plain: Any, module: nn.Module, leaves: list[Any], spec: Any, caches: list[Any]) -> Template | None:
+        """Trace without the caches, and then with them: it must be the same."""
+        template = self._traced(plain, module, [None if caches and is_cache(x) else x for x in leaves], spec)
+        if caches and template is not None:
+            self.cacheless = False
+            try:
+                with opened(caches):
+                    again = self._traced(plain, module, leaves, spec)
+            finally:
+                self.cacheless = True
+            if again is None or not template.same(again):
+                raise CacheWanted("a layer computes something else with it")
+        return template
+
+    def _traced(self, plain: Any, module: nn.Module, leaves: list[Any], spec: Any) -> Template | None:
         recorder = self.recorder
         stand_ins = tree_map_only(Tensor, recorder.placeholder, leaves)
         own = tensors_of(module)
@@ -146,13 +197,14 @@ class Blocks:
         results = [recorder.node(x) for x in leaves if isinstance(x, Tensor)]
         written = {i: recorder.ref(t).cell.node for i, t in enumerate(slots) if recorder.ref(t).cell.version}
         body = _between(nodes, [*results, *written.values()])
-        return Template(nodes, results, written, body, spec, [RESULT if isinstance(x, Tensor) else x for x in leaves], read)
+        looks = {i: through(recorder, recorder.stands[n]) for i, n in enumerate(nodes) if n in recorder.looked}
+        return Template(nodes, results, written, body, spec, [RESULT if isinstance(x, Tensor) else x for x in leaves], read, looks)
 
     # -- the same again ------------------------------------------------------------------------------------------------
 
     def _again(self, key: Any, template: Template, module: nn.Module, leaves: list[Any]) -> Any:
         recorder = self.recorder
-        tensors = [x for x in leaves if isinstance(x, Tensor)] + list({id(t): t for _, _, t in tensors_of(module)}.values())
+        tensors = _slots(leaves, module)
         actual = [recorder.node(t) for t in tensors]
         made = template.instance(actual, recorder)
         for i, node in template.written.items():
@@ -175,7 +227,14 @@ class Blocks:
         self.found.setdefault((key, id(template)), []).append(instance)
 
 
+def _slots(leaves: list[Any], module: nn.Module) -> list[Tensor]:
+    """The tensors that a block reads: its arguments, then its parameters and buffers."""
+    return [x for x in leaves if isinstance(x, Tensor)] + list({id(t): t for _, _, t in tensors_of(module)}.values())
+
+
 def _leaf_key(leaf: Any) -> Any:
+    if is_cache(leaf):
+        return "cache"
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 

@@ -1,148 +1,121 @@
-"""transformers' own interfaces: attention, masks and experts are registered there under the name "weft" while tracing.
+"""What transformers is told while it is traced. Its models run the attention, masks and cache that their user configured.
 
-Left alone, transformers sees fake tensors and writes out the whole [batch, 1, rows, keys] mask, repeats keys for grouped
-queries, and gathers an expert's weights per token. Here causality stays a property of the attention op, and padding
-stays a [batch, 1, 1, keys] mask. transformers is never imported by weft: only a model that brings it needs this.
+It asks whether a tensor is fake before it reads one: a tensor that depends on no input can be read. Experts that it calls through
+its interface are one op where they are shown to be of the form that op has; its own batched products do for all others.
+transformers is never imported by weft: only a model that brings it needs this.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node
-from weft.frontend.capture.experts import apply
+from weft.frontend.capture.experts import ACTIVATIONS, apply
+from weft.frontend.capture.known import fixed, through
 from weft.frontend.capture.modes import hear
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.shape import narrow, permute, reshape
 
 NAME = "weft"
-PADDING = torch.uint8  # the dtype of a mask that says which keys are there and nothing of order; theirs are bool or float
 
 
 @contextmanager
 def interfaces(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Inside, models of transformers call weft for attention, masks and experts, and build no cache."""
+    """Inside, models of transformers are told what can be read, and call weft for experts."""
     configs = list({id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")}.values())
     if not configs or "transformers" not in sys.modules:
         yield
         return
-    theirs = sys.modules.get("transformers.masking_utils")
-    packed = getattr(theirs, "find_packed_sequence_indices", None)
-    kept = [(c, c._attn_implementation, getattr(c, "use_cache", None), getattr(c, "_experts_implementation", None)) for c in configs]
+    _refuse_kernels(configs)
+    with _readable(recorder), _own_experts(configs, recorder):
+        yield
+
+
+def _refuse_kernels(configs: list[Any]) -> None:
+    found = {str(c._attn_implementation) for c in configs}
+    kernels = sorted(x for x in found if "flash" in x or x.startswith(("flex", "kernels-community", "paged")))
+    if kernels:
+        raise CaptureError(
+            f"attention by {kernels[0]} cannot be traced",
+            needed='attn_implementation "sdpa" or "eager", which run on any device; weft chooses the kernel itself',
+            found=f"attn_implementation={kernels[0]!r}",
+            try_='model.set_attn_implementation("sdpa") before parallelize',
+        )
+
+
+@contextmanager
+def _readable(recorder: Recorder) -> Iterator[None]:
+    """Inside, a tensor is fake to transformers only where its value is not known."""
+    theirs: Any = sys.modules.get("transformers.utils.import_utils")
+    plain: Callable[[Any], bool] | None = getattr(theirs, "is_fake_tensor", None)
+    if plain is None:
+        yield
+        return
+
+    def is_fake(x: Any) -> bool:
+        return plain(x) and not fixed(recorder, through(recorder, recorder.node(x), look=True))
+
+    theirs.is_fake_tensor = is_fake
     try:
-        _register(recorder)
-        if packed is not None:
-            theirs.find_packed_sequence_indices = lambda ids: None if _counts(recorder.node(ids)) else packed(ids)
-        for c in configs:
-            c._attn_implementation = NAME
-            if getattr(c, "use_cache", None) is not None:
-                c.use_cache = False
-            if hasattr(c, "_experts_implementation"):
-                c._experts_implementation = NAME
         yield
     finally:
-        if packed is not None:
-            theirs.find_packed_sequence_indices = packed
-        for c, attention, cache, experts in kept:
-            c._attn_implementation = attention
-            if cache is not None:
-                c.use_cache = cache
-            if hasattr(c, "_experts_implementation"):
-                c._experts_implementation = experts
-
-
-def _register(recorder: Recorder) -> None:
-    from transformers import masking_utils, modeling_utils
-
-    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:  # older ones have no such interface, and each model its own experts
-        return
-    ALL_EXPERTS_FUNCTIONS.register(NAME, lambda module, *args: experts(recorder, module, *args))
-
-
-def _counts(positions: Node) -> bool:
-    """Whether positions are 0, 1, 2 ... by how they were made, so that no row can hold several sequences."""
-    while positions.op.name in ("reshape", "expand", "cast") or (positions.op.name == "add" and positions.args[1].op.name == "const"):
-        positions = positions.args[0]
-    return positions.op.name == "arange" and positions.attr("step") == 1
-
-
-def mask(batch_size: int, q_length: int, kv_length: int, *, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Any = None,
-         attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:  # fmt: skip
-    """None where order alone masks, padding as [batch, 1, 1, keys], and their own full mask for all other patterns."""
-    from transformers import masking_utils as theirs
-
-    plain = mask_function in (None, theirs.causal_mask_function, theirs.bidirectional_mask_function)
-    if not plain or not (isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0):
-        return theirs.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
-            attention_mask=attention_mask, **{**more, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )  # fmt: skip
-    padding = theirs.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    return None if padding is None else padding[:, None, None, :kv_length].to(PADDING)
-
-
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-              dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
-              position_bias: Tensor | None = None, s_aux: Any = None, **_: Any) -> tuple[Tensor, None]:  # fmt: skip
-    """One attention op: causal if the module is and no mask of theirs says otherwise."""
-    if softcap is not None or s_aux is not None:
-        raise CaptureError(
-            "attention with a soft cap or sinks has no whole op",
-            needed="attention that is softmax of scaled products",
-            found=type(module).__name__,
-            try_='capture it with attn_implementation="eager"',
-        )
-    ordered = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    own = attention_mask is None or attention_mask.dtype == PADDING
-    causal = bool(ordered and own and query.shape[2] > 1)
-    if causal and attention_mask is None and key.shape[2] > query.shape[2]:
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    seen = attention_mask.bool() if attention_mask is not None and own else attention_mask
-    if position_bias is not None:
-        seen = position_bias if seen is None else _biased(position_bias, seen)
-    out = F.scaled_dot_product_attention(query, key, value, seen, dropout, causal, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _biased(bias: Tensor, seen: Tensor) -> Tensor:
-    if seen.dtype != torch.bool:
-        return bias + seen
-    return torch.where(seen, bias, torch.full((), float("-inf"), dtype=bias.dtype))
+        theirs.is_fake_tensor = plain
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+@contextmanager
+def _own_experts(configs: list[Any], recorder: Recorder) -> Iterator[None]:
+    kept = [(c, c._experts_implementation) for c in configs if hasattr(c, "_experts_implementation")]
+    interface: Any = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", None)
+    if interface is None or not kept:  # older ones have no such interface, and each model its own experts
+        yield
+        return
+    interface.register(NAME, lambda module, *args, **more: experts(recorder, module, *args, **more))
+    try:
+        for c, _ in kept:
+            c._experts_implementation = NAME
+        yield
+    finally:
+        for c, name in kept:
+            c._experts_implementation = name
+        type(interface)._global_mapping.pop(NAME, None)
 
 
 def experts(r: Recorder, module: nn.Module, x: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
-    """Experts stored as [experts, 2 x hidden, features] (gate then up) or their transposes."""
-    act = _ACTIVATIONS.get(getattr(module.config, "hidden_act", ""))
-    odd = any(getattr(module, k, False) for k in ("has_bias", "has_post_expert_norm")) or not getattr(module, "is_concatenated", True)
-    from transformers.integrations.moe import _default_apply_gate
+    """Experts stored as [experts, 2 x hidden, features] (gate then up) or their transposes; others by transformers' own products."""
+    from transformers.integrations.moe import batched_mm_experts_forward
 
-    if act is None or odd or type(module)._apply_gate is not _default_apply_gate:
-        raise CaptureError(
-            f"weft does not know the experts of {type(module).__name__}",
-            needed="gate and up side by side, a down projection, no biases, a common activation",
-            found=f"activation {getattr(module.config, 'hidden_act', None)!r}" if act is None else "another form",
-            try_="register the module: weft.frontend.capture.experts.module",
-        )
+    act = _activation(r, module)
+    if act is None:
+        r.assume(f"{type(module).__name__} is computed as transformers' batched_mm does: each token's experts are gathered for it")
+        return batched_mm_experts_forward(module, x, picks, weights)
     gated, turned = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
     first = module.gate_up_proj if gated else module.up_proj
     return hear(r, None, _stored_experts, (x, picks, weights, first, module.down_proj, act, gated, turned), {})
+
+
+def _activation(r: Recorder, module: Any) -> str | None:
+    """The activation, where the experts have no biases and no norm, and act(gate) * up, or act(up), is what they compute."""
+    if any(getattr(module, k, False) for k in ("has_bias", "has_post_expert_norm", "_is_expert_parallel")) or r.joint:
+        return None
+    gated = getattr(module, "has_gate", True)
+    weight = module.gate_up_proj if gated else module.up_proj
+    wide = weight.shape[-1 if getattr(module, "is_transposed", False) else 1]
+    probe = r.placeholder(weight.new_empty((1, wide)))
+    made = r.node(module._apply_gate(probe) if gated else module.act_fn(probe))
+    gate, up = probe.chunk(2, dim=-1)
+    for name, (act, _) in ACTIVATIONS.items():
+        if made in ([r.node(act(gate) * up), r.node(up * act(gate))] if gated else [r.node(act(probe))]):
+            return name
+    return None
 
 
 def _stored_experts(r: Recorder, x: Node, picks: Node, weights: Node, first: Node, down: Node, act: str, gated: bool, turned: bool) -> Node:

@@ -8,17 +8,17 @@ one function, whose backward is weft's vjp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointFunction
 
 from weft.autodiff import backward
-from weft.core.node import Node, make, toposort
-from weft.frontend.capture.recorder import Recorder
+from weft.core.node import Node
+from weft.frontend.capture.recorder import Recorder, substituted
 
 
 class OwnGradient(Exception):
@@ -26,32 +26,41 @@ class OwnGradient(Exception):
 
 
 @contextmanager
-def own_gradients(joint: bool) -> Iterator[None]:
-    """Inside, an autograd function is refused unless autograd runs; checkpointing, which changes nothing, is run straight."""
+def own_gradients(recorder: Recorder) -> Iterator[None]:
+    """Inside, an autograd function is refused unless autograd runs; checkpointing, which changes no value, is run straight."""
     plain = torch.autograd.Function.__dict__["apply"]
+    replayed = checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            return args[0](*args[2:])
-        if not joint and not issubclass(cls, _Whole):
+        if cls is checkpoint.CheckpointFunction:
+            return _straight(recorder, args[0], args[2:])
+        if not recorder.joint and not issubclass(cls, _Whole):
             raise OwnGradient(cls.__name__)
         return plain.__func__(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    checkpoint._checkpoint_without_reentrant_generator = _once
     try:
         yield
     finally:
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+        checkpoint._checkpoint_without_reentrant_generator = replayed
 
 
-def substituted(roots: list[Node], swap: dict[Node, Node]) -> list[Node]:
-    """The roots with some nodes replaced and all that depends on them made again."""
-    made = dict(swap)
-    for n in toposort(roots):
-        if n not in made:
-            args = tuple(made[a] for a in n.args)
-            made[n] = n if args == n.args else make(n.op, args, dict(n.attrs))
-    return [made[n] for n in roots]
+def _once(function: Any, preserve: Any, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
+    """What stands around a checkpointed call that is not replayed: the context of its forward pass."""
+    forward = nullcontext() if context_fn is None else context_fn()[0]
+    with forward:
+        yield
+
+
+def _straight(recorder: Recorder, function: Any, args: tuple[Any, ...]) -> Any:
+    """A reentrant checkpoint: no gradient leaves it unless one of its arguments has one."""
+    moving = [a.requires_grad if recorder.joint else recorder.moves(recorder.node(a)) for a in args if isinstance(a, Tensor)]
+    if any(moving) or not torch.is_grad_enabled():
+        return function(*args)
+    with torch.no_grad():
+        return function(*args)
 
 
 class _Whole(torch.autograd.Function):

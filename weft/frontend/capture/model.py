@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from weft.core.errors import CaptureError
 from weft.core.names import part
 from weft.frontend.capture.batches import changed
+from weft.frontend.capture.caches import CacheWanted
 from weft.frontend.capture.joint import OwnGradient
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
@@ -101,17 +102,19 @@ def capture_step(
 def _traced(
     model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None, given: Collection[str] = ()
 ) -> Captured:
-    """Trace forward only; a model with a gradient of its own is traced again, jointly with autograd."""
-    for joint in (False, True):
+    """Trace forward only, alike layers without their empty caches; again with autograd, or the caches, where they are needed."""
+    joint, cacheless = False, True
+    while True:
         try:
-            with tracing(model, joint, capacity, given) as tape:
+            with tracing(model, joint, capacity, given, cacheless) as tape:
                 step = Step(tape)
                 run(step, tape.batch(example))
                 step.keep_state()
             return step.finish(name or type(model).__name__)
         except OwnGradient:
-            continue
-    raise AssertionError("a joint trace takes any autograd function")
+            joint = True
+        except CacheWanted:
+            cacheless = False
 
 
 def _bare(model: nn.Module) -> nn.Module:

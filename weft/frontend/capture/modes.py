@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, user_line
 from weft.frontend.capture.joint import enter
+from weft.frontend.capture.known import drawn, number, through
 from weft.frontend.capture.ops import opaque
 from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
@@ -101,7 +103,7 @@ class Above(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, args = _on_cpu(kwargs or {}), widened(func, args)
-        handler = FUNCTIONS.get(func)
+        handler = FUNCTIONS.get(func) if _functorch.peek_interpreter_stack() is None else None  # inside vmap, torch takes the op apart
         if func in _MOVES:
             return args[0]
         if handler is None:
@@ -179,6 +181,8 @@ class Below(TorchDispatchMode):
             return CPU
         if func._schema.name.startswith("aten::_foreach_"):
             return self._foreach(func, args)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._number(func, args[0])
         out = func(*args, **kwargs)
         if func in VIEWS:
             return self._view(func, out, args, kwargs)
@@ -188,6 +192,19 @@ class Below(TorchDispatchMode):
             return out
         self._bind(func, out, self._nodes(func, out, args, kwargs))
         return out
+
+    def _number(self, func: Any, tensor: Tensor) -> Any:
+        """A Python number, where it is known while tracing; torch refuses all others."""
+        known = number(self.recorder, through(self.recorder, self.recorder.node(tensor), look=True))
+        if known is None and drawn(self.recorder.node(tensor)):
+            raise CaptureError(
+                "a random number decides what is computed",
+                needed="the same ops at every step",
+                found="a draw that Python turns into a number or a branch (LayerDrop, stochastic depth)",
+                try_=("a probability of 0 (layerdrop=0.0)", "torch.where(torch.rand([]) < p, x, layer(x)), which draws at every step"),
+                where=user_line(),
+            )
+        return func(tensor) if known is None else known
 
     def _foreach(self, func: Any, args: Any) -> Any:
         """An op over lists is the op on each; lists beside the first go along with it."""

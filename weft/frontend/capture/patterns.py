@@ -87,7 +87,8 @@ def _unweighted(node: Node) -> tuple[Node, float] | None:
         if root.op.name == "rsqrt":
             for square, eps in _either(root.args[0], "add"):
                 if eps.op.name == "const" and _mean_square(square) is x:
-                    return _uncast(x), float(eps.attr("value"))
+                    inside = _uncast(x)
+                    return (inside, float(eps.attr("value"))) if inside.dtype.itemsize <= x.dtype.itemsize else None
     return None
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.errors import CaptureError
 from weft.core.layout import Layout, Mesh
-from weft.core.node import DTYPE_NAMES, Node, Type, constant, user_line
+from weft.core.node import DTYPE_NAMES, Node, Type, constant, make, toposort, user_line
 from weft.frontend.capture.values import TAG, Cell, Ref
 from weft.ops.fill import full, stop_gradient
 from weft.ops.source import input_node
@@ -35,6 +35,10 @@ class Recorder:
     assumed: dict[str, None] = field(default_factory=dict)  # what was taken for granted, in words
     differentiable: dict[Node, bool] = field(default_factory=dict)
     lines: dict[Node, str] = field(default_factory=dict)
+    fixed: dict[Node, bool] = field(default_factory=dict)  # whether a node depends on no input
+    values: dict[Node, Any] = field(default_factory=dict)  # of nodes that are fixed
+    stands: dict[Node, Node] = field(default_factory=dict)  # a placeholder -> what it stands for
+    looked: set[Node] = field(default_factory=set)  # placeholders whose value the trace has looked at
     sites: int = 0
     placeholders: int = 0
     step: Any = None  # who answers when a gradient is asked for
@@ -70,12 +74,13 @@ class Recorder:
         stack = [node]
         while stack:
             n = stack[-1]
-            waiting = [a for a in n.args if a not in known]
-            if n in known or not waiting:
-                known.setdefault(n, any(known[a] for a in n.args) and n.op is not stop_gradient)
-                stack.pop()
-            else:
+            waiting = [a for a in n.args if a not in known] if n not in known else []
+            if waiting:
                 stack.extend(waiting)
+                continue
+            if n not in known:
+                known[n] = any(known[a] for a in n.args) and n.op is not stop_gradient
+            stack.pop()
         return known[node]
 
     def write(self, tensor: Tensor, value: Node) -> None:
@@ -100,6 +105,8 @@ class Recorder:
         with _disable_current_modes():
             if tensor.ndim == 0 and tensor.device.type != "meta":
                 return self.number(tensor.item(), tensor.dtype)
+            if not tensor.numel():
+                return full(tensor.shape, 0, self.mesh, tensor.dtype)
             name = f"constant.{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
         self.assume(f"{name}, {list(tensor.shape)}, made outside the step, keeps the value it has now")
@@ -145,7 +152,8 @@ class Recorder:
         """A tensor that stands for another while a block is traced; it is no input of the program."""
         node = input_node(f"placeholder.{self.placeholders}", self.type(tensor.shape, tensor.dtype))
         self.placeholders += 1
-        self.differentiable[node] = self.moves(self.ref(tensor).read())
+        self.stands[node] = self.ref(tensor).read()
+        self.differentiable[node] = self.moves(self.stands[node])
         fresh = self.wrap(node)
         self.ref(fresh).stopped = False
         return fresh
@@ -175,3 +183,13 @@ class Recorder:
 
 
 Handler = Callable[..., Any]
+
+
+def substituted(roots: list[Node], swap: dict[Node, Node]) -> list[Node]:
+    """The roots with some nodes replaced and all that depends on them made again."""
+    made = dict(swap)
+    for n in toposort(roots):
+        if n not in made:
+            args = tuple(made[a] for a in n.args)
+            made[n] = n if args == n.args else make(n.op, args, dict(n.attrs))
+    return [made[n] for n in roots]

@@ -262,3 +262,21 @@ def _grad(r: Recorder, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: 
         return tuple(found)
     return tuple(r.wrap(zeros_like(r.node(t))) if g is None else g for g, t in zip(found, wrt, strict=True))
 
+
+@function(Tensor.requires_grad_, tensors=True)
+def _require_grad(r: Recorder, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    """A gradient may flow from here on: a checkpoint asks for it."""
+    if r.joint:
+        with torch._C.DisableTorchFunction():
+            return tensor.requires_grad_(requires_grad)
+    if requires_grad:
+        r.differentiable[r.ref(tensor).read()] = True
+    return tensor
+
+
+@function(Tensor.requires_grad.__get__, tensors=True)
+def _requires_grad(r: Recorder, tensor: Tensor) -> bool:
+    if r.joint:
+        with torch._C.DisableTorchFunction():
+            return tensor.requires_grad
+    return r.moves(r.node(tensor))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
 from weft.core.names import readable
@@ -60,16 +61,20 @@ class Tape:
 
 
 @contextmanager
-def tracing(model: nn.Module, joint: bool = False, capacity: float | None = None, given: Collection[str] = ()) -> Iterator[Tape]:
+def tracing(
+    model: nn.Module, joint: bool = False, capacity: float | None = None, given: Collection[str] = (), cacheless: bool = True
+) -> Iterator[Tape]:
     """Inside, the module computes on traced tensors; afterwards it is as it was."""
     recorder = Recorder(joint=joint, capacity=capacity, given=frozenset(given))
     with ExitStack() as stack:
         stack.enter_context(explained())
         tape = stack.enter_context(_swapped(model, recorder))
-        stack.enter_context(own_gradients(joint))
+        tape.blocks.cacheless = cacheless
+        stack.enter_context(own_gradients(recorder))
         stack.enter_context(interfaces(model, recorder))
         stack.enter_context(autocast_on_cpu())
         stack.enter_context(_plain_kernels())
+        stack.enter_context(_unchecked_distributions(recorder))
         stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
         stack.enter_context(heard(tape.blocks))
         stack.enter_context(listening_to_torch(recorder))
@@ -88,23 +93,52 @@ def _plain_kernels() -> Iterator[None]:
 
 
 @contextmanager
+def _unchecked_distributions(recorder: Recorder) -> Iterator[None]:
+    """Inside, torch.distributions does not look at its arguments to refuse some: that changes no value."""
+    plain = Distribution.__init__
+
+    def init(self: Any, batch_shape: Any = torch.Size(), event_shape: Any = torch.Size(), validate_args: Any = None) -> None:
+        if validate_args is not False:
+            recorder.assume("the arguments of torch.distributions are not checked")
+        plain(self, batch_shape, event_shape, validate_args=False)
+
+    Distribution.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Distribution.__init__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
 def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
     """Inside, parameters and buffers are traced tensors, tied ones still tied."""
-    kept = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__)) for m in model.modules()]
+    kept = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__), _contents(m)) for m in model.modules()]
     paths = {m: path for path, m in model.named_modules()}
     alike = {} if recorder.joint else candidates(model)
     tape = Tape(model, recorder, Blocks(recorder, alike, paths), {}, {}, {}, {})
     try:
-        for m, parameters, buffers, _ in kept:
+        for m, parameters, buffers, *_ in kept:
             _enter(tape, f"param.{paths[m]}", m, m._parameters, parameters, tape.parameters)
             _enter(tape, f"buffer.{paths[m]}", m, m._buffers, buffers, tape.buffers)
         yield tape
     finally:
-        for m, parameters, buffers, attributes in kept:
+        for m, parameters, buffers, attributes, contents in kept:
             m.__dict__.clear()
             m.__dict__.update(attributes)
+            _refill(contents)
             m._parameters.update(parameters)
             m._buffers.update(buffers)
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """What lies in the lists, sets and tables of a module: hooks among them, which transformers puts there when it is first called."""
+    return [(x, x.copy()) for x in module.__dict__.values() if isinstance(x, (list, set, dict))]
+
+
+def _refill(contents: list[tuple[Any, Any]]) -> None:
+    for held, before in contents:
+        held.clear()
+        held.extend(before) if isinstance(held, list) else held.update(before)
 
 
 def _enter(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from weft.core.node import Node
 from weft.frontend.capture.aten.pointwise import as_node
+from weft.frontend.capture.known import counting
 from weft.frontend.capture.modes import aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import embed, order
@@ -131,9 +132,28 @@ def _index(r: Recorder, x: Node, indices: Any) -> Node:
     found = [d for d, i in enumerate(indices) if i is not None]
     if any(indices[d].dtype == torch.bool for d in found) or not found:
         return NotImplemented
+    sliced = _sliced(r, x, indices) if found == list(range(len(found))) else None
+    if sliced is not None:
+        return sliced
     x, first, flat, shape = _joined(x, indices, found)
     out = embed.take(x, flat, first)
     return out if found == list(range(found[0], found[-1] + 1)) else _front(out, first, len(shape))
+
+
+def _sliced(r: Recorder, x: Node, indices: Any) -> Node | None:
+    """x[i, j] where i and j count along dims of their own, i before j: slices of x, whose dims can then be cut."""
+    shape = torch.broadcast_shapes(*(i.shape for i in indices))
+    last = -1
+    for d, index in enumerate(indices):
+        wide = (1,) * (len(shape) - index.ndim) + tuple(index.shape)
+        along = [k for k, n in enumerate(wide) if n > 1]
+        counts = counting(r, index) if len(along) <= 1 else None
+        start = None if counts is None else counts + x.shape[d] * (counts < 0)
+        if start is None or (along and along[0] <= last) or not 0 <= start <= x.shape[d] - math.prod(index.shape):
+            return None
+        last = along[0] if along else last
+        x = narrow(x, d, start, start + math.prod(index.shape))
+    return reshape(x, (*shape, *x.shape[len(indices) :]))
 
 
 def _front(x: Node, first: int, count: int) -> Node:
