@@ -46,7 +46,7 @@ _CLOSED: dict[type, type] = {}  # a closed kind -> the kind itself
 @functools.cache
 def _closed(kind: type) -> type:
     def look(self: Any, name: str) -> Any:
-        if name.startswith("__"):
+        if name == "__class__":
             return object.__getattribute__(self, name)
         raise CacheWanted(name)
 
