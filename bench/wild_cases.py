@@ -1,8 +1,12 @@
-"""The cases that `weft bench wild` ships: {name: () -> (model, loss, batches) or with an optimizer and a hook after each step}."""
+"""The cases that `weft bench wild` ships: {name: () -> (model, loss, batches)}, some with an optimizer and what is done after each step.
+
+Models of transformers, timm, torchvision, peft and diffusers are there where these are installed.
+"""
 
 from __future__ import annotations
 
-from bench._wild.modules import CASES as MODULES
+from bench._wild import features, hugging_face, losses, modules, optimizers, others
 from bench._wild.tools import Make
 
-CASES: dict[str, Make] = {**MODULES}
+GROUPS = (modules, features, losses, optimizers, hugging_face, others)
+CASES: dict[str, Make] = {name: make for group in GROUPS for name, make in group.CASES.items()}

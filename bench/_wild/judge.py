@@ -270,7 +270,7 @@ def _misses(truth: Truth, run: Run) -> Iterable[str]:
             yield f"{name}: torch {list(want.shape)} {want.dtype}, weft {None if got is None else (list(got.shape), got.dtype)}"
             continue
         apart = _largest(want, got).item()
-        size = max((want.abs().nan_to_num(posinf=0).max().item() if want.numel() else 0.0), FLOOR)
+        size = max(_largest(want, torch.zeros_like(want)).nan_to_num(posinf=0).item(), FLOOR)
         if apart > LIMIT * size and not apart <= (bound := truth.bound(truth.spread().state[name].item(), size)):
             yield f"{name}: differs by {apart:.3g}, where rounding explains {bound:.1g}"
 

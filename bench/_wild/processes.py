@@ -62,15 +62,18 @@ class Running:
 
     def rows(self) -> Iterator[Row]:
         """What has been told since; where the process ends early or says nothing, so says a row of every plan left."""
-        while self.left and self.pipe.poll():
+        ended = False
+        while self.left and not ended and self.pipe.poll():
             try:
                 row = self.pipe.recv()
             except EOFError:
-                break
-            self.left.remove(row["plan"])
-            self.start = time.monotonic()
-            yield row
-        if self.left and not self.process.is_alive() and not self.pipe.poll():
+                ended = True
+            else:
+                self.left.remove(row["plan"])
+                self.start = time.monotonic()
+                yield row
+        if self.left and ended:
+            self.process.join()
             yield from self._give_up("torch", f"the process that ran torch ended with {self.process.exitcode}")
         elif self.left and time.monotonic() - self.start > 2 * self.timeout + 60:
             yield from self._give_up("timeout", f"no word for {2 * self.timeout + 60:g} s")

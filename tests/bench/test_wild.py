@@ -91,6 +91,25 @@ def test_the_judge_works_in_float64_and_sees_the_ninth_digit() -> None:
     assert miss(truth, Run(truth.run.losses[:2], {})) is None  # refused midway: what was done is compared
 
 
+def test_buffers_of_every_dtype_are_compared() -> None:
+    def make() -> tuple[object, ...]:
+        model = mlp()
+        for name, value in {
+            "flags": torch.tensor([True, False]),
+            "count": torch.tensor(3),
+            "turn": torch.tensor(1j),
+            "none": torch.zeros(0),
+        }.items():
+            model.register_buffer(name, value)
+        return model, cross_entropy, vectors()
+
+    truth = judged(make)
+    assert miss(truth, truth.run) is None
+    for name, value in {"flags": torch.tensor([True, True]), "count": torch.tensor(4), "turn": torch.tensor(1j + 1e-6)}.items():
+        other = truth.run.state | {f"buffer {name}": value.to(truth.run.state[f"buffer {name}"].dtype)}
+        assert f"buffer {name}: differs" in str(miss(truth, Run(truth.run.losses, other)))
+
+
 def test_a_model_that_rounds_itself_is_judged_by_what_rounding_does() -> None:
     class Rounds(nn.Module):
         def __init__(self) -> None:
