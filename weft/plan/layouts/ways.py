@@ -112,7 +112,11 @@ class Ways:
                 yield tuple(P() if k in who else R for k in operands)
 
     def _as_they_come(self, node: Node, incoming: Sequence[Sequence[Placements]]) -> Iterable[tuple[Placements, ...]]:
-        return itertools.islice(itertools.product(*incoming), MOST)
+        """All whole, which every rule takes, all alike, and then any: of many operands the first few ways may be none that a rule takes."""
+        whole = tuple(R for _ in self.mesh.axes)
+        alike = dict.fromkeys((whole, *(layout for layouts in incoming for layout in layouts)))
+        same = (tuple(layout for _ in incoming) for layout in alike)
+        return itertools.islice(itertools.chain(same, itertools.product(*incoming)), MOST)
 
     # -- what the op's rule makes of it --------------------------------------------------------------------------------------------
 
