@@ -41,8 +41,8 @@ def test_saved_and_loaded(plan: Plan, tmp_path) -> None:
     ("change", "says"),
     [
         ({"weft_plan": 2}, "another version"), ({"extra": 1}, "unknown extra"), ({"seq": "long"}, "seq of plan is of the wrong kind"),
-        ({"layers": [1.5]}, "layers of plan is of the wrong kind"), ({"setting": {"tp": 2}}, "setting of plan cannot be read"),
-        ({"foreseen": {}}, "foreseen.step_ms"), ({"layouts": {"rool": []}}, "unknown rool"),
+        ({"layers": [1.5]}, r"layers\[0\] of plan is of the wrong kind"), ({"setting": {"tp": 2}}, "setting of plan cannot be read"),
+        ({"foreseen": {}}, r"foreseen of plan cannot be read\n\n +needed +step_ms"), ({"layouts": {"rool": []}}, "unknown rool"),
         ({"layouts": {"rules": "x"}}, "layouts.rules of plan is of the wrong kind"),
         ({"layouts": {"moves": [{"rule": "x"}]}}, r"layouts.moves\[0\] of plan cannot be read\n\n +needed +op, at, way, places, forward"),
         ({"layouts": {"moves": [{**MOVE, "at": "0"}]}}, r"layouts.moves\[0\].at of plan is of the wrong kind"),

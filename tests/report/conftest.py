@@ -72,7 +72,7 @@ def make(folder: Path) -> dict[str, Path]:
     train_trees(folder / "trees")
     sources = (folder / "llama.json", folder / "own.json", folder / "gpt", folder / "line", folder / "trees")
     explained = {"llama3-8b-plan"}  # to explain a captured plan is to search again
-    return {n: report(source, folder / f"{n}.html", n in explained)[0] for n, source in zip(NAMES, sources, strict=True)}
+    return {n: report(source, folder / f"{n}.html", n in explained, run_model=True)[0] for n, source in zip(NAMES, sources, strict=True)}
 
 
 @cache

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.report.conftest import OWN, planned
-from weft.plan.explain import Reason
+from weft.core.errors import PlanError
+from weft.plan.explain import Reason, explain
 from weft.plan.plan import Plan, load
 from weft.plan.planner import Request
 from weft.plan.search import Search
 from weft.plan.setting import Setting
 from weft.plan.space import Limits
-from weft.report import facts_of, report
+from weft.report import facts_of, html, report
 from weft.report.facts import Facts
 
 pytestmark = pytest.mark.timeout(400)  # a search takes a while on a busy machine
@@ -31,7 +32,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def facts(plan: Plan, folder: Path) -> Facts:
     plan.save(folder / "plan.json")
-    return facts_of(folder / "plan.json", explained=False)
+    return facts_of(folder / "plan.json", explained=False, run_model=True)
 
 
 def highest(f: Facts) -> float:
@@ -96,8 +97,30 @@ def test_a_captured_plan_is_explained_by_a_search(module: str, tmp_path: Path, m
     told = Reason("mesh", "dp2", "dp1 tp2", 0.25, -0.5, "tp +0.3 ms", "no change found")
     monkeypatch.setattr("weft.plan.graph.explain.explain_captured", lambda plan, say: iter([told]))
     planned(module, 2).save(tmp_path / "plan.json")
-    text = report(tmp_path / "plan.json")[0].read_text()
+    text = report(tmp_path / "plan.json", run_model=True)[0].read_text()
     assert "Each decision, and why not otherwise" in text and "+0.25 ms" in text and "−500.0 MB" in text
+
+
+def test_the_file_that_a_foreign_plan_names_is_not_run(tmp_path: Path) -> None:
+    """Opening a plan is not running what it names, unless the user says so."""
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    data = planned(f"{own}:make", 1).data()
+    trap, touched = tmp_path / "trap.py", tmp_path / "touched"
+    trap.write_text(f"open({str(touched)!r}, 'w')\n" + OWN)
+    plan = tmp_path / "plan.json"
+    for model in (f"{trap}:make", f"hf:{tmp_path}", f"{trap}:"):
+        plan.write_text(json.dumps(data | {"model": model}))
+        says = facts_of(plan).says
+        assert f"the plan names {model}, which is not run unasked" in says[0] and "--run-model" in says[0]
+        with pytest.raises(PlanError, match="not run unasked") as e:
+            list(explain(load(plan)))
+        assert "--run-model, if you know that file and the plan" in str(e.value)
+        html(load(plan))
+    assert not touched.exists()
+    plan.write_text(json.dumps(data | {"model": f"{trap}:make"}))
+    assert facts_of(plan, explained=False, run_model=True).verbs
+    assert touched.exists()
 
 
 def load_with(plan: Plan, model: str, folder: Path) -> Plan:

@@ -16,6 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     plan: str = typer.Argument(..., help="A plan saved by `weft plan --out`."),
+    run_model: bool = typer.Option(False, "--run-model", help="Run the Python file that the plan names as its model: only for plans you know."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Say why a plan is as it is."""
@@ -28,7 +29,7 @@ def explain(
     show(made)
     found = []
     with console.status("explaining") as status:
-        for r in reasons(made, lambda text: status.update(f"what else for {text}")):
+        for r in reasons(made, lambda text: status.update(f"what else for {text}"), run_model):
             found.append(r)
             value = {"True": "yes", "False": "no"}.get(r.value, r.value)
             console.print(f"[bold]{r.decision.replace('_', ' ')} {value}[/]: next best {r.other}", highlight=False)

@@ -25,17 +25,27 @@ def many(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 'es' if noun.endswith(('ch', 's')) else 's'}"
 
 
-def writable(path: str) -> None:
-    """Refuse, before any work is done, a file that cannot be written in the end. Nothing is asked of an empty path."""
+def writable(path: str, make: bool = False) -> None:
+    """Refuse, before any work is done, a file that cannot be written in the end; with `make` its folder may yet be made.
+
+    Nothing is asked of an empty path.
+    """
+    import os
     from pathlib import Path
 
     from weft.core.errors import WeftError
 
+    if not path:
+        return
     folder = Path(path).parent
-    if path and not folder.is_dir():
+    while make and not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
         raise WeftError(f"cannot write {path}", needed="a file in a folder that is there", found=f"no folder {folder}", try_=f"mkdir -p {folder}")
-    if path and Path(path).is_dir():
+    if Path(path).is_dir():
         raise WeftError(f"cannot write {path}", needed="the name of a file", found="a folder")
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise WeftError(f"cannot write {path}", needed="leave to write there", found="none")
 
 
 def _plain(value: Any, path: str) -> Any:

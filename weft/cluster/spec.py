@@ -20,6 +20,7 @@ from weft.core.errors import ClusterError
 
 EXAMPLES = "16x8xH100, 8xA100, 2x8xA100@100, 2x8xH100+2x8xA100, cluster.yaml"
 GBIT = 1e9 / 8
+DEVICES, LONGEST = 1 << 20, 2000  # of a cluster, and of its short form
 _PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?:(?P<devices>\d+)x)?(?P<kind>[A-Za-z][\w.-]*?|.+\.json)(?:@(?P<gbps>\d+(?:\.\d+)?))?$")
 
 
@@ -127,8 +128,16 @@ def cluster(text: str | Cluster) -> Cluster:
     if not isinstance(text, str):
         raise ClusterError("this is no cluster", needed="NODESxDEVICESxKIND, or a file", found=repr(text), try_=f"for example {EXAMPLES}")
     if text.endswith((".yaml", ".yml")) or (Path(text).suffix == ".json" and Path(text).is_file() and "groups" in _load_file(text)):
-        return _of_data(_load_file(text), text)
-    return Cluster(text, tuple(_part(part.strip()) for part in text.split("+")))
+        return _bounded(_of_data(_load_file(text), text))
+    if len(text) > LONGEST:
+        raise ClusterError("this is no cluster", needed=f"at most {LONGEST:,} characters", found=f"{len(text):,}", try_=f"for example {EXAMPLES}")
+    return _bounded(Cluster(text, tuple(_part(part.strip()) for part in text.split("+"))))
+
+
+def _bounded(made: Cluster) -> Cluster:
+    if made.devices > DEVICES:
+        raise ClusterError("no cluster is that large", needed=f"at most {DEVICES:,} devices", found=f"{made.devices:,}")
+    return made
 
 
 def _part(text: str) -> Nodes:

@@ -13,7 +13,6 @@ from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.plan.baselines import EVERYTHING
-from weft.plan.models import is_transformer
 from weft.plan.plan import Plan
 from weft.plan.planner import Request, settings_on_unequal
 from weft.plan.search import Found, Search, describe
@@ -60,9 +59,13 @@ class _Not(Limits):
         )  # a mix may come out as it
 
 
-def explain(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator[Reason]:
-    """Each decision of a plan with its next best; decisions without another choice are left out."""
-    if not is_transformer(plan.model):
+def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: bool = False) -> Iterator[Reason]:
+    """Each decision of a plan with its next best; decisions without another choice are left out.
+
+    Of a model in a Python file, that file is run to capture it: only where the caller says that it may be.
+    """
+    if not plan.is_stack:
+        plan.require_may_run(run_model)
         from weft.plan.graph.explain import explain_captured
 
         yield from explain_captured(plan, say)

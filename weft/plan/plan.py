@@ -10,22 +10,38 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import PlanError
+from weft.core.files import BYTES, parse_json
 from weft.core.picture import html_of
+from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, flag, number, one_of, short, text, whole, word
 from weft.plan.setting import AGAIN, Setting
 from weft.plan.shares import dealt
 
 VERSION = 1
-SCHEMA: dict[str, type | tuple[type, ...]] = {
-    "weft_plan": int, "model": str, "cluster": str, "seq": int, "objective": str, "origin": str, "setting": dict, "layers": list,
-    "shares": list, "limits": dict, "foreseen": dict, "baselines_ms": dict, "infeasible": dict, "stages": list, "layouts": dict,
-}  # fmt: skip
-LAYOUTS: dict[str, type | tuple[type, ...]] = {
-    "mesh": dict, "inputs": dict, "again": list, "rules": list, "moves": (list, type(None)), "micro_batches": int, "beside": list, "program": str,
-    "units": list,
-}  # fmt: skip
-MOVE: dict[str, type | tuple[type, ...]] = {"rule": str, "op": str, "at": int, "way": int, "places": int, "forward": bool}
-ZERO = ("everything whole on every copy", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
+TIMES = Mapped(number(0.0))
+SHARE = Record({"kind": text(), "copies": whole(1), "micro_batch": whole(1, LARGE), "micro_batches": whole(1, LARGE)})
+MOVE = Record({"rule": text(), "op": text(), "at": whole(), "way": whole(), "places": whole(), "forward": flag})
+LIMITS = Record({"max_tp": whole(), "memory_gb": number(0.0), "pins": Mapped(text(), most=100), "layouts": Listed(text())}, ("layouts",))
+SETTING = Record({
+    f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) if isinstance(f.default, int) else text() for f in fields(Setting)
+})  # fmt: skip
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
+_MORE = {
+    "causes_ms": TIMES, "memory_parts_gb": TIMES, "batches_ms": TIMES, "noise": number(), "efficiency": number(), "useful_tokens_per_s": number(),
+    "layouts_ms": number(),
+}  # fmt: skip
+FORESEEN_OF = Record({**dict.fromkeys(FORESEEN, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
+PLACED = {
+    "mesh": Mapped(whole(1), word, most=16), "inputs": Mapped(Mapped(text(), word, most=16)), "again": Listed(text()), "rules": Listed(text()),
+    "micro_batches": whole(1), "beside": Listed(text()), "program": text(BYTES),
+}  # fmt: skip
+LAYOUTS = Record({**PLACED, "moves": Maybe(Listed(MOVE)), "units": Listed(whole())}, (*PLACED, "moves", "units"))
+SCHEMA = Record({
+    "weft_plan": whole(), "model": text(), "cluster": text(), "seq": whole(0, LARGE), "objective": one_of("time", "memory", "cost", "goodput"),
+    "origin": text(), "setting": SETTING, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "limits": LIMITS,
+    "foreseen": FORESEEN_OF, "baselines_ms": Mapped(number(0.0), most=1000), "infeasible": Mapped(text(), most=1000),
+    "stages": Listed(Listed(Row((text(), one_of("none", *AGAIN.values()), whole()))), most=4096), "layouts": LAYOUTS,
+})  # fmt: skip
+ZERO = ("everything whole on every copy", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,7 @@ class Plan:
         own |= {"setting": asdict(self.setting), "layers": list(self.layers), "shares": [dict(s) for s in self.shares]}
         own |= {k: dict(own[k]) for k in ("limits", "foreseen", "baselines_ms", "infeasible", "layouts")}
         own |= {"stages": [[list(piece) for piece in stage] for stage in self.stages]}
-        return {key: own[key] for key in SCHEMA}
+        return {key: own[key] for key in SCHEMA.of}
 
     def text(self) -> str:
         return json.dumps(self.data(), indent=1, ensure_ascii=False) + "\n"
@@ -72,6 +88,24 @@ class Plan:
     @property
     def step_ms(self) -> float:
         return float(self.foreseen["step_ms"])
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether its model is a stack of layers known by its sizes; else it is a captured program, which has no length of its own."""
+        from weft.plan.models import is_transformer
+
+        stack = is_transformer(self.model)
+        if stack and (self.seq < 1 or "program" in self.layouts):
+            raise PlanError(f"the plan is not one of {self.model}", needed="a sequence length, and no program of its own", found=f"seq {self.seq}")
+        return stack
+
+    def require_may_run(self, said: bool) -> None:
+        """A plan may come from anywhere, and with it the name of a file: refused unless the user said that it may be run."""
+        if ":" in self.model and not said:
+            raise PlanError(
+                f"the plan names {self.model}, which is not run unasked", needed="your word that the code it names may be run", found="none",
+                try_="--run-model, if you know that file and the plan",
+            )  # fmt: skip
 
     @property
     def named(self) -> str | None:
@@ -98,85 +132,74 @@ class Plan:
         return pieces if [n * least for n in dealt(pieces, len(taken))] == taken else None
 
 
+TIP = "weft plan MODEL --cluster SPEC --out FILE"
+
+
 def load(path: str | Path) -> Plan:
     """Read a plan file."""
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        tip = "weft plan MODEL --cluster SPEC --out FILE"
-        raise PlanError(f"cannot read the plan {path}", needed="a file that weft plan wrote", found=str(error), try_=tip) from error
+        with open(path, "rb") as f:
+            text = f.read(BYTES + 1)
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}", needed="a file that weft plan wrote", found=str(error), try_=TIP) from error
     return parse(text, str(path))
 
 
-def parse(text: str, where: str = "plan") -> Plan:
-    """A plan of its JSON text; whatever is missing, unknown or of the wrong kind is refused by name."""
+def parse(text: str | bytes, where: str = "plan") -> Plan:
+    """A plan of its JSON text; whatever is missing, unknown, of the wrong kind or beyond all limits is refused by name."""
+    if len(text) > BYTES:
+        raise PlanError(f"{where} is too long for a plan", needed=f"at most {BYTES:,} bytes", found="more", try_=TIP)
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        tip = "weft plan MODEL --cluster SPEC --out FILE"
-        raise PlanError(f"{where} is not JSON", needed="a plan", found=str(error), try_=tip) from error
+        data = parse_json(text)
+    except ValueError as error:
+        raise PlanError(f"{where} is not JSON", needed="a plan", found=str(error), try_=TIP) from error
     if not isinstance(data, dict) or "weft_plan" not in data:
         raise PlanError(f"{where} is not a plan", needed='a JSON object with "weft_plan"', found=type(data).__name__)
     if data["weft_plan"] != VERSION:
-        raise PlanError(f"{where} is of another version", needed=f"version {VERSION}", found=str(data["weft_plan"]), try_="plan again")
-    _same_keys(where, SCHEMA, data)
-    for key, kind in SCHEMA.items():
-        _is(where, key, data[key], kind)
-    setting = _setting(where, data["setting"])
-    for key in FORESEEN:
-        _is(where, f"foreseen.{key}", data["foreseen"].get(key), (int, float))
-    for n in data["layers"]:
-        _is(where, "layers", n, int)
-    _check_layouts(where, data["layouts"])
-    own = {k: data[k] for k in SCHEMA if k not in ("weft_plan", "setting", "layers", "shares", "stages")}
-    stages = tuple(tuple(_piece(where, p) for p in stage) for stage in data["stages"])
-    return Plan(**own, setting=setting, layers=tuple(data["layers"]), shares=tuple(data["shares"]), stages=stages)
+        raise PlanError(f"{where} is of another version", needed=f"version {VERSION}", found=short(data["weft_plan"]), try_="plan again")
+    fit(SCHEMA, data, where)
+    own = {k: data[k] for k in SCHEMA.of if k not in ("weft_plan", "setting", "layers", "shares", "stages")}
+    stages = tuple(tuple((name, again, n) for name, again, n in stage) for stage in data["stages"])
+    plan = Plan(**own, setting=Setting(**data["setting"]), layers=tuple(data["layers"]), shares=tuple(data["shares"]), stages=stages)
+    plan.setting.check()
+    _check_parts(where, plan)
+    return plan
 
 
-def _check_layouts(where: str, data: Mapping[str, Any]) -> None:
-    """What is there must be known and of its kind; files of before have less."""
-    _same_keys(f"layouts of {where}", {k: kind for k, kind in LAYOUTS.items() if k in data}, data)
-    for key in data:
-        _is(where, f"layouts.{key}", data[key], LAYOUTS[key])
-    for end in data.get("units", ()):
-        _is(where, "layouts.units", end, int)
-    for k, move in enumerate(data.get("moves") or ()):
-        _is(where, f"layouts.moves[{k}]", move, dict)
-        _same_keys(f"layouts.moves[{k}] of {where}", MOVE, move)
-        for key, kind in MOVE.items():
-            _is(where, f"layouts.moves[{k}].{key}", move[key], kind)
-            if kind is int and move[key] < 0:
-                raise PlanError(f"layouts.moves[{k}].{key} of {where} is of the wrong kind", needed="0 or more", found=str(move[key]))
+def fit(kind: Any, data: Any, where: str) -> None:
+    """Refuse data that is not of a kind, at the first place where it is not."""
+    odd = next(kind.misfits(data, ""), None)
+    if odd is not None:
+        of = f"{odd.path} of {where}" if odd.path else where
+        raise PlanError(f"{of} cannot be read" if odd.keys else f"{of} is of the wrong kind", needed=odd.needed, found=odd.found)
 
 
-def _piece(where: str, data: Any) -> tuple[str, str, int]:
-    """A block by name, what it runs again, and how often it comes."""
-    _is(where, "stages", data, list)
-    for value, kind in zip(data, (str, str, int), strict=False):
-        _is(where, "stages", value, kind)
-    if len(data) != 3 or data[1] not in ("none", *AGAIN.values()) or data[2] < 0:
-        raise PlanError(f"stages of {where} are of the wrong kind", needed="[block, what it runs again, how often]", found=str(data))
-    return data[0], data[1], data[2]
+def _check_parts(where: str, plan: Plan) -> None:
+    """What one field says must go with what another one does."""
+    s, layouts = plan.setting, plan.layouts
+    chunks = s.pp * s.virtual
+    for name, found in (("layers", plan.layers), ("stages", plan.stages)):
+        if len(found) not in (0, chunks):
+            raise PlanError(f"{name} of {where} do not go with its setting", needed=f"one for each of {chunks} stages, or none", found=str(len(found)))
+    if not all(plan.stages):
+        raise PlanError(f"stages of {where} cannot be read", needed="a piece of the model on every stage", found="a stage of nothing")
+    copies = sum(x["copies"] for x in plan.shares)
+    samples = sum(x["copies"] * x["micro_batch"] * x["micro_batches"] for x in plan.shares)
+    if plan.shares and (copies > MOST or samples != s.global_batch):
+        raise PlanError(
+            f"shares of {where} do not go with its setting", needed=f"{s.global_batch} samples on at most {MOST:,} copies",
+            found=f"{samples} samples on {copies} copies",
+        )  # fmt: skip
+    lacking = [k for k in PLACED if k not in layouts] if "program" in layouts else []
+    if lacking:
+        raise PlanError(f"layouts of {where} cannot be read", needed=", ".join(lacking), found="a program without them", try_="plan again")
+    _check_pins(plan.limits)
 
 
-def _setting(where: str, data: Mapping[str, Any]) -> Setting:
-    known = {f.name: f.default for f in fields(Setting)}
-    _same_keys(f"setting of {where}", known, data)
-    for key, default in known.items():
-        _is(where, f"setting.{key}", data[key], type(default))
-    made = Setting(**data)
-    made.check()
-    return made
+def _check_pins(limits: Mapping[str, Any]) -> None:
+    from weft.plan.pins import parse_pin
+    from weft.plan.space import parse_pins
 
-
-def _same_keys(where: str, known: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    lacking, odd = [k for k in known if k not in data], [k for k in data if k not in known]
-    if lacking or odd:
-        found = f"unknown {', '.join(odd)}" if odd else "not there"
-        raise PlanError(f"{where} cannot be read", needed=", ".join(lacking or known), found=found)
-
-
-def _is(where: str, key: str, value: Any, kind: Any) -> None:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise PlanError(f"{key} of {where} is of the wrong kind", needed=" or ".join(k.__name__ for k in kinds), found=repr(value))
+    parse_pins([f"{name}={value}" for name, value in limits["pins"].items()])
+    for pin in limits.get("layouts", ()):
+        parse_pin(pin)

@@ -12,7 +12,9 @@ MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
 KERNELS = ("classic", "eager", "compiled")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
-COUNTS = ("global_batch", "micro_batch", "dp", "tp", "pp", "cp", "ep", "virtual")
+DEVICES, CHUNKS = 1 << 20, 4096  # no plan has more
+MOST = {"global_batch": 1 << 31, "micro_batch": 1 << 31, "pp": CHUNKS, "virtual": CHUNKS}
+COUNTS = ("dp", "tp", "pp", "cp", "ep", "virtual", "micro_batch", "global_batch")
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,13 @@ class Setting:
     def check(self) -> None:
         """Refuse what cannot be run, by name."""
         for name in COUNTS:
-            if getattr(self, name) < 1:
+            value, most = getattr(self, name), MOST.get(name, DEVICES)
+            if not 1 <= value <= most:
                 said = name.replace("_", " ")
-                raise PlanError(f"{said} is {getattr(self, name)}", needed=f"{said} of 1 or more", found=str(getattr(self, name)))
+                raise PlanError(f"{said} is {value}", needed=f"{said} of 1 or more" if value < 1 else f"{said} of at most {most:,}", found=str(value))
+        if self.devices > DEVICES or self.pp * self.virtual > CHUNKS:
+            needed = f"at most {DEVICES:,} devices and {CHUNKS:,} chunks of layers"
+            raise PlanError("no cluster is that large", needed=needed, found=f"{self.devices:,} devices, {self.pp * self.virtual:,} chunks")
         words = {"recompute": (*RECOMPUTE, MIXED), "schedule": SCHEDULES, "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
         for name, known in words.items():
             if getattr(self, name) not in known:

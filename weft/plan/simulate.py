@@ -22,6 +22,8 @@ from weft.plan.setting import Setting
 from weft.plan.timeline import Task, Timeline, run
 from weft.plan.workload import Collective, Touch, Workload
 
+PASSES = 1 << 17  # of a step that are walked one by one
+
 
 @dataclass(frozen=True)
 class Step:
@@ -118,6 +120,11 @@ class _Simulation:
 
     def step(self) -> Step:
         s = self.setting
+        if s.pp * s.virtual * s.micro_batches > PASSES:
+            raise PlanError(
+                "the step has too many passes to be walked one by one", needed=f"stages x micro-batches of at most {PASSES:,}",
+                found=f"{s.pp * s.virtual * s.micro_batches:,}", try_=f"--micro-batch {s.micro_batch * 2} or more, or a smaller --batch",
+            )  # fmt: skip
         pieces = list(self._passes())
         pieces += self._finish(pieces)
         line = run(self._with_links([p.task for p in pieces]))

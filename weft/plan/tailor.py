@@ -22,6 +22,7 @@ from functools import cached_property
 
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
+from weft.core.errors import PlanError
 from weft.plan.cost import Costs
 from weft.plan.memory import FRAGMENTATION, RESIDENT, Memory, stage_memory
 from weft.plan.phase import Part, Pass, phase
@@ -46,6 +47,9 @@ class Measure:
 def blocks_of(work: Workload, pieces: Sequence[Sequence[Piece]]) -> Workload:
     """The workload with its stages made of these pieces."""
     named = named_blocks(work)
+    odd = next((name for stage in pieces for name, _, _ in stage if name not in named), None)
+    if odd is not None:
+        raise PlanError(f"the model has no part named {odd!r}", needed=" or ".join(named), found=odd, try_="plan again")
     stages = tuple(tuple((replace(named[name], again=again), n) for name, again, n in stage) for stage in pieces)
     return replace(work, stages=stages)
 

@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from weft.report.facts import Facts
 
 
-def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], None] = lambda _: None) -> Facts:
+def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], None] = lambda _: None, run_model: bool = False) -> Facts:
     """The facts of a plan file, of a run's folder, or of its file."""
-    import json
-
+    from weft.core.files import read_json
     from weft.plan import plan, run
     from weft.report.of_plan import of_plan
     from weft.report.of_run import of_run
@@ -26,22 +25,26 @@ def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], No
 
         needed = "a file that `weft plan --out` wrote, or the folder of a run"
         raise PlanError(f"there is no {source} to report on", needed=needed, found="nothing there", try_=run.TRY)
-    text = where.read_text() if where.is_file() else ""
     try:
-        is_run = "weft_run" in json.loads(text)
-    except (ValueError, TypeError):
+        is_run = where.is_file() and "weft_run" in read_json(where)
+    except (OSError, ValueError, TypeError):
         is_run = False
-    return of_run(run.load(where)) if is_run else of_plan(plan.load(where), explained, say)
+    return of_run(run.load(where)) if is_run else of_plan(plan.load(where), explained, say, run_model)
 
 
-def report(source: str | Path, out: str | Path = "", explained: bool = True, say: Callable[[str], None] = lambda _: None) -> tuple[Path, Path]:
-    """Write the page of a plan or run, and a trace for Perfetto beside it; where they are."""
+def report(
+    source: str | Path, out: str | Path = "", explained: bool = True, say: Callable[[str], None] = lambda _: None, run_model: bool = False
+) -> tuple[Path, Path]:
+    """Write the page of a plan or run, and a trace for Perfetto beside it; where they are.
+
+    A plan of a model in a Python file is compared with it, which runs that file, only with `run_model`.
+    """
     import json
 
     from weft.report.page import page
     from weft.report.trace import perfetto
 
-    facts = facts_of(source, explained, say)
+    facts = facts_of(source, explained, say, run_model)
     page_at = Path(out) if out else _beside(Path(source))
     page_at.parent.mkdir(parents=True, exist_ok=True)
     page_at.write_text(page(facts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from weft.cluster.spec import Cluster, cluster
-from weft.core.errors import WeftError
+from weft.core.errors import PlanError, WeftError
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.text import parse
@@ -28,27 +29,30 @@ from weft.rewrite.updates import by_rows, rules
 HELD = {"param": "parameters", "buffer": "parameters", "constant": "parameters", "batch": "batch"}
 
 
-def of_captured(plan: Plan) -> dict[str, Any]:
+def of_captured(plan: Plan, run_model: bool = False) -> dict[str, Any]:
     """What a page tells beyond decisions: the model and its layouts, stages, the step in time, memory, and why it is right."""
     if "program" not in plan.layouts:
         return {"says": ["This plan was saved without its program; plan again to see its tensors and its step."]}
     known = _Known(plan)
+    known.require_room()
     seen = known.piped() if known.stages and plan.setting.pp > 1 else known.whole()
-    return {**_held(known), **seen, **_right(plan, known.program)}
+    return {**_held(known), **seen, **_right(plan, known.program, run_model)}
 
 
-def _right(plan: Plan, program: Program) -> dict[str, Any]:
+def _right(plan: Plan, program: Program, run_model: bool) -> dict[str, Any]:
     """Whether the plan's program is what the model's own file gives today, communication aside."""
     from weft.api.record import ruled, verbs
     from weft.plan.graph.planner import task_of
     from weft.plan.replay import moves_of, rewritten
 
     try:
+        plan.require_may_run(run_model)
         task = task_of(plan.model, cluster(plan.cluster), plan.setting.global_batch, plan.setting.dtype)
         step, moves = rewritten(task.captured(plan.layouts["micro_batches"]), moves_of(plan.layouts))
         steps = verbs(program, step.program)
     except WeftError as error:
-        return {"says": [f"The plan is not compared with its model here: {error.message}."]}
+        advice = f" (`{error.repairs[0]}`)" if error.repairs else ""
+        return {"says": [f"The plan is not compared with its model here: {error.message}{advice}."]}
     if not all(step["same"] for step in steps):
         return {"says": [f"{plan.model} is no longer the model that was planned; plan again."]}
     return {"verbs": [*ruled(moves), *steps]}
@@ -73,6 +77,15 @@ class _Known:
     @cached_property
     def cluster(self) -> Cluster:
         return cluster(self.plan.cluster)
+
+    def require_room(self) -> None:
+        """A program is placed on a mesh of the whole cluster, or of a stage of it."""
+        needed, mesh = self.plan.setting.pp * math.prod(self.plan.layouts["mesh"].values()), self.program.mesh.sizes
+        if needed != self.cluster.devices or dict(mesh) != dict(self.plan.layouts["mesh"]):
+            raise PlanError(
+                "the plan does not go with its cluster", needed=f"{needed} devices, a program on {self.plan.layouts['mesh']}",
+                found=f"{self.cluster.devices} devices of {self.plan.cluster}, a program on {dict(mesh)}",
+            )  # fmt: skip
 
     @cached_property
     def placed(self) -> Placed:

@@ -9,7 +9,6 @@ from typing import Any
 
 from weft.core.errors import WeftError
 from weft.plan.memory import FRAGMENTATION, RESIDENT, saved
-from weft.plan.models import is_transformer
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
 from weft.plan.plan import Plan
@@ -42,19 +41,19 @@ def figures(plan: Plan) -> list[Figure]:
     return made
 
 
-def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Facts:
+def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_model: bool = False) -> Facts:
     """Everything a page tells of a plan."""
     base = Facts(
         title=f"{name_of(plan)} on {plan.cluster}",
         about=f"A plan by weft: {describe(plan.setting)}. Nothing here was measured; all of it is foreseen.",
         figures=figures(plan), plan=list(rows(plan)), mesh=_mesh(plan.setting), alternatives=list(_alternatives(plan)), chosen="this plan",
     )  # fmt: skip
-    if not is_transformer(plan.model):
+    if not plan.is_stack:
         from weft.report.of_captured import of_captured
 
         say("the program")
-        made = replace(base, **{"causes_ms": _causes(plan), **of_captured(plan)})
-        return replace(made, reasons=_reasons(plan, say)) if explained and made.verbs else made  # of a model that is still the one planned
+        made = replace(base, **{"causes_ms": _causes(plan), **of_captured(plan, run_model)})
+        return replace(made, reasons=_reasons(plan, say, run_model)) if explained and made.verbs else made  # of a model that is still the one planned
     say("the model")
     made = replace(base, **_model(plan))
     if plan.shares:
@@ -66,10 +65,10 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None) -> Fa
     return made
 
 
-def _reasons(plan: Plan, say: Say) -> list[dict[str, Any]]:
+def _reasons(plan: Plan, say: Say, run_model: bool = False) -> list[dict[str, Any]]:
     from weft.plan.explain import explain
 
-    return [dataclasses.asdict(r) for r in explain(plan, lambda text: say(f"what else for {text}"))]
+    return [dataclasses.asdict(r) for r in explain(plan, lambda text: say(f"what else for {text}"), run_model)]
 
 
 def name_of(plan: Plan) -> str:
@@ -133,7 +132,7 @@ def _placed(plan: Plan, layers: int) -> dict[str, Any]:
     s = plan.setting
     w = zoo.get(plan.model, layers=layers, seq=plan.seq)
     optimizer = torch.optim.AdamW(w.model.parameters())
-    captured = capture(w.model, w.example(s.dp * s.micro_batch), w.loss, optimizer)
+    captured = capture(w.model, w.example(s.dp * s.micro_batch, device="meta"), w.loss, optimizer)
     named = Named(s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel and s.tp > 1)
     program = place(captured.program, named.mesh, *input_layouts(captured.program, named, captured.states))
     mesh = {"pp": s.pp, **named.mesh.sizes} if s.pp > 1 else dict(named.mesh.sizes)

@@ -176,7 +176,7 @@ def test_a_module_of_the_users_own_is_planned(tmp_path: Path) -> None:
     assert isinstance(made, Plan)
     assert made.setting.global_batch == 16  # as many samples on each device as the example has
     assert made.setting.dp * made.setting.tp * made.setting.pp == 2
-    reasons = {r.decision: r for r in explain(made)}
+    reasons = {r.decision: r for r in explain(made, run_model=True)}
     assert {"mesh", "layouts"} & set(reasons)
     assert all(r.ms >= 0 and r.why and r.flips and r.value != r.other for r in reasons.values())
     page = html(made)

@@ -1,0 +1,206 @@
+"""A plan file may come from anywhere: it is read, told, drawn and run, or refused in words; nothing else, and never for long."""
+
+from __future__ import annotations
+
+import json
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.mutations import mutations
+from weft.api.planfile import from_file
+from weft.core.errors import ClusterError, PlanError, WeftError
+from weft.plan.plan import Plan, load, parse
+from weft.plan.planner import Request, make_plan
+from weft.plan.setting import Setting
+from weft.plan.space import Limits
+from weft.plan.told import differences, rows
+from weft.report import facts_of, html
+from weft.report.page import page
+
+PROGRAM = """program step(dp=2)
+  %param.w = input()        f32[4, 4] dp:R
+  %batch.x = input()        f32[8, 4] dp:S(0)
+  %0 = matmul(%batch.x, %param.w)   f32[8, 4] dp:S(0)
+  return out=%0
+"""
+LAYOUTS = {
+    "mesh": {"dp": 2}, "inputs": {"batch.x": {"dp": "S(0)"}}, "again": [], "rules": [], "moves": None, "micro_batches": 1, "beside": ["dp"],
+    "program": PROGRAM, "units": [2],
+}  # fmt: skip
+
+
+def planned() -> Plan:
+    limits = Limits(0, 0.0, {"pp": "2", "schedule": "1f1b"})
+    made = make_plan(Request("gpt2", "1x4xA100", 16, 128, "time", limits))
+    assert isinstance(made, Plan)
+    return made
+
+
+@pytest.fixture(scope="module")
+def stack() -> dict[str, Any]:
+    """A plan made from sizes, in stages."""
+    return planned().data()
+
+
+@pytest.fixture(scope="module")
+def captured(stack: dict[str, Any]) -> dict[str, Any]:
+    """A plan of a captured program."""
+    setting = stack["setting"] | {"dp": 2, "tp": 1, "pp": 1, "virtual": 1, "global_batch": 8, "micro_batch": 4, "schedule": "1f1b"}
+    return stack | {"model": "own.py:make", "cluster": "1x2xA100", "seq": 0, "setting": setting, "layers": [], "stages": [], "layouts": LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def shared(stack: dict[str, Any]) -> dict[str, Any]:
+    """A plan of unequal shares."""
+    kinds = (("A100", 1, 14), ("V100", 2, 5))
+    shares = [{"kind": kind, "copies": n, "micro_batch": much, "micro_batches": 1} for kind, n, much in kinds]
+    setting = stack["setting"] | {"dp": 3, "pp": 1, "tp": 1, "virtual": 1, "global_batch": 24, "micro_batch": 8, "schedule": "1f1b"}
+    return stack | {"cluster": "1x1xA100+1x2xV100", "setting": setting, "layers": [], "stages": [], "shares": shares}
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """No verdict on speed: only that it comes to an end."""
+
+    def late(*_: Any) -> None:
+        raise AssertionError("no answer")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def told(path: Path) -> None:
+    plan = load(path)
+    assert list(rows(plan)) and html(plan)
+    assert parse(plan.text()) == plan
+    list(differences(plan, parse(planned_text())))
+
+
+def planned_text() -> str:
+    if not _text:
+        _text.append(planned().text())
+    return _text[0]
+
+
+_text: list[str] = []
+USES: dict[str, Callable[[Path], Any]] = {"told": told, "run": lambda path: from_file(str(path))}
+
+
+@pytest.mark.parametrize("kind", ["stack", "captured", "shared"])
+def test_a_changed_plan_is_taken_or_refused_in_words(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    data, path = request.getfixturevalue(kind), tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    told(path)
+    taken = {"yes": 0, "no": 0}
+    for what, text in mutations(data, 11, 250):
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        for name, use in USES.items():
+            with within(20), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    use(path)
+                    taken["yes"] += 1
+                except WeftError as error:
+                    taken["no"] += len(str(error)) < 20_000
+                except Exception as error:
+                    raise AssertionError(f"{name} after {what}: {type(error).__name__}: {error}") from error
+    assert taken["no"] > 200 and taken["yes"] > 5, taken
+
+
+ODD = {
+    "shares of a thousand million copies": ("shared", {"shares": [{"kind": "A100", "copies": 10**9, "micro_batch": 1, "micro_batches": 1}]}, "shares"),
+    "shares of nothing": ("shared", {"shares": [{}]}, r"shares\[0\]"), "shares of a number": ("shared", {"shares": [5]}, r"shares\[0\]"),
+    "shares of other samples": ("shared", {"shares": [{"kind": "A", "copies": 2, "micro_batch": 1, "micro_batches": 1}]}, "do not go with"),
+    "pins that are numbers": ("stack", {"limits": {"max_tp": 0, "memory_gb": 0.0, "pins": {"tp": 4}}}, "limits.pins.tp"),
+    "pins of nothing known": ("stack", {"limits": {"max_tp": 0, "memory_gb": 0.0, "pins": {"no": "4"}}}, "cannot pin"),
+    "layouts that are numbers": ("stack", {"limits": {"max_tp": 0, "memory_gb": 0.0, "pins": {}, "layouts": [5]}}, r"limits.layouts\[0\]"),
+    "baselines in words": ("stack", {"baselines_ms": {"zero1": "fast"}}, "baselines_ms.zero1"), "a sequence too long": ("stack", {"seq": 2**63}, "seq"),
+    "again, a number": ("captured", {"layouts": LAYOUTS | {"again": 5}}, "layouts.again"),
+    "rules, numbers": ("captured", {"layouts": LAYOUTS | {"rules": [5]}}, r"layouts.rules\[0\]"),
+    "beside, null": ("captured", {"layouts": LAYOUTS | {"beside": None}}, "layouts.beside"),
+    "an axis that is a pattern": ("captured", {"layouts": LAYOUTS | {"mesh": {"(a+)+": 2}}}, "a name in layouts.mesh"),
+    "a program alone": ("captured", {"layouts": {"program": PROGRAM}}, "layouts of plan cannot be read"),
+    "stages of nothing": ("stack", {"stages": [[], []]}, "a stage of nothing"), "layers of other stages": ("stack", {"layers": [1, 2, 3]}, "do not go with"),
+    "a step of no time": ("stack", {"foreseen": {"step_ms": 0, "tokens_per_s": 1, "mfu": 0, "memory_gb": 1, "gap": 0}}, "foreseen.step_ms"),
+    "causes in words": ("stack", {"foreseen": {"step_ms": 1, "tokens_per_s": 1, "mfu": 0, "memory_gb": 1, "gap": 0, "causes_ms": []}}, "foreseen.causes_ms"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_odd_is_named(name: str, request: pytest.FixtureRequest) -> None:
+    kind, change, says = ODD[name]
+    with within(20), pytest.raises(PlanError, match=says):
+        parse(json.dumps(request.getfixturevalue(kind) | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seq": 0}, "not one of gpt2"), ({"stages": [[["nope", "none", 3]], [["nope", "none", 3]]]}, "no part named 'nope'"),
+        ({"cluster": "1x1xA100"}, "does not fill the cluster"), ({"cluster": "9999999x8xH100"}, "no cluster is that large"), ({"model": "nope"}, "nope"),
+        ({"cluster": "a" * 3000}, "this is no cluster"), ({"layouts": LAYOUTS}, "not one of gpt2"),
+    ],
+)  # fmt: skip
+def test_a_page_of_a_plan_that_cannot_be_is_refused(stack: dict[str, Any], change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(stack | change))
+    with within(60), pytest.raises(WeftError, match=says):
+        page(facts_of(tmp_path / "plan.json", explained=False))
+
+
+def test_a_page_of_sizes_beyond_this_machine_is_drawn(stack: dict[str, Any], tmp_path: Path) -> None:
+    """What is drawn is a program, which needs no batch in memory."""
+    (tmp_path / "plan.json").write_text(json.dumps(stack | {"seq": 2**31}))
+    with within(60):
+        assert facts_of(tmp_path / "plan.json", explained=False).held
+
+
+def test_a_captured_plan_on_another_cluster_is_refused(captured: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for change in ({"cluster": "1x1xV100"}, {"layouts": LAYOUTS | {"mesh": {"tp": 2}}}):
+        path.write_text(json.dumps(captured | change))
+        with pytest.raises(PlanError, match="does not go with its cluster"):
+            facts_of(path, explained=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"pp": 99999999999}, "pp of at most 4,096"), ({"dp": 10**30}, "dp of at most 1,048,576"), ({"micro_batch": 10**20}, "micro batch of at most"),
+        ({"global_batch": 10**12}, "global batch of at most"), ({"dp": 2**20, "tp": 2, "global_batch": 2**20}, "1,048,576 devices"),
+        ({"pp": 4096, "virtual": 2, "schedule": "interleaved"}, "4,096 chunks"), ({"dp": 0}, "dp of 1 or more"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_cluster_has_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Setting(**given).check()
+
+
+def test_a_step_of_too_many_passes_is_not_walked() -> None:
+    from weft.cluster.spec import cluster
+    from weft.plan.models import shape
+    from weft.plan.simulate import simulate
+    from weft.plan.transformer import workload
+
+    setting = Setting(global_batch=1 << 31)
+    with within(20), pytest.raises(PlanError, match="too many passes to be walked one by one") as e:
+        simulate(workload(shape("gpt2"), setting), setting, cluster("1x1xA100"))
+    assert "--micro-batch 2 or more" in str(e.value)
+
+
+@pytest.mark.parametrize("text", ["9" * 1000 + "xA100", "99999999x99999999xH100", "1x8xA100+" * 300 + "1x8xA100"])
+def test_clusters_beyond_all_bounds_are_refused(text: str) -> None:
+    from weft.cluster.spec import cluster
+
+    with within(20), pytest.raises(ClusterError):
+        cluster(text)
