@@ -71,7 +71,7 @@ _CASTS = [
 
 
 def _drop(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    return pw._dropout(x, seed, 0.4, 1)
+    return pw._dropout(x, seed, p=0.4, site=1)
 
 
 _DROPOUT = [

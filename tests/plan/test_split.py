@@ -41,7 +41,7 @@ def _heaviest(weights: list[float], cuts: tuple[int, ...]) -> float:
 def test_stages_together_are_the_step(name: str, stages: int) -> None:
     cap, batch = captured(name, **({"layers": 4} if name in ("gpt2", "mixtral-8x7b") else {}))
     values = cap.inputs(batch)
-    made = split(cap, stages, 1, chosen_cuts(cap, stages))
+    made = split(cap, stages, chosen_cuts(cap, stages))
     acts: dict[str, Any] = {}
     for s in made:
         acts |= interp.run_global(s.forward, {n: {**values, **acts}[n] for n in s.forward.input_names})
@@ -66,7 +66,7 @@ def _gradients(cap: Captured) -> Any:
 def test_a_stage_reads_no_parameter_of_another_and_the_work_is_even() -> None:
     cap, _ = captured("llama3-8b", layers=6)
     chosen = chosen_cuts(cap, 3)
-    made = split(cap, 3, 1, chosen)
+    made = split(cap, 3, chosen)
     read = [{n for n in s.forward.input_names if n.startswith("param.blocks.")} for s in made]
     assert not any(a & b for a, b in itertools.combinations(read, 2))
     weights = Forward(cap).weights()
@@ -75,7 +75,7 @@ def test_a_stage_reads_no_parameter_of_another_and_the_work_is_even() -> None:
 
 def test_turns_run_one_after_another() -> None:
     cap, batch = captured("gpt2")
-    (stage,) = split(cap, 1, 1, ())
+    (stage,) = split(cap, 1, ())
     groups = [["loss"], stage.gives("d.param.")[:5], stage.gives("d.param.")[5:]]
     turns = in_turn(stage.step, groups, lambda n: n.startswith("param."))
     values, out = cap.inputs(batch), dict[str, Any]()

@@ -25,7 +25,7 @@ from weft import interp
 from weft.core.node import Node, make
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
-from weft.frontend.capture.model import part_of
+from weft.frontend.capture.micro import micro_batch
 from weft.frontend.capture.modes import ATEN, _twin
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.pointwise import uniform_at
@@ -235,7 +235,7 @@ def names_of(captured: Captured, model: nn.Module) -> list[str]:
 def _loss(model: nn.Module, loss: Loss, batch: Any, parts: int) -> Tensor:
     if parts == 1:
         return loss(model, batch)
-    return torch.stack([loss(model, part_of(batch, i, parts)) for i in range(parts)]).mean()
+    return torch.stack([loss(model, micro_batch(batch, i, parts)) for i in range(parts)]).mean()
 
 
 def _kept(captured: Captured, optimizer: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

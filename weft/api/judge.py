@@ -24,6 +24,7 @@ from weft.core.node import Node
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.joint import substituted
+from weft.frontend.capture.micro import cut_of, micro_batch
 from weft.ops.source import input_node
 
 TOLERANCE = {8: 1e-9, 4: 2e-5, 2: 2e-2}  # of a tensor's largest value, by the bytes of the least exact float of the program
@@ -76,19 +77,15 @@ def judge(captured: Captured, case: Case, example: Any, capture: Callable[[Any],
         return _not(captured, case, start)
     if parts == 1:
         return _judged(captured, case, example, "the example", start)
-    from weft.api.pipelined import micro_batch
-
     fewer = micro_batch(example, 0, parts)
     return _judged(capture(fewer), case, fewer, f"{samples // parts} of the example's {samples} samples", start)
 
 
 def _samples(example: Any) -> int:
     """How many samples an example has; 1 where that cannot be told, so that it is not cut."""
-    from weft.api.pipelined import samples_of
-
     try:
-        return samples_of(example)
-    except (PlanError, IndexError):
+        return cut_of(example)[0]
+    except PlanError:
         return 1
 
 

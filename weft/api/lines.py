@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 
 from weft.api.runner import routes
 from weft.cluster.spec import Cluster
+from weft.core.errors import PlanError
+from weft.core.program import Program
 from weft.frontend.capture import Captured
+from weft.frontend.capture.micro import Micro
 from weft.plan.foresee_line import Foreseen
 from weft.plan.line import Line, lay
 from weft.plan.named import SCHEDULES, Named, input_layouts
@@ -48,17 +51,18 @@ def laid(
     exact: Mapping[str, Placements] | None = None,
     guard: Guard | None = None,
     found: Found | None = None,
+    first: Program | None = None,
 ) -> Laid:
     """The captured step of one micro-batch under a plan. State of `pinned` parameters follows them; `exact` inputs are held as told;
-    where the stages are cut and what runs again is as `found`, or for balance and as the plan's words say."""
+    where the stages are cut and what runs again is as `found`, or for balance and as the plan's words say. `first` runs before them."""
     held, options = input_layouts(captured.program, plan, captured.states, pinned)
     held |= exact or {}
     found = found or Found()
     cuts = found.cuts if found.cuts is not None and len(found.cuts) + 1 == plan.stages else chosen_cuts(captured, plan.stages)
     regions = regions_of(captured, plan.recompute) if found.again is None else found.again
-    stages = split(captured, plan.stages, plan.micro_batches, cuts, regions)
+    stages = split(captured, plan.stages, cuts, regions)
     again = tuple(recomputed_stage(s, puts_off_weights(plan.schedule)) for s in stages)
-    return Laid(lay(captured, again, plan, held, options, guard), stages, held, options)
+    return Laid(lay(captured, again, plan, held, options, guard, first), stages, held, options)
 
 
 def foreseen(line: Line, plan: Named, where: Cluster) -> Seen:
@@ -71,20 +75,26 @@ def foreseen(line: Line, plan: Named, where: Cluster) -> Seen:
 class Lines:
     """Plans of one step in micro-batches. `capture` gives the step of one of so many; `fixed` says how many there must be."""
 
-    capture: Callable[[int], Captured]
+    capture: Callable[[int], Micro]
     samples: int
     fixed: int = 0
-    _captured: dict[int, Captured] = field(default_factory=dict)
+    _found: dict[int, Micro | PlanError] = field(default_factory=dict)
 
-    def captured(self, micro: int) -> Captured:
-        if micro not in self._captured:
-            self._captured[micro] = self.capture(micro)
-        return self._captured[micro]
+    def step(self, micro: int) -> Micro:
+        if micro not in self._found:
+            try:
+                self._found[micro] = self.capture(micro)
+            except PlanError as e:
+                self._found[micro] = e
+        found = self._found[micro]
+        if isinstance(found, PlanError):
+            raise found
+        return found
 
     def foreseen(self, plan: Named, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
-        captured = self.captured(plan.micro_batches)
-        shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
-        return foreseen(laid(captured, plan, resolve(pins, shapes, plan.mesh.sizes)).line, plan, where)
+        micro = self.step(plan.micro_batches)
+        shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
+        return foreseen(laid(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), first=micro.first).line, plan, where)
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every copy whole samples, the fewest first."""

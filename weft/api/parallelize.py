@@ -31,6 +31,7 @@ from weft.core.names import original
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.micro import cut_of
 from weft.frontend.capture.optimizers import number, rule_of
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named
@@ -69,6 +70,7 @@ def parallelize(
     check: bool = True,
     on_nan: str = "raise",
     deterministic: bool = False,
+    allow_micro_mean: bool = False,
 ) -> Step:
     """A training step under the plan. `example` is one global batch; `loss(model, batch)` gives a number.
 
@@ -78,6 +80,8 @@ def parallelize(
     `noise`, `step.noise.scale` tells the gradient noise scale.
     `check` compares the plan's program with the captured one before it runs. `on_nan` says what becomes of a step whose loss is no number:
     "raise", "skip" (nothing changes, `step.skipped` counts them) or "ignore". `deterministic` gives the same bits on every run.
+    A step in micro-batches (`pp`, `micro`, `accumulate`) has the whole batch's loss and gradients, or is refused; `allow_micro_mean` takes
+    the mean over what the micro-batches give by themselves instead, as batch norm and contrastive losses need.
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
     hosts.meet()
@@ -89,22 +93,24 @@ def parallelize(
     if named is not None and (named.recompute or (file and file.pieces)) and not noise:
         named = _by_parts(named, accumulate)
     how = {"clip": clip, "precision": precision}
-    parts = {**how, "accumulate": accumulate, "pins": pins, "guard": on_nan == "skip", "check": check}
+    parts = {**how, "mean": allow_micro_mean, "accumulate": accumulate, "pins": pins, "guard": on_nan == "skip", "check": check}
     parts |= {"held": file.held, "found": file.found, "part": file.part} if file is not None else {}
     if named is not None and named.micro_batches > 1:
         return _ready(_in_parts(model, loss, optimizer, example, named, where, seed, noise, parts), on_nan, deterministic, record, progress)
     moment = Moment.now()
-    captured = capture(model, example, loss, optimizer, accumulate=accumulate, **how)
-    judged, case = None, Case(model, loss, optimizer, How(clip, accumulate, precision), where, moment)
+    own = {"accumulate": accumulate, "allow_micro_mean": allow_micro_mean}
+    captured = capture(model, example, loss, optimizer, **own, **how)
+    judged, case = None, Case(model, loss, optimizer, How(clip, accumulate if allow_micro_mean else 1, precision), where, moment)
     if check:
-        judged = seen_by_first(lambda: judge(captured, case, example, lambda part: capture(model, part, loss, optimizer, accumulate=accumulate, **how)))
+        again = own if allow_micro_mean else {}
+        judged = seen_by_first(lambda: judge(captured, case, example, lambda part: capture(model, part, loss, optimizer, **again, **how)))
     if on_nan == "skip":
         captured, file = guarded(captured), file and file.guarded()
     wish = auto.Wish(tuple(map(parse_pin, pins)), noise, bytes_of(memory) if memory else 0.0)
     decision = None
     if named is None:
         own = {name: dtensor_pins(model, mine) for name, mine in (others or {}).items()}
-        decision = auto.agree(captured, where, wish, own, _lines(model, loss, optimizer, example, accumulate, how))
+        decision = auto.agree(captured, where, wish, own, _lines(model, loss, optimizer, example, accumulate, {**how, "mean": allow_micro_mean}))
         named = decision.named
     if named.micro_batches > 1:
         step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
@@ -159,13 +165,13 @@ def _lines(
     model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, example: Any, accumulate: int, how: Mapping[str, Any]
 ) -> Lines | None:
     """Plans in micro-batches; none where it cannot be told what a micro-batch is."""
-    from weft.api.pipelined import captured_part, samples_of
+    from weft.api.pipelined import micro_steps
 
     try:
-        samples = samples_of(example)
+        samples, _ = cut_of(example)
     except PlanError:
         return None
-    return Lines(lambda k: captured_part(model, example, k, loss, optimizer, **how), samples, accumulate if accumulate > 1 else 0)
+    return Lines(micro_steps(model, example, loss, optimizer, **how), samples, accumulate if accumulate > 1 else 0)
 
 
 def _named(plan: str, **choices: Any) -> Named:

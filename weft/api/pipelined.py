@@ -5,28 +5,29 @@ The state is that of the update program, which every rank has; between two updat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
-from weft.api.judge import Case, judge, moved
+from weft.api.judge import Case, Verdict, judge, moved
 from weft.api.lines import Laid, laid
 from weft.api.parallelize import Step, gathered
 from weft.api.runner import Runner, Values
 from weft.api.trust import exactly, guarded, seen_by_first, verified
 from weft.core.errors import PlanError, RuntimeFault
-from weft.core.layout import Layout
+from weft.core.layout import Layout, S
 from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, micro_batch, require_gradients, require_parts
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
@@ -35,7 +36,7 @@ from weft.plan.named import Named, input_layouts
 from weft.plan.pieces import Found
 from weft.plan.pins import parse_pin, resolve
 from weft.plan.pipeline import Action, orders
-from weft.plan.place import Placements
+from weft.plan.place import Placements, place
 from weft.plan.split import LOSS_SUM, program_of, split_like
 from weft.plan.update import update
 from weft.runtime.agree import require_same
@@ -65,54 +66,90 @@ def pipelined(
     held: Callable[[Captured, Named], Mapping[str, Placements]] | None = None,
     found: Callable[[Captured], Found] | None = None,
     part: Callable[[Captured], tuple[Captured, tuple[str, ...]]] | None = None,
+    mean: bool = False,
     guard: bool = False,
     check: bool = True,
 ) -> PipelinedStep:
     """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held, `found` how
-    stages are made, `part` how rules rewrite the step."""
+    stages are made, `part` how rules rewrite the step, `mean` that the loss is the mean over what micro-batches give by themselves."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
     moment = Moment.now()
-    captured = captured_part(model, example, plan.micro_batches, loss, optimizer, clip=clip, precision=precision)
-    if not captured.gradients:
-        raise PlanError(
-            f"{plan} needs gradients that follow from the forward pass",
-            needed="a model without autograd functions of its own",
-            found="one that was traced together with its backward pass",
-            try_="a plan without pp and micro",
-        )
-    judged = None
-    if check:
-        case = Case(model, loss, optimizer, How(clip, 1, precision), device, moment)
-        small = micro_batch(example, 0, plan.micro_batches)
-        judged = seen_by_first(lambda: judge(captured, case, small, lambda x: capture(model, x, loss, optimizer, clip=clip, precision=precision)))
+    micro = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision)(plan.micro_batches)
+    captured = micro.captured
+    judged = _judged(micro, Case(model, loss, optimizer, How(clip, 1, precision), device, moment), example) if check else None
     source, moves = part(captured) if part is not None else (captured, ())
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
     exact = {} if held is None else {n: p for n, p in held(source, plan).items() if n not in pinned}
-    step = PipelinedStep(source, plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(source))
+    step = PipelinedStep(
+        replace(micro, captured=source), plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(source)
+    )
     step.captured, step.moves, step.judged = captured, moves, judged
-    step.samples = samples_of(example)
-    step.dims = {n: x.shape.index(step.samples) for n, x in named_batch(example).items() if x.ndim}
     if check:
         step.report = _verified(step.line)
     return step
 
 
-def captured_part(model: nn.Module, example: Any, parts: int, *how: Any, **settings: Any) -> Captured:
-    """The step of one micro-batch; a model that cannot take one is refused in words."""
+def micro_steps(
+    model: nn.Module, example: Any, loss: Loss, optimizer: torch.optim.Optimizer, *, mean: bool = False, **settings: Any
+) -> Callable[[int], Micro]:
+    """Gives the step of one of so many micro-batches, derived from the whole batch's or, for the mean over them, captured by itself."""
+    samples, dims = cut_of(example)
+    whole = functools.cache(lambda: capture(model, example, loss, optimizer, **settings))
+
+    def one(parts: int) -> Micro:
+        require_parts(samples, parts)
+        if mean:
+            return _alone(model, example, parts, dims, loss, optimizer, settings)
+        return _derived(whole(), parts, dims, example)
+
+    return one
+
+
+def _alone(
+    model: nn.Module, example: Any, parts: int, dims: Mapping[str, int], loss: Loss, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
+) -> Micro:
+    """The step of a micro-batch by itself, its loss an even part of the mean."""
     part = micro_batch(example, 0, parts)
     try:
-        return capture(model, part, *how, **settings)
+        captured = capture(model, part, lambda m, b: loss(m, b) / parts, optimizer, **settings)
     except IndexError as e:
         cut = ", ".join(f"{n.removeprefix('batch.')} {list(x.shape)}" for n, x in named_batch(part).items())
         raise PlanError(
             "the model cannot take a micro-batch", needed="every tensor of the batch to be cut along its samples",
             found=f"{e} with {cut}", try_="a batch whose number of samples no other dim has, or a plan without pp and micro",
         ) from e  # fmt: skip
+    require_gradients(captured)
+    return Micro(captured, parts, dims)
+
+
+def _judged(micro: Micro, case: Case, example: Any) -> Verdict | None:
+    """The whole batch's step against torch or, where micro-batches go by themselves, that of the first."""
+    if micro.whole is not None:
+        whole = micro.whole
+        return seen_by_first(lambda: judge(whole, case, example, _capture(case)))
+    own = case.loss
+    case, small = replace(case, loss=lambda m, b: own(m, b) / micro.parts), micro_batch(example, 0, micro.parts)
+    return seen_by_first(lambda: judge(micro.captured, case, small, _capture(case)))
+
+
+def _capture(case: Case) -> Callable[[Any], Captured]:
+    return lambda x: capture(case.model, x, case.loss, case.optimizer, clip=case.how.clip, precision=case.how.precision)
+
+
+def _derived(captured: Captured, parts: int, dims: Mapping[str, int], example: Any) -> Micro:
+    """The same; a refusal names the tensors that were not cut."""
+    try:
+        return in_micro_batches(captured, parts, dims)
+    except PlanError as e:
+        left = [f"{n.removeprefix('batch.')} {list(x.shape)}" for n, x in named_batch(example).items() if n not in dims and x.ndim]
+        if left:
+            e.found = f"{e.found}; {', '.join(left)} of the batch has no dim of its samples and is taken whole"
+        raise e.at(None) from None
 
 
 def _verified(line: Line) -> Report | None:
@@ -121,43 +158,12 @@ def _verified(line: Line) -> Report | None:
     return [*reports, verified(line.single, line.update)][-1]
 
 
-def micro_batch(batch: Any, k: int, parts: int) -> Any:
-    """One of equal parts of a batch, each tensor cut along its samples; numbers go to every part."""
-    samples = samples_of(batch)
-    if samples % parts:
-        fits = max(n for n in range(1, samples + 1) if samples % n == 0 and n <= parts)
-        raise PlanError(
-            f"a batch of {samples} is not {parts} equal micro-batches",
-            needed=f"a multiple of {parts}",
-            found=str(samples),
-            try_=f"micro{fits}",
-        )
-    return tree_map_only(Tensor, lambda x: x.chunk(parts, x.shape.index(samples))[k] if x.ndim else x, batch)
-
-
-def samples_of(batch: Any) -> int:
-    """How many samples a batch has: the length of every tensor's first dim or, where these differ, the one length that all have."""
-    shapes = [tuple(x.shape) for x in named_batch(batch).values() if x.ndim]
-    firsts = {shape[0] for shape in shapes}
-    alike = firsts if len(firsts) == 1 else set(shapes[0]).intersection(*shapes[1:])
-    sure = len(alike) == 1 and (len(firsts) == 1 or all(shape.count(next(iter(alike))) == 1 for shape in shapes))
-    if not sure:
-        raise PlanError(
-            "it cannot be told along which dims the batch has its samples", needed="one length that every tensor of it has, once",
-            found=", ".join(str(list(shape)) for shape in shapes), try_="another number of samples, or a plan without pp and micro",
-        )  # fmt: skip
-    return next(iter(alike))
-
-
 class PipelinedStep(Step):
     """Forward and backward in micro-batches by a schedule, then one update."""
 
-    samples: int  # of a global batch
-    dims: Mapping[str, int]  # along which each tensor of a batch has its samples
-
     def __init__(
         self,
-        captured: Captured,
+        micro: Micro,
         plan: Named,
         model: nn.Module,
         loss: Loss,
@@ -169,22 +175,48 @@ class PipelinedStep(Step):
         guard: bool = False,
         found: Found | None = None,
     ) -> None:
-        made = laid(captured, plan, pinned or {}, exact, guarded if guard else None, found)
+        self.micro, captured = micro, micro.captured
+        made = laid(captured, plan, pinned or {}, exact, guarded if guard else None, found, micro.first)
         self.line, self.stages, self.held, self.options = made.line, made.stages, made.held, made.options
         self._made_of = captured, found
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)
         self.messages = Messages(plan.mesh.groups("pp"), device) if plan.pp > 1 else None
         order = orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
-        self.runner = Runner(self.line.stages, order, self.compiled, self.messages)
+        self.runner = Runner(self.line.stages, order, self.compiled, self.messages, carried=micro.whole is None)
         self._spread = self._spreader(self.line.stages)
-        self._batch_types = _batch_types(self.line.stages)
+        self._batch_types = self._whole_types()
+        self.samples = next(self._batch_types[n].shape[d] for n, d in micro.dims.items())
+        self._first = None if micro.first is None else self._before(micro.first)
         self._evaluate: _Evaluation | None = None
 
     def laid(self, plan: Named) -> Laid:
         """The same step under another plan of the same mesh: held, cut and run again alike, where it has as many stages."""
         captured, found = self._made_of
-        return laid(captured, plan, {}, self.held, found=found)
+        return laid(captured, plan, {}, self.held, found=found, first=self.micro.first)
+
+    def _whole_types(self) -> dict[str, Type]:
+        """How a whole batch is held: every micro-batch as the stages hold it, one behind the other."""
+        programs = [self.micro.captured.program, *([self.micro.first] if self.micro.first is not None else ())]
+        found: dict[str, Type] = {}
+        for p, times in zip(programs, (self.micro.parts, 1), strict=False):
+            for name, n in p.input_names.items():
+                if name.startswith("batch.") and name not in found:
+                    dim = self.micro.dims.get(name)
+                    shape = tuple(size * (times if d == dim else 1) for d, size in enumerate(n.shape))
+                    found[name] = Type(n.dtype, Layout.of(self.plan.mesh, shape, self._places(name, shape, dim)))
+        return found
+
+    def _places(self, name: str, shape: tuple[int, ...], dim: int | None) -> Placements:
+        """Placements of a tensor of a micro-batch, in the whole."""
+        each = {axis: p for axis, p in self.held.get(name, {}).items() if axis in self.plan.mesh.axes}
+        size = shape[dim] // self.micro.parts if dim is not None else 0
+        return {a: S(dim, size) if isinstance(p, S) and p.dim == dim and p.within is None else p for a, p in each.items()}  # type: ignore[arg-type]
+
+    def _before(self, first: Program) -> Compiled:
+        """What is computed of the whole batch before its micro-batches, by all ranks together."""
+        held = {n: t.layout.placements for n, t in self._batch_types.items() if n in first.input_names}
+        return Compiled(place(first, self.plan.mesh, held), self.compiled.device_mesh, self.compiled.device)
 
     def _spreader(self, stages: tuple[Placed, ...]) -> Compiled | None:
         program = spread(self.line, stages, self.program)
@@ -217,43 +249,41 @@ class PipelinedStep(Step):
 
     def _step(self, batch: Any, state: Values) -> Values:
         """All micro-batches and the update; `state` is overwritten as far as the update may."""
-        parts = self._micro_batches(batch)
+        given = self._given(batch)
         readable = {**self._readable(self._spread), **state}
+        first = self._first({**readable, **given, **self._seed(0)}) if self._first is not None else {}
+        parts = self._micro_batches(given)
         with doing(f"the stages of {self.captured.program.name}"):
-            sums = self.runner.run(readable, lambda k: {**parts[k], **self._seed(k)})
-        state |= {n: readable[n] for n in state if n.startswith("buffer.")}
+            sums, buffers = self.runner.run(readable, lambda k: {**parts[k], **first, **self._seed(k)}, self.micro.summed)
+        state |= {n: x for n, x in {**buffers, **first}.items() if n in state}
         return self.compiled({**state, **sums, **self._numbers()})
 
     def _seed(self, k: int) -> Values:
-        """Another seed for every micro-batch of every step."""
-        return {"seed": torch.tensor((self.seed + self.steps) * self.plan.micro_batches + k, device=self.compiled.device)}
+        """The seed of the step, and which micro-batch it is; for micro-batches by themselves, another seed for each."""
+        alone = self.micro.whole is None
+        numbers = {"seed": (self.seed + self.steps) * self.micro.parts + k if alone else self.seed + self.steps, PART: k}
+        return {n: torch.tensor(x, device=self.compiled.device) for n, x in numbers.items()}
 
-    def _micro_batches(self, batch: Any) -> list[Values]:
-        """The inputs of every micro-batch on this rank: parts of a global batch, or of this rank's part of one."""
-        given, k = named_batch(batch), self.plan.micro_batches
-        parts: list[Values] = [{} for _ in range(k)]
+    def _given(self, batch: Any) -> Values:
+        """This rank's part of a global batch, or of what is its part already, on its device."""
+        given, coords = named_batch(batch), self.compiled.coords
+        out: Values = {}
         for name, type_ in self._batch_types.items():
+            key = name.removeprefix("batch.")
             if name not in given:
-                raise RuntimeFault(
-                    f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given)
-                )
-            for part, x in zip(parts, self._parts(name, given[name], type_, k), strict=True):
-                part[name] = x.to(self.compiled.device)
-        return parts
+                raise RuntimeFault(f"the batch has no {key!r}", needed=", ".join(self._batch_types), found=", ".join(given))
+            x, mine = given[name], type_.layout.local_shape(coords)
+            if tuple(x.shape) not in (type_.shape, mine):
+                needed = f"{list(type_.shape)}, or this rank's {list(mine)}"
+                raise RuntimeFault(f"batch {key!r}", needed=needed, found=str(list(x.shape)))
+            out[name] = (interp.take_local(x, type_.layout, coords) if tuple(x.shape) == type_.shape else x).to(self.compiled.device)
+        return out
 
-    def _parts(self, name: str, x: Tensor, type_: Type, k: int) -> list[Tensor]:
-        if not type_.shape:
-            return [x] * k
-        local = type_.layout.local_shape(self.compiled.coords)
-        d = self.dims[name]
-        whole, mine = ((*shape[:d], k * shape[d], *shape[d + 1 :]) for shape in (type_.shape, local))
-        if tuple(x.shape) == whole:
-            return [interp.take_local(part, type_.layout, self.compiled.coords) for part in x.chunk(k, d)]
-        if tuple(x.shape) == mine:
-            return list(x.chunk(k, d))
-        raise RuntimeFault(
-            f"batch {name.removeprefix('batch.')!r}", needed=f"{list(whole)}, or this rank's {list(mine)}", found=str(list(x.shape))
-        )
+    def _micro_batches(self, given: Values) -> list[Values]:
+        """The inputs of every micro-batch, of this rank's part of the batch."""
+        k = self.micro.parts
+        cut = {n: x.chunk(k, self.micro.dims[n]) if n in self.micro.dims else [x] * k for n, x in given.items()}
+        return [{n: xs[j] for n, xs in cut.items()} for j in range(k)]
 
     def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> Rows:
         """All rows of every batch of a data set: a pipeline takes batches whole."""
@@ -275,7 +305,7 @@ class PipelinedStep(Step):
     # -- trust -----------------------------------------------------------------------------------------------------------------
 
     def check(self, batch: Any, tolerance: float = 1e-4) -> float:
-        """The largest relative difference between this step and the same micro-batches on one device; nothing changes."""
+        """The largest relative difference between this step and the whole batch on one device; nothing changes."""
         want = self._on_one_device(batch)
         got = self._step(batch, {n: x.clone() for n, x in self._state.items()})
         found = {name: gathered(node.layout, got.get(name), self.compiled) for name, node in self.program.outputs}
@@ -283,20 +313,27 @@ class PipelinedStep(Step):
 
     def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
         """The captured step, micro-batch by micro-batch, and the update, by the interpreter, from changed inputs."""
-        p, k = self.captured.program, self.plan.micro_batches
-        grads = {f"d.{n}": g for n, g in self.captured.gradients.items()}
-        kept = {n: x for n, x in p.outputs if n == "loss" or n.startswith("buffer.")}
-        one = program_of("one", {**kept, **grads}, p, {})
         values = {n: change(self.full(n)) for n in self.state_names} | self._numbers()
+        values |= {n: change(x).to(self.compiled.device) for n, x in named_batch(batch).items()} | self._seed(0)
+        if self.micro.whole is not None:
+            whole = self.micro.whole.program
+            return interp.run_global(whole, {n: values[n] for n in whole.input_names})
+        return self._by_themselves(batch, values, change)
+
+    def _by_themselves(self, batch: Any, values: Values, change: Callable[[Tensor], Tensor]) -> Values:
+        """The mean over the micro-batches, one after another, and the update."""
+        p, k = self.captured.program, self.micro.parts
+        kept = {n: x for n, x in p.outputs if n == "loss" or n.startswith("buffer.")}
+        one = program_of("one", {**kept, **{f"d.{n}": g for n, g in self.captured.gradients.items()}}, p, {})
         sums: Values = {}
         for j in range(k):
-            part = {n: change(x) for n, x in named_batch(micro_batch(batch, j, k)).items()}
+            part = {n: change(x).to(self.compiled.device) for n, x in named_batch(micro_batch(batch, j, k)).items()}
             inputs = {**values, **part, **self._seed(j)}
-            out = interp.run_global(one, {n: inputs[n].to(self.compiled.device) for n in one.input_names})
+            out = interp.run_global(one, {n: inputs[n] for n in one.input_names})
             values |= {n: x for n, x in out.items() if n.startswith("buffer.")}
             sums = {n: sums[n] + x if j else x for n, x in out.items() if not n.startswith("buffer.")}
-        terms = {f"{n}.0": x / k for n, x in sums.items() if n != "loss"} | {LOSS_SUM: sums["loss"]}
-        last = update(self.captured, {n: [f"d.{n}.0"] for n in self.captured.gradients}, k, lambda _: None)
+        terms = {f"{n}.0": x for n, x in sums.items() if n != "loss"} | {LOSS_SUM: sums["loss"]}
+        last = update(self.captured, {n: [f"d.{n}.0"] for n in self.captured.gradients}, lambda _: None)
         return interp.run_global(last, {n: {**values, **terms}[n] for n in last.input_names})
 
 
@@ -341,7 +378,7 @@ class _Evaluation:
         inputs = {n: interp.take_local(given[n], t.layout, coords).to(device) for n, t in self.types.items()}
         state = self.step._readable(self.spread)
         state |= {n: x.to(device) for n, x in self.captured.constants.items()}
-        sums = self.runner.run(state, lambda _: inputs)
+        sums, _ = self.runner.run(state, lambda _: inputs)
         return self.last(sums)["loss"]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from weft.api.compiled import Compiled
+from weft.core.errors import PlanError
 from weft.plan.line import Placed
 from weft.plan.pipeline import Action, Order
 from weft.plan.split import LOSS_SUM
@@ -31,15 +32,41 @@ def routes(stages: Sequence[Placed]) -> dict[tuple[int, str], dict[int, list[str
     return found
 
 
+def require_an_end(found: Mapping[tuple[int, str], Mapping[int, list[str]]], orders: Sequence[Order]) -> None:
+    """Every rank gets to the end of its order: what a pass waits for is sent by a pass that waits for none behind it."""
+    at, sent = [0] * len(orders), set[tuple[str, int, int, int]]()
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                a = order[at[rank]]
+                g = a.chunk * len(orders) + rank
+                if any(g in to and (a.kind, s, g, a.micro) not in sent for (s, kind), to in found.items() if kind == a.kind):
+                    break
+                sent |= {(a.kind, g, to, a.micro) for to in found[g, a.kind]}
+                at[rank], moved = at[rank] + 1, True
+    stuck = [f"rank {r} at {orders[r][k].kind} {orders[r][k].micro}" for r, k in enumerate(at) if k < len(orders[r])]
+    if stuck:
+        raise PlanError(
+            "the stages would wait for each other for ever", needed="an order in which what is waited for is sent first", found="; ".join(stuck),
+            try_="another schedule, such as gpipe",
+        )  # fmt: skip
+
+
 class Runner:
     """This rank's stages, compiled. `like` is any program of the step: its groups and device are shared."""
 
-    def __init__(self, stages: Sequence[Placed], orders: Sequence[Order], like: Compiled, messages: Messages | None) -> None:
-        self.stages, self.orders, self.like, self.messages = stages, orders, like, messages
+    def __init__(
+        self, stages: Sequence[Placed], orders: Sequence[Order], like: Compiled, messages: Messages | None, carried: bool = False
+    ) -> None:
+        self.stages, self.orders, self.like, self.messages, self.carried = stages, orders, like, messages, carried
         self.me = like.coords.get("pp", 0)
         self.turns = {s.number: [self._compiled(p) for p in s.turns] for s in stages if s.rank == self.me}
         self.later = {g: {n for c in turns[1:] for n in c.program.input_names} for g, turns in self.turns.items()}
         self.routes = routes(stages)
+        require_an_end(self.routes, orders)
+        self._buffers, self._summed = Sums(), frozenset[str]()
         self.coming = self._expected()
         self._here: dict[Hashable, list[Tensor]] = {}  # messages between two stages of this rank
         self.call: Call = lambda _g, _action, step, given: step(given)  # what a recorder may put itself in the place of
@@ -99,11 +126,13 @@ class Runner:
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 
-    def run(self, state: Values, inputs: Callable[[int], Values]) -> Values:
-        """All micro-batches: gradients and losses added up, by the names the update knows them by. Buffers in `state` are renewed."""
+    def run(self, state: Values, inputs: Callable[[int], Values], summed: Collection[str] = ()) -> tuple[Values, Values]:
+        """All micro-batches: gradients and losses added up, by the names the update knows them by, and the new buffers, those of `summed`
+        added up too. Where `state` is to be `carried`, every micro-batch begins with the buffers the last one left."""
         if self.messages is not None:
             self.messages.expect(self.coming)
         sums, kept = Sums(), dict[tuple[int, int], Values]()
+        self._buffers, self._summed = Sums(), summed
         self.alive = {"state": state, "kept": kept, "sums": sums.values}
         for action in self.orders[self.me]:
             g = self._number(self.me, action)
@@ -114,7 +143,7 @@ class Runner:
         if self.messages is not None:
             self.messages.finish()
         self.alive = {}
-        return sums.values
+        return sums.values, self._buffers.values
 
     def _forward(self, g: int, action: Action, state: Values, inputs: Values, sums: Sums) -> Values:
         values = {**inputs, **self._receive(g, action)}
@@ -125,7 +154,9 @@ class Runner:
             sums.add(LOSS_SUM, out["loss"])
         for name, _ in step.program.state:
             values[name] = given[name]  # what the backward pass of this micro-batch would read
-            state[name] = out[name]
+            self._buffers.add(name, out[name], name in self._summed)
+            if self.carried:
+                state[name] = out[name]
         self._send(g, action, out)
         return {n: x for n, x in {**out, **values}.items() if n in self.later[g]}
 
@@ -156,8 +187,9 @@ class Sums:
         self.values: Values = {}
         self._own: set[str] = set()
 
-    def add(self, name: str, x: Tensor) -> None:
-        if name not in self.values:
+    def add(self, name: str, x: Tensor, sums: bool = True) -> None:
+        """One more term or, where they are not to be summed, what takes its place."""
+        if name not in self.values or not sums:
             self.values[name] = x
         elif name in self._own:
             self.values[name] += x

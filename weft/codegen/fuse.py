@@ -287,7 +287,9 @@ class _Component:
 
     def _dropout(self, n: Node) -> Value:
         """The mask is drawn from the element's number in the whole tensor, as everywhere."""
-        x, seed = n.args
+        x, seed, *part = n.args
+        if part:
+            raise NotFusable("dropout in a part of the batch", needed="a mask by the element's number in the tensor", found="in the whole batch")
         if n.shape != self.domain.shape:
             raise NotFusable("dropout of another shape than its group", needed=str(list(self.domain.shape)), found=str(list(n.shape)))
         numbers = self.slot(self._stored(self.outputs[0]), "index")

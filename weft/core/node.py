@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -352,6 +352,16 @@ def toposort(roots: Iterable[Node]) -> list[Node]:
             stack.append((node, True))
             stack.extend((a, False) for a in reversed(node.args))
     return list(order)
+
+
+def remade(roots: Iterable[Node], swap: Mapping[Node, Node]) -> dict[Node, Node]:
+    """What becomes of the roots and all they need when some nodes are replaced."""
+    made = dict(swap)
+    for n in toposort(roots):
+        if n not in made:
+            args = tuple(made[a] for a in n.args)
+            made[n] = n if all(a is b for a, b in zip(args, n.args, strict=True)) else make(n.op, args, dict(n.attrs))
+    return made
 
 
 def user_line() -> str | None:

@@ -2,13 +2,14 @@
 
 Labels: b batch, g key heads, r query heads per key head, s query rows, n blocks of keys, t keys in a block, d and e features.
 With blocks, every block of keys gives its own result and log-sum-exp; cut n, and they merge by two reductions over it.
-With dropout (attributes `p` and `site`, the seed as last operand) a weight is dropped by its global place in the scores.
+With dropout (attributes `p` and `site`, the seed as last operand) a weight is dropped by its global place in the scores; in a part of
+the batch, by its place in the whole (`of`, and which part it is as one more operand, as in `dropout`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,12 +18,13 @@ from weft.core.node import Attrs, Node, constant, user_line
 from weft.ops.comm import settle
 from weft.ops.fill import full, stop_gradient, zeros_like
 from weft.ops.norm import need_float, to_dtype, wide, wide_dtype
-from weft.ops.pointwise import exp, log, maximum, uniform_at, where
+from weft.ops.pointwise import exp, log, maximum, places_of, uniform_at, where
 from weft.ops.reduce import amax, sum_
 from weft.ops.registry import ONE, Equation, Kind, Linear, Local, Types, define
 from weft.ops.shape import reshape
 
 SCORES = ("b", "g", "r", "s", "n", "t")
+Drawn: TypeAlias = tuple[torch.Tensor, ...]  # the seed and, in a part of the batch, which it is; nothing without dropout
 
 
 class Where(NamedTuple):
@@ -51,15 +53,19 @@ def _mask_labels(types: Types, mask: int, blocks: bool) -> tuple[str, ...]:
     return tuple(ONE if n == 1 else x for n, x in zip(shape, labels, strict=True))
 
 
+def _numbers(attrs: Attrs) -> int:
+    """How many of the last operands say what is dropped: the seed and, in a part of the batch, which it is."""
+    return 0 if not attrs.get("p") else 2 if attrs.get("of") else 1
+
+
 def _seeded(types: Types, attrs: Attrs) -> tuple[Types, tuple[tuple[str, ...], ...]]:
     """The operands without the seed, and the seed's labels where there is one."""
-    if not attrs.get("p"):
-        return types, ()
-    if types[-1].shape or types[-1].dtype != torch.int64 or not 0 < attrs["p"] < 1:
+    at = len(types) - _numbers(attrs)
+    if any(t.shape or t.dtype != torch.int64 or not 0 < attrs["p"] < 1 for t in types[at:]):
         found = f"{types[-1]} and p={attrs['p']}"
         needed = "i64[], and p between 0 and 1"
         raise TypeMismatch("attention with dropout takes a seed last", needed=needed, found=found, where=user_line())
-    return types[:-1], ((),)
+    return types[:at], ((),) * (len(types) - at)
 
 
 def _forward_equation(types: Types, attrs: Attrs) -> Equation:
@@ -120,15 +126,16 @@ def _local_places(ctx: Local, arg: int) -> Where:
     return Where(ctx.positions(arg, 3), blocks[:, None] * t + torch.arange(t), heads, (*q.shape[1:4], math.prod(k.shape[2:-1])))
 
 
-def _gains(at: Where, seed: torch.Tensor | None, like: torch.Tensor, attrs: Attrs) -> torch.Tensor | float:
+def _gains(at: Where, drawn: Drawn, like: torch.Tensor, attrs: Attrs) -> torch.Tensor | float:
     """[b, g, r, s, n, t]: 0 where a weight is dropped, else what makes up for it."""
-    if seed is None:
+    if not drawn:
         return 1.0
-    index = at.heads[0]
+    seed, *part = (x.to(like.device) for x in drawn)
+    index = places_of(at.heads[0], part[0], *attrs["of"][1:]) if part else at.heads[0].to(like.device)
     for place, size in zip((*at.heads[1:], at.rows), at.sizes[:3], strict=True):
-        index = index[..., None] * size + place
-    index = (index[..., None, None] * at.sizes[3] + at.keys).to(like.device)
-    keep = uniform_at(index, seed.to(like.device), attrs.get("site", 0)) >= attrs["p"]
+        index = index[..., None] * size + place.to(like.device)
+    index = index[..., None, None] * at.sizes[3] + at.keys.to(like.device)
+    keep = uniform_at(index, seed, attrs.get("site", 0)) >= attrs["p"]
     return keep.to(like.dtype) / (1 - attrs["p"])
 
 
@@ -150,25 +157,25 @@ def _blocked(x: torch.Tensor | None, dim: int, rank: int) -> Any:
     return x if x is None or x.ndim == rank else x.unsqueeze(dim)
 
 
-def _extras(rest: tuple[Any, ...], attrs: Attrs) -> tuple[Any, Any]:
-    """The mask and the seed, either of which may not be there."""
-    masks, seed = (rest[:-1], rest[-1]) if attrs.get("p") else (rest, None)
-    return (masks[0] if masks else None), seed
+def _extras(rest: tuple[Any, ...], attrs: Attrs) -> tuple[Any, Drawn]:
+    """The mask, if there is one, and what says which weights are dropped."""
+    at = len(rest) - _numbers(attrs)
+    return (rest[0] if at else None), rest[at:]
 
 
 def _forward(at: Where | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple[Any, ...], attrs: Attrs) -> Any:
-    blocks, (mask, seed) = k.ndim == 5, _extras(rest, attrs)
+    blocks, (mask, drawn) = k.ndim == 5, _extras(rest, attrs)
     k, v, mask = _blocked(k, 2, 5), _blocked(v, 2, 5), _blocked(mask, 4, 6)
     at = at or _global_places(q, k)
     x = _scores(q, k, mask, at, attrs)
     lse = torch.logsumexp(x, -1)
-    p = torch.where((lse == -math.inf).unsqueeze(-1), 0.0, torch.softmax(x, -1)) * _gains(at, seed, x, attrs)  # of far numbers lse keeps no digits
+    p = torch.where((lse == -math.inf).unsqueeze(-1), 0.0, torch.softmax(x, -1)) * _gains(at, drawn, x, attrs)  # of far numbers lse keeps no digits
     out = torch.einsum("bgrsnt,bgnte->bgrsne", p, wide(v)).to(q.dtype)
     return (out, lse) if blocks else (out.squeeze(4), lse.squeeze(4))
 
 
 class Kept(NamedTuple):
-    """What the backward has of the forward: operands, results, the mask and the seed. Every tensor with a dim of blocks."""
+    """What the backward has of the forward: operands, results, the mask and the seed of what is dropped. Every tensor with a dim of blocks."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -176,19 +183,19 @@ class Kept(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     mask: torch.Tensor | None
-    seed: torch.Tensor | None
+    drawn: Drawn
 
 
 def _kept(xs: tuple[Any, ...], attrs: Attrs) -> Kept:
-    (q, k, v, out, lse), (mask, seed) = xs[:5], _extras(xs[5:], attrs)
-    return Kept(q, _blocked(k, 2, 5), _blocked(v, 2, 5), _blocked(out, 4, 6), _blocked(lse, 4, 5), _blocked(mask, 4, 6), seed)
+    (q, k, v, out, lse), (mask, drawn) = xs[:5], _extras(xs[5:], attrs)
+    return Kept(q, _blocked(k, 2, 5), _blocked(v, 2, 5), _blocked(out, 4, 6), _blocked(lse, 4, 5), _blocked(mask, 4, 6), drawn)
 
 
 def _score_grads(at: Where | None, do: torch.Tensor, dlse: Any, kept: Kept, attrs: Attrs) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights that met the values, and the cotangent of the scores."""
     at = at or _global_places(kept.q, kept.k)
     x = _scores(kept.q, kept.k, kept.mask, at, attrs)
-    gains = _gains(at, kept.seed, x, attrs)
+    gains = _gains(at, kept.drawn, x, attrs)
     p = torch.exp(x - torch.where(kept.lse.isinf(), 0.0, kept.lse).unsqueeze(-1))
     delta = (wide(do) * wide(kept.out)).sum(-1)
     delta = delta if dlse is None else delta - dlse
@@ -262,7 +269,7 @@ def _vjp(n: Node, do: Node | None, dlse: Node | None) -> Any:
     do = zeros_like(out) if do is None else do
     back = attention_backward(do, q, k, v, out, lse, *rest, **attrs) if dlse is None else None
     back = attention_lse_backward(do, dlse, q, k, v, out, lse, *rest, **attrs) if back is None else back
-    to_seed = (None,) if n.attr("p") else ()
+    to_seed = (None,) * _numbers(attrs)
     if len(rest) == len(to_seed):
         return *back, *to_seed
     dlse = zeros_like(lse) if dlse is None else dlse

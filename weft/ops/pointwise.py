@@ -6,7 +6,7 @@ Their one equation gives every dim its own label; a dim of size 1, or a missing 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -329,6 +329,9 @@ cast: Op = define(
 
 
 # -- dropout: the mask is a function of (seed, site, global element index), so every layout draws the same one ---------------
+# Of one micro-batch it is that of the whole batch: `of` says along which dim, in runs of how many, one of how many, an operand which.
+
+Of: TypeAlias = tuple[int, int, int] | None
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -351,29 +354,45 @@ def _global_index(positions: list[torch.Tensor], shape: tuple[int, ...]) -> torc
     return index
 
 
+def places_of(at: torch.Tensor, part: torch.Tensor, run: int, parts: int) -> torch.Tensor:
+    """Where positions of one part of a dim stand in the whole of it, whose runs of `run` are dealt to the parts in turn."""
+    return at.to(part.device) // run * (run * parts) + part * run + at.to(part.device) % run
+
+
 def _drop(x: torch.Tensor, seed: torch.Tensor, index: torch.Tensor, p: float, site: int) -> torch.Tensor:
     keep = uniform_at(index.to(x.device), seed.to(x.device), site) >= p
     return torch.where(keep, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device)) if p < 1 else torch.zeros_like(x)
 
 
-def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
-    return _drop(x, seed, _global_index([torch.arange(n) for n in x.shape], tuple(x.shape)), p, site)
+def _drawn(positions: list[torch.Tensor], shape: tuple[int, ...], part: tuple[torch.Tensor, ...], of: Of) -> torch.Tensor:
+    """The numbers that elements at some positions are drawn by: those in the whole where this is one part of it."""
+    if of is not None:
+        dim, run, parts = of
+        positions = [places_of(at, part[0], run, parts) if d == dim else at.to(part[0].device) for d, at in enumerate(positions)]
+        shape = tuple(n * parts if d == dim else n for d, n in enumerate(shape))
+    return _global_index(positions, shape)
 
 
-def _dropout_local(ctx: Local, x: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
+def _dropout(x: torch.Tensor, seed: torch.Tensor, *part: torch.Tensor, p: float, site: int, of: Of = None) -> torch.Tensor:
+    return _drop(x, seed, _drawn([torch.arange(n) for n in x.shape], tuple(x.shape), part, of), p, site)
+
+
+def _dropout_local(ctx: Local, x: torch.Tensor, seed: torch.Tensor, *part: torch.Tensor, p: float, site: int, of: Of = None) -> torch.Tensor:
     shape = ctx.node.args[0].shape
-    return _drop(x, seed, _global_index([ctx.positions(0, d) for d in range(len(shape))], shape), p, site)
+    return _drop(x, seed, _drawn([ctx.positions(0, d) for d in range(len(shape))], shape, part, of), p, site)
 
 
 def _dropout_equation(types: Types, attrs: Attrs) -> Equation:
-    if len(types) != 2 or types[1].dtype != torch.int64 or types[1].shape:
+    numbers = 2 if attrs.get("of") else 1
+    if len(types) != 1 + numbers or any(t.dtype != torch.int64 or t.shape for t in types[1:]):
         raise TypeMismatch(
-            "dropout takes a value and a seed", needed="a seed of type i64[]", found=", ".join(map(str, types[1:])) or "no seed"
-        )
+            "dropout takes a value and a seed", needed="a seed of type i64[]" + ", and which part of the whole it is" * (numbers - 1),
+            found=", ".join(map(str, types[1:])) or "no seed",
+        )  # fmt: skip
     if not 0 <= attrs["p"] <= 1:
         raise TypeMismatch("dropout has no such probability", needed="p from 0 to 1", found=str(attrs["p"]))
     labels = tuple(f"d{i}" for i in range(len(types[0].shape)))
-    return Equation((labels, ()), (labels,))
+    return Equation((labels, *((),) * numbers), (labels,))
 
 
 _dropout_op: Op = define(
@@ -384,7 +403,7 @@ _dropout_op: Op = define(
     local=_dropout_local,
     dtype=lambda types, attrs: types[0].dtype,
     linear=Linear.FIRST,
-    vjp=lambda n, ct: (_dropout_op(ct, n.args[1], p=n.attr("p"), site=n.attr("site")), None),
+    vjp=lambda n, ct: (_dropout_op(ct, *n.args[1:], **dict(n.attrs)), *(None for _ in n.args[1:])),
 )
 
 

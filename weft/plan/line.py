@@ -14,7 +14,9 @@ from weft.core.layout import Layout, O, P, Placement, S
 from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
+from weft.frontend.capture.micro import is_given
 from weft.ops.comm import send
+from weft.ops.registry import Kind
 from weft.plan.named import Named
 from weft.plan.pipeline import puts_off_weights
 from weft.plan.place import Options, Placements, place
@@ -64,9 +66,11 @@ def lay(
     held: Held,
     options: Options,
     guard: Callable[[Captured], Captured] | None = None,
+    first: Program | None = None,
 ) -> Line:
-    """Every stage placed, and the update, guarded if told how, with the state at the ranks that read it."""
-    homes = homes_of(captured, stages, named)
+    """Every stage placed, and the update, guarded if told how, with the state at the ranks that read it, or at all where `first` does."""
+    more = {} if first is None else {n: x for n, x in first.input_names.items() if not is_given(n)}
+    homes = {**homes_of(captured, stages, named), **dict.fromkeys(more)}
     if named.zero >= 2:  # gradients in slices, as the state they go into
         held = {**held, **{f"d.{param}": held[state] for state, param in captured.states.items() if state in held}}
     placed, laid = list[Placed](), dict[str, _Border]()
@@ -74,10 +78,10 @@ def lay(
         placed.append(place_stage(stage, named, held, options, laid))
     sources, given = _terms(placed, named)
     where = {name: placed[int(name.rsplit(".", 1)[1])].rank for name in given if name.startswith("d.")}
-    layouts = {n: {**held.get(n, {}), **at(named, homes.get(n))} for n in captured.program.input_names if n in homes}
-    program = update(captured, sources, named.micro_batches, lambda name: where.get(name, homes.get(name)))
+    layouts = {n: {**held.get(n, {}), **at(named, homes[n])} for n in homes}
+    program = update(captured, sources, lambda name: where.get(name, homes.get(name)), more.values())
     program = guard(replace(captured, program=program)).program if guard is not None else program
-    inputs = {**{n: p for n, p in layouts.items() if n in program.input_names}, **given}
+    inputs = {n: p for n, p in {**layouts, **given}.items() if n in program.input_names}
     return Line(named, tuple(placed), place(program, named.mesh, inputs, options), homes, program)
 
 
@@ -132,9 +136,23 @@ def place_stage(stage: Stage, named: Named, held: Held, options: Options, laid: 
     wants |= {n: {**laid[_act(n)].way.placements, **here} for n in stage.step.output_names if _passes(n)}
     wants |= {n: {**held[n], **here} for n in stage.gives("d.param.") if n in held}
     program = place(stage.step, named.mesh, inputs, options, outputs=wants, arrivals=arrive)
+    _require_apart(program, stage, named)
     passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
     turns = tuple(in_turn(program, _groups(stage, named), _is_state))
     return Placed(stage.number, rank, turns, dict(passing), (stage.step, program))
+
+
+def _require_apart(program: Program, stage: Stage, named: Named) -> None:
+    """A stage is run by its own rank of the pipeline alone, at a time of its own: a collective along `pp` inside it would wait for ever."""
+    meets = [n for n in program.nodes if n.op.kind is Kind.COMM and n.attr("axis") == "pp" and n.op.wire(named.pp)]
+    if meets:
+        raise PlanError(
+            f"stage {stage.number} of {named} cannot be run by one rank of the pipeline",
+            needed="ops whose operands are all at that rank",
+            found=f"{meets[0].op.name} along pp, for {', '.join(dict.fromkeys(u.op.name for u in program.users[meets[0]]))}",
+            try_="a plan without pp",
+            where=program.lines.get(meets[0]),
+        )
 
 
 def _passes(name: str) -> bool:

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from weft.core.errors import PlanError
-from weft.core.node import Node, make, op_named, toposort
+from weft.core.node import Node, make, op_named, remade, toposort
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.plan.layers import Layers
-from weft.plan.split import Region, Stage, remade
+from weft.plan.split import Region, Stage
 
 
 def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 
 from weft.autodiff import backward
 from weft.core.errors import PlanError
-from weft.core.node import Node, constant, make, toposort
+from weft.core.node import Node, constant, remade, toposort
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, Instance
+from weft.frontend.capture.micro import PART
 from weft.ops.pointwise import add
 from weft.ops.registry import flops
 from weft.ops.source import input_node
@@ -62,14 +63,12 @@ class Stage:
         return [n for n in self.step.output_names if n.startswith(kind)]
 
 
-def split(
-    captured: Captured, stages: int, micro: int = 1, cuts: Sequence[Cut] | None = None, again: Sequence[Region] = ()
-) -> tuple[Stage, ...]:
-    """The stages of a step whose loss is the mean over so many micro-batches, cut for balance unless told where."""
+def split(captured: Captured, stages: int, cuts: Sequence[Cut] | None = None, again: Sequence[Region] = ()) -> tuple[Stage, ...]:
+    """The stages of a step, cut for balance unless told where."""
     forward = Forward(captured)
     cuts = balanced_cuts(forward, stages) if cuts is None else cuts
     made = forward.stages(forward.cut_at(cuts), len(cuts) + 1, again)
-    return _with_gradients(captured, made, micro) if captured.gradients else tuple(made)
+    return _with_gradients(captured, made) if captured.gradients else tuple(made)
 
 
 def split_like(captured: Captured, stages: Sequence[Stage]) -> tuple[Stage, ...]:
@@ -183,13 +182,25 @@ class Forward:
             for a in n.args:
                 if a in where and where[a] != where[n]:
                     readers.setdefault(a, set()).add(where[n])
-        borders = _Borders(where, readers, {n: f"act.{k}" for k, n in enumerate(readers)})
+        borders = _Borders(where, readers, {n: f"act.{k}" for k, n in enumerate(readers)}, self._homes(where))
         return [self._stage(g, borders, g == count - 1, again) for g in range(count)]
+
+    def _homes(self, where: Mapping[Node, int]) -> dict[str, int]:
+        """The stage that writes each buffer: where its new value is made or, made of parameters alone, the first that reads it or the old."""
+        read: dict[Node, set[int]] = {n: set() for n in self.order}
+        for n in reversed(self.order):
+            for a in n.args:
+                read[a] |= {where[n]} if n in where else read[n]
+        old = self.program.input_names
+        return {
+            name: where[n] if n in where else min(read[n] | (read.get(old[name], set()) if name in old else set()), default=0)
+            for name, n in self.written.items()
+        }
 
     def _stage(self, g: int, borders: _Borders, is_last: bool, again: Sequence[Region]) -> Stage:
         where, readers, names = borders.where, borders.readers, borders.names
         roots = {names[n]: n for n in readers if where[n] == g} | ({"loss": self.loss} if is_last else {})
-        roots |= {name: n for name, n in self.written.items() if where.get(n, 0) == g}
+        roots |= {name: n for name, n in self.written.items() if borders.homes[name] == g}
         swap = {n: input_node(names[n], n.type) for n, who in readers.items() if g in who}
         made = remade(roots.values(), swap)
         program = program_of(f"{self.program.name}.{g}", {name: made[n] for name, n in roots.items()}, self.program, made)
@@ -199,11 +210,12 @@ class Forward:
 
 @dataclass(frozen=True)
 class _Borders:
-    """The stage of every active value, which others read it, and what it is called on its way there."""
+    """The stage of every active value, which others read it, what it is called on its way there, and the stage that writes a buffer."""
 
     where: Mapping[Node, int]
     readers: Mapping[Node, set[int]]
     names: Mapping[Node, str]
+    homes: Mapping[str, int]
 
 
 BATCH, PARAMETER, BOTH = 1, 2, 3
@@ -214,7 +226,7 @@ def _reads(order: Iterable[Node]) -> dict[Node, int]:
     reads: dict[Node, int] = {}
     for n in order:
         name = n.attr("name", "") if n.op.name == "input" else ""
-        reads[n] = BATCH if name.startswith("batch.") or name == "seed" else PARAMETER if name.startswith("param.") else 0
+        reads[n] = BATCH if name.startswith("batch.") or name in ("seed", PART) else PARAMETER if name.startswith("param.") else 0
         for a in n.args:
             reads[n] |= reads[a]
     return reads
@@ -232,19 +244,10 @@ def narrow(order: Sequence[Node], active: Collection[Node], kept: Iterable[Node]
     return found
 
 
-def remade(roots: Iterable[Node], swap: Mapping[Node, Node]) -> dict[Node, Node]:
-    """What becomes of the roots and all they need when some nodes are replaced."""
-    made = dict(swap)
-    for n in toposort(roots):
-        if n not in made:
-            args = tuple(made[a] for a in n.args)
-            made[n] = n if all(a is b for a, b in zip(args, n.args, strict=True)) else make(n.op, args, dict(n.attrs))
-    return made
-
-
 def program_of(name: str, outputs: Mapping[str, Node], like: Program, made: Mapping[Node, Node], inputs: Iterable[Node] = ()) -> Program:
-    """The program of some outputs, with all inputs they read, and more if told."""
-    read = dict.fromkeys([*inputs, *(n for n in toposort(outputs.values()) if n.op.name == "input")])
+    """The program of some outputs, with all inputs they read or are the next value of, and more if told."""
+    old = [like.input_names[i] for o, i in like.state if o in outputs]
+    read = dict.fromkeys([*inputs, *(n for n in toposort(outputs.values()) if n.op.name == "input"), *old])
     kept = {n.attr("name") for n in read}
     state = tuple((o, i) for o, i in like.state if o in outputs and i in kept)
     lines = {made[n]: line for n, line in like.lines.items() if n in made}
@@ -254,13 +257,13 @@ def program_of(name: str, outputs: Mapping[str, Node], like: Program, made: Mapp
 # -- the backward pass ---------------------------------------------------------------------------------------------------------
 
 
-def _with_gradients(captured: Captured, stages: Sequence[Stage], micro: int) -> tuple[Stage, ...]:
+def _with_gradients(captured: Captured, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Last stage first: what a stage finds of its border values' gradients is what the stages before it start from."""
     moving = _moving(stages, captured)
     found: dict[str, list[int]] = {}
     made: list[Stage] = []
     for stage in reversed(stages):
-        program, reached = _gradient(stage, captured.gradients, moving, found, micro)
+        program, reached = _gradient(stage, captured.gradients, moving, found)
         for name in reached:
             found.setdefault(name, []).append(stage.number)
         made.insert(0, replace(stage, step=program))
@@ -281,12 +284,12 @@ def _moving(stages: Sequence[Stage], captured: Captured) -> set[str]:
 
 
 def _gradient(
-    stage: Stage, params: Mapping[str, Node], moving: set[str], found: Mapping[str, Sequence[int]], micro: int
+    stage: Stage, params: Mapping[str, Node], moving: set[str], found: Mapping[str, Sequence[int]]
 ) -> tuple[Program, list[str]]:
     p, seeds = stage.forward, dict[Node, Node]()
     for name, node in p.outputs:
         cts = [input_node(f"d.{name}.{reader}", node.type) for reader in found.get(name, ())]
-        cts += [constant(1.0 / micro, node.dtype, p.mesh)] if name == "loss" else []
+        cts += [constant(1.0, node.dtype, p.mesh)] if name == "loss" else []
         for ct in cts:
             seeds[node] = add(seeds[node], ct) if node in seeds else ct
     wrt = [n for n in p.input_names if n in moving or n in params]
@@ -299,5 +302,5 @@ def _gradient(
 
 
 __all__ = [
-    "LOSS_SUM", "Cut", "Forward", "Region", "Stage", "balanced", "chosen_cuts", "narrow", "program_of", "remade", "split", "split_like",
+    "LOSS_SUM", "Cut", "Forward", "Region", "Stage", "balanced", "chosen_cuts", "narrow", "program_of", "split", "split_like",
 ]  # fmt: skip

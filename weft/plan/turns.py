@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from weft.core.node import Node, toposort
+from weft.core.node import Node, remade, toposort
 from weft.core.program import Program
 from weft.ops.source import input_node
-from weft.plan.split import program_of, remade
+from weft.plan.split import program_of
 
 
 def in_turn(p: Program, groups: Sequence[Sequence[str]], afresh: Callable[[str], bool]) -> list[Program]:

@@ -1,40 +1,43 @@
-"""What follows the last micro-batch of a step: its gradients added up, clipped and applied, and the mean loss."""
+"""What follows the last micro-batch of a step: its gradients added up, clipped and applied, and the loss."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from weft.core.errors import PlanError
-from weft.core.node import Node, toposort
+from weft.core.node import Node, remade, toposort
 from weft.core.program import Program
 from weft.frontend.capture import Captured
-from weft.ops.pointwise import add, mul
+from weft.frontend.capture.micro import is_given
+from weft.ops.pointwise import add
 from weft.ops.shape import concat
 from weft.ops.source import input_node
-from weft.plan.split import LOSS_SUM, program_of, remade
+from weft.plan.split import LOSS_SUM, program_of
 
 Home = Callable[[str], int | None]
 
 
-def update(captured: Captured, sources: Mapping[str, Sequence[str]], micro: int, home: Home) -> Program:
-    """What follows the last micro-batch: gradients, given by the inputs that hold their terms, clipped and applied; the mean loss.
+def update(captured: Captured, sources: Mapping[str, Sequence[str]], home: Home, more: Iterable[Node] = ()) -> Program:
+    """What follows the last micro-batch: gradients, given by the inputs that hold their terms, clipped and applied; the loss.
 
-    `home` tells the rank of the pipeline where an input is; numbers gathered from several are first put together on each.
+    Parameters may share a gradient, as those of two branches that are added do: then any of them gives it. `more` are inputs that
+    the step keeps beside those of the captured one. `home` tells the rank of the pipeline where an input is; numbers gathered from
+    several are first put together on each.
     """
     p = captured.program
     lost = [name for name in captured.gradients if not sources.get(name)]
     if lost:
         raise PlanError(f"no stage has a gradient of {lost[0]}", needed="every parameter that learns to be read by a stage", found="none")
-    swap = {g: _sum([input_node(n, g.type) for n in sources[name]]) for name, g in captured.gradients.items()}
+    owner = {g: name for name, g in reversed([*captured.gradients.items()])}
+    swap = {g: _sum([input_node(n, g.type) for n in sources[name]]) for g, name in owner.items()}
     loss = p.output_names["loss"]
     kept = {name: n for name, n in p.outputs if name != "loss" and not name.startswith("buffer.")}
     made = remade(kept.values(), swap)
-    mean = mul(input_node(LOSS_SUM, loss.type), 1.0 / micro)
-    outputs = {"loss": mean, **{name: made[n] for name, n in kept.items()}}
+    outputs = {"loss": input_node(LOSS_SUM, loss.type), **{name: made[n] for name, n in kept.items()}}
     outputs = _gathered_at_home(outputs, home)
-    held = [n for name, n in p.input_names.items() if not name.startswith("batch.") and name != "seed"]
-    return program_of(f"{p.name}.update", outputs, p, {}, held)
+    held = [n for name, n in p.input_names.items() if not is_given(name)]
+    return program_of(f"{p.name}.update", outputs, p, {}, [*held, *more])
 
 
 def _sum(terms: Sequence[Node]) -> Node:

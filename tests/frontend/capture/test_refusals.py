@@ -7,7 +7,7 @@ from torch import nn
 
 import weft
 from tests.frontend.capture.checks import same_as_torch
-from weft.core.errors import CaptureError, TypeMismatch
+from weft.core.errors import CaptureError, PlanError, TypeMismatch
 from weft.core.layout import Layout, Mesh
 from weft.core.node import Type
 from weft.frontend.capture import capture, teach
@@ -102,8 +102,8 @@ def test_a_compiled_model_is_captured_as_it_was_written():
 
 
 def test_a_batch_that_does_not_split():
-    with pytest.raises(CaptureError, match="does not split into 2 equal parts"):
-        capture(Net(lambda x: x), (X,), total, accumulate=2)
+    with pytest.raises(PlanError, match="is not 2 equal micro-batches"):
+        capture(Net(lambda x: x), (X,), total, gradients=True, accumulate=2)
 
 
 # -- ops without an entry ------------------------------------------------------------------------------------------------

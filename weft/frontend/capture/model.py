@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from weft.core.errors import CaptureError
 from weft.core.names import part
-from weft.frontend.capture.batches import changed
 from weft.frontend.capture.caches import CacheWanted
 from weft.frontend.capture.joint import OwnGradient
+from weft.frontend.capture.micro import cut_of, in_micro_batches, micro_batch, require_parts, unrolled
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
 
@@ -32,6 +32,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     accumulate: int = 1,
+    allow_micro_mean: bool = False,
     clip: float | None = None,
     gradients: bool = False,
     precision: torch.dtype | None = None,
@@ -43,7 +44,9 @@ def capture(
 
     Without `loss` the program gives what the module returns. With `loss(model, batch)` it gives `loss`; with `gradients`,
     also `d.param.NAME` of every parameter; with an optimizer, the next value of all parameters and state instead.
-    `accumulate` splits the batch and sums the gradients; `clip` limits their global norm; `precision` is autocast's dtype.
+    `accumulate` takes the batch in so many parts, one after another, where that gives the whole batch's loss and gradients, and else is
+    refused; with `allow_micro_mean` they are the means over what the parts give by themselves.
+    `clip` limits the global norm of the gradients; `precision` is autocast's dtype.
     `capacity` gives experts so many times their even share of the tokens, for planning; without it no token is dropped.
     `given` names settings of the optimizer, besides the learning rate, that are inputs of the program: "momentum", "decay", ...
     """
@@ -54,13 +57,20 @@ def capture(
     _require(precision is None or isinstance(precision, torch.dtype), "precision", "a dtype such as torch.bfloat16", precision)
     model = _bare(model)
     learns = loss is not None and (gradients or optimizer is not None)
+    if accumulate > 1 and learns and not allow_micro_mean:
+        more = {"clip": clip, "gradients": gradients, "precision": precision, "capacity": capacity, "name": name, "given": given}
+        whole = capture(model, example, loss, optimizer, **more)
+        samples, dims = cut_of(example)
+        require_parts(samples, accumulate)
+        return unrolled(in_micro_batches(whole, accumulate, dims))
+    parts = accumulate if learns else 1
 
     def run(step: Step, batch: Any) -> None:
         with torch.autocast("cpu", precision, enabled=precision is not None):
             if loss is None:
                 step.give("out", _forward(model, batch))
                 return
-            value = _losses(step.tape, model, loss, batch, accumulate)
+            value = _losses(step.tape, model, loss, batch, parts)
         step.give("loss", value)
         if learns:
             step.backward(value)
@@ -162,24 +172,7 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
     whole = _Part(model, loss)
     if not tape.recorder.joint:
         tape.blocks.alike[whole] = [whole]
-    return torch.stack([_scalar(whole(part_of(batch, i, parts))) for i in range(parts)]).mean()
-
-
-def part_of(batch: Any, i: int, parts: int) -> Any:
-    """One of equal parts of the batch; numbers go to every part."""
-
-    def cut(_: str, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if x.ndim and x.shape[0] % parts:
-            raise CaptureError(
-                f"the batch does not split into {parts} equal parts",
-                needed=f"first dims divisible by {parts}",
-                found=str(tuple(x.shape)),
-            )
-        return x.chunk(parts)[i].clone() if x.ndim else x
-
-    return changed("batch", batch, cut)
+    return torch.stack([_scalar(whole(micro_batch(batch, i, parts))) for i in range(parts)]).mean()
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.core.errors import TypeMismatch
-from weft.core.layout import Layout, Mesh
+from weft.core.layout import Layout, Mesh, O, Placement
 from weft.core.node import Attrs, Node, Type, dtype_of, user_line
 from weft.ops.pointwise import elementwise, fit, uniform_at
 from weft.ops.registry import Equation, Kind, Linear, Types, define
@@ -19,7 +19,7 @@ from weft.ops.registry import Equation, Kind, Linear, Types, define
 
 def _random_infer(types: Types, attrs: Attrs) -> Type:
     (seed,) = types
-    return Type(dtype_of(attrs["dtype"]), Layout.of(seed.mesh, attrs["shape"]))
+    return Type(dtype_of(attrs["dtype"]), Layout.of(seed.mesh, attrs["shape"], dict(seed.layout.held)))
 
 
 def _index(shape: tuple[int, ...]) -> torch.Tensor:
@@ -67,21 +67,25 @@ def _call(tensors: tuple[torch.Tensor, ...], target: str, call: Any, keys: Any) 
 
 
 def _opaque_infer(types: Types, attrs: Attrs) -> Types:
-    for k, t in enumerate(types):
-        _require_whole(k, t, attrs["target"])
+    at = _where_whole(types, attrs["target"])
     mesh = types[0].mesh if types else Mesh(**dict(attrs["mesh"]))
-    return tuple(Type(dtype_of(d), Layout.of(mesh, shape)) for d, shape in attrs["gives"])
+    return tuple(Type(dtype_of(d), Layout.of(mesh, shape, at)) for d, shape in attrs["gives"])
 
 
-def _require_whole(k: int, t: Type, target: str) -> None:
-    if t.layout != Layout.of(t.mesh, t.shape):
-        raise TypeMismatch(
-            f"weft does not know {target}, so it is never cut",
-            needed=f"operand {k} whole on every rank",
-            found=str(t),
-            try_="gather it first, or teach weft the op",
-            where=user_line(),
-        )
+def _where_whole(types: Types, target: str) -> dict[str, Placement]:
+    """The one rank of each axis that has the operands, where not all have them; none may be cut or pending."""
+    at: dict[str, Placement] = {}
+    for k, t in enumerate(types):
+        held = dict(t.layout.held)
+        if t.layout != Layout.of(t.mesh, t.shape, {a: p for a, p in held.items() if isinstance(p, O) and at.setdefault(a, p) == p}):
+            raise TypeMismatch(
+                f"weft does not know {target}, so it is never cut",
+                needed=f"operand {k} whole on every rank, or on the one that has the others",
+                found=str(t),
+                try_="gather it first, or teach weft the op",
+                where=user_line(),
+            )
+    return at
 
 
 def _opaque_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, gives: Any, **_: Any) -> Any:
@@ -112,9 +116,8 @@ opaque = define(
 
 
 def _opaque_grad_infer(types: Types, attrs: Attrs) -> Types:
-    for k, t in enumerate(types):
-        _require_whole(k, t, attrs["target"])
-    return tuple(types[i] for i in attrs["to"])
+    at = _where_whole(types, attrs["target"])
+    return tuple(Type(types[i].dtype, Layout.of(types[i].mesh, types[i].shape, at)) for i in attrs["to"])
 
 
 def _opaque_grad_run(

@@ -233,7 +233,7 @@ class Step:
         if not self.outputs:
             raise CaptureError("nothing was computed", needed="a result, a loss or an update", found="none", where=user_line())
         used = set(toposort(self.outputs.values()))
-        inputs = [n for n in recorder.inputs.values() if n in used]
+        inputs = [n for name, n in recorder.inputs.items() if n in used or name in self.outputs]  # state may be written and never read
         kept = {n.attr("name") for n in inputs}
         lines = {n: line for n, line in recorder.lines.items() if n in used and line}
         state = tuple((k, k) for k in self.outputs if k in kept)

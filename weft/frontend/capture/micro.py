@@ -1,0 +1,424 @@
+"""A step in micro-batches, derived from the step of the whole batch.
+
+The micro-batches are one more axis of a mesh, along which the batch is cut. What treats samples apart is then cut like them (S), and a sum
+over samples is a sum of the micro-batches' terms (P), which passes on where an op is linear in it. Where the loss comes out as such a sum,
+the terms' gradients sum to the whole batch's, whatever the loss is. What needs all samples at once and no parameter, such as the number
+of labels that count, is computed first, of the whole batch; what needs them and a parameter is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from weft.autodiff import backward
+from weft.core.errors import LayoutError, PlanError, TypeMismatch
+from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S, dim_size
+from weft.core.node import Node, Type, constant, make, remade, toposort
+from weft.core.program import Program, new_program
+from weft.frontend.capture.batches import changed
+from weft.frontend.capture.blocks import Instance
+from weft.frontend.capture.step import Captured, named_batch
+from weft.ops.embed import take
+from weft.ops.fill import arange, full
+from weft.ops.pointwise import add, mul
+from weft.ops.registry import ONE, Equation, arg_sets
+from weft.ops.shape import expand, narrow
+from weft.ops.source import input_node
+
+AXIS = "micro"
+FIRST, PART = "first.", "part"  # inputs of a micro-batch: what was computed first, and which of the micro-batches it is
+BY_SAMPLE = ("take", "gather", "scatter", "rotary", "combine", "slot_dots", "experts")  # what a slice's place matters to along `dim` alone
+
+
+@dataclass(frozen=True)
+class Micro:
+    """The step of one of some micro-batches: its loss and gradients, and the buffers in `summed`, add up to the whole batch's.
+
+    `dims` are the tensors of the batch that are cut, and along which dim; `first` gives, of the whole batch, inputs of every micro-batch
+    and buffers that no parameter changes. Other buffers are the same after every micro-batch, each begun with what was there before.
+    Where `whole` is none, the step is not derived: its loss is a part of the mean over the micro-batches' own.
+    """
+
+    captured: Captured
+    parts: int
+    dims: Mapping[str, int]
+    first: Program | None = None
+    summed: frozenset[str] = frozenset()
+    whole: Captured | None = None
+
+
+def is_given(name: str) -> bool:
+    """Whether an input comes with a micro-batch rather than with the model or the optimizer."""
+    return name.startswith(("batch.", FIRST)) or name in ("seed", PART)
+
+
+def in_micro_batches(captured: Captured, parts: int, dims: Mapping[str, int]) -> Micro:
+    """The step cut into equal micro-batches; one that is no sum over them is refused in words."""
+    require_gradients(captured)
+    return _Derivation(captured, parts, dims).micro()
+
+
+def require_gradients(captured: Captured) -> None:
+    if not captured.gradients:
+        raise PlanError(
+            "a step in micro-batches needs gradients that follow from the forward pass",
+            needed="a model without autograd functions of its own",
+            found="one that was traced together with its backward pass",
+            try_="a plan without pp, micro and accumulate",
+        )
+
+
+# -- the batch -----------------------------------------------------------------------------------------------------------------------
+
+
+def cut_of(batch: Any) -> tuple[int, dict[str, int]]:
+    """How many samples a batch has, and along which dim each of its tensors has them; one that has no such dim is left out.
+
+    They are as many as the first dim of every tensor is long or, where these differ, as the one length that all have, or most first dims.
+    """
+    shapes = {n: tuple(x.shape) for n, x in named_batch(batch).items() if x.ndim}
+    firsts = Counter(shape[0] for shape in shapes.values())
+    common = set.intersection(*(set(shape) for shape in shapes.values())) if shapes else set()
+    once = {size for size in common if all(shape.count(size) == 1 for shape in shapes.values())}
+    likely = [size for size, count in firsts.items() if count == max(firsts.values())] if len(once) != 1 or len(firsts) == 1 else list(once)
+    if len(likely) != 1:
+        raise PlanError(
+            "it cannot be told along which dims the batch has its samples",
+            needed="one length that most of its tensors begin with",
+            found=", ".join(f"{n.removeprefix('batch.')} {list(shape)}" for n, shape in shapes.items()) or "no tensor with dims",
+            try_="another number of samples, or a plan without pp, micro and accumulate",
+        )
+    (samples,) = likely
+    dims = {n: 0 if shape[0] == samples else shape.index(samples) for n, shape in shapes.items() if samples in shape}
+    return samples, {n: d for n, d in dims.items() if d == 0 or shapes[n].count(samples) == 1}
+
+
+def require_parts(samples: int, parts: int) -> None:
+    if samples % parts:
+        fits = max(n for n in range(1, samples + 1) if samples % n == 0 and n <= parts)
+        raise PlanError(
+            f"a batch of {samples} is not {parts} equal micro-batches", needed=f"a multiple of {parts}", found=str(samples), try_=f"micro{fits}"
+        )
+
+
+def micro_batch(batch: Any, k: int, parts: int) -> Any:
+    """One of equal parts of a batch, each tensor cut along its samples; what has none goes to every part."""
+    samples, dims = cut_of(batch)
+    require_parts(samples, parts)
+
+    def cut(name: str, x: Any) -> Any:
+        return x.chunk(parts, dims[name])[k].clone() if isinstance(x, torch.Tensor) and name in dims else x
+
+    return changed("batch.0" if isinstance(batch, torch.Tensor) else "batch", batch, cut)
+
+
+# -- derivation ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A value of the whole batch as one micro-batch has it: how the axis holds it, and the node that makes the micro-batch's part."""
+
+    types: tuple[Type, ...]
+    node: Node
+
+    @property
+    def place(self) -> Placement:
+        return self.types[0].on(AXIS)
+
+
+class _Derivation:
+    def __init__(self, captured: Captured, parts: int, dims: Mapping[str, int]) -> None:
+        self.captured, self.parts, self.dims = captured, parts, dims
+        self.program = p = captured.program
+        self.mesh, self.own = Mesh(**{AXIS: parts}), p.mesh
+        self.loss = p.output_names["loss"]
+        self.written = {name: n for name, n in p.outputs if name.startswith("buffer.")}
+        self.order = toposort([self.loss, *self.written.values()])
+        self.free = self._without_parameters()
+        self.held: dict[Node, _Held] = {}
+        self.known: dict[Node, Node] = {}  # what is computed first, and the input it comes by
+
+    def _without_parameters(self) -> set[Node]:
+        found: set[Node] = set()
+        for n in self.order:
+            if n.op.name == "input" and not str(n.attr("name")).startswith("param.") or n.op.name != "input" and found.issuperset(n.args):
+                found.add(n)
+        return found
+
+    def micro(self) -> Micro:
+        for n in self.order:
+            held = self._value(n)
+            if held is not None:
+                self.held[n] = held
+        outputs = {"loss": self._term(self.loss).node}
+        buffers = {name: self._buffer(name, n) for name, n in self.written.items() if n not in self.free}
+        outputs |= {name: held.node for name, held in buffers.items()}
+        summed = frozenset(name for name, held in buffers.items() if isinstance(held.place, P))
+        first = {node.attr("name"): n for n, node in self.known.items()}
+        first |= {name: n for name, n in self.written.items() if n in self.free}
+        program = _program(f"{self.program.name}.first", self.program, first) if first else None
+        return Micro(self._captured(outputs), self.parts, self.dims, program, summed, self.captured)
+
+    def _captured(self, outputs: Mapping[str, Node]) -> Captured:
+        """The captured step with a micro-batch's loss and gradients instead of the batch's."""
+        made = {n: held.node for n, held in self.held.items()}
+        return with_loss(self.captured, outputs, [made])
+
+    # -- one value -------------------------------------------------------------------------------------------------------------
+
+    def _value(self, n: Node) -> _Held | None:
+        """What a micro-batch has of a value; none where it is a tuple that is computed first."""
+        if n.op.name == "input":
+            return self._input(n)
+        if any(a not in self.held for a in n.args):
+            return self._first(n)
+        args = [self.held[a] for a in n.args]
+        for way in self._ways(n, args):
+            made = self._made(n, way)
+            if made is not None:
+                return made
+        if n not in self.free:
+            raise self._refusal(n, args)
+        return self._first(n) if len(n.types) == 1 else None
+
+    def _input(self, n: Node) -> _Held:
+        name = n.attr("name")
+        layout = Layout.of(self.mesh, n.shape, {AXIS: S(self.dims[name])} if name in self.dims else {})
+        own = Layout.of(self.own, layout.largest_local)
+        return _Held((Type(n.dtype, layout),), input_node(name, Type(n.dtype, own)))
+
+    def _first(self, n: Node) -> _Held:
+        """The whole value, computed before the micro-batches."""
+        if n not in self.known:
+            self.known[n] = input_node(f"{FIRST}{len(self.known)}", n.type)
+        return _Held((Type(n.dtype, Layout.of(self.mesh, n.shape)),), self.known[n])
+
+    def _ways(self, n: Node, args: Sequence[_Held]) -> Iterator[list[_Held]]:
+        """The operands as they are, then brought to wherever the op could take them, with the least to compute first."""
+        yield list(args)
+        here = [x.place for x in args]
+        eq = self._equation(n, args)
+        wanted = _cuts(eq, here) + _sums(n, here) if eq is not None else []
+        wanted.append(tuple(R if a in self.free else p for a, p in zip(n.args, here, strict=True)))
+        for places in sorted(wanted, key=lambda places: sum(p != q and not isinstance(p, Replicated) for p, q in zip(here, places, strict=True))):
+            brought = [self._brought(a, x, p) for a, x, p in zip(n.args, args, places, strict=True)]
+            if None not in brought:
+                yield [x for x in brought if x is not None]
+
+    def _equation(self, n: Node, args: Sequence[_Held]) -> Equation | None:
+        return None if n.op.equation is None else n.op.equation(tuple(x.types[0] for x in args), dict(n.attrs))
+
+    def _brought(self, n: Node, held: _Held, place: Placement) -> _Held | None:
+        """The value held otherwise, where that needs nothing of other micro-batches or no parameter."""
+        if held.place == place:
+            return held
+        if not isinstance(held.place, Replicated):
+            return self._brought(n, self._first(n), place) if n in self.free else None
+        if isinstance(place, P):
+            return self._share(held) if n.dtype.is_floating_point and place.op == "sum" else None
+        assert isinstance(place, S)
+        return self._sliced(n, held, place)
+
+    def _share(self, held: _Held) -> _Held:
+        """An even share of a whole value, so that the shares sum to it."""
+        (t,) = held.types
+        return _Held((t.with_layout(t.layout.hold(AXIS, P())),), mul(held.node, 1.0 / self.parts))
+
+    def _sliced(self, n: Node, held: _Held, place: S) -> _Held | None:
+        """A micro-batch's slice of a whole value."""
+        (t,), dim = held.types, place.dim
+        layout = t.layout.cut(AXIS, dim, place.within)
+        if not layout.is_even or place.within is not None:
+            return None
+        size, shape = layout.largest_local[dim], layout.largest_local
+        if n.op.name == "full":
+            node = full(shape, n.attr("value"), self.own, n.dtype)
+        elif n.op.name == "expand" and n.args[0].shape[dim] == 1 and isinstance(self.held[n.args[0]].place, Replicated):
+            node = expand(self.held[n.args[0]].node, shape)
+        else:
+            rows = add(arange(size, self.own), mul(self._part, size))
+            node = take(held.node, rows, dim)
+        return _Held((t.with_layout(layout),), node)
+
+    @property
+    def _part(self) -> Node:
+        return input_node(PART, Type(torch.int64, Layout.of(self.own, ())))
+
+    # -- the op on it ----------------------------------------------------------------------------------------------------------
+
+    def _made(self, n: Node, args: Sequence[_Held]) -> _Held | None:
+        """The op on operands held so, if it may be."""
+        attrs = {k: self.mesh.key if k == "mesh" else v for k, v in n.attrs}
+        try:
+            found = n.op.infer(tuple(t for x in args for t in x.types), attrs)
+            types = found if isinstance(found, tuple) else (found,)
+            nodes, attrs = self._local(n, args, types)
+            made = make(n.op, tuple(nodes), attrs)
+        except (TypeMismatch, LayoutError, _ByPlace):
+            return None
+        fits = all(t.layout.is_even and t.layout.largest_local == own.shape for t, own in zip(types, made.types, strict=True))
+        return _Held(types, made) if fits else None
+
+    def _local(self, n: Node, args: Sequence[_Held], types: Sequence[Type]) -> tuple[list[Node], dict[str, Any]]:
+        """Operands and attributes of the op in one micro-batch; where it must know which it is, it is told."""
+        nodes, attrs = [x.node for x in args], dict(n.attrs)
+        places = [x.place for x in args if len(x.types) == 1]
+        if n.op.local is None or not any(isinstance(p, S) for p in (*places, *(t.on(AXIS) for t in types))):
+            return nodes, attrs
+        if n.op.name in ("reshape", "expand"):
+            return nodes, {**attrs, "shape": types[0].layout.largest_local}
+        if n.op.name == "dropout":
+            return [*nodes, self._part], {**attrs, "of": self._of(args[0])}
+        eq = self._equation(n, args)
+        labels = {eq.label(k, p.dim) for k, p in enumerate(places) if isinstance(p, S)} if eq is not None else set[str]()
+        if n.op.name == "attention" and labels <= {"b", "g", "r"} and (labels == {"b"} or not n.attr("p")):
+            return ([*nodes, self._part], {**attrs, "of": self._of(args[0])}) if n.attr("p") else (nodes, attrs)
+        if eq is None or n.op.name not in BY_SAMPLE or not all(labels <= set(out) for out in eq.outs):
+            raise _ByPlace
+        if "dim" in attrs and eq.ins[0][attrs["dim"]] in labels:
+            raise _ByPlace
+        return nodes, attrs
+
+    def _of(self, held: _Held) -> tuple[int, int, int]:
+        """Where a micro-batch's elements stand in the whole: along which dim, in runs of how many, one of how many."""
+        layout = held.types[0].layout
+        at = layout.where_cut(AXIS)
+        assert at is not None
+        dim, k = at
+        return dim, dim_size(layout.dims[dim][k:]) // self.parts, self.parts
+
+    # -- what leaves the micro-batch -------------------------------------------------------------------------------------------
+
+    def _term(self, n: Node) -> _Held:
+        held = self._brought(n, self.held[n], P())
+        if held is None:
+            raise self._refusal(n, [self.held[n]])
+        return held
+
+    def _buffer(self, name: str, n: Node) -> _Held:
+        held = self.held[n]
+        if isinstance(held.place, S) or held.place == P("max") or held.place == P("min"):
+            raise self._refusal(n, [held], f"the new value of {name}")
+        return held
+
+    def _refusal(self, n: Node, args: Sequence[_Held], what: str = "") -> PlanError:
+        said = {"max": "the greatest of all samples", "min": "the least of all samples", "sum": "a sum over all samples"}
+        pending = [said[x.place.op] for x in args if isinstance(x.place, P)]
+        reads = pending[0] if pending else "all samples at once"
+        where = self.program.lines.get(n) or next((line for m in reversed(self.order[: self.order.index(n)]) if (line := self.program.lines.get(m))), None)
+        return PlanError(
+            f"the step in {self.parts} micro-batches would not be the whole batch's",
+            needed="a loss that is a sum over samples, of what each has by itself and of labels and masks of all",
+            found=f"{what or n.op.name}, which takes {reads}, made by the parameters",
+            try_=("a plan without pp, micro and accumulate", "allow_micro_mean=True for the mean over what the micro-batches give by themselves"),
+            where=where,
+        )
+
+
+class _ByPlace(Exception):
+    """An op that would have to know where in the whole its slice lies."""
+
+
+def _cuts(eq: Equation, here: Sequence[Placement]) -> list[tuple[Placement, ...]]:
+    """Every operand cut along a label that one is cut along, the others whole."""
+    found = []
+    labels = {eq.label(k, p.dim): p.within for k, p in enumerate(here) if isinstance(p, S)}
+    for label, within in labels.items():
+        if label not in eq.whole and label != ONE:
+            dims = dict(eq.dims_of(label))
+            found.append(tuple(S(dims[k], within) if k in dims else R for k in range(len(here))))
+    return found
+
+
+def _sums(n: Node, here: Sequence[Placement]) -> list[tuple[Placement, ...]]:
+    """Every operand of a set in which the op is linear a pending sum, the others whole."""
+    pending = {k for k, p in enumerate(here) if p == P()}
+    sets = [s for s in arg_sets(n.op.linear, len(here)) if s & pending]
+    return [tuple(P() if k in s else R for k in range(len(here))) for s in sets]
+
+
+# -- programs with another loss ----------------------------------------------------------------------------------------------------
+
+
+def with_loss(captured: Captured, outputs: Mapping[str, Node], copies: Sequence[Mapping[Node, Node]]) -> Captured:
+    """The captured step with another loss and other buffers, `copies` of its forward pass, and what follows from the gradients."""
+    p, loss = captured.program, outputs["loss"]
+    inputs = {n.attr("name"): n for n in toposort(outputs.values()) if n.op.name == "input"}
+    wanted = {name: inputs[name] for name in captured.gradients if name in inputs}
+    found = backward({loss: constant(1.0, loss.dtype, p.mesh)}, list(wanted.values()))
+    gradients = {name: found[n] for name, n in wanted.items() if n in found}
+    lost = [name for name in captured.gradients if name not in gradients]
+    assert not lost, f"no gradient of {lost} in the micro-batch"
+    kept = {name: n for name, n in p.outputs if name != "loss" and not name.startswith("buffer.")}
+    made = remade(kept.values(), {captured.gradients[name]: g for name, g in gradients.items()})
+    lines = {copy[n]: line for copy in (*copies, made) for n, line in p.lines.items() if n in copy}
+    outputs = {**outputs, **{name: made[n] for name, n in kept.items()}}
+    program = _program(p.name, p, outputs, lines)
+    blocks = tuple(tuple(_moved(b, copy) for copy in copies for b in group) for group in captured.blocks)
+    return replace(captured, program=program, gradients=gradients, blocks=blocks)
+
+
+def _program(name: str, like: Program, outputs: Mapping[str, Node], lines: Mapping[Node, str] | None = None) -> Program:
+    """The program of some outputs: the inputs they read, in the order they had, then new ones."""
+    read = {n.attr("name"): n for n in toposort(outputs.values()) if n.op.name == "input"}
+    read = {**{i: like.input_names[i] for o, i in like.state if o in outputs}, **read}  # state may be written and never read
+    names = [*(n for n in like.input_names if n in read), *(n for n in read if n not in like.input_names)]
+    state = tuple((o, i) for o, i in like.state if o in outputs and i in read)
+    return new_program(name, like.mesh, [read[n] for n in names], dict(outputs), state=state, lines=lines or {})
+
+
+def _moved(block: Instance, made: Mapping[Node, Node]) -> Instance:
+    """A block where it stands in another program."""
+
+    def each(nodes: Iterable[Node]) -> tuple[Node, ...]:
+        return tuple(dict.fromkeys(made[n] for n in nodes if n in made))
+
+    return Instance(block.path, each(block.inputs), each(block.parameters), each(block.outputs), each(block.nodes))
+
+
+def unrolled(micro: Micro) -> Captured:
+    """All micro-batches in one program, one behind the other."""
+    assert micro.whole is not None
+    one, outputs = micro.captured.program, dict[str, Node]()
+    leaves = {name: n for name, n in one.outputs if name == "loss" or name.startswith("buffer.")}
+    copies = []
+    for j in range(micro.parts):
+        copy = remade(leaves.values(), {n: _given(micro, j, name, n) for name, n in one.input_names.items()})
+        copies.append(copy)
+        for name, n in leaves.items():
+            sums = name in outputs and (name == "loss" or name in micro.summed)
+            outputs[name] = add(outputs[name], copy[n]) if sums else outputs.get(name, copy[n])
+    outputs |= {name: n for name, n in (micro.first.outputs if micro.first is not None else ()) if name.startswith("buffer.")}
+    made = with_loss(micro.captured, outputs, copies)
+    program = _program(micro.whole.program.name, micro.whole.program, made.program.output_names, made.program.lines)
+    return replace(made, program=program, blocks=(tuple(_whole_block(micro, copy, copies) for copy in copies),))
+
+
+def _whole_block(micro: Micro, copy: Mapping[Node, Node], copies: Sequence[Mapping[Node, Node]]) -> Instance:
+    """The forward pass of one micro-batch as the block that repeats."""
+    p = micro.captured.program
+    given = {name: copy[n] for name, n in p.input_names.items() if n in copy}
+    others = set().union(*(other.values() for other in copies if other is not copy))
+    nodes = dict.fromkeys(n for n in copy.values() if n not in others and n.op.name != "input")
+    params = tuple(n for name, n in given.items() if name.startswith("param."))
+    return Instance("", tuple(n for name, n in given.items() if is_given(name)), params, (copy[p.output_names["loss"]],), tuple(nodes))
+
+
+def _given(micro: Micro, j: int, name: str, n: Node) -> Node:
+    """An input of micro-batch j, made of the whole batch's inputs."""
+    assert micro.whole is not None
+    if name == PART:
+        return constant(j, n.dtype, n.mesh)
+    if name.startswith(FIRST):
+        assert micro.first is not None
+        return micro.first.output_names[name]
+    if name in micro.dims:
+        dim = micro.dims[name]
+        return narrow(micro.whole.program.input_names[name], dim, j * n.shape[dim], (j + 1) * n.shape[dim])  # type: ignore[no-any-return]
+    return n
