@@ -120,6 +120,13 @@ def test_another_order_of_operands_is_found_equal_by_value() -> None:
     assert (report.equal, report.derived, report.evaluated) == (True, 0, 1)
 
 
+def test_a_table_of_one_row_is_compared_by_its_row() -> None:
+    inputs = {"x": f64(1, 3), "index": weft.tensor("i64", 4)}
+    p = trace(lambda x, index: weft.embedding(x, index) + 1.0, Mesh(), name="p", **inputs)
+    q = trace(lambda x, index: 1.0 + weft.embedding(x, index), Mesh(), name="q", **inputs)
+    assert check(p, q).evaluated == 1 and check(p, q).equal
+
+
 def test_a_wrong_layout_rule_is_seen_on_the_ranks() -> None:
     import torch
 
