@@ -93,15 +93,28 @@ def test_two_tensors(name):
     same_function(TWO[name], X.clone(), Y.clone())
 
 
-def test_a_strided_write_is_refused_with_the_line():
-    class Strided(nn.Module):
+@pytest.mark.parametrize("where", [(0, None, 2), (1, None, 2), (0, 3, 2), (1, 4, 3), (3, None, 2), (0, None, 5), (2, 2, 2)])
+def test_a_strided_write(where):
+    def f(x, y):
+        z, w = x.clone(), x.t().clone()
+        z[:, slice(*where)] = y[:, slice(*where)]
+        z[:, slice(*where)] *= 0.5
+        w[slice(*where)] += y.t()[slice(*where)].sin()
+        z.flatten()[slice(*where)] = 3.0  # a view of one storage
+        return z * 2 + w.t() + y
+
+    same_function(f, X.clone(), Y.clone())
+
+
+def test_a_write_into_a_repeated_view_is_refused_with_the_line():
+    class Repeated(nn.Module):
         def forward(self, x):
-            y = x.clone()
-            y[:, ::2] = 0.0
+            y = x[:, :1].clone()
+            y.expand(3, 4)[0] = 0.0
             return y
 
-    with pytest.raises(CaptureError, match="strided slice") as error:
-        capture(Strided(), (X,))
+    with pytest.raises(CaptureError, match="repeated view") as error:
+        capture(Repeated(), (X,))
     assert "test_in_place.py, line" in str(error.value)
 
 

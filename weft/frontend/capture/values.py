@@ -93,15 +93,27 @@ def put(base: Node, step: Step, new: Node) -> Node:
         return reshape(new, base.shape)
     if kind == "permute":
         return permute(new, sorted(range(len(arg)), key=arg.__getitem__))
-    if kind == "narrow" and arg[3] == 1:
-        dim, start, stop, _ = arg
-        parts = [narrow(base, dim, 0, start), new, narrow(base, dim, stop, base.shape[dim])]
-        parts = [p for p in parts if p.shape[dim]]
-        return concat(parts, dim) if len(parts) > 1 else parts[0]
+    if kind == "narrow":
+        dim, start, _, stride = arg
+        return _put_slice(base, new, dim, start, stride) if new.shape[dim] else base
     raise CaptureError(
-        f"cannot write in place into a {'strided slice' if kind == 'narrow' else 'repeated view'}",
-        needed="a slice of step 1",
+        "cannot write in place into a repeated view",
+        needed="a slice",
         found=f"{kind} {arg}",
         try_="write out of place, with torch.where or torch.cat",
         where=user_line(),
     )
+
+
+def _put_slice(base: Node, new: Node, dim: int, start: int, stride: int) -> Node:
+    """The base with every so many-th of its slices from `start` on replaced: all but the last begin a run of the stride's length."""
+    runs, last = new.shape[dim] - 1, start + (new.shape[dim] - 1) * stride
+    parts = [narrow(base, dim, 0, start)]
+    if runs and stride > 1:
+        before, after = base.shape[:dim], base.shape[dim + 1 :]
+        kept = narrow(reshape(narrow(base, dim, start, last), (*before, runs, stride, *after)), dim + 1, 1, stride)
+        firsts = reshape(narrow(new, dim, 0, runs), (*before, runs, 1, *after))
+        parts.append(reshape(concat([firsts, kept], dim + 1), (*before, runs * stride, *after)))
+        new = narrow(new, dim, runs, runs + 1)
+    parts = [p for p in (*parts, new, narrow(base, dim, last + 1, base.shape[dim])) if p.shape[dim]]
+    return concat(parts, dim) if len(parts) > 1 else parts[0]
