@@ -45,6 +45,29 @@ def test_masked_attention_is_what_the_scores_give(kind: str, hidden: str) -> Non
         torch.testing.assert_close(got, torch.nan_to_num(grad))
 
 
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_order_beside_a_mask(window: int, padded: bool) -> None:
+    """Causal with padding on the left, whose first rows see nothing, and a window."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((2, 2, 3, 6, 4), (2, 2, 6, 4), (2, 2, 6, 4)))
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    seen = (j <= i) & ((j > i - window) if window else True)
+    mask = torch.zeros(2, 1, 1, 1, 6, dtype=torch.float64)
+    mask[0, ..., :2] = -math.inf
+    heads = [x[:, :, None].expand(-1, -1, 3, -1, -1).flatten(1, 2) for x in (k, v)]
+    both = seen & (mask[:, 0] == 0) if padded else seen
+    want = torch.nn.functional.scaled_dot_product_attention(q.flatten(1, 2), *heads, both, scale=0.4).unflatten(1, (2, 3))
+    do = torch.randn_like(want)
+    wanted = torch.autograd.grad(want, (q, k, v), do)
+    plain, masks = [x.detach() for x in (q, k, v)], [mask] if padded else []
+    out, mine = quick.attention(*plain, *masks, scale=0.4, causal=True, window=window)
+    torch.testing.assert_close(out, want.detach())
+    back = quick.attention_backward(do, *plain, out, mine, *masks, scale=0.4, causal=True, window=window)
+    for got, grad in zip(back, wanted, strict=True):
+        torch.testing.assert_close(got, grad)
+
+
 def test_the_least_number_hides_a_key_but_not_all_of_them() -> None:
     q, k, v = (torch.randn(s, dtype=torch.float32) for s in ((1, 1, 1, 2, 4), (1, 1, 3, 4), (1, 1, 3, 4)))
     mask = torch.tensor([[0.0, torch.finfo(torch.float32).min, -math.inf], [torch.finfo(torch.float32).min] * 2 + [-math.inf]])

@@ -36,10 +36,11 @@ def _products_are_quicker(q: Node, k: Node) -> bool:
 def _plain_attention(first: int) -> Test:
     def test(n: Node, device: str) -> bool:
         q, k, v = n.args[first : first + 3]
-        plain = not n.attr("window") and not n.attr("offset") and v.shape[-1] == k.shape[-1] and q.dtype in FLASH.get(device, ())
+        plain = not n.attr("offset") and v.shape[-1] == k.shape[-1] and q.dtype in FLASH.get(device, ())
         plain = plain and not (device == "cuda" and _products_are_quicker(q, k)) and k.ndim == 4 and not n.attr("p")
         masks = n.args[3 if first == 0 else 6 :]
-        return plain and (masks[0].dtype == q.dtype and not n.attr("causal") if masks else _rows_whole(q, k) or not n.attr("causal"))
+        ordered = n.attr("causal") or n.attr("window")
+        return plain and all(m.dtype == q.dtype for m in masks) and (_rows_whole(q, k) or not ordered)
 
     return test
 

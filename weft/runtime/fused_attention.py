@@ -183,9 +183,23 @@ def _ready(x: Tensor) -> Tensor:
     return _as_read(torch.nn.functional.pad(x, (0, short)) if short else x)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+def _ordered(mask: Tensor | None, q: Tensor, k: Tensor, causal: bool, window: int) -> tuple[Tensor | None, bool]:
+    """The mask with the order of rows and keys in it, where the kernels do not take both; and whether they are told of the order."""
+    if not window and (mask is None or not causal):
+        return mask, causal
+    rows, keys = torch.arange(q.shape[3], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+    seen = (keys <= rows) if causal else torch.ones((), dtype=torch.bool, device=q.device)
+    seen = seen & (keys > rows - window) if window else seen
+    order = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)[None, None, None]
+    return order if mask is None else mask + order, False
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False, window: int = 0
+) -> tuple[Tensor, Tensor]:
     """q [b, g, r, s, d], k and v [b, g, t, d] -> result and log-sum-exp, without the scores ever being whole."""
     b, g, r, s, d = q.shape
+    mask, causal = _ordered(mask, q, k, causal, window)
     if not q.numel() or not k.numel():
         return q.new_zeros(b, g, r, s, d), _every_row(q, math.log(k.shape[2]) if k.shape[2] else -math.inf)
     flat = _flat(q, q), _ready(_heads(k, q, mask)), _ready(_heads(v, q, mask))
@@ -204,10 +218,21 @@ def _every_row(q: Tensor, value: float) -> Tensor:
 
 
 def attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = False,
+    window: int = 0,
 ) -> Any:
     """The gradients of q, k and v from that of the result, with what the forward gave."""
     b, g, r, s, d = q.shape
+    mask, causal = _ordered(mask, q, k, causal, window)
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     ours = _flat(do, q), _flat(q, q), _ready(_heads(k, q, mask)), _ready(_heads(v, q, mask)), _flat(out, q)

@@ -20,6 +20,7 @@ from weft.ops import pointwise as w
 from weft.ops.shape import reshape
 
 EVERYWHERE = (-math.inf, math.inf)
+FAR = -1e4
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,17 @@ def _choice(r: Recorder, mask: Node) -> Node | None:
     cond, yes, no = mask.args
     zero, far = _number(r, yes), _number(r, no)
     return _four(cond) if zero == 0 and far == -math.inf and cond.shape == mask.shape else None
+
+
+def far(r: Recorder, mask: Node) -> bool:
+    """Whether a finite number far below any score is put where an input says so, in place of minus infinity."""
+    if mask.op.name in ("expand", "reshape", "cast"):
+        return far(r, mask.args[0])
+    if mask.op.name in ("add", "mul"):
+        return any(far(r, a) for a in mask.args)
+    if mask.op.name != "where" or fixed(r, mask.args[0]):
+        return False
+    return any(x is not None and -math.inf < x <= FAR for x in (_number(r, a) for a in mask.args[1:])) or any(far(r, a) for a in mask.args[1:])
 
 
 def _number(r: Recorder, node: Node) -> float | None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from weft.core.node import Node
-from weft.frontend.capture.masks import Seen, recognised
-from weft.frontend.capture.modes import function
+from weft.frontend.capture.known import through
+from weft.frontend.capture.masks import Seen, far, recognised
+from weft.frontend.capture.modes import function, to_dtype
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import attention as wa
+from weft.ops import pointwise as w
 from weft.ops.fill import full
-from weft.ops.shape import expand, reshape
+from weft.ops.linalg import matmul
+from weft.ops.norm import softmax
+from weft.ops.shape import expand, reshape, transpose
 
 
 @function(F.scaled_dot_product_attention)
@@ -22,10 +27,39 @@ def sdpa(r: Recorder, q: Node, k: Node, v: Node, attn_mask: Any = None, dropout_
          scale: float | None = None, enable_gqa: bool = False) -> Node:  # fmt: skip
     q, k, v = lowered(r, q, k, v)
     q4, k4, v4 = (_four(x, q) for x in (q, k, v))
+    if _far_rows(r, q4, k4, attn_mask, enable_gqa):
+        out = _written_out(r, q4, k4, v4, _mask_four(attn_mask, q), dropout_p, scale)
+        return reshape(out, (*q.shape[:-1], v.shape[-1]))
     k4, v4 = _unrepeated(k4, v4)
     seen = recognised(r, _mask_four(attn_mask, q), q4.shape[2], k4.shape[2], is_causal)
     out = attend(r, q4, k4, v4, seen, dropout_p, scale)
     return reshape(out, (*q.shape[:-1], v.shape[-1]))
+
+
+def _far_rows(r: Recorder, q: Node, k: Node, mask: Node | None, grouped: bool) -> bool:
+    """Whether a row may see far keys alone, where torch writes attention out: it then sees them all alike, and so do gradients.
+
+    The log-sum-exp, from which the op and torch's kernels make their gradients, keeps no digits of such a row.
+    """
+    if mask is None or mask.dtype == torch.bool or not far(r, through(r, mask)):
+        return False
+    return r.moves(mask) or (q.shape[1] != k.shape[1] and not grouped)
+
+
+def _written_out(r: Recorder, q: Node, k: Node, v: Node, mask: Any, dropout: float, scale: float | None) -> Node:
+    """Products, softmax, products, as torch does it where it has no kernel."""
+    heads = q.shape[1] // k.shape[1]
+    k, v = (_repeated(x, heads) for x in (k, v))
+    scores = w.mul(matmul(q, transpose(k)), 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
+    weights = softmax(w.add(scores, to_dtype(mask, scores.dtype)))
+    if dropout:
+        weights = w.dropout(weights, r.seed, p=dropout, site=r.next_site()) if dropout < 1 else w.mul(weights, 0.0)
+    return matmul(weights, v)
+
+
+def _repeated(x: Node, times: int) -> Node:
+    b, g, t, d = x.shape
+    return x if times == 1 else reshape(expand(reshape(x, (b, g, 1, t, d)), (b, g, times, t, d)), (b, g * times, t, d))
 
 
 def _four(x: Node, q: Node) -> Node:
@@ -64,7 +98,10 @@ def _before_repeat(x: Node) -> Node | None:
         return None
     b, g, _, t, d = wide.shape
     fits = wide.args[0].shape == (b, g, 1, t, d) and x.shape == (b, g * wide.shape[2], t, d)
-    return reshape(wide.args[0], (b, g, t, d)) if fits else None
+    if not fits:
+        return None
+    inner = wide.args[0].args[0] if wide.args[0].op.name == "reshape" else wide.args[0]
+    return inner if inner.shape == (b, g, t, d) else reshape(wide.args[0], (b, g, t, d))
 
 
 def attend(r: Recorder, q: Node, k: Node, v: Node, seen: Seen, dropout: float, scale: float | None) -> Node:

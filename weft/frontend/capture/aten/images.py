@@ -25,6 +25,7 @@ def _convolution(r: Recorder, x: Node, weight: Node, bias: Any, stride: Any, pad
     """Two window dims, or one as a row of pixels; three-dimensional ones are left opaque."""
     if x.ndim not in (3, 4) or (transposed and (x.ndim == 3 or groups > 1)):
         return NotImplemented
+    stride, padding, dilation = (_each(v, x.ndim - 2, plain) for v, plain in ((stride, 1), (padding, 0), (dilation, 1)))
     if transposed:
         return _transposed(x, weight, bias, stride, padding, dilation, output_padding)
     if x.ndim == 4:
@@ -32,6 +33,11 @@ def _convolution(r: Recorder, x: Node, weight: Node, bias: Any, stride: Any, pad
     row, kernel = (reshape(v, (*v.shape[:2], 1, v.shape[2])) for v in (x, weight))
     y = conv.conv2d(row, kernel, bias, stride=(1, *stride), padding=(0, *padding), dilation=(1, *dilation), groups=groups)
     return reshape(y, (*y.shape[:2], y.shape[3]))
+
+
+def _each(given: Any, dims: int, plain: int) -> tuple[int, ...]:
+    """A number for every window dim: torch may leave them out, or give one for all."""
+    return (plain,) * dims if not given else tuple(given) if len(given) == dims else tuple(given) * dims
 
 
 def _transposed(x: Node, weight: Node, bias: Any, stride: Any, padding: Any, dilation: Any, extra: Any) -> Node:

@@ -28,14 +28,14 @@ def _filled(r: Recorder, shape: Any, value: Any, dtype: torch.dtype) -> Node:
     return full(tuple(shape), value, r.mesh, dtype)
 
 
-aten("zeros", "empty.memory_format", "empty_strided", "new_empty_strided")(
+aten("zeros", "empty.memory_format", "empty_strided")(
     lambda r, size, *_, dtype=None, **__: _filled(r, size, 0, _kind(dtype))
 )
 aten("ones")(lambda r, size, dtype=None, **_: _filled(r, size, 1, _kind(dtype)))
 aten("zeros_like", "empty_like")(lambda r, x, dtype=None, **_: _filled(r, x.shape, 0, _kind(dtype, x.dtype)))
 aten("ones_like")(lambda r, x, dtype=None, **_: _filled(r, x.shape, 1, _kind(dtype, x.dtype)))
 aten("full_like")(lambda r, x, value, dtype=None, **_: _filled(r, x.shape, value, _kind(dtype, x.dtype)))
-aten("new_zeros", "new_empty")(lambda r, x, size, dtype=None, **_: _filled(r, size, 0, _kind(dtype, x.dtype)))
+aten("new_zeros", "new_empty", "new_empty_strided")(lambda r, x, size, *_, dtype=None, **__: _filled(r, size, 0, _kind(dtype, x.dtype)))
 aten("new_ones")(lambda r, x, size, dtype=None, **_: _filled(r, size, 1, _kind(dtype, x.dtype)))
 aten("new_full")(lambda r, x, size, value, dtype=None, **_: _filled(r, size, value, _kind(dtype, x.dtype)))
 aten("scalar_tensor")(lambda r, value, dtype=None, **_: r.number(value, _kind(dtype)))
