@@ -136,3 +136,43 @@ def test_ranks_that_differ_are_named(what: str, needle: str, tmp_path: Path) -> 
         assert "rank 0 has `" in str(e.value) and "rank 1 has `" in str(e.value) and needle in str(e.value)
 
     on_ranks(2, job, tmp_path)
+
+
+class Notes(torch.nn.Module):
+    """Writes buffers that it never reads: in place, and by putting another tensor in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        self.mean.copy_(out.detach().mean(0))
+        self.largest = out.detach().abs().max()
+        return out
+
+
+def test_buffers_that_are_written_and_never_read_are_kept() -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Notes().double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    data = torch.randn(3, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain, optimizer = made()
+    for x in data:
+        optimizer.zero_grad()
+        loss(plain, x).backward()
+        optimizer.step()
+    model, optimizer = made()
+    step = parallelize(model, loss, optimizer, data[0])
+    for x in data:
+        step(x)
+    step.sync_model()
+    for (name, want), got in zip(plain.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=name)

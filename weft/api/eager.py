@@ -191,8 +191,8 @@ def stepped(
 ) -> dict[str, Tensor | None]:
     """What torch makes of the batch: the loss, `d.` gradients before clipping, parameters, buffers and the optimizer's state, by name."""
     model, optimizer = pair
-    names = names_of(captured, original)
-    own = dict(zip(names, (*model.parameters(), *model.buffers()), strict=True))
+    own = dict(zip(names_of(captured, original), (*model.parameters(), *model.buffers()), strict=True))
+    paths = dict(zip(own, (n for n, _ in (*model.named_parameters(), *model.named_buffers())), strict=True))
     moving = {n: t for n, t in own.items() if isinstance(t, nn.Parameter)}
     for t in moving.values():
         t.grad = None
@@ -207,7 +207,8 @@ def stepped(
     if optimizer is not None:
         type(optimizer).step(optimizer)
         out |= _kept(captured, optimizer, own)
-    return {**out, "loss": value.detach(), **{n: t.detach().clone() for n, t in own.items()}}
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # a forward may put another tensor in a buffer's place
+    return {**out, "loss": value.detach(), **{n: now.get(paths[n], t).detach().clone() for n, t in own.items()}}
 
 
 def load(captured: Captured, original: nn.Module, pair: Pair, given: Mapping[str, Tensor]) -> None:

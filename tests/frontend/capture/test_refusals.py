@@ -147,3 +147,13 @@ def asinh_root(n):
 
 def test_the_report_of_a_known_model_is_empty():
     assert capture(Net(F.relu), (X,)).report() == ""
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_module_is_captured_where_it_holds_no_tensors_and_refused_where_it_does():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.SiLU()))
+    same_as_torch(model, total, (X,))
+    assert isinstance(model[1], torch.jit.ScriptModule)
+    with pytest.raises(CaptureError, match="Linear was scripted by") as e:
+        capture(nn.Sequential(torch.jit.script(nn.Linear(4, 4))), (X,), total)
+    assert "try     give weft the module that torch.jit.script or torch.jit.trace was given" in str(e.value)

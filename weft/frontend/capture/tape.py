@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.jit import ScriptModule
 
 import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
+from weft.core.errors import CaptureError
 from weft.core.names import readable
 from weft.core.node import Node, listening, user_line
 from weft.frontend.capture.alike import candidates
@@ -112,6 +114,8 @@ def _unchecked_distributions(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
     """Inside, parameters and buffers are traced tensors, tied ones still tied."""
+    for m in model.modules():
+        _require_python(m)
     kept = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__), _contents(m)) for m in model.modules()]
     paths = {m: path for path, m in model.named_modules()}
     alike = {} if recorder.joint else candidates(model)
@@ -126,8 +130,20 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
             m.__dict__.clear()
             m.__dict__.update(attributes)
             _refill(contents)
-            m._parameters.update(parameters)
-            m._buffers.update(buffers)
+            if not isinstance(m, ScriptModule):
+                m._parameters.update(parameters)
+                m._buffers.update(buffers)
+
+
+def _require_python(module: nn.Module) -> None:
+    """Refuse a scripted module that holds tensors: its parameters cannot be told from constants."""
+    if isinstance(module, ScriptModule) and (dict(module._parameters) or dict(module._buffers)):
+        raise CaptureError(
+            f"{module.original_name} was scripted by torch.jit",
+            needed="a module in Python, whose parameters and buffers can be traced",
+            found="a ScriptModule with parameters or buffers of its own",
+            try_="give weft the module that torch.jit.script or torch.jit.trace was given",
+        )
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
@@ -154,6 +170,3 @@ def _enter(
             tape.homes[full] = module, name
             named[full] = tape.traced[id(tensor)] = traced.requires_grad_(moves and tape.recorder.joint)
         table[name] = tape.traced[id(tensor)]
-
-
-
