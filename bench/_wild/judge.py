@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS = 5
 LIMIT = 1e-9  # relative, in float64
-FLOOR = 1e-3  # a tensor of smaller values is compared as if it had these: an update of a learning rate's size
+FLOOR = 1e-3  # a smaller loss is compared as if it were this
+SIZE = 0.1  # and a tensor of smaller values: Adam makes 1e-11 of a gradient that is zero but for rounding
 MOVED = 3  # runs of torch with moved parameters
 MARGIN = 10.0  # times what they differ by
 ULPS = 4.0  # roundings of a value itself
@@ -270,7 +271,7 @@ def _misses(truth: Truth, run: Run) -> Iterable[str]:
             yield f"{name}: torch {list(want.shape)} {want.dtype}, weft {None if got is None else (list(got.shape), got.dtype)}"
             continue
         apart = _largest(want, got).item()
-        size = max(_largest(want, torch.zeros_like(want)).nan_to_num(posinf=0).item(), FLOOR)
+        size = max(_largest(want, torch.zeros_like(want)).nan_to_num(posinf=0).item(), SIZE)
         if apart > LIMIT * size and not apart <= (bound := truth.bound(truth.spread().state[name].item(), size)):
             yield f"{name}: differs by {apart:.3g}, where rounding explains {bound:.1g}"
 
