@@ -16,7 +16,8 @@ from weft.api import afford
 from weft.api.parallelize import Step, parallelize
 from weft.core.errors import CaptureError
 from weft.frontend import zoo
-from weft.frontend.capture.aten import attention, norms
+from weft.frontend.capture.aten import norms
+from weft.ops import attention
 
 
 def made(name: str = "gpt2", dtype: torch.dtype = torch.float32, plan: str = "dp1", **options: Any) -> tuple[Step, Any]:
@@ -69,13 +70,17 @@ def test_it_can_be_left_out() -> None:
     assert net(check=False)[0].judged is None
 
 
+def lose_causal_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *xs, **how: plain(*xs, **{**how, "causal": False}))
+
+
 # -- what is not -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_lost_causal_mask_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = attention.attend
-    monkeypatch.setattr(attention, "attend", lambda r, q, k, v, mask, drop, causal, scale: plain(r, q, k, v, mask, drop, False, scale))
+    lose_causal_masks(monkeypatch)
     with pytest.raises(CaptureError, match="the captured step of GPT does not compute what torch does") as e:
         made(dtype=dtype)
     assert "blocks.0.attention" in str(e.value) and "of its largest value" in str(e.value) and "check=False" in str(e.value)
@@ -209,8 +214,7 @@ def test_a_step_is_compared_with_torch_from_where_it_is() -> None:
 
 
 def test_a_check_finds_what_capture_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = attention.attend
-    monkeypatch.setattr(attention, "attend", lambda r, q, k, v, mask, drop, causal, scale: plain(r, q, k, v, mask, drop, False, scale))
+    lose_causal_masks(monkeypatch)
     step, w = made(check=False)
     with pytest.raises(CaptureError, match="does not compute what torch does"):
         step.check(w.example(8))

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from weft.frontend.capture.micro import cut_of, micro_batch
 from weft.ops.source import input_node
 
 TOLERANCE = {8: 1e-9, 4: 2e-5, 2: 2e-2}  # of a tensor's largest value, by the bytes of the least exact float of the program
+UPDATE = {8: 1e-11, 4: 1e-6, 2: 1e-2}  # the same of an update from equal gradients, which treats each element alone
 ROUNDING = 32  # times what moving the last digit of the inputs does
 
 Values = Mapping[str, Tensor]
@@ -102,23 +103,30 @@ def judge_now(captured: Captured, case: Case, batch: Any, given: Values) -> Verd
 
 def _judged(captured: Captured, case: Case, example: Any, told: str, start: float, given: Values | None = None) -> Verdict:
     sides = Sides(captured, case, example, given)
-    worst = {}
+    first = None
     for whose in (eager.copied, eager.itself):
         want = sides.torch(whose)
         if want is None:
             continue
         apart = sides.apart(want)
-        name = max(apart, key=lambda n: (apart[n] != apart[n], apart[n]))
-        if apart[name] <= 1:
-            return Verdict(len(apart), told, apart[name] * sides.tolerance, name, time.perf_counter() - start)
-        worst = worst or {name: apart[name]}
-    if not worst:
+        name = max(apart, key=lambda n: apart[n])
+        if apart[name].allowed <= 1:
+            farthest = max(apart, key=lambda n: apart[n].relative)
+            return Verdict(len(apart), told, apart[farthest].relative, farthest, time.perf_counter() - start)
+        first = first or (name, apart[name].relative)
+    if first is None:
         raise CaptureError(
             "torch itself cannot run this step", needed="a step that plain torch runs on the example", found=sides.trouble,
             try_="run loss(model, example).backward() and optimizer.step() by themselves; check=False leaves the comparison out",
         )  # fmt: skip
-    ((name, by),) = worst.items()
-    raise _refusal(captured, case, name, by * sides.tolerance, sides)
+    raise _refusal(case, *first, sides)
+
+
+class Apart(NamedTuple):
+    """A difference in parts of what is allowed; and, beyond rounding, in parts of the tensor's largest value."""
+
+    allowed: float
+    relative: float
 
 
 class Sides:
@@ -129,7 +137,8 @@ class Sides:
         self.given = given or {}  # state of another moment than the module's and the optimizer's
         self.device = case.device
         self.trouble = ""
-        self.tolerance = TOLERANCE[min((d.itemsize for d in _floats(captured.program)), default=8)]
+        exact = min((d.itemsize for d in _floats(captured.program)), default=8)
+        self.tolerance, self.update = TOLERANCE[exact], UPDATE[exact]
 
     # -- torch -----------------------------------------------------------------------------------------------------------------
 
@@ -152,18 +161,19 @@ class Sides:
         values |= {n: x for n, x in {**self.given, "seed": torch.tensor(0)}.items() if n in values}
         return {n: x.detach().to(self.device) for n, x in values.items()}
 
-    def apart(self, want: Mapping[str, Tensor | None]) -> dict[str, float]:
-        """By name, how far the program is from torch, in parts of what is allowed."""
+    def apart(self, want: Mapping[str, Tensor | None]) -> dict[str, Apart]:
+        """By name, how far the program is from torch."""
         given = self.inputs()
-        out: dict[str, float] = {}
+        out: dict[str, Apart] = {}
         for program, more in self._programs(want):
+            allowed = self.update if more else self.tolerance
             start = {n: {**given, **more}[n] for n in program.input_names}
             found = self._run(program, start)
             expected = {n: _wanted(want, n, found[n]) for n in found if n in want}
-            base = {n: _scaled(found[n], x, self.tolerance) for n, x in expected.items()}
-            if not all(x <= 1 for x in base.values()):
+            base = {n: _scaled(found[n], x, allowed) for n, x in expected.items()}
+            if not all(x.allowed <= 1 for x in base.values()):
                 moved_ = self._run(program, {n: moved(x) for n, x in start.items()})
-                base = {n: _beyond(found[n], expected[n], moved_[n], self.tolerance) for n in expected}
+                base = {n: _scaled(found[n], x, allowed, distance(moved_[n], found[n])) for n, x in expected.items()}
             out |= base
         return out | self._untouched(want, given)
 
@@ -198,7 +208,7 @@ class Sides:
         given = {f"d.{n}": _wanted(want, f"d.{n}", None, self.captured.parameters[n].to(self.device)) for n in free}
         return [(_program(p, first), {}), *([(_program(p, made), given)] if made else [])]
 
-    def _untouched(self, want: Mapping[str, Tensor | None], given: Values) -> dict[str, float]:
+    def _untouched(self, want: Mapping[str, Tensor | None], given: Values) -> dict[str, Apart]:
         """What the program leaves as it is, torch must too; and torch may have no gradient that it lacks."""
         names = eager.names_of(self.captured, self.case.bare)
         tensors = (*self.case.bare.parameters(), *self.case.bare.buffers())
@@ -206,7 +216,7 @@ class Sides:
         same = {n: _scaled(given.get(n, x.detach()).to(self.device), w, self.tolerance) for n, x in zip(names, tensors, strict=True)
                 if n not in written and (w := want[n]) is not None}  # fmt: skip
         known = self.captured.gradients
-        lost = {n: float("inf") for n, g in want.items() if known and n.startswith("d.") and n[2:] not in known and _moves(g)}
+        lost = {n: Apart(float("inf"), float("inf")) for n, g in want.items() if known and n.startswith("d.") and n[2:] not in known and _moves(g)}
         return same | lost
 
 
@@ -250,15 +260,11 @@ def size(x: Tensor) -> float:
     return float(x.double().abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1e-30)) if x.numel() else 1.0
 
 
-def _scaled(found: Tensor, want: Tensor, tolerance: float) -> float:
-    by = distance(found, want)
-    return 0.0 if by == 0 else by / (tolerance * size(want))
-
-
-def _beyond(found: Tensor, want: Tensor, moved_: Tensor, tolerance: float) -> float:
-    """The same, where as much is allowed besides as rounding does."""
-    by = distance(found, want)
-    return 0.0 if by == 0 else by / (tolerance * size(want) + ROUNDING * distance(moved_, found))
+def _scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0) -> Apart:
+    """How far, where as much is allowed besides as rounding does."""
+    by, whole = distance(found, want), size(want)
+    slack = ROUNDING * rounding
+    return Apart(by / (tolerance * whole + slack), max(by - slack, 0.0) / whole) if by else Apart(0.0, 0.0)
 
 
 def moved(x: Tensor) -> Tensor:
@@ -272,8 +278,8 @@ def moved(x: Tensor) -> Tensor:
 # -- the words -----------------------------------------------------------------------------------------------------------------------------
 
 
-def _refusal(captured: Captured, case: Case, name: str, by: float, sides: Sides) -> WeftError:
-    how_far = "is torch's in no digit" if by == float("inf") or by != by else f"differs by {by:.2g} of its largest value"
+def _refusal(case: Case, name: str, by: float, sides: Sides) -> WeftError:
+    how_far = "is torch's in no digit" if by == float("inf") else f"differs by {by:.2g} of its largest value"
     return CaptureError(
         f"the captured step of {type(case.bare).__name__} does not compute what torch does",
         needed="torch's own loss, gradients and update, but for rounding",

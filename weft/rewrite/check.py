@@ -157,7 +157,7 @@ def _run_kinds(program: Program, seed: int) -> tuple[Place | None, int]:
     ran = 0
     for node in program.nodes:
         kind = (node.op, node.attrs, tuple(a.types for a in node.args))
-        if kind in seen or node.op.kind is Kind.SOURCE or node.op.name in ("item", "together"):
+        if kind in seen or node.op.name in ("input", "const", "item", "together"):
             continue
         seen.add(kind)
         wrong = _run_one(node, seed)
@@ -257,7 +257,7 @@ def _first_stray(single: Program, sharded: Program, names: Iterable[str], tidy: 
     needed = set(toposort([sharded.output_names[n] for n in apart]))
     for node in sharded.nodes:
         bare = tidy(there[node])
-        if node in needed and bare not in known and node.op.kind is not Kind.COMM and _print(values[bare]) not in prints:
+        if node in needed and node.args and bare not in known and node.op.kind is not Kind.COMM and _print(values[bare]) not in prints:
             return place(sharded, node, "the other program computes no such value")
     return Place("output", "", apart[0], "another value of the program is given under this name")
 
