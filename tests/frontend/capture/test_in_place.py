@@ -106,6 +106,18 @@ def test_a_strided_write(where):
     same_function(f, X.clone(), Y.clone())
 
 
+@pytest.mark.parametrize("how", ["fill_", "zero_", "copy_", "slice"])
+def test_what_is_written_over_has_a_gradient_of_zeros(how):
+    """Not none: weight decay still shrinks the parameter behind it."""
+
+    def f(x, y):
+        z = x * 2
+        z.fill_(0.5) if how == "fill_" else z.zero_() if how == "zero_" else z.copy_(y) if how == "copy_" else z.__setitem__(slice(None), y)
+        return z * y
+
+    same_function(f, X.clone(), Y.clone())
+
+
 def test_a_write_into_a_repeated_view_is_refused_with_the_line():
     class Repeated(nn.Module):
         def forward(self, x):

@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from weft.core.errors import CaptureError
-from weft.core.node import DTYPE_NAMES, Node, user_line
+from weft.core.node import DTYPE_NAMES, Node, constant, user_line
 from weft.frontend.capture.joint import enter
 from weft.frontend.capture.known import drawn, number, through
 from weft.frontend.capture.ops import opaque
 from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
 from weft.frontend.capture.values import TAG, Ref, Step, view
-from weft.ops.pointwise import cast
+from weft.ops.pointwise import cast, where
 from weft.ops.shape import expand
 
 ATEN: dict[Any, Handler] = {}
@@ -260,9 +260,16 @@ class Below(TorchDispatchMode):
         if new is None:
             given, named = tree_map_only(Tensor, recorder.node, (args, rest))
             new = unknown(recorder, twin, target, given, named)
-        recorder.write(target, expand(to_dtype(new, target.dtype), tuple(target.shape)))
+        new = expand(to_dtype(new, target.dtype), tuple(target.shape))
+        recorder.write(target, self._over(target, new) if str(twin._schema.name) in OVERWRITES else new)
         return out
 
+    def _over(self, target: Tensor, new: Node) -> Node:
+        """What takes the place of a value. Torch gives that value a gradient of zeros, not none: a decay then still shrinks a parameter."""
+        old = self.recorder.ref(target).read()
+        if self.recorder.joint or not torch.is_grad_enabled() or not self.recorder.moves(old):
+            return new
+        return where(constant(False, torch.bool, self.recorder.mesh), old, new)
 
     def _turn(self, steps: Any, func: Any, args: Any) -> Any:
         """A view in place (t_, squeeze_): the tensor looks at its storage another way. Its fake has already been turned."""
@@ -273,6 +280,9 @@ class Below(TorchDispatchMode):
             node = view(node, step)
         setattr(args[0], TAG, ref.then(path, node))
         return args[0]
+
+
+OVERWRITES = ("aten::fill", "aten::copy", "aten::zero")
 
 
 def _tensors(out: Any) -> list[Tensor]:
