@@ -134,7 +134,8 @@ class Moment:
 def unnoticed(moment: Moment, device: torch.device) -> Iterator[None]:
     """Inside, random numbers are those of the moment and nothing is printed; afterwards they go on as before."""
     before, exact = Moment.now(), torch.backends.cudnn.allow_tf32
-    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else None):
+    devices = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+    with torch.random.fork_rng(**devices):
         try:
             moment.again()
             torch.backends.cudnn.allow_tf32 = False
