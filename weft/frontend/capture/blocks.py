@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from weft.core.node import Node, make, toposort
 from weft.frontend.capture.alike import MISSING, PLAIN, Key, attributes, differing, hooked, restore, same, tensors_of, tying, watched
 from weft.frontend.capture.caches import CacheWanted, close, is_cache, opened
+from weft.frontend.capture.complexes import any_complex
 from weft.frontend.capture.experts import MODULES
 from weft.frontend.capture.known import through
 from weft.frontend.capture.recorder import Recorder
@@ -131,7 +132,7 @@ class Blocks:
         """Tensors of cells of their own, and plain values."""
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         cells = {id(self.recorder.ref(t).cell) for t in tensors}
-        return len(cells) == len(tensors) and all(isinstance(x, (Tensor, *PLAIN)) for x in leaves)
+        return len(cells) == len(tensors) and all(isinstance(x, (Tensor, *PLAIN)) for x in leaves) and not any_complex(tensors)
 
     def _reusable(self, template: Template, module: nn.Module, leaves: list[Any]) -> bool:
         """Whether all the trace read of its module, and looked at, is the same here; a block around this one has then read it too."""
@@ -192,7 +193,7 @@ class Blocks:
     def _template(self, result: Any, slots: list[Tensor], nodes: list[Node], read: dict[Any, Any]) -> Template | None:
         recorder = self.recorder
         leaves, spec = tree_flatten(result)
-        if not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
+        if not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves) or any_complex(leaves):
             return None
         results = [recorder.node(x) for x in leaves if isinstance(x, Tensor)]
         written = {i: recorder.ref(t).cell.node for i, t in enumerate(slots) if recorder.ref(t).cell.version}

@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, constant, user_line
+from weft.frontend.capture.complexes import any_complex, of_pairs, parts_of, refuse_complex
 from weft.frontend.capture.joint import enter
 from weft.frontend.capture.known import drawn, number, through
 from weft.frontend.capture.ops import opaque
@@ -104,6 +106,10 @@ class Above(TorchFunctionMode):
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, args = _on_cpu(kwargs or {}), widened(func, args)
         handler = FUNCTIONS.get(func) if _functorch.peek_interpreter_stack() is None else None  # inside vmap, torch takes the op apart
+        if handler is not None and handler not in ON_TENSORS and any_complex(args, kwargs):
+            handler = None
+        if func in (torch.conj, Tensor.conj):
+            func = torch.conj_physical  # what torch keeps as a mark on the tensor, as a value
         if func in _MOVES:
             return args[0]
         if handler is None:
@@ -184,6 +190,8 @@ class Below(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(func, args[0])
         out = func(*args, **kwargs)
+        if any_complex(args, kwargs, out):
+            return self._complex(func, out, args, kwargs)
         if func in VIEWS:
             return self._view(func, out, args, kwargs)
         if func._schema.is_mutable:
@@ -214,6 +222,23 @@ class Below(TorchDispatchMode):
             out = [each(x, *(a[i] if isinstance(a, (list, tuple)) else a for a in args[1:])) for i, x in enumerate(args[0])]
         return None if name.endswith("_") else out
 
+    def _complex(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        """Complex numbers are pairs: views of them are views of the pairs, and all other ops torch's own."""
+        recorder = self.recorder
+        if func in (torch.ops.aten.view_as_real.default, torch.ops.aten.view_as_complex.default):
+            ref = recorder.ref(args[0])
+            setattr(out, TAG, ref.then((), ref.read()))
+            return out
+        if func in VIEWS:
+            return self._view(func, out, args, kwargs, of_pairs)
+        if func._schema.is_mutable:
+            raise refuse_complex(f"the target of the in-place op {func}", args[0])
+        if _tensors(out):
+            nodes = unknown(recorder, func, out, *_as_nodes(recorder, (args, kwargs)))
+            for tensor, node in zip(_tensors(out), [nodes] if isinstance(nodes, Node) else nodes, strict=True):
+                recorder.bind(tensor, node)
+        return out
+
     def _nodes(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
         recorder = self.recorder
         given, named = tree_map_only(Tensor, recorder.node, (args, kwargs))
@@ -229,11 +254,12 @@ class Below(TorchDispatchMode):
                 raise CaptureError(f"weft mistook {func}", needed=f"{tuple(tensor.shape)}", found=str(node.type))
             self.recorder.bind(tensor, node if node.dtype == tensor.dtype else to_dtype(node, tensor.dtype))
 
-    def _view(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+    def _view(self, func: Any, out: Any, args: Any, kwargs: Any, turned: Callable[[Step], Step] | None = None) -> Any:
         base = self.recorder.ref(args[0])
         steps: Any = VIEWS[func](tuple(args[0].shape), *args[1:], **kwargs)
         several = isinstance(out, (tuple, list))
         for tensor, path in zip(out, steps, strict=True) if several else [(out, steps)]:
+            path = path if turned is None else [turned(step) for step in path]
             node = base.read()
             for step in path:
                 node = view(node, step)
@@ -307,25 +333,41 @@ def to_dtype(node: Node, dtype: torch.dtype) -> Node:
     return node if node.dtype == dtype else cast(node, dtype=DTYPE_NAMES[dtype])
 
 
+@dataclass(frozen=True)
+class _Pairs:
+    """The node of a complex operand."""
+
+    node: Node
+
+
+def _as_nodes(recorder: Recorder, given: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: _Pairs(recorder.node(t)) if t.dtype.is_complex else recorder.node(t), given)
+
+
 def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
     """An op without an entry: one opaque node, noted with the line that asked for it."""
     nodes: list[Node] = []
 
     def template(x: Any) -> Any:
+        if isinstance(x, _Pairs):
+            nodes.append(x.node)
+            return "pairs", len(nodes) - 1
         if isinstance(x, Node):
             nodes.append(x)
             return "tensor", len(nodes) - 1
+        if isinstance(x, complex):
+            return "complex", x.real, x.imag
         if isinstance(x, (list, tuple)):
             return tuple(template(y) for y in x)
         if isinstance(x, torch.dtype):
-            return "dtype", DTYPE_NAMES[x]
+            return "dtype", DTYPE_NAMES.get(x) or str(x).removeprefix("torch.")
         if isinstance(x, (torch.device, torch.layout, torch.memory_format)):
             return None
         return x
 
     call = tuple(template(a) for a in args)
     keys = tuple((k, template(v)) for k, v in kwargs.items())
-    gives = tuple((DTYPE_NAMES[recorder.type((), t.dtype).dtype], tuple(t.shape)) for t in _tensors(out))
+    gives = tuple((DTYPE_NAMES[recorder.type((), dtype).dtype], shape) for shape, dtype in map(parts_of, _tensors(out)))
     name = str(func)
     recorder.opaque.setdefault(name, []).append(user_line() or "")
     more = {} if nodes else {"mesh": recorder.mesh.key}

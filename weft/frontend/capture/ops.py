@@ -53,8 +53,12 @@ def _fill(template: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     """The op's arguments: ("tensor", i) is the i-th operand, ("dtype", name) a dtype, lists and tuples go down."""
     if isinstance(template, tuple) and len(template) == 2 and template[0] == "tensor":
         return tensors[template[1]]
+    if isinstance(template, tuple) and len(template) == 2 and template[0] == "pairs":
+        return torch.view_as_complex(tensors[template[1]].contiguous())
+    if isinstance(template, tuple) and len(template) == 3 and template[0] == "complex":
+        return complex(*template[1:])
     if isinstance(template, tuple) and len(template) == 2 and template[0] == "dtype":
-        return dtype_of(template[1])
+        return getattr(torch, template[1]) if template[1].startswith("complex") else dtype_of(template[1])
     if isinstance(template, tuple):
         return [_fill(x, tensors) for x in template]
     return template
@@ -63,7 +67,8 @@ def _fill(template: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 def _call(tensors: tuple[torch.Tensor, ...], target: str, call: Any, keys: Any) -> tuple[Any, ...]:
     given = {k: _fill(v, tensors) for k, v in keys}
     out = _torch_op(target)(*[_fill(a, tensors) for a in call], **given)
-    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    found = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    return tuple(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in found)
 
 
 def _opaque_infer(types: Types, attrs: Attrs) -> Types:

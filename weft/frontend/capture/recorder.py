@@ -103,6 +103,7 @@ class Recorder:
                 )
             tensor = tensor.constant
         with _disable_current_modes():
+            tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             if tensor.ndim == 0 and tensor.device.type != "meta":
                 return self.number(tensor.item(), tensor.dtype)
             if not tensor.numel():

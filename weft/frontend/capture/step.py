@@ -17,6 +17,7 @@ from weft.core.node import Node, constant, toposort, user_line
 from weft.core.program import Program, new_program
 from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
+from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.optimizers import Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
 from weft.frontend.capture.recorder import Recorder
@@ -221,7 +222,10 @@ class Step:
 
     def give(self, key: str, value: Any) -> None:
         """The tensors in what the user's code returned, named by their place in it."""
-        self.outputs |= {name: self.recorder.node(tensor) for name, tensor in tensors(key, value, objects=False).items()}
+        for name, tensor in tensors(key, value, objects=False).items():
+            if tensor.is_complex():
+                raise refuse_complex(f"what the module returns ({name})", tensor)
+            self.outputs[name] = self.recorder.node(tensor)
 
     def keep_state(self) -> None:
         """What the step leaves in parameters, buffers and the optimizer; called while the module is still traced."""

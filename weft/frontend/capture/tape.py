@@ -19,6 +19,7 @@ from weft.core.node import Node, listening, user_line
 from weft.frontend.capture.alike import candidates
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Blocks, Instance, heard
+from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.errors import explained
 from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.joint import own_gradients
@@ -161,8 +162,10 @@ def _enter(
     tape: Tape, path: str, module: nn.Module, table: dict[str, Any], real: Mapping[str, Tensor | None], named: dict[str, Tensor]
 ) -> None:
     for name, tensor in real.items():
-        if tensor is None:
+        if tensor is None or (tensor.is_complex() and not isinstance(tensor, nn.Parameter)):  # a table, and a constant of the step
             continue
+        if tensor.is_complex():
+            raise refuse_complex(f"the parameter {name}", tensor)
         if id(tensor) not in tape.traced:
             full = readable(f"{path.rstrip('.')}.{name}")
             moves = isinstance(tensor, nn.Parameter) and tensor.requires_grad
