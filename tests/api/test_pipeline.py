@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,118 @@ def test_words_that_do_not_go_together(plan: str, match: str) -> None:
 
     with pytest.raises(PlanError, match=match):
         Named.parse(plan)
+
+
+# -- other people's models: torch on the whole batch, in one process, is the judge -------------------------------------------------
+
+
+class _Branches(torch.nn.Module):
+    """Two products with one gradient, normed by state that parameters alone change, and a cell with two biases alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+        self.a, self.b = (torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(8, 8)) for _ in range(2))
+        self.cell = torch.nn.LSTMCell(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        h = self.a(h) + self.b(h)
+        h, _ = self.cell(h, (h, h))
+        return self.last(h)
+
+
+class _Whole(torch.nn.Module):
+    """A torch op that weft never cuts, over all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.special.i0e(self.first(x)))
+
+
+def _labelled(seed: int) -> UserDict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, 3, (8,), generator=draw)
+    y[2:4] = -100  # a micro-batch without a label
+    return UserDict(x=torch.randn(8, 4, dtype=torch.float64, generator=draw), y=y)
+
+
+def _summed(m: Any, b: Any) -> torch.Tensor:
+    out = m(b["x"])
+    return torch.nn.functional.cross_entropy(out, b["y"], weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)) + out.square().sum()
+
+
+def _trained(make: Any, one: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, parameters and buffers after some steps."""
+    torch.manual_seed(0)
+    model = make().double()
+    step, after = one(model, adam(model))
+    losses = [step(_labelled(i)) for i in range(STEPS)]
+    after()
+    return losses, {n: x.detach().clone() for n, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _by_torch(model: Any, opt: Any) -> Any:
+    def step(b: Any) -> float:
+        opt.zero_grad()
+        loss = _summed(model, b)
+        loss.backward()
+        opt.step()
+        return loss.item()
+
+    return step, lambda: None
+
+
+@pytest.mark.parametrize("plan", ["pp2", "pp2,zero-bubble,micro2", "dp2,zero1,micro4"])
+def test_labels_branches_and_state(plan: str, tmp_path: Path) -> None:
+    want = _trained(_Branches, _by_torch)
+
+    def by_weft(model: Any, opt: Any) -> Any:
+        step = parallelize(model, _summed, opt, _labelled(9), plan=plan)
+        return (lambda b: step(b).item()), step.sync_model
+
+    on_ranks(2, lambda rank: torch.testing.assert_close(_trained(_Branches, by_weft), want, rtol=1e-9, atol=1e-11), tmp_path)
+
+
+def test_an_op_that_is_never_cut_meets_no_other_stage(tmp_path: Path) -> None:
+    """It ran on its own rank of the pipeline and waited there for the others."""
+    want = _trained(_Whole, _by_torch)
+
+    def by_weft(model: Any, opt: Any) -> Any:
+        step = parallelize(model, _summed, opt, _labelled(9), plan="pp2,micro1")
+        return (lambda b: step(b).item()), step.sync_model
+
+    def job(rank: int) -> None:
+        torch.testing.assert_close(_trained(_Whole, by_weft), want, rtol=1e-9, atol=1e-11)
+        model = _Whole().double()
+        with pytest.raises(PlanError, match=r"aten.special_i0e.default, which weft does not know and takes all samples at once(.|\n)*micro1"):
+            parallelize(model, _summed, adam(model), _labelled(9), plan="pp2")
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_model_in_bfloat16(tmp_path: Path) -> None:
+    """AdamW divides by 1 - 0.999, which is 0 in bfloat16."""
+
+    def run(plan: str) -> list[float]:
+        w = zoo.small("gpt2", dtype=torch.bfloat16, dropout=0.0)
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan=plan)
+        return [step(w.example(8)).item() for _ in range(STEPS)]
+
+    want = run("dp1")
+    assert want[-1] < want[0] - 0.05
+    on_ranks(2, lambda rank: torch.testing.assert_close(run("pp2"), want, rtol=2e-2, atol=2e-2), tmp_path)
+
+
+def test_an_order_that_never_ends_is_refused_before_it_runs() -> None:
+    from weft.api.runner import require_an_end
+    from weft.plan.pipeline import Action, orders
+
+    routes = {(0, "forward"): {1: ["act.0"]}, (1, "forward"): {}, (0, "backward"): {}, (1, "backward"): {0: ["d.act.0.1"]}}
+    require_an_end(routes, orders("1f1b", 2, 4))
+    backward_first = (tuple(Action(kind, 0, 0) for kind in ("backward", "forward")), orders("1f1b", 2, 1)[1])
+    with pytest.raises(PlanError, match=r"wait for each other for ever(.|\n)*rank 0 at backward 0; rank 1 at forward 0(.|\n)*gpipe"):
+        require_an_end(routes, backward_first)

@@ -315,10 +315,15 @@ class _Derivation:
         return PlanError(
             f"the step in {self.parts} micro-batches would not be the whole batch's",
             needed="a loss that is a sum over samples, of what each has by itself and of labels and masks of all",
-            found=f"{what or n.op.name}, which takes {reads}, made by the parameters",
-            try_=("a plan without pp, micro and accumulate", "allow_micro_mean=True for the mean over what the micro-batches give by themselves"),
+            found=f"{what or _said(n)}, which {'weft does not know and ' if n.attr('target') else ''}takes {reads}, made by the parameters",
+            try_=("micro1, or a plan without pp, micro and accumulate", "allow_micro_mean=True for the mean over what the micro-batches give by themselves"),
             where=where,
         )
+
+
+def _said(n: Node) -> str:
+    """What an op is called, of torch's where it has no entry."""
+    return str(n.attr("target") or n.op.name)
 
 
 class _ByPlace(Exception):
