@@ -5,6 +5,9 @@ Importing this package must not import torch: command modules import what is hea
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -31,18 +34,37 @@ COMMANDS = (
 
 
 class Group(TyperGroup):
-    """A group in which weft's own errors end the command with their text and status 1, not with a traceback."""
+    """A group in which weft's own errors, and files that cannot be used, end the command with their text, not with a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            done = super().invoke(ctx)
+            sys.stdout.flush()  # else a full disk is found when nobody can say so any more
+            return done
+        except KeyboardInterrupt:
+            typer.echo("stopped by SIGINT", err=True)
+            raise typer.Exit(128 + signal.SIGINT) from None
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _abandon_output()
+            typer.echo(f"WeftError: cannot use {error.filename or 'what was to be written'}: {error.strerror or error}", err=True)
+            raise typer.Exit(1) from error
         except Exception as error:
             from weft.core.errors import WeftError
 
             if not isinstance(error, WeftError):
                 raise
             typer.echo(f"{type(error).__name__}: {error}", err=True)
-            raise typer.Exit(1) from error
+            raise typer.Exit(error.status) from error
+
+
+def _abandon_output() -> None:
+    """What could not be written must not be tried again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 app = typer.Typer(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from weft.cli.output import console, emit
+from weft.cli.output import console, emit, writable
+
+MOST_RANKS = 1024
 
 
 def register(app: typer.Typer) -> None:
@@ -30,11 +32,12 @@ def calibrate(
     from weft.cluster.profile import dump
     from weft.runtime import memory
 
+    writable(out)
+    counts = _counts(ranks)
     memory.keep()  # as steps do: else new results are timed with the making of their pages
     began = time.perf_counter()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
-        counts = [int(n) for n in ranks.split(",") if n]
         found = measure(device, name, counts, lambda what, n, of: bar.update(task, description=what, completed=n, total=of), local_calls)
     Path(out).write_text(text.dumps(dump(found), indent=1) + "\n")
     for key, constant in found.constants():
@@ -44,3 +47,14 @@ def calibrate(
     if json:
         taken = time.perf_counter() - began
         emit({"profile": out, "name": found.name, "constants": {k: c.value for k, c in found.constants()}, "seconds": taken})
+
+
+def _counts(text: str) -> list[int]:
+    """Numbers of processes, as in 2,4."""
+    from weft.core.errors import ClusterError
+
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and len(part) < 6 and 1 < int(part) <= MOST_RANKS for part in found):
+        needed = f"numbers of 2 to {MOST_RANKS} with commas between them"
+        raise ClusterError(f"cannot time collectives between {text!r} processes", needed=needed, found=text, try_="--ranks 2,4")
+    return [int(part) for part in found]

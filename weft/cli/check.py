@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from weft.cli.output import read_text
+
 
 def register(app: typer.Typer) -> None:
     @app.command()
@@ -48,7 +50,7 @@ def _load(name: str) -> Any:
 
         example, _, schedule = name.partition(":")
         return scheduled(example, schedule or None)
-    text = path.read_text()
+    text = read_text(path, "a file of program text, or the name of an example")
     try:
         return parse(text)
     except ParseError as e:

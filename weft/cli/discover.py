@@ -12,7 +12,7 @@ import typer
 def register(app: typer.Typer) -> None:
     @app.command()
     def discover(
-        max_ops: Annotated[int, typer.Option(help="ops per expression")] = 3,
+        max_ops: Annotated[int, typer.Option(help="ops per expression", min=1, max=6)] = 3,
         state: Annotated[Path | None, typer.Option(help="a file of verdicts, so that a stopped search goes on")] = None,
         out: Annotated[Path | None, typer.Option(help="write the rules with their certificates, and the pairs, to this file")] = None,
         world: Annotated[list[str] | None, typer.Option(help="only these worlds")] = None,
@@ -22,10 +22,12 @@ def register(app: typer.Typer) -> None:
         import torch
 
         import weft.ops  # noqa: F401
-        from weft.cli.output import console, emit
+        from weft.cli.output import console, emit, writable
         from weft.rewrite.discover.run import discover
 
         torch.set_num_threads(1)
+        for path in (out, state):
+            writable(str(path or ""))
         tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         found = discover(max_ops, only=world or (), state=state, tell=tell)
         if out is not None:

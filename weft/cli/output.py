@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +32,6 @@ def writable(path: str, make: bool = False) -> None:
     Nothing is asked of an empty path.
     """
     import os
-    from pathlib import Path
 
     from weft.core.errors import WeftError
 
@@ -46,6 +46,18 @@ def writable(path: str, make: bool = False) -> None:
         raise WeftError(f"cannot write {path}", needed="the name of a file", found="a folder")
     if not os.access(path if Path(path).exists() else folder, os.W_OK):
         raise WeftError(f"cannot write {path}", needed="leave to write there", found="none")
+
+
+def read_text(path: str | Path, needed: str) -> str:
+    """The text of a file that the user named, or a refusal."""
+    from weft.core.errors import WeftError
+
+    try:
+        return Path(path).read_text()
+    except UnicodeDecodeError as error:
+        raise WeftError(f"{path} is not text", needed=needed, found=f"byte {error.start} is not UTF-8") from error
+    except OSError as error:
+        raise WeftError(f"cannot read {path}", needed=needed, found=error.strerror or str(error)) from error
 
 
 def _plain(value: Any, path: str) -> Any:

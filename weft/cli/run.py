@@ -23,9 +23,29 @@ def run(
     from pathlib import Path
 
     from weft.core.errors import RuntimeFault
-    from weft.runtime.launch import Ranks, launch
+    from weft.runtime.launch import Ranks, Stopped, launch
 
     if not Path(script).is_file():
         raise RuntimeFault(f"no script {script}", needed="a Python file", found="no such file", try_="weft run -n 2 path/to/script.py")
+    _check(hosts, host, meet_at, timeout)
     os.environ["WEFT_TIMEOUT"] = os.environ.get("WEFT_TIMEOUT", f"{timeout:g}")
-    launch([script, *context.args], Ranks(ranks, hosts, host, meet_at))
+    try:
+        launch([script, *context.args], Ranks(ranks, hosts, host, meet_at))
+    except Stopped as stopped:
+        typer.echo(f"stopped by {stopped.signal.name}: all ranks of this host were ended", err=True)
+        raise typer.Exit(128 + stopped.signal) from None
+
+
+def _check(hosts: int, host: int, meet_at: str, timeout: float) -> None:
+    """Refuse what no rank could start with."""
+    import math
+
+    from weft.core.errors import RuntimeFault
+
+    name, _, port = meet_at.rpartition(":")
+    if hosts > 1 and not (name and port.isdecimal() and 0 < int(port[:6]) < 65536):
+        raise RuntimeFault(f"hosts cannot meet at {meet_at!r}", needed="HOST:PORT, the same on every host", found=meet_at, try_="--meet-at 10.0.0.1:29500")
+    if host >= hosts:
+        raise RuntimeFault(f"there is no host {host}", needed=f"a number of 0 to {hosts - 1}", found=str(host))
+    if not 0 < timeout < math.inf:
+        raise RuntimeFault(f"no rank can be waited for {timeout:g} seconds", needed="more than 0", found=f"{timeout:g}", try_="--timeout 120")

@@ -6,6 +6,8 @@ from typing import Any
 
 import typer
 
+from weft.cli.output import read_text
+
 
 def register(app: typer.Typer) -> None:
     app.command("tune")(tune)
@@ -44,7 +46,7 @@ def read(name: str) -> Any:
     from weft.core.text import parse
     from weft.programs.catalog import example
 
-    return parse(Path(name).read_text()) if Path(name).is_file() else example(name).make()
+    return parse(read_text(name, "a file of program text")) if Path(name).exists() else example(name).make()
 
 
 def search(program: Any, limit: int, again: bool) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from weft.cli.output import read_text
+
 
 def register(app: typer.Typer) -> None:
     @app.command()
@@ -14,7 +16,7 @@ def register(app: typer.Typer) -> None:
         rules: Annotated[Path | None, typer.Option(help="a file of rules: weft text, or TASO/FlexFlow JSON")] = None,
         full: Annotated[bool, typer.Option(help="prove all from nothing instead of checking certificates")] = False,
         write: Annotated[bool, typer.Option(help="with --full: write the certificates of the built-in rules anew")] = False,
-        seed: Annotated[int | None, typer.Option(help="of the fresh numbers; drawn if left out, and printed")] = None,
+        seed: Annotated[int | None, typer.Option(help="of the fresh numbers, and printed; if left out drawn, for rules of a file 0")] = None,
         workers: Annotated[int, typer.Option(help="processes")] = 2,
         json: Annotated[bool, typer.Option("--json", help="one object on the last line")] = False,
     ) -> None:
@@ -28,7 +30,7 @@ def register(app: typer.Typer) -> None:
         if write:
             _write(workers, console)
             return
-        found = _of_file(rules, workers) if rules is not None else _of_weft(full, seed, workers, console)
+        found = _of_file(rules, seed or 0, workers) if rules is not None else _of_weft(full, seed, workers, console)
         for name, status, example in found.verdicts:
             if example or rules is not None:
                 console.print(f"[bold]{name}[/]: {status}", highlight=False)
@@ -37,7 +39,7 @@ def register(app: typer.Typer) -> None:
         console.print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
         if json:
             emit({**counts, "seconds": round(found.seconds, 2)})
-        if found.refuted and rules is None:
+        if found.refuted:
             raise typer.Exit(1)
 
 
@@ -47,7 +49,7 @@ def _of_weft(full: bool, seed: int | None, workers: int, console: Any) -> Any:
     return verify(full=full, seed=seed, workers=workers)
 
 
-def _of_file(path: Path, workers: int) -> Any:
+def _of_file(path: Path, seed: int, workers: int) -> Any:
     from weft.core.errors import RuleError
     from weft.rewrite.prove.audit import audit_schemas
     from weft.rewrite.rulefile import parse_rules
@@ -55,9 +57,9 @@ def _of_file(path: Path, workers: int) -> Any:
 
     if not path.exists():
         raise RuleError(f"no file {path}", needed="a file of rules", found=str(path))
-    text = path.read_text()
+    text = read_text(path, "a file of rules: weft text, or TASO/FlexFlow JSON")
     foreign = read_taso(text) if text.lstrip().startswith("{") else [Foreign(s.name, s) for s in parse_rules(text)]
-    return audit_schemas([(f.name, f.schema, f.why) for f in foreign], workers)
+    return audit_schemas([(f.name, f.schema, f.why) for f in foreign], workers, seed)
 
 
 def _write(workers: int, console: Any) -> None:

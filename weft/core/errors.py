@@ -12,6 +12,8 @@ from typing import Self
 class WeftError(Exception):
     """Base of all weft errors: a headline, an excerpt of the program, then needed / found / try."""
 
+    status = 1  # what the command ends with
+
     def __init__(
         self,
         message: str,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from weft.core.errors import ParseError, WeftError
+from weft.core.errors import ParseError
 from weft.core.layout import Atom, Layout, Mesh, O, P, Placement, canonical
 from weft.core.node import DTYPE_NAMES, Node, Type, _number_dtype, apply, dtype_of, make, op_named
 from weft.core.program import Group, Program
@@ -100,18 +100,20 @@ def parse(text: str) -> Program:
     if not lines or not (head := _HEAD.match(lines[0][1])):
         needed, found = "a first line 'program NAME(axis=size, ...)'", repr(lines[0][1] if lines else "")
         raise ParseError("this is not a program", needed=needed, found=found)
-    reader = _Reader(head[1], Mesh(**{k: int(v) for k, v in re.findall(r"(\w+)\s*=\s*(\d+)", head[2])}))
-    for i, line in lines[1:]:
-        try:
-            reader.line(line)
-        except (WeftError, KeyError, ValueError, SyntaxError, TypeError) as e:
-            raise _on_line(i, line, head[1], e) from e
+    at = lines[0]
+    try:
+        reader = _Reader(head[1], Mesh(**{k: int(v) for k, v in re.findall(r"(\w+)\s*=\s*(\d+)", head[2])}))
+        for at in lines[1:]:
+            reader.line(at[1])
+    except Exception as e:  # an op judges its operands and attributes as it likes; here it is the text that is wrong
+        raise _on_line(*at, head[1], e) from e
     return reader.program()
 
 
 def _on_line(i: int, line: str, program: str, e: Exception) -> ParseError:
     needed, found = getattr(e, "needed", None), getattr(e, "found", None) or line
-    return ParseError(f"line {i} of program {program}: {getattr(e, 'message', e)}", needed=needed, found=found)
+    said = getattr(e, "message", None) or (str(e) if isinstance(e, (KeyError, ValueError, SyntaxError, TypeError)) else f"{type(e).__name__}: {e}")
+    return ParseError(f"line {i} of program {program}: {said}", needed=needed, found=found)
 
 
 class _Reader:
@@ -128,12 +130,12 @@ class _Reader:
     def line(self, line: str) -> None:
         word = line.split()[0]
         if word == "return":
-            self.outputs = {k: self.value(v) for k, v in _pairs(line[len(word) :])}
+            self.outputs = {k: self.made(v) for k, v in _pairs(line[len(word) :])}
         elif word == "state":
             self.state = [(v, k) for k, v in _pairs(line[len(word) :])]
         elif m := _GROUP.match(line):
             options = tuple(sorted(_keywords(m[3] or "").items()))
-            self.groups.append(Group(m[1], m[2], tuple(self.value(x) for x in m[4].split()), options))
+            self.groups.append(Group(m[1], m[2], tuple(self.made(x) for x in m[4].split()), options))
         elif m := _NODE.match(line):
             self.node(m[1], m[2], m[3], m[4])
         else:
@@ -146,6 +148,13 @@ class _Reader:
         if text not in self.named:
             raise ParseError(f"{text} is used before it is made", needed=f"one of {', '.join(self.named) or '(none yet)'}", found=text)
         return self.named[text]
+
+    def made(self, text: str) -> Node:
+        """A value that some line made."""
+        found = self.value(text)
+        if not isinstance(found, Node):
+            raise ParseError(f"{text} is no value of the program", needed="a name such as %0", found=text)
+        return found
 
     def node(self, name: str, op: str, inside: str, types: str) -> None:
         if op == "input":

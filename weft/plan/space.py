@@ -7,6 +7,7 @@ space smaller. What cannot divide is never built, so every candidate can be simu
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -65,7 +66,13 @@ def bytes_of(text: str | float) -> float:
     if found is None:
         raise PlanError(f"cannot read the memory {text!r}", needed="a number with GB or GiB", found=str(text), try_="70GB")
     units = {"gb": 1e9, "g": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20, "b": 1.0, "": 1.0}
-    return float(found.group(1)) * units[found.group(2).lower()]
+    try:
+        size = float(found.group(1)) * units[found.group(2).lower()]
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise PlanError(f"cannot use the memory {text!r}", needed="more than 0 bytes", found=str(text), try_="70GB")
+    return size
 
 
 def _said(value: object) -> str:

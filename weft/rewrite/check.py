@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weft import interp
-from weft.core.errors import WeftError
+from weft.core.errors import InvalidProgram, WeftError
 from weft.core.node import Node, Type, make, op_named, toposort
 from weft.core.program import Program, new_program
 from weft.core.text import node_lines
@@ -265,9 +265,15 @@ def _first_stray(single: Program, sharded: Program, names: Iterable[str], tidy: 
 def _evaluate(roots: Iterable[Node], given: Mapping[str, torch.Tensor], values: dict[Node, Any]) -> None:
     for node in toposort(roots):
         if node not in values:
-            values[node] = (
-                given[node.attr("name")] if node.op.name == "input" else node.op.run(*(values[a] for a in node.args), **dict(node.attrs))
-            )
+            values[node] = given[node.attr("name")] if node.op.name == "input" else _run(node, values)
+
+
+def _run(node: Node, values: Mapping[Node, Any]) -> Any:
+    try:
+        return node.op.run(*(values[a] for a in node.args), **dict(node.attrs))
+    except Exception as error:  # torch's, or the op's own: the program says what cannot be
+        said = f"{type(error).__name__}: {error}"
+        raise InvalidProgram(f"{node.op.name} cannot be run as the program says", needed="attributes and operands that it takes", found=said) from error
 
 
 def _print(value: Any) -> Any:

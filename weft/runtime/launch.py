@@ -38,8 +38,17 @@ class Ranks:
         return range(self.host * self.per_host, (self.host + 1) * self.per_host)
 
 
+class Stopped(Exception):
+    """The launcher was told to end, and has ended its ranks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
 def launch(script: Sequence[str], ranks: Ranks) -> None:
     """Run `script` with its arguments on all ranks; return when all have ended well, else raise what happened."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -50,6 +59,10 @@ def launch(script: Sequence[str], ranks: Ranks) -> None:
             elastic_launch(_config(ranks), sys.executable)("-u", "-m", "weft.runtime.worker", *script)
         except ChildFailedError as failed:
             raise _what_happened(failed.failures, board, watch, ranks) from None
+        except SignalException as stopped:
+            raise Stopped(stopped.sigval) from None
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT) from None
         finally:
             segment.seal()
 
@@ -83,7 +96,7 @@ def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch, rank
     if not by_signal and not own and ranks.hosts > 1:
         return _elsewhere(board, ranks)
     op = board.last_op(rank) if board.noted(rank)[0] else None
-    return RuntimeFault(
+    fault = RuntimeFault(
         f"rank {rank} ended with {how} at {op}" if op and op != "start" else f"rank {rank} ended with {how}",
         needed=f"{len(board.pages)} ranks that end well",
         found=f"rank {rank} (process {culprits[rank].pid}); {_others(board, rank)}",
@@ -91,6 +104,8 @@ def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch, rank
         if culprits[rank].exitcode > 0
         else "it was killed: look for a lack of memory, or who sent the signal",
     )
+    fault.status = max(1, culprits[rank].exitcode)
+    return fault
 
 
 def _elsewhere(board: Board, ranks: Ranks) -> RuntimeFault:
@@ -177,7 +192,9 @@ def _environment(**values: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The agent's own report of a failure repeats ours in thirty lines."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.distributed.run")]
+    named = ("torch.distributed.elastic", "torch.distributed.run")
+    known = [name for name in logging.root.manager.loggerDict if name.startswith(named)]  # some set a level of their own
+    loggers = [logging.getLogger(name) for name in {*named, *known}]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
+import signal
 import sys
 import threading
 
@@ -27,17 +28,29 @@ def main() -> None:
         if board is None or not faults.is_lost_connection(error):
             raise
         leave(faults.LOST_A_PEER)
+    except KeyboardInterrupt:
+        leave(128 + signal.SIGINT)
+    except SystemExit as done:
+        finish(_status(done.code))
     finish()
 
 
-def finish() -> None:
-    """End a script that ended well without taking the interpreter down: gloo's threads may still hold a tensor, and one that
+def _status(code: object) -> int:
+    """As Python ends a script: words go to stderr."""
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def finish(status: int = 0) -> None:
+    """End a script that came to its end without taking the interpreter down: gloo's threads may still hold a tensor, and one that
     lets go of it while Python ends aborts the process."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
-    leave(0)
+    leave(status)
 
 
 def leave(status: int) -> None:

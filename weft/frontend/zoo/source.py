@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,19 @@ def _import_file(path: Path) -> Any:
         raise UnknownName(f"{path} cannot be imported", needed="a Python file", found=str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise CaptureError(f"{path} cannot be imported", needed="a Python file that runs to its end", found=_told(error, path)) from error
     return module
+
+
+def _told(error: Exception, path: Path) -> str:
+    """What a user's file raised, and on which of its lines."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
 
 
 def _fields_like(batch: Mapping[str, Tensor], size: int):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import RuleError
+from weft.core.errors import RuleError, UnknownName
 from weft.ops.registry import Kind
 from weft.rewrite.certificate import Certificate, Pair, write
 from weft.rewrite.discover.closure import Clause, Closure, Grounder
@@ -71,9 +71,14 @@ class State:
     def read(path: Path | None) -> State:
         state = State(path)
         if path is not None and path.exists():
-            for line in path.read_text().splitlines():
-                text, *verdict = json.loads(line)
-                state.verdicts[text] = (verdict[0], verdict[1], verdict[2])
+            try:
+                for line in path.read_text().splitlines():
+                    text, rung, derivation, tried = json.loads(line)
+                    state.verdicts[str(text)] = (int(rung), derivation, int(tried))
+            except (OSError, ValueError, TypeError) as error:
+                raise RuleError(
+                    f"{path} holds no verdicts", needed="a file that weft discover --state wrote, or a new one", found=str(error), try_="the name of a new file"
+                ) from error
         return state
 
     def verdict(self, schema: Schema, forms: Sequence[Form], effort: Effort) -> tuple[int, Any, int]:
@@ -228,13 +233,20 @@ def discover(
 ) -> Discovery:
     """Rules over the usual worlds with more ops if given, over those named only, or over worlds of one's own."""
     start = time.perf_counter()
-    given = [w for w in worlds(extra) if not only or w.name in only] if given is None else given
+    given = _chosen(worlds(extra), only) if given is None else given
     search = Search(given, max_ops, State.read(state), effort or Effort(per_mesh=4, symbolic=4), tell)
     search.run()
     search.prune()
     search.show_needs()
     total = sum(len(u) for u in search.universes)
     return Discovery(search.rules, search.found_pairs(), op_names(given), total, time.perf_counter() - start, search.unbound)
+
+
+def _chosen(known: Sequence[World], only: Sequence[str]) -> list[World]:
+    odd = [name for name in only if name not in {w.name for w in known}]
+    if odd:
+        raise UnknownName(f"no world named {odd[0]!r}", needed=" or ".join(w.name for w in known), found=odd[0])
+    return [w for w in known if not only or w.name in only]
 
 
 __all__ = ["Discovery", "Found", "Search", "discover"]
