@@ -117,6 +117,30 @@ def _opaque(x: Any, y: Any) -> Any:
     return ops.opaque(x, y, target="aten.logaddexp.default", call=call, keys=(), gives=(("f64", (3, 4)),))
 
 
+def _each(target: str, *numbers: Any) -> Any:
+    """A torch op on each element, its operands first, then numbers."""
+
+    def make(*xs: Any) -> Any:
+        call = (*(("tensor", i) for i in range(len(xs))), *numbers)
+        return ops.each(*xs, target=target, call=call, keys=(), gives="f64")
+
+    return make
+
+
+def _pulled(make: Any) -> Any:
+    """(ct, operands) -> what the op's vjp makes of them."""
+    return lambda ct, *xs: found if len(found := (n := make(*xs)).op.vjp(n, ct)) > 1 else found[0]
+
+
+def _torch_pulled(f: Any) -> Any:
+    def run(ct: torch.Tensor, *xs: torch.Tensor) -> Any:
+        leaves = [x.detach().requires_grad_() for x in xs]
+        found = torch.autograd.grad(f(*leaves), leaves, ct, create_graph=any(x.requires_grad for x in (ct, *xs)))
+        return found if len(found) > 1 else found[0]
+
+    return run
+
+
 _NEVER_CUT = "weft does not know the op, so it is never cut"
 
 CASES = [
@@ -259,6 +283,23 @@ CASES = [
         smooth=False,
         partial=False,
         roots=False,
+    ),
+    case("bincount", lambda x: ops.bincount(x, size=4), lambda x: torch.bincount(x, minlength=4), index(4, 7), smooth=False, partial=False),
+    case("each", _each("aten.logaddexp.default"), torch.logaddexp, normal(3, 4), normal(4)),
+    case("each by a backward op", _each("aten.softplus.default", 2.0), lambda x: F.softplus(x, 2.0), normal(5, 4)),
+    case(
+        "each slope",
+        _pulled(_each("aten.logaddexp.default")),
+        _torch_pulled(torch.logaddexp),
+        normal(3, 4), normal(3, 4), normal(3, 4),
+        smooth=False, inner=False,
+    ),
+    case(
+        "each backward",
+        _pulled(_each("aten.softplus.default", 2.0)),
+        _torch_pulled(lambda x: F.softplus(x, 2.0)),
+        normal(5, 4), normal(5, 4),
+        smooth=False,
     ),
     case("opaque", _opaque, torch.logaddexp, normal(3, 4), normal(3, 4), refused=_NEVER_CUT),
     case(

@@ -49,6 +49,12 @@ _SOURCES = [
     ),
     case("full", lambda x: x * fill.full((5, 2), 1.5, x.mesh, "f64", fill.cuts_of(x)), lambda x: x * 1.5, normal(5, 2)),
     case("one_hot", lambda i: fill.one_hot(i, 4), lambda i: F.one_hot(i, 4), index(4, 5), smooth=False, local=True),
+    case(
+        "scale_gradient",
+        lambda x, by: fill.scale_gradient(x, fill.stop_gradient(by)),
+        lambda x, by: x * by.detach() + (x * (1 - by)).detach(), normal(5, 2), normal(5, 1), inner=False,
+        refused="what multiplies is data, of which the value does not depend",
+    ),
     case("stop_gradient", lambda x: fill.stop_gradient(x) * 2.0, lambda x: x.detach() * 2.0, normal(5, 2)),
 ]
 

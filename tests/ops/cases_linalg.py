@@ -6,6 +6,7 @@ import torch
 
 from tests.ops.harness import Case, Input, case, distinct, index, normal
 from weft.ops import linalg, reduce
+from weft.ops.comm import settle
 
 
 def _einsum(equation: str, *shapes: tuple[int, ...]) -> Case:
@@ -34,6 +35,14 @@ CASES = [
     case("sum of all", reduce.sum_, torch.sum, normal(3, 4)),
     case("sum kept", lambda x: reduce.sum_(x, dims=(0, 2), keepdim=True), lambda x: x.sum((0, 2), keepdim=True), normal(3, 4, 2)),
     case("sum of whole numbers", lambda x: reduce.sum_(x, dims=0), lambda x: x.sum(0), index(9, 3, 4), smooth=False),
+    case(
+        "squares about the mean",
+        lambda x: reduce.squares_about(x, settle(reduce.mean(x, 1, keepdim=True)), dims=1) / 3.0,
+        lambda x: x.var(1), normal(3, 4, 2),
+    ),
+    case("var_mean", lambda x: reduce.var_mean(x, less=1, dims=1), lambda x: torch.var_mean(x, 1), normal(3, 4, 2)),
+    case("logsumexp", lambda x: reduce.logsumexp(x, dims=1, keepdim=True), lambda x: x.logsumexp(1, True), normal(3, 4, 2)),
+    case("max with what is no number", lambda x: reduce.amax(x, numbers=False), torch.max, distinct(3, 5)),
     case("amax", lambda x: reduce.amax(x, dims=1), lambda x: x.amax(1), distinct(3, 5)),
     case("amax kept", lambda x: reduce.amax(x, dims=(0, 1), keepdim=True), lambda x: x.amax((0, 1), keepdim=True), distinct(3, 4, 2)),
     case("amax of ties", lambda x: reduce.amax(x, dims=0), lambda x: x.amax(0), Input((4, 5), _few)),

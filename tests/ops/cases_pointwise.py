@@ -40,6 +40,7 @@ _COMPARE = [
     case("logical_not", pw.logical_not, torch.logical_not, flags(5, 4), smooth=False),
     case("isfinite", pw.isfinite, torch.isfinite, normal(5, 4), smooth=False, refused="pending infinities may cancel"),
     case("where", pw.where, torch.where, flags(5, 4), normal(5, 4), normal(4), inner=False),
+    case("keep_where", pw.keep_where, lambda x, here: torch.where(here, x, 0.0), normal(5, 4), flags(4), inner=False),
 ]  # fmt: skip
 
 _UNARY = [
@@ -55,6 +56,7 @@ _UNARY = [
     case("gelu", pw.gelu, F.gelu, normal(5, 4)),
     case("gelu_backward", pw.gelu_backward, torch.ops.aten.gelu_backward, normal(5, 4), normal(5, 4), smooth=False),
     case("silu_backward", pw.silu_backward, torch.ops.aten.silu_backward, normal(5, 4), normal(5, 4), smooth=False),
+    case("relu_backward", pw.relu_backward, lambda ct, y: ct * (y > 0), normal(5, 4), normal(5, 4), smooth=False),
     case("gelu by tanh", lambda x: pw.gelu(x, tanh=True), lambda x: F.gelu(x, approximate="tanh"), normal(5, 4)),
     case("clamp", lambda x: pw.clamp(x, lo=-0.5, hi=1.0), lambda x: torch.clamp(x, -0.5, 1.0), normal(5, 4)),
     case("clamp below", lambda x: pw.clamp(x, lo=0.1), lambda x: torch.clamp(x, 0.1), normal(5, 4)),

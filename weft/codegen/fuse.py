@@ -408,6 +408,8 @@ def _gelu(n: Node, x: Value) -> Value:
 
 COMPOUND: dict[str, Callable[..., Value]] = {
     "relu": lambda n, x: expr.apply("maximum", x, 0.0),
+    "relu_backward": lambda n, ct, y: expr.apply("where", expr.apply("le", y, 0.0), 0.0, ct),
+    "keep_where": lambda n, x, here: expr.apply("where", here, x, 0.0),
     "square": lambda n, x: x * x,
     "silu": lambda n, x: x * expr.apply("sigmoid", x),
     "gelu": _gelu,

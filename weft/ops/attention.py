@@ -143,13 +143,24 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, at: Whe
     """[b, g, r, s, n, t], minus infinity where a row does not look."""
     x = torch.einsum("bgrsd,bgntd->bgrsnt", wide(q), wide(k)) * attrs["scale"]
     x = x if mask is None else x + mask.to(x.dtype)
-    rows, keys = at.rows[:, None, None].to(x.device) + attrs.get("offset", 0), at.keys.to(x.device)
-    seen = torch.ones((), dtype=torch.bool, device=x.device)
+    return x.masked_fill(~_seen(at, attrs, x.device), -math.inf)
+
+
+def _seen(at: Where, attrs: Attrs, device: torch.device) -> torch.Tensor:
+    """[s, n, t]: which keys a row looks at by their order."""
+    rows, keys = at.rows[:, None, None].to(device) + attrs.get("offset", 0), at.keys.to(device)
+    seen = torch.ones((1, *keys.shape), dtype=torch.bool, device=device)
     if attrs.get("causal"):
         seen = seen & (keys <= rows)
     if attrs.get("window"):
         seen = seen & (keys > rows - attrs["window"])
-    return x.masked_fill(~seen, -math.inf)
+    return seen
+
+
+def _blind(mask: torch.Tensor | None, at: Where, attrs: Attrs, device: torch.device) -> torch.Tensor:
+    """[b, g, r, s, n]: rows that look at nothing and give 0; with infinite operands instead a row gives no number."""
+    seen = _seen(at, attrs, device)
+    return ~(seen if mask is None else seen & (mask != -math.inf)).any(-1)
 
 
 def _blocked(x: torch.Tensor | None, dim: int, rank: int) -> Any:
@@ -169,7 +180,8 @@ def _forward(at: Where | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     at = at or _global_places(q, k)
     x = _scores(q, k, mask, at, attrs)
     lse = torch.logsumexp(x, -1)
-    p = torch.where((lse == -math.inf).unsqueeze(-1), 0.0, torch.softmax(x, -1)) * _gains(at, drawn, x, attrs)  # of far numbers lse keeps no digits
+    p = torch.softmax(x, -1)  # of far numbers lse keeps no digits
+    p = p.masked_fill(_blind(mask, at, attrs, x.device).unsqueeze(-1), 0.0) * _gains(at, drawn, x, attrs)
     out = torch.einsum("bgrsnt,bgnte->bgrsne", p, wide(v)).to(q.dtype)
     return (out, lse) if blocks else (out.squeeze(4), lse.squeeze(4))
 
@@ -196,7 +208,8 @@ def _score_grads(at: Where | None, do: torch.Tensor, dlse: Any, kept: Kept, attr
     at = at or _global_places(kept.q, kept.k)
     x = _scores(kept.q, kept.k, kept.mask, at, attrs)
     gains = _gains(at, kept.drawn, x, attrs)
-    p = torch.exp(x - torch.where(kept.lse.isinf(), 0.0, kept.lse).unsqueeze(-1))
+    lse = kept.lse.masked_fill(_blind(kept.mask, at, attrs, x.device), 0.0)
+    p = torch.exp(x - lse.unsqueeze(-1))
     delta = (wide(do) * wide(kept.out)).sum(-1)
     delta = delta if dlse is None else delta - dlse
     dp = torch.einsum("bgrsne,bgnte->bgrsnt", wide(do), wide(kept.v)) * gains

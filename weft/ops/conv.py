@@ -26,7 +26,7 @@ Pair: TypeAlias = tuple[int, int]
 
 
 def pair(x: Any) -> Pair:
-    return (x, x) if isinstance(x, int) else (int(x[0]), int(x[1]))
+    return (x, x) if isinstance(x, int) else (int(x[0]), int(x[-1]))
 
 
 def windows(size: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> int:

@@ -11,7 +11,7 @@ import torch
 from weft.core.errors import TypeMismatch
 from weft.core.layout import Layout, Mesh, S, Within
 from weft.core.node import DTYPE_NAMES, Attrs, Node, Type, dtype_of, user_line
-from weft.ops.pointwise import cast, elementwise, eq
+from weft.ops.pointwise import cast, elementwise, eq, fit
 from weft.ops.registry import Kind, Linear, Local, Types, define
 from weft.ops.shape import one_dim, reshape
 
@@ -90,7 +90,8 @@ def _arange_infer(types: Types, attrs: Attrs) -> Type:
 
 
 def _steps(at: torch.Tensor, start: float, step: float, dtype: str) -> torch.Tensor:
-    return (at * step + start).to(dtype_of(dtype))
+    fine = isinstance(step, float) or isinstance(start, float)
+    return ((at.double() if fine else at) * step + start).to(dtype_of(dtype))
 
 
 def _arange_local(ctx: Local, size: int, start: float, step: float, dtype: str, mesh: Any, cuts: Cuts = ()) -> torch.Tensor:
@@ -140,4 +141,15 @@ stop_gradient = define(
     doc="the value itself, taken as a constant",
 )
 
-__all__ = ["Cuts", "arange", "cuts_of", "full", "indices", "is_cut", "one_dim", "one_hot", "stop_gradient", "zeros_like"]
+scale_gradient = define(
+    "scale_gradient",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    arity=2,
+    run=lambda x, by: x.expand(torch.broadcast_shapes(x.shape, by.shape)).clone(),
+    linear=Linear.FIRST,
+    vjp=lambda n, ct: (fit(ct * n.args[1], n.args[0]), None),
+    doc="(x, by) -> x itself, whose gradient is multiplied",
+)
+
+__all__ = ["Cuts", "arange", "cuts_of", "full", "indices", "is_cut", "one_dim", "one_hot", "scale_gradient", "stop_gradient", "zeros_like"]

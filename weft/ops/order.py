@@ -1,4 +1,4 @@
-"""Ops along an order: cumsum, sort, topk, argmax. The dim they run along is whole; ties are settled by index."""
+"""Ops along an order: cumsum, sort, topk, argmax. The dim they run along is whole; ties are settled as torch settles them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _sort_equation(types: Types, attrs: Attrs) -> Equation:
     return Equation(eq.ins, eq.outs * 2, whole=eq.whole)
 
 
-def _sort_run(x: torch.Tensor, dim: int, descending: bool = False) -> Any:
-    return tuple(torch.sort(x, dim=dim, descending=descending, stable=True))
+def _sort_run(x: torch.Tensor, dim: int, descending: bool = False, stable: bool = True) -> Any:
+    return tuple(torch.sort(x, dim=dim, descending=descending, stable=stable or x.device.type != "cpu"))
 
 
 _sort = define(
@@ -70,9 +70,9 @@ _sort = define(
 )
 
 
-def sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
-    """Values in order and the indices they had; equal ones keep their order."""
-    return _sort(x, dim=one_dim(dim, x.ndim), descending=descending)
+def sort(x: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    """Values in order and the indices they had; equal ones keep their order, or, not `stable`, come as torch's own sort has them."""
+    return _sort(x, dim=one_dim(dim, x.ndim), descending=descending, **({} if stable else {"stable": False}))
 
 
 def _topk_equation(types: Types, attrs: Attrs) -> Equation:
@@ -84,9 +84,11 @@ def _topk_equation(types: Types, attrs: Attrs) -> Equation:
     return Equation((labels,), (out, out), whole=frozenset({labels[dim]}), sizes={"k": k})
 
 
-def _topk_run(x: torch.Tensor, k: int, dim: int) -> Any:
-    """By a stable sort, so that the choice among equals does not depend on how many rows a rank holds."""
-    values, index = torch.sort(x, dim=dim, descending=True, stable=True)
+def _topk_run(x: torch.Tensor, k: int, dim: int, largest: bool = True, sorted: bool = True) -> Any:
+    """Torch's own choice among equals where it does not depend on how many rows a rank holds; elsewhere a stable sort's."""
+    if x.device.type == "cpu":
+        return tuple(torch.topk(x, k, dim, largest, sorted))
+    values, index = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), index.narrow(dim, 0, k)
 
 
@@ -95,9 +97,10 @@ _topk = define(
 )
 
 
-def topk(x: Any, k: int, dim: int = -1) -> Any:
-    """The k largest along a dim, largest first, and their indices; of equal ones the first."""
-    return _topk(x, k=k, dim=one_dim(dim, x.ndim))
+def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The k largest, or least, along a dim and their indices, the first one first where `sorted`; of equal ones those that torch takes."""
+    how = {name: False for name, given in (("largest", largest), ("sorted", sorted)) if not given}
+    return _topk(x, k=k, dim=one_dim(dim, x.ndim), **how)
 
 
 def _argmax_equation(types: Types, attrs: Attrs) -> Equation:
@@ -107,13 +110,17 @@ def _argmax_equation(types: Types, attrs: Attrs) -> Equation:
 
 
 _argmax = define(
-    "argmax", kind=Kind.WHOLE, equation=_argmax_equation, run=lambda x, dim: torch.argmax(x, dim), dtype=lambda types, attrs: torch.int64
+    "argmax",
+    kind=Kind.WHOLE,
+    equation=_argmax_equation,
+    run=lambda x, dim, least=False: (torch.argmin if least else torch.argmax)(x, dim),
+    dtype=lambda types, attrs: torch.int64,
 )
 
 
-def argmax(x: Any, dim: int) -> Any:
-    """The index of the largest along a dim; of equal ones the first."""
-    return _argmax(x, dim=one_dim(dim, x.ndim))
+def argmax(x: Any, dim: int, least: bool = False) -> Any:
+    """The index of the largest, or the least, along a dim; of equal ones the first."""
+    return _argmax(x, dim=one_dim(dim, x.ndim), **({"least": True} if least else {}))
 
 
 __all__ = ["argmax", "cumsum", "sort", "topk"]

@@ -109,29 +109,67 @@ mul = _binary(
 div = _binary(
     "div",
     torch.div,
-    lambda n, ct: (fit(ct / n.args[1], n.args[0]), fit(-(ct * n / n.args[1]), n.args[1])),
+    lambda n, ct: (fit(ct / n.args[1], n.args[0]), fit(-(ct * (n / n.args[1])), n.args[1])),
     linear=Linear.FIRST,
     dtype=floats,
 )
 
 
+def _keep(x: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    return torch.where(here, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _keep_dtype(types: Types, attrs: Attrs) -> torch.dtype:
+    if types[1].dtype != torch.bool:
+        raise TypeMismatch("keep_where chooses by a bool", needed="bool in operand 1", found=DTYPE_NAMES[types[1].dtype])
+    return types[0].dtype
+
+
+keep_where: Op = define(
+    "keep_where",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    arity=2,
+    run=_keep,
+    dtype=_keep_dtype,
+    vjp=lambda n, ct: (fit(keep(ct, n.args[1]), n.args[0]), None),
+    linear=Linear.FIRST,
+    doc="(x, here) -> x where `here` holds, else 0, though x be infinite or no number there: a product with 0 would not be",
+)
+
+
+def spread(ct: Node, like: Node) -> Node:
+    """A cotangent that is one number, as a tensor of its dtype: generated code would lose that."""
+    return op_named("expand")(op_named("reshape")(ct, shape=(1,) * like.ndim), shape=like.shape) if ct.op.name == "const" else ct
+
+
+def keep(ct: Node, here: Node) -> Node:
+    """A cotangent where `here` holds, else 0."""
+    return keep_where(spread(ct, here), here)  # type: ignore[no-any-return]
+
+
 def _pow_vjp(n: Node, ct: Node) -> Any:
+    """Nothing flows through x**0, nor to the power of 0**e for e >= 0, as torch has it."""
     x, e = n.args
-    to_x = fit(ct * (e * pow_(x, e - 1.0)), x)
-    return (to_x, None) if e.op.name == "const" else (to_x, fit(ct * (n * log(x)), e))
+    if e.op.name == "const" and e.attr("value") == 0:
+        return _nothing(n), None
+    slope = ct * (e * pow_(x, e - 1.0))
+    if e.op.name == "const":
+        return fit(slope, x), None
+    steep = keep(n * log(x), logical_not(logical_and(eq(x, 0.0), ge(e, 0.0))))
+    return fit(keep(slope, ne(e, 0.0)), x), fit(ct * steep, e)
 
 
 pow_ = _binary("pow", torch.pow, _pow_vjp)
 
 
-def _extreme_vjp(better: str) -> Any:
+def _extreme_vjp(beats: str) -> Any:
+    """A tie is shared evenly; where one of the two is no number, both get all."""
+
     def vjp(n: Node, ct: Node) -> Any:
         a, b = n.args
-        zero = ct * 0.0
-        tie = op_named("eq")(a, b)
-        first = op_named(better)(a, b)
-        half = ct * 0.5
-        return fit(where(tie, half, where(first, ct, zero)), a), fit(where(tie, half, where(first, zero, ct)), b)
+        shared = where(eq(a, b), ct * 0.5, ct)
+        return fit(keep(shared, logical_not(op_named(beats)(b, a))), a), fit(keep(shared, logical_not(op_named(beats)(a, b))), b)
 
     return vjp
 
@@ -159,8 +197,7 @@ def _where_dtype(types: Types, attrs: Attrs) -> torch.dtype:
 
 def _where_vjp(n: Node, ct: Node) -> Any:
     c, a, b = n.args
-    zero = ct * 0.0
-    return None, fit(where(c, ct, zero), a), fit(where(c, zero, ct), b)
+    return None, fit(keep(ct, c), a), fit(keep(ct, logical_not(c)), b)
 
 
 where = define(
@@ -179,9 +216,10 @@ where = define(
 # -- one operand ---------------------------------------------------------------------------------------------------------
 
 
-def _unary(name: str, run: Any, slope: Any, **facets: Any) -> Any:
-    """`slope(node)` is the derivative at the node's operand, as a node; None where there is none."""
-    vjp = None if slope is None else (lambda n, ct: (ct * slope(n),))
+def _unary(name: str, run: Any, slope: Any, pull: Any = None, **facets: Any) -> Any:
+    """`slope(node)` is the derivative at the node's operand, as a node; `pull(node, ct)` where it is no factor; neither where there is none."""
+    pull = pull or (None if slope is None else (lambda n, ct: ct * slope(n)))
+    vjp = None if pull is None else (lambda n, ct: (pull(n, ct),))
     return define(name, kind=Kind.POINTWISE, equation=elementwise, arity=1, run=run, vjp=vjp, **facets)
 
 
@@ -189,25 +227,33 @@ def _float_unary(name: str, run: Any, slope: Any, **facets: Any) -> Any:
     return _unary(name, run, slope, dtype=floats, **facets)
 
 
-def _as_float(cond: Node, like: Node) -> Node:
-    return cast(cond, dtype=DTYPE_NAMES[like.dtype])  # type: ignore[no-any-return]
-
-
-def _slope_op(name: str, run: Any) -> Any:
+def _slope_op(name: str, run: Any, vjp: Any = None) -> Any:
     """ct times a slope at x, as torch computes it in one pass; linear in ct."""
     return define(
-        name, kind=Kind.POINTWISE, equation=elementwise, arity=2, run=run, linear=Linear.FIRST, dtype=floats, doc="(ct, x) -> ct * slope(x)"
-    )
+        name, kind=Kind.POINTWISE, equation=elementwise, arity=2, run=run, linear=Linear.FIRST, dtype=floats, vjp=vjp,
+        doc="(ct, x) -> ct * slope(x)",
+    )  # fmt: skip
 
 
 gelu_backward = _slope_op(
     "gelu_backward", lambda ct, x, tanh=False: torch.ops.aten.gelu_backward(ct, x, approximate="tanh" if tanh else "none")
 )
 silu_backward = _slope_op("silu_backward", torch.ops.aten.silu_backward)
+relu_backward: Op = _slope_op(  # by the result, so that x need not be kept
+    "relu_backward", lambda ct, y: torch.ops.aten.threshold_backward(ct, y, 0), lambda n, ct: (relu_backward(spread(ct, n), n.args[1]), None)
+)
 
 
 def _gelu(x: torch.Tensor, tanh: bool = False) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh" if tanh else "none")
+
+
+def _nothing(n: Node) -> Node:
+    """The zeros that are the gradient of a staircase."""
+    from weft.ops.shape import expand_like
+
+    x = n.args[0]
+    return expand_like(constant(0.0, x.dtype, x.mesh), x)  # type: ignore[no-any-return]
 
 
 OF_POSITIVES = {"min": FIRST}  # a positive max may hide negative terms, and they give no number; a positive min hides none
@@ -224,12 +270,12 @@ neg = define(
     field=lambda p, a: (-a) % p,
 )
 exp = _float_unary("exp", torch.exp, lambda n: n, monotone=FIRST)
-log = _float_unary("log", torch.log, lambda n: 1.0 / n.args[0], monotone=OF_POSITIVES)
-sqrt = _float_unary("sqrt", torch.sqrt, lambda n: 0.5 / n, monotone=OF_POSITIVES)
+log = _float_unary("log", torch.log, None, monotone=OF_POSITIVES, pull=lambda n, ct: ct / n.args[0])
+sqrt = _float_unary("sqrt", torch.sqrt, None, monotone=OF_POSITIVES, pull=lambda n, ct: ct / (2.0 * n))
 rsqrt = _float_unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
 tanh = _float_unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
 sigmoid = _float_unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
-relu = _unary("relu", torch.relu, lambda n: _as_float(gt(n, 0.0), n), monotone=FIRST)  # by its result: its operand need not be kept
+relu = _unary("relu", torch.relu, None, monotone=FIRST, pull=lambda n, ct: relu_backward(spread(ct, n), n))
 gelu = define(
     "gelu",
     kind=Kind.POINTWISE,
@@ -252,19 +298,16 @@ erf = _float_unary("erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(
 sin = _float_unary("sin", torch.sin, lambda n: cos(n.args[0]))
 cos: Op = _float_unary("cos", torch.cos, lambda n: -sin(n.args[0]))
 abs_ = _unary("abs", torch.abs, lambda n: sign(n.args[0]))
-sign: Op = _unary("sign", torch.sign, lambda n: 0.0 * n, monotone=FIRST)
+sign: Op = _unary("sign", torch.sign, None, monotone=FIRST, pull=lambda n, ct: _nothing(n))
 square = _unary("square", torch.square, lambda n: 2.0 * n.args[0], field=lambda p, a: (a * a) % p)
-floor = _unary("floor", torch.floor, lambda n: 0.0 * n, monotone=FIRST)
+floor = _unary("floor", torch.floor, None, monotone=FIRST, pull=lambda n, ct: _nothing(n))
 isfinite = _unary("isfinite", torch.isfinite, None, dtype=to_bool)
 
 
-def _clamp_slope(n: Node) -> Node:
+def _clamp_pull(n: Node, ct: Node) -> Node:
     x = n.args[0]
-    inside = constant(1.0, x.dtype, x.mesh)
-    for bound, test in ((n.attr("lo"), ge), (n.attr("hi"), le)):
-        if bound is not None:
-            inside = inside * _as_float(test(x, bound), x)
-    return inside
+    inside = [test(x, bound) for bound, test in ((n.attr("lo"), ge), (n.attr("hi"), le)) if bound is not None]
+    return keep(ct, inside[0] if len(inside) == 1 else logical_and(*inside))
 
 
 def _clamp_normal(attrs: Attrs) -> Attrs:
@@ -277,7 +320,8 @@ def _clamp_normal(attrs: Attrs) -> Attrs:
 clamp = _unary(
     "clamp",
     lambda x, lo=None, hi=None: torch.clamp(x, lo, hi),
-    _clamp_slope,
+    None,
+    pull=_clamp_pull,
     monotone=FIRST,
     normal=_clamp_normal,
 )

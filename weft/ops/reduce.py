@@ -11,7 +11,7 @@ from weft.core.errors import TypeMismatch
 from weft.core.layout import Atom, Layout
 from weft.core.node import DTYPE_NAMES, Attrs, Node, op_named
 from weft.ops.comm import reshard, settle
-from weft.ops.registry import Equation, Kind, Linear, Types, define
+from weft.ops.registry import ONE, Equation, Kind, Linear, Types, define
 from weft.ops.shape import expand_like
 
 
@@ -37,7 +37,8 @@ def _reducing(reduce: str) -> Any:
 def _normal(attrs: Attrs) -> Attrs:
     dims = attrs.get("dims")
     out: Attrs = {} if dims is None else {"dims": (dims,) if isinstance(dims, int) else tuple(dims)}
-    return {**out, "keepdim": True} if attrs.get("keepdim") else out
+    out = {**out, "keepdim": True} if attrs.get("keepdim") else out
+    return {**out, "numbers": False} if not attrs.get("numbers", True) else out
 
 
 def stretch(x: Node, like: Node, dims: Any, keepdim: bool) -> Node:
@@ -81,6 +82,85 @@ sum_ = define(
 )
 
 
+# -- squares about the mean: what variances are made of --------------------------------------------------------------------------
+
+
+def _about_equation(types: Types, attrs: Attrs) -> Equation:
+    """x, and its mean with the reduced dims kept as 1."""
+    eq = _reducing("sum")(types[:1], attrs)
+    dims = norm_dims(attrs.get("dims"), len(types[0].shape))
+    return Equation((eq.ins[0], tuple(ONE if i in dims else x for i, x in enumerate(eq.ins[0]))), eq.outs)
+
+
+def _about(x: torch.Tensor, center: torch.Tensor, dims: Any = None, keepdim: bool = False) -> torch.Tensor:
+    return _sum((x - center).square(), dims, keepdim)
+
+
+def _about_vjp(n: Node, ct: Node) -> Any:
+    """Nothing flows to the mean, since what is left of x without it adds up to 0; torch's formula leaves it out too."""
+    x, center = n.args
+    back = expand_like(stretch(ct, x, n.attr("dims"), n.attr("keepdim", False)), x)
+    return back * ((x - center) * 2.0), None
+
+
+squares_about = define(
+    "squares_about",
+    kind=Kind.WHOLE,
+    equation=_about_equation,
+    run=_about,
+    vjp=_about_vjp,
+    normal=_normal,
+    doc="(x, its mean along dims) -> the sum of (x - mean)^2 along them",
+)
+
+
+def _along_whole(outs: int) -> Any:
+    """The reduced dims may not be cut; so many results alike."""
+
+    def equation(types: Types, attrs: Attrs) -> Equation:
+        eq = _reducing("sum")(types, attrs)
+        dims = norm_dims(attrs.get("dims"), len(types[0].shape))
+        return Equation(eq.ins, eq.outs * outs, whole=frozenset(eq.ins[0][d] for d in dims))
+
+    return equation
+
+
+def _var_mean_vjp(n: Node, ct: Node, ct_mean: Node) -> Any:
+    x, dims, keepdim = n.args[0], n.attr("dims"), n.attr("keepdim", False)
+    count = math.prod(x.shape[d] for d in norm_dims(dims, x.ndim))
+    back, back_mean = (expand_like(stretch(c, x, dims, keepdim), x) for c in (ct, ct_mean))
+    apart = x - mean(x, dims, True)
+    return (back * (apart * (2.0 / (count - n.attr("less")))) + back_mean * (1.0 / count),)
+
+
+var_mean = define(
+    "var_mean",
+    kind=Kind.WHOLE,
+    equation=_along_whole(2),
+    run=lambda x, less, dims=None, keepdim=False: torch.var_mean(x, norm_dims(dims, x.ndim), correction=less, keepdim=keepdim),
+    vjp=_var_mean_vjp,
+    normal=lambda attrs: {**_normal(attrs), "less": attrs["less"]},
+    doc="the variance and the mean along dims that are whole, in one pass; `less` is taken from the count",
+)
+
+
+def _logsumexp_vjp(n: Node, ct: Node) -> Any:
+    x, dims, keepdim = n.args[0], n.attr("dims"), n.attr("keepdim", False)
+    back, total = (expand_like(stretch(c, x, dims, keepdim), x) for c in (ct, n))
+    return (back * op_named("exp")(x - total),)
+
+
+logsumexp = define(
+    "logsumexp",
+    kind=Kind.WHOLE,
+    equation=_along_whole(1),
+    run=lambda x, dims=None, keepdim=False: torch.logsumexp(x, norm_dims(dims, x.ndim), keepdim=keepdim),
+    vjp=_logsumexp_vjp,
+    normal=_normal,
+    doc="the logarithm of the sum of exp(x) along dims that are whole",
+)
+
+
 def _lowest(dtype: torch.dtype, sign: int) -> float | int:
     if dtype.is_floating_point:
         return -sign * math.inf
@@ -91,7 +171,7 @@ def _lowest(dtype: torch.dtype, sign: int) -> float | int:
 def _extreme(sign: int) -> Any:
     """max (sign 1) or min (sign -1); of an empty slice the neutral value, as a rank of an uneven cut needs it."""
 
-    def run(x: torch.Tensor, dims: Any = None, keepdim: bool = False) -> torch.Tensor:
+    def run(x: torch.Tensor, dims: Any = None, keepdim: bool = False, numbers: bool = True) -> torch.Tensor:
         axes = norm_dims(dims, x.ndim)
         if any(x.shape[d] == 0 for d in axes):
             shape = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdim or i not in axes]
@@ -102,10 +182,13 @@ def _extreme(sign: int) -> Any:
 
 
 def _extreme_vjp(n: Node, ct: Node) -> Any:
-    """Ties share the cotangent evenly, as torch.amax does."""
+    """Ties share the cotangent evenly, as torch.amax has it; without `numbers` what is no number shares it too, as torch.max has it."""
     x, dims, keep = n.args[0], n.attr("dims"), n.attr("keepdim", False)
     best = expand_like(stretch(settle(n), x, dims, keep), x)
-    hit = op_named("cast")(op_named("eq")(x, best), dtype=DTYPE_NAMES[x.dtype])
+    same = op_named("eq")(x, best)
+    if not n.attr("numbers", True):
+        same = op_named("logical_or")(same, op_named("ne")(x, x))
+    hit = op_named("cast")(same, dtype=DTYPE_NAMES[x.dtype])
     count = settle(sum_(hit, dims=dims, keepdim=True))
     return (expand_like(stretch(ct, x, dims, keep), x) * (hit / expand_like(count, x)),)
 

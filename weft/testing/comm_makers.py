@@ -92,6 +92,7 @@ def _backward_of(forward: str) -> Grow:
 FORWARD = {
     "gelu": ("gelu_backward",),
     "silu": ("silu_backward",),
+    "relu": ("relu_backward",),
     "softmax": ("softmax_backward", "log_softmax_backward"),
     "layer_norm": ("layer_norm_backward", "rms_norm_backward"),
     "cross_entropy": ("cross_entropy_backward",),

@@ -249,6 +249,7 @@ DISTANCE: Mapping[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(("amax", "amin", "sort", "topk", "argmax"), _floats(_gaps)),
     **dict.fromkeys(("relu", "abs", "sign"), lambda x: x.abs()),
     **dict.fromkeys(("log", "sqrt", "rsqrt", "pow"), _above(0.02)),
+    "relu_backward": lambda ct, y: y.abs(),
     "max_pool2d": _gaps,
     "floor": _to_whole,
     "div": lambda a, b: b.abs() - 0.02,

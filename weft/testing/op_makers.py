@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.core.node import Node, op_named
-from weft.ops.fill import arange, cuts_of, full
+from weft.ops.comm import settle
+from weft.ops.fill import arange, cuts_of, full, scale_gradient
 from weft.ops.linalg import einsum
-from weft.ops.pointwise import clamp, dropout, pow_, where
+from weft.ops.pointwise import clamp, dropout, keep_where, pow_, where
+from weft.ops.reduce import logsumexp, mean, squares_about, var_mean
 from weft.ops.shape import concat, expand, expand_like, narrow, pad, permute, reshape
 from weft.testing.maker import Maker, Stuck
 
@@ -90,6 +92,18 @@ def _power(m: Maker) -> Any:
 def _where(m: Maker) -> Any:
     x = m.some()
     return m.emit(where, m.sized(x.shape, "bool", "flags"), x, m.sized(x.shape))
+
+
+@makes("keep_where")
+def _keep_where(m: Maker) -> Any:
+    x = m.some()
+    return m.emit(keep_where, x, m.sized(x.shape, "bool", "flags"))
+
+
+@makes("scale_gradient")
+def _scale_gradient(m: Maker) -> Any:
+    x = m.some()
+    return m.emit(scale_gradient, x, m.sized(x.shape))
 
 
 @makes("clamp")
@@ -206,6 +220,15 @@ def _const(m: Maker) -> Any:
 
 
 # -- reductions, products ----------------------------------------------------------------------------------------------------------
+
+
+@makes("squares_about", "var_mean", "logsumexp")
+def _reduce_whole(m: Maker) -> Any:
+    x = m.some(1)
+    d, keep = m.dim(x), m.rng.random() < 0.5
+    ways = [lambda v: squares_about(v, settle(mean(v, d, True)), dims=(d,), keepdim=keep), lambda v: logsumexp(v, dims=(d,), keepdim=keep)]
+    ways += [lambda v: var_mean(v, less=1, dims=(d,), keepdim=keep)] if x.shape[d] > 1 else []
+    return m.emit(m.rng.choice(ways), x)
 
 
 @makes("sum", "amax", "amin")

@@ -110,15 +110,23 @@ def test_a_batch_that_does_not_split():
 
 
 def test_an_unknown_op_is_right_listed_and_never_cut():
-    captured = same_as_torch(Net(lambda x: torch.logaddexp(x, x * 2).round(decimals=3) + torch.sinh(x)), total, (X,))
-    assert set(captured.opaque) == {"aten.logaddexp.default", "aten.round.decimals", "aten.sinh.default"}
+    captured = same_as_torch(Net(lambda x: torch.cumprod(x, 0)), total, (X,))
+    assert set(captured.opaque) == {"aten.cumprod.default"}
     told = captured.report()
-    assert "aten.sinh.default has no entry" in told
+    assert "aten.cumprod.default has no entry" in told
     assert "test_refusals.py, line" in told
-    node = captured.program.find("opaque", lambda n: n.attr("target") == "aten.sinh.default")
+    node = captured.program.find("opaque", lambda n: n.attr("target") == "aten.cumprod.default")
     cut = input_node("x", Type(torch.float32, Layout.of(Mesh(tp=2), (3, 4), {"tp": weft.S(0)})))
-    with pytest.raises(TypeMismatch, match=r"weft does not know aten.sinh.default, so it is never cut"):
+    with pytest.raises(TypeMismatch, match=r"weft does not know aten.cumprod.default, so it is never cut"):
         node.op(cut, **dict(node.attrs))
+
+
+def test_an_op_of_each_element_needs_no_entry_to_be_cut():
+    captured = same_as_torch(Net(lambda x: torch.logaddexp(x, x * 2).round(decimals=3) + torch.sinh(x)), total, (X,))
+    assert captured.opaque == {}
+    node = captured.program.find("each", lambda n: n.attr("target") == "aten.sinh.default")
+    cut = input_node("x", Type(torch.float32, Layout.of(Mesh(tp=2), (3, 4), {"tp": weft.S(0)})))
+    assert node.op(cut, **dict(node.attrs)).type.on("tp") == weft.S(0)
 
 
 def test_an_unknown_op_of_several_results_and_arguments():

@@ -53,3 +53,13 @@ def explained():
             try_="a mask and torch.where instead of selecting elements; one_hot and sum instead of counting",
             **_shown(error),
         ) from error
+    except RuntimeError as error:
+        if "data is not allocated yet" not in str(error):
+            raise
+        raise CaptureError(
+            "the model reads numbers from a tensor while it is traced",
+            needed="sizes and settings that are Python numbers",
+            found=str(error).split(". ")[0],
+            try_="give them as a list of numbers instead of a tensor",
+            **_shown(error),
+        ) from error

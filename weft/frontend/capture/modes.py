@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -20,19 +21,21 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, constant, user_line
-from weft.frontend.capture.complexes import any_complex, of_pairs, parts_of, refuse_complex
+from weft.frontend.capture.complexes import PARTS, any_complex, of_pairs, parts_of, refuse_complex
 from weft.frontend.capture.joint import enter
 from weft.frontend.capture.known import drawn, number, through
-from weft.frontend.capture.ops import opaque
+from weft.frontend.capture.ops import each, opaque
 from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
 from weft.frontend.capture.values import TAG, Ref, Step, view
-from weft.ops.pointwise import cast, where
-from weft.ops.shape import expand
+from weft.ops.embed import take
+from weft.ops.fill import arange, full
+from weft.ops.pointwise import add, cast, where
+from weft.ops.shape import expand, reshape
 
 ATEN: dict[Any, Handler] = {}
 VIEWS: dict[Any, Callable[..., list[Step] | list[list[Step]]]] = {}
@@ -194,6 +197,9 @@ class Below(TorchDispatchMode):
             return self._complex(func, out, args, kwargs)
         if func in VIEWS:
             return self._view(func, out, args, kwargs)
+        if func in _BY_STRIDES:
+            self._bind(func, out, by_strides(self.recorder, *args, **kwargs))
+            return out
         if func._schema.is_mutable:
             return self._write(func, out, args, kwargs)
         if not _tensors(out):
@@ -330,6 +336,8 @@ def _twin(func: Any) -> Any:
 
 
 def to_dtype(node: Node, dtype: torch.dtype) -> Node:
+    if dtype not in DTYPE_NAMES:
+        raise CaptureError(f"weft has no dtype {dtype}", needed=", ".join(DTYPE_NAMES.values()), found=str(dtype), where=user_line())
     return node if node.dtype == dtype else cast(node, dtype=DTYPE_NAMES[dtype])
 
 
@@ -345,34 +353,109 @@ def _as_nodes(recorder: Recorder, given: Any) -> Any:
 
 
 def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
-    """An op without an entry: one opaque node, noted with the line that asked for it."""
+    """An op without an entry. Of each element alone, it is torch's function and derivative, cut as its operands are; else one opaque node."""
+    require_drawn_alike(func)
+    func = _TRAINED.get(func, func)
+    made = each_element(recorder, func, out, args, kwargs)
+    if made is not None:
+        return made
     nodes: list[Node] = []
-
-    def template(x: Any) -> Any:
-        if isinstance(x, _Pairs):
-            nodes.append(x.node)
-            return "pairs", len(nodes) - 1
-        if isinstance(x, Node):
-            nodes.append(x)
-            return "tensor", len(nodes) - 1
-        if isinstance(x, complex):
-            return "complex", x.real, x.imag
-        if isinstance(x, (list, tuple)):
-            return tuple(template(y) for y in x)
-        if isinstance(x, torch.dtype):
-            return "dtype", DTYPE_NAMES.get(x) or str(x).removeprefix("torch.")
-        if isinstance(x, (torch.device, torch.layout, torch.memory_format)):
-            return None
-        return x
-
-    call = tuple(template(a) for a in args)
-    keys = tuple((k, template(v)) for k, v in kwargs.items())
+    call, keys = template(recorder, args, nodes), tuple((k, template(recorder, v, nodes)) for k, v in kwargs.items())
     gives = tuple((DTYPE_NAMES[recorder.type((), dtype).dtype], shape) for shape, dtype in map(parts_of, _tensors(out)))
     name = str(func)
     recorder.opaque.setdefault(name, []).append(user_line() or "")
-    more = {} if nodes else {"mesh": recorder.mesh.key}
-    made = opaque(*nodes, target=name, call=call, keys=keys, gives=gives, **more)
-    return made if len(gives) == 1 else list(made)
+    more = {"moves": tuple(i for i, n in enumerate(nodes) if recorder.moves(n))} if nodes else {"mesh": recorder.mesh.key}
+    whole = opaque(*nodes, target=name, call=call, keys=keys, gives=gives, **more)
+    return whole if len(gives) == 1 else list(whole)
+
+
+_TRAINED = {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}  # what torch calls where gradients are on
+_BY_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default}
+
+
+def by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: int | None = None) -> Node:
+    """What lies at given places of memory: elements of x, where x lies there in order."""
+    first = 0 if offset is None else offset - x.storage_offset()
+    last = first + sum((n - 1) * by for n, by in zip(shape, strides, strict=True)) if math.prod(shape) else first
+    if not x.is_contiguous() or first < 0 or last >= max(x.numel(), 1):
+        raise CaptureError(
+            "as_strided reads memory that weft does not lay out as torch does",
+            needed="a contiguous tensor, and places inside it",
+            found=f"shape {tuple(x.shape)} with strides {tuple(x.stride())}, places {first} to {last}",
+            try_="x.contiguous().as_strided(...), or unfold, or slices",
+            where=user_line(),
+        )
+    at: Node = constant(first, torch.int64, recorder.mesh)
+    for d, (n, by) in enumerate(zip(shape, strides, strict=True)):
+        at = add(reshape(arange(n, recorder.mesh, step=by), tuple(n if i == d else 1 for i in range(len(shape)))), at)
+    return take(reshape(recorder.node(x), (-1,)), expand(at, tuple(shape)), 0)
+
+
+_UNTAGGED = {torch.ops.aten.floor_divide.default, torch.ops.aten.hardswish.default, torch.ops.aten._prelu_kernel.default}  # of each element alone too
+
+
+def each_element(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Node | None:
+    """One `each` node, where torch says that the op treats each element alone and its operands are stretched as usual."""
+    if not (torch.Tag.pointwise in func.tags or func in _UNTAGGED) or not isinstance(out, Tensor) or out.dtype.is_complex:
+        return None
+    if any(isinstance(x, (_Pairs, complex)) for x in tree_leaves((args, kwargs))):
+        return None
+    nodes: list[Node] = []
+    call, keys = template(recorder, args, nodes), tuple((k, template(recorder, v, nodes)) for k, v in kwargs.items())
+    if not nodes or tuple(torch.broadcast_shapes(*(n.shape for n in nodes))) != tuple(out.shape):
+        return None
+    kind = recorder.type((), out.dtype).dtype
+    if kind.is_floating_point:  # so that stretching a 0-d operand changes no dtype
+        nodes = [to_dtype(n, kind) if n.dtype.is_floating_point else n for n in nodes]
+    return each(*nodes, target=str(func), call=call, keys=keys, gives=DTYPE_NAMES[kind])
+
+
+def alone(recorder: Recorder, func: Any, *args: Any, dtype: torch.dtype) -> Node:
+    """One `each` node of a torch op that treats each element alone when it is called so."""
+    nodes: list[Node] = []
+    call = template(recorder, args, nodes)
+    return each(*nodes, target=str(func), call=call, keys=(), gives=DTYPE_NAMES[dtype])
+
+
+def template(recorder: Recorder, x: Any, nodes: list[Node]) -> Any:
+    """An op's argument as plain data, its tensors put among the nodes; what weft cannot write down is refused."""
+    if isinstance(x, _Pairs):
+        nodes.append(x.node)
+        return "pairs", len(nodes) - 1
+    if isinstance(x, complex):
+        return "complex", (x.real, x.imag)
+    if isinstance(x, Node):
+        number = x.op.name == "const"  # generated code would give it as a Python number
+        nodes.append(full((), x.attr("value"), recorder.mesh, x.dtype) if number else x)
+        return "tensor", len(nodes) - 1
+    if isinstance(x, (list, tuple)):
+        return tuple(template(recorder, y, nodes) for y in x)
+    if isinstance(x, torch.dtype):
+        return "dtype", str(x).removeprefix("torch.") if x in PARTS else DTYPE_NAMES[recorder.type((), x).dtype]
+    if isinstance(x, float) and not math.isfinite(x):
+        return "float", str(x)
+    if isinstance(x, (torch.device, torch.memory_format)) or x is torch.strided:
+        return None
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    raise CaptureError(
+        f"weft cannot keep an op called with a {type(x).__name__}",
+        needed="tensors, numbers, text and dtypes",
+        found=repr(x)[:80],
+        where=user_line(),
+    )
+
+
+def require_drawn_alike(func: Any) -> None:
+    """Torch's own random numbers would differ from rank to rank, and between a pass and its recomputation."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise CaptureError(
+            f"weft has no random numbers like those of {func}",
+            needed="uniform, normal, bernoulli or dropout, which every rank can draw alike",
+            found=str(func),
+            try_="draw it outside the step and pass it in the batch",
+            where=user_line(),
+        )
 
 
 @contextmanager
@@ -382,4 +465,4 @@ def listening_to_torch(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-__all__ = ["ATEN", "FUNCTIONS", "VIEWS", "Ref", "aten", "function", "hear", "listening_to_torch", "teach", "to_dtype", "views"]
+__all__ = ["ATEN", "FUNCTIONS", "VIEWS", "Ref", "alone", "aten", "function", "hear", "listening_to_torch", "teach", "to_dtype", "views"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from weft.core.errors import TypeMismatch
+from weft.core.errors import RuntimeFault, TypeMismatch
 from weft.core.layout import Layout, Mesh, O, Placement
 from weft.core.node import Attrs, Node, Type, dtype_of, user_line
-from weft.ops.pointwise import elementwise, fit, uniform_at
+from weft.ops.pointwise import elementwise, fit, spread, uniform_at
 from weft.ops.registry import Equation, Kind, Linear, Types, define
 
 # -- random numbers, each a function of (seed, site, global index) ------------------------------------------------------
@@ -41,6 +41,30 @@ uniform = define("uniform", kind=Kind.SOURCE, infer=_random_infer, run=_uniform,
 normal = define("normal", kind=Kind.SOURCE, infer=_random_infer, run=_normal, vjp=lambda n, ct: (None,))
 
 
+# -- how often each number comes ------------------------------------------------------------------------------------------
+
+
+def _bincount_run(x: torch.Tensor, size: int) -> torch.Tensor:
+    if x.device.type == "cpu" and x.numel() and int(x.max()) >= size:
+        raise RuntimeFault(
+            f"torch.bincount(minlength={size}) would give more counts than were captured",
+            needed=f"values below {size}",
+            found=f"{int(x.max())}",
+            try_="a minlength above every value",
+        )
+    return (x.unsqueeze(-1) == torch.arange(size, device=x.device)).sum(0)
+
+
+bincount = define(
+    "bincount",
+    kind=Kind.WHOLE,
+    equation=lambda types, attrs: Equation((("i",),), (("n",),), sizes={"n": attrs["size"]}),
+    run=_bincount_run,
+    dtype=lambda types, attrs: torch.int64,
+    doc="how often each number from 0 to size comes; a larger one is refused",
+)
+
+
 # -- a torch op without an entry: kept whole, never cut -----------------------------------------------------------------
 
 
@@ -50,18 +74,21 @@ def _torch_op(target: str) -> Any:
 
 
 def _fill(template: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """The op's arguments: ("tensor", i) is the i-th operand, ("dtype", name) a dtype, lists and tuples go down."""
-    if isinstance(template, tuple) and len(template) == 2 and template[0] == "tensor":
-        return tensors[template[1]]
-    if isinstance(template, tuple) and len(template) == 2 and template[0] == "pairs":
-        return torch.view_as_complex(tensors[template[1]].contiguous())
-    if isinstance(template, tuple) and len(template) == 3 and template[0] == "complex":
-        return complex(*template[1:])
-    if isinstance(template, tuple) and len(template) == 2 and template[0] == "dtype":
-        return getattr(torch, template[1]) if template[1].startswith("complex") else dtype_of(template[1])
+    """The op's arguments: ("tensor", i) is the i-th operand, ("dtype", name) a dtype, ("float", text) inf or nan; lists go down."""
+    if isinstance(template, tuple) and len(template) == 2 and template[0] in _FILLS:
+        return _FILLS[template[0]](template[1], tensors)
     if isinstance(template, tuple):
         return [_fill(x, tensors) for x in template]
     return template
+
+
+_FILLS: dict[Any, Any] = {
+    "tensor": lambda i, tensors: tensors[i],
+    "pairs": lambda i, tensors: torch.view_as_complex(tensors[i].contiguous()),
+    "dtype": lambda name, _: getattr(torch, name) if name.startswith("complex") else dtype_of(name),
+    "float": lambda text, _: float(text),
+    "complex": lambda parts, _: complex(*parts),
+}
 
 
 def _call(tensors: tuple[torch.Tensor, ...], target: str, call: Any, keys: Any) -> tuple[Any, ...]:
@@ -94,13 +121,13 @@ def _where_whole(types: Types, target: str) -> dict[str, Placement]:
 
 
 def _opaque_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, gives: Any, **_: Any) -> Any:
-    out = _call(tensors, target, call, keys)
+    out = _call(tuple(t.contiguous() for t in tensors), target, call, keys)
     return out[0] if len(gives) == 1 else out
 
 
 def _opaque_vjp(n: Node, *cts: Node | None) -> Any:
-    """One node that runs torch's own gradient; only float operands get one."""
-    floats = tuple(i for i, a in enumerate(n.args) if a.dtype.is_floating_point)
+    """One node that runs torch's own gradient; only float operands get one, of those that may want it."""
+    floats = tuple(i for i, a in enumerate(n.args) if a.dtype.is_floating_point and i in n.attr("moves", range(len(n.args))))
     there = tuple(i for i, ct in enumerate(cts) if ct is not None)
     if not floats or not there:
         return (None,) * len(n.args)
@@ -129,7 +156,7 @@ def _opaque_grad_run(
     *tensors: torch.Tensor, target: str, call: Any, keys: Any, of: Any, to: Any, operands: int, **_: Any
 ) -> Any:
     with torch.enable_grad():
-        args = tuple(t.detach().requires_grad_(i in to) for i, t in enumerate(tensors[:operands]))
+        args = tuple(t.detach().contiguous().requires_grad_(i in to) for i, t in enumerate(tensors[:operands]))
         out = _call(args, target, call, keys)
         kept = [(out[i], ct) for i, ct in zip(of, tensors[operands:], strict=True) if out[i].requires_grad]
         wrt = [args[i] for i in to]
@@ -141,6 +168,123 @@ def _opaque_grad_run(
 opaque_grad = define(
     "opaque_grad", kind=Kind.WHOLE, infer=_opaque_grad_infer, run=_opaque_grad_run, doc="The gradient of an opaque op."
 )
+
+
+# -- a torch op on each element: torch's own function and derivative, cut in any way -----------------------------------------
+
+
+def _given_dtype(types: Types, attrs: Attrs) -> torch.dtype:
+    return dtype_of(attrs["gives"])
+
+
+def _each_vjp(n: Node, ct: Node) -> Any:
+    """Torch's formula, by the op that torch has for it or by its autograd, for every float operand."""
+    ct, attrs = spread(ct, n), dict(n.attrs)
+    back = BACKWARDS.get(attrs["target"])
+    if back is not None:
+        return back(n, ct)
+    return tuple(
+        fit(each_slope(ct, *n.args, **attrs, to=(i,)), a) if a.dtype.is_floating_point else None
+        for i, a in enumerate(n.args)
+    )
+
+
+each = define(
+    "each",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    run=lambda *tensors, target, call, keys, gives: _call(tensors, target, call, keys)[0],
+    dtype=_given_dtype,
+    vjp=_each_vjp,
+    doc="a torch op that treats each element alone",
+)
+
+
+def _slope_run(ct: torch.Tensor, *tensors: torch.Tensor, target: str, call: Any, keys: Any, to: tuple[int, ...], **_: Any) -> torch.Tensor:
+    """ct times the derivative in one operand after another. Operands are stretched first: a gradient at each element, not yet summed."""
+    shape = torch.broadcast_shapes(ct.shape, *(t.shape for t in tensors))
+    with torch.enable_grad():
+        made = tuple(t.detach().expand(shape).requires_grad_() if i in to else t for i, t in enumerate(tensors))
+        value = _call(made, target, call, keys)[0].expand(shape)
+        for at, i in enumerate(to):
+            value = _derivative(value, made[i], None if at + 1 < len(to) else ct.expand(shape), create_graph=at + 1 < len(to))
+    return value
+
+
+def _derivative(y: torch.Tensor, x: torch.Tensor, ct: torch.Tensor | None, create_graph: bool) -> torch.Tensor:
+    if not y.requires_grad:
+        return torch.zeros_like(x)
+    ct = torch.ones_like(y) if ct is None else ct
+    (grad,) = torch.autograd.grad(y, x, ct, allow_unused=True, create_graph=create_graph)
+    return torch.zeros_like(x) if grad is None else grad
+
+
+def _slope_vjp(n: Node, ct: Node) -> Any:
+    """In ct it is the same op; in an operand, the derivative in that one as well."""
+    back, attrs = spread(ct, n), dict(n.attrs)
+    given = n.args[0]
+    slopes = [
+        fit(each_slope(back * given, *n.args[1:], **{**attrs, "to": (*attrs["to"], i)}), a) if a.dtype.is_floating_point else None
+        for i, a in enumerate(n.args[1:])
+    ]
+    return fit(each_slope(back, *n.args[1:], **attrs), given), *slopes
+
+
+each_slope = define(
+    "each_slope",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    run=_slope_run,
+    dtype=_given_dtype,
+    linear=Linear.FIRST,
+    vjp=_slope_vjp,
+    doc="(ct, operands) -> ct times torch's own derivative in the operands `to`",
+)
+
+
+def _backward_vjp(n: Node, ct: Node) -> Any:
+    """Linear in ct; in x, the forward op's second derivative."""
+    back, (given, *args), attrs = spread(ct, n), n.args, dict(n.attr("of"))
+    twice = each_slope(back * given, *args, **{**attrs, "to": (0, 0)})
+    return fit(each_backward(back, *args, **dict(n.attrs)), given), fit(twice, args[0]), *[None] * (len(args) - 1)
+
+
+each_backward = define(
+    "each_backward",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    run=lambda *tensors, target, call, gives, of: _call(tensors, target, call, ())[0],
+    dtype=_given_dtype,
+    linear=Linear.FIRST,
+    vjp=_backward_vjp,
+    doc="(ct, operands) -> torch's own backward op of one that treats each element alone",
+)
+
+
+def _by_op(target: str, arguments: Any) -> Any:
+    """A gradient in the first operand alone, by a backward op: `arguments(call)` puts ct, 0, and x, 1, among the numbers."""
+
+    def back(n: Node, ct: Node) -> Any:
+        numbers = n.attr("call")[1:]
+        call = arguments(("tensor", 0), ("tensor", 1), *numbers)
+        return (each_backward(ct, *n.args, target=f"aten.{target}", call=tuple(call), gives=n.attr("gives"), of=n.attrs),)
+
+    return back
+
+
+BACKWARDS: dict[str, Any] = {
+    "aten.elu.default": _by_op("elu_backward.default", lambda ct, x, alpha=1.0, scale=1.0, inner=1.0: (ct, alpha, scale, inner, False, x)),
+    "aten.celu.default": _by_op("elu_backward.default", lambda ct, x, alpha=1.0: (ct, alpha, 1.0, 1.0 / alpha, False, x)),
+    "aten.softplus.default": _by_op("softplus_backward.default", lambda ct, x, beta=1.0, threshold=20.0: (ct, x, beta, threshold)),
+    "aten.hardtanh.default": _by_op("hardtanh_backward.default", lambda ct, x, lo=-1.0, hi=1.0: (ct, x, lo, hi)),
+    "aten.hardswish.default": _by_op("hardswish_backward.default", lambda ct, x: (ct, x)),
+    "aten.hardsigmoid.default": _by_op("hardsigmoid_backward.default", lambda ct, x: (ct, x)),
+    "aten.mish.default": _by_op("mish_backward.default", lambda ct, x: (ct, x)),
+    "aten.leaky_relu.default": _by_op("leaky_relu_backward.default", lambda ct, x, slope=0.01: (ct, x, slope, False)),
+    "aten.threshold.default": _by_op("threshold_backward.default", lambda ct, x, least, value: (ct, x, least)),
+    "aten.hardshrink.default": _by_op("hardshrink_backward.default", lambda ct, x, limit=0.5: (ct, x, limit)),
+    "aten.softshrink.default": _by_op("softshrink_backward.default", lambda ct, x, limit=0.5: (ct, x, limit)),
+}
 
 
 # -- rotary embedding by tables of cosines and sines -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""ATen's backward ops, which only a joint trace meets."""
+"""ATen's backward ops as a joint trace meets them; called by hand elsewhere, they are kept as torch has them, second gradient and all."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import torch
 
 from weft.core.node import Node
 from weft.frontend.capture.aten.shape import _select, _slice
-from weft.frontend.capture.modes import aten, to_dtype
+from weft.frontend.capture.modes import aten as heard
+from weft.frontend.capture.modes import to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import conv, embed
 from weft.ops import pointwise as w
 from weft.ops import reduce as wr
 from weft.ops.fill import arange, full
 from weft.ops.shape import narrow, pad, reshape
+
+
+def aten(*names: str) -> Any:
+    """Register a handler that declines where no autograd runs under the trace."""
+    return lambda handler: heard(*names)(lambda r, *args, **kwargs: handler(r, *args, **kwargs) if r.joint else NotImplemented)
+
 
 aten("threshold_backward")(lambda r, ct, x, least: w.where(w.gt(x, float(least)), ct, r.number(0, ct.dtype)))
 aten("tanh_backward")(lambda r, ct, y: w.mul(ct, w.sub(r.number(1.0, y.dtype), w.square(y))))

@@ -87,6 +87,8 @@ def _batch_norm(r: Recorder, x: Tensor, running_mean: Tensor | None, running_var
                 bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
                 *_: Any) -> Tensor:  # fmt: skip
     """The new running statistics are values like any other, written into the buffers they belong to."""
+    if x.ndim < 2:
+        raise CaptureError("batch norm needs channels", needed="2 dims or more", found=str(tuple(x.shape)), where=user_line())
     if r.joint:
         return _batch_norm_by_parts(x, running_mean, running_var, weight, bias, training, momentum, eps)
     kind = wide_dtype(x.dtype)

@@ -16,7 +16,7 @@ from weft.frontend.capture.recorder import Recorder
 from weft.ops import embed, order
 from weft.ops import pointwise as w
 from weft.ops import reduce as wr
-from weft.ops.fill import arange, full
+from weft.ops.fill import arange, full, scale_gradient
 from weft.ops.shape import expand, narrow, permute, reshape
 
 
@@ -36,8 +36,16 @@ def embedding(r: Recorder, index: Node, weight: Node, padding_idx: int | None = 
 
 
 @aten("embedding")
-def _embedding(r: Recorder, weight: Node, index: Node, padding_idx: int = -1, *_: Any) -> Node:
-    return embed.embedding(weight, index, None if padding_idx < 0 else padding_idx)
+def _embedding(r: Recorder, weight: Node, index: Node, padding_idx: int = -1, by_frequency: bool = False, sparse: bool = False) -> Node:
+    rows = embed.embedding(weight, index, None if padding_idx < 0 else padding_idx)
+    return _per_use(r, rows, weight, index) if by_frequency else rows
+
+
+def _per_use(r: Recorder, rows: Node, weight: Node, index: Node) -> Node:
+    """The same rows, but each row's gradient is divided by how often it was looked up."""
+    flat = reshape(index, (-1,))
+    uses = embed.put(full(flat.shape, 1.0, r.mesh, rows.dtype), flat, arange(weight.shape[0], r.mesh), 0)
+    return scale_gradient(rows, w.div(1.0, reshape(embed.take(uses, index, 0), (*index.shape, 1))))
 
 
 @function(F.embedding_bag)
@@ -69,13 +77,20 @@ def _by_offsets(r: Recorder, rows: Node, starts: Node, weights: Any, mode: str) 
     return w.div(total, reshape(w.clamp(sizes, lo=1.0), (bags, 1)))
 
 
+def _tabled(x: Node, index: Node) -> bool:
+    """Whether x has a dim to look along, and the index whole numbers to look by."""
+    return x.ndim > 0 and index.ndim > 0 and index.dtype in (torch.int64, torch.int32)
+
+
 @aten("index_select")
 def _index_select(r: Recorder, x: Node, dim: int, index: Node) -> Node:
-    return embed.take(x, index, dim)
+    return embed.take(x, index, dim) if _tabled(x, index) else NotImplemented
 
 
 @aten("gather")
 def _gather(r: Recorder, x: Node, dim: int, index: Node, sparse_grad: bool = False) -> Node:
+    if not _tabled(x, index):
+        return NotImplemented
     return embed.gather(_trimmed(x, index, dim), index, dim)
 
 
@@ -89,6 +104,8 @@ def _trimmed(x: Node, like: Node, dim: int) -> Node:
 
 @aten("scatter.src", "scatter.value")
 def _scatter(r: Recorder, x: Node, dim: int, index: Node, source: Any) -> Node:
+    if not _tabled(x, index):
+        return NotImplemented
     source = as_node(r, source, x.dtype)
     source = expand(source, index.shape) if source.ndim == 0 else _trimmed_to(source, index)
     return embed.scatter(x, index, source, dim) if _fits(x, index, dim) else NotImplemented
@@ -96,7 +113,7 @@ def _scatter(r: Recorder, x: Node, dim: int, index: Node, source: Any) -> Node:
 
 @aten("scatter_add", "scatter_reduce.two")
 def _scatter_add(r: Recorder, x: Node, dim: int, index: Node, source: Node, reduce: str = "sum", include_self: bool = True) -> Node:
-    if reduce != "sum" or not include_self or not _fits(x, index, dim):
+    if reduce != "sum" or not include_self or not _tabled(x, index) or not _fits(x, index, dim):
         return NotImplemented
     return embed.scatter_add(x, index, _trimmed_to(source, index), dim)
 
@@ -113,12 +130,16 @@ def _fits(x: Node, index: Node, dim: int) -> bool:
 
 @aten("index_add")
 def _index_add(r: Recorder, x: Node, dim: int, index: Node, source: Node, alpha: float = 1) -> Node:
+    if not _tabled(x, index):
+        return NotImplemented
     source = source if alpha == 1 else w.mul(source, float(alpha))
     return embed.index_add(x, index, to_dtype(source, x.dtype), dim)
 
 
 @aten("index_copy")
 def _index_copy(r: Recorder, x: Node, dim: int, index: Node, source: Node) -> Node:
+    if not _tabled(x, index):
+        return NotImplemented
     dim %= x.ndim
     shape = tuple(n if d == dim else 1 for d, n in enumerate(source.shape))
     return embed.scatter(x, expand(reshape(index, shape), source.shape), source, dim)
@@ -203,50 +224,58 @@ def _cumsum(r: Recorder, x: Node, dim: int, dtype: Any = None) -> Node:
     return order.cumsum(to_dtype(x, dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)), dim) if x.ndim else x
 
 
+def _line(x: Node) -> Node:
+    """A number as a vector of one, since torch takes it for that along a dim."""
+    return x if x.ndim else reshape(x, (1,))
+
+
 @aten("topk")
 def _topk(r: Recorder, x: Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> list[Node]:
-    values, index = order.topk(x if largest else w.neg(x), k, dim)
-    return [values if largest else w.neg(values), index]
+    shape = x.shape if not x.ndim else None
+    found = order.topk(_line(x), k, dim, largest, sorted)
+    return [v if shape is None else reshape(v, shape) for v in found] if k or x.ndim else NotImplemented
 
 
 @aten("sort.default", "sort.stable")
 def _sort(r: Recorder, x: Node, *given: Any, dim: int = -1, descending: bool = False, stable: Any = None) -> list[Node]:
     for value in given:  # sort.default has them by place
         dim, descending = (dim, value) if isinstance(value, bool) else (value, descending)
-    return list(order.sort(x, dim, descending))
+    return [reshape(v, x.shape) for v in order.sort(_line(x), dim, descending, bool(stable))]
 
 
 @aten("argmax")
-def _argmax(r: Recorder, x: Node, dim: int | None = None, keepdim: bool = False) -> Node:
-    flat = reshape(x, (-1,)) if dim is None else x
-    at = order.argmax(flat, 0 if dim is None else dim)
-    if not keepdim:
+def _argmax(r: Recorder, x: Node, dim: int | None = None, keepdim: bool = False, least: bool = False) -> Node:
+    flat = reshape(x, (-1,)) if dim is None else _line(x)
+    at = order.argmax(flat, 0 if dim is None else dim, least)
+    if not keepdim and x.ndim:
         return at
     return reshape(at, tuple(1 if dim is None or d == dim % x.ndim else n for d, n in enumerate(x.shape)))
 
 
 @aten("argmin")
 def _argmin(r: Recorder, x: Node, dim: int | None = None, keepdim: bool = False) -> Node:
-    return _argmax(r, w.neg(x), dim, keepdim)
+    return _argmax(r, x, dim, keepdim, least=True)
 
 
 @aten("max.dim")
-def _max_dim(r: Recorder, x: Node, dim: int, keepdim: bool = False) -> list[Node]:
+def _max_dim(r: Recorder, x: Node, dim: int, keepdim: bool = False, least: bool = False) -> list[Node]:
     """The value at the first largest index, so that its gradient goes to that one alone, as torch's does."""
-    values, index = order.topk(x, 1, dim)
-    shape = tuple(n for d, n in enumerate(values.shape) if keepdim or d != dim % x.ndim)
+    whole, dim = _line(x), dim % max(x.ndim, 1)
+    index = order.argmax(whole, dim, least)
+    kept = tuple(1 if d == dim else n for d, n in enumerate(whole.shape))
+    values = embed.gather(whole, reshape(index, kept), dim)
+    shape = tuple(n for d, n in enumerate(kept) if keepdim or d != dim) if x.ndim else ()
     return [reshape(values, shape), reshape(index, shape)]
 
 
 @aten("min.dim")
 def _min_dim(r: Recorder, x: Node, dim: int, keepdim: bool = False) -> list[Node]:
-    values, index = _max_dim(r, w.neg(x), dim, keepdim)
-    return [w.neg(values), index]
+    return _max_dim(r, x, dim, keepdim, least=True)
 
 
 @aten("flip")
 def _flip(r: Recorder, x: Node, dims: Any) -> Node:
-    for dim in dims:
+    for dim in dims if x.ndim else ():
         size = x.shape[dim]
         x = embed.take(x, arange(size, r.mesh, start=size - 1, step=-1), dim)
     return x

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from weft.core.node import Node
+from weft.core.errors import CaptureError
+from weft.core.node import Node, user_line
 from weft.frontend.capture.aten.reduce import reduced
 from weft.frontend.capture.modes import aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
@@ -23,15 +24,20 @@ from weft.ops.shape import narrow, permute, reshape
 # -- softmax -----------------------------------------------------------------------------------------------------------
 
 
-@aten("_softmax", "_safe_softmax")
+@aten("_softmax")
 def _softmax(r: Recorder, x: Node, dim: int, half_to_float: Any = False, dtype: Any = None) -> Node:
     kind = dtype or (torch.float32 if half_to_float is True else half_to_float or x.dtype)
-    return wn.softmax(to_dtype(x, kind), dim) if x.ndim else r.number(1, x.dtype)
+    return _of_line(to_dtype(x, kind), dim, wn.softmax)
+
+
+def _of_line(x: Node, dim: int, op: Any) -> Node:
+    """A number is a vector of one."""
+    return op(x, dim) if x.ndim else reshape(op(reshape(x, (1,)), 0), ())
 
 
 @aten("_log_softmax")
 def _log_softmax(r: Recorder, x: Node, dim: int, half_to_float: bool = False) -> Node:
-    return wn.log_softmax(to_dtype(x, torch.float32 if half_to_float else x.dtype), dim)
+    return _of_line(to_dtype(x, torch.float32 if half_to_float else x.dtype), dim, wn.log_softmax)
 
 
 # -- norms over the last dims, over groups of channels, over the batch -----------------------------------------------------
@@ -56,10 +62,12 @@ def _layer_norm(r: Recorder, x: Node, shape: Any, weight: Any = None, bias: Any 
 
 @aten("native_layer_norm")
 def _native_layer_norm(r: Recorder, x: Node, shape: Any, weight: Any, bias: Any, eps: float) -> list[Node]:
+    if not r.joint:
+        return NotImplemented  # called by hand, for its statistics
     dims = tuple(range(x.ndim - len(shape), x.ndim))
-    center = wr.mean(x, dims, True)
-    spread = w.rsqrt(w.add(wr.mean(w.square(w.sub(x, center)), dims, True), eps))
-    return [_layer_norm(r, x, shape, weight, bias, eps), center, spread]
+    var, center = wr.var_mean(x, less=0, dims=dims, keepdim=True)
+    spread = w.rsqrt(w.add(var, eps))
+    return [_layer_norm(r, x, shape, weight, bias, eps), r.stopped(center), r.stopped(spread)]  # of which torch has no gradient
 
 
 @function(F.rms_norm, torch.rms_norm)
@@ -123,6 +131,23 @@ def cross_entropy(r: Recorder, x: Node, target: Node, weight: Any = None, size_a
     if x.ndim > 2:
         x = permute(x, (0, *range(2, x.ndim), 1))
     return wl.cross_entropy(x, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
+
+
+def _linear_cross_entropy(r: Recorder, *_: Any, options: Any = None, **__: Any) -> Any:
+    """Torch's chunks compute gradients in the forward pass, where they are asked for; a trace asks for none."""
+    if options is None:
+        return NotImplemented
+    raise CaptureError(
+        "linear_cross_entropy in chunks has no gradient that can be captured",
+        needed="options=None: weft chooses how a loss is cut",
+        found=repr(options)[:80],
+        try_="F.linear_cross_entropy(input, weight, target), without options",
+        where=user_line(),
+    )
+
+
+if hasattr(F, "linear_cross_entropy"):
+    function(F.linear_cross_entropy)(_linear_cross_entropy)
 
 
 @aten("nll_loss_forward", "nll_loss2d_forward")

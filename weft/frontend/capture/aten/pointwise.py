@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.core.node import Node
-from weft.frontend.capture.modes import aten, to_dtype
+from weft.frontend.capture.modes import alone, aten, to_dtype
 from weft.frontend.capture.patterns import improved
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
@@ -96,32 +96,7 @@ def _times(r: Recorder, x: Node, number: float) -> Node:
 
 @aten("div")
 def _div(r: Recorder, a: Any, b: Any, rounding_mode: str | None = None) -> Node:
-    if rounding_mode is None:
-        return w.div(*promoted(r, a, b, float_=True))
-    kept = result_dtype(a, b)
-    x, y = (as_node(r, v, kept if kept.is_floating_point else torch.float64) for v in (a, b))
-    whole = w.floor(w.div(x, y))
-    if rounding_mode == "trunc":
-        whole = w.mul(w.sign(w.div(x, y)), w.floor(w.abs_(w.div(x, y))))
-    return to_dtype(whole, kept)
-
-
-@aten("floor_divide")
-def _floor_divide(r: Recorder, a: Any, b: Any) -> Node:
-    return _div(r, a, b, "floor")
-
-
-@aten("remainder")
-def _remainder(r: Recorder, a: Any, b: Any) -> Node:
-    """a - b * floor(a / b), with the sign of b."""
-    x, y = promoted(r, a, b)
-    return w.sub(x, w.mul(y, _div(r, x, y, "floor")))
-
-
-@aten("fmod")
-def _fmod(r: Recorder, a: Any, b: Any) -> Node:
-    x, y = promoted(r, a, b)
-    return w.sub(x, w.mul(y, _div(r, x, y, "trunc")))
+    return w.div(*promoted(r, a, b, float_=True)) if rounding_mode is None else NotImplemented
 
 
 @aten("pow.Tensor_Scalar")
@@ -150,13 +125,7 @@ for _name, _op in {
     "exp": w.exp, "log": w.log, "sqrt": w.sqrt, "rsqrt": w.rsqrt, "tanh": w.tanh, "sigmoid": w.sigmoid, "erf": w.erf,
     "sin": w.sin, "cos": w.cos, "silu": w.silu, "floor": w.floor,
     "reciprocal": lambda x: w.div(1.0, x), "ceil": lambda x: w.neg(w.floor(w.neg(x))),
-    "log1p": lambda x: w.log(w.add(x, 1.0)), "expm1": lambda x: w.sub(w.exp(x), 1.0),
-    "log2": lambda x: w.mul(w.log(x), 1 / math.log(2)), "log10": lambda x: w.mul(w.log(x), 1 / math.log(10)),
-    "exp2": lambda x: w.exp(w.mul(x, math.log(2))), "isfinite": w.isfinite,
-    "mish": lambda x: w.mul(x, w.tanh(_soften(x))),
-    "hardswish": lambda x: w.mul(x, w.mul(w.clamp(w.add(x, 3.0), lo=0.0, hi=6.0), 1 / 6)),
-    "hardsigmoid": lambda x: w.mul(w.clamp(w.add(x, 3.0), lo=0.0, hi=6.0), 1 / 6),
-    "log_sigmoid_forward": lambda x: [w.neg(_soften(w.neg(x))), x],
+    "isfinite": w.isfinite,
 }.items():  # fmt: skip
     _unary(_name, _op)
 
@@ -168,11 +137,6 @@ aten("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "detach_co
 aten("_to_copy")(lambda r, x, dtype=None, **_: x if dtype is None else to_dtype(x, dtype))
 aten("isnan")(lambda r, x: w.ne(x, x))
 aten("logical_not", "bitwise_not")(lambda r, x: w.logical_not(_truth(x)) if _boolean(x) else NotImplemented)
-
-
-def _soften(x: Node) -> Node:
-    """log(1 + exp(x)) without overflow."""
-    return w.add(w.relu(x), w.log(w.add(w.exp(w.neg(w.abs_(x))), 1.0)))
 
 
 def _boolean(*xs: Any) -> bool:
@@ -208,83 +172,17 @@ def _masked_fill(r: Recorder, x: Node, mask: Node, value: Any) -> Node:
     return w.where(mask, as_node(r, value, x.dtype), x)
 
 
-@aten("clamp.default", "clamp.Tensor", "hardtanh")
+@aten("clamp.default", "clamp_min.default")
 def _clamp(r: Recorder, x: Node, min: Any = None, max: Any = None) -> Node:
-    if isinstance(min, Node) or isinstance(max, Node):
-        x = x if min is None else w.maximum(*promoted(r, x, min))
-        return x if max is None else w.minimum(*promoted(r, x, max))
+    bounds = [v for v in (min, max) if v is not None]
+    if result_dtype(x, *bounds) != x.dtype or not all(math.isfinite(v) for v in bounds):
+        return NotImplemented
     kind = float if x.dtype.is_floating_point else int
-    bounds = {k: kind(v) for k, v in (("lo", min), ("hi", max)) if v is not None}
-    return w.clamp(x, **bounds)
+    return w.clamp(x, **{k: kind(v) for k, v in (("lo", min), ("hi", max)) if v is not None})
 
 
-aten("clamp_min")(lambda r, x, low: _clamp(r, x, low))
-aten("clamp_max")(lambda r, x, high: _clamp(r, x, None, high))
+aten("clamp_max.default")(lambda r, x, high: _clamp(r, x, None, high))
 
-
-@aten("leaky_relu")
-def _leaky_relu(r: Recorder, x: Node, slope: float = 0.01) -> Node:
-    return w.where(w.gt(x, 0.0), x, w.mul(x, slope))
-
-
-@aten("elu")
-def _elu(r: Recorder, x: Node, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Node:
-    low = w.mul(w.sub(w.exp(w.mul(w.minimum(x, w.mul(x, 0.0)), float(input_scale))), 1.0), float(alpha))
-    return w.mul(w.where(w.gt(x, 0.0), x, low), float(scale))
-
-
-@aten("celu")
-def _celu(r: Recorder, x: Node, alpha: float = 1) -> Node:
-    return _elu(r, x, alpha, 1, 1 / alpha)
-
-
-@aten("xlogy")
-def _xlogy(r: Recorder, a: Any, b: Any) -> Node:
-    """a log(b), and 0 where a is 0."""
-    x, y = promoted(r, a, b, float_=True)
-    zero = w.eq(x, r.number(0.0, x.dtype))
-    return w.where(zero, r.number(0.0, x.dtype), w.mul(x, w.log(w.where(zero, r.number(1.0, x.dtype), y))))
-
-
-@aten("softplus")
-def _softplus(r: Recorder, x: Node, beta: float = 1, threshold: float = 20) -> Node:
-    y = w.mul(x, float(beta))
-    return w.where(w.gt(y, float(threshold)), x, w.mul(_soften(y), 1 / beta))
-
-
-@aten("threshold")
-def _threshold(r: Recorder, x: Node, least: float, value: float) -> Node:
-    return w.where(w.gt(x, float(least)), x, r.number(value, x.dtype))
-
-
-@aten("hardshrink")
-def _hardshrink(r: Recorder, x: Node, limit: float = 0.5) -> Node:
-    return w.where(w.gt(w.abs_(x), float(limit)), x, r.number(0.0, x.dtype))
-
-
-@aten("softshrink")
-def _softshrink(r: Recorder, x: Node, limit: float = 0.5) -> Node:
-    return w.mul(w.sign(x), w.relu(w.sub(w.abs_(x), float(limit))))
-
-
-@aten("_prelu_kernel")
-def _prelu(r: Recorder, x: Node, slope: Node) -> Node:
-    return w.where(w.gt(x, 0.0), x, w.mul(x, slope))
-
-
-@aten("addcmul")
-def _addcmul(r: Recorder, x: Node, a: Node, b: Node, value: float = 1) -> Node:
-    return _add(r, x, w.mul(*promoted(r, a, b)), value)
-
-
-@aten("addcdiv")
-def _addcdiv(r: Recorder, x: Node, a: Node, b: Node, value: float = 1) -> Node:
-    return _add(r, x, w.div(*promoted(r, a, b)), value)
-
-
-@aten("lerp")
-def _lerp(r: Recorder, a: Node, b: Node, weight: Any) -> Node:
-    return w.add(a, w.mul(w.sub(b, a), as_node(r, weight, a.dtype)))
 
 
 @aten("copy")
@@ -298,3 +196,9 @@ def _fill(r: Recorder, x: Node, value: Any) -> Node:
 
 
 aten("zero")(lambda r, x: r.number(0, x.dtype))
+
+
+@aten("log_sigmoid_forward")
+def _log_sigmoid(r: Recorder, x: Node) -> list[Node]:
+    """The second result is scratch of torch's own backward."""
+    return [alone(r, torch.ops.aten.log_sigmoid.default, x, dtype=x.dtype), x]

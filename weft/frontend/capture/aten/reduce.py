@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from weft.core.node import Node
-from weft.frontend.capture.modes import aten, to_dtype
+from weft.frontend.capture.modes import alone, aten, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops import reduce as wr
-from weft.ops.shape import reshape
+from weft.ops.norm import wide_dtype
 
 
 def _dims(x: Node, dim: Any) -> tuple[int, ...]:
@@ -36,14 +36,18 @@ def mean(r: Recorder, x: Node, dim: Any = None, keepdim: bool = False, dtype: An
     return wr.mean(x, _dims(x, dim), keepdim) if x.ndim else x
 
 
-@aten("amax", "max.default")
+@aten("amax")
 def amax(r: Recorder, x: Node, dim: Any = None, keepdim: bool = False) -> Node:
-    return wr.amax(x, dims=_dims(x, dim), keepdim=keepdim) if x.ndim else x
+    return wr.amax(x, dims=_dims(x, dim), keepdim=keepdim)
 
 
-@aten("amin", "min.default")
+@aten("amin")
 def amin(r: Recorder, x: Node, dim: Any = None, keepdim: bool = False) -> Node:
-    return wr.amin(x, dims=_dims(x, dim), keepdim=keepdim) if x.ndim else x
+    return wr.amin(x, dims=_dims(x, dim), keepdim=keepdim)
+
+
+aten("max.default")(lambda r, x: wr.amax(x, dims=_dims(x, None), numbers=False))
+aten("min.default")(lambda r, x: wr.amin(x, dims=_dims(x, None), numbers=False))
 
 
 @aten("any.default", "any.dim", "any.dims")
@@ -60,25 +64,38 @@ def _bits(x: Node) -> Node:
     return to_dtype(x if x.dtype == torch.bool else w.ne(x, 0), torch.int64)
 
 
-@aten("var.correction", "var.dim", "var.default")
-def var(r: Recorder, x: Node, dim: Any = None, *_: Any, correction: Any = 1, unbiased: bool | None = None, keepdim: bool = False) -> Node:
-    if _:
+@aten("var.correction")
+def var(r: Recorder, x: Node, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Node:
+    dims, less = _dims(x, dim), _less(x, dim, correction)
+    if less is None:
         return NotImplemented
-    dims = _dims(x, dim)
+    x = to_dtype(x, wide_dtype(x.dtype))
     count = math.prod(x.shape[d] for d in dims)
-    less = (1 if unbiased else 0) if unbiased is not None else 1 if correction is None else correction
-    apart = w.sub(x, wr.mean(x, dims, True))
-    return w.mul(wr.sum_(w.square(apart), dims=dims, keepdim=keepdim), 1.0 / max(count - less, 1e-30))
+    return w.div(wr.squares_about(x, wr.mean(x, dims, True), dims=dims, keepdim=keepdim), float(count - less))
+
+
+def _less(x: Node, dim: Any, correction: Any) -> float | None:
+    """What is taken from the count; none where nothing is left of it, and torch divides by 0 forward and by less than that backward."""
+    less = 1 if correction is None else correction
+    return less if x.ndim and math.prod(x.shape[d] for d in _dims(x, dim)) > less else None
 
 
 @aten("std.correction")
 def _std(r: Recorder, x: Node, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Node:
-    return w.sqrt(var(r, x, dim, correction=correction, keepdim=keepdim))
+    spread = var(r, x, dim, correction=correction, keepdim=keepdim)
+    return spread if spread is NotImplemented else _root(spread)
+
+
+def _root(x: Node) -> Node:
+    """A square root through which nothing flows back where it is 0, as torch has it of a norm and a deviation."""
+    some = w.ne(x, 0.0)
+    return w.keep(w.sqrt(w.where(some, x, w.add(w.mul(x, 0.0), 1.0))), some)
 
 
 @aten("var_mean.correction")
 def _var_mean(r: Recorder, x: Node, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> list[Node]:
-    return [var(r, x, dim, correction=correction, keepdim=keepdim), wr.mean(x, _dims(x, dim), keepdim)]
+    less = _less(x, dim, correction)
+    return NotImplemented if less is None else list(wr.var_mean(x, less=less, dims=_dims(x, dim), keepdim=keepdim))
 
 
 @aten("linalg_vector_norm")
@@ -86,10 +103,12 @@ def _norm(r: Recorder, x: Node, ord: float = 2, dim: Any = None, keepdim: bool =
     x = to_dtype(x, dtype or x.dtype)
     dims = _dims(x, dim)
     if ord == 2:
-        return w.sqrt(wr.sum_(w.square(x), dims=dims, keepdim=keepdim))
+        return _root(wr.sum_(w.square(x), dims=dims, keepdim=keepdim))
     if ord == 1:
         return wr.sum_(w.abs_(x), dims=dims, keepdim=keepdim)
-    return wr.amax(w.abs_(x), dims=dims, keepdim=keepdim) if ord == math.inf else NotImplemented
+    if abs(ord) == math.inf and x.ndim:
+        return (wr.amax if ord > 0 else wr.amin)(w.abs_(x), dims=dims, keepdim=keepdim, numbers=False)
+    return NotImplemented
 
 
 @aten("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.Scalar")
@@ -99,10 +118,9 @@ def _old_norm(r: Recorder, x: Node, p: Any = 2, dim: Any = None, keepdim: bool =
 
 @aten("logsumexp")
 def _logsumexp(r: Recorder, x: Node, dim: Any, keepdim: bool = False) -> Node:
-    dims = _dims(x, dim)
-    top = wr.amax(x, dims=dims, keepdim=True)
-    out = w.add(top, w.log(wr.sum_(w.exp(w.sub(x, top)), dims=dims, keepdim=True)))
-    return out if keepdim else reshape(out, tuple(n for i, n in enumerate(x.shape) if i not in dims))
+    if not x.dtype.is_floating_point or not x.ndim:
+        return NotImplemented
+    return wr.logsumexp(x, dims=_dims(x, dim), keepdim=keepdim)
 
 
 @aten("mse_loss")
@@ -110,39 +128,20 @@ def _mse(r: Recorder, a: Node, b: Node, reduction: int = 1) -> Node:
     return reduced(w.square(w.sub(a, b)), reduction)
 
 
-@aten("smooth_l1_loss")
-def _smooth_l1(r: Recorder, a: Node, b: Node, reduction: int = 1, beta: float = 1.0) -> Node:
-    apart = w.abs_(w.sub(a, b))
-    near = w.mul(w.square(apart), 0.5 / beta)
-    return reduced(w.where(w.lt(apart, float(beta)), near, w.sub(apart, 0.5 * beta)), reduction)
+def _loss(name: str) -> None:
+    """A loss of each element by torch's own formula, then reduced."""
+    func = getattr(torch.ops.aten, name).default
+    before = [a.name for a in func._schema.arguments].index("reduction")
+
+    @aten(f"{name}.default")
+    def handler(r: Recorder, *args: Any) -> Node:
+        reduction = args[before] if len(args) > before else 1
+        given = [to_dtype(a, args[0].dtype) if isinstance(a, Node) else a for a in args]
+        return reduced(alone(r, func, *given[:before], *([None] * (before - len(given))), 0, *given[before + 1 :], dtype=args[0].dtype), reduction)
 
 
-@aten("huber_loss")
-def _huber(r: Recorder, a: Node, b: Node, reduction: int = 1, delta: float = 1.0) -> Node:
-    apart = w.abs_(w.sub(a, b))
-    near, far = w.mul(w.square(apart), 0.5), w.mul(w.sub(apart, 0.5 * delta), float(delta))
-    return reduced(w.where(w.lt(apart, float(delta)), near, far), reduction)
-
-
-@aten("binary_cross_entropy")
-def _bce_of_chances(r: Recorder, x: Node, y: Node, weight: Any = None, reduction: int = 1) -> Node:
-    """Logarithms are held at -100, as torch holds them."""
-    one = r.number(1.0, x.dtype)
-    yes, no = (w.clamp(w.log(p), lo=-100.0) for p in (x, w.sub(one, x)))
-    loss = w.neg(w.add(w.mul(y, yes), w.mul(w.sub(one, y), no)))
-    return reduced(loss if weight is None else w.mul(loss, weight), reduction)
-
-
-@aten("binary_cross_entropy_with_logits")
-def _bce(r: Recorder, x: Node, y: Node, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Node:
-    """max(x, 0) - x y + log(1 + exp(-|x|)), with the positive part weighed where asked."""
-    tail = w.log(w.add(w.exp(w.neg(w.abs_(x))), 1.0))
-    if pos_weight is None:
-        loss = w.add(w.sub(w.relu(x), w.mul(x, y)), tail)
-    else:
-        scale = w.add(w.mul(w.sub(pos_weight, 1.0), y), 1.0)
-        loss = w.add(w.mul(w.sub(r.number(1.0, x.dtype), y), x), w.mul(scale, w.add(tail, w.relu(w.neg(x)))))
-    return reduced(loss if weight is None else w.mul(loss, weight), reduction)
+for _name in ("smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"):
+    _loss(_name)
 
 
 def reduced(loss: Node, reduction: Any) -> Node:

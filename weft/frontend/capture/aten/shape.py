@@ -117,7 +117,7 @@ def _diagonal(shape: Shape, offset: int = 0, dim1: int = 0, dim2: int = 1) -> li
     count = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
     start = offset if offset >= 0 else -offset * columns
     lead = tuple(shape[d] for d in rest)
-    stop = start + (count - 1) * (columns + 1) + 1 if count else start
+    stop = start + (count - 1) * (columns + 1) + 1 if count else (start := 0)
     return [("permute", (*rest, dim1, dim2)), ("reshape", (*lead, rows * columns)), ("narrow", (len(rest), start, stop, columns + 1))]
 
 
@@ -205,9 +205,9 @@ def _roll(r: Recorder, x: Node, shifts: Any, dims: Any = ()) -> Node:
     if not dims:
         return reshape(_roll(r, reshape(x, (-1,)), shifts, (0,)), x.shape)
     pairs = zip((shifts,) if isinstance(shifts, int) else shifts, (dims,) if isinstance(dims, int) else dims, strict=True)
-    for shift, dim in pairs:
+    for shift, dim in pairs if x.ndim else ():
         dim, size = dim % x.ndim, x.shape[dim]
-        at = (-shift) % size
+        at = (-shift) % size if size else 0
         x = concat([narrow(x, dim, at, size), narrow(x, dim, 0, at)], dim) if at else x
     return x
 

@@ -10,11 +10,10 @@ import torch
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, user_line
 from weft.frontend.capture.modes import aten, function, to_dtype
-from weft.frontend.capture.ops import normal, uniform
+from weft.frontend.capture.ops import bincount, normal, uniform
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.fill import arange, full, one_hot
-from weft.ops.reduce import sum_
 from weft.ops.shape import expand, reshape
 
 
@@ -58,13 +57,16 @@ def _arange(r: Recorder, *bounds: Any, dtype: Any = None, **_: Any) -> Node:
 @aten("linspace")
 def _linspace(r: Recorder, start: float, end: float, steps: int, dtype: Any = None, **_: Any) -> Node:
     """Counted in float64, then rounded once."""
+    if isinstance(start, Node) or isinstance(end, Node):
+        return NotImplemented
     by = (end - start) / max(steps - 1, 1)
     return to_dtype(arange(steps, r.mesh, start=float(start), step=float(by), dtype=torch.float64), _kind(dtype))
 
 
 @aten("eye.default", "eye.m")
 def _eye(r: Recorder, rows: int, columns: int | None = None, dtype: Any = None, **_: Any) -> Node:
-    return one_hot(arange(rows, r.mesh), rows if columns is None else columns, _kind(dtype))
+    wide = rows if columns is None else columns
+    return one_hot(arange(rows, r.mesh), wide, _kind(dtype)) if rows and wide else _filled(r, (rows, wide), 0, _kind(dtype))
 
 
 def _grid(r: Recorder, x: Node) -> tuple[Node, Node]:
@@ -143,8 +145,5 @@ def _one_hot(r: Recorder, index: Node, num_classes: int = -1) -> Node:
 
 @function(torch.bincount)
 def _bincount(r: Recorder, x: Node, weights: Any = None, minlength: int = 0) -> Node:
-    """Counts up to `minlength`, as a sum of one-hot rows; beyond it torch would grow the result."""
-    if weights is not None or not minlength:
-        return NotImplemented
-    r.assume(f"torch.bincount(minlength={minlength}) counts no value of {minlength} or more")
-    return sum_(one_hot(x, minlength), dims=(0,))
+    """Counts up to `minlength`; beyond it torch would grow the result, and the step is refused when it runs."""
+    return NotImplemented if weights is not None or not minlength else bincount(x, size=minlength)
