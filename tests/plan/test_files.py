@@ -17,11 +17,14 @@ from weft.api.planfile import from_file
 from weft.core.errors import ClusterError, PlanError, WeftError
 from weft.plan.plan import Plan, load, parse
 from weft.plan.planner import Request, make_plan
+from weft.plan.run import Run, Seen
 from weft.plan.setting import Setting
 from weft.plan.space import Limits
+from weft.plan.timeline import Task, Timeline
 from weft.plan.told import differences, rows
 from weft.report import facts_of, html
 from weft.report.page import page
+from weft.report.trace import perfetto
 
 PROGRAM = """program step(dp=2)
   %param.w = input()        f32[4, 4] dp:R
@@ -204,3 +207,37 @@ def test_clusters_beyond_all_bounds_are_refused(text: str) -> None:
 
     with within(20), pytest.raises(ClusterError):
         cluster(text)
+
+
+def recorded() -> dict[str, Any]:
+    """A run as training writes it."""
+    line = Timeline((Task("matmul", "compute", 1e-3, (), "compute"), Task("all_reduce", "dp", 1e-3, (), "dp")), (0.0, 1e-3), (1e-3, 2e-3))
+    seen = Seen(2.0, 0.5, {"compute": 1.0, "dp": 1.0}, line, [(0.0, 1e6), (1e-3, 2e6)])
+    rounds = [["leaf", 4, 0], ["node", 3, 6]]
+    return Run(
+        name="net", kind="training", plan="dp2,zero1", program="ab12", machine="cpu", cluster="1x2xA100", mesh={"dp": 2}, unit="tokens", per_step=64.0,
+        flops=1e9, peak_flops=1e12, steps={"ms": [3.0, 2.0, 2.0, 2.0], "wait_ms": [0.0] * 4, "loss": [1.0, 0.9, 0.8, 0.7]}, predicted=seen, measured=seen,
+        tensors=[{"name": "w", "role": "param", "shape": [4, 4], "local": [2, 4], "dtype": "f32", "places": {"dp": "S(0)"}}],
+        communication=[{"kind": "all_reduce", "axis": "dp", "count": 1, "bytes": 64}], verbs=[{"step": "place on dp 2", "same": True}],
+        alternatives=[{"plan": "tp2", "step_ms": 3.0, "memory_gb": 0.5, "causes_ms": {"tp": 1.0}, "reason": ""}], says=["as foreseen"],
+        schedule={"samples": 2, "vertices": 7, "edges": 6, "batches": 2, "least": 2, "policy": "depth", "rounds": rounds},
+    ).data()  # fmt: skip
+
+
+def test_a_changed_run_is_drawn_or_refused_in_words(tmp_path: Path) -> None:
+    data, path = recorded(), tmp_path / "run.json"
+    path.write_text(json.dumps(data))
+    assert page(facts_of(path))
+    taken = {"yes": 0, "no": 0}
+    for what, text in mutations(data, 5, 300):
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        with within(20):
+            try:
+                facts = facts_of(path)
+                page(facts), perfetto(facts)
+                taken["yes"] += 1
+            except WeftError:
+                taken["no"] += 1
+            except Exception as error:
+                raise AssertionError(f"after {what}: {type(error).__name__}: {error}") from error
+    assert taken["no"] > 150 and taken["yes"] > 20, taken

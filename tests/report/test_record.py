@@ -56,7 +56,8 @@ def made(ms: float = 100.0, wait: float = 0.0, **more: object) -> Run:
 
 
 def test_a_run_is_read_back_as_it_was(tmp_path: Path) -> None:
-    run = made(schedule={"rounds": [["a", 1, 2]]}, verbs=[{"step": "fuse", "same": True}])
+    batches = {"samples": 1, "vertices": 1, "edges": 2, "batches": 1, "least": 1, "policy": "depth", "rounds": [["a", 1, 2]]}
+    run = made(schedule=batches, verbs=[{"step": "fuse", "same": True}])
     assert load(run.save(tmp_path / "deep" / "run").parent).data() == run.data()
     assert load(tmp_path / "deep" / "run" / "run.json").data() == run.data()
     assert [p.name for p in (tmp_path / "deep" / "run").iterdir()] == ["run.json"]

@@ -270,11 +270,10 @@ class Store:
         return {n: x for n, x in self.step.state.items() if not n.startswith("constant.")}
 
     def _hash(self) -> str:
-        inputs = self.step.program.input_names
-        return model_hash({n: inputs[n].shape for n in self.step.state_names if not n.startswith("constant.")})
+        return model_hash({n: self.step.held_as(n).shape for n in self.step.state_names if not n.startswith("constant.")})
 
     def _distributed(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {n: as_dtensor(x, self.step.program.input_names[n].layout, self.step.compiled.device_mesh) for n, x in state.items()}
+        return {n: as_dtensor(x, self.step.held_as(n).layout, self.step.compiled.device_mesh) for n, x in state.items()}
 
 
 # -- what a checkpoint says of itself ----------------------------------------------------------------------------------------------

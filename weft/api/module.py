@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from weft import interp
 from weft.api.checkpoint import as_dtensor
 from weft.api.compiled import Compiled
+from weft.api.together import begin_alike
 from weft.api.trust import verified
 from weft.core.dtensor import to_placements
 from weft.core.errors import PlanError, RuntimeFault
@@ -44,6 +45,7 @@ def parallelize_module(
     `.to_local()` this rank's part. `zero3` holds parameters in slices; where optimizer state is, the optimizer's DTensors say.
     """
     named = _named(plan)
+    begin_alike(model, None, example, torch.device(device), plan=plan, seed=seed)
     sharded = Sharded(model, named, example, torch.device(device), seed, check)
     sharded.adopt()
     return model

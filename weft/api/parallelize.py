@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from weft import interp
 from weft.api import auto, planfile
+from weft.api.again import Changing, Forms, gathered
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, beside_rows, rows_of
@@ -23,6 +24,7 @@ from weft.api.eager import How, Moment
 from weft.api.judge import Case, Verdict, judge, judge_now, moved
 from weft.api.lines import Lines
 from weft.api.noise import INPUT, Noise, Probe, measured
+from weft.api.together import begin_alike
 from weft.api.trust import Losses, exactly, guarded, require_exact, seen_by_first, verified
 from weft.api.watch import watch
 from weft.core.errors import PlanError, RuntimeFault
@@ -31,8 +33,10 @@ from weft.core.names import original
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.guards import as_before
 from weft.frontend.capture.micro import cut_of
-from weft.frontend.capture.optimizers import number, rule_of
+from weft.frontend.capture.model import require_torchs
+from weft.frontend.capture.optimizers import COUNT
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
@@ -95,15 +99,30 @@ def parallelize(
     how = {"clip": clip, "precision": precision}
     parts = {**how, "mean": allow_micro_mean, "accumulate": accumulate, "pins": pins, "guard": on_nan == "skip", "check": check}
     parts |= {"held": file.held, "found": file.found, "part": file.part} if file is not None else {}
+    require_torchs(model, optimizer)
+    run = begin_alike(model, optimizer, example, where, plan=plan, **how, accumulate=accumulate, seed=seed, pins=tuple(pins), on_nan=on_nan)
+    forms = Forms(model, loss, optimizer, example, run)
+
+    def in_parts(batch: Any, again: Any = None, **settings: Any) -> Step:
+        how = {**parts, **settings, "judging": again is None}
+        return _in_parts(model, loss, optimizer, batch, cast(Named, named), where, seed, noise, how)
+
     if named is not None and named.micro_batches > 1:
-        return _ready(_in_parts(model, loss, optimizer, example, named, where, seed, noise, parts), on_nan, deterministic, record, progress)
+        step = forms.adopt(forms.observed(lambda reads: in_parts(example, reads=reads, given=forms.given)), in_parts)
+        return _ready(step, on_nan, deterministic, record, progress)
+
+    apart = {"accumulate": accumulate, "allow_micro_mean": allow_micro_mean}
+
+    def captured_of(batch: Any, **settings: Any) -> Captured:
+        return capture(model, batch, loss, optimizer, **apart, **how, **settings)
+
     moment = Moment.now()
-    own = {"accumulate": accumulate, "allow_micro_mean": allow_micro_mean}
-    captured = capture(model, example, loss, optimizer, **own, **how)
+    captured = forms.observed(lambda reads: captured_of(example, reads=reads, given=forms.given))
     judged, case = None, Case(model, loss, optimizer, How(clip, accumulate if allow_micro_mean else 1, precision), where, moment)
     if check:
-        again = own if allow_micro_mean else {}
-        judged = seen_by_first(lambda: judge(captured, case, example, lambda part: capture(model, part, loss, optimizer, **again, **how)))
+        again = apart if allow_micro_mean else {}
+        with as_before(captured.reads):
+            judged = seen_by_first(lambda: judge(captured, case, example, lambda part: capture(model, part, loss, optimizer, **again, **how)))
     if on_nan == "skip":
         captured, file = guarded(captured), file and file.guarded()
     wish = auto.Wish(tuple(map(parse_pin, pins)), noise, bytes_of(memory) if memory else 0.0)
@@ -112,10 +131,16 @@ def parallelize(
         own = {name: dtensor_pins(model, mine) for name, mine in (others or {}).items()}
         decision = auto.agree(captured, where, wish, own, _lines(model, loss, optimizer, example, accumulate, {**how, "mean": allow_micro_mean}))
         named = decision.named
+
+    def in_one(batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
+        again, plan = captured_of(batch, **settings), cast(Named, named)
+        again = guarded(again) if on_nan == "skip" else again
+        return None if known(again) else _in_one(again, plan, wish, None, file, check, (model, loss, optimizer, where, seed))
+
     if named.micro_batches > 1:
-        step = _in_parts(model, loss, optimizer, example, named, where, seed, noise, parts)
+        step = forms.adopt(forms.observed(lambda reads: in_parts(example, reads=reads, given=forms.given)), in_parts)
     else:
-        step = _in_one(captured, named, wish, decision, file, check, (model, loss, optimizer, where, seed))
+        step = forms.adopt(_in_one(captured, named, wish, decision, file, check, (model, loss, optimizer, where, seed)), in_one)
         step.how = case.how
     step.decision, step.judged = decision, judged or step.judged
     return _ready(step, on_nan, deterministic, record, progress)
@@ -131,13 +156,14 @@ def _in_one(
     rest: tuple[nn.Module, Loss, torch.optim.Optimizer, torch.device, int],
 ) -> Step:  # fmt: skip
     """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
+    traced = captured.program
     captured = file.again(captured, named) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
     chosen = decision or file
     source, moves = chosen.step(captured) if chosen is not None else (captured, ())
     program = decision.program if decision else _placed(source, named, wish, rest[3], file)
     report = verified(source.program, program) if check else None
     step = Step(captured, program, named, *rest)
-    step.report, step.source, step.moves = report, source.program, moves
+    step.report, step.source, step.moves, step.traced = report, source.program, moves, traced
     return step
 
 
@@ -202,7 +228,7 @@ def _require_ranks(named: Named, plan: str) -> None:
         )
 
 
-class Step:
+class Step(Changing):
     """Forward, backward and update as one call; its state is held as the plan says."""
 
     def __init__(
@@ -230,7 +256,13 @@ class Step:
         self.moves: tuple[str, ...] = ()
         self.losses = Losses("ignore")
         self.deterministic = False
+        self.traced = captured.program  # as it was captured, before anything was made of it
+        self.reads = captured.reads
+        self.forms: Forms | None = None
         self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
+        known = {**captured.states, **captured.parameters, **captured.buffers, **captured.constants}
+        self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
+        self._missed = dict.fromkeys(captured.states.values(), 0)
         self._state = self._initial_state()
         self._eval: Compiled | None = None
         self.noise = Noise()
@@ -254,15 +286,16 @@ class Step:
         return out
 
     def _local(self, name: str, value: Tensor) -> Tensor:
-        node = self.program.input_names[name]
+        held = self._held_as[name]
         if value.is_meta:
-            return torch.empty(node.layout.local_shape(self.compiled.coords), dtype=node.dtype, device=self.compiled.device)
-        return interp.take_local(value, node.layout, self.compiled.coords).to(self.compiled.device)
+            return torch.empty(held.layout.local_shape(self.compiled.coords), dtype=held.dtype, device=self.compiled.device)
+        return interp.take_local(value, held.layout, self.compiled.coords).to(self.compiled.device)
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 
     def __call__(self, batch: Any) -> Tensor:
         """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
+        self.ready(batch)
         run = self.compiled if self.recorder is None else self.recorder.call
         given = self._batch(batch)
         with exactly(self.deterministic):
@@ -272,6 +305,7 @@ class Step:
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
+        self.stepped()
         self.steps += 1
         self.grad_norm = out.get("grad_norm")
         self.losses.see(out["loss"], self.grad_norm, self.steps, given)
@@ -314,7 +348,7 @@ class Step:
         return Compiled(place(captured.program, self.program.mesh, held), device=self.compiled.device)
 
     def _batch(self, batch: Any) -> dict[str, Tensor]:
-        given = named_batch(batch)
+        given = {**named_batch(batch), **self.lifted(batch)}
         out = {}
         for name, type_ in self._batch_types.items():
             if name not in given:
@@ -322,7 +356,7 @@ class Step:
                     f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given)
                 )
             out[name] = self._part(name, type_, given[name]).to(self.compiled.device)
-        return out
+        return out | {n: x for n, x in given.items() if n.startswith("value.")}
 
     def _part(self, name: str, type_: Type, x: Tensor) -> Tensor:
         """This rank's part of a global batch, of its own rows of one, or what is its part already."""
@@ -347,19 +381,12 @@ class Step:
         type_ = next(t for t in self._batch_types.values() if t.shape)
         return Rows(samples, type_.shape[0], rows_of(type_, self.compiled.coords), shuffle=shuffle, seed=seed, start=self.steps)
 
-    def _settings(self) -> dict[str, float]:
-        """The optimizer's settings that are inputs, as they are now."""
-        groups = self.optimizer.param_groups
-        found = {f"lr.{i}": number(g["lr"]) for i, g in enumerate(groups)}
-        if self.captured.given:
-            rules = [rule_of(self.optimizer, g) for g in groups]
-            found |= {f"{k}.{i}": x for i, r in enumerate(rules) for k, x in r.settings.items() if k in self.captured.given}
-        return found
-
     def _numbers(self) -> dict[str, Tensor]:
         """What changes from step to step by itself: settings of the optimizer, the step count, the seed of dropout."""
         settings = self._settings()
-        values = {**settings, "step": self.steps - self.skipped, "seed": self.seed + self.steps}
+        taken = self.steps - self.skipped
+        counts = {f"{COUNT}.{p.removeprefix('param.')}": taken - missed for p, missed in self._missed.items()}
+        values = {**settings, **counts, "step": taken, "seed": self.seed + self.steps}
         kinds = {n: torch.float64 if n in settings else torch.int64 for n in values}
         # written by the device itself: a copy from the host would wait for all it has been given before
         own = {n: torch.full((), v, dtype=kinds[n], device=self.compiled.device) for n, v in values.items() if n in self.program.input_names}
@@ -375,8 +402,7 @@ class Step:
     @property
     def state_names(self) -> list[str]:
         """Everything in the state of any rank."""
-        known = {**self.captured.states, **self.captured.parameters, **self.captured.buffers, **self.captured.constants}
-        return [n for n in self.program.input_names if n in known]
+        return list(self._held_as)
 
     def checkpoints(self, folder: str, keep: int = 2) -> Store:
         """Where to save and restore: `store = step.checkpoints(folder); store.restore(); ...; store.save(wait=False)`."""
@@ -384,8 +410,7 @@ class Step:
 
     def full(self, name: str) -> Tensor:
         """A state tensor whole, on every rank. Every rank must ask."""
-        node = self.program.input_names[name]
-        return gathered(node.layout, self._state.get(name), self.compiled)
+        return gathered(self._held_as[name].layout, self._state.get(name), self.compiled)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
@@ -407,7 +432,7 @@ class Step:
 
     def take_state(self, other: Step) -> None:
         """Go on where another step of the same model is. Held alike, tensors are taken as they are; else every rank must ask."""
-        mine, theirs = self.program.input_names, other.program.input_names
+        mine, theirs = self._held_as, other._held_as
         if all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
             self._state, self.steps = {n: other._state[n] for n in self._state}, other.steps
         else:
@@ -442,8 +467,10 @@ class Step:
 
         The step is tried on a copy of the state; nothing changes. The batch must be a global one.
         """
+        self.ready(batch)
         whole = {n: self.full(n) for n in self.state_names}
-        inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in named_batch(batch).items()}, **self._numbers()}
+        given = {**named_batch(batch), **self.lifted(batch)}
+        inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in given.items()}, **self._numbers()}
         names = self.captured.program.input_names
         want = interp.run_global(self.captured.program, {n: inputs[n] for n in names})
         copies = {n: x.clone() for n, x in self._state.items()}
@@ -484,16 +511,3 @@ class Step:
         return apart[worst] / size[worst]
 
 
-def gathered(layout: Any, local: Tensor | None, compiled: Compiled) -> Tensor:
-    """A value whole on every rank, from what each holds, if anything."""
-    everywhere = all(layout.where_cut(a) is None for a in layout.mesh.axes) and not layout.held
-    if local is not None and (not dist.is_initialized() or everywhere):
-        return local
-    parts: list[Any] = [None] * layout.mesh.ranks
-    dist.all_gather_object(parts, None if local is None else local.cpu())
-    some = next(x for x in parts if x is not None)
-    return interp.denote(parts, _typed(layout, some), tolerance=1e-5).to(compiled.device)
-
-
-def _typed(layout: Any, local: Tensor) -> Any:
-    return Type(local.dtype, layout)

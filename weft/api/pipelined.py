@@ -27,6 +27,7 @@ from weft.core.layout import Layout, S
 from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.guards import as_before
 from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, micro_batch, require_gradients, require_parts
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
@@ -69,18 +70,23 @@ def pipelined(
     mean: bool = False,
     guard: bool = False,
     check: bool = True,
+    judging: bool = True,
+    **settings: Any,
 ) -> PipelinedStep:
     """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held, `found` how
-    stages are made, `part` how rules rewrite the step, `mean` that the loss is the mean over what micro-batches give by themselves."""
+    stages are made, `part` how rules rewrite the step, `mean` that the loss is the mean over what micro-batches give by themselves;
+    `settings` go to the capture."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
     moment = Moment.now()
-    micro = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision)(plan.micro_batches)
-    captured = micro.captured
-    judged = _judged(micro, Case(model, loss, optimizer, How(clip, 1, precision), device, moment), example) if check else None
+    micro = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)(plan.micro_batches)
+    captured, judged = micro.captured, None
+    if check and judging:
+        with as_before(captured.reads):
+            judged = _judged(micro, Case(model, loss, optimizer, How(clip, 1, precision), device, moment), example)
     source, moves = part(captured) if part is not None else (captured, ())
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
@@ -161,6 +167,8 @@ def _verified(line: Line) -> Report | None:
 class PipelinedStep(Step):
     """Forward and backward in micro-batches by a schedule, then one update."""
 
+    lifts = False
+
     def __init__(
         self,
         micro: Micro,
@@ -234,6 +242,7 @@ class PipelinedStep(Step):
 
     def __call__(self, batch: Any) -> Tensor:
         """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
+        self.ready(batch)
         before, skipped = {n: x for n, x in self._state.items() if n.startswith("buffer.")}, self.skipped
         run = self._step if self.recorder is None else self.recorder.call
         with exactly(self.deterministic):
@@ -241,6 +250,7 @@ class PipelinedStep(Step):
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
+        self.stepped()
         self.steps += 1
         self.grad_norm = out.get("grad_norm")
         self.losses.see(out["loss"], self.grad_norm, self.steps, named_batch(batch))

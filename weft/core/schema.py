@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.core.errors import PlanError
+
 MOST = 1 << 20  # entries of a list or object, and anything counted
 LARGE = 1 << 31
 
@@ -82,23 +84,25 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Record:
-    """An object with these names, of which some may be left out, and no others."""
+    """An object with these names, of which some may be left out, and no others unless it is open."""
 
     of: Mapping[str, Any]
     optional: tuple[str, ...] = ()
+    open: bool = False
 
     def misfits(self, value: Any, path: str) -> Iterator[Misfit]:
         if not isinstance(value, dict):
             yield Misfit(path, "an object", short(value))
             return
         lacking = [k for k in self.of if k not in value and k not in self.optional]
-        odd = [k for k in value if k not in self.of]
+        odd = [k for k in value if k not in self.of and not self.open]
         if lacking or odd:
             found = f"unknown {', '.join(map(short, odd[:4]))}" if odd else "not there"
             yield Misfit(path, ", ".join(lacking or self.of), found.replace("'", ""), keys=True)
             return
         for name, entry in value.items():
-            yield from self.of[name].misfits(entry, _under(path, name))
+            if name in self.of:
+                yield from self.of[name].misfits(entry, _under(path, name))
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,14 @@ def one_of(*words: str) -> Kind:
 
 flag = Kind("true or false", lambda x: isinstance(x, bool))
 word = Kind("a word", lambda x: isinstance(x, str) and re.fullmatch(r"[A-Za-z_][\w.]{0,79}", x) is not None)
+
+
+def fit(kind: Any, data: Any, where: str) -> None:
+    """Refuse data that is not of a kind, at the first place where it is not."""
+    odd = next(kind.misfits(data, ""), None)
+    if odd is not None:
+        of = f"{odd.path} of {where}" if odd.path else where
+        raise PlanError(f"{of} cannot be read" if odd.keys else f"{of} is of the wrong kind", needed=odd.needed, found=odd.found)
 
 
 def short(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from weft.core.errors import PlanError
 from weft.core.files import BYTES, parse_json
 from weft.core.picture import html_of
-from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, flag, number, one_of, short, text, whole, word
+from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fit, flag, number, one_of, short, text, whole, word
 from weft.plan.setting import AGAIN, Setting
 from weft.plan.shares import dealt
 
@@ -164,14 +164,6 @@ def parse(text: str | bytes, where: str = "plan") -> Plan:
     plan.setting.check()
     _check_parts(where, plan)
     return plan
-
-
-def fit(kind: Any, data: Any, where: str) -> None:
-    """Refuse data that is not of a kind, at the first place where it is not."""
-    odd = next(kind.misfits(data, ""), None)
-    if odd is not None:
-        of = f"{odd.path} of {where}" if odd.path else where
-        raise PlanError(f"{of} cannot be read" if odd.keys else f"{of} is of the wrong kind", needed=odd.needed, found=odd.found)
 
 
 def _check_parts(where: str, plan: Plan) -> None:

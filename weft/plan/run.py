@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import PlanError
+from weft.core.files import read_json
 from weft.core.picture import html_of
+from weft.core.schema import Listed, Mapped, Maybe, Record, Row, fit, flag, number, short, text, whole
 from weft.plan.timeline import Task, Timeline
 
 VERSION = 1
+BYTES = 1 << 30
 FILE = "run.json"
 WARM = 2  # steps that load kernels and fill caches, and are not counted
 TRY = 'weft.parallelize(..., record="run/"), or weft.dynamic.Recorder(model, "run/")'
@@ -109,12 +112,33 @@ def median(values: Sequence[float]) -> float:
     return (ordered[middle] + ordered[~middle]) / 2 if ordered else 0.0
 
 
+_NAMES, _MS = Listed(text()), Mapped(number())
+_LINE = Record({"names": _NAMES, "streams": _NAMES, "causes": _NAMES, "rows": Listed(Row((whole(), whole(), whole(), number(), number())))})
+_SEEN = Record({"step_ms": number(), "memory_gb": number(), "causes_ms": _MS, "line": _LINE, "memory": Listed(Row((number(), number())))})
+_SIZES = Listed(whole(0, 1 << 60), most=64)
+_TENSOR = {"name": text(), "role": text(), "shape": _SIZES, "local": _SIZES, "dtype": text(), "places": Mapped(text(), most=64)}
+_VERB = {"step": text(1 << 20), "same": flag, "rule": text(), "said": text(1 << 20)}
+_OTHER = {"plan": text(), "step_ms": number(), "memory_gb": number(), "causes_ms": _MS, "reason": text(1 << 20)}
+_BATCHES = {
+    **dict.fromkeys(("samples", "vertices", "edges", "batches", "least"), whole(0, 1 << 60)), "policy": text(),
+    "rounds": Listed(Row((text(), whole(0, 1 << 60), whole(0, 1 << 60)))),
+}  # fmt: skip
+SCHEMA = Record({
+    "weft_run": whole(), **dict.fromkeys(("name", "kind", "plan", "program", "machine", "cluster", "unit"), text()), "mesh": Mapped(whole(1), most=64),
+    **dict.fromkeys(("per_step", "flops", "peak_flops"), number(0.0, 1e30)), "steps": Mapped(Listed(number(), most=1 << 26), most=64),
+    "predicted": Maybe(_SEEN), "measured": Maybe(_SEEN), "tensors": Listed(Record(_TENSOR, open=True)),
+    "communication": Listed(Record({"kind": text(), "axis": text(), "count": number(), "bytes": number(0.0, 1e30)}, open=True)),
+    "verbs": Listed(Record(_VERB, ("rule", "said"), open=True)), "alternatives": Listed(Record(_OTHER, open=True)),
+    "schedule": Record(_BATCHES, tuple(_BATCHES), open=True), "says": Listed(text(1 << 20)),
+})  # fmt: skip
+
+
 def load(path: str | Path) -> Run:
     """Read a run from its folder or file."""
     where = Path(path)
     where = where / FILE if where.is_dir() else where
     try:
-        data = json.loads(where.read_text())
+        data = read_json(where, BYTES)
     except (OSError, ValueError) as error:
         raise PlanError(f"cannot read the run {path}", needed=f"a folder with {FILE}, or that file", found=str(error), try_=TRY) from error
     return parse(data, str(path))
@@ -126,12 +150,21 @@ def parse(data: Any, where: str = "run") -> Run:
         raise PlanError(f"{where} is not a run", needed='a JSON object with "weft_run"', found=type(data).__name__, try_=TRY)
     if data["weft_run"] != VERSION:
         raise PlanError(f"{where} is of another version", needed=f"version {VERSION}", found=str(data["weft_run"]), try_="train again")
-    known = [f.name for f in fields(Run)]
-    lacking, odd = [k for k in known if k not in data], [k for k in data if k not in known and k != "weft_run"]
-    if lacking or odd:
-        raise PlanError(f"{where} cannot be read", needed=", ".join(lacking or known), found=f"unknown {', '.join(odd)}" if odd else "not there")
-    own = {k: data[k] for k in known}
+    fit(SCHEMA, data, where)
+    for key in ("predicted", "measured"):
+        _check_line(data[key] and data[key]["line"], f"{key}.line of {where}")
+    if data["schedule"] and not all(k in data["schedule"] for k in _BATCHES):
+        raise PlanError(f"schedule of {where} cannot be read", needed=", ".join(_BATCHES), found=", ".join(map(short, data["schedule"])))
+    own = {f.name: data[f.name] for f in fields(Run)}
     return Run(**own | {"predicted": _unpack(data["predicted"]), "measured": _unpack(data["measured"])})
+
+
+def _check_line(line: Mapping[str, Any] | None, where: str) -> None:
+    """Rows name what is in the lists beside them."""
+    for name, stream, cause, *_ in line["rows"] if line else ():
+        assert line is not None
+        if name >= len(line["names"]) or stream >= len(line["streams"]) or cause >= len(line["causes"]):
+            raise PlanError(f"{where} cannot be read", needed="rows that name what is listed", found=short([name, stream, cause]))
 
 
 # --- a timeline in few bytes: names once, microseconds as whole numbers where they are long

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from weft.core.errors import CaptureError
 from weft.core.names import part
 from weft.frontend.capture.caches import CacheWanted
+from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.joint import OwnGradient
 from weft.frontend.capture.micro import cut_of, in_micro_batches, micro_batch, require_parts, unrolled
 from weft.frontend.capture.step import Captured, Step
@@ -39,6 +40,7 @@ def capture(
     capacity: float | None = None,
     name: str | None = None,
     given: Collection[str] = (),
+    reads: Reads | None = None,
 ) -> Captured:
     """The program of a module on a batch, of its loss, of its gradients, or of a whole training step.
 
@@ -49,10 +51,9 @@ def capture(
     `clip` limits the global norm of the gradients; `precision` is autocast's dtype.
     `capacity` gives experts so many times their even share of the tokens, for planning; without it no token is dropped.
     `given` names settings of the optimizer, besides the learning rate, that are inputs of the program: "momentum", "decay", ...
+    `reads` notes what the trace reads from Python, and what it leaves changed there.
     """
-    _require(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
-    optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-    _require(optimizers, "optimizer", "a torch.optim.Optimizer over model.parameters()", optimizer)
+    require_torchs(model, optimizer)
     _require(isinstance(accumulate, int) and accumulate >= 1, "accumulate", "a whole number, 1 or more", accumulate)
     _require(precision is None or isinstance(precision, torch.dtype), "precision", "a dtype such as torch.bfloat16", precision)
     model = _bare(model)
@@ -80,7 +81,14 @@ def capture(
                 step.give("grad_norm", nn.utils.clip_grad_norm_(list(step.tape.parameters.values()), clip))
             step.give_gradients() if optimizer is None else step.update(optimizer)
 
-    return _traced(model, example, run, capacity, name, given)
+    return _traced(model, example, run, capacity, name, given, reads)
+
+
+def require_torchs(model: Any, optimizer: Any) -> None:
+    """Refuse what is no module of torch's, or no optimizer."""
+    _require(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
+    optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    _require(optimizers, "optimizer", "a torch.optim.Optimizer over model.parameters()", optimizer)
 
 
 def _require(right: bool, what: str, needed: str, found: Any) -> None:
@@ -110,21 +118,26 @@ def capture_step(
 
 
 def _traced(
-    model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None, given: Collection[str] = ()
-) -> Captured:
+    model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None, given: Collection[str] = (),
+    reads: Reads | None = None,
+) -> Captured:  # fmt: skip
     """Trace forward only, alike layers without their empty caches; again with autograd, or the caches, where they are needed."""
     joint, cacheless = False, True
     while True:
         try:
-            with tracing(model, joint, capacity, given, cacheless) as tape:
+            with tracing(model, joint, capacity, given, cacheless, reads) as tape:
                 step = Step(tape)
                 run(step, tape.batch(example))
                 step.keep_state()
+            if reads is not None:
+                reads.settle(tape.left)
             return step.finish(name or type(model).__name__)
-        except OwnGradient:
-            joint = True
-        except CacheWanted:
-            cacheless = False
+        except BaseException as error:
+            if reads is not None:
+                reads.undo()
+            if not isinstance(error, (OwnGradient, CacheWanted)):
+                raise
+            joint, cacheless = joint or isinstance(error, OwnGradient), cacheless and not isinstance(error, CacheWanted)
 
 
 def _bare(model: nn.Module) -> nn.Module:

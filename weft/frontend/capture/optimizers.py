@@ -19,6 +19,7 @@ from weft.ops import pointwise as w
 from weft.ops.norm import to_dtype
 from weft.ops.registry import Equation, Kind, Types, define
 
+COUNT = "count"  # among the settings that are inputs: each parameter counts its own updates
 Values = tuple[Any, ...]
 Body = Callable[..., Values]
 

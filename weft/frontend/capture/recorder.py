@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.core.errors import CaptureError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, Type, constant, make, toposort, user_line
+from weft.frontend.capture.guards import Place, Reads
 from weft.frontend.capture.values import TAG, Cell, Ref
 from weft.ops.fill import full, stop_gradient
 from weft.ops.source import input_node
@@ -45,16 +46,34 @@ class Recorder:
     capacity: float | None = None  # of experts; None drops no token
     joint: bool = False  # autograd runs too, so it stops gradients itself
     given: frozenset[str] = frozenset()  # settings of the optimizer that are inputs
+    reads: Reads | None = None  # notes what is read from Python
+    own: dict[int, Tensor] = field(default_factory=dict)  # a parameter's or buffer's id -> what stands for it
 
     # -- tensors to nodes ----------------------------------------------------------------------------------------------
 
     def ref(self, tensor: Tensor) -> Ref:
         found = getattr(tensor, TAG, None)
         if found is not None:
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.fake:
+                raise _of_another_step(tensor)
             return found
+        if id(tensor) in self.own:
+            return self._owned(tensor)
         if id(tensor) not in self.outside:
             self.outside[id(tensor)] = tensor, Ref(Cell(self._constant(tensor)))
         return self.outside[id(tensor)][1]
+
+    def _owned(self, tensor: Tensor) -> Ref:
+        """A parameter or buffer that the user's code reached past the module, as through a list it kept, is the module's own."""
+        if self.joint and tensor.requires_grad:
+            raise CaptureError(
+                "a parameter is used past its module, in a model with an autograd function of its own",
+                needed="parameters reached through the module",
+                found=f"one of shape {tuple(tensor.shape)}",
+                try_="read it as model.NAME inside the loss",
+                where=user_line(),
+            )
+        return self.ref(self.own[id(tensor)])
 
     def node(self, tensor: Tensor) -> Node:
         """What a tensor stands for now, its gradient stopped if it was made where gradients were off."""
@@ -102,8 +121,11 @@ class Recorder:
                     where=user_line(),
                 )
             tensor = tensor.constant
+        place = self.reads.tensors.get(id(tensor)) if self.reads is not None else None
         with _disable_current_modes():
             tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            if place is not None:
+                return self._read_anew(tensor, place)
             if tensor.ndim == 0 and tensor.device.type != "meta":
                 return self.number(tensor.item(), tensor.dtype)
             if not tensor.numel():
@@ -111,6 +133,14 @@ class Recorder:
             name = f"constant.{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
         self.assume(f"{name}, {list(tensor.shape)}, made outside the step, keeps the value it has now")
+        return self.declare(name, tensor.shape, tensor.dtype)
+
+    def _read_anew(self, tensor: Tensor, place: Place) -> Node:
+        """A tensor kept in Python: an input that is read at each step."""
+        name = f"constant.{len(self.constants)}"
+        self.constants[name] = tensor.detach().clone()
+        assert self.reads is not None
+        self.reads.read_anew[name] = place
         return self.declare(name, tensor.shape, tensor.dtype)
 
     def number(self, value: float, dtype: torch.dtype) -> Node:
@@ -181,6 +211,16 @@ class Recorder:
 
     def assume(self, what: str) -> None:
         self.assumed[what] = None
+
+
+def _of_another_step(tensor: Tensor) -> CaptureError:
+    return CaptureError(
+        "a tensor that one step left in Python is read by the next",
+        needed="what steps hand on in buffers",
+        found=f"one of shape {tuple(tensor.shape)}",
+        try_='self.register_buffer("name", torch.zeros(...)), and write into it',
+        where=user_line(),
+    )
 
 
 Handler = Callable[..., Any]

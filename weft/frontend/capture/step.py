@@ -18,8 +18,9 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.complexes import refuse_complex
+from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.modes import function
-from weft.frontend.capture.optimizers import Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
+from weft.frontend.capture.optimizers import COUNT, Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.tape import Tape
 from weft.ops import pointwise as w
@@ -50,6 +51,7 @@ class Captured:
     given: frozenset[str] = frozenset()  # settings of the groups that are inputs
     begun: Mapping[str, Tensor] = field(default_factory=dict)  # state the optimizer had already, by input name
     counts: Mapping[str, int] = field(default_factory=dict)  # updates a parameter had before, where it had some
+    reads: Reads | None = None  # what was read from Python
 
     def inputs(self, batch: Any, seed: int = 0, step: int = 0, rates: Sequence[float] | None = None) -> dict[str, Tensor]:
         """A value for every input: the module's tensors, the batch, zeros for a new optimizer's state."""
@@ -58,6 +60,7 @@ class Captured:
         values |= {k: self.begun.get(k, torch.zeros_like(self.parameters[p].detach())) for k, p in self.states.items()}
         values |= {f"lr.{i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(rates or self.rates)}
         values |= {f"{k}.{i}": torch.tensor(x, dtype=torch.float64) for i, rule in enumerate(self.rules) for k, x in rule.settings.items()}
+        values |= {f"{COUNT}.{p.removeprefix('param.')}": torch.tensor(step) for p in self.states.values()}
         values |= {"seed": torch.tensor(seed), "step": torch.tensor(step)}
         return {name: values[name] for name in self.program.input_names}
 
@@ -162,7 +165,7 @@ class Step:
                 if traced is not None and traced.grad is not None:
                     name = names[id(traced)]
                     self._take_over(name, p, rule, optimizer)
-                    self._update_one(name, traced, rule, [*given, rate, self._count(name, step)])
+                    self._update_one(name, traced, rule, [*given, rate, self._count(name, step) if rule.state else step])
                 elif traced is None and id(p) in self.recorder.outside:
                     raise CaptureError(
                         "the optimizer trains a tensor that is no parameter of the module",
@@ -179,6 +182,9 @@ class Step:
             self.counts[name] = before
 
     def _count(self, name: str, step: Node) -> Node:
+        """Which update of the parameter this is: the step, or where parameters count apart its own number, and what it had before."""
+        if COUNT in self.recorder.given:
+            step = w.add(self._held(f"{COUNT}.{name.removeprefix('param.')}", (), torch.int64), 1)
         return w.add(step, self.counts[name]) if name in self.counts else step
 
     def _held(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Node:
@@ -247,7 +253,7 @@ class Step:
         return Captured(
             program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
-            self.noted, tuple(self.rules), frozenset(recorder.given), self.begun, self.counts,
+            self.noted, tuple(self.rules), frozenset(recorder.given), self.begun, self.counts, recorder.reads,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Blocks, Instance, heard
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.errors import explained
+from weft.frontend.capture.guards import Change, Place, Reads, changed_attributes
 from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.joint import own_gradients
 from weft.frontend.capture.modes import listening_to_torch
@@ -39,13 +40,17 @@ class Tape:
     buffers: dict[str, Tensor]
     traced: dict[int, Tensor]  # a real tensor's id -> what stands for it
     homes: dict[str, tuple[nn.Module, str]]  # an input's name -> the module and name of its tensor
+    left: list[Change] = field(default_factory=list)  # attributes that the trace changed
 
     def batch(self, example: Any) -> Any:
         """The batch as inputs: the same structure, of traced tensors."""
         return changed("batch.0" if isinstance(example, Tensor) else "batch", example, self._leaf)
 
     def _leaf(self, name: str, value: Any) -> Any:
-        return self.recorder.fresh_input(name, value, moves=value.is_floating_point()) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return self.recorder.fresh_input(name, value, moves=value.is_floating_point())
+        lifted = self.recorder.reads.lifted if self.recorder.reads is not None else {}
+        return self.recorder.fresh_input(name, torch.empty((), dtype=lifted[name][1])) if name in lifted else value
 
     def written(self) -> dict[str, Node]:
         """Parameters and buffers that the trace wrote into, or put another tensor in place of."""
@@ -65,10 +70,11 @@ class Tape:
 
 @contextmanager
 def tracing(
-    model: nn.Module, joint: bool = False, capacity: float | None = None, given: Collection[str] = (), cacheless: bool = True
+    model: nn.Module, joint: bool = False, capacity: float | None = None, given: Collection[str] = (), cacheless: bool = True,
+    reads: Reads | None = None,
 ) -> Iterator[Tape]:
     """Inside, the module computes on traced tensors; afterwards it is as it was."""
-    recorder = Recorder(joint=joint, capacity=capacity, given=frozenset(given))
+    recorder = Recorder(joint=joint, capacity=capacity, given=frozenset(given), reads=reads)
     with ExitStack() as stack:
         stack.enter_context(explained())
         tape = stack.enter_context(_swapped(model, recorder))
@@ -80,8 +86,30 @@ def tracing(
         stack.enter_context(_unchecked_distributions(recorder))
         stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
         stack.enter_context(heard(tape.blocks))
+        if reads is not None:
+            reads.read_anew.clear()
+            stack.enter_context(_lifted(reads, recorder))
+            stack.enter_context(reads.listening())
         stack.enter_context(listening_to_torch(recorder))
         yield tape
+
+
+@contextmanager
+def _lifted(reads: Reads, recorder: Recorder) -> Iterator[None]:
+    """Inside, numbers that shall be inputs are tensors in the places where Python has them."""
+    places = {name: (p, dtype) for name, (p, dtype) in reads.lifted.items() if isinstance(p, Place)}
+    numbers = {name: place.now() for name, (place, _) in places.items()}
+    stand_ins = {name: recorder.fresh_input(name, torch.empty((), dtype=dtype)) for name, (_, dtype) in places.items()}
+    try:
+        for name, (place, _) in places.items():
+            place.put(stand_ins[name])
+        yield
+        moved = [place.words for name, (place, _) in places.items() if place.now() is not stand_ins[name]]
+    finally:
+        for name, (place, _) in places.items():
+            place.put(numbers[name])
+    if moved:
+        raise CaptureError("a number that shall be an input is changed by the model", needed="numbers it only reads", found=moved[0])
 
 
 @contextmanager
@@ -119,8 +147,9 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
         _require_python(m)
     kept = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__), _contents(m)) for m in model.modules()]
     paths = {m: path for path, m in model.named_modules()}
-    alike = {} if recorder.joint else candidates(model)
-    tape = Tape(model, recorder, Blocks(recorder, alike, paths), {}, {}, {}, {})
+    alone = recorder.reads is not None and not recorder.reads.shared
+    alike = {} if recorder.joint or alone else candidates(model)
+    tape = Tape(model, recorder, Blocks(recorder, alike, paths), {}, {}, recorder.own, {})
     try:
         for m, parameters, buffers, *_ in kept:
             _enter(tape, f"param.{paths[m]}", m, m._parameters, parameters, tape.parameters)
@@ -128,6 +157,7 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
         yield tape
     finally:
         for m, parameters, buffers, attributes, contents in kept:
+            tape.left += changed_attributes(m, attributes, contents, f"model.{paths[m]}".rstrip("."))
             m.__dict__.clear()
             m.__dict__.update(attributes)
             _refill(contents)

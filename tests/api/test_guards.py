@@ -1,0 +1,415 @@
+"""What the user's Python says changes between steps: against torch in float64, step by step."""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft import parallelize
+from weft.core.errors import CaptureError, RuntimeFault
+
+SETTINGS = types.SimpleNamespace(beta=0.5)
+STEP = 0
+TABLE = torch.ones(4, dtype=torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.alpha, self.config, self.scales = 0.5, types.SimpleNamespace(gain=1.0, act="tanh"), [1.0, 2.0]
+        self.table = torch.linspace(0, 1, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def mean(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).square().mean()
+
+
+def batches(many: int = 5) -> list[Tensor]:
+    return [torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(many)]
+
+
+def same(
+    model: nn.Module, loss: Any, many: list[Any], each: Any = None, plan: str = "dp1", optimizer: Any = torch.optim.AdamW, begin: Any = None, **how: Any
+) -> Any:
+    """The steps of weft, then those of torch from the same beginning; `each(model, i)` is the loop's own code after step i."""
+    mirror = copy.deepcopy(model)
+    ours = optimizer(model.parameters(), lr=0.05)
+    begin() if begin is not None else None
+    step = parallelize(model, loss, ours, many[0], plan, **how)
+    got = []
+    for i, batch in enumerate(many):
+        got.append(step(batch))
+        each(model, i) if each is not None else None
+    trained = {n: step.full(f"param.{n}").clone() for n, _ in model.named_parameters() if f"param.{n}" in step.state_names}
+    begin() if begin is not None else None
+    theirs = optimizer(mirror.parameters(), lr=0.05)
+    for i, batch in enumerate(many):
+        theirs.zero_grad()
+        want = loss(mirror, batch)
+        want.backward()
+        theirs.step()
+        torch.testing.assert_close(got[i], want.detach(), atol=1e-11, rtol=1e-11, msg=lambda m, i=i: f"step {i}: {m}")
+        each(mirror, i) if each is not None else None
+    for name, p in mirror.named_parameters():
+        if name in trained:
+            torch.testing.assert_close(trained[name], p.detach(), atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    return step
+
+
+def programs(step: Any) -> int:
+    return len(step.forms.kept)
+
+
+# -- the batch ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_in_the_batch():
+    many = [{"x": x, "scale": s} for x, s in zip(batches(), (2.0, 2.0, 7.0, 0.25, 1.5), strict=True)]
+    step = same(Net().double(), lambda m, b: mean(m, b["x"]) * b["scale"] + (1 - b["scale"]) * m(b["x"]).sum(), many)
+    assert programs(step) == 2  # then it is an input
+
+
+def test_a_whole_number_in_the_batch_that_counts():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        out = batch["x"]
+        for _ in range(batch["times"]):
+            out = model(out)
+        return out.square().mean()
+
+    step = same(Net().double(), loss, [{"x": x, "times": t} for x, t in zip(batches(), (1, 2, 1, 3, 2), strict=True)])
+    assert programs(step) == 3
+
+
+def test_flags_strings_and_none_in_the_batch():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch["x"])
+        out = out if batch["mask"] is None else out * batch["mask"]
+        return (out.abs() if batch["how"] == "abs" else out.square()).mean() + (out.sum() if batch["more"] else 0)
+
+    kinds = [("abs", False, None), ("square", True, None), ("abs", True, batches()[0]), ("abs", False, None), ("square", True, batches()[1])]
+    same(Net().double(), loss, [{"x": x, "how": h, "more": m, "mask": k} for x, (h, m, k) in zip(batches(), kinds, strict=True)])
+
+
+def test_batches_of_other_shapes():
+    many = [torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (6, 6, 3, 6, 3)]
+    assert programs(same(Net().double(), mean, many)) == 2
+
+
+# -- what the loop changes ---------------------------------------------------------------------------------------------
+
+
+def scaled(model: nn.Module, x: Tensor) -> Tensor:
+    return mean(model, x) * model.alpha + (1 - model.alpha) * model(x).sin().mean()
+
+
+def test_an_attribute():
+    def anneal(model: nn.Module, i: int) -> None:
+        model.alpha = 0.5 * 0.7**i
+
+    assert programs(same(Net().double(), scaled, batches(8), anneal)) == 2
+
+
+def test_a_field_of_a_config():
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x) * model.config.gain * model.scales[1]
+        return (out.relu() if model.config.act == "relu" else out.tanh()).sum()
+
+    def change(model: nn.Module, i: int) -> None:
+        model.config.gain = 1.0 + i
+        model.config.act = "relu" if i == 2 else "tanh"
+        model.scales[1] = 2.0 - i / 4
+
+    same(Net().double(), loss, batches(), change)
+
+
+def test_a_closure():
+    beta = 0.1
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return mean(model, x) + beta * model(x).cos().mean()
+
+    def anneal(model: nn.Module, i: int) -> None:
+        nonlocal beta
+        beta = 0.1 + 0.2 * i if i < 4 else 0.1
+
+    assert programs(same(Net().double(), loss, batches(), anneal)) == 2
+
+
+def test_globals_of_this_file_and_of_objects():
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return mean(model, x) * (STEP + 1) + SETTINGS.beta * model(x).mean()
+
+    def count(model: nn.Module, i: int) -> None:
+        global STEP
+        STEP, SETTINGS.beta = (i + 1) % 5, 0.5 + i % 4
+
+    same(Net().double(), loss, batches(), count)
+
+
+class Weighted:
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return mean(model, x) * self.weight
+
+
+def test_an_object_that_is_the_loss():
+    loss = Weighted()
+
+    def change(model: nn.Module, i: int) -> None:
+        loss.weight = 1.0 + i % 4
+
+    same(Net().double(), loss, batches(), change)
+
+
+def test_tensors_kept_in_python():
+    held = {"t": torch.ones(4, dtype=torch.float64)}
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * model.table * held["t"] * TABLE).square().mean() + model.number * model(x).sum()
+
+    def change(model: nn.Module, i: int) -> None:
+        model.table.mul_(1.5) if i % 2 else setattr(model, "table", model.table + 1)
+        held["t"] = held["t"] * (1.1 if i < 4 else 1.1**-4)
+        TABLE.mul_(2.0 if i < 4 else 2.0**-4)
+        model.number = torch.tensor(0.1 * i, dtype=torch.float64)
+
+    model = Net().double()
+    model.table, model.number = model.table.double(), torch.tensor(0.3, dtype=torch.float64)
+    assert programs(same(model, loss, batches(), change)) == 1
+
+
+def test_a_teacher_outside_the_module():
+    teacher = Net().double()
+    before = copy.deepcopy(teacher.state_dict())
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            want = teacher(x)
+        return (model(x) - want).square().mean()
+
+    def average(model: nn.Module, i: int) -> None:
+        with torch.no_grad():
+            for p in teacher.parameters():
+                p.mul_(0.9)
+
+    same(Net().double(), loss, batches(), average, begin=lambda: teacher.load_state_dict(before))
+
+
+def test_parameters_reached_past_the_module():
+    model = Net().double()
+    kept = [list(model.parameters())]
+    loss = lambda m, x: mean(m, x) + 0.1 * sum(p.square().sum() for p in (kept[0] if m is model else m.parameters()))  # noqa: E731
+    same(model, loss, batches())
+
+
+def test_training_and_evaluation_mode():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    same(model, mean, batches(), lambda m, i: m.train(i % 2 == 1), optimizer=torch.optim.SGD)
+
+
+def test_parameters_frozen_and_thawed():
+    """A frozen parameter has had fewer updates than the others, as its optimizer counts."""
+
+    def change(model: nn.Module, i: int) -> None:
+        model.a.requires_grad_(i % 3 != 0)
+
+    same(Net().double(), mean, batches(7), change)
+
+
+def test_another_function():
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model.act(model(x)).square().mean()
+
+    def change(model: nn.Module, i: int) -> None:
+        model.act = torch.sigmoid if i % 2 else torch.relu
+
+    model = Net().double()
+    model.act = torch.relu
+    assert programs(same(model, loss, batches(), change)) == 2
+
+
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR", "StepLR", "CosineAnnealingLR"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, weight_decay=0.1)])
+def test_schedulers(kind, scheduler):
+    """Momenta and betas are cycled with the rate; the weight decay is changed by hand."""
+    how = {"OneCycleLR": {"max_lr": 0.1, "total_steps": 9}, "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2},
+           "StepLR": {"step_size": 2}, "CosineAnnealingLR": {"T_max": 4}}[scheduler]  # fmt: skip
+    model = Net().double()
+    mirror = copy.deepcopy(model)
+    ours, theirs = kind(model.parameters(), lr=0.05), kind(mirror.parameters(), lr=0.05)
+    step = parallelize(model, mean, ours, batches()[0])
+    mine, other = (getattr(torch.optim.lr_scheduler, scheduler)(o, **how) for o in (ours, theirs))
+    for i, x in enumerate(batches(6)):
+        theirs.zero_grad()
+        want = mean(mirror, x)
+        want.backward()
+        theirs.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(step(x), want.detach(), atol=1e-11, rtol=1e-11)
+            mine.step()
+            other.step()
+        for o in (ours, theirs):
+            o.param_groups[0]["weight_decay"] = 0.1 / (i + 1) if i > 2 else 0.1
+    for n, p in mirror.named_parameters():
+        torch.testing.assert_close(step.full(f"param.{n}"), p.detach(), atol=1e-10, rtol=1e-10)
+    assert programs(step) <= 3
+
+
+# -- what the model itself changes -------------------------------------------------------------------------------------
+
+
+class Counting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * min(self.calls, 4)
+
+
+class Dropping(Net):
+    source: Any = random
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for layer in (self.a, self.b, self.a):
+            if self.source.random() < 0.5:
+                out = torch.tanh(layer(out))
+        return out + self.b(x) * 0 + self.a(x) * 0
+
+
+class Skipping(nn.Module):
+    """Layers alike, each with a draw of its own; a layer left out is not updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Skipped() for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Skipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 else x + self.inner(x)
+
+
+def seeded() -> None:
+    random.seed(3)
+    np.random.seed(3)
+
+
+@pytest.mark.filterwarnings("ignore:the step changes Python")
+@pytest.mark.parametrize("make", [Counting, Dropping, Skipping])
+def test_a_model_that_counts_or_draws(make):
+    model = make().double()
+    step = same(model, mean, batches(7), begin=seeded)
+    assert step.forms.impure
+    assert getattr(model, "calls", 7) in (7, 0)
+
+
+@pytest.mark.filterwarnings("ignore:the step changes Python")
+def test_numpys_random_numbers():
+    model = Dropping().double()
+    model.source = types.SimpleNamespace(random=np.random.rand)
+    same(model, mean, batches(), begin=seeded)
+
+
+@pytest.mark.filterwarnings("ignore:the step changes Python")
+def test_a_counter_outside_the_module():
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        global STEP
+        STEP += 1
+        return mean(model, x) * STEP
+
+    def begin() -> None:
+        global STEP
+        STEP = 0
+
+    same(Net().double(), loss, batches(), begin=begin)
+
+
+def test_it_is_said_that_a_step_is_traced_at_every_call():
+    model = Counting().double()
+    with pytest.warns(UserWarning, match=r"changes Python as it runs \(model.calls\): it is traced at every call"):
+        parallelize(model, mean, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+    assert model.calls == 0
+
+
+class Noting(Net):
+    """By-products that no step reads again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows, self.last, self.notes = x.shape[0], super().forward(x), {"mean": x.mean()}
+        return self.last * self.rows + self.notes["mean"]
+
+
+def test_by_products_are_no_state():
+    step = same(Noting().double(), mean, batches())
+    assert not step.forms.impure
+    assert not hasattr(step.model, "last")
+
+
+class Recurrent(Net):
+    hidden: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x if self.hidden is None else x + self.hidden)
+        self.hidden = out.detach()
+        return out
+
+
+def test_a_tensor_carried_from_step_to_step_is_refused():
+    model = Recurrent().double()
+    with pytest.raises(CaptureError, match=r"model.hidden carries a tensor from one step into the next"):
+        parallelize(model, mean, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_never_settles_is_named():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return mean(model, batch["x"]) * float(f"{batch['temperature']:.3f}")
+
+    model = Net().double()
+    first, *others = [{"x": batches()[0], "temperature": 1.0 + i} for i in range(20)]
+    step = parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), first, check=False)
+    words = r"16 different programs[\s\S]*temperature of the batch keeps changing[\s\S]*as a tensor in the batch"
+    with pytest.raises(RuntimeFault, match=words):
+        [step(batch) for batch in others]
+
+
+def test_groups_and_state_that_came_later_are_refused():
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.a.parameters(), lr=0.1)
+    step = parallelize(model, mean, optimizer, batches()[0])
+    step(batches()[0])
+    optimizer.add_param_group({"params": list(model.b.parameters())})
+    with pytest.raises(RuntimeFault, match="other parameter groups than when the step was made"):
+        step(batches()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = parallelize(model, mean, optimizer, batches()[0])
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(RuntimeFault, match="SGD of group 0 keeps other state than when the step was made"):
+        step(batches()[0])

@@ -1,0 +1,121 @@
+"""All ranks begin as rank 0 does, as torch's DDP has it, and stay together: settings that one rank alone changes are noticed.
+
+While training nothing waits for it: rank 0 leaves its settings at the store the processes met at, and the others look when they have come.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.core.errors import RuntimeFault
+from weft.frontend.capture.batches import leaves
+from weft.runtime.agree import require_same
+
+OFTEN = 8  # steps between two looks, after the first few
+
+
+def begin_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any, device: torch.device, **settings: Any) -> str:
+    """Refuse ranks that set up something else; give all ranks rank 0's parameters, buffers and optimizer state, and a name for the run."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    require_same("set-up", "\n".join([*(f"{k}={x}" for k, x in settings.items()), *_lines(model, optimizer, example)]))
+    changed = [name for name, t in _tensors(model, optimizer) if not _takes_rank_0s(t, device)]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (changed, uuid.uuid4().hex))
+    odd = {r: names for r, (names, _) in enumerate(told) if names}
+    if odd and dist.get_rank() == 0:
+        first = next(iter(odd.values()))
+        who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+        print(f"weft: {who} began with other values in {len(first)} tensors ({first[0]}, ...): all ranks begin with rank 0's", file=sys.stderr)
+    return str(told[0][1])
+
+
+def _lines(model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any) -> Iterator[str]:
+    """What ranks must have alike, a line for each thing."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, t in tensors:
+            yield f"{kind} {name}: {t.dtype} {list(t.shape)}{' frozen' * (not t.requires_grad and kind == 'parameter')}"
+    names = {id(p): n for n, p in model.named_parameters()}
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for key, x in group.items():
+            if key != "params":
+                yield f"{type(optimizer).__name__} group {i}: {key}={x.tolist() if isinstance(x, Tensor) else x}"
+        for p in group["params"]:
+            yield f"group {i} has {names.get(id(p), 'a tensor of its own')} {sorted(optimizer.state.get(p, {}))}"  # type: ignore[union-attr]
+    for name, x in leaves("batch", example):
+        plain = isinstance(x, (bool, int, float, str, type(None)))
+        yield f"{name}: {x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}: {x!r}" if plain else f"{name}: {type(x).__name__}"
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for p in group["params"]:
+            held = optimizer.state.get(p, {})  # type: ignore[union-attr]
+            yield from ((f"the optimizer's {k}", held[k]) for k in sorted(held) if isinstance(held[k], Tensor))
+
+
+def _takes_rank_0s(t: Tensor, device: torch.device) -> bool:
+    """Whether the values were rank 0's already; now they are. They travel from the device where the processes speak from there."""
+    if t.is_meta or hasattr(t, "to_local"):
+        return True
+    where = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    mine = t.detach().to(where).contiguous()
+    theirs = mine.clone()
+    dist.broadcast(theirs, 0)
+    if torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+        return True
+    t.data.copy_(theirs)
+    return False
+
+
+class Together:
+    """Compares the settings of all steps so far with rank 0's, from time to time and without waiting."""
+
+    def __init__(self, run: str) -> None:
+        self._key = f"weft.settings.{run}"
+        self._so_far, self._calls = 0, 0
+        self._waiting: list[tuple[int, int, dict[str, float]]] = []
+
+    def see(self, settings: Mapping[str, float]) -> None:
+        """The settings of the next step. Calls are counted here: a run that was restored has steps twice."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self._so_far, step = hash((self._so_far, *settings.values())), self._calls
+        self._calls += 1
+        if step < 4 or step % OFTEN == 0:
+            self._leave(step, dict(settings)) if dist.get_rank() == 0 else self._waiting.append((step, self._so_far, dict(settings)))
+        if self._waiting and dist.get_rank() != 0:
+            self._look()
+
+    def _leave(self, step: int, settings: dict[str, float]) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{self._key}.{step}", json.dumps([self._so_far, settings]))
+
+    def _look(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        while self._waiting and store.check([f"{self._key}.{self._waiting[0][0]}"]):
+            step, so_far, mine = self._waiting.pop(0)
+            chain, theirs = json.loads(store.get(f"{self._key}.{step}"))
+            if chain != so_far:
+                raise _apart(step, theirs, mine)
+
+
+def _apart(step: int, theirs: Mapping[str, float], mine: Mapping[str, float]) -> RuntimeFault:
+    rank = dist.get_rank()
+    odd = [f"{n} is {theirs.get(n)} on rank 0, {mine.get(n)} on rank {rank}" for n in {**theirs, **mine} if theirs.get(n) != mine.get(n)]
+    return RuntimeFault(
+        f"rank {rank} steps with other settings than rank 0",
+        needed="the same learning rates, settings and numbers of the batch on every rank",
+        found=f"{'; '.join(odd[:3]) or 'others in an earlier step'} at call {step + 1}",
+        try_="step the scheduler, and change the optimizer's groups, on every rank",
+    )
