@@ -126,6 +126,7 @@ class Reads:
         self.sizes: list[tuple[Any, int, str]] = []
         self.wholes: list[tuple[Any, Any, str]] = []  # containers, with what was in them
         self.arrays: list[tuple[np.ndarray, np.ndarray, str]] = []
+        self.hooks: list[tuple[Tensor, int, str]] = []  # how many hooks parameters have
         self.flags: list[tuple[Tensor, bool, str]] = []
         self.tensors: dict[int, Place] = {}
         self.read_anew: dict[str, Place] = {}  # inputs of the program that are tensors found at a place
@@ -158,6 +159,7 @@ class Reads:
             if name not in _SKIPPED:
                 self._walk(own, name, f"{words}.{name}")
         for table in (module._parameters, module._buffers):
+            self.hooks += [(t, _hooks(t), f"the hooks of {words}.{n}") for n, t in table.items() if t is not None]
             self.flags += [(t, t.requires_grad, f"{words}.{n}.requires_grad") for n, t in table.items() if t is not None]
             self.places += [Place(table, n, t, f"{words}.{n}") for n, t in table.items()]
         for name, child in module._modules.items():
@@ -399,6 +401,8 @@ class Reads:
             return False
         if any(not _same_whole(whole, copy) for whole, copy, _ in self.wholes) or any(t.requires_grad is not f for t, f, _ in self.flags):
             return False
+        if any(_hooks(t) != many for t, many, _ in self.hooks):
+            return False
         if any(not np.array_equal(a, copy, equal_nan=a.dtype.kind == "f") for a, copy, _ in self.arrays):
             return False
         return self._environment == _environment() and self._batch_holds(batch)
@@ -434,6 +438,7 @@ class Reads:
         found += [Change(words, _text(copy), _text(_copied(whole))) for whole, copy, words in self.wholes if not _same_whole(whole, copy)]
         found += [Change(words, f"{size} of them", f"{len(whole)}") for whole, size, words in self.sizes if len(whole) != size]
         found += [Change(p.words, p.value, p.now()) for p in self.tensors.values() if not _as_it_was(p)]
+        found += [Change(words, many, _hooks(t)) for t, many, words in self.hooks if _hooks(t) != many]
         found += [Change(words, f, t.requires_grad) for t, f, words in self.flags if t.requires_grad is not f]
         found += [Change(words, "its values", "others") for a, copy, words in self.arrays if not np.array_equal(a, copy)]
         now = _environment()
@@ -521,6 +526,11 @@ class _Attributes:
 
     def __delitem__(self, key: str) -> None:
         delattr(self.of, key)
+
+
+def _hooks(t: Tensor) -> int:
+    own, after = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
+    return (len(own) if own else 0) + (len(after) if after else 0)
 
 
 def _as_it_was(place: Place) -> bool:

@@ -12,11 +12,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.autodiff import backward
+from weft.core.errors import CaptureError, WeftError
 from weft.core.node import Node
 from weft.frontend.capture.recorder import Recorder, substituted
 
@@ -114,3 +116,39 @@ def enter(recorder: Recorder, handler: Callable[..., Any], args: Any, kwargs: An
 
 class _Declined(Exception):
     pass
+
+
+# -- hooks of the backward pass -----------------------------------------------------------------------------------------
+
+
+def has_backward_hooks(model: nn.Module) -> bool:
+    """Whether Python runs in the backward pass: hooks of modules, of all modules, or of parameters."""
+    everyones = (torch_modules._global_backward_hooks, torch_modules._global_backward_pre_hooks)
+    return any(everyones) or any(m._backward_hooks or m._backward_pre_hooks for m in model.modules()) or any(map(hooks_of, model.parameters()))
+
+
+def hooks_of(p: Tensor) -> list[Any]:
+    """The hooks of a parameter itself: as its gradient is computed, and as it has been added to `.grad`."""
+    return [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
+
+
+def hook_alike(p: Tensor, traced: Tensor) -> None:
+    """Let the hooks of a parameter hear what stands for it; torch calls them with its gradient."""
+    for hook in (p._backward_hooks or {}).values():
+        Tensor.register_hook(traced, hook)
+
+
+def run_after_gradient(p: Tensor, traced: Tensor) -> None:
+    """Hooks for when `.grad` is there. What they do beyond changing it is refused: they are given what stands for the parameter."""
+    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+        try:
+            hook(traced)
+        except WeftError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                "a hook that runs when a gradient has been accumulated cannot be traced",
+                needed="a hook that reads or changes the parameter's gradient alone",
+                found=f"{getattr(hook, '__qualname__', type(hook).__name__)}: {type(error).__name__}: {error}",
+                try_="do it in the training loop, after step(batch)",
+            ) from error

@@ -19,6 +19,7 @@ from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.joint import OwnGradient, run_after_gradient
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.optimizers import COUNT, Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
 from weft.frontend.capture.recorder import Recorder
@@ -121,9 +122,10 @@ class Step:
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """loss.backward(): gradients of the parameters that move and are reached, added to `.grad`."""
         moving = {n: t for n, t in self.tape.parameters.items() if self.recorder.differentiable[self.recorder.inputs[n]]}
-        for tensor, grad in zip(moving.values(), self.gradients([loss], moving.values(), [gradient]), strict=True):
+        for (name, tensor), grad in zip(moving.items(), self.gradients([loss], moving.values(), [gradient]), strict=True):
             if grad is not None:
                 tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+                run_after_gradient(self.tape.reals[name], tensor)
 
     def gradients(self, of: Iterable[Tensor], wrt: Iterable[Tensor], cts: Iterable[Tensor | None]) -> list[Tensor | None]:
         recorder = self.recorder
@@ -260,6 +262,14 @@ class Step:
 @function(Tensor.backward, tensors=True)
 def _backward(r: Recorder, loss: Tensor, gradient: Any = None, *_: Any, **__: Any) -> None:
     r.step.backward(loss, gradient)
+
+
+@function(Tensor.register_hook, tensors=True)
+def _register_hook(r: Recorder, x: Tensor, hook: Any) -> Any:
+    """A hook of an activation: autograd must run for it to be heard."""
+    if not r.joint:
+        raise OwnGradient("register_hook")
+    return Tensor.register_hook(x, hook)
 
 
 @function(torch.autograd.grad, tensors=True)

@@ -23,7 +23,7 @@ from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.errors import explained
 from weft.frontend.capture.guards import Change, Place, Reads, changed_attributes
 from weft.frontend.capture.huggingface import interfaces
-from weft.frontend.capture.joint import own_gradients
+from weft.frontend.capture.joint import hook_alike, own_gradients
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
@@ -40,6 +40,7 @@ class Tape:
     buffers: dict[str, Tensor]
     traced: dict[int, Tensor]  # a real tensor's id -> what stands for it
     homes: dict[str, tuple[nn.Module, str]]  # an input's name -> the module and name of its tensor
+    reals: dict[str, Tensor] = field(default_factory=dict)  # an input's name -> the module's own tensor
     left: list[Change] = field(default_factory=list)  # attributes that the trace changed
 
     def batch(self, example: Any) -> Any:
@@ -202,4 +203,7 @@ def _enter(
             traced = tape.recorder.fresh_input(full, tensor, moves=moves)
             tape.homes[full] = module, name
             named[full] = tape.traced[id(tensor)] = traced.requires_grad_(moves and tape.recorder.joint)
+            tape.reals[full] = tensor
+            if moves and tape.recorder.joint:
+                hook_alike(tensor, traced)
         table[name] = tape.traced[id(tensor)]

@@ -1,0 +1,111 @@
+"""Hooks of the forward and of the backward pass, of modules, activations and parameters: run as torch runs them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft import parallelize
+from weft.core.errors import CaptureError, PlanError
+
+
+class Net(nn.Module):
+    """Two layers alike, and an activation that may be hooked."""
+
+    hook: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        if self.hook is not None:
+            x.register_hook(self.hook)
+        return self.head(x)
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def halved(grad: Tensor) -> Tensor:
+    return grad * 0.5
+
+
+def clamped(p: Tensor) -> None:
+    p.grad.clamp_(-0.01, 0.01)
+
+
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "full backward": lambda m: m.layers[1].register_full_backward_hook(lambda _m, into, _out: (into[0] * 0.3,)),
+    "full backward of a leaf": lambda m: m.layers[1][1].register_full_backward_hook(lambda _m, into, _out: (into[0].sign() * 0.1,)),
+    "backward pre": lambda m: m.head.register_full_backward_pre_hook(lambda _m, out: (out[0] * 2,)),
+    "of a parameter": lambda m: m.layers[0][0].weight.register_hook(halved),
+    "two of a parameter": lambda m: [m.head.weight.register_hook(h) for h in (halved, torch.tanh)],
+    "after accumulation": lambda m: [p.register_post_accumulate_grad_hook(clamped) for p in m.parameters()],
+    "of an activation": lambda m: setattr(m, "hook", halved),
+    "forward": lambda m: m.layers[0].register_forward_hook(lambda _m, _a, out: out * 2),
+    "forward pre": lambda m: m.layers[1].register_forward_pre_hook(lambda _m, args: (args[0] + 1,)),
+}
+
+
+def same(put: Callable[[nn.Module], Any], later: bool = False) -> None:
+    torch.manual_seed(0)
+    models = [Net().double()]
+    models.append(copy.deepcopy(models[0]))
+    for m in models:
+        put(m) if not later else None
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in models)
+    many = [torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    step = parallelize(models[0], loss, ours, many[0])
+    for i, x in enumerate(many):
+        if later and i == 1:
+            [put(m) for m in models]
+        theirs.zero_grad()
+        want = loss(models[1], x)
+        want.backward()
+        theirs.step()
+        torch.testing.assert_close(step(x), want.detach(), atol=1e-11, rtol=1e-11)
+    for n, p in models[1].named_parameters():
+        torch.testing.assert_close(step.full(f"param.{n}"), p.detach(), atol=1e-11, rtol=1e-11, msg=n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks(kind):
+    same(KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", ["full backward", "of a parameter", "after accumulation", "forward"])
+def test_hooks_that_come_later(kind):
+    same(KINDS[kind], later=True)
+
+
+def test_a_hook_that_needs_numbers_is_refused():
+    model = Net().double()
+    model.head.weight.register_hook(lambda g: g * (0.5 if float(g.norm()) > 1 else 1.0))
+    with pytest.raises(CaptureError, match="a number that is only known when it runs"):
+        parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4).double())
+
+
+def test_a_hook_that_steps_an_optimizer_is_refused():
+    model = Net().double()
+    each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: each[p].step())
+    with pytest.raises(CaptureError, match=r"accumulated cannot be traced[\s\S]*in the training loop"):
+        parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4).double())
+
+
+def test_micro_batches_with_backward_hooks_are_refused():
+    model = Net().double()
+    KINDS["of a parameter"](model)
+    with pytest.raises(PlanError, match="gradients that follow from the forward pass"):
+        parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4).double(), "micro2")
