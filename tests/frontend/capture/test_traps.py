@@ -189,12 +189,28 @@ def test_checkpointed_layers_are_captured_as_if_they_were_not():
             self.linear, self.reentrant = nn.Linear(4, 4), reentrant
 
         def forward(self, x):
+            x = x.clone().requires_grad_() if self.reentrant else x
             return checkpoint(lambda y: F.relu(self.linear(y)), x, use_reentrant=self.reentrant)
 
     for reentrant in (True, False):
-        captured = capture(Saving(reentrant), (X,), lambda m, b: m(*b).sum(), gradients=True)
+        captured = same_as_torch(Saving(reentrant), lambda m, b: m(*b).sum(), (X,))
         assert ops(captured)["relu"] == 1
         assert "d.param.linear.weight" in captured.program.output_names
+
+
+def test_a_reentrant_checkpoint_of_what_has_no_gradient_gives_none():
+    from torch.utils.checkpoint import checkpoint
+
+    class Saving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.after(checkpoint(self.inside, x, use_reentrant=True))
+
+    captured = same_as_torch(Saving(), lambda m, b: m(*b).square().sum(), (X,))
+    assert "d.param.inside.weight" not in captured.program.output_names
 
 
 def test_rotary_and_rms_norm_written_out_are_one_op_each():

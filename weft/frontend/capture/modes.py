@@ -108,9 +108,9 @@ class Above(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, args = _on_cpu(kwargs or {}), widened(func, args)
-        handler = FUNCTIONS.get(func) if _functorch.peek_interpreter_stack() is None else None  # inside vmap, torch takes the op apart
-        if handler is not None and handler not in ON_TENSORS and any_complex(args, kwargs):
-            handler = None
+        handler = FUNCTIONS.get(func)
+        if handler is not None and (_transformed(args, kwargs) or (handler not in ON_TENSORS and any_complex(args, kwargs))):
+            handler = None  # torch takes the op apart, and its pieces are heard
         if func in (torch.conj, Tensor.conj):
             func = torch.conj_physical  # what torch keeps as a mark on the tensor, as a value
         if func in _MOVES:
@@ -134,6 +134,13 @@ class Above(TorchFunctionMode):
                 self.inside.discard(func)
 
         return followed
+
+
+def _transformed(args: Any, kwargs: Any) -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) is at work, or left its mark on a tensor."""
+    if _functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x) for x in tree_leaves((args, kwargs)))
 
 
 _WRITTEN_IN_PYTHON = ("torch.nn.functional", "torch.functional")
@@ -215,7 +222,10 @@ class Below(TorchDispatchMode):
                 "a random number decides what is computed",
                 needed="the same ops at every step",
                 found="a draw that Python turns into a number or a branch (LayerDrop, stochastic depth)",
-                try_=("a probability of 0 (layerdrop=0.0)", "torch.where(torch.rand([]) < p, x, layer(x)), which draws at every step"),
+                try_=(
+                    "a probability of 0 (layerdrop=0.0), and the draw compared as a tensor: torch.rand([]) < 0.0",
+                    "torch.where(torch.rand([]) < p, x, layer(x)), which draws at every step",
+                ),
                 where=user_line(),
             )
         return func(tensor) if known is None else known

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -112,8 +113,9 @@ class Recorder:
 
     def _constant(self, tensor: Tensor) -> Node:
         """A tensor that came from outside: a number is a constant, anything larger an input that keeps its value."""
-        if isinstance(tensor, FakeTensor):
-            if tensor.constant is None:
+        literal = isinstance(tensor, FakeTensor)
+        if isinstance(tensor, FakeTensor) or _functorch.is_functorch_wrapped_tensor(tensor):
+            if not literal or tensor.constant is None:
                 raise CaptureError(
                     "a tensor made outside the capture reached it",
                     needed="parameters, buffers, the batch, and tensors made from them",
@@ -133,7 +135,10 @@ class Recorder:
             name = f"constant.{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
         self.assume(f"{name}, {list(tensor.shape)}, made outside the step, keeps the value it has now")
-        return self.declare(name, tensor.shape, tensor.dtype)
+        node = self.declare(name, tensor.shape, tensor.dtype)
+        if literal:
+            self.fixed[node], self.values[node] = True, self.constants[name]
+        return node
 
     def _read_anew(self, tensor: Tensor, place: Place) -> Node:
         """A tensor kept in Python: an input that is read at each step."""

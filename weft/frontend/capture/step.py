@@ -24,6 +24,7 @@ from weft.frontend.capture.modes import function
 from weft.frontend.capture.optimizers import COUNT, Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.tape import Tape
+from weft.frontend.capture.values import TAG
 from weft.ops import pointwise as w
 from weft.ops.fill import zeros_like
 from weft.ops.source import input_op
@@ -286,7 +287,7 @@ def _grad(r: Recorder, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: 
 @function(Tensor.requires_grad_, tensors=True)
 def _require_grad(r: Recorder, tensor: Tensor, requires_grad: bool = True) -> Tensor:
     """A gradient may flow from here on: a checkpoint asks for it."""
-    if r.joint:
+    if r.joint or not hasattr(tensor, TAG):
         with torch._C.DisableTorchFunction():
             return tensor.requires_grad_(requires_grad)
     if requires_grad:
@@ -294,9 +295,14 @@ def _require_grad(r: Recorder, tensor: Tensor, requires_grad: bool = True) -> Te
     return tensor
 
 
+@function(Tensor.requires_grad.__set__, tensors=True)
+def _set_requires_grad(r: Recorder, tensor: Tensor, value: bool) -> None:
+    _require_grad(r, tensor, value)
+
+
 @function(Tensor.requires_grad.__get__, tensors=True)
 def _requires_grad(r: Recorder, tensor: Tensor) -> bool:
-    if r.joint:
+    if r.joint or not hasattr(tensor, TAG):
         with torch._C.DisableTorchFunction():
             return tensor.requires_grad
     return r.moves(r.node(tensor))

@@ -49,7 +49,7 @@ class Tape:
 
     def _leaf(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self.recorder.fresh_input(name, value, moves=value.is_floating_point())
+            return self.recorder.fresh_input(name, value, moves=value.requires_grad)
         lifted = self.recorder.reads.lifted if self.recorder.reads is not None else {}
         return self.recorder.fresh_input(name, torch.empty((), dtype=lifted[name][1])) if name in lifted else value
 
