@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections import Counter
@@ -62,12 +63,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def net(folder: Path) -> Any:
     sys.path.insert(0, str(folder))
     try:
-        sys.modules.pop("net", None)
-        import net  # type: ignore[import-not-found]
-
-        return net
+        return importlib.import_module("net")
     finally:
         sys.path.remove(str(folder))
+        sys.modules.pop("net", None)  # other tests have a file of that name too
 
 
 def adamw(model: torch.nn.Module, **settings: Any) -> torch.optim.Optimizer:

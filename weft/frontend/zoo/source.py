@@ -5,11 +5,12 @@ transformers is imported only when a Hugging Face model is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,24 @@ def user_function(
     path: Path, name: str, *, device: str | torch.device = "meta", dtype: torch.dtype | None = None, **settings: Any
 ) -> Workload:
     """Call a function of the user's file. It gives a Workload, or (model, loss, example batch)."""
+    with _neighbours(path):
+        return _called(path, name, device, dtype, settings)
+
+
+@contextlib.contextmanager
+def _neighbours(path: Path) -> Iterator[None]:
+    """While a user's file is at work it finds what lies beside it first, as a script does; afterwards last, for what it imports later."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def _called(path: Path, name: str, device: str | torch.device, dtype: torch.dtype | None, settings: Mapping[str, Any]) -> Workload:
     make = getattr(_import_file(path), name, None)
     if not callable(make):
         raise UnknownName(
@@ -80,8 +99,6 @@ def _samples(batch: Any, where: str) -> int:
 def _import_file(path: Path) -> Any:
     if not path.exists():
         raise UnknownName(f"no file {path}", needed="the path of a Python file before the colon", found=str(path))
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.insert(0, folder)  # so that it finds its neighbours, as a script does
     module_name = f"weft_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
