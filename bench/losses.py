@@ -1,7 +1,7 @@
 """`weft bench losses`: training under every kind of plan, over real processes, against one process.
 
 Without dropout the losses of fifty steps in float64 must equal those of plain torch within 1e-8; with dropout, which torch draws in
-another order, those of weft on one process, in as many micro-batches.
+another order, those of weft on one process.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ def rows_of(name: str, steps: int, part: str = "1/1") -> Iterator[dict[str, Any]
     import weft.rewrite.check  # noqa: F401
     from bench._ranks import run_ranks
 
-    wanted: dict[tuple[float, str], list[float]] = {}
+    wanted: dict[float, list[float]] = {}
     for rate, world, plan in cases_of(name, part):
-        start, same = time.monotonic(), single(plan) if rate else "torch"
-        if (rate, same) not in wanted:
-            wanted[rate, same] = run_ranks(alone, 1, name, steps, rate, same)
+        start = time.monotonic()
+        if rate not in wanted:
+            wanted[rate] = run_ranks(alone, 1, name, steps, rate)
         row = {"model": name, "plan": plan, "ranks": world, "against": AGAINST[rate > 0], "dropout": rate, "worst": None}
         try:
             got = run_ranks(trained, world, name, plan, steps, rate)
-            row["worst"] = max(abs(a - b) for a, b in zip(got, wanted[rate, same], strict=True))
+            row["worst"] = max(abs(a - b) for a, b in zip(got, wanted[rate], strict=True))
         except Exception as e:  # the row says so; the rest is still tried
             row["failed"] = str(e)[-600:]
         yield {**row, "equal": row["worst"] is not None and row["worst"] <= LIMIT, "seconds": round(time.monotonic() - start, 1)}
@@ -110,18 +110,10 @@ def workload(name: str, dropout: float = 0.0) -> Any:
     return w, torch.optim.AdamW(w.model.parameters(), lr=1e-3)
 
 
-def single(plan: str) -> str:
-    """The plan of one process that draws the same dropout: in as many micro-batches, each of which draws its own."""
-    from weft.plan.named import Named
-
-    parts = Named.parse(plan).micro_batches
-    return f"micro{parts}" if parts > 1 else "dp1"
-
-
-def alone(rank: int, world: int, name: str, steps: int, dropout: float, plan: str) -> list[float]:
+def alone(rank: int, world: int, name: str, steps: int, dropout: float) -> list[float]:
     """What must come out: plain torch, or weft on one process where dropout draws."""
     if dropout:
-        return trained(rank, world, name, plan, steps, dropout)
+        return trained(rank, world, name, "dp1", steps, dropout)
     w, optimizer = workload(name)
     out = []
     for i in range(steps):

@@ -16,7 +16,7 @@ from tests.api.ranks import on_ranks
 from weft.api import auto, planfile
 from weft.api.lines import Lines
 from weft.api.parallelize import parallelize
-from weft.api.pipelined import captured_part
+from weft.api.pipelined import micro_steps
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.frontend import zoo
@@ -102,7 +102,15 @@ def test_too_little_memory_is_told(captured: Captured) -> None:
 
 def lines(fixed: int = 0) -> Lines:
     w = workload()
-    return Lines(lambda k: captured_part(w.model, w.example(8), k, w.loss, adamw(w)), 8, fixed)
+    return Lines(micro_steps(w.model, w.example(8), w.loss, adamw(w)), 8, fixed)
+
+
+def test_micro_batches_that_would_be_another_step_are_not_offered(captured: Captured) -> None:
+    w = workload()
+    root = micro_steps(w.model, w.example(8), lambda m, b: w.loss(m, b).sqrt(), adamw(w))
+    found = auto.decide(captured, cluster("2xx86-2"), lines=Lines(root, 8))
+    reasons = {o.plan: o.reason for o in found.options if "micro" in o.plan}
+    assert reasons and all("would not be the whole batch's: sqrt" in reason for reason in reasons.values())
 
 
 def test_stages_are_offered_beside_the_rest(captured: Captured) -> None:

@@ -32,7 +32,7 @@ from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, m
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
-from weft.plan.line import Line, Placed, place_stage, spread
+from weft.plan.line import Placed, place_stage, spread
 from weft.plan.named import Named, input_layouts
 from weft.plan.pieces import Found
 from weft.plan.pins import parse_pin, resolve
@@ -96,7 +96,7 @@ def pipelined(
     )
     step.captured, step.moves, step.judged = captured, moves, judged
     if check:
-        step.report = _verified(step.line)
+        step.report = step.verify()
     return step
 
 
@@ -156,12 +156,6 @@ def _derived(captured: Captured, parts: int, dims: Mapping[str, int], example: A
         if left:
             e.found = f"{e.found}; {', '.join(left)} of the batch has no dim of its samples and is taken whole"
         raise e.at(None) from None
-
-
-def _verified(line: Line) -> Report | None:
-    """Every stage and the update against what one device would run; the report of the last."""
-    reports = [verified(*stage.whole) for stage in line.stages]
-    return [*reports, verified(line.single, line.update)][-1]
 
 
 class PipelinedStep(Step):
@@ -313,6 +307,13 @@ class PipelinedStep(Step):
         return self._evaluate(batch)
 
     # -- trust -----------------------------------------------------------------------------------------------------------------
+
+    def verify(self) -> Report | None:
+        """What runs first, every stage and the update against what one device would run; the report of the last."""
+        if self._first is not None and self.micro.first is not None:
+            verified(self.micro.first, self._first.program)
+        reports = [verified(*stage.whole) for stage in self.line.stages]
+        return [*reports, verified(self.line.single, self.line.update)][-1]
 
     def check(self, batch: Any, tolerance: float = 1e-4) -> float:
         """The largest relative difference between this step and the whole batch on one device; nothing changes."""

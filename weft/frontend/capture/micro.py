@@ -22,6 +22,7 @@ from weft.core.node import Node, Type, constant, make, remade, toposort
 from weft.core.program import Program, new_program
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Instance
+from weft.frontend.capture.ops import apart
 from weft.frontend.capture.step import Captured, named_batch
 from weft.ops.embed import take
 from weft.ops.fill import arange, full
@@ -205,6 +206,7 @@ class _Derivation:
         here = [x.place for x in args]
         eq = self._equation(n, args)
         wanted = _cuts(eq, here) + _sums(n, here) if eq is not None else []
+        wanted += [_first_cut(n)] if n.op.name == "opaque" and S(0) in here else []
         wanted.append(tuple(R if a in self.free else p for a, p in zip(n.args, here, strict=True)))
         for places in sorted(wanted, key=lambda places: sum(p != q and not isinstance(p, Replicated) for p, q in zip(here, places, strict=True))):
             brought = [self._brought(a, x, p) for a, x, p in zip(n.args, args, places, strict=True)]
@@ -256,7 +258,7 @@ class _Derivation:
         """The op on operands held so, if it may be."""
         attrs = {k: self.mesh.key if k == "mesh" else v for k, v in n.attrs}
         try:
-            found = n.op.infer(tuple(t for x in args for t in x.types), attrs)
+            found = self._apart(n, args) or n.op.infer(tuple(t for x in args for t in x.types), attrs)
             types = found if isinstance(found, tuple) else (found,)
             nodes, attrs = self._local(n, args, types)
             made = make(n.op, tuple(nodes), attrs)
@@ -265,10 +267,22 @@ class _Derivation:
         fits = all(t.layout.is_even and t.layout.largest_local == own.shape for t, own in zip(types, made.types, strict=True))
         return _Held(types, made) if fits else None
 
+    def _apart(self, n: Node, args: Sequence[_Held]) -> tuple[Type, ...]:
+        """The types of a torch op without an entry that takes samples each by itself; none where that is not known."""
+        if n.op.name != "opaque" or not apart(n) or tuple(x.place for x in args) != _first_cut(n):
+            return ()
+        first = args[0].types[0].layout.dims[0]
+        if any(x.types[0].layout.dims[0] != first for x in args[: apart(n)]):
+            return ()
+        whole = [Layout.of(self.mesh, shape) for _, shape in n.attr("gives")]
+        return tuple(Type(t.dtype, layout.with_dim(0, first)) for t, layout in zip(n.types, whole, strict=True))
+
     def _local(self, n: Node, args: Sequence[_Held], types: Sequence[Type]) -> tuple[list[Node], dict[str, Any]]:
         """Operands and attributes of the op in one micro-batch; where it must know which it is, it is told."""
         nodes, attrs = [x.node for x in args], dict(n.attrs)
         places = [x.place for x in args if len(x.types) == 1]
+        if n.op.name == "opaque":
+            return nodes, {**attrs, "gives": tuple((d, t.layout.largest_local) for (d, _), t in zip(attrs["gives"], types, strict=True))}
         if n.op.local is None or not any(isinstance(p, S) for p in (*places, *(t.on(AXIS) for t in types))):
             return nodes, attrs
         if n.op.name in ("reshape", "expand"):
@@ -324,6 +338,11 @@ class _Derivation:
 def _said(n: Node) -> str:
     """What an op is called, of torch's where it has no entry."""
     return str(n.attr("target") or n.op.name)
+
+
+def _first_cut(n: Node) -> tuple[Placement, ...]:
+    """The operands of an opaque op that have samples cut along them, the others whole."""
+    return tuple(S(0) if k < apart(n) else R for k in range(len(n.args)))
 
 
 class _ByPlace(Exception):

@@ -64,7 +64,7 @@ def capture(
         samples, dims = cut_of(example)
         require_parts(samples, accumulate)
         return unrolled(in_micro_batches(whole, accumulate, dims))
-    parts = accumulate if learns else 1
+    parts = accumulate if allow_micro_mean else 1
 
     def run(step: Step, batch: Any) -> None:
         with torch.autocast("cpu", precision, enabled=precision is not None):

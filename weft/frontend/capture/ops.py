@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from typing import Any
 
 import torch
@@ -96,6 +97,24 @@ def _call(tensors: tuple[torch.Tensor, ...], target: str, call: Any, keys: Any) 
     out = _torch_op(target)(*[_fill(a, tensors) for a in call], **given)
     found = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     return tuple(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in found)
+
+
+APART = (  # torch's ops that take what stands along the first dim each by itself, and from how many dims on
+    (1, r"_?upsample_\w+|grid_sampler_[23]d|im2col|col2im|_?adaptive_(avg|max)_pool[23]d|(reflection|replication)_pad[123]d|(avg|max)_pool3d\w*"),
+    (3, r"_?linalg_(svd|qr|eigh|cholesky_ex|inv_ex|det|slogdet|solve_ex|lu_factor_ex|matrix_exp|solve_triangular|householder_product)|_cdist_forward"),
+)
+
+
+def apart(node: Node) -> int:
+    """How many first operands an opaque op is known to read so that along their first dim, and its results', each stands by itself."""
+    target = str(node.attr("target"))
+    name, read = target.split(".")[1], node.args[:1] if target.startswith("aten.convolution.") else node.args
+    shapes = [a.shape for a in read] + [shape for _, shape in node.attr("gives")]
+    if not read or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+        return 0
+    alike = torch.Tag.pointwise in _torch_op(target).tags and len({len(shape) for shape in shapes}) == 1
+    known = name == "convolution" or any(re.fullmatch(names, name) and min(len(a.shape) for a in read) >= n for n, names in APART)
+    return len(read) if alike or known else 0
 
 
 def _opaque_infer(types: Types, attrs: Attrs) -> Types:
