@@ -341,11 +341,16 @@ class _Component:
 
 def _flat(n: Node, op: str, members: set[Node]) -> list[Node]:
     """The operands of a tree of one op; a reduction over ranks in between changes nothing."""
-    if n in members and n.op.name == op:
-        return [x for a in n.args for x in _flat(a, op, members)]
-    if n in members and collective(n) == "all_reduce" and operands(n)[0].op.name == op:
-        return _flat(operands(n)[0], op, members)
-    return [n]
+    found, stack = list[Node](), [n]
+    while stack:
+        n = stack.pop()
+        if n in members and n.op.name == op:
+            stack.extend(reversed(n.args))
+        elif n in members and collective(n) == "all_reduce" and operands(n)[0].op.name == op:
+            stack.append(operands(n)[0])
+        else:
+            found.append(n)
+    return found
 
 
 def collective(n: Node) -> str | None:

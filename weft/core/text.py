@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from weft.core.errors import ParseError
 from weft.core.layout import Atom, Layout, Mesh, O, P, Placement, canonical
@@ -16,8 +17,17 @@ from weft.core.program import Group, Program
 HIDDEN = {"mesh", "layout", "name"}
 
 
-def node_names(program: Program) -> dict[Node, str]:
-    """Inputs by their name, the rest by number; literals have none."""
+_named: WeakKeyDictionary[Program, dict[Node, str]] = WeakKeyDictionary()
+
+
+def node_names(program: Program) -> Mapping[Node, str]:
+    """Inputs by their name, the rest by number; literals have none. Worked out once for a program."""
+    if program not in _named:
+        _named[program] = _names(program)
+    return _named[program]
+
+
+def _names(program: Program) -> dict[Node, str]:
     names: dict[Node, str] = {}
     numbers = itertools.count()
     for n in program.nodes:

@@ -25,8 +25,8 @@ def fuse(p: Program, places: Iterable[Place] | str, *, name: str | None = None) 
     Members: elementwise ops, reductions and views; at most one reduction collective over tensors (scalars may bring more),
     the gathers and slices around it, all along one axis. Nothing outside may stand between two members.
     """
-    nodes = [p.at(x) for x in ([places] if isinstance(places, (str, Node)) else places)]
-    nodes = [n for n in p.nodes if n in set(nodes)]
+    wanted = {p.at(x) for x in ([places] if isinstance(places, (str, Node)) else places)}
+    nodes = [n for n in p.nodes if n in wanted]
     if len(nodes) < 2:
         raise InvalidTransform("fuse of fewer than two nodes", needed="two or more nodes", found=str(len(nodes)))
     _check_members(p, nodes)
