@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft
 from weft import parallelize
 from weft.core.errors import CaptureError, RuntimeFault
 
@@ -413,3 +414,34 @@ def test_groups_and_state_that_came_later_are_refused():
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(RuntimeFault, match="SGD of group 0 keeps other state than when the step was made"):
         step(batches()[0])
+
+
+# -- evaluation and inference -------------------------------------------------------------------------------------------
+
+
+def test_the_loss_alone_follows_python_too():
+    model = Net().double()
+    step = parallelize(model, scaled, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+    model.b.eval()
+    for alpha in (0.5, 0.25, 0.5):
+        model.alpha = alpha
+        torch.testing.assert_close(step.eval(batches()[1]), scaled(model, batches()[1]).detach(), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(step.eval(batches()[1][:3]), scaled(model, batches()[1][:3]).detach(), atol=1e-12, rtol=1e-12)
+    assert model.training and not model.b.training
+
+
+def test_inference_follows_python_too():
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.alpha + self.table
+
+    model = Scaled().double()
+    model.table = model.table.double()
+    run = weft.compile(model, "dp1", batches()[0])
+    for alpha in (0.5, 0.25, 0.5):
+        model.alpha, model.table = alpha, model.table + 1
+        (got,) = run(batches()[1]).values()
+        torch.testing.assert_close(got, model(batches()[1]).detach(), atol=1e-12, rtol=1e-12)
+    model = Counting().double()
+    with pytest.raises(CaptureError, match=r"changes Python as it runs \(model.calls\)"):
+        weft.compile(model, "dp1", batches()[0])

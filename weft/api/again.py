@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MOST = 16  # programs of one step
 # what belongs to the run, whichever program it runs
 RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
-                     "optimizer", "_state", "_held_as", "_missed", "_eval", "_evaluate"})  # fmt: skip
+                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate"})  # fmt: skip
 
 Make = Callable[..., "Step"]  # (example, known, **settings of the capture) to a step
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from weft import interp
+from weft.api.again import MOST
 from weft.api.compiled import Compiled
-from weft.core.errors import PlanError
+from weft.core.errors import CaptureError, PlanError, RuntimeFault
 from weft.core.layout import S
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.guards import Reads, evaluating, holds_traced
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named, input_layouts, tensor_cuts
 from weft.plan.place import Placements, place
@@ -43,12 +45,14 @@ class Inference:
             raise PlanError("inference runs a batch whole", needed="a plan without pp, micro and recompute", found=plan)
         self._held: dict[str, Placements] = {}
         self._state: dict[str, Tensor] = {}
-        self._made: dict[Shapes, tuple[Compiled, dict[str, Tensor]]] = {}
+        self._made: dict[Shapes, list[tuple[Compiled, Captured]]] = {}
         self.compiled, _ = self._for(example)
         self.program = self.compiled.program
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        run, own = self._for(batch)
+        run, captured = self._for(batch)
+        reads = cast(Reads, captured.reads)
+        own = {n: _local(run, n, x) for n, x in reads.tensors_now(captured.constants).items() if n in run.program.input_names}
         given = {n: _local(run, n, x) for n, x in named_batch(batch).items() if n in run.program.input_names}
         known = {**self._state, **own, **given}
         out = run({n: known[n] for n in run.program.input_names}, self._state)
@@ -60,25 +64,36 @@ class Inference:
         """This rank's part of a buffer, as the last call left it."""
         return self._state[f"buffer.{name}"]
 
-    def _for(self, batch: Any) -> tuple[Compiled, dict[str, Tensor]]:
-        """The program for batches of this shape, and the constants it reads."""
+    def _for(self, batch: Any) -> tuple[Compiled, Captured]:
+        """The program for batches of this shape and for what Python says now."""
         shapes = tuple((n, tuple(x.shape), x.dtype) for n, x in named_batch(batch).items())
-        if shapes not in self._made:
+        known = self._made.setdefault(shapes, [])
+        made = next((m for m in reversed(known) if cast(Reads, m[1].reads).hold(batch)), None)
+        if made is None:
             captured = self._captured(batch)
             run = Compiled(self._placed(captured), device=self.device, again=True)
             values = {n: x for n, x in {**captured.parameters, **captured.buffers}.items() if n not in self._state}
             self._state |= {n: _local(run, n, x.detach()).clone() for n, x in values.items() if n in run.program.input_names}
-            own = {n: _local(run, n, x.detach()) for n, x in captured.constants.items() if n in run.program.input_names}
-            self._made[shapes] = run, own
-        return self._made[shapes]
+            made = run, captured
+            _require_room(known, batch)
+            known.append(made)
+        return made
 
     def _captured(self, batch: Any) -> Captured:
-        training = self.model.training
-        self.model.eval()
-        try:
-            return capture(self.model, batch)
-        finally:
-            self.model.train(training)
+        with evaluating(self.model):
+            reads = Reads(self.model, None, batch)
+            captured = capture(self.model, batch, reads=reads)
+            reads.undo()
+        if reads.drew or [c for c in reads.left if not holds_traced(c.now)]:
+            what = reads.left[0].words if reads.left else "random numbers drawn in Python"
+            raise CaptureError(
+                f"the model changes Python as it runs ({what})",
+                needed="a model in evaluation mode that changes nothing but its buffers",
+                found=what,
+                try_="keep what it counts in a buffer",
+            )
+        reads.in_any_mode()
+        return captured
 
     def _placed(self, captured: Captured) -> Program:
         """Parameters as the plan says; buffers as what is written to them comes, so that writing moves nothing."""
@@ -104,6 +119,17 @@ class Inference:
         may = {n: node for n, node in program.input_names.items() if n.startswith("param.") or n in held}
         cuts = tensor_cuts(program, program.outputs[0][1], may, self.named.tp)
         return {n: {**layouts.get(n, {}), "tp": cut} for n, cut in cuts.items()}
+
+
+def _require_room(known: list[tuple[Compiled, Captured]], batch: Any) -> None:
+    if len(known) >= MOST:
+        words = str(cast(Reads, known[-1][1].reads).changes(batch)[0])
+        raise RuntimeFault(
+            f"the model has been compiled {MOST} times for batches of one shape",
+            needed="values in Python that settle",
+            found=words,
+            try_="pass it as a tensor in the batch",
+        )
 
 
 def _local(run: Compiled, name: str, value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft import interp
 from weft.api import auto, planfile
-from weft.api.again import Changing, Forms, gathered
+from weft.api.again import MOST, Changing, Forms, gathered
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, beside_rows, rows_of
@@ -33,7 +33,7 @@ from weft.core.names import original
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.guards import as_before
+from weft.frontend.capture.guards import Reads, as_before, evaluating
 from weft.frontend.capture.micro import cut_of
 from weft.frontend.capture.model import require_torchs
 from weft.frontend.capture.optimizers import COUNT
@@ -264,7 +264,7 @@ class Step(Changing):
         self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
         self._missed = dict.fromkeys(captured.states.values(), 0)
         self._state = self._initial_state()
-        self._eval: Compiled | None = None
+        self._evals: list[tuple[Captured, dict[str, tuple[int, ...]], Compiled]] = []
         self.noise = Noise()
         self._probe = Probe(program, self.compiled.coords, self.noise, device) if INPUT in program.input_names else None
         self.recorder: Recorder | None = None
@@ -331,26 +331,37 @@ class Step(Changing):
 
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""
-        if self._eval is None:
-            self._eval = self._evaluation(batch)
-        values = {**self._state, **self._batch(batch), **self._numbers()}
-        return self._eval({n: values[n] for n in self._eval.program.input_names})["loss"]
+        run, captured = self._evaluation(batch)
+        types = {n: node.type for n, node in run.program.input_names.items() if n.startswith("batch.")}
+        values = {**self._state, **self._batch(batch, types), **self._numbers()}
+        for n, x in cast(Reads, captured.reads).tensors_now(captured.constants).items():
+            if n in run.program.input_names:
+                values[n] = interp.take_local(x, run.program.input_names[n].layout, run.coords).to(run.device)
+        return run({n: values[n] for n in run.program.input_names})["loss"]
 
-    def _evaluation(self, batch: Any) -> Compiled:
-        training = self.model.training
-        self.model.eval()
-        try:
-            captured = capture(self.model, batch, self.loss)
-        finally:
-            self.model.train(training)
-        held = {n: self.program.input_names[n].layout.placements for n in captured.program.input_names if n in self.program.input_names}
+    def _evaluation(self, batch: Any) -> tuple[Compiled, Captured]:
+        """The program of the loss for what Python says now, made once."""
+        shapes = {n: tuple(x.shape) for n, x in named_batch(batch).items()}
+        for captured, its, run in self._evals:
+            if its == shapes and cast(Reads, captured.reads).hold(batch):
+                return run, captured
+        with evaluating(self.model):
+            reads = Reads(self.model, self.loss, batch)
+            captured = capture(self.model, batch, self.loss, reads=reads)
+            reads.undo()
+        held = {n: self._held_as[n].layout.placements for n in captured.program.input_names if n in self._held_as and n not in captured.constants}
+        held |= {n: t.layout.placements for n, t in self._batch_types.items() if n in captured.program.input_names and shapes[n] == t.shape}
         held = {n: {a: p for a, p in places.items() if p != R} for n, places in held.items()}
-        return Compiled(place(captured.program, self.program.mesh, held), device=self.compiled.device)
+        run = Compiled(place(captured.program, self.program.mesh, held), device=self.compiled.device)
+        reads.in_any_mode()
+        if not (reads.left or reads.drew):
+            self._evals = [*self._evals[-MOST:], (captured, shapes, run)]
+        return run, captured
 
-    def _batch(self, batch: Any) -> dict[str, Tensor]:
+    def _batch(self, batch: Any, types: Mapping[str, Type] | None = None) -> dict[str, Tensor]:
         given = {**named_batch(batch), **self.lifted(batch)}
         out = {}
-        for name, type_ in self._batch_types.items():
+        for name, type_ in (self._batch_types if types is None else types).items():
             if name not in given:
                 raise RuntimeFault(
                     f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given)

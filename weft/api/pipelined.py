@@ -27,7 +27,7 @@ from weft.core.layout import Layout, S
 from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.guards import as_before
+from weft.frontend.capture.guards import Reads, as_before, evaluating
 from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, micro_batch, require_gradients, require_parts
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
@@ -302,7 +302,7 @@ class PipelinedStep(Step):
 
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""
-        if self._evaluate is None:
+        if self._evaluate is None or not self._evaluate.reads.hold(batch):
             self._evaluate = _Evaluation(self, batch)
         return self._evaluate(batch)
 
@@ -365,12 +365,12 @@ class _Evaluation:
     """The forward pass alone through the same stages, of a whole batch at once."""
 
     def __init__(self, step: PipelinedStep, batch: Any) -> None:
-        self.step, training = step, step.model.training
-        step.model.eval()
-        try:
-            self.captured = capture(step.model, batch, step.loss)
-        finally:
-            step.model.train(training)
+        self.step = step
+        with evaluating(step.model):
+            self.reads = Reads(step.model, step.loss, batch)
+            self.captured = capture(step.model, batch, step.loss, reads=self.reads)
+            self.reads.undo()
+        self.reads.in_any_mode()
         plan, program = step.plan, self.captured.program
         held, options = input_layouts(program, plan, {})
         held |= {n: places for n, places in step.held.items() if n in program.input_names and not n.startswith("batch.")}
@@ -388,7 +388,7 @@ class _Evaluation:
         given = named_batch(batch)
         inputs = {n: interp.take_local(given[n], t.layout, coords).to(device) for n, t in self.types.items()}
         state = self.step._readable(self.spread)
-        state |= {n: x.to(device) for n, x in self.captured.constants.items()}
+        state |= {n: x.to(device) for n, x in self.reads.tensors_now(self.captured.constants).items()}
         sums, _ = self.runner.run(state, lambda _: inputs)
         return self.last(sums)["loss"]
 

@@ -15,7 +15,7 @@ import random
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -430,6 +430,15 @@ class Reads:
             return False
         return all(_unchanged(now[n], x) or (n in self.lifted and type(now[n]) is type(x)) for n, x in self.batch.items())
 
+    def in_any_mode(self) -> Reads:
+        """The same, whatever the modules' training modes are: it was traced in evaluation mode, and shall be run in it."""
+        self.places = [p for p in self.places if p.key != "training"]
+        return self
+
+    def tensors_now(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Constants of the trace; those that Python keeps, as they are now."""
+        return {n: self.read_anew[n].now().detach() if n in self.read_anew else x for n, x in constants.items()}
+
     def changes(self, batch: Any) -> list[Change]:
         """What is another than when it was traced, in words."""
         numbers = {p.where for p, _ in self.lifted.values() if isinstance(p, Place)}
@@ -458,6 +467,18 @@ class Reads:
         """The inputs that are numbers in Python, as they are now."""
         given = _plain_leaves(batch) if any(isinstance(p, str) for p, _ in self.lifted.values()) else {}
         return {name: given[p] if isinstance(p, str) else p.now() for name, (p, _) in self.lifted.items()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode; afterwards every module of it is in the mode it was in."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training
 
 
 @contextmanager
