@@ -92,6 +92,10 @@ def classes(k: int) -> Batch:
     return {**padded(k), "labels": ints(k + 3, CLASSES, SAMPLES)}
 
 
+def unpadded(k: int) -> Batch:
+    return {"input_ids": ids(k), "labels": ints(k + 3, CLASSES, SAMPLES)}
+
+
 def tags(k: int) -> Batch:
     out = padded(k)
     return {**out, "labels": ints(k + 3, CLASSES, SAMPLES, LENGTH).masked_fill(out["attention_mask"] == 0, -100)}
@@ -208,7 +212,7 @@ hf(
     eos_token_id=2,
     vocab_size=VOCAB,
     hidden_size=16,
-    num_hidden_layers=1,
+    num_hidden_layers=2,
     context_length=16,
     intermediate_size=32,
 )
@@ -247,7 +251,7 @@ hf("modernbert", "ModernBert", masked_words, head="ForMaskedLM", **TEXT, local_a
 hf(
     "nystromformer",
     "Nystromformer",
-    classes,
+    unpadded,
     head="ForSequenceClassification",
     **TEXT,
     num_landmarks=4,
@@ -268,7 +272,7 @@ hf(
 )
 hf("fnet", "FNet", lambda k: {"input_ids": ids(k), "labels": ints(k, CLASSES, SAMPLES)}, head="ForSequenceClassification", num_labels=CLASSES,
    **{name: value for name, value in TEXT.items() if name != "num_attention_heads"})  # fmt: skip
-hf("perceiver_like", "Ibert", tags, head="ForTokenClassification", **TEXT, num_labels=CLASSES, quant_mode=False)
+hf("ibert", "IBert", tags, head="ForTokenClassification", **TEXT, num_labels=CLASSES, quant_mode=False)
 
 # -- encoder-decoders ---------------------------------------------------------------------------------------------------------------
 

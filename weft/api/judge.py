@@ -137,7 +137,9 @@ class Sides:
         self.given = given or {}  # state of another moment than the module's and the optimizer's
         self.device = case.device
         self.trouble = ""
-        exact = min((d.itemsize for d in _floats(captured.program)), default=8)
+        floats = _floats(captured.program)
+        exact = min((d.itemsize for d in floats), default=8)
+        self.digit = max((torch.finfo(d).eps for d in floats), default=0.0)
         self.tolerance, self.update = TOLERANCE[exact], UPDATE[exact]
 
     # -- torch -----------------------------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class Sides:
             expected = {n: _wanted(want, n, found[n]) for n in found if n in want}
             base = {n: _scaled(found[n], x, allowed) for n, x in expected.items()}
             if not all(x.allowed <= 1 for x in base.values()):
-                moved_ = self._run(program, {n: moved(x) for n, x in start.items()})
+                moved_ = self._run(program, {n: moved(x, self.digit) for n, x in start.items()})
                 base = {n: _scaled(found[n], x, allowed, distance(moved_[n], found[n])) for n, x in expected.items()}
             out |= base
         return out | self._untouched(want, given)
@@ -267,12 +269,12 @@ def _scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0
     return Apart(by / (tolerance * whole + slack), max(by - slack, 0.0) / whole) if by else Apart(0.0, 0.0)
 
 
-def moved(x: Tensor) -> Tensor:
-    """The tensor with each element moved by about its last digit, the same way on every rank."""
+def moved(x: Tensor, digit: float = 0.0) -> Tensor:
+    """The tensor with each element moved by about its last digit, or by that of a coarser float, the same way on every rank."""
     if not x.is_floating_point() or not x.ndim:
         return x
     signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
-    return x * (1 + signs.to(x.device, x.dtype) * torch.finfo(x.dtype).eps)
+    return x * (1 + signs.to(x.device, x.dtype) * max(digit, torch.finfo(x.dtype).eps))
 
 
 # -- the words -----------------------------------------------------------------------------------------------------------------------------
