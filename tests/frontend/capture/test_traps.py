@@ -145,6 +145,13 @@ def test_batch_norm_statistics_are_outputs():
     }
 
 
+def test_batch_norm_that_averages_over_all_batches():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)).double()
+    model[1].num_batches_tracked.fill_(3)
+    captured = same_as_torch(model, lambda m, b: m(*b).square().sum(), (X.double(),), 1e-12)
+    assert {"buffer.1.running_mean", "buffer.1.running_var", "buffer.1.num_batches_tracked"} <= set(captured.program.output_names)
+
+
 def test_batch_norm_without_statistics_and_in_evaluation():
     same_as_torch(nn.BatchNorm1d(4, track_running_stats=False), lambda m, b: m(*b).pow(3).sum(), (X,))
     captured = same_as_torch(nn.BatchNorm1d(4).eval(), lambda m, b: m(*b).pow(3).sum(), (X,))

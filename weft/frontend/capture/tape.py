@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.jit import ScriptModule
@@ -85,6 +86,7 @@ def tracing(
         stack.enter_context(autocast_on_cpu())
         stack.enter_context(_plain_kernels())
         stack.enter_context(_unchecked_distributions(recorder))
+        stack.enter_context(_averages_as_tensors())
         stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
         stack.enter_context(heard(tape.blocks))
         if reads is not None:
@@ -139,6 +141,31 @@ def _unchecked_distributions(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         Distribution.__init__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _averages_as_tensors() -> Iterator[None]:
+    """Inside, a batch norm that averages over all batches (momentum=None) divides by their number without reading it."""
+    kind = nn.modules.batchnorm._BatchNorm
+    plain = kind.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.momentum is not None or not self.training or self.running_mean is None:
+            return plain(self, x)
+        self._check_input_dim(x)
+        self.num_batches_tracked.add_(1)
+        before = self.running_mean.clone(), self.running_var.clone()
+        out = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 1.0, self.eps)
+        for held, old in zip((self.running_mean, self.running_var), before, strict=True):
+            with torch.no_grad():
+                held.copy_(old + (held - old) / self.num_batches_tracked)
+        return out
+
+    kind.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.forward = plain  # type: ignore[method-assign]
 
 
 @contextmanager
