@@ -140,7 +140,9 @@ keep_where: Op = define(
 
 def spread(ct: Node, like: Node) -> Node:
     """A cotangent that is one number, as a tensor of its dtype: generated code would lose that."""
-    return op_named("expand")(op_named("reshape")(ct, shape=(1,) * like.ndim), shape=like.shape) if ct.op.name == "const" else ct
+    if ct.op.name != "const" or not like.ndim:
+        return ct
+    return op_named("expand")(op_named("reshape")(ct, shape=(1,) * like.ndim), shape=like.shape, cuts=())
 
 
 def keep(ct: Node, here: Node) -> Node:

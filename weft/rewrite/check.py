@@ -241,7 +241,7 @@ def _first_stray(single: Program, sharded: Program, names: Iterable[str], tidy: 
     roots = [p[n] for n in names for p in ({k: tidy(here[v]) for k, v in single.outputs}, {k: tidy(there[v]) for k, v in sharded.outputs})]
     try:
         _evaluate(roots, given, values)
-    except (RuntimeError, IndexError):  # a drawn number was no row of some table; every table has a first one
+    except (RuntimeError, IndexError, InvalidProgram):  # a drawn number was no row of some table; every table has a first one
         given, values = {n: x if x.dtype.is_floating_point else torch.zeros_like(x) for n, x in given.items()}, {}
         _evaluate(roots, given, values)
     slack = _slack(single)
