@@ -349,6 +349,7 @@ def no_room(fd: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.root
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """A real one: a file system of 256 KiB."""
     small = tmp_path / "small"

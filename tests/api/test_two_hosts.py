@@ -46,6 +46,7 @@ def namespaces() -> str:
         return str(e).splitlines()[0]
 
 
+@pytest.mark.root
 @pytest.mark.timeout(300)
 def test_two_hosts_train_as_one_process(tmp_path: Path) -> None:
     why = namespaces()

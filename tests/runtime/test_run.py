@@ -88,6 +88,7 @@ for turn in range(20):
 """
 
 
+@pytest.mark.root
 def test_on_two_hosts_each_says_what_it_knows(tmp_path: Path) -> None:
     """Ranks of two network namespaces meet; when one dies its host names it, and the other host says that it was not there."""
     why = namespaces()

@@ -104,7 +104,7 @@ def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch, rank
         if culprits[rank].exitcode > 0
         else "it was killed: look for a lack of memory, or who sent the signal",
     )
-    fault.status = max(1, culprits[rank].exitcode)
+    fault.status = max(1, own[rank].exitcode) if rank in own else 1
     return fault
 
 
