@@ -133,16 +133,15 @@ class Moment:
 @contextlib.contextmanager
 def unnoticed(moment: Moment, device: torch.device) -> Iterator[None]:
     """Inside, random numbers are those of the moment and nothing is printed; afterwards they go on as before."""
-    before, exact = Moment.now(), torch.backends.cudnn.allow_tf32
+    before, cudnn = Moment.now(), torch.backends.cudnn
+    exactly = cudnn.flags(cudnn.enabled, cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False)
     devices = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-    with torch.random.fork_rng(**devices):
+    with torch.random.fork_rng(**devices), exactly:
         try:
             moment.again()
-            torch.backends.cudnn.allow_tf32 = False
             with contextlib.redirect_stdout(io.StringIO()):
                 yield
         finally:
-            torch.backends.cudnn.allow_tf32 = exact
             before.again()
 
 

@@ -7,6 +7,7 @@ from inputs moved in their last digit. What would take too long is compared on f
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -218,7 +219,7 @@ class Sides:
         same = {n: _scaled(given.get(n, x.detach()).to(self.device), w, self.tolerance) for n, x in zip(names, tensors, strict=True)
                 if n not in written and (w := want[n]) is not None}  # fmt: skip
         known = self.captured.gradients
-        lost = {n: Apart(float("inf"), float("inf")) for n, g in want.items() if known and n.startswith("d.") and n[2:] not in known and _moves(g)}
+        lost = {n: Apart(math.inf, math.inf) for n, g in want.items() if known and n.startswith("d.") and n[2:] not in known and _moves(g)}
         return same | lost
 
 
@@ -248,18 +249,29 @@ def _moves(grad: Tensor | None) -> bool:
 def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference; equal infinities and NaNs are no difference, other ones are infinite."""
     if a.shape != b.shape:
-        return float("inf")
+        return math.inf
     if not a.numel():
         return 0.0
     if not a.is_floating_point() and not b.is_floating_point():
-        return 0.0 if torch.equal(a.to(b.dtype), b) else float("inf")
-    a, b = a.double(), b.double()
+        return 0.0 if torch.equal(a.to(b.dtype), b) else math.inf
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    a, b = a.to(wide), b.to(wide)
+    by = size(a - b, 0.0)
+    if math.isfinite(by):
+        return by
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
-    return float(apart.nan_to_num(float("inf"), float("inf")).max())
+    return float(apart.nan_to_num(math.inf, math.inf).max())
 
 
-def size(x: Tensor) -> float:
-    return float(x.double().abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1e-30)) if x.numel() else 1.0
+def size(x: Tensor, least: float = 1e-30) -> float:
+    """The largest value, by its absolute value; of those that are finite, where the tensor is to be measured by it."""
+    if not x.numel():
+        return 1.0
+    low, high = torch.aminmax(x)
+    most = max(-float(low), float(high), key=lambda v: (v != v, v))
+    if least and not math.isfinite(most):
+        most = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return most if not least else max(most, least)
 
 
 def _scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0) -> Apart:
@@ -281,7 +293,7 @@ def moved(x: Tensor, digit: float = 0.0) -> Tensor:
 
 
 def _refusal(case: Case, name: str, by: float, sides: Sides) -> WeftError:
-    how_far = "is torch's in no digit" if by == float("inf") else f"differs by {by:.2g} of its largest value"
+    how_far = "is torch's in no digit" if by == math.inf else f"differs by {by:.2g} of its largest value"
     return CaptureError(
         f"the captured step of {type(case.bare).__name__} does not compute what torch does",
         needed="torch's own loss, gradients and update, but for rounding",

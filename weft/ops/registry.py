@@ -238,8 +238,9 @@ def _held(
 
 
 def _ordered(eq: Equation, monotone: Ordered) -> dict[str, ArgSets]:
-    """Which operands a pending max or min may pass; an op that reduces lets only its own kind through."""
-    reduces = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE)
+    """Which operands a pending max or min may pass; an op that reduces lets only its own kind through. What is kept whole and not summed is
+    no reduction: of a dim that is cut to size, each element stays what it was."""
+    reduces = any(x not in out and (x not in eq.whole or eq.reduce != "sum") for labels in eq.ins for x in labels for out in eq.outs if x != ONE)
     by_kind = monotone if isinstance(monotone, Mapping) else dict.fromkeys(("max", "min"), monotone)
     return {kind: by_kind.get(kind, ()) if not reduces or eq.reduce == kind else () for kind in ("max", "min")}
 

@@ -299,7 +299,7 @@ def _pad_run(x: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor
 
 
 _pad = define(
-    "pad", kind=Kind.VIEW, equation=_pad_equation, run=_pad_run, linear=Linear.FIRST, field=lambda p, x, **a: _pad_run(x, **a),
+    "pad", kind=Kind.VIEW, equation=_pad_equation, run=_pad_run, linear=Linear.FIRST, monotone=FIRST, field=lambda p, x, **a: _pad_run(x, **a),
     vjp=lambda n, ct: (narrow(ct, n.attr("dim"), n.attr("before"), n.attr("before") + n.args[0].shape[n.attr("dim")]),),
 )  # fmt: skip
 
