@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.core.node import Node, constant
+from weft.core.node import Node
 from weft.frontend.capture.modes import alone, aten, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
@@ -106,9 +106,8 @@ def _norm(r: Recorder, x: Node, ord: float = 2, dim: Any = None, keepdim: bool =
         return _root(wr.sum_(w.square(x), dims=dims, keepdim=keepdim))
     if ord == 1:
         return wr.sum_(w.abs_(x), dims=dims, keepdim=keepdim)
-    if ord == 0:  # its gradient is zeros, not none
-        hit = w.where(constant(False, torch.bool, r.mesh), x, to_dtype(w.ne(x, 0.0), x.dtype))
-        return wr.sum_(hit, dims=dims, keepdim=keepdim)
+    if ord == 0:  # a count, of which torch gives no gradient at all
+        return wr.sum_(to_dtype(w.ne(x, 0.0), x.dtype), dims=dims, keepdim=keepdim)
     if abs(ord) == math.inf and x.ndim:
         return (wr.amax if ord > 0 else wr.amin)(w.abs_(x), dims=dims, keepdim=keepdim, numbers=False)
     return NotImplemented
