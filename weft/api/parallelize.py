@@ -488,12 +488,13 @@ class Step(Changing):
         got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
         found = {name: gathered(node.layout, got[name], self.compiled) for name, node in self.program.outputs if name in want}
         own = self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: moved(inputs[n]) for n in names}))
-        return max(own, self._against_torch(batch, {n: inputs[n] for n in names if not n.startswith("batch.")}))
+        return max(own, self._against_torch(self.captured, batch, inputs))
 
-    def _against_torch(self, batch: Any, given: Values) -> float:
+    def _against_torch(self, captured: Captured, batch: Any, inputs: Values) -> float:
         """The largest relative difference between the captured step and the user's own module in plain torch."""
         case = Case(self.model, self.loss, self.optimizer, self.how, self.compiled.device)
-        verdict = seen_by_first(lambda: judge_now(self.captured, case, batch, given))
+        given = {n: inputs[n] for n in captured.program.input_names if not n.startswith("batch.")}
+        verdict = seen_by_first(lambda: judge_now(captured, case, batch, given))
         told = [verdict.worst if verdict is not None else 0.0]
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(told, src=0)

@@ -94,7 +94,7 @@ def pipelined(
     step = PipelinedStep(
         replace(micro, captured=source), plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(source)
     )
-    step.captured, step.moves, step.judged = captured, moves, judged
+    step.captured, step.moves, step.judged, step.how = captured, moves, judged, How(clip, 1, precision)
     if check:
         step.report = step.verify()
     return step
@@ -316,16 +316,22 @@ class PipelinedStep(Step):
         return [*reports, verified(self.line.single, self.line.update)][-1]
 
     def check(self, batch: Any, tolerance: float = 1e-4) -> float:
-        """The largest relative difference between this step and the whole batch on one device; nothing changes."""
+        """The largest relative difference between this step, the whole batch on one device, and plain torch; nothing changes."""
         want = self._on_one_device(batch)
         got = self._step(batch, {n: x.clone() for n, x in self._state.items()})
         found = {name: gathered(node.layout, got.get(name), self.compiled) for name, node in self.program.outputs}
-        return self._close(found, want, tolerance, lambda: self._on_one_device(batch, moved))
+        own = self._close(found, want, tolerance, lambda: self._on_one_device(batch, moved))
+        whole = self.micro.whole
+        return own if whole is None else max(own, self._against_torch(whole, batch, self._inputs(batch)))
+
+    def _inputs(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
+        """All that a step on one device reads, changed."""
+        values = {n: change(self.full(n)) for n in self.state_names} | self._numbers()
+        return values | {n: change(x).to(self.compiled.device) for n, x in named_batch(batch).items()} | self._seed(0)
 
     def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
-        """The captured step, micro-batch by micro-batch, and the update, by the interpreter, from changed inputs."""
-        values = {n: change(self.full(n)) for n in self.state_names} | self._numbers()
-        values |= {n: change(x).to(self.compiled.device) for n, x in named_batch(batch).items()} | self._seed(0)
+        """The captured step of the whole batch, or micro-batch by micro-batch, by the interpreter, from changed inputs."""
+        values = self._inputs(batch, change)
         if self.micro.whole is not None:
             whole = self.micro.whole.program
             return interp.run_global(whole, {n: values[n] for n in whole.input_names})
