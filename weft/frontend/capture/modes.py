@@ -35,6 +35,7 @@ from weft.frontend.capture.values import TAG, Ref, Step, view
 from weft.ops.embed import take
 from weft.ops.fill import arange, full
 from weft.ops.pointwise import add, cast, where
+from weft.ops.registry import Kind
 from weft.ops.shape import expand, reshape
 
 ATEN: dict[Any, Handler] = {}
@@ -387,12 +388,15 @@ def by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: 
     """What lies at given places of memory: elements of x, where x lies there in order."""
     first = 0 if offset is None else offset - x.storage_offset()
     last = first + sum((n - 1) * by for n, by in zip(shape, strides, strict=True)) if math.prod(shape) else first
-    if not x.is_contiguous() or first < 0 or last >= max(x.numel(), 1):
+    outside = recorder.node(x)  # how an input lies in memory is not part of the program
+    while outside.op.kind is Kind.VIEW or outside.op.name == "stop_gradient":
+        outside = outside.args[0]
+    if outside.op.name == "input" or not x.is_contiguous() or first < 0 or last >= max(x.numel(), 1):
         raise CaptureError(
             "as_strided reads memory that weft does not lay out as torch does",
-            needed="a contiguous tensor, and places inside it",
+            needed="a contiguous tensor that the step computes, and places inside it",
             found=f"shape {tuple(x.shape)} with strides {tuple(x.stride())}, places {first} to {last}",
-            try_="x.contiguous().as_strided(...), or unfold, or slices",
+            try_="unfold, or slices",
             where=user_line(),
         )
     at: Node = constant(first, torch.int64, recorder.mesh)

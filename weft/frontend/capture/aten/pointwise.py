@@ -12,6 +12,7 @@ from weft.frontend.capture.modes import alone, aten, to_dtype
 from weft.frontend.capture.patterns import improved
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
+from weft.ops.shape import expand
 
 
 def _category(dtype: torch.dtype) -> int:
@@ -192,10 +193,10 @@ def _copy(r: Recorder, x: Node, source: Node, non_blocking: bool = False) -> Nod
 
 @aten("fill", "fill.Tensor", "fill.Scalar")
 def _fill(r: Recorder, x: Node, value: Any) -> Node:
-    return as_node(r, value, x.dtype)
+    return expand(as_node(r, value, x.dtype), x.shape)
 
 
-aten("zero")(lambda r, x: r.number(0, x.dtype))
+aten("zero")(lambda r, x: expand(r.number(0, x.dtype), x.shape))
 
 
 @aten("log_sigmoid_forward")

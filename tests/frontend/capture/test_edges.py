@@ -1,0 +1,118 @@
+"""Values and gradients at 0, ties, bounds and infinities against torch's own, interpreted and compiled; and a sample of torch's tests."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bench import _torch_samples as samples
+from bench.torch_ops import compare, judge
+from weft.core.errors import CaptureError
+
+INF, NAN = math.inf, math.nan
+BITS = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+
+
+def row(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+ZEROS, HALVES = row(0, 0, 0, 0), row(0, 0.5, -0.5, 0)
+BOUNDS = row(-3, -1, 0, 1, 3, 6, INF, -INF, NAN)
+HIDDEN = torch.tensor([[True, True, True], [False, True, False]])
+
+EDGES = {
+    "bce with logits": (lambda x: F.binary_cross_entropy_with_logits(x, BITS), ZEROS),
+    "bce with weighed logits": (lambda x: F.binary_cross_entropy_with_logits(x, BITS, pos_weight=BITS + 2), HALVES),
+    "saturated bce": (lambda x: F.binary_cross_entropy(torch.sigmoid(x), BITS), row(1000, -1000, 1000, 0)),
+    "multilabel soft margin": (lambda x: F.multilabel_soft_margin_loss(x[None], BITS[None]), ZEROS),
+    "soft margin": (lambda x: F.soft_margin_loss(x, BITS * 2 - 1), ZEROS),
+    "softplus": (F.softplus, BOUNDS),
+    "logsigmoid": (F.logsigmoid, BOUNDS),
+    "elu": (F.elu, BOUNDS),
+    "celu": (lambda x: F.celu(x, 0.5), BOUNDS),
+    "selu": (F.selu, BOUNDS),
+    "relu": (F.relu, BOUNDS),
+    "relu6": (F.relu6, BOUNDS),
+    "hardtanh": (F.hardtanh, BOUNDS),
+    "hardsigmoid": (F.hardsigmoid, BOUNDS),
+    "hardswish": (F.hardswish, BOUNDS),
+    "abs": (torch.abs, BOUNDS),
+    "clamp": (lambda x: x.clamp(-1, 1), BOUNDS),
+    "clamp by tensors": (lambda x: x.clamp(ZEROS[0], ZEROS[0] + 1), BOUNDS),
+    "max of ties": (torch.max, row(1, 2, 2, 0)),
+    "max of no number": (torch.max, row(1, NAN, 2, 0)),
+    "amin of ties": (lambda x: x.amin(0), row(0, 2, 0, 1)),
+    "first of ties": (lambda x: x.max(0).values, row(1, 2, 2, 0)),
+    "maximum of ties": (torch.maximum, row(1, 0, NAN), row(1, 0, 2)),
+    "topk of ties": (lambda x: x.topk(3), row(1, 2, 2, 1, 2, 1, 0)),
+    "norm of zeros": (torch.linalg.vector_norm, ZEROS),
+    "norm to the least": (lambda x: torch.linalg.vector_norm(x, -INF), row(1, -1, 2)),
+    "normalize a row of zeros": (lambda x: F.normalize(x[None]), ZEROS),
+    "cosine of zeros": (lambda x, y: F.cosine_similarity(x, y, 0), ZEROS, HALVES),
+    "std of equals": (torch.std, row(2, 2, 2)),
+    "std of one": (lambda x: x.std(0), row(2)),
+    "root of relu": (lambda x: torch.sqrt(F.relu(x)), HALVES),
+    "softmax of a masked row": (lambda x: torch.softmax(x.expand(2, 3).masked_fill(HIDDEN, -INF), -1).nan_to_num(), row(1, 2, 3)),
+    "asin of clamped": (lambda x: torch.asin(x.clamp(-1, 1)), row(-2, -1, 0, 1, 2)),
+    "acos of clamped": (lambda x: torch.acos(x.clamp(-1, 1)), row(-2, -1, 0, 1, 2)),
+    "to the 0": (lambda x: x**0, row(0, 1, INF)),
+    "0 to x": (lambda x: 0.0**x, row(0, 1, 2)),
+    "powers": (torch.pow, row(0, 0, 2, -1), row(0, 2, 0, 3)),
+    "logsumexp of nothing": (lambda x: x.logsumexp(0), row(-INF, -INF)),
+    "xlogy": (torch.xlogy, row(0, 0, 1), row(0, NAN, 0)),
+    "heaviside": (lambda x: torch.heaviside(x.detach(), ZEROS[0]) * x, row(0, 1, -1)),
+    "flip of a number": (lambda x: torch.flip(x, ()), torch.tensor(2.0, dtype=torch.float64)),
+    "rows looked up often": (
+        lambda w: F.embedding(torch.tensor([0, 1, 1]), w.view(2, 2), scale_grad_by_freq=True), row(1, 2, 3, 4),
+    ),
+    "bags by maximum": (lambda w: F.embedding_bag(torch.tensor([[0, 1], [1, 1]]), w.view(2, 2), mode="max"), row(1, 2, 3, 4)),
+    "bags with padding": (lambda w: F.embedding_bag(torch.tensor([[0, 1], [1, 1]]), w.view(2, 2), padding_idx=0), row(1, 2, 3, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edge(name):
+    f, *xs = EDGES[name]
+    module = samples.Given(f, tuple(x.clone().requires_grad_() for x in xs), {})
+    assert compare(samples.Sample(name, module)) == ("equal", "")
+
+
+def test_a_second_gradient_goes_through_an_op_kept_as_torch_has_it():
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(row(-1, 0.5, 2))
+
+        def forward(self):
+            y = F.softplus(self.x) * F.elu(self.x) + torch.sinh(self.x) * F.relu(self.x)
+            return torch.autograd.grad(y.sum(), self.x, create_graph=True)[0] if torch.is_grad_enabled() else y
+
+    assert compare(samples.Sample("penalty", Penalty())) == ("equal", "")
+
+
+SOME = (
+    "abs", "amax", "atan2", "clamp", "div.no_rounding_mode", "gather", "linalg.vector_norm", "log_softmax", "maximum", "pow", "prod", "sort",
+    "std", "topk", "where", "xlogy", "special.entr", "nn.functional.conv2d", "nn.functional.elu", "nn.functional.hardswish",
+    "nn.functional.normalize", "nn.functional.softplus",
+)  # fmt: skip
+
+
+def test_a_sample_of_torchs_own_ops_is_equal():
+    rows = [judge(f"op {name}", ["float64"], 1) for name in SOME]
+    assert {r["case"]: r["misses"][:1] for r in rows if r["status"] != "equal"} == {}
+    assert sum(r["samples"] for r in rows) > 150
+
+
+def test_what_ranks_cannot_draw_alike_is_refused_by_name():
+    found = judge("op geometric", ["float64"], 1)
+    assert found["status"] == "refused" and "weft has no random numbers like those of aten.geometric" in found["misses"][0]
+
+
+def test_as_strided_of_what_does_not_lie_in_order_is_refused():
+    x = torch.randn(3, 4, dtype=torch.float64).t().requires_grad_()
+    with pytest.raises(CaptureError, match="as_strided reads memory that weft does not lay out as torch does"):
+        compare(samples.Sample("strided", samples.Given(lambda v: torch.as_strided(v, (2, 2), (1, 2)), (x,), {})))
+    assert compare(samples.Sample("strided", samples.Given(lambda v: torch.as_strided(v * 2, (2, 2), (1, 2)), (x.detach().contiguous(),), {})))[0] == "equal"
