@@ -445,3 +445,19 @@ def test_inference_follows_python_too():
     model = Counting().double()
     with pytest.raises(CaptureError, match=r"changes Python as it runs \(model.calls\)"):
         weft.compile(model, "dp1", batches()[0])
+
+
+def test_a_parallelized_module_whose_values_change_is_refused():
+    class Scaled(Net):
+        def forward(self, x: Tensor, times: float = 1.0) -> Tensor:
+            return super().forward(x) * self.alpha * times
+
+    model = weft.parallelize_module(Scaled().double(), "dp1", (batches()[0],))
+    model(batches()[1])
+    with pytest.raises(RuntimeFault, match=r"other values in Python[\s\S]*times|1 of the call"):
+        model(batches()[1], 2.0)
+    model.alpha = 0.25
+    with pytest.raises(RuntimeFault, match=r"other values in Python[\s\S]*model.alpha: 0.5 when traced, 0.25 now"):
+        model(batches()[1])
+    with pytest.raises(CaptureError, match=r"changes Python as it runs \(model.calls\)[\s\S]*traces such a step at every call"):
+        weft.parallelize_module(Counting().double(), "dp1", (batches()[0],))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,13 @@ from weft.api.compiled import Compiled
 from weft.api.together import begin_alike
 from weft.api.trust import verified
 from weft.core.dtensor import to_placements
-from weft.core.errors import PlanError, RuntimeFault
+from weft.core.errors import CaptureError, PlanError, RuntimeFault
 from weft.core.layout import Layout, Placement, S
 from weft.core.names import original, part, readable
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.batches import leaves
+from weft.frontend.capture.guards import Change, Reads, holds_traced
 from weft.frontend.capture.model import capture_step
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named, input_layouts
@@ -86,6 +88,7 @@ class Sharded:
         self.example, self.calls = example, 0
         self.signature = inspect.signature(model.forward)
         self.names = {readable(f"param.{n}"): n for n, _ in model.named_parameters()}
+        self.reads: dict[bool, Reads] = {}
         self.passes = {mode: self._passes(mode, check) for mode in (True, False)}
         self._compiled: dict[str, Compiled] = {}
         self._mesh: Any = None
@@ -97,6 +100,7 @@ class Sharded:
         self.model.train(learning)
         try:
             first, nest = captured_with_nest(self.model, self.example)
+            self.reads[learning] = cast(Reads, first.reads).of_values()
             return self._learning(first, nest, check) if learning else self._judging(first, nest)
         finally:
             self.model.train(was)
@@ -167,8 +171,9 @@ class Sharded:
         return next(p.input_names[name].layout for p in programs if p is not None and name in p.input_names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passes = self.passes[self.model.training]
-        given = self._given(passes, self._as_example(args, kwargs))
+        passes, batch = self.passes[self.model.training], self._as_example(args, kwargs)
+        self._require_same_values(batch)
+        given = self._given(passes, batch)
         self.calls += 1
         own = dict(self.model.named_parameters())
         names = [n for n in passes.captured.program.input_names if n in self.names]
@@ -176,6 +181,19 @@ class Sharded:
         run = _Pass.apply if learns else lambda s, p, g, n, *x: _run_forward(s, p, g, n, x)[0]
         outs = run(self, passes, given, tuple(names), *(own[self.names[n]] for n in names))
         return tree_unflatten(list(outs), passes.nest)
+
+    def _require_same_values(self, batch: Any) -> None:
+        """What was read from Python is as it was: these passes are of that, and are not made again."""
+        changes = self.reads[self.model.training].held_fast()
+        before, now = _values(self.example), _values(batch)
+        changes += [Change(f"{n} of the call", before.get(n), now.get(n)) for n in {**before, **now} if before.get(n) != now.get(n)]
+        if changes:
+            raise RuntimeFault(
+                "the module was parallelized for other values in Python",
+                needed="all it reads as it was then",
+                found=str(changes[0]),
+                try_="weft.parallelize, which traces again, or pass the value as a tensor",
+            )
 
     def _as_example(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         bound = self.signature.bind(*args, **kwargs).arguments
@@ -214,13 +232,24 @@ class Sharded:
 
 
 def captured_with_nest(model: nn.Module, example: Any) -> tuple[Captured, TreeSpec]:
-    """The forward pass, and how what it returns is nested."""
+    """The forward pass, and how what it returns is nested. It may change nothing in Python."""
     seen: list[TreeSpec] = []
     hook = model.register_forward_hook(lambda _m, _a, out: seen.append(tree_flatten(out)[1]))
     try:
-        return capture(model, example), seen[-1]
+        reads = Reads(model, None, example)
+        captured = capture(model, example, reads=reads)
+        reads.undo()
     finally:
         hook.remove()
+    kept = [c.words for c in reads.left if not holds_traced(c.now)] + ["random numbers drawn in Python"] * reads.drew
+    if kept:
+        raise CaptureError(
+            f"the model changes Python as it runs ({kept[0]})",
+            needed="a forward pass that changes nothing but buffers",
+            found=kept[0],
+            try_="weft.parallelize, which traces such a step at every call",
+        )
+    return captured, seen[-1]
 
 
 def joint(model: nn.Module, example: Any, cts: Sequence[Tensor]) -> Captured:
@@ -236,6 +265,11 @@ def joint(model: nn.Module, example: Any, cts: Sequence[Tensor]) -> Captured:
     learning = {n for n, p in model.named_parameters() if p.requires_grad}
     unused = torch.optim.SGD(model.parameters(), lr=0.0)
     return capture_step(both, model, unused, {"given": example, "cts": list(cts)}, name=type(model).__name__)
+
+
+def _values(batch: Any) -> dict[str, Any]:
+    """The numbers, flags and texts of a call."""
+    return {n: x for n, x in leaves("batch", batch) if isinstance(x, (bool, int, float, str))}
 
 
 def _called(model: nn.Module, batch: Any) -> Any:

@@ -131,6 +131,7 @@ class Reads:
         self.tensors: dict[int, Place] = {}
         self.read_anew: dict[str, Place] = {}  # inputs of the program that are tensors found at a place
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}  # inputs that are numbers: at a place, or of the batch by name
+        self.fixed: list[tuple[Place, int]] = []  # tensors in Python that may not change
         self.left: list[Change] = []  # what the trace changed
         self.drew = False  # whether it drew random numbers in Python
         self.shared = True  # layers alike are traced once
@@ -228,6 +229,8 @@ class Reads:
             self._walk([value.__self__], 0, words, depth + 1)
             self._walk([value.__func__], 0, words, depth + 1)
         elif isinstance(value, types.FunctionType):
+            if value.__code__.co_filename.startswith((_ROOT, _TORCH)):
+                return
             self._closure(value)
             for name in vars(value):
                 self._walk(vars(value), name, f"{words}.{name}", depth + 1)
@@ -405,7 +408,8 @@ class Reads:
             return False
         if any(not np.array_equal(a, copy, equal_nan=a.dtype.kind == "f") for a, copy, _ in self.arrays):
             return False
-        return self._environment == _environment() and self._batch_holds(batch)
+        now = _environment()
+        return all(now[k] == x for k, x in self._environment.items()) and self._batch_holds(batch)
 
     @functools.cached_property
     def _flat(self) -> list[tuple[Any, Any, Any]]:
@@ -433,7 +437,23 @@ class Reads:
     def in_any_mode(self) -> Reads:
         """The same, whatever the modules' training modes are: it was traced in evaluation mode, and shall be run in it."""
         self.places = [p for p in self.places if p.key != "training"]
+        self._environment.pop("torch's grad mode", None)
         return self
+
+    def of_values(self) -> Reads:
+        """What it read of plain values alone: the modules' parameters, hooks and attributes have been made others on purpose."""
+        self.in_any_mode()
+        self.places = [p for p in self.places if _plain(p.value)]
+        self.wholes = [whole for whole in self.wholes if not whole[2].endswith(_TABLES)]
+        self.sizes, self.hooks, self.flags, self.batch = [], [], [], _plain_leaves(None)
+        self.fixed = [(p, p.value._version) for p in self.tensors.values()]
+        return self
+
+    def held_fast(self) -> list[Change]:
+        """What is another than when it was traced, tensors that Python keeps included."""
+        found = [] if self.hold() else self.changes(None)
+        moved = [p for p, version in self.fixed if p.now() is not p.value or p.value._version != version]
+        return found + [Change(p.words, "its values", "others") for p in moved]
 
     def tensors_now(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Constants of the trace; those that Python keeps, as they are now."""
