@@ -116,3 +116,8 @@ def test_as_strided_of_what_does_not_lie_in_order_is_refused():
     with pytest.raises(CaptureError, match="as_strided reads memory that weft does not lay out as torch does"):
         compare(samples.Sample("strided", samples.Given(lambda v: torch.as_strided(v, (2, 2), (1, 2)), (x,), {})))
     assert compare(samples.Sample("strided", samples.Given(lambda v: torch.as_strided(v * 2, (2, 2), (1, 2)), (x.detach().contiguous(),), {})))[0] == "equal"
+
+
+def test_sparse_tensors_are_refused_in_words():
+    with pytest.raises(CaptureError, match="weft has no sparse tensors"):
+        compare(samples.Sample("sparse", samples.Given(lambda v: v.to_sparse().to_dense(), (row(1, 0, 2).requires_grad_(),), {})))

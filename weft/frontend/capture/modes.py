@@ -367,6 +367,8 @@ def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> 
     """An op without an entry. Of each element alone, it is torch's function and derivative, cut as its operands are; else one opaque node."""
     require_drawn_alike(func)
     func = _TRAINED.get(func, func)
+    if any(t.layout is not torch.strided for t in _tensors(out)):
+        raise CaptureError("weft has no sparse tensors", needed="dense tensors", found=f"{func} gives a sparse one", where=user_line())
     made = each_element(recorder, func, out, args, kwargs)
     if made is not None:
         return made
