@@ -221,9 +221,16 @@ def test_a_step_is_compared_with_torch_from_where_it_is() -> None:
     assert step.check(w.example(8, seed=5)) < 1e-9
 
 
-def test_a_check_finds_what_capture_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_is_one_in_micro_batches() -> None:
+    step, w = made(dtype=torch.float64, plan="micro2", clip=0.5)
+    step(w.example(8))
+    assert 0 < step.check(w.example(8, seed=5)) < 1e-9
+
+
+@pytest.mark.parametrize("plan", ["dp1", "micro2"])
+def test_a_check_finds_what_capture_lost(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_causal_masks(monkeypatch)
-    step, w = made(check=False)
+    step, w = made(plan=plan, check=False)
     with pytest.raises(CaptureError, match="does not compute what torch does"):
         step.check(w.example(8))
 
