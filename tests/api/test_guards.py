@@ -43,7 +43,14 @@ def batches(many: int = 5) -> list[Tensor]:
 
 
 def same(
-    model: nn.Module, loss: Any, many: list[Any], each: Any = None, plan: str = "dp1", optimizer: Any = torch.optim.AdamW, begin: Any = None, **how: Any
+    model: nn.Module,
+    loss: Any,
+    many: list[Any],
+    each: Any = None,
+    plan: str = "dp1",
+    optimizer: Any = torch.optim.AdamW,
+    begin: Any = None,
+    **how: Any,
 ) -> Any:
     """The steps of weft, then those of torch from the same beginning; `each(model, i)` is the loop's own code after step i."""
     mirror = copy.deepcopy(model)
@@ -100,7 +107,13 @@ def test_flags_strings_and_none_in_the_batch():
         out = out if batch["mask"] is None else out * batch["mask"]
         return (out.abs() if batch["how"] == "abs" else out.square()).mean() + (out.sum() if batch["more"] else 0)
 
-    kinds = [("abs", False, None), ("square", True, None), ("abs", True, batches()[0]), ("abs", False, None), ("square", True, batches()[1])]
+    kinds = [
+        ("abs", False, None),
+        ("square", True, None),
+        ("abs", True, batches()[0]),
+        ("abs", False, None),
+        ("square", True, batches()[1]),
+    ]
     same(Net().double(), loss, [{"x": x, "how": h, "more": m, "mask": k} for x, (h, m, k) in zip(batches(), kinds, strict=True)])
 
 
@@ -461,3 +474,24 @@ def test_a_parallelized_module_whose_values_change_is_refused():
         model(batches()[1])
     with pytest.raises(CaptureError, match=r"changes Python as it runs \(model.calls\)[\s\S]*traces such a step at every call"):
         weft.parallelize_module(Counting().double(), "dp1", (batches()[0],))
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_traced_once(kind: type[nn.RNNBase]) -> None:
+    """They keep weak references to their weights, made anew while the weights are traced: that is no state of Python's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same(kind(4, 3).double(), lambda model, batch: model(batch[:, None])[0].square().mean(), batches(3))
+
+
+def test_a_profiler_that_runs_goes_on() -> None:
+    import cProfile
+
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        same(Net().double(), mean, batches(2))
+        mean(Net().double(), batches(1)[0])
+    finally:
+        profile.disable()
+    assert any("test_guards" in str(entry.code) for entry in profile.getstats())

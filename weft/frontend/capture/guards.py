@@ -15,6 +15,7 @@ import random
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -280,7 +281,9 @@ class Reads:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.setprofile(before if before is None or callable(before) else None)
+            if before is not None and not callable(before):  # cProfile's own object, which sets itself
+                before.enable()
 
     def _called(self, frame: types.FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -619,7 +622,12 @@ def _plain_leaves(batch: Any) -> dict[str, Any]:
 
 
 def holds_traced(value: Any) -> bool:
-    return any(isinstance(x, FakeTensor) for _, x in leaves("", value, objects=False))
+    """Whether a tensor of the trace is in it, or a weak reference that is of one or of nothing any more, as recurrent layers keep them."""
+    return any(isinstance(x, FakeTensor) or (isinstance(x, weakref.ref) and _traced(x())) for _, x in leaves("", value, objects=False))
+
+
+def _traced(referred: Any) -> bool:
+    return referred is None or isinstance(referred, FakeTensor)
 
 
 @functools.cache
