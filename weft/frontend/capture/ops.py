@@ -100,7 +100,7 @@ def _call(tensors: tuple[torch.Tensor, ...], target: str, call: Any, keys: Any) 
 
 
 APART = (  # torch's ops that take what stands along the first dim each by itself, and from how many dims on
-    (1, r"_?upsample_\w+|grid_sampler_[23]d|im2col|col2im|_?adaptive_(avg|max)_pool[23]d|(reflection|replication)_pad[123]d|(avg|max)_pool3d\w*"),
+    (1, r"_?upsample_\w+|grid_sampler_[23]d|im2col|col2im|_?adaptive_(avg|max)_pool[23]d|(reflection|replication)_pad[123]d|(avg|max)_pool[23]d\w*"),
     (3, r"_?linalg_(svd|qr|eigh|cholesky_ex|inv_ex|det|slogdet|solve_ex|lu_factor_ex|matrix_exp|solve_triangular|householder_product)|_cdist_forward"),
 )
 
