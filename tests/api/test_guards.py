@@ -495,3 +495,11 @@ def test_a_profiler_that_runs_goes_on() -> None:
     finally:
         profile.disable()
     assert any("test_guards" in str(entry.code) for entry in profile.getstats())
+
+
+def test_a_batch_that_lacks_a_tensor_is_told_by_its_name():
+    model = nn.Linear(4, 1)
+    step = parallelize(model, lambda m, b: m(b["x"]).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1), {"x": torch.randn(2, 4)})
+    with pytest.raises(RuntimeFault, match="the batch has no 'x'") as e:
+        step({"y": torch.randn(2, 4)})
+    assert "KeyError: 'x'" in e.value.found

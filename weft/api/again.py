@@ -6,9 +6,10 @@ draws random numbers there, is traced at every call. Programs are kept by what t
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from weft import interp
 from weft.api.together import Together
 from weft.core import cache
-from weft.core.errors import CaptureError, RuntimeFault
+from weft.core.errors import CaptureError, RuntimeFault, WeftError
 from weft.core.node import Node, Type, constant, make
 from weft.core.program import Program
 from weft.frontend.capture import Captured
@@ -137,14 +138,16 @@ class Forms:
         example = self._example_of(step, batch)
         numbers = [] if alone or not step.lifts else [c for c in changes or () if _may_lift(c) and c.words not in self.unlifted]
         if numbers:
-            want = _filled_in(self._peek(example).program, {})
+            with _told_of_the_batch(step, batch):
+                want = _filled_in(self._peek(example).program, {})
             for dtype in (torch.float64, torch.float32):
                 lifted = self._lifted(example, want, numbers, dtype)
                 if lifted is not None:
                     return lifted
             self.unlifted |= {c.words for c in numbers}
         reads = self._reads(alone, example)
-        made = self._made(example, reads)
+        with _told_of_the_batch(step, batch):
+            made = self._made(example, reads)
         if alone:
             reads.redo()
             reads.forget_tensors()
@@ -430,6 +433,22 @@ def _same(a: Captured, b: Captured) -> bool:
 
 def _own(step: Step) -> dict[str, Any]:
     return {k: x for k, x in step.__dict__.items() if k not in RUNNING} | {"_state": step._state, "_held_as": step._held_as}
+
+
+@contextlib.contextmanager
+def _told_of_the_batch(step: Step, batch: Any) -> Iterator[None]:
+    """Where a user's code fails on a batch that lacks what those before had, that is said."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        given, wanted = named_batch(batch), step._batch_types
+        missing = [n for n in wanted if n not in given]
+        if not missing:
+            raise
+        found = f"{', '.join(given) or 'no tensor'}; the loss raised {type(error).__name__}: {error}"
+        raise RuntimeFault(f"the batch has no {missing[0].removeprefix('batch.')!r}", needed=", ".join(wanted), found=found) from error
 
 
 def _may_lift(c: Change) -> bool:
