@@ -88,7 +88,7 @@ def drawn(captured: Captured) -> Iterator[None]:
 def _dropped(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     index = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     keep = uniform_at(index, torch.zeros((), dtype=torch.int64, device=x.device), 0) >= (p if train is not False else 0.0)
-    return torch.where(keep, x / (1 - p), torch.zeros_like(x)) if p < 1 else torch.zeros_like(x), keep
+    return torch.where(keep, x / (1 - p), x * 0) if p < 1 else x * 0, keep
 
 
 def _as_captured(handler: Any, args: Any, kwargs: Any) -> Tensor:

@@ -29,7 +29,7 @@ from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import leaves
 from weft.frontend.capture.guards import Change, Reads, holds_traced
-from weft.frontend.capture.model import capture_step
+from weft.frontend.capture.model import capture_step, require_torchs
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
@@ -47,6 +47,7 @@ def parallelize_module(
     `.to_local()` this rank's part. `zero3` holds parameters in slices; where optimizer state is, the optimizer's DTensors say.
     """
     named = _named(plan)
+    require_torchs(model, None)
     begin_alike(model, None, example, torch.device(device), plan=plan, seed=seed)
     sharded = Sharded(model, named, example, torch.device(device), seed, check)
     sharded.adopt()

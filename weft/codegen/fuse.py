@@ -294,9 +294,8 @@ class _Component:
             raise NotFusable("dropout of another shape than its group", needed=str(list(self.domain.shape)), found=str(list(n.shape)))
         numbers = self.slot(self._stored(self.outputs[0]), "index")
         drawn = expr.uniform(numbers, self.value(seed), n.attr("site"))
-        p = n.attr("p")
-        kept = self.value(x) * (1.0 / (1.0 - p)) if p < 1 else expr.const(0.0)
-        return expr.apply("where", expr.apply("ge", drawn, p), kept, 0.0)
+        p, given = n.attr("p"), self.value(x)
+        return expr.apply("where", expr.apply("ge", drawn, p), given * (1.0 / (1.0 - p)) if p < 1 else given * 0.0, given * 0.0)
 
     def _total(self, n: Node) -> Value:
         x = n.args[0]

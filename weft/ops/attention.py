@@ -209,6 +209,7 @@ def _score_grads(at: Where | None, do: torch.Tensor, dlse: Any, kept: Kept, attr
     x = _scores(kept.q, kept.k, kept.mask, at, attrs)
     gains = _gains(at, kept.drawn, x, attrs)
     lse = kept.lse.masked_fill(_blind(kept.mask, at, attrs, x.device), 0.0)
+    lse = lse.masked_fill(lse == math.inf, math.nan)  # as the softmax of a row that holds an infinity
     p = torch.exp(x - lse.unsqueeze(-1))
     delta = (wide(do) * wide(kept.out)).sum(-1)
     delta = delta if dlse is None else delta - dlse

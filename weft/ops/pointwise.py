@@ -406,8 +406,9 @@ def places_of(at: torch.Tensor, part: torch.Tensor, run: int, parts: int) -> tor
 
 
 def _drop(x: torch.Tensor, seed: torch.Tensor, index: torch.Tensor, p: float, site: int) -> torch.Tensor:
+    """Dropped is times 0, as in torch: what is no finite number shows."""
     keep = uniform_at(index.to(x.device), seed.to(x.device), site) >= p
-    return torch.where(keep, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device)) if p < 1 else torch.zeros_like(x)
+    return torch.where(keep, x / (1 - p), x * 0) if p < 1 else x * 0
 
 
 def _drawn(positions: list[torch.Tensor], shape: tuple[int, ...], part: tuple[torch.Tensor, ...], of: Of) -> torch.Tensor:

@@ -10,6 +10,8 @@ from torch import nn
 from bench import _torch_samples as samples
 from bench.torch_ops import compare, judge
 from weft.core.errors import CaptureError
+from weft.frontend.capture import capture
+from weft.interp import run_global
 
 INF, NAN = math.inf, math.nan
 BITS = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
@@ -17,6 +19,10 @@ BITS = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
 
 def row(*values):
     return torch.tensor(values, dtype=torch.float64)
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(*(x.view(1, 1, 3, 1) for x in (q, k, v)))
 
 
 ZEROS, HALVES = row(0, 0, 0, 0), row(0, 0.5, -0.5, 0)
@@ -65,6 +71,9 @@ EDGES = {
     "xlogy": (torch.xlogy, row(0, 0, 1), row(0, NAN, 0)),
     "heaviside": (lambda x: torch.heaviside(x.detach(), ZEROS[0]) * x, row(0, 1, -1)),
     "flip of a number": (lambda x: torch.flip(x, ()), torch.tensor(2.0, dtype=torch.float64)),
+    "all dropped": (lambda x: F.dropout(x, 1.0), BOUNDS),
+    "attention of infinities": (attention, row(1, -INF, 2), row(1, -1, 2), row(1, 2, 3)),
+    "attention to infinities": (attention, row(1, -1, 2), row(1, INF, 2), row(1, 2, -INF)),
     "rows looked up often": (
         lambda w: F.embedding(torch.tensor([0, 1, 1]), w.view(2, 2), scale_grad_by_freq=True), row(1, 2, 3, 4),
     ),
@@ -116,6 +125,22 @@ def test_as_strided_of_what_does_not_lie_in_order_is_refused():
     with pytest.raises(CaptureError, match="as_strided reads memory that weft does not lay out as torch does"):
         compare(samples.Sample("strided", samples.Given(lambda v: torch.as_strided(v, (2, 2), (1, 2)), (x,), {})))
     assert compare(samples.Sample("strided", samples.Given(lambda v: torch.as_strided(v * 2, (2, 2), (1, 2)), (x.detach().contiguous(),), {})))[0] == "equal"
+
+
+def test_dropout_keeps_what_is_no_number():
+    x = torch.full((64,), NAN, dtype=torch.float64)
+    found = capture(nn.Dropout(0.5), x)
+    assert run_global(found.program, found.inputs(x))["out"].isnan().all() and nn.Dropout(0.5)(x).isnan().all()
+
+
+def test_a_lazy_module_is_refused_until_it_has_run():
+    model, x = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()), torch.randn(4, 2)
+    with pytest.raises(CaptureError, match="the model has parameters without a shape yet") as refused:
+        capture(model, x)
+    assert "0.weight" in str(refused.value) and "call model(...) once on an example" in str(refused.value)
+    model(x)
+    found = capture(model.eval(), x)
+    assert torch.allclose(run_global(found.program, found.inputs(x))["out"], model(x))
 
 
 def test_sparse_tensors_are_refused_in_words():

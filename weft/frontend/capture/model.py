@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from weft.core.errors import CaptureError
 from weft.core.names import part
@@ -85,8 +86,16 @@ def capture(
 
 
 def require_torchs(model: Any, optimizer: Any) -> None:
-    """Refuse what is no module of torch's, or no optimizer."""
+    """Refuse what is no module of torch's, or has no values yet, or no optimizer."""
     _require(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
+    lazy = [name for named in (model.named_parameters(), model.named_buffers()) for name, x in named if is_lazy(x)]
+    if lazy:
+        raise CaptureError(
+            "the model has parameters without a shape yet",
+            needed="a model that has run once, so that its lazy modules know their sizes",
+            found=", ".join(lazy[:3]) + (f" and {len(lazy) - 3} more" if len(lazy) > 3 else ""),
+            try_="call model(...) once on an example, make the optimizer after it, then call weft",
+        )
     optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     _require(optimizers, "optimizer", "a torch.optim.Optimizer over model.parameters()", optimizer)
 
@@ -109,6 +118,8 @@ def capture_step(
 
     Accumulation, clipping, autocast and several losses are whatever the function does. What it returns is `out`.
     """
+
+    require_torchs(model, optimizer)
 
     def run(step: Step, batch: Any) -> None:
         with step.stepping(optimizer):

@@ -16,7 +16,6 @@ from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import attention as wa
 from weft.ops import pointwise as w
-from weft.ops.fill import full
 from weft.ops.linalg import matmul
 from weft.ops.norm import softmax
 from weft.ops.shape import expand, reshape, transpose
@@ -107,6 +106,6 @@ def _before_repeat(x: Node) -> Node | None:
 def attend(r: Recorder, q: Node, k: Node, v: Node, seen: Seen, dropout: float, scale: float | None) -> Node:
     """One attention op."""
     if dropout >= 1:
-        return full((*q.shape[:-1], v.shape[-1]), 0.0, r.mesh, q.dtype)
+        return w.mul(attend(r, q, k, v, seen, 0.0, scale), 0.0)
     drops = (dropout, r.seed, r.next_site()) if dropout else None
     return wa.attention(q, k, v, causal=seen.causal, window=seen.window, mask=seen.mask, scale=scale, dropout=drops)[0]

@@ -185,4 +185,6 @@ def _dropout_channels(r: Recorder, x: Node, p: float = 0.5, training: bool = Tru
 
 
 def drop(r: Recorder, x: Node, p: float) -> Node:
-    return x if p == 0 else w.dropout(x, r.seed, p=p, site=r.next_site())
+    if p in (0, 1):  # nothing is drawn
+        return x if p == 0 else w.mul(x, 0.0)
+    return w.dropout(x, r.seed, p=p, site=r.next_site())
