@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
@@ -464,3 +466,38 @@ def test_an_order_that_never_ends_is_refused_before_it_runs() -> None:
     backward_first = (tuple(Action(kind, 0, 0) for kind in ("backward", "forward")), orders("1f1b", 2, 1)[1])
     with pytest.raises(PlanError, match=r"wait for each other for ever(.|\n)*rank 0 at backward 0; rank 1 at forward 0(.|\n)*gpipe"):
         require_an_end(routes, backward_first)
+
+
+class Running(nn.Module):
+    """A mean of what it has seen, moved before it is read, and a scale moved after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        out = self.inner((x - self.mean) / self.scale)
+        self.scale = 0.9 * self.scale + 0.1 * x.abs().max()
+        return out
+
+
+@pytest.mark.parametrize("options", [{"plan": "micro4"}, {"accumulate": 2}])
+def test_buffers_that_the_batch_moves_are_read_as_torch_reads_them(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Running().double()
+    theirs = copy.deepcopy(model)
+    batches = [torch.randn(8, 4, dtype=torch.float64) for _ in range(3)]
+    step = parallelize(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1), batches[0], **options)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = theirs(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(batch), loss.detach(), rtol=1e-12, atol=0)
+    step.sync_model()
+    for mine, want in zip((*model.parameters(), *model.buffers()), (*theirs.parameters(), *theirs.buffers()), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-14)

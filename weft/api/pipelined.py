@@ -28,7 +28,7 @@ from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads, as_before, evaluating
-from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, micro_batch, require_gradients, require_parts
+from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, is_given, micro_batch, require_gradients, require_parts
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
@@ -256,9 +256,9 @@ class PipelinedStep(Step):
         given = self._given(batch)
         readable = {**self._readable(self._spread), **state}
         first = self._first({**readable, **given, **self._seed(0)}) if self._first is not None else {}
-        parts = self._micro_batches(given)
+        parts, ahead = self._micro_batches(given), {n: x for n, x in first.items() if is_given(n)}  # buffers are read as they were
         with doing(f"the stages of {self.captured.program.name}"):
-            sums, buffers = self.runner.run(readable, lambda k: {**parts[k], **first, **self._seed(k)}, self.micro.summed)
+            sums, buffers = self.runner.run(readable, lambda k: {**parts[k], **ahead, **self._seed(k)}, self.micro.summed)
         state |= {n: x for n, x in {**buffers, **first}.items() if n in state}
         return self.compiled({**state, **sums, **self._numbers()})
 

@@ -60,7 +60,7 @@ def capture(
     model = _bare(model)
     learns = loss is not None and (gradients or optimizer is not None)
     if accumulate > 1 and learns and not allow_micro_mean:
-        more = {"clip": clip, "gradients": gradients, "precision": precision, "capacity": capacity, "name": name, "given": given}
+        more = {"clip": clip, "gradients": gradients, "precision": precision, "capacity": capacity, "name": name, "given": given, "reads": reads}
         whole = capture(model, example, loss, optimizer, **more)
         samples, dims = cut_of(example)
         require_parts(samples, accumulate)
