@@ -123,7 +123,7 @@ def test_a_small_data_set_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("what", "needle"),
-    [("plan", "program GPT(dp=2)"), ("model", "f64["), ("batch", "i64[")],
+    [("plan", "plan=dp2"), ("model", "parameter tokens.weight: torch.float64 [67, 32]"), ("batch", "batch.tokens: torch.int64 [8, 16]")],
 )
 def test_ranks_that_differ_are_named(what: str, needle: str, tmp_path: Path) -> None:
     def job(rank: int) -> None:
@@ -131,7 +131,7 @@ def test_ranks_that_differ_are_named(what: str, needle: str, tmp_path: Path) -> 
         w = zoo.small("gpt2", dtype=torch.float64, **({"hidden": 64} if odd and what == "model" else {}))
         example = w.example(6 if odd and what == "batch" else 8)
         plan = "tp2" if odd and what == "plan" else "dp2"
-        with pytest.raises(RuntimeFault, match="ranks disagree about program GPT") as e:
+        with pytest.raises(RuntimeFault, match="ranks disagree about set-up") as e:
             parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), example, plan=plan)
         assert "rank 0 has `" in str(e.value) and "rank 1 has `" in str(e.value) and needle in str(e.value)
 

@@ -159,7 +159,7 @@ def test_another_structure_and_pins_keep_the_layouts_of_inputs(folder: Path, tmp
 
     def job(rank: int) -> None:
         with pytest.warns(
-            UserWarning, match=r"does not say how \d+ nodes \(square, sum, sqrt, ...\) of the step are held: they are placed around"
+            UserWarning, match=r"does not say how \d+ nodes \(square, sum, ne, ...\) of the step are held: they are placed around"
         ):
             got, step = weft_losses(folder, "plan.json", torch.float64, clip=0.1)
         torch.testing.assert_close(got, clipped, rtol=1e-8, atol=1e-8)

@@ -29,6 +29,7 @@ from weft.plan.setting import SCHEDULES, Setting
 from weft.plan.space import Limits, Problem, Space
 
 STEPS, BATCH = 2, 16
+LIMITS = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
 SIZES = {"layers": 7, "hidden": 32, "heads": 4, "vocab": 67, "seq": 16}
 FOUR = """
 groups: [{nodes: 4, devices: 1, kind: x86-2}]
@@ -139,7 +140,7 @@ def counted(program: Any, *names: str) -> Counter[str]:
 def by_hand(path: Path, stages: Any, layers: tuple[int, ...] = (), **setting: Any) -> Plan:
     foreseen = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.1, "memory_gb": 1.0, "gap": 0.0}
     own = Setting(**{"global_batch": BATCH, "recompute": "mixed", "dtype": "fp32", **setting})
-    made = Plan("gpt2", "4xx86-2", 16, "time", "weft", own, layers, (), {}, foreseen, stages=stages)
+    made = Plan("gpt2", "4xx86-2", 16, "time", "weft", own, layers, (), LIMITS, foreseen, stages=stages)
     made.save(path)
     return load(path)
 

@@ -100,7 +100,7 @@ def test_a_bad_cluster_file_is_refused(text: str, words: str, tmp_path: Path) ->
 
 def test_a_plan_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(WeftError, match="cannot read the plan"):
+    with pytest.raises(WeftError, match="is not JSON"):
         load(tmp_path / "p.json")
 
 
