@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import sys
 import types
 import warnings
 from typing import Any
@@ -503,3 +505,18 @@ def test_a_batch_that_lacks_a_tensor_is_told_by_its_name():
     with pytest.raises(RuntimeFault, match="the batch has no 'x'") as e:
         step({"y": torch.randn(2, 4)})
     assert "KeyError: 'x'" in e.value.found
+
+
+def test_a_listener_to_collections_is_not_called_while_a_model_is_traced() -> None:
+    """Python 3.11 ends where a collection with a listener begins while a profiler is being called."""
+    heard: list[str] = []
+    before = gc.get_threshold()
+    gc.callbacks.append(listener := lambda phase, _info: heard.append(phase) if sys.getprofile() is not None else None)
+    gc.set_threshold(1)
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        parallelize(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 4), check=False)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(listener)
+    assert not heard and gc.isenabled()

@@ -275,13 +275,19 @@ class Reads:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, functions that run are looked at the first time they are called."""
-        before = sys.getprofile()
+        """Inside, functions that run are looked at the first time they are called.
+
+        Nothing is collected meanwhile: a collection that begins while a profiler is being called ends Python 3.11 where somebody listens to it.
+        """
+        before, collects = sys.getprofile(), gc.isenabled()
+        gc.disable()
         sys.setprofile(self._called)
         try:
             yield
         finally:
             sys.setprofile(before if before is None or callable(before) else None)
+            if collects:
+                gc.enable()
             if before is not None and not callable(before):  # cProfile's own object, which sets itself
                 before.enable()
 
