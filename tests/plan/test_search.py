@@ -1,8 +1,7 @@
-"""The search against brute force, its bounds against the simulator, and splits against enumeration."""
+"""The search against brute force, and its bounds against the simulator."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from weft.plan.plan import Plan
 from weft.plan.planner import Infeasible, Request, make_plan
 from weft.plan.search import CLOSE, Found, Nothing, Search
 from weft.plan.space import Limits, Problem, candidates, parse_pins, shardings
-from weft.plan.stages import as_if, deal, shared, split, uneven
+from weft.plan.stages import as_if, deal, shared, uneven
 from weft.plan.transformer import Shape
 
 SMALL = Shape(layers=8, hidden=1024, heads=16, vocab=32000, seq=1024, rotary=True, gated=True, bias=False, tied=False, name="small")
@@ -96,19 +95,6 @@ def test_pins_are_read_strictly() -> None:
         parse_pins(["tp=four"])
     with pytest.raises(PlanError, match="no recompute named"):
         parse_pins(["recompute=some"])
-
-
-def test_split_is_the_best_of_all_splits() -> None:
-    speed, extra = (1.0, 2.5, 1.3, 0.7), (3.0, 0.0, 0.0, 5.0)
-
-    def cost(i: int, n: int) -> float:
-        return n * speed[i] + extra[i]
-
-    found = split(13, 4, cost)
-    ways = [w for w in itertools.product(range(14), repeat=4) if sum(w) == 13 and w[1] and w[2]]
-    assert found is not None and sum(found) == 13
-    assert max(cost(i, n) for i, n in enumerate(found)) == min(max(cost(i, n) for i, n in enumerate(w)) for w in ways)
-    assert split(13, 4, cost, lambda i, n: n <= 3) is None
 
 
 def test_uneven_layers_beat_even_ones_where_the_head_is_heavy() -> None:

@@ -2,12 +2,10 @@
 
 Let V_1 ... V_m be sets of values, one behind the other, where the forward pass can be cut: what each repeated block gives or, where no
 block repeats, every value that passes alone. A node stands in the first part whose end needs it; what no end needs (the rest of the
-loss, terms of it that blocks give) stands behind all it reads. With W(j, k) the flops between two ends,
+loss, terms of it that blocks give) stands behind all it reads. `partition` makes the flops of the heaviest stage least.
 
-    T(s, k) = min over j < k of max(T(s - 1, j), W(j, k)),      answer T(stages, m + 1)
-
-is the slowest of the stages. What reads no batch or no parameter (masks, casts of weights) is made wherever it is read. The
-backward pass of a stage is the vjp of its own forward pass, so every stage that reads a tied weight has a gradient of it.
+What reads no batch or no parameter (masks, casts of weights) is made wherever it is read. The backward pass of a stage is the vjp of its own
+forward pass, so every stage that reads a tied weight has a gradient of it.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from weft.frontend.capture.micro import PART
 from weft.ops.pointwise import add
 from weft.ops.registry import flops
 from weft.ops.source import input_node
+from weft.plan.partition import early, partition
 
 LOSS_SUM = "loss.sum"  # the losses of the micro-batches, added up
 Cut = tuple[Node, ...]  # values that end a stage
@@ -102,14 +101,8 @@ def balanced_cuts(forward: Forward, stages: int) -> tuple[Cut, ...]:
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     """Where to cut a row of weights, as numbers of the gaps, so that the heaviest part is as light as can be."""
     total = [0.0, *itertools.accumulate(weights)]
-    best: list[tuple[float, tuple[int, ...]]] = [(total[k], ()) for k in range(len(total))]
-    for s in range(1, parts):
-        ends = range(len(total))
-        best = [
-            min(((max(best[j][0], total[k] - total[j]), (*best[j][1], j - 1)) for j in range(s, k)), default=(float("inf"), ()))
-            for k in ends
-        ]
-    return best[-1][1]
+    ends = partition(len(weights), parts, lambda _, a, b: total[b] - total[a], tie=early)
+    return tuple(b - 1 for b in ends[:-1]) if ends else ()
 
 
 # -- the forward pass ----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,7 @@
 
 Stages: let c_i(n) be the time of one micro-batch on stage i with n layers, c_i(n) = a_i + n * l_i, where a_i is the embedding on
 the first and the head on the last stage and l_i a layer on the devices of stage i. The step of a pipeline follows its slowest
-stage, so with m_i(n) the bytes of stage i,
-
-    T(i, k) = min over n of max(T(i - 1, k - n), c_i(n))   with   m_i(n) <= memory of stage i,      answer T(p, depth)
-
-and of equal answers the one with the smaller sum of squares, that is the more even one. First and last stage may hold no layer.
+stage, so `partition` minimises that over what fits. First and last stage may hold no layer.
 
 Copies: a copy of speed v takes v / sum(v) of the samples; whole samples are dealt out so that the slowest copy is soonest done.
 """
@@ -14,6 +10,7 @@ Copies: a copy of speed v takes v / sum(v) of the samples; whole samples are dea
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,46 +20,21 @@ from weft.cluster.spec import Cluster, Nodes
 from weft.core.errors import ClusterError
 from weft.plan.cost import Costs
 from weft.plan.memory import Memory, stage_memory
+from weft.plan.partition import even, partition
 from weft.plan.phase import Part, Pass, phase
 from weft.plan.pipeline import orders
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
 from weft.plan.tailor import stage_devices
 
-Cost = Callable[[int, int], float]
-
-
-def split(depth: int, stages: int, cost: Cost, fits: Callable[[int, int], bool] = lambda i, n: True) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest is as fast as can be; None where no split fits."""
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
-    for i in range(stages):
-        least = 0 if i in (0, stages - 1) and stages > 1 else 1
-        row: dict[int, tuple[float, float, int]] = {}
-        for held, (slowest, squares, _) in best[-1].items():
-            for n in range(least, depth - held + 1):
-                if not fits(i, n):
-                    break  # more layers need more memory
-                made = (max(slowest, cost(i, n)), squares + cost(i, n) ** 2, n)
-                if held + n not in row or made[:2] < row[held + n][:2]:
-                    row[held + n] = made
-        best.append(row)
-    if depth not in best[-1]:
-        return None
-    counts: list[int] = []
-    held = depth
-    for row in reversed(best[1:]):
-        counts.append(row[held][2])
-        held -= row[held][2]
-    return tuple(reversed(counts))
-
 
 def uneven(search: Search, setting: Setting) -> Found | None:
     """A pipeline with its layers split by the time of each stage; None where the even split is as good or nothing fits."""
     if setting.pp == 1 or setting.virtual > 1:
         return None
-    stages = _Stages(search, setting)
-    layers = split(search.problem.depth, setting.pp, stages.cost, stages.fits)
-    return None if layers is None else search.price(setting, layers)
+    stages, depth, last = _Stages(search, setting), search.problem.depth, setting.pp - 1
+    found = partition(depth, setting.pp, stages.cost, lambda i, a: range(a + (0 < i < last), depth + 1), even)
+    return None if found is None else search.price(setting, tuple(b - a for a, b in itertools.pairwise((0, *found))))
 
 
 @dataclass
@@ -92,8 +64,10 @@ class _Stages:
 
         return both(self.work.first, 1), both(self.work.layer, 4) - both(self.work.layer, 3), both(self.work.last, 1)
 
-    def cost(self, i: int, n: int) -> float:
-        first, layer, last = self.times[i]
+    def cost(self, i: int, a: int, b: int) -> float | None:
+        n, (first, layer, last) = b - a, self.times[i]
+        if not self.fits(i, n):
+            return None
         return n * layer + (first if i == 0 else 0.0) + (last if i == self.setting.pp - 1 else 0.0)
 
     def fits(self, i: int, n: int) -> bool:

@@ -7,9 +7,7 @@ full). For n layers whose activations may take A bytes,
 
 is solved on the lower hull of the points (s_o, e_o): layers move from one way to the next, one by one, until they fit. With
 c_i(n) the seconds of a stage that fits in this way (stage i of p keeps p - i micro-batches, so early stages run more again), halves of
-layers go to stages by
-
-    T(i, k) = min over n of max(T(i - 1, k - n), c_i(n)),      answer T(p, 2 * depth).
+layers go to stages by `partition`.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.plan.cost import Costs
 from weft.plan.memory import FRAGMENTATION, RESIDENT, Memory, stage_memory
+from weft.plan.partition import even, partition
 from weft.plan.phase import Part, Pass, phase
 from weft.plan.pipeline import Action, Order, most_kept, orders
 from weft.plan.setting import Setting
@@ -227,39 +226,26 @@ class Tailor:
         s, total = self.setting, 2 * self.work.depth
         step = 1 if self.work.halves and total / s.pp <= 24 else 2
         reach = max(REACH, total // s.pp // 4)
-        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-        for i in range(s.pp):
-            row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-            for held, (slowest, squares, counts) in best.items():
-                for n in self._counts(held, i, reach, step):
-                    made = self._fitting(i, held, n)
-                    if made is None:
-                        break
-                    found = (max(slowest, made[0]), squares + made[0] ** 2, (*counts, n))
-                    if held + n not in row or found[:2] < row[held + n][:2]:
-                        row[held + n] = found
-            best = row
-        if total not in best:
-            return None
-        return self._named(best[total][2])
+
+        def cost(i: int, a: int, b: int) -> float | None:
+            made = self._fitting(i, a, b - a)
+            return None if made is None else made[0]
+
+        ends = partition(total, s.pp, cost, lambda i, a: (a + n for n in self._counts(a, i, reach, step)), even)
+        return None if ends is None else self._named(ends)
 
     def _counts(self, held: int, stage: int, reach: int, step: int) -> Iterator[int]:
-        s, total = self.setting, 2 * self.work.depth
-        if stage == s.pp - 1:
-            yield total - held
-            return
-        even = (total - held) // (s.pp - stage)
-        least = 0 if stage == 0 else 1
-        low = max(least, even - reach)
-        yield from (n for n in range(low, min(total - held, even + reach) + 1) if n % step == 0 or step == 1)
+        left = 2 * self.work.depth - held
+        mean = left // (self.setting.pp - stage)
+        low = max(0 if stage == 0 else 1, mean - reach)
+        yield from (n for n in range(low, min(left, mean + reach) + 1) if n % step == 0)
 
-    def _named(self, counts: Sequence[int]) -> tuple[tuple[Piece, ...], ...]:
-        made, held = [], 0
-        for i, n in enumerate(counts):
-            found = self._fitting(i, held, n)
+    def _named(self, ends: Sequence[int]) -> tuple[tuple[Piece, ...], ...]:
+        made = []
+        for i, (a, b) in enumerate(itertools.pairwise((0, *ends))):
+            found = self._fitting(i, a, b - a)
             assert found is not None
             made.append(found[1])
-            held += n
         return tuple(made)
 
     def _even(self) -> tuple[tuple[Piece, ...], ...] | None:

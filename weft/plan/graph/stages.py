@@ -2,14 +2,13 @@
 
 Let c_i(a, b) be the seconds of one micro-batch on stage i with units a..b-1, the least amount of work run again included that makes it
 fit: stage i of p keeps p - i micro-batches in flight (eager orders twice as many), so early stages run more again and take fewer units.
-
-    T(i, b) = min over a of max(T(i - 1, a), c_i(a, b)),      answer T(p, all units)
-
-Within a stage units are run again in the order of seconds per byte saved. The order of passes is then simulated.
+`partition` gives the stages whose slowest is fastest. Within a stage units are run again in the order of seconds per byte saved. The order
+of passes is then simulated.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from weft.cluster import collectives
 from weft.cluster.spec import Cluster
 from weft.plan.graph.units import Unit
 from weft.plan.memory import FRAGMENTATION, RESIDENT
+from weft.plan.partition import partition
 from weft.plan.pipeline import orders, puts_off_weights
 from weft.plan.timeline import Task, Timeline, run
 
@@ -66,21 +66,17 @@ class Stager:
 
     def split(self, count: int) -> tuple[Stage, ...] | None:
         """The stages whose slowest is fastest; None where nothing fits."""
-        n = len(self.units)
-        best: dict[int, tuple[float, tuple[Stage, ...]]] = {0: (0.0, ())}
-        for i in range(count):
-            row: dict[int, tuple[float, tuple[Stage, ...]]] = {}
-            alive = min(self.rounds, (2 if self.eager else 1) * (count - i - 1) + 1)
-            for a, (slowest, before) in best.items():
-                for b in range(a + 1, n - (count - i - 1) + 1):
-                    made = self.stage(a, b, alive)
-                    if made is None:
-                        break
-                    found = max(slowest, made.seconds)
-                    if b not in row or found < row[b][0]:
-                        row[b] = (found, (*before, made))
-            best = row
-        return best[n][1] if n in best else None
+        alive = [min(self.rounds, (2 if self.eager else 1) * (count - i - 1) + 1) for i in range(count)]
+
+        def cost(i: int, a: int, b: int) -> float | None:
+            made = self.stage(a, b, alive[i])
+            return None if made is None else made.seconds
+
+        ends = partition(len(self.units), count, cost)
+        if ends is None:
+            return None
+        found = (self.stage(a, b, n) for (a, b), n in zip(itertools.pairwise((0, *ends)), alive, strict=True))
+        return tuple(s for s in found if s is not None)
 
     def stage(self, a: int, b: int, alive: int) -> Stage | None:
         """Units a..b-1 with as little run again as fits."""

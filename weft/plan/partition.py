@@ -1,0 +1,57 @@
+"""A row of things cut into parts so that the slowest part is as fast as can be.
+
+With c_i(a, b) the cost of part i from place a to place b, and T(i, b) the slowest of the first i parts where these end at b,
+
+    T(i, b) = min over a of max(T(i - 1, a), c_i(a, b)),      answer T(parts, length).
+
+Of equal answers `tie` decides, and then the part that begins earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Tie = Callable[[Any, float, int], Any]  # from what it was before, the cost of one more part and where this ends; the least is taken
+
+
+def even(squares: float | None, cost: float, end: int) -> float:
+    """The more even of equal partitions has the smaller sum of squares."""
+    return (squares or 0.0) + cost**2
+
+
+def early(ends: tuple[int, ...] | None, cost: float, end: int) -> tuple[int, ...]:
+    """The one whose first parts are shorter."""
+    return (*(ends or ()), end)
+
+
+def either(before: None, cost: float, end: int) -> int:
+    return 0
+
+
+def partition(
+    length: int,
+    parts: int,
+    cost: Callable[[int, int, int], float | None],
+    ends: Callable[[int, int], Iterable[int]] | None = None,
+    tie: Tie = either,
+) -> tuple[int, ...] | None:
+    """Where each part ends; None where no partition can be had.
+
+    `cost(i, a, b)` is None for what cannot be had, nor then any longer part. `ends(i, a)`, in rising order, says where part i, which
+    is not the last, may end if it begins at a: anywhere, where it is not given, as long as no part is empty.
+    """
+    ends = ends or (lambda i, a: range(a + 1, length - (parts - i - 1) + 1))
+    best: dict[int, tuple[float, Any, tuple[int, ...]]] = {0: (0.0, None, ())}
+    for i in range(parts):
+        row: dict[int, tuple[float, Any, tuple[int, ...]]] = {}
+        for a, (slowest, tied, before) in best.items():
+            for b in ends(i, a) if i < parts - 1 else (length,):
+                here = cost(i, a, b)
+                if here is None:
+                    break
+                found = (max(slowest, here), tie(tied, here, b))
+                if b not in row or found < row[b][:2]:
+                    row[b] = (*found, (*before, b))
+        best = row
+    return best[length][2] if length in best else None
