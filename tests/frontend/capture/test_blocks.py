@@ -276,3 +276,44 @@ def test_a_block_that_puts_another_buffer_in_place():
 
     captured = same_as_torch(Stack(Last(), Last(), Last()), total, batch())
     assert {k for k, _ in captured.program.state} == {f"buffer.blocks.{i}.last" for i in range(3)}
+
+
+SHARED = {
+    "one tensor twice": lambda x, h: (h, h),
+    "a row": lambda x, h: (h[0], h),
+    "turned": lambda x, h: (h.t(), h),
+    "detached": lambda x, h: (h.detach(), h),
+    "the argument": lambda x, h: (x, h),
+    "a view of the argument": lambda x, h: (x.view(-1)[2:], h),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_a_block_gives_shares_memory_as_it_did(name):
+    """A write into one result is seen in the other, and in the argument it looks at."""
+
+    class Gives(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return SHARED[name](x, self.inner(x * 1.0))
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Gives(), Gives()
+
+        def forward(self, x):
+            x = x * 1.0
+            for block in (self.first, self.second):
+                y, h = block(x)
+                with torch.no_grad():
+                    y.flatten().mul_(2.0)
+                x = (x * 1.0).sin() + (h * 1.0).cos() + (y * 1.5).sum()
+            return x
+
+    torch.manual_seed(0)
+    captured = same_as_torch(Two().double(), lambda m, b: m(b).sum(), torch.randn(3, 4, dtype=torch.float64), 1e-9)
+    assert len(captured.blocks) == 1

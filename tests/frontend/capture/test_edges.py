@@ -78,6 +78,12 @@ EDGES = {
         lambda w: F.embedding(torch.tensor([0, 1, 1]), w.view(2, 2), scale_grad_by_freq=True), row(1, 2, 3, 4),
     ),
     "bags by maximum": (lambda w: F.embedding_bag(torch.tensor([[0, 1], [1, 1]]), w.view(2, 2), mode="max"), row(1, 2, 3, 4)),
+    "cat of nothing": (lambda x: torch.cat([x, x]), row()),
+    "cat of nothing and a number": (lambda x, y: torch.cat([x, y.float()[None]]), row(), torch.tensor(2.0, dtype=torch.float64)),
+    "cross entropy in half precision": (lambda x: F.cross_entropy(x.bfloat16().view(2, 2), torch.tensor([1, 0])), row(1, 2, 3, 5)),
+    "losses in half precision": (
+        lambda x: F.cross_entropy(x.bfloat16().view(2, 2), torch.tensor([1, 0]), reduction="none"), row(1, 2, 3, 5),
+    ),
     "bags with padding": (lambda w: F.embedding_bag(torch.tensor([[0, 1], [1, 1]]), w.view(2, 2), padding_idx=0), row(1, 2, 3, 4)),
 }  # fmt: skip
 

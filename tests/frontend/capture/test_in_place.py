@@ -106,6 +106,57 @@ def test_a_strided_write(where):
     same_function(f, X.clone(), Y.clone())
 
 
+R = torch.randn(2, 3, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+HEARD_WHOLE = {
+    "einsum": lambda x: torch.einsum("abcd,ed->aebc", x, x[0, 0]),
+    "einsum permuted": lambda x: torch.einsum("abcd,ed->aebc", x, x[0, 0]).permute(0, 2, 3, 1),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3) * 1,  # torch's gradient reads its result
+    "linear": lambda x: F.linear(x.permute(2, 0, 1, 3), x[0, 0]),
+    "matmul": lambda x: torch.matmul(x.transpose(0, 2), x[0, 0].t()),
+    "layer_norm": lambda x: F.layer_norm(x.transpose(1, 2), (8,)),
+    "rms_norm": lambda x: F.rms_norm(x.transpose(1, 2), (8,)),
+    "group_norm": lambda x: F.group_norm(x.permute(0, 2, 1, 3), 2),
+    "batch_norm": lambda x: F.batch_norm(x.permute(0, 2, 1, 3), None, None, training=True),
+    "batch_norm in channels_last": lambda x: F.batch_norm((x * 1).contiguous(memory_format=torch.channels_last), None, None, training=True),
+    "dropout": lambda x: F.dropout(x.permute(3, 0, 2, 1), 0.0) * 1,
+    "max_pool2d": lambda x: F.max_pool2d((x * 1).contiguous(memory_format=torch.channels_last), 2),
+    "glu": lambda x: F.glu(x.permute(0, 2, 3, 1), 2),
+    "embedding": lambda x: F.embedding(torch.tensor([[0, 3], [1, 1]]).t(), x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", HEARD_WHOLE)
+def test_a_reshape_of_what_is_heard_whole_shares_memory_where_torchs_does(name):
+    """How a result lies in memory says whether `flatten` is a view of it, into which one may write, or a copy."""
+
+    def f(x):
+        y = HEARD_WHOLE[name](x)
+        with torch.no_grad():
+            y.flatten().mul_(2.0)
+            y.transpose(0, 1).flatten(1).add_(1.0)
+            y.contiguous().mul_(0.5)
+            y.movedim(1, -1).contiguous().sub_(3.0)
+            y.reshape(-1, y.shape[-1])[0] += 0.25
+        return (y * 1.0).sin()
+
+    same_function(f, R, tolerance=1e-9)
+
+
+def test_what_a_module_and_a_batch_hold_lies_as_it_does():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(R[0, 0].clone().t())
+            self.register_buffer("table", R[1, 0].clone().t())
+
+        def forward(self, x):
+            a, b, c = self.table.flatten(), self.table.contiguous(), x.flatten()
+            a.add_(1.0), b.mul_(3.0), c.mul_(2.0)
+            return (self.weight * self.table * x).sin() + a.sum() + b.cos() + c.sum()
+
+    same_as_torch(Turned(), lambda m, b: m(*b).sum(), (R[0, 1].clone().t(),), 1e-9)
+
+
 @pytest.mark.parametrize("how", ["fill_", "zero_", "copy_", "slice"])
 def test_what_is_written_over_has_a_gradient_of_zeros(how):
     """Not none: weight decay still shrinks the parameter behind it."""

@@ -24,11 +24,22 @@ from weft.frontend.capture.complexes import any_complex
 from weft.frontend.capture.experts import MODULES
 from weft.frontend.capture.known import through
 from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.values import Cell, Ref, Step
 
 RESULT = object()  # stands for a tensor in what a block returned
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that a block gave: its storage, of a slot or of the block's own; the steps to it; whether its gradient stops; how it lies."""
+
+    base: int
+    steps: tuple[Step, ...]
+    stopped: bool
+    like: Tensor
 
 
 @dataclass
@@ -37,6 +48,8 @@ class Template:
 
     slots: list[Node]  # placeholders of arguments, then of parameters and buffers
     results: list[Node]
+    given: list[Given]  # the results as tensors: they may share storage with each other and with slots
+    cells: list[Node]  # what the block's own storages hold, counted on from the slots
     written: dict[int, Node]  # slot -> what the block left in it
     body: list[Node]
     spec: Any  # of what the block returned; leaves are results by number, or plain values
@@ -196,10 +209,21 @@ class Blocks:
         if not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves) or any_complex(leaves):
             return None
         results = [recorder.node(x) for x in leaves if isinstance(x, Tensor)]
+        storages = {id(recorder.ref(t).cell): i for i, t in enumerate(slots)}
+        given, cells = [], []
+        for x in (x for x in leaves if isinstance(x, Tensor)):
+            ref = recorder.ref(x)
+            if ref.steps is None:
+                return None
+            if id(ref.cell) not in storages:
+                storages[id(ref.cell)] = len(slots) + len(cells)
+                cells.append(ref.cell.node)
+            given.append(Given(storages[id(ref.cell)], ref.steps, ref.stopped, x))
         written = {i: recorder.ref(t).cell.node for i, t in enumerate(slots) if recorder.ref(t).cell.version}
-        body = _between(nodes, [*results, *written.values()])
+        body = _between(nodes, [*results, *cells, *written.values()])
         looks = {i: through(recorder, recorder.stands[n]) for i, n in enumerate(nodes) if n in recorder.looked}
-        return Template(nodes, results, written, body, spec, [RESULT if isinstance(x, Tensor) else x for x in leaves], read, looks)
+        plain = [RESULT if isinstance(x, Tensor) else x for x in leaves]
+        return Template(nodes, results, given, cells, written, body, spec, plain, read, looks)
 
     # -- the same again ------------------------------------------------------------------------------------------------
 
@@ -210,8 +234,9 @@ class Blocks:
         made = template.instance(actual, recorder)
         for i, node in template.written.items():
             recorder.ref(tensors[i]).write(made.get(node, node))
-        results = iter(template.results)
-        out = [recorder.wrap(made.get(n := next(results), n)) if x is RESULT else x for x in template.leaves]
+        storages = [recorder.ref(t) for t in tensors] + [Ref(Cell(made.get(n, n))) for n in template.cells]
+        results = (recorder.seen(storages[g.base], g.steps, g.stopped, g.like) for g in template.given)
+        out = [next(results) if x is RESULT else x for x in template.leaves]
         if not self.depth:
             self._note(key, module, template, made, actual)
         return tree_unflatten(out, template.spec)
@@ -236,7 +261,7 @@ def _slots(leaves: list[Any], module: nn.Module) -> list[Tensor]:
 def _leaf_key(leaf: Any) -> Any:
     if is_cache(leaf):
         return "cache"
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+    return (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _cast() -> Any:

@@ -69,12 +69,12 @@ class _Whole(torch.autograd.Function):
     """A computation on nodes as one function of autograd. It is made over placeholders, so no two operands are one."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, call: Callable[[list[Node]], list[Node]], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, recorder: Recorder, call: Callable[[list[Node]], list[Node]], laid: Callable[[], list[Any]], *tensors: Tensor) -> Any:
         slots = [recorder.ref(recorder.placeholder(t)).read() for t in tensors]
         ctx.recorder, ctx.slots, ctx.outs = recorder, slots, call(slots)
         ctx.actual = [recorder.ref(t).read() for t in tensors]
         made = substituted(ctx.outs, dict(zip(slots, ctx.actual, strict=True)))
-        out = tuple(recorder.wrap(n) for n in made)
+        out = tuple(recorder.wrap_all(made, laid()))
         ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
         return out
 
@@ -86,10 +86,10 @@ class _Whole(torch.autograd.Function):
         found = [grads.get(s) if s.dtype.is_floating_point else None for s in ctx.slots]
         there = substituted([g for g in found if g is not None], dict(zip(ctx.slots, ctx.actual, strict=True)))
         made = iter(there)
-        return None, None, *(None if g is None else recorder.wrap(next(made)) for g in found)
+        return None, None, None, *(None if g is None else recorder.wrap(next(made)) for g in found)
 
 
-def enter(recorder: Recorder, handler: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def enter(recorder: Recorder, handler: Callable[..., Any], args: Any, kwargs: Any, laid: Callable[[], list[Any]]) -> Any:
     """Call a handler on nodes from inside autograd; NotImplemented where it declines."""
     leaves, spec = tree_flatten((args, kwargs))
     where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -108,7 +108,7 @@ def enter(recorder: Recorder, handler: Callable[..., Any], args: Any, kwargs: An
         return found
 
     try:
-        out = _Whole.apply(recorder, call, *(leaves[i] for i in where))
+        out = _Whole.apply(recorder, call, laid, *(leaves[i] for i in where))
     except _Declined:
         return NotImplemented
     return tree_unflatten(list(out), shape[0])

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, constant, user_line
@@ -118,7 +119,7 @@ class Above(TorchFunctionMode):
             return args[0]
         if handler is None:
             return self._inside(func)(*_places_on_cpu(func, args), **kwargs)
-        return hear(self.recorder, self._inside(func), handler, args, kwargs)
+        return hear(self.recorder, func, handler, args, kwargs, self._inside(func))
 
     def _inside(self, func: Any) -> Any:
         """A function that torch writes in Python is followed into: what it calls is heard too."""
@@ -156,18 +157,31 @@ def _body(func: Any) -> Any:
     return body
 
 
-def hear(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs: Any) -> Any:
-    """Call a handler on the nodes behind tensors and wrap what it gives; fall through where it declines."""
+def hear(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs: Any, below: Any = None) -> Any:
+    """Call a handler on the nodes behind tensors and wrap what it gives, laid out as what `func` gives; `below` is called where it declines."""
     if handler in ON_TENSORS:
         return handler(recorder, *args, **kwargs)
+    laid = functools.partial(laid_out, func, args, kwargs)
     if recorder.joint and torch.is_grad_enabled():
-        result = enter(recorder, handler, args, kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
+        result = enter(recorder, handler, args, kwargs, laid)
+        return below(*args, **kwargs) if result is NotImplemented else result
     nodes = tree_map_only(Tensor, recorder.node, (args, kwargs))
     result = handler(recorder, *nodes[0], **nodes[1])
     if result is NotImplemented:
-        return func(*args, **kwargs)
-    return tree_map_only(Node, recorder.wrap, result)
+        return below(*args, **kwargs)
+    found, spec = tree_flatten(result)
+    return tree_unflatten(recorder.wrap_all(found, laid()), spec)
+
+
+def laid_out(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What torch itself gives, without values: how it lies in memory says which later reshape shares that memory."""
+    if func is None:
+        return []
+    try:
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            return tree_leaves(func(*args, **kwargs))
+    except (DataDependentOutputException, DynamicOutputShapeException):  # counts, which lie in one row
+        return []
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -481,4 +495,4 @@ def listening_to_torch(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-__all__ = ["ATEN", "FUNCTIONS", "VIEWS", "Ref", "alone", "aten", "function", "hear", "listening_to_torch", "teach", "to_dtype", "views"]
+__all__ = ["ATEN", "FUNCTIONS", "VIEWS", "Ref", "alone", "aten", "function", "hear", "laid_out", "listening_to_torch", "teach", "to_dtype", "views"]

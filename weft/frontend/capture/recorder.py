@@ -17,8 +17,9 @@ from weft.core.errors import CaptureError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, Type, constant, make, toposort, user_line
 from weft.frontend.capture.guards import Place, Reads
-from weft.frontend.capture.values import TAG, Cell, Ref
+from weft.frontend.capture.values import TAG, Cell, Ref, Step, view
 from weft.ops.fill import full, stop_gradient
+from weft.ops.pointwise import cast
 from weft.ops.source import input_node
 
 MESH = Mesh()
@@ -171,12 +172,35 @@ class Recorder:
 
     # -- nodes to tensors ----------------------------------------------------------------------------------------------
 
-    def wrap(self, node: Node) -> Tensor:
-        """A new fake tensor that stands for the node."""
+    def wrap(self, node: Node, like: Any = None) -> Tensor:
+        """A new fake tensor that stands for the node, laid out as `like` where that is a tensor of its shape."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            shape_only = torch.empty(node.shape, dtype=node.dtype, device="meta")
+            laid = isinstance(like, Tensor) and like.shape == node.shape and like.layout is torch.strided
+            strides = like.stride() if laid else torch.empty(node.shape, device="meta").stride()
+            shape_only = torch.empty_strided(node.shape, strides, dtype=node.dtype, device="meta")
             tensor = FakeTensor(self.fake, shape_only, torch.device("cpu"))
         return self.bind(tensor, node)
+
+    def wrap_all(self, found: list[Any], like: list[Any]) -> list[Any]:
+        """Nodes among other values, each wrapped, laid out as what stands in its place, and of its dtype but where autocast chooses one."""
+        like = like if len(like) == len(found) else [None] * len(found)
+        pairs = [(self._rounded(x, a), a) for x, a in zip(found, like, strict=True)]
+        return [self.wrap(x, a) if isinstance(x, Node) else x for x, a in pairs]
+
+    def _rounded(self, x: Any, like: Any) -> Any:
+        """In the dtype torch gives: a loss of half precision logits, which is computed in a wider one."""
+        same = not isinstance(x, Node) or not isinstance(like, Tensor) or x.dtype == like.dtype or torch.is_autocast_enabled("cpu")
+        return x if same else cast(x, dtype=DTYPE_NAMES[like.dtype])
+
+    def seen(self, base: Ref, steps: tuple[Step, ...], stopped: bool, like: Tensor) -> Tensor:
+        """A new fake tensor that is a view of a place."""
+        node = base.read()
+        for step in steps:
+            node = view(node, step)
+        tensor, ref = self.wrap(node, like), base.then(steps, node)
+        ref.stopped = ref.stopped or stopped
+        setattr(tensor, TAG, ref)
+        return tensor
 
     def bind(self, tensor: Tensor, node: Node) -> Tensor:
         ref = Ref(Cell(node))
@@ -190,13 +214,13 @@ class Recorder:
         self.placeholders += 1
         self.stands[node] = self.ref(tensor).read()
         self.differentiable[node] = self.moves(self.stands[node])
-        fresh = self.wrap(node)
+        fresh = self.wrap(node, tensor)
         self.ref(fresh).stopped = False
         return fresh
 
     def fresh_input(self, name: str, like: Tensor, moves: bool = False) -> Tensor:
         with torch.no_grad():
-            tensor = self.wrap(self.declare(name, like.shape, like.dtype, moves))
+            tensor = self.wrap(self.declare(name, like.shape, like.dtype, moves), like)
         self.ref(tensor).stopped = False
         return tensor
 

@@ -138,7 +138,7 @@ class Step:
             one = recorder.node(ct) if ct is not None else constant(1.0, node.dtype, recorder.mesh)
             seeds[node] = w.add(seeds[node], one) if node in seeds else one
         found = backward(seeds, [recorder.ref(t).read() for t in wrt])
-        return [recorder.wrap(found[n]) if (n := recorder.ref(t).read()) in found else None for t in wrt]
+        return [recorder.wrap(found[n], t) if (n := recorder.ref(t).read()) in found else None for t in wrt]
 
     def note_gradients(self) -> None:
         """Remember the gradients as they are now; those of a joint trace are not vjps of the forward pass, and stay unknown."""

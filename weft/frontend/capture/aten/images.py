@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node, op_named, user_line
-from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.frontend.capture.modes import aten, function, laid_out, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import batchnorm, conv, pool
 from weft.ops import pointwise as w
@@ -91,6 +92,7 @@ def _batch_norm(r: Recorder, x: Tensor, running_mean: Tensor | None, running_var
         raise CaptureError("batch norm needs channels", needed="2 dims or more", found=str(tuple(x.shape)), where=user_line())
     if r.joint:
         return _batch_norm_by_parts(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    (like,) = laid_out(torch.empty_like, (x,), {"memory_format": suggest_memory_format(x)})  # what torch's own batch norm writes into
     kind = wide_dtype(x.dtype)
     xs = to_dtype(r.node(x), kind)
     channels = xs.shape[1]
@@ -100,12 +102,12 @@ def _batch_norm(r: Recorder, x: Tensor, running_mean: Tensor | None, running_var
 
     scale, shift, mean, var = (vector(t, d) for t, d in ((weight, 1.0), (bias, 0.0), (running_mean, 0.0), (running_var, 1.0)))
     if not training:
-        return r.wrap(to_dtype(batchnorm.batch_norm_eval(xs, scale, shift, mean, var, eps=eps), x.dtype))
+        return r.wrap(to_dtype(batchnorm.batch_norm_eval(xs, scale, shift, mean, var, eps=eps), x.dtype), like)
     y, new_mean, new_var = batchnorm.batch_norm(xs, scale, shift, mean, var, momentum=momentum, eps=eps)
     for buffer, new in ((running_mean, new_mean), (running_var, new_var)):
         if buffer is not None:
             r.ref(buffer).write(r.stopped(to_dtype(new, buffer.dtype)))
-    return r.wrap(to_dtype(y, x.dtype))
+    return r.wrap(to_dtype(y, x.dtype), like)
 
 
 @aten("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index")

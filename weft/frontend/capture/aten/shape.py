@@ -154,8 +154,8 @@ def _unsafe_split(r: Recorder, x: Node, size: Any, dim: int = 0) -> list[Node]:
 
 @aten("cat")
 def _cat(r: Recorder, parts: list[Node], dim: int = 0) -> Node:
-    kept = [p for p in parts if p.shape != (0,)]  # torch lets an empty vector stand anywhere in a cat
-    same = promoted(r, *kept)
+    same = promoted(r, *parts)
+    same = [p for p in same if p.shape != (0,)] or same[:1]  # torch lets an empty vector stand anywhere in a cat
     return concat(same, dim) if len(same) > 1 else same[0]
 
 
