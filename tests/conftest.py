@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +38,54 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text.rstrip() + "\n" == path.read_text(), f"{name} differs; if that is meant, run pytest --accept"
 
     return compare
+
+
+@pytest.fixture
+def golden_figures(request: pytest.FixtureRequest) -> Callable[[str, Mapping[str, Any]], None]:
+    """Compares nested figures and words with the JSON of that name under tests/golden: numbers to five digits, all else exactly."""
+
+    def compare(name: str, found: Mapping[str, Any]) -> None:
+        path = GOLDEN / f"{name}.json"
+        if request.config.getoption("--accept"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(_rounded(found), indent=1, ensure_ascii=False) + "\n")
+        assert path.exists(), f"no golden file {path.name}; run pytest --accept and read what it writes"
+        moved = _moved(dict(_flat(json.loads(path.read_text()))), dict(_flat(_rounded(found))))
+        if moved:
+            pytest.fail("\n  ".join([f"{name} differs; if that is meant, run pytest --accept and say why", *moved]), pytrace=False)
+
+    return compare
+
+
+def _rounded(found: Any) -> Any:
+    if isinstance(found, Mapping):
+        return {str(k): _rounded(v) for k, v in found.items()}
+    if isinstance(found, list | tuple):
+        return [_rounded(v) for v in found]
+    return float(f"{found:.5g}") if isinstance(found, float) else found
+
+
+def _flat(found: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """(place, value) of every leaf."""
+    parts = found.items() if isinstance(found, Mapping) else enumerate(found) if isinstance(found, list) else ()
+    if not isinstance(found, Mapping | list) or not found:
+        yield at, found
+    for key, value in parts:
+        yield from _flat(value, f"{at}.{key}" if at else str(key))
+
+
+def _moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """A line for each figure that is another one now. The fifth digit may differ by one: another processor may round otherwise."""
+    lines = [f"{k}: {old[k]!r} -> gone" for k in old if k not in new] + [f"{k}: new, {new[k]!r}" for k in new if k not in old]
+    for key in (k for k in old if k in new):
+        a, b = old[key], new[key]
+        if _is_number(a) and _is_number(b):
+            if not math.isclose(a, b, rel_tol=2e-5, abs_tol=1e-9):
+                lines.append(f"{key}: {a} -> {b}" + (f" ({b / a - 1:+.2%})" if a else ""))
+        elif a != b:
+            lines.append(f"{key}: {a!r} -> {b!r}")
+    return lines
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
