@@ -401,25 +401,25 @@ def _example(case: dict[str, Any]) -> Iterator[Row]:
 
 
 def _schedules(rows: list[dict[str, Any]]) -> Iterator[Row]:
-    from weft.plan.pipeline import in_flight, orders
+    from weft.plan.schedules import SCHEDULES
     from weft.plan.timeline import Task, run
 
     for row in rows:
         n, m = row["n"], row["m"]
 
         def clocks(n: int = n, m: int = m, row: dict[str, Any] = row) -> tuple[Any, bool]:
-            plan = orders("1f1b", n, m)
+            plan = SCHEDULES["1f1b"].orders(n, m)
             index = {(a.kind, s, a.micro): i for i, (s, a) in enumerate((s, a) for s, order in enumerate(plan) for a in order)}
             tasks = [Task(a.kind, str(s), 1.0, _before(index, a.kind, s, a.micro, n)) for s, order in enumerate(plan) for a in order]
             ticks = round(run(tasks).seconds) + 1  # and the update
-            alive = [in_flight(order) for order in plan]
+            alive = list(SCHEDULES["1f1b"].in_flight(n, m))
             return [ticks, alive], ticks <= row["clocks"] and alive == row["inflight_1f1b"]
 
         yield _row(f"1F1B of {n} stages, {m} micro-batches", [row["clocks"], row["inflight_1f1b"]], clocks)
         for schedule, told in (("gpipe", row["inflight_gpipe"]), ("1f1b-eager", row["inflight_overlap"])):
 
             def kept(schedule: str = schedule, told: list[int] = told, n: int = n, m: int = m) -> tuple[Any, bool]:
-                found = [in_flight(order) for order in orders(schedule, n, m)]
+                found = list(SCHEDULES[schedule].in_flight(n, m))
                 return found, found == told
 
             yield _row(f"{schedule} of {n} stages, {m} micro-batches", told, kept)

@@ -21,12 +21,11 @@ from weft.frontend.capture import capture
 from weft.plan.graph.planner import make_plan as plan_program
 from weft.plan.graph.planner import task_of
 from weft.plan.models import shape
-from weft.plan.named import SCHEDULES as NAMED
 from weft.plan.pieces import Counted, pieces_of
 from weft.plan.plan import Plan, load
 from weft.plan.planner import Request, make_plan
-from weft.plan.setting import SCHEDULES, Setting
-from weft.plan.space import Limits, Problem, Space
+from weft.plan.setting import Setting
+from weft.plan.space import Limits, Problem
 
 STEPS, BATCH = 2, 16
 LIMITS = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
@@ -266,7 +265,6 @@ def test_the_units_of_one_stage_run_again(folder: Path, lean: Plan, tmp_path: Pa
 
 
 def test_every_order_the_planner_knows_is_run(folder: Path, tmp_path: Path) -> None:
-    assert set(Space().schedules) <= set(SCHEDULES) == set(NAMED)
     want = torch_losses(Own(folder, 8))
 
     def job(rank: int) -> None:

@@ -18,10 +18,9 @@ from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import Micro
 from weft.plan.foresee_line import Foreseen
 from weft.plan.line import Line, lay
-from weft.plan.named import SCHEDULES, Named, input_layouts
+from weft.plan.named import Named, input_layouts
 from weft.plan.pieces import Found
 from weft.plan.pins import Pin, resolve
-from weft.plan.pipeline import orders, puts_off_weights
 from weft.plan.place import Options, Placements
 from weft.plan.recompute import recomputed_stage, regions_of
 from weft.plan.space import divisors
@@ -29,6 +28,7 @@ from weft.plan.split import Stage, chosen_cuts, split
 
 if TYPE_CHECKING:
     from weft.plan.run import Seen
+from weft.plan.schedules import SCHEDULES
 
 Guard = Callable[[Captured], Captured]
 MOST = 4  # micro-batches for every stage, where the batch has so many
@@ -61,13 +61,13 @@ def laid(
     cuts = found.cuts if found.cuts is not None and len(found.cuts) + 1 == plan.stages else chosen_cuts(captured, plan.stages)
     regions = regions_of(captured, plan.recompute) if found.again is None else found.again
     stages = split(captured, plan.stages, cuts, regions)
-    again = tuple(recomputed_stage(s, puts_off_weights(plan.schedule)) for s in stages)
+    again = tuple(recomputed_stage(s, plan.pipeline.defers_weights) for s in stages)
     return Laid(lay(captured, again, plan, held, options, guard, first), stages, held, options)
 
 
 def foreseen(line: Line, plan: Named, where: Cluster) -> Seen:
     """What is foreseen of stages run in the order of a plan."""
-    order = orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
+    order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
     return Foreseen(line, order, routes(line.stages), where).seen
 
 
@@ -115,6 +115,6 @@ class Lines:
         return [replace(plan, micro=half)] if half in self.numbers(plan.dp * plan.ep) and half >= plan.pp else []
 
     def orders(self, plan: Named) -> list[Named]:
-        """The same stages in other orders; interleaved takes micro-batches in rounds of as many as there are stages."""
-        others = [s for s in SCHEDULES if s != plan.schedule and not (s == "interleaved" and plan.micro_batches % plan.pp)]
-        return [replace(plan, schedule=s) for s in others]
+        """The same stages in other orders."""
+        others = [s.name for s in SCHEDULES.values() if s.name != plan.schedule and s.may_take(plan.pp, plan.micro_batches)]
+        return [replace(plan, schedule=name) for name in others]

@@ -36,8 +36,8 @@ from weft.plan.line import Placed, place_stage, spread
 from weft.plan.named import Named, input_layouts
 from weft.plan.pieces import Found
 from weft.plan.pins import parse_pin, resolve
-from weft.plan.pipeline import Action, orders
 from weft.plan.place import Placements, place
+from weft.plan.schedules import Action
 from weft.plan.split import LOSS_SUM, program_of, split_like
 from weft.plan.update import update
 from weft.runtime.agree import require_same
@@ -184,7 +184,7 @@ class PipelinedStep(Step):
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)
         self.messages = Messages(plan.mesh.groups("pp"), device) if plan.pp > 1 else None
-        order = orders(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
+        order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
         self.runner = Runner(self.line.stages, order, self.compiled, self.messages, carried=micro.whole is None)
         self._spread = self._spreader(self.line.stages)
         self._batch_types = self._whole_types()

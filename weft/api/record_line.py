@@ -23,9 +23,9 @@ from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
 from weft.ops.registry import nbytes
 from weft.plan.foresee_line import Foreseen, pass_name
-from weft.plan.named import SCHEDULES, Named
-from weft.plan.pipeline import Action
+from weft.plan.named import Named
 from weft.plan.run import Seen
+from weft.plan.schedules import SCHEDULES, Action
 from weft.plan.timeline import Task, Timeline
 from weft.runtime.trace import Trace, held_bytes, synchronize, traced
 

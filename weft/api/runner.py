@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.api.compiled import Compiled
 from weft.core.errors import PlanError
 from weft.plan.line import Placed
-from weft.plan.pipeline import Action, Order
+from weft.plan.schedules import Action, Order
 from weft.plan.split import LOSS_SUM
 from weft.runtime.messages import Messages, Spec
 

@@ -36,7 +36,7 @@ def simulate(
     virtual: int = typer.Option(1, "--virtual", help="Chunks of layers per stage, for the interleaved schedule."),
     zero: int = typer.Option(0, "--zero", help="What is sharded over copies: 1 optimizer, 2 gradients, 3 parameters too."),
     recompute: str = typer.Option("none", "--recompute", help="What is run again: none, selective (attention), per-op (all but some products) or full."),
-    schedule: str = typer.Option("", "--schedule", help="gpipe, 1f1b, interleaved or zero-bubble."),
+    schedule: str = typer.Option("", "--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager or zero-bubble-eager."),
     kernels: str = typer.Option("compiled", "--kernels", help="classic, eager or compiled."),
     dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16 or fp8; the faster 16-bit kind if not given."),
     sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Cut tokens over tp between the products."),
@@ -51,6 +51,7 @@ def simulate(
     from weft.plan.fits import fit
     from weft.plan.models import shape
     from weft.plan.planner import best_dtype
+    from weft.plan.schedules import CHUNKED, PLAIN
     from weft.plan.setting import Setting
     from weft.plan.simulate import detail
     from weft.plan.simulate import simulate as run
@@ -64,7 +65,7 @@ def simulate(
     setting = Setting(
         global_batch=batch or copies * max(1, micro_batch) * (4 * pp if pp > 1 else 1), micro_batch=micro_batch,
         dp=copies, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual, zero=zero, recompute=_whole(recompute),
-        schedule=schedule or ("interleaved" if virtual > 1 else "1f1b"), kernels=kernels, dtype=dtype or best_dtype(place),
+        schedule=schedule or (CHUNKED if virtual > 1 else PLAIN), kernels=kernels, dtype=dtype or best_dtype(place),
         sequence_parallel=sequence_parallel, overlap_grads=overlap, overlap_params=overlap, overlap_tp=overlap_tp, keep_gathered=keep_gathered,
     )  # fmt: skip
     setting.check()

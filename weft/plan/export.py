@@ -13,8 +13,6 @@ from weft.core.errors import PlanError
 from weft.plan.plan import Plan
 from weft.plan.search import describe
 
-TITAN_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "ZBVZeroBubble"}
-TITAN_SCHEDULES |= {"1f1b-eager": "1F1B", "zero-bubble-eager": "ZBVZeroBubble"}
 TITAN_RECOMPUTE = {"none": "none", "selective": "selective", "per-op": "selective", "full": "full", "mixed": "full"}
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
 
@@ -37,7 +35,6 @@ def unsaid(plan: Plan, form: str) -> list[str]:
     found += [f"how {len(held)} tensors are held, each by itself"] if (held := plan.layouts.get("inputs")) else []
     found += [f"the step rewritten by {', '.join(rules)}"] if (rules := plan.layouts.get("rules")) else []
     found += ["recompute layer by layer: given as full, which needs no more memory"] if s.recompute == "mixed" else []
-    found += [f"{s.schedule}: begins with twice as many forwards"] if s.schedule.endswith("eager") and s.pp > 1 else []
     if form == "fsdp2":
         found += [f"pp {s.pp} with {s.schedule}: cut the model with torch.distributed.pipelining first"] if s.pp > 1 else []
         found += [f"{a} {getattr(s, a)}" for a in ("cp", "ep") if getattr(s, a) > 1]
@@ -46,7 +43,7 @@ def unsaid(plan: Plan, form: str) -> list[str]:
     if form == "torchtitan":
         found += [f"layers of the stages: {' '.join(map(str, plan.layers))}"] if plan.layers else []
         found += [f"zero{s.zero}: data_parallel_shard shards all state"] if s.zero in (1, 2) else []
-        found += ["zero-bubble of one chunk per stage: ZBVZeroBubble takes two"] if s.schedule == "zero-bubble" and s.pp > 1 else []
+        found += [s.pipeline.unsaid] if s.pipeline.unsaid and s.pp > 1 else []
     if form == "accelerate":
         found += [f"zero{s.zero}: dp_shard_size shards all state"] if s.zero in (1, 2) else []
         found += [f"pp {s.pp} with {s.schedule}"] if s.pp > 1 else []
@@ -89,7 +86,7 @@ def _torchtitan(plan: Plan) -> str:
     if plan.seq:
         options["training.seq_len"] = plan.seq
     if s.pp > 1:
-        options["parallelism.pipeline_parallel_schedule"] = TITAN_SCHEDULES[s.schedule]
+        options["parallelism.pipeline_parallel_schedule"] = s.pipeline.titan
         options["parallelism.pipeline_parallel_microbatch_size"] = s.micro_batch
     return _comments(plan, "torchtitan") + "".join(f"--{key} {value}\n" for key, value in options.items())
 

@@ -19,9 +19,9 @@ from weft.core.program import Group, Program
 from weft.ops.registry import nbytes
 from weft.plan.line import Line, Placed
 from weft.plan.phase import Pass, Phase, Walk
-from weft.plan.pipeline import Action, Order
 from weft.plan.records import OnMesh, by_place, peak_bytes, program_phase
 from weft.plan.run import Seen
+from weft.plan.schedules import Action, Order
 from weft.plan.setting import Setting
 from weft.plan.timeline import Task, Timeline, run
 

@@ -18,7 +18,6 @@ from weft.frontend.capture.micro import is_given
 from weft.ops.comm import send
 from weft.ops.registry import Kind
 from weft.plan.named import Named
-from weft.plan.pipeline import puts_off_weights
 from weft.plan.place import Options, Placements, place
 from weft.plan.split import LOSS_SUM, Stage
 from weft.plan.turns import in_turn
@@ -184,7 +183,7 @@ def _groups(stage: Stage, named: Named) -> list[list[str]]:
     if stage.step is stage.forward:
         return [forward]
     border, weights = stage.gives("d.act."), stage.gives("d.param.")
-    turns = [forward, border, weights] if puts_off_weights(named.schedule) else [forward, weights + border]
+    turns = [forward, border, weights] if named.pipeline.defers_weights else [forward, weights + border]
     return [group for group in turns if group]
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from weft.cluster.kernels import WIDTH
 from weft.plan.phase import Part
-from weft.plan.pipeline import Order
+from weft.plan.schedules import Order
 from weft.plan.setting import Setting
 from weft.plan.workload import Block
 

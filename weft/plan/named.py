@@ -25,11 +25,11 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import ONE, Kind, equation_of
 from weft.plan.place import Options, Placements
+from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
 from weft.plan.setting import AGAIN
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
 WORDS = ("sp", *AGAIN, "ring", "a2a", *SCHEDULES)
 
 
@@ -45,7 +45,7 @@ class Named:
     sp: bool = False
     pieces: int = 0  # that the batch is dealt in along dp; as many as there are copies where it is 0
     pp: int = 1
-    schedule: str = "1f1b"
+    schedule: str = PLAIN
     micro: int = 0  # micro-batches; twice as many as there are stages where it is 0
     virtual: int = 0  # runs of layers on each rank of the pipeline
     recompute: str = ""  # what repeated blocks run again, of `setting.AGAIN`
@@ -73,14 +73,18 @@ class Named:
     def _checked(self, text: str, ordered: bool) -> Named:
         if self.pp == 1 and ordered:
             raise PlanError(f"no plan {text!r}", needed=f"pp2 or more for {self.schedule}", found="one stage")
-        if self.virtual > 1 and self.schedule != "interleaved":
-            raise PlanError(f"no plan {text!r}", needed="interleaved, where a rank has several runs of layers", found=self.schedule)
-        if self.schedule == "interleaved" and self.micro_batches % self.pp:
+        if self.virtual > 1 and not self.pipeline.takes_chunks:
+            raise PlanError(f"no plan {text!r}", needed=f"{CHUNKED}, where a rank has several runs of layers", found=self.schedule)
+        if not self.pipeline.may_take(self.pp, self.micro_batches):
             near = -(-self.micro_batches // self.pp) * self.pp
             raise PlanError(
                 f"no plan {text!r}", needed=f"micro-batches in rounds of {self.pp}", found=str(self.micro_batches), try_=f"micro{near}"
             )
         return self
+
+    @property
+    def pipeline(self) -> Schedule:
+        return SCHEDULES[self.schedule]
 
     @property
     def mesh(self) -> Mesh:
@@ -93,7 +97,7 @@ class Named:
     @property
     def chunks(self) -> int:
         """Runs of layers on each rank of the pipeline."""
-        return self.virtual or (2 if self.schedule == "interleaved" else 1)
+        return self.virtual or (2 if self.pipeline.takes_chunks else 1)
 
     @property
     def stages(self) -> int:
@@ -101,7 +105,7 @@ class Named:
 
     def __str__(self) -> str:
         words = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if f.name in AXES and getattr(self, f.name) > 1]
-        words += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []
+        words += [self.schedule] if self.pp > 1 and self.schedule != PLAIN else []
         numbers = [f"{w}{getattr(self, w)}" for w in ("zero", "pieces", "micro", "virtual") if getattr(self, w)]
         again = [word for word, way in AGAIN.items() if way == self.recompute]
         return ",".join(words + numbers + ["sp"] * self.sp + again + [w for w in ("ring", "a2a") if getattr(self, w)]) or "dp1"

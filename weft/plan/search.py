@@ -25,7 +25,7 @@ from weft.core.errors import WeftError
 from weft.plan.cost import Costs
 from weft.plan.memory import FRAGMENTATION, RESIDENT, stage_memory
 from weft.plan.phase import Part, Pass, gathers, reductions
-from weft.plan.pipeline import Action, puts_off_weights
+from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.simulate import Step, share, simulate
 from weft.plan.space import Limits, Problem, Space, candidates, shardings
@@ -287,7 +287,7 @@ class Search:
         late = self.problem.depth * self._late(s, plain.layer)
         filled = max(0.0, once - late) * (s.pp - 1) / s.pp**2
         trip = 2 * self._send(s) * (s.pp - 1) / s.pp  # a micro-batch there and back, shared by as many as are in flight
-        waits = 0.0 if s.schedule.endswith("eager") else max(0.0, trip - late / s.pp)
+        waits = 0.0 if s.pipeline.hides_sends else max(0.0, trip - late / s.pp)
         return whole / s.pp * self._slower(s) + filled + s.micro_batches * (self._must_rerun(s) + waits)
 
     def _must_rerun(self, s: Setting) -> float:
@@ -299,8 +299,7 @@ class Search:
         held = stage_memory(s, [[Part(self.work(s).layer, 1)]], ())
         state = (held.params + held.grads + held.optimizer) * layers + held.passing + held.buffers
         room = (self.memory - RESIDENT) / (1 + FRAGMENTATION) - state
-        ahead = 2 if s.schedule.endswith("eager") else 1
-        alive = (min(s.micro_batches, ahead * (s.pp - i - 1) + 1) for i in range(s.pp))
+        alive = s.pipeline.in_flight(s.pp, s.micro_batches)
         return sum(layers * least_more(self._hulls[key], room / (n * layers)) for n in alive) / s.pp
 
     def _chunk(self, s: Setting) -> tuple[int, int]:
@@ -316,7 +315,7 @@ class Search:
         return self._links[key]
 
     def _late(self, s: Setting, t: _Times) -> float:
-        return t.weight if puts_off_weights(s.schedule) else 0.0
+        return t.weight if s.pipeline.defers_weights else 0.0
 
     def _stage(self, s: Setting, plain: _Plain, layers: int, ends: tuple[_Times, ...], travels: bool) -> float:
         """Of one stage: its passes, and what they cannot hide."""
@@ -350,8 +349,7 @@ class Search:
             return min(self._memory(replace(s, recompute=how)) for how in ("selective", "full"))
         work, (chunk, less) = self.work(s), self._chunk(s)
         chunks = [[Part(work.first, 1), Part(work.layer, chunk - less)]] + [[Part(work.layer, chunk)]] * (s.virtual - 1)
-        warm = (s.pp - 1) * (2 if s.schedule.endswith("eager") else 1) if s.virtual == 1 else 2 * (s.pp - 1) + (s.virtual - 1) * s.pp
-        alive = min(s.micro_batches * s.virtual, warm + 1)
+        alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)[0]
         if s.pp == 1:
             return stage_memory(s, [[*chunks[0], Part(work.last, 1)]], FORWARD).total
         first = stage_memory(s, chunks, (Action("forward", s.virtual - 1, 0),) * alive).total

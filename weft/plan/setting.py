@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.core.errors import PlanError
+from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
 
 RECOMPUTE = ("none", "selective", "per-op", "full")
 AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in ("activation", "ffn", "selective", "per-op", "full")}
 MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan says which
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
 KERNELS = ("classic", "eager", "compiled")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
 DEVICES, CHUNKS = 1 << 20, 4096  # no plan has more
@@ -37,7 +37,7 @@ class Setting:
     zero: int = 0
     keep_gathered: bool = False  # under ZeRO-3, gather parameters once a step, reduce gradients once, and keep both whole between
     recompute: str = "none"
-    schedule: str = "1f1b"
+    schedule: str = PLAIN
     kernels: str = "compiled"
     dtype: str = "bf16"
     grad_dtype: str = "fp32"
@@ -55,6 +55,10 @@ class Setting:
     @property
     def micro_batches(self) -> int:
         return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def pipeline(self) -> Schedule:
+        return SCHEDULES[self.schedule]
 
     def stride(self, axis: str) -> int:
         """Ranks between neighbours of an axis: tp innermost, then cp, dp, and pp outermost. ep runs along dp.
@@ -81,7 +85,7 @@ class Setting:
         if self.devices > DEVICES or self.pp * self.virtual > CHUNKS:
             needed = f"at most {DEVICES:,} devices and {CHUNKS:,} chunks of layers"
             raise PlanError("no cluster is that large", needed=needed, found=f"{self.devices:,} devices, {self.pp * self.virtual:,} chunks")
-        words = {"recompute": (*RECOMPUTE, MIXED), "schedule": SCHEDULES, "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
+        words = {"recompute": (*RECOMPUTE, MIXED), "schedule": tuple(SCHEDULES), "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
         for name, known in words.items():
             if getattr(self, name) not in known:
                 raise PlanError(f"no {name} named {getattr(self, name)!r}", needed=" or ".join(known), found=getattr(self, name))
@@ -94,7 +98,7 @@ class Setting:
                 found=str(self.global_batch),
                 try_=f"--batch {-(-self.global_batch // (self.dp * self.micro_batch)) * self.dp * self.micro_batch}",
             )
-        if self.virtual > 1 and self.schedule != "interleaved":
-            raise PlanError("several chunks per stage need the interleaved schedule", needed="interleaved", found=self.schedule, try_="--schedule interleaved")
+        if self.virtual > 1 and not self.pipeline.takes_chunks:
+            raise PlanError(f"several chunks per stage need the {CHUNKED} schedule", needed=CHUNKED, found=self.schedule, try_=f"--schedule {CHUNKED}")
         if self.dp % self.ep:
             raise PlanError("experts are spread over data-parallel ranks", needed=f"ep a divisor of dp = {self.dp}", found=str(self.ep))

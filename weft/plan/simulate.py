@@ -17,7 +17,7 @@ from weft.core.errors import PlanError
 from weft.plan.cost import Costs
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.phase import Part, Pass, Phase, gathers, minus, phase, reductions, walk
-from weft.plan.pipeline import Action, Order, orders, puts_off_weights
+from weft.plan.schedules import Action, Order
 from weft.plan.setting import Setting
 from weft.plan.timeline import Task, Timeline, run
 from weft.plan.workload import Collective, Touch, Workload
@@ -141,7 +141,7 @@ class _Simulation:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        return orders(self.setting.schedule, self.setting.pp, self.setting.micro_batches, self.setting.virtual)
+        return self.setting.pipeline.orders(self.setting.pp, self.setting.micro_batches, self.setting.virtual)
 
     @cached_property
     def parts(self) -> list[list[Part]]:
@@ -225,7 +225,7 @@ class _Simulation:
     def _way(self, kind: str) -> Pass:
         """How a pass is made in the middle of the step. Sharded parameters are gathered and gradients reduced in each."""
         s = self.setting
-        split = puts_off_weights(s.schedule)
+        split = s.pipeline.defers_weights
         direction = "input" if split and kind == "backward" else kind
         gather = self.copies > 1 and s.zero == 3 and not s.keep_gathered and kind != "weight"
         ends = kind == ("weight" if split else "backward")
@@ -253,7 +253,7 @@ class _Simulation:
 
     def _tail(self, stage: int) -> Phase:
         """Reduction of gradients that the last backward does not hide."""
-        s, way = self.setting, self._way("weight" if puts_off_weights(self.setting.schedule) else "backward")
+        s, way = self.setting, self._way("weight" if self.setting.pipeline.defers_weights else "backward")
         if self.copies == 1 or not s.overlap_grads or way.reduce:
             return Phase(0.0)
         return self._beyond(stage, way, replace(way, reduce=self.how.reduce))

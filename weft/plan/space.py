@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
+from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.tailor import Measure
 from weft.plan.transformer import Shape
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
-CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage under the interleaved schedule
+CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage, where a schedule takes several
 LARGEST = {"tp": 64, "cp": 64, "pp": 32}
 CUT_TO_MEASURE = Measure()
 LEAST_SLICE = 512  # tokens of a sequence that one rank of cp keeps at least
@@ -36,7 +37,7 @@ class Space:
     sequence_parallel: tuple[bool, ...] = (False, True)
     recompute: tuple[str, ...] = (MIXED, *RECOMPUTE)
     measure: Measure = CUT_TO_MEASURE  # what may be mixed, and whether stages may differ
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
+    schedules: tuple[str, ...] = tuple(s.name for s in SCHEDULES.values() if s.searched)
     overlap_tp: tuple[bool, ...] = (False, True)
     overlap_grads: bool = True
     overlap_params: bool = True
@@ -199,10 +200,10 @@ def _tensor_ways(space: Space, base: Setting) -> list[tuple[bool, bool]]:
 
 def _schedules(problem: Problem, space: Space, base: Setting) -> Iterator[tuple[str, int]]:
     if base.pp == 1:
-        yield "1f1b", 1
+        yield PLAIN, 1
         return
     for name in space.schedules:
-        if name != "interleaved":
+        if not SCHEDULES[name].takes_chunks:
             yield name, 1
-        elif base.micro_batches % base.pp == 0:
+        elif SCHEDULES[name].may_take(base.pp, base.micro_batches):
             yield from ((name, v) for v in CHUNKS if problem.chunk(base.pp * v))

@@ -22,7 +22,6 @@ from weft.plan.cost import Costs
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.partition import even, partition
 from weft.plan.phase import Part, Pass, phase
-from weft.plan.pipeline import orders
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
 from weft.plan.tailor import stage_devices
@@ -45,7 +44,7 @@ class _Stages:
     def __post_init__(self) -> None:
         s = self.setting
         self.work = self.search.work(s)
-        self.orders = orders(s.schedule, s.pp, min(s.micro_batches, 2 * s.pp), 1)
+        self.orders = s.pipeline.orders(s.pp, min(s.micro_batches, 2 * s.pp))
         known: dict[str, tuple[float, float, float]] = {}
         self.times = []
         for device in stage_devices(self.search.cluster, s):

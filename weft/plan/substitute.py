@@ -24,6 +24,7 @@ from weft.plan.graph.stages import MIXED, NONE
 from weft.plan.graph.timing import Placed
 from weft.plan.layouts import OnCluster, Rates, choose
 from weft.plan.rewritten import Move, Step, as_products, as_run
+from weft.plan.schedules import PLAIN
 from weft.rewrite.schema import OpHole, Schema
 from weft.rewrite.search import both_ways
 from weft.rewrite.updates import rules_of
@@ -196,7 +197,7 @@ def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, pat
     except PlanError:
         return
     placed = Placed(run(made.program), base.placed.cluster, made.again)
-    schedules = (base.staged.schedule,) if base.staged else ("1f1b",)
+    schedules = (base.staged.schedule,) if base.staged else (PLAIN,)
     if rates.as_used:
         ways = found.run("unity-like", placed, NOTHING, 1, 1, (NONE,), schedules)
     else:

@@ -25,7 +25,7 @@ from weft.plan.cost import Costs
 from weft.plan.memory import FRAGMENTATION, RESIDENT, Memory, stage_memory
 from weft.plan.partition import even, partition
 from weft.plan.phase import Part, Pass, phase
-from weft.plan.pipeline import Action, Order, most_kept, orders
+from weft.plan.schedules import Action, Order
 from weft.plan.setting import Setting
 from weft.plan.workload import Block, Workload
 
@@ -149,7 +149,7 @@ class Tailor:
     def _orders(self) -> tuple[Order, ...]:
         s = self.setting
         few = min(s.micro_batches, (2 if s.virtual == 1 else 3) * s.pp)
-        return orders(s.schedule, s.pp, few - few % s.pp if s.virtual > 1 else few, s.virtual)
+        return s.pipeline.orders(s.pp, few - few % s.pp if s.virtual > 1 else few, s.virtual)
 
     def _pieces(self, stage: int, start: int, count: int, mix: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
         """`count` half layers from half `start` on, whole layers by the mix, ends as the mix begins."""
@@ -212,9 +212,9 @@ class Tailor:
         return {}
 
     @cached_property
-    def _alive(self) -> list[int]:
+    def _alive(self) -> Sequence[int]:
         """Micro-batches whose activations a stage keeps at most."""
-        return [most_kept(order) for order in self._orders]
+        return self.setting.pipeline.in_flight(self.setting.pp, self.setting.micro_batches, self.setting.virtual)
 
     def _seconds(self, stage: int, pieces: Sequence[Piece]) -> float:
         times = self.times[self.devices[stage].name]

@@ -114,12 +114,11 @@ class _Known:
     @cached_property
     def stages(self) -> list[Stage]:
         """The stages as they were split, with what each runs again."""
-        told, eager = self.plan.stages, self.plan.setting.schedule.endswith("eager")
+        told, setting = self.plan.stages, self.plan.setting
         again = FULL if told and all(how == "full" for stage in told for _, how, _ in stage) else MIXED
-        stager = Stager(self.units.all, self.budget, self.rounds, again, eager)
+        stager = Stager(self.units.all, self.budget, self.rounds, again, setting.schedule)
         found, first = list[Stage](), 0
-        for i, pieces in enumerate(told):
-            alive = min(self.rounds, (2 if eager else 1) * (len(told) - i - 1) + 1)
+        for pieces, alive in zip(told, setting.pipeline.in_flight(max(1, len(told)), self.rounds), strict=False):
             made = stager.stage(first, first + len(pieces), alive)
             found += [made] if made is not None else []
             first += len(pieces)

@@ -7,9 +7,9 @@ from typing import Any
 
 from weft.cluster.spec import cluster
 from weft.core.errors import WeftError
-from weft.plan.named import SCHEDULES
 from weft.plan.plan import ZERO
 from weft.plan.run import Run, Seen
+from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.setting import AGAIN
 from weft.report.facts import Curve, Facts, Figure, View
 from weft.report.words import count, ms, percent, size
@@ -78,7 +78,7 @@ def _plan(run: Run) -> Any:
 def _passes(run: Run, words: Sequence[str]) -> Any:
     """How a step is cut into passes, where it is."""
     if run.mesh.get("pp", 1) > 1:
-        yield "schedule", next((w for w in SCHEDULES if w in words), SCHEDULES[0]), "the order in which stages take up their passes"
+        yield "schedule", next((w for w in SCHEDULES if w in words), PLAIN), "the order in which stages take up their passes"
     micro = sum(t.cause == "forward" for t in run.measured.line.tasks if t.stream == "stage 0") if run.measured is not None else 0
     if micro:
         yield "forward passes", str(micro), "of the first stage in a step: micro-batches, each as often as the stage has chunks of layers"

@@ -11,6 +11,7 @@ from weft.plan.graph.search import GraphSearch, Way
 from weft.plan.graph.task import Task, example_size
 from weft.plan.graph.units import Units
 from weft.plan.plan import Plan
+from weft.plan.schedules import PLAIN
 from weft.plan.setting import MIXED, Setting
 from weft.plan.substitute import joint
 from weft.rewrite.updates import by_definition
@@ -84,7 +85,7 @@ def setting_of(task: Task, way: Way) -> Setting:
     own = task.batch // (way.rounds * dp)
     micro = own if own and task.batch % (dp * own) == 0 else 1
     again = way.staged is not None and any(s.again for s in way.staged.stages)
-    schedule = way.staged.schedule if way.staged else "1f1b"
+    schedule = way.staged.schedule if way.staged else PLAIN
     return Setting(
         global_batch=task.batch, micro_batch=micro, dp=dp, tp=tp, pp=way.pp, zero=zero, recompute=MIXED if again else "none",
         schedule=schedule, dtype=task.dtype, overlap_sends=bool(way.overlap),

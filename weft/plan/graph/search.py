@@ -27,6 +27,7 @@ from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run
 from weft.plan.roles import CARRIED, GRADS, PARAMS, VALUES, Roles
+from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.space import divisors
 from weft.rewrite.updates import rules_of
 
@@ -38,7 +39,7 @@ HIDES = (1.0, 0.3, 0.05)  # shares of hideable communication that the ILP is cha
 LARGE = 1500  # nodes from which fewer meshes are tried
 EFFORT = 1e8  # work of one ILP
 MOST_ROUNDS = 64
-OWN_SCHEDULES = ("1f1b", "zero-bubble", "1f1b-eager", "zero-bubble-eager")
+OWN_SCHEDULES = tuple(s.name for s in SCHEDULES.values() if s.searched and not s.takes_chunks)
 FINALISTS = 4  # spots that are laid out at several prices
 
 
@@ -234,7 +235,7 @@ class GraphSearch:
             if stages is not None:
                 timed = placed.step(overlap, rounds)
                 seconds = timed.seconds + rounds * stages[0].more
-                return Way(name, placed, overlap, rounds, seconds, stages[0].memory, Staged(stages, "1f1b", seconds), rules, timed.causes)
+                return Way(name, placed, overlap, rounds, seconds, stages[0].memory, Staged(stages, PLAIN, seconds), rules, timed.causes)
         return None
 
     # --- layouts chosen by the ILP
@@ -310,7 +311,7 @@ class GraphSearch:
     def _without(self, ways: Sequence[Way]) -> Iterator[Way]:
         """The first of these ways as it would be with nothing beside compute."""
         for way in ways[:1]:
-            yield from itertools.islice(self.run("", way.placed, NOTHING, way.rounds, way.pp, (NONE, FULL), ("1f1b",)), 1)
+            yield from itertools.islice(self.run("", way.placed, NOTHING, way.rounds, way.pp, (NONE, FULL), (PLAIN,)), 1)
 
     def depths(self) -> list[int]:
         """Numbers of stages: powers of two up to the nodes; of a large program powers of four, and one stage a node."""
@@ -358,9 +359,9 @@ class GraphSearch:
         if not restricted:
             yield from self.run("weft", placed, ALL, rounds, pp, (NONE, MIXED), OWN_SCHEDULES)
             return
-        yield from self.run("alpa-like", placed, NOTHING, rounds, pp, (NONE, FULL), ("1f1b",))
+        yield from self.run("alpa-like", placed, NOTHING, rounds, pp, (NONE, FULL), (PLAIN,))
         if pp == rounds == 1:
-            yield from self.run("unity-like", placed, NOTHING, rounds, pp, (NONE,), ("1f1b",))
+            yield from self.run("unity-like", placed, NOTHING, rounds, pp, (NONE,), (PLAIN,))
 
     def run(
         self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, pp: int, again: Sequence[str], schedules: Sequence[str]
@@ -387,7 +388,7 @@ class GraphSearch:
         if len(units) < pp:
             return
         for schedule in schedules:
-            stages = Stager(units, self.memory, rounds, recompute, schedule.endswith("eager")).split(pp)
+            stages = Stager(units, self.memory, rounds, recompute, schedule).split(pp)
             if stages is not None:
                 staged = Staged(stages, schedule, pipelined(stages, self.cluster, rounds, schedule, beside))
                 yield Way(name, placed, overlap, rounds, staged.seconds, staged.memory, staged)

@@ -1,7 +1,7 @@
 """Units to stages of a pipeline, with what is run again chosen stage by stage.
 
 Let c_i(a, b) be the seconds of one micro-batch on stage i with units a..b-1, the least amount of work run again included that makes it
-fit: stage i of p keeps p - i micro-batches in flight (eager orders twice as many), so early stages run more again and take fewer units.
+fit: early stages keep more micro-batches in flight, so they run more again and take fewer units.
 `partition` gives the stages whose slowest is fastest. Within a stage units are run again in the order of seconds per byte saved. The order
 of passes is then simulated.
 """
@@ -18,7 +18,7 @@ from weft.cluster.spec import Cluster
 from weft.plan.graph.units import Unit
 from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.partition import partition
-from weft.plan.pipeline import orders, puts_off_weights
+from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.timeline import Task, Timeline, run
 
 NONE, FULL, MIXED = "none", "full", "mixed"
@@ -62,11 +62,11 @@ class Stager:
     memory: float
     rounds: int
     recompute: str = MIXED
-    eager: bool = False  # twice as many micro-batches in flight
+    schedule: str = PLAIN
 
     def split(self, count: int) -> tuple[Stage, ...] | None:
         """The stages whose slowest is fastest; None where nothing fits."""
-        alive = [min(self.rounds, (2 if self.eager else 1) * (count - i - 1) + 1) for i in range(count)]
+        alive = SCHEDULES[self.schedule].in_flight(count, self.rounds)
 
         def cost(i: int, a: int, b: int) -> float | None:
             made = self.stage(a, b, alive[i])
@@ -131,8 +131,8 @@ def _simulated(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule:
 
 def passes(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> Timeline:
     """Every pass of every stage in time, and what travels between them; what is done once a step comes after."""
-    count, split = len(stages), puts_off_weights(schedule)
-    plan = orders(schedule, count, rounds)
+    count, how = len(stages), SCHEDULES[schedule]
+    plan = how.orders(count, rounds)
     index: dict[tuple[str, int, int], int] = {
         (a.kind, s, a.micro): i for i, (s, a) in enumerate((s, a) for s, order in enumerate(plan) for a in order)
     }
@@ -141,7 +141,7 @@ def passes(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str
     links: list[Task] = []
     for s, order in enumerate(plan):
         total = stages[s].total
-        weight = total.weight if split else 0.0
+        weight = total.weight if how.defers_weights else 0.0
         seconds = {"forward": total.forward, "backward": total.backward + stages[s].more - weight, "weight": weight}
         for a in order:
             blocked = 0.0 if beside else _sent(a.kind, s, count, sends)
