@@ -31,8 +31,8 @@ from unittest.mock import patch
 if TYPE_CHECKING:
     from torch import nn
 
+    from bench.inductor.observe import Observed
     from weft.cluster.profile import Device, Profile
-    from weft.plan.observe import Observed
 
 LATE = "not done in time"
 WAYS = ("weft", "weft nodes", "eager", "compiled")
@@ -169,7 +169,7 @@ MEMORY = _settings()
 
 def predict(case: Case, place: str, device: Device) -> Observed:
     """What a step does and holds, from fake tensors alone."""
-    from weft.plan.fusion import observe_compiled
+    from bench.inductor.fusion import observe_compiled
 
     return observe_compiled(lambda compiler: case.make(place, compiler), device=device, host=case.host, place=place)
 
@@ -316,7 +316,7 @@ def in_turn(begin: Sequence[Callable[[], Child]], most: int, ends: float) -> Ite
 
 
 def timed(case: Case, seen: Observed | str, got: dict[str, Any] | str, held: float, device: Device, place: str) -> dict[str, Any]:
-    from weft.plan.observe import seconds
+    from bench.inductor.observe import seconds
 
     row: dict[str, Any] = {"case": case.name, "way": case.way}
     if isinstance(got, str):

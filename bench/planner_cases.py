@@ -440,7 +440,7 @@ def _cross_mesh(case: dict[str, Any]) -> Iterator[Row]:
         source, target = (_held_on(words, shape) for words in (row["src"], row["dst"]))
 
         def sent(source: Any = source, target: Any = target, row: dict[str, Any] = row) -> tuple[Any, bool]:
-            from weft.plan.crossing import crossing, naive
+            from bench._crossing import crossing, naive
 
             found = crossing(source, target, "x", 4).busiest
             return [found, naive(source, target, 4)], found <= row["host_lb"] and naive(source, target, 4) == row["naive"]

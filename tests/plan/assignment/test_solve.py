@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import _iopddl as iopddl
 from tests.plan.assignment.problems import brute_force, random_problem
-from weft.plan import iopddl
 from weft.plan.assignment import Problem, assemble, solve
 
 INF = np.inf

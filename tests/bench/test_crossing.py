@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from bench._crossing import Crossing, crossing, naive
 from weft.core.layout import Layout, Mesh, S
-from weft.plan.crossing import Crossing, crossing, naive
 
 TWO, THREE = Mesh(x=2, y=2), Mesh(x=3, y=2)
 SHAPE = (12, 6)

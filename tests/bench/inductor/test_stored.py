@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.plan.stored import Stored
-from weft.plan.torch_ops import drop_copies
+from bench.inductor.stored import Stored
+from bench.inductor.torch_ops import drop_copies
 
 ROWS, WIDE = 16384, 512
 

@@ -15,11 +15,11 @@ from itertools import combinations
 import torch
 from torch.fx import Node
 
-from weft.plan import beside
-from weft.plan.held import Buffer, Kernel, Plan
-from weft.plan.observe import passing
-from weft.plan.torch_graph import Graph, in_order
-from weft.plan.torch_ops import alone, bytes_of, inner, name_of, over_rows, pads, puts, summed, turns, values_of
+from bench.inductor import beside
+from bench.inductor.held import Buffer, Kernel, Plan
+from bench.inductor.observe import passing
+from bench.inductor.torch_graph import Graph, in_order
+from bench.inductor.torch_ops import alone, bytes_of, inner, name_of, over_rows, pads, puts, summed, turns, values_of
 
 NOT_OURS = ("primals", "arg")  # given to a graph by those who keep them
 READS, READS_ONCE = 4, 8  # tensors a value may be made of and not be stored: one read by several, and one read by one

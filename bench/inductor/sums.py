@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from weft.plan.observe import VIEWS
+from bench.inductor.observe import VIEWS
 
 _aten = torch.ops.aten
 

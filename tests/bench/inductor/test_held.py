@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.plan.held import Buffer, Kernel, Plan
-from weft.plan.stored import Stored
-from weft.plan.sums import join
-from weft.plan.torch_ops import value_random_ops
+from bench.inductor.held import Buffer, Kernel, Plan
+from bench.inductor.stored import Stored
+from bench.inductor.sums import join
+from bench.inductor.torch_ops import value_random_ops
 
 MB = 2**20
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench.inductor.fusion import observe_compiled
+from bench.inductor.observe import observe, passing, seconds
 from weft.cluster.profile import load
-from weft.plan.fusion import observe_compiled
-from weft.plan.observe import observe, passing, seconds
 from weft.plan.workload import Attention, Gemm
 
 WIDTH, BATCH, LAYERS = 64, 32, 4

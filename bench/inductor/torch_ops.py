@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from weft.plan.observe import ROUND
+from bench.inductor.observe import ROUND
 
 ALONE = (
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward", "scaled_dot_product",

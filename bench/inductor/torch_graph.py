@@ -13,8 +13,8 @@ from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
-from weft.plan.observe import VIEWS
-from weft.plan.torch_ops import alone, has_value, name_of
+from bench.inductor.observe import VIEWS
+from bench.inductor.torch_ops import alone, has_value, name_of
 
 
 @dataclass(frozen=True)

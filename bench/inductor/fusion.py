@@ -11,13 +11,25 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from bench.inductor.observe import Observed, Recorder, kernels
+from bench.inductor.padding import pad
+from bench.inductor.stored import Stored
+from bench.inductor.sums import join
+from bench.inductor.torch_graph import Graph
+from bench.inductor.torch_ops import (
+    MATH,
+    alone,
+    drop_copies,
+    elements_of,
+    has_value,
+    inner,
+    name_of,
+    reduced,
+    size_of,
+    summed,
+    value_random_ops,
+)
 from weft.cluster.profile import Device
-from weft.plan.observe import Observed, Recorder, kernels
-from weft.plan.padding import pad
-from weft.plan.stored import Stored
-from weft.plan.sums import join
-from weft.plan.torch_graph import Graph
-from weft.plan.torch_ops import MATH, alone, drop_copies, elements_of, has_value, inner, name_of, reduced, size_of, summed, value_random_ops
 from weft.plan.workload import Op, Touch
 
 LOOP = 4096  # a reduction over more elements reads its input again for each further pass

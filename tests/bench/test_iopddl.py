@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import _iopddl as iopddl
 from weft.core.errors import ProblemError
-from weft.plan import iopddl
 
 GOOD: dict[str, Any] = {
     "problem": {

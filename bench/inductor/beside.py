@@ -13,7 +13,7 @@ from itertools import combinations
 
 from torch.fx import Node
 
-from weft.plan.torch_ops import alone, elements_of, has_value, over_rows, pads, reduced, size_of, summed
+from bench.inductor.torch_ops import alone, elements_of, has_value, over_rows, pads, reduced, size_of, summed
 
 FAR = 64  # results between
 LEAST = 10  # bytes both must read
