@@ -95,7 +95,7 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], pla
     """Every plan that can be made, foreseen and timed in turn with the others; what was measured is the lower quartile of its rounds."""
     from bench.train import workload
     from weft.cluster.spec import cluster
-    from weft.plan.records import program_phase
+    from weft.cost.walk import program_phase
 
     work, batch = workload(size)
     example = work.example(batch * world, seed=0)

@@ -401,8 +401,8 @@ def _example(case: dict[str, Any]) -> Iterator[Row]:
 
 
 def _schedules(rows: list[dict[str, Any]]) -> Iterator[Row]:
+    from weft.cost.timeline import Task, run
     from weft.plan.schedules import SCHEDULES
-    from weft.plan.timeline import Task, run
 
     for row in rows:
         n, m = row["n"], row["m"]

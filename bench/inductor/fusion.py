@@ -30,7 +30,7 @@ from bench.inductor.torch_ops import (
     value_random_ops,
 )
 from weft.cluster.profile import Device
-from weft.plan.workload import Op, Touch
+from weft.cost.work import Op, Touch
 
 LOOP = 4096  # a reduction over more elements reads its input again for each further pass
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.cluster.profile import Device
-from weft.plan.cost import device_seconds
-from weft.plan.workload import Attention, Gemm, Op, Touch
+from weft.cost.price import device_seconds
+from weft.cost.work import Attention, Gemm, Op, Touch
 
 ROUND = 512
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}

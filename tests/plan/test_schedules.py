@@ -9,10 +9,10 @@ import pytest
 
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
+from weft.cost.timeline import Task, Timeline, run
 from weft.plan.schedules import SCHEDULES, Order, Schedule
 from weft.plan.setting import Setting
 from weft.plan.simulate import simulate
-from weft.plan.timeline import Task, Timeline, run
 from weft.plan.transformer import Shape, workload
 
 ALL = [(name, 1) for name in SCHEDULES] + [(name, v) for name, s in SCHEDULES.items() if s.takes_chunks for v in (2, 3)]

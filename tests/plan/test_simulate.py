@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 from weft.cli import app
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError, UnknownName
-from weft.plan.cost import Costs
+from weft.cost.price import Costs
+from weft.cost.walk import Walk
+from weft.cost.work import Attention, Collective, Gemm
 from weft.plan.fits import fit
 from weft.plan.models import shape
-from weft.plan.phase import Pass, Walk
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, held, share, simulate
 from weft.plan.transformer import Shape, workload
-from weft.plan.workload import Attention, Collective, Gemm, backward, flops, per_op, split_weight
+from weft.plan.workload import backward, flops, per_op, split_weight
 
 GPT = Shape(24, 2048, 16, 51200, 2048, name="gpt")
 MOE = Shape(8, 1024, 16, 32000, 1024, gated=True, rotary=True, experts=8, chosen=2, name="moe")
@@ -129,7 +130,7 @@ def test_collectives_on_one_link_take_turns(place: str, turns: bool) -> None:
     """Between single devices tensor and data parallelism share the network; in nodes of four each has its own link."""
     setting = Setting(global_batch=4, tp=4, dp=4, zero=3)
     made = cluster(place)
-    walker = Walk(Costs(made, setting, made.device), Pass("forward"))
+    walker = Walk(Costs(made, made.device, setting.place))
     first = walker.carry(Collective("all_gather", 2**24, "data"), "dp", 0.0)
     second = walker.carry(Collective("all_reduce", 2**24, "tp"), "tp", 0.0)
     alone = walker.costs.seconds(Collective("all_reduce", 2**24, "tp"))

@@ -27,6 +27,8 @@ from weft.core import native
 from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
 from weft.core.text import parse
+from weft.cost.memory import peak_bytes
+from weft.cost.walk import program_phase
 from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 from weft.plan.context import ring
@@ -34,7 +36,6 @@ from weft.plan.named import Named, input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import place
 from weft.plan.recompute import recomputed, regions_of
-from weft.plan.records import peak_bytes, program_phase
 from weft.plan.replay import moves_of, replayed, rewritten
 from weft.plan.rewritten import Move
 from weft.plan.space import divisors

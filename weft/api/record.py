@@ -23,13 +23,12 @@ from weft.core.errors import WeftError
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.core.text import node_names
+from weft.cost.timeline import Task, Timeline
+from weft.cost.work import DTYPES, Collective, records
 from weft.ops.registry import Kind, flops
 from weft.plan.foresee import cause_of, foresee, name_of
 from weft.plan.progress import Printer, partings
-from weft.plan.records import DTYPES, records
 from weft.plan.run import Run, Seen
-from weft.plan.timeline import Task, Timeline
-from weft.plan.workload import Collective
 from weft.rewrite.engine import same_erased
 from weft.runtime.machine import describe
 from weft.runtime.trace import Trace, synchronize, traced

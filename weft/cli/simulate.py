@@ -12,10 +12,10 @@ from weft.cli.output import console, emit, many, writable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from weft.cost.timeline import Timeline
     from weft.plan.fits import Fit
     from weft.plan.setting import Setting
     from weft.plan.simulate import Step
-    from weft.plan.timeline import Timeline
 
 
 def register(app: typer.Typer) -> None:

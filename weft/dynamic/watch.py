@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.cost.timeline import Task, Timeline
 from weft.dynamic.draw import as_data
 from weft.dynamic.frame import Frame, Span
 from weft.dynamic.model import Model
@@ -31,7 +32,6 @@ from weft.dynamic.schedule import Schedule
 from weft.dynamic.structure import Structure
 from weft.plan.progress import Printer
 from weft.plan.run import Run, Seen, median
-from weft.plan.timeline import Task, Timeline
 from weft.runtime.machine import describe
 from weft.runtime.trace import synchronize
 

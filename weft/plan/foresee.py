@@ -7,12 +7,13 @@ from collections import defaultdict
 from weft.cluster.spec import Cluster
 from weft.core.node import Node
 from weft.core.program import Group, Program
+from weft.cost.memory import live_bytes
+from weft.cost.price import on_mesh
+from weft.cost.timeline import Task, Timeline
+from weft.cost.walk import Walk
+from weft.cost.work import by_place
 from weft.ops.registry import Kind
-from weft.plan.phase import Pass, Walk
-from weft.plan.records import OnMesh, by_place, live_bytes
 from weft.plan.run import Seen
-from weft.plan.setting import Setting
-from weft.plan.timeline import Task, Timeline
 from weft.rewrite.updates import by_rows
 
 FUSED = "fused"  # communication and computation in one kernel: its time cannot be told apart
@@ -21,7 +22,7 @@ FUSED = "fused"  # communication and computation in one kernel: its time cannot 
 def foresee(program: Program, cluster: Cluster) -> Seen:
     """Time, causes, timeline and memory of the busiest rank, which updates tables by rows."""
     program = by_rows(program)
-    walker = Walk(OnMesh(cluster, Setting(), cluster.device, mesh=program.mesh), Pass("forward"))
+    walker = Walk(on_mesh(cluster, program.mesh))
     at, held = {n: i for i, n in enumerate(program.nodes)}, live_bytes(program)
     causes: dict[str, float] = defaultdict(float)
     tasks: list[tuple[Task, float]] = []

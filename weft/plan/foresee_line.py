@@ -16,14 +16,15 @@ from weft.cluster.spec import Cluster
 from weft.core.layout import O
 from weft.core.node import Node
 from weft.core.program import Group, Program
+from weft.cost.memory import peak_bytes
+from weft.cost.price import on_mesh
+from weft.cost.timeline import Task, Timeline, run
+from weft.cost.walk import Phase, Walk, program_phase
+from weft.cost.work import by_place
 from weft.ops.registry import nbytes
 from weft.plan.line import Line, Placed
-from weft.plan.phase import Pass, Phase, Walk
-from weft.plan.records import OnMesh, by_place, peak_bytes, program_phase
 from weft.plan.run import Seen
 from weft.plan.schedules import Action, Order
-from weft.plan.setting import Setting
-from weft.plan.timeline import Task, Timeline, run
 
 Routes = Mapping[tuple[int, str], Mapping[int, Sequence[str]]]  # (stage, kind of pass) to the stages that read of it, and what
 PASSES = ("forward", "backward", "weight")  # the turns of a stage
@@ -61,7 +62,7 @@ class Foreseen:
 
     def _update(self, rank: int) -> Phase:
         program = self.line.update
-        walker = Walk(OnMesh(self.cluster, Setting(), self.cluster.device, mesh=program.mesh), Pass("forward"))
+        walker = Walk(on_mesh(self.cluster, program.mesh))
         sent = 0.0
         for unit, ops in by_place(program):
             if not _is_at(unit, rank):

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from weft.cluster.kernels import WIDTH
+from weft.cost.memory import FRAGMENTATION, RESIDENT
 from weft.plan.phase import Part
 from weft.plan.schedules import Order
 from weft.plan.setting import Setting
 from weft.plan.workload import Block
-
-FRAGMENTATION = 0.04  # of what is allocated; the caching allocator keeps blocks it cannot hand out again
-RESIDENT = 1.5e9  # context, kernels, and buffers of the communication library, none of it seen by the allocator
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,17 @@
-"""One pass of one stage over one micro-batch: its ops issued by the host, run by the device, carried by the links.
-
-Ops start in order: when the host has issued them, the one before has ended, and their link is free. Layers repeat, so a few
-are walked through and the rest is a multiple of the last one's period.
-"""
+"""One pass of one stage over one micro-batch, layer by layer. Layers repeat, so a few are walked through and the rest is a multiple of the
+last one's period."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from weft.plan.cost import Costs
-from weft.plan.workload import Block, Collective, Op, split_weight
+from weft.cost.price import Costs
+from weft.cost.walk import Phase, Walk, combine
+from weft.cost.work import Collective, Op
+from weft.plan.workload import Block, split_weight
 
 ENOUGH = 4  # layers after which the period has settled
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Seconds of a pass, and for what: `compute`, `host`, each axis waited for; `hidden` ran beside compute."""
-
-    seconds: float
-    causes: Mapping[str, float] = field(default_factory=dict)
-    hidden: Mapping[str, float] = field(default_factory=dict)
-
-    def __add__(self, other: Phase) -> Phase:
-        return _combine(self, 1.0, other, 1.0)
-
-
-def minus(a: Phase, b: Phase) -> Phase:
-    """What a takes longer than b; nothing where it does not."""
-    return _combine(a, 1.0, b, -1.0) if a.seconds > b.seconds else Phase(0.0)
-
-
-def _combine(a: Phase, x: float, b: Phase, y: float) -> Phase:
-    def mix(p: Mapping[str, float], q: Mapping[str, float]) -> dict[str, float]:
-        return {k: x * p.get(k, 0.0) + y * q.get(k, 0.0) for k in {**p, **q}}
-
-    return Phase(x * a.seconds + y * b.seconds, mix(a.causes, b.causes), mix(a.hidden, b.hidden))
 
 
 @dataclass(frozen=True)
@@ -77,16 +51,16 @@ def phase(costs: Costs, parts: Sequence[Part], how: Pass) -> Phase:
     long = walk(costs, _cut(parts, ENOUGH), how).phase()
     short = walk(costs, _cut(parts, ENOUGH - 1), how).phase()
     repeats = sum(max(0, p.count - ENOUGH) for p in parts) / sum(p.count > ENOUGH for p in parts)
-    return _combine(long, 1.0 + repeats, short, -repeats)
+    return combine(long, 1.0 + repeats, short, -repeats)
 
 
 def _cut(parts: Sequence[Part], most: int) -> list[Part]:
     return [Part(p.block, min(p.count, most)) for p in parts]
 
 
-def walk(costs: Costs, parts: Sequence[Part], how: Pass) -> Walk:
+def walk(costs: Costs, parts: Sequence[Part], how: Pass) -> Layers:
     """Every op of the parts, one by one."""
-    walker = Walk(costs, how)
+    walker = Layers(costs, how=how)
     blocks = [p.block for p in parts for _ in range(p.count)]
     for i, block in enumerate(blocks):
         walker.block(block, blocks[i + 1] if i + 1 < len(blocks) else None)
@@ -95,25 +69,11 @@ def walk(costs: Costs, parts: Sequence[Part], how: Pass) -> Walk:
 
 
 @dataclass
-class Walk:
-    """Clocks of host, device and links, and what the device waited for. `events` are what ran where and when."""
+class Layers(Walk):
+    """A walk through layers, each gathered while the one before is at work."""
 
-    costs: Costs
-    how: Pass
-    now: float = 0.0  # when the chain of ops so far has ended
-    host: float = 0.0
-    links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    causes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    events: list[tuple[str, str, float, float]] = field(default_factory=list)
-    beside: list[tuple[str, float]] = field(default_factory=list)
+    how: Pass = Pass("forward")
     gathered: float | None = None
-
-    def phase(self) -> Phase:
-        last = max([self.now, *self.links.values()])
-        if last > self.now:  # reductions that outlast the pass
-            self.wait("dp", last)
-        return Phase(self.now, dict(self.causes), dict(self.hidden))
 
     def block(self, block: Block, following: Block | None) -> None:
         if self.how.gather:
@@ -124,47 +84,6 @@ class Walk:
             self.op(op)
         if self.how.reduce:
             self.carry_all(reductions(block, self.how))
-
-    def op(self, op: Op) -> None:
-        name = op.name or type(op).__name__.lower()
-        issue = self.costs.host(op)
-        self.events.append((name, "host", self.host, issue))
-        self.host += issue
-        if isinstance(op, Collective) and op.hidden:
-            self.beside.append((op.axis, self.carry(op, op.axis, max(self.host, self.now))))
-            return
-        self.wait("host", self.host)
-        if isinstance(op, Collective):
-            self.wait(op.axis, self.carry(op, op.axis, self.now, hides=False))
-            return
-        seconds = self.costs.seconds(op)
-        self.events.append((name, "compute", self.now, seconds))
-        self.causes["compute"] += seconds
-        self.now += seconds
-        self.join()
-
-    def wait(self, cause: str, until: float) -> None:
-        if until > self.now:
-            self.causes[cause] += until - self.now
-            if cause in self.hidden:
-                self.hidden[cause] = max(0.0, self.hidden[cause] - (until - self.now))
-            self.now = until
-
-    def join(self) -> None:
-        """From here on, what ran beside is needed."""
-        for axis, end in self.beside:
-            self.wait(axis, end)
-        self.beside = []
-
-    def carry(self, op: Collective, cause: str, ready: float, hides: bool = True) -> float:
-        """Put a collective on its link; when it ends."""
-        link = self.costs.link(op.axis)
-        start, seconds = max(ready, self.links[link]), self.costs.seconds(op)
-        self.links[link] = start + seconds
-        self.events.append((op.name or op.kind, link, start, seconds))
-        if hides:
-            self.hidden[cause] += seconds
-        return start + seconds
 
     def carry_all(self, ops: Iterator[Collective]) -> float:
         """Put parameters or gradients on their way."""

@@ -16,7 +16,7 @@ from weft.core.errors import PlanError
 from weft.core.files import read_json
 from weft.core.picture import html_of
 from weft.core.schema import Listed, Mapped, Maybe, Record, Row, fit, flag, number, short, text, whole
-from weft.plan.timeline import Task, Timeline
+from weft.cost.timeline import Task, Timeline
 
 VERSION = 1
 BYTES = 1 << 30

@@ -22,8 +22,10 @@ from weft.cluster.kernels import WIDTH
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
-from weft.plan.cost import Costs
-from weft.plan.memory import FRAGMENTATION, RESIDENT, stage_memory
+from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.price import Costs
+from weft.cost.work import Collective, Op
+from weft.plan.memory import stage_memory
 from weft.plan.phase import Part, Pass, gathers, reductions
 from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
@@ -31,7 +33,7 @@ from weft.plan.simulate import Step, share, simulate
 from weft.plan.space import Limits, Problem, Space, candidates, shardings
 from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, least_more, stage_devices
 from weft.plan.transformer import workload
-from weft.plan.workload import Block, Collective, Op, Workload, split_weight
+from weft.plan.workload import Block, Workload, split_weight
 
 STEADY = 2  # rounds of micro-batches after which a pipeline repeats itself
 CLOSE = 0.003  # a bound this near the best found is not followed further
@@ -194,7 +196,7 @@ class Search:
     def times(self, s: Setting, device: Device) -> Times:
         key = (_work_key(s), device.name)
         if key not in self._times:
-            self._times[key] = Times(self.work(s), Costs(self.cluster, s, device))
+            self._times[key] = Times(self.work(s), Costs(self.cluster, device, s.place))
         return self._times[key]
 
     def price(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> Found | None:
@@ -245,7 +247,7 @@ class Search:
         return self._plain[key]
 
     def _costs(self, s: Setting) -> Costs:
-        return Costs(self.cluster, s, self._fastest(s))
+        return Costs(self.cluster, self._fastest(s), s.place)
 
     def devices(self, s: Setting) -> list[Device]:
         """The slowest kind of device of each stage, which the whole stage waits for."""

@@ -69,6 +69,10 @@ class Setting:
         outer = {"edp": self.tp * self.cp * self.ep, "pp": self.tp * self.cp * self.dp}
         return {**inner, **outer}[axis]
 
+    def place(self, axis: str) -> tuple[int, int]:
+        """How an axis lies among the ranks: ranks between neighbours, and how many."""
+        return self.stride(axis), self.size(axis)
+
     def size(self, axis: str) -> int:
         """Ranks along an axis."""
         if axis in ("data", "edp"):

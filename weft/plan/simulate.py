@@ -14,13 +14,15 @@ from weft.cluster.kernels import WIDTH
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
-from weft.plan.cost import Costs
+from weft.cost.price import Costs
+from weft.cost.timeline import Task, Timeline, run
+from weft.cost.walk import Phase, minus
+from weft.cost.work import Collective, Touch
 from weft.plan.memory import Memory, stage_memory
-from weft.plan.phase import Part, Pass, Phase, gathers, minus, phase, reductions, walk
+from weft.plan.phase import Part, Pass, gathers, phase, reductions, walk
 from weft.plan.schedules import Action, Order
 from weft.plan.setting import Setting
-from weft.plan.timeline import Task, Timeline, run
-from weft.plan.workload import Collective, Touch, Workload
+from weft.plan.workload import Workload
 
 PASSES = 1 << 17  # of a step that are walked one by one
 
@@ -168,7 +170,7 @@ class _Simulation:
         found = []
         for first in range(0, self.setting.devices, per):
             device = self._slowest(first, per)
-            found.append(known.setdefault(device.name, Costs(self.cluster, self.setting, device)))
+            found.append(known.setdefault(device.name, Costs(self.cluster, device, self.setting.place)))
         return found
 
     def _slowest(self, first: int, count: int) -> Device:

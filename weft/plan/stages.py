@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster, Nodes
 from weft.core.errors import ClusterError
-from weft.plan.cost import Costs
+from weft.cost.price import Costs
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.partition import even, partition
 from weft.plan.phase import Part, Pass, phase
@@ -54,7 +54,7 @@ class _Stages:
         self._fits: dict[tuple[int, int], bool] = {}
 
     def _times(self, device: Device) -> tuple[float, float, float]:
-        costs = Costs(self.search.cluster, self.setting, device)
+        costs = Costs(self.search.cluster, device, self.setting.place)
 
         def both(block: object, n: int) -> float:
             parts = [Part(block, n)]  # type: ignore[arg-type]

@@ -21,8 +21,9 @@ from functools import cached_property
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
-from weft.plan.cost import Costs
-from weft.plan.memory import FRAGMENTATION, RESIDENT, Memory, stage_memory
+from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.price import Costs
+from weft.plan.memory import Memory, stage_memory
 from weft.plan.partition import even, partition
 from weft.plan.phase import Part, Pass, phase
 from weft.plan.schedules import Action, Order

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weft.core.errors import LayoutError, PlanError
+from weft.cost.walk import program_phase
 from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.plan.baselines import EVERYTHING
@@ -22,7 +23,6 @@ from weft.plan.pins import Pin, dtensor_pins, resolve
 from weft.plan.place import place
 from weft.plan.plan import Plan
 from weft.plan.planner import Infeasible, Request, make_plan
-from weft.plan.records import program_phase
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
 from weft.plan.space import divisors

@@ -12,9 +12,10 @@ from functools import cached_property
 
 from weft.cluster.kernels import WIDTH
 from weft.core.errors import PlanError
+from weft.cost.work import Attention, Collective, Gemm, Op, Touch
 from weft.plan.setting import Setting
 from weft.plan.style import STYLES, Style
-from weft.plan.workload import Attention, Block, Collective, Gemm, Op, Touch, Workload
+from weft.plan.workload import Block, Workload
 
 
 @dataclass(frozen=True)

@@ -1,108 +1,16 @@
-"""What one device has to do for one micro-batch, as neutral records: products, attention, memory-bound passes, collectives.
+"""What one device has to do for one micro-batch of a model known by name, in the records of `cost.work`.
 
 A block is one distinct layer with the number of times it occurs. Its backward is derived from its forward, op by op.
-Sizes are those of one device, after every cut. Bytes and flops are counted, never timed: `plan.cost` prices them.
+Sizes are those of one device, after every cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from weft.cluster.kernels import WIDTH
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """[m, k] x [k, n], `batch` times over. `saved` bytes of its inputs are kept for the backward."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    dtype: str = "bf16"
-    name: str = "matmul"
-    saved: float = 0
-    weight: bool = True  # the second operand is a parameter; its gradient may be put off
-    launches: int = 1
-    bias: bool = False
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.batch * self.m * self.n * self.k
-
-    @property
-    def bytes(self) -> float:
-        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * WIDTH[self.dtype]
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Attention in one kernel: scores never reach memory."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    head_dim: int
-    causal: bool = True
-    dtype: str = "bf16"
-    name: str = "attention"
-    saved: float = 0
-    back: bool = False
-    launches: int = 1
-
-    @property
-    def flops(self) -> float:
-        """What must be computed: half of the scores under a causal mask. The backward has five products for two."""
-        pairs = self.queries * self.keys * (0.5 if self.causal else 1.0)
-        return 4.0 * self.batch * self.heads * pairs * self.head_dim * (2.5 if self.back else 1.0)
-
-    @property
-    def bytes(self) -> float:
-        q = self.batch * self.queries * self.heads * self.head_dim
-        kv = 2 * self.batch * self.keys * self.kv_heads * self.head_dim
-        return (2 * q + kv) * WIDTH[self.dtype] * (2 if self.back else 1)
-
-
-@dataclass(frozen=True)
-class Touch:
-    """Passes over memory: `bytes` read and written forward, `back` in the backward."""
-
-    name: str
-    bytes: float
-    back: float
-    launches: int = 1
-    back_launches: int = 1
-    saved: float = 0
-    flops: float = 0.0  # where they may outweigh the bytes, as in a larger op kept whole
-    dtype: str = "fp32"
-    share: str = "gemm.efficiency"  # the constant that says which share of the peak such flops reach
-    math: float = 0.0  # elements put through exp, tanh and the like
-    walk: str = ""  # the constant that says which share of the bandwidth such a pass reaches, where it is not all of it
-    kind: str = ""  # the op, where devices may have a rate of their own for it: of so many `elements`, or flops over so many `keys`
-    elements: float = 0.0
-    keys: int = 0
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective over one mesh axis. `bytes` is the whole tensor, or one rank's part for all_to_all and send."""
-
-    kind: str
-    bytes: float
-    axis: str
-    name: str = ""
-    launches: int = 1
-    hidden: bool = False  # runs beside the compute that does not need it
-    flops: float = 0.0
-    saved: float = 0
-    peer: bool = False  # inside a kernel that reads and writes the memory of its peers, where they can be reached
-
-
-Op: TypeAlias = Gemm | Attention | Touch | Collective
+from weft.cost.work import Attention, Collective, Gemm, Op, Touch
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.core.program import Program
-from weft.plan.timeline import Timeline
+from weft.cost.timeline import Timeline
 
 
 @dataclass(frozen=True)

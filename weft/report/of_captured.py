@@ -14,15 +14,15 @@ from weft.core.errors import PlanError, WeftError
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.text import parse
+from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.timeline import Task, Timeline
+from weft.cost.work import Collective
 from weft.ops.registry import nbytes
 from weft.plan.graph.stages import FULL, MIXED, STEADY, Stage, Stager, passes
 from weft.plan.graph.timing import Placed, Run
 from weft.plan.graph.units import Units
 from weft.plan.layouts.lifetimes import Lifetimes
-from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.plan import Plan
-from weft.plan.timeline import Task, Timeline
-from weft.plan.workload import Collective
 from weft.report.facts import Curve, View
 from weft.rewrite.updates import by_rows, rules
 

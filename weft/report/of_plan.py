@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import WeftError
-from weft.plan.memory import FRAGMENTATION, RESIDENT, saved
+from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.plan.memory import saved
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
 from weft.plan.plan import Plan

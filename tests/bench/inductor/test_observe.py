@@ -13,7 +13,7 @@ from torch import nn
 from bench.inductor.fusion import observe_compiled
 from bench.inductor.observe import observe, passing, seconds
 from weft.cluster.profile import load
-from weft.plan.workload import Attention, Gemm
+from weft.cost.work import Attention, Gemm
 
 WIDTH, BATCH, LAYERS = 64, 32, 4
 

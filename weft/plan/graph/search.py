@@ -16,13 +16,13 @@ from functools import cached_property
 from weft.cluster.spec import Cluster
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Mesh, Placement, S
+from weft.cost.memory import FRAGMENTATION, RESIDENT
 from weft.frontend.capture import Captured
 from weft.plan.graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
 from weft.plan.graph.task import Task
 from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Unit, Units
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
-from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run

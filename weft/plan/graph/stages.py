@@ -15,11 +15,11 @@ from functools import cached_property
 
 from weft.cluster import collectives
 from weft.cluster.spec import Cluster
+from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.timeline import Task, Timeline, run
 from weft.plan.graph.units import Unit
-from weft.plan.memory import FRAGMENTATION, RESIDENT
 from weft.plan.partition import partition
 from weft.plan.schedules import PLAIN, SCHEDULES
-from weft.plan.timeline import Task, Timeline, run
 
 NONE, FULL, MIXED = "none", "full", "mixed"
 STEADY = 3  # rounds of micro-batches after which a pipeline repeats itself

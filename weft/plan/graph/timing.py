@@ -19,15 +19,14 @@ from functools import cached_property
 from weft.cluster.spec import Cluster
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.price import Costs, on_mesh
+from weft.cost.work import Collective
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
 from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.layouts.moves import OnCluster
-from weft.plan.memory import FRAGMENTATION, RESIDENT
-from weft.plan.records import OnMesh
 from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
-from weft.plan.setting import Setting
-from weft.plan.workload import Collective
 
 BUCKET = 25e6
 SLICES = ("slice", "turn")  # change the layout of what is at hand; nothing travels
@@ -55,8 +54,8 @@ class Placed:
         return Roles(self.program)
 
     @cached_property
-    def costs(self) -> OnMesh:
-        return OnMesh(self.cluster, Setting(), self.cluster.device, mesh=self.program.mesh)
+    def costs(self) -> Costs:
+        return on_mesh(self.cluster, self.program.mesh)
 
     @cached_property
     def seconds(self) -> dict[Node, float]:

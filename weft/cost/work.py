@@ -1,6 +1,7 @@
-"""A program as records of `plan.workload`: what its busiest rank computes, touches and sends, and how long that takes.
+"""What the busiest rank of a program computes, touches and sends, as neutral records: products, attention, memory-bound passes, collectives.
 
-Sizes come from the layouts of the nodes. Nodes fused into one kernel touch only what enters and leaves it.
+Sizes come from the layouts of the nodes. Nodes fused into one kernel touch only what enters and leaves it. Bytes and flops are counted,
+never timed: `cost.price` prices them.
 """
 
 from __future__ import annotations
@@ -8,22 +9,112 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from weft.cluster.collectives import Ranks
 from weft.cluster.kernels import WIDTH
-from weft.cluster.spec import Cluster
-from weft.core.layout import Layout, Mesh
+from weft.core.layout import Layout
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
-from weft.plan.cost import Costs
-from weft.plan.phase import Pass, Phase, Walk
-from weft.plan.setting import Setting
-from weft.plan.workload import Collective, Gemm, Op, Touch
 
 DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 MATH = ("gelu", "exp", "tanh", "sigmoid", "silu", "erf", "log", "softmax", "cross_entropy", "dropout", "pow", "sin", "cos")
 SENT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """[m, k] x [k, n], `batch` times over. `saved` bytes of its inputs are kept for the backward."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: str = "bf16"
+    name: str = "matmul"
+    saved: float = 0
+    weight: bool = True  # the second operand is a parameter; its gradient may be put off
+    launches: int = 1
+    bias: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * WIDTH[self.dtype]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention in one kernel: scores never reach memory."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool = True
+    dtype: str = "bf16"
+    name: str = "attention"
+    saved: float = 0
+    back: bool = False
+    launches: int = 1
+
+    @property
+    def flops(self) -> float:
+        """What must be computed: half of the scores under a causal mask. The backward has five products for two."""
+        pairs = self.queries * self.keys * (0.5 if self.causal else 1.0)
+        return 4.0 * self.batch * self.heads * pairs * self.head_dim * (2.5 if self.back else 1.0)
+
+    @property
+    def bytes(self) -> float:
+        q = self.batch * self.queries * self.heads * self.head_dim
+        kv = 2 * self.batch * self.keys * self.kv_heads * self.head_dim
+        return (2 * q + kv) * WIDTH[self.dtype] * (2 if self.back else 1)
+
+
+@dataclass(frozen=True)
+class Touch:
+    """Passes over memory: `bytes` read and written forward, `back` in the backward."""
+
+    name: str
+    bytes: float
+    back: float
+    launches: int = 1
+    back_launches: int = 1
+    saved: float = 0
+    flops: float = 0.0  # where they may outweigh the bytes, as in a larger op kept whole
+    dtype: str = "fp32"
+    share: str = "gemm.efficiency"  # the constant that says which share of the peak such flops reach
+    math: float = 0.0  # elements put through exp, tanh and the like
+    walk: str = ""  # the constant that says which share of the bandwidth such a pass reaches, where it is not all of it
+    kind: str = ""  # the op, where devices may have a rate of their own for it: of so many `elements`, or flops over so many `keys`
+    elements: float = 0.0
+    keys: int = 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective over one mesh axis. `bytes` is the whole tensor, or one rank's part for all_to_all and send."""
+
+    kind: str
+    bytes: float
+    axis: str
+    name: str = ""
+    launches: int = 1
+    hidden: bool = False  # runs beside the compute that does not need it
+    flops: float = 0.0
+    saved: float = 0
+    peer: bool = False  # inside a kernel that reads and writes the memory of its peers, where they can be reached
+
+
+Op: TypeAlias = Gemm | Attention | Touch | Collective
+
+
+# --- of a program
 
 
 def records(program: Program) -> list[Op]:
@@ -234,63 +325,3 @@ def _elements(node: Node) -> float:
 
 def _dtype(node: Node) -> str:
     return DTYPES.get(DTYPE_NAMES[node.types[0].dtype], "fp32")
-
-
-@dataclass
-class OnMesh(Costs):
-    """Prices for the axes of a mesh whose ranks fill the cluster in order, the last axis innermost."""
-
-    mesh: Mesh | None = None
-
-    def ranks(self, axis: str) -> Ranks:
-        assert self.mesh is not None
-        if axis not in self._ranks:
-            inner = self.mesh.axes[self.mesh.axes.index(axis) + 1 :]
-            stride = math.prod(self.mesh.sizes[a] for a in inner)
-            self._ranks[axis] = Ranks(self.cluster.members(stride, self.mesh.sizes[axis]))
-        return self._ranks[axis]
-
-
-def program_phase(program: Program, cluster: Cluster) -> Phase:
-    """Time of one run of a program, and what it went into."""
-    costs = OnMesh(cluster, Setting(), cluster.device, mesh=program.mesh)
-    walker = Walk(costs, Pass("forward"))
-    for op in records(program):
-        walker.op(op)
-    walker.join()
-    return walker.phase()
-
-
-def peak_bytes(program: Program) -> int:
-    """The most bytes the busiest rank holds at any time."""
-    return max(live_bytes(program), default=0)
-
-
-def live_bytes(program: Program) -> list[int]:
-    """What the busiest rank holds while each node runs: inputs throughout, every other value from its making to its last use.
-
-    Of what one kernel makes only that is held which others read, and the next value of a state is written over the last."""
-    place, free = {n: i for i, n in enumerate(program.nodes)}, _never_held(program)
-    outputs = {n for _, n in program.outputs}
-    dies: dict[int, list[Node]] = {}
-    for node in program.nodes:
-        if node.args and node not in outputs and program.users[node]:
-            dies.setdefault(max(place[u] for u in program.users[node]), []).append(node)
-    now = sum(nbytes(t) for n in program.inputs for t in n.types)
-    held = []
-    for i, node in enumerate(program.nodes):
-        if node.args and node not in free:
-            now += sum(nbytes(t) for t in node.types)
-        held.append(now)
-        now -= sum(nbytes(t) for n in dies.get(i, ()) if n not in free for t in n.types)
-    return held
-
-
-def _never_held(program: Program) -> set[Node]:
-    """Views, and inside fused groups what no other node reads and what overwrites state."""
-    found = {n for n in program.nodes if n.op.kind is Kind.VIEW}
-    outputs, state = {n for _, n in program.outputs}, {program.output_names[o] for o, _ in program.state}
-    for group in program.groups:
-        inside = set(group.nodes) if group.kind == "fuse" else set()
-        found |= {n for n in inside if n in state or (n not in outputs and all(u in inside for u in program.users[n]))}
-    return found

@@ -1,25 +1,28 @@
-"""What an op of a workload costs: kernels on a device by `cluster.kernels`, collectives on links by `cluster.collectives`."""
+"""What an op costs: kernels on a device by `cluster.kernels`, collectives on links by `cluster.collectives`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weft.cluster import collectives, kernels
 from weft.cluster.collectives import Ranks
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
-from weft.plan.setting import Setting
-from weft.plan.workload import Attention, Collective, Gemm, Op, Touch
+from weft.core.layout import Mesh
+from weft.cost.work import Attention, Collective, Gemm, Op, Touch
+
+Place = Callable[[str], tuple[int, int]]  # of an axis: the ranks between neighbours along it, and how many it has
 
 
 @dataclass
 class Costs:
-    """Prices ops for one device of a cluster under one setting; remembers what it has priced."""
+    """Prices ops for one device of a cluster whose axes lie as `place` says; remembers what it has priced."""
 
     cluster: Cluster
-    setting: Setting
     device: Device
+    place: Place
     _known: dict[Op, float] = field(default_factory=dict)
     _ranks: dict[str, Ranks] = field(default_factory=dict)
 
@@ -42,8 +45,7 @@ class Costs:
 
     def ranks(self, axis: str) -> Ranks:
         if axis not in self._ranks:
-            stride, size = self.setting.stride(axis), self.setting.size(axis)
-            self._ranks[axis] = Ranks(self.cluster.members(stride, size))
+            self._ranks[axis] = Ranks(self.cluster.members(*self.place(axis)))
         return self._ranks[axis]
 
     def link(self, axis: str) -> str:
@@ -55,7 +57,12 @@ class Costs:
 
     def send(self, size: float) -> float:
         """From one pipeline stage to the next."""
-        return collectives.send_seconds(self.cluster, size, self.setting.stride("pp"))
+        return collectives.send_seconds(self.cluster, size, self.place("pp")[0])
+
+
+def on_mesh(cluster: Cluster, mesh: Mesh) -> Costs:
+    """Prices for the axes of a mesh whose ranks fill the cluster in order, the last axis innermost."""
+    return Costs(cluster, cluster.device, lambda axis: (math.prod(mesh.sizes[a] for a in mesh.axes[mesh.axes.index(axis) + 1 :]), mesh.sizes[axis]))
 
 
 def device_seconds(device: Device, op: Op) -> float:

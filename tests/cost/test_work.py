@@ -7,14 +7,14 @@ import pytest
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, P, S
 from weft.core.program import Program
+from weft.cost.memory import live_bytes, peak_bytes
+from weft.cost.price import device_seconds, on_mesh
+from weft.cost.walk import program_phase
+from weft.cost.work import Collective, Gemm, Op, Touch, by_place, product_sizes, records
 from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
 from weft.ops.attention import attention
 from weft.ops.registry import nbytes
-from weft.plan.cost import device_seconds
-from weft.plan.records import OnMesh, by_place, live_bytes, peak_bytes, product_sizes, program_phase, records
-from weft.plan.setting import Setting
-from weft.plan.workload import Collective, Gemm, Op, Touch
 from weft.programs.blocks import mlp, self_attention
 from weft.schedule import sink, split
 from weft.schedule.groups import fuse
@@ -173,7 +173,7 @@ def test_what_is_held_falls_when_a_value_is_last_used() -> None:
 
 
 def test_axes_lie_in_the_cluster_with_the_last_innermost() -> None:
-    costs = OnMesh(cluster("2x4xA100"), Setting(), cluster("2x4xA100").device, mesh=Mesh(dp=2, tp=4))
+    costs = on_mesh(cluster("2x4xA100"), Mesh(dp=2, tp=4))
     assert costs.ranks("tp").members == (4, 4), "all of tp lies in one node"
     assert costs.ranks("dp").members == (1, 2), "each of dp in a node of its own"
     assert costs.seconds(Collective("all_reduce", 2**24, "tp")) < costs.seconds(Collective("all_reduce", 2**24, "dp"))
@@ -183,7 +183,7 @@ def test_a_kernel_that_reaches_its_peers_launches_nothing() -> None:
     program = split(block(2), "all_reduce", dim=1)
     parts = [n for n in program.nodes if n.op.name in ("reduce_scatter", "all_gather")]
     place = cluster("2xx86-2")
-    costs = OnMesh(place, Setting(), place.device, mesh=program.mesh)
+    costs = on_mesh(place, program.mesh)
     sums = [Collective("reduce_scatter", 4096.0, "tp", peer=peer) for peer in (False, True)]
     alone, inside = (costs.seconds(op) for op in sums)
     assert inside < place.links[0].get("launch") < alone

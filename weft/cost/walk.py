@@ -1,0 +1,109 @@
+"""Ops one after another: issued by the host, run by the device, carried by the links.
+
+Ops start in order: when the host has issued them, the one before has ended, and their link is free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.cluster.spec import Cluster
+from weft.core.program import Program
+from weft.cost.price import Costs, on_mesh
+from weft.cost.work import Collective, Op, records
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of a pass, and for what: `compute`, `host`, each axis waited for; `hidden` ran beside compute."""
+
+    seconds: float
+    causes: Mapping[str, float] = field(default_factory=dict)
+    hidden: Mapping[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: Phase) -> Phase:
+        return combine(self, 1.0, other, 1.0)
+
+
+def minus(a: Phase, b: Phase) -> Phase:
+    """What a takes longer than b; nothing where it does not."""
+    return combine(a, 1.0, b, -1.0) if a.seconds > b.seconds else Phase(0.0)
+
+
+def combine(a: Phase, x: float, b: Phase, y: float) -> Phase:
+    def mix(p: Mapping[str, float], q: Mapping[str, float]) -> dict[str, float]:
+        return {k: x * p.get(k, 0.0) + y * q.get(k, 0.0) for k in {**p, **q}}
+
+    return Phase(x * a.seconds + y * b.seconds, mix(a.causes, b.causes), mix(a.hidden, b.hidden))
+
+
+@dataclass
+class Walk:
+    """Clocks of host, device and links, and what the device waited for. `events` are what ran where and when."""
+
+    costs: Costs
+    now: float = 0.0  # when the chain of ops so far has ended
+    host: float = 0.0
+    links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    causes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    events: list[tuple[str, str, float, float]] = field(default_factory=list)
+    beside: list[tuple[str, float]] = field(default_factory=list)
+
+    def phase(self) -> Phase:
+        last = max([self.now, *self.links.values()])
+        if last > self.now:  # reductions that outlast the pass
+            self.wait("dp", last)
+        return Phase(self.now, dict(self.causes), dict(self.hidden))
+
+    def op(self, op: Op) -> None:
+        name = op.name or type(op).__name__.lower()
+        issue = self.costs.host(op)
+        self.events.append((name, "host", self.host, issue))
+        self.host += issue
+        if isinstance(op, Collective) and op.hidden:
+            self.beside.append((op.axis, self.carry(op, op.axis, max(self.host, self.now))))
+            return
+        self.wait("host", self.host)
+        if isinstance(op, Collective):
+            self.wait(op.axis, self.carry(op, op.axis, self.now, hides=False))
+            return
+        seconds = self.costs.seconds(op)
+        self.events.append((name, "compute", self.now, seconds))
+        self.causes["compute"] += seconds
+        self.now += seconds
+        self.join()
+
+    def wait(self, cause: str, until: float) -> None:
+        if until > self.now:
+            self.causes[cause] += until - self.now
+            if cause in self.hidden:
+                self.hidden[cause] = max(0.0, self.hidden[cause] - (until - self.now))
+            self.now = until
+
+    def join(self) -> None:
+        """From here on, what ran beside is needed."""
+        for axis, end in self.beside:
+            self.wait(axis, end)
+        self.beside = []
+
+    def carry(self, op: Collective, cause: str, ready: float, hides: bool = True) -> float:
+        """Put a collective on its link; when it ends."""
+        link = self.costs.link(op.axis)
+        start, seconds = max(ready, self.links[link]), self.costs.seconds(op)
+        self.links[link] = start + seconds
+        self.events.append((op.name or op.kind, link, start, seconds))
+        if hides:
+            self.hidden[cause] += seconds
+        return start + seconds
+
+
+def program_phase(program: Program, cluster: Cluster) -> Phase:
+    """Time of one run of a program, and what it went into."""
+    walker = Walk(on_mesh(cluster, program.mesh))
+    for op in records(program):
+        walker.op(op)
+    walker.join()
+    return walker.phase()
