@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from weft.core.errors import ProblemError
+from weft.core.errors import WeftError
 from weft.plan.assignment.problem import Floats, Ints, Problem
 
 FORBIDDEN = 10**18  # the format's infinity
 
 Table = dict[str, Any]
+
+
+class ProblemError(WeftError):
+    """An assignment problem that cannot be read or makes no sense."""
 
 
 def load(path: str | Path) -> Problem:

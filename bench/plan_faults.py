@@ -14,8 +14,8 @@ def register(app: typer.Typer) -> None:
 
 def plan_faults(json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line")] = False) -> None:
     """Every fault must be refused before the first step, in words that name it, and the step without it must not be."""
+    from bench._plan_faults import PLAN_FAULTS
     from weft.cli.output import console, emit
-    from weft.testing.plan_faults import PLAN_FAULTS
 
     rows: list[dict[str, Any]] = []
     for fault in PLAN_FAULTS:

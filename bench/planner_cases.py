@@ -229,7 +229,7 @@ def _mesh(sizes: list[int]) -> Any:
 
 
 def _prices(mesh: Any, alpha: list[float], beta: list[float]) -> Any:
-    from weft.plan.layouts import AlphaBeta
+    from bench._alpha_beta import AlphaBeta
 
     return AlphaBeta(mesh, dict(zip(mesh.axes, alpha, strict=False)), dict(zip(mesh.axes, beta, strict=False)))
 
@@ -276,8 +276,8 @@ def _small_row(name: str, program: Any, mesh: Any, beta: list[float], objective:
 
 
 def _resharding(case: dict[str, Any]) -> Iterator[Row]:
+    from bench._alpha_beta import AlphaBeta
     from weft.core.layout import R, S
-    from weft.plan.layouts import AlphaBeta
     from weft.plan.layouts.moves import route
 
     mesh = _mesh(case["mesh"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weft.core.errors import InvalidProgram, WeftError
-from weft.core.layout import Layout, O, P, R, S
+from weft.core.layout import Layout, O, P, R
 from weft.core.node import Node, Type
 from weft.core.program import Program
 from weft.ops.comm import REDUCE
@@ -248,7 +248,3 @@ def run(
     spread = {name: distribute(_whole(inputs, n), n.type, seed + i, prime) for i, (name, n) in enumerate(program.input_names.items())}
     outs = run_ranks(program, spread, prime=prime)
     return {name: denote(outs[name], n.type, tolerance=tolerance, prime=prime) for name, n in program.outputs}
-
-
-def cut_axes(layout: Layout) -> list[str]:
-    return [a for a in layout.mesh.axes if isinstance(layout.placement(a), S)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bench import _iopddl as iopddl
-from weft.core.errors import ProblemError
+from bench._iopddl import ProblemError
 
 GOOD: dict[str, Any] = {
     "problem": {

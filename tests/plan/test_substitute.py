@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from bench._sequential import joint_and_sequential, one_device
 from weft import interp
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, S
@@ -20,7 +21,7 @@ from weft.plan.graph.task import Task
 from weft.plan.layouts import OnCluster, choose
 from weft.plan.rewritten import Step, as_products
 from weft.plan.space import Limits
-from weft.plan.substitute import best_path, joint_and_sequential, one_device, replayed, value_rules
+from weft.plan.substitute import best_path, replayed, value_rules
 from weft.plan.told import rows
 
 RULE = "stack_four_columns"
@@ -84,7 +85,7 @@ def searched() -> tuple[GraphSearch, dict[str, Way | str]]:
 
 
 def test_joint_finds_what_sequential_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.plan.substitute.BUDGET", 1)
+    monkeypatch.setattr("bench._sequential.BUDGET", 1)
     search, found = searched()
     both = joint_and_sequential(search)
     assert both.joint.rules == (RULE,) and RULE not in both.sequential.rules

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import weft.ops  # noqa: F401
+from tests.rewrite.axioms import check_axioms
 from weft.core.errors import RuleError
 from weft.core.node import OPS
 from weft.rewrite import communicate, parallel
 from weft.rewrite.certificate import shipped
 from weft.rewrite.prove.audit import builtin_rules
-from weft.rewrite.prove.axioms import check_axioms
 from weft.rewrite.prove.domains import PRIME, Field, Symbolic
 from weft.rewrite.prove.forms import form, usual_forms
 from weft.rewrite.prove.general import derive
@@ -48,7 +48,7 @@ def test_a_polynomial_at_numbers_is_the_op_at_those_numbers(name: str) -> None:
 
 
 def _trivial(name: str, arity: int):
-    from weft.rewrite.prove.axioms import axiom
+    from tests.rewrite.axioms import axiom
 
     return axiom(form(name, arity))
 

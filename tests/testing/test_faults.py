@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.testing.faults import FAULTS, Fault
+from tests.testing.faults import FAULTS, Fault
+from tests.testing.plant import Line, plant
 from weft.testing.fuzz import fuzz
-from weft.testing.plant import Line, plant
 
 TESTS = Path(__file__).parents[1]
 SEED, MOST = 1, 400  # programs tried at most to find one fault

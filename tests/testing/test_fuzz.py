@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import weft.ops
 import weft.schedule as schedule
+from tests.testing.plant import Facet, plant
 from weft.cli import app
 from weft.core.layout import Mesh, P, S
 from weft.core.spec import validate
@@ -23,7 +24,6 @@ from weft.ops.registry import Linear
 from weft.testing import same
 from weft.testing.comm_makers import MAKERS
 from weft.testing.fuzz import Focus, fuzz
-from weft.testing.plant import Facet, plant
 from weft.testing.programs import MESHES, random_program
 from weft.testing.same import MeaningChanged, assert_same_meaning
 from weft.testing.schedules import PROPOSALS, Step, propose

@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.testing.plant import Facet, plant
 from weft.cli import app
 from weft.core.errors import WeftError
 from weft.core.node import OPS
-from weft.testing.plant import Facet, plant
 from weft.testing.torch_grammar import Line, Module, Var, random_module
 from weft.testing.torch_modules import Case, Tally, draw, fuzz, judge, random_case, run_script, script, shrunk
 

@@ -220,7 +220,3 @@ def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
     numbers = tuple((part, which, n.dtype) for n, (part, which) in call.fused.numbers.items())
     written = tuple(arguments[old] for old in call.fused.reused.values() if old in arguments)
     return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans, numbers, written)
-
-
-def compile_program(program: Program, device_mesh: Any = None, device: str | torch.device = "cpu") -> Compiled:
-    return Compiled(program, device_mesh, device)

@@ -52,11 +52,6 @@ def measured(p: Program) -> Program:
     return bucket(q, loss, told)
 
 
-def is_told(name: str) -> bool:
-    """Whether an output is of the measurement and not of the step."""
-    return name.startswith(INPUT)
-
-
 def _check_mesh(mesh: Mesh) -> None:
     others = [a for a, n in mesh.sizes.items() if a != AXIS and n > 1]
     if others or mesh.sizes.get(AXIS, 1) == 1:

@@ -94,10 +94,6 @@ class PlanError(WeftError):
     """A plan that cannot be read, does not fit the model or the cluster, or is infeasible."""
 
 
-class ProblemError(WeftError):
-    """An assignment problem that cannot be read or makes no sense."""
-
-
 class ClusterError(WeftError):
     """A cluster description that cannot be read or makes no sense."""
 

@@ -69,9 +69,6 @@ class Phased:
         """The computed ops of a phase, in order."""
         return [n for n in self.traced.graph.nodes if self.phase.get(n) == phase]
 
-    def reads_children(self) -> bool:
-        return any(s.role in ("slot", "edge") for s in self.traced.sources)
-
 
 def assign(traced: Traced) -> Phased:
     """Cut the graph into phases by what each op depends on and what depends on it."""

@@ -190,10 +190,6 @@ class Schedule:
         """The edges that read each place, as (first, edge)."""
         return native.reverse(self.edge_child, self.structure.vertices + 1)
 
-    def slot_readers(self, k: int) -> tuple[Ints, Ints]:
-        """The places whose slot k reads each place, as (first, place)."""
-        return native.reverse(self.slot_child[k], self.structure.vertices + 1)
-
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gives, made once: layouts for this or that run are kept with their schedule."""
         if key not in self._kept:

@@ -90,10 +90,6 @@ class Local:
         return self.node.types[out].layout.local_shape(self.coords)
 
 
-def _unset(*_: Any, **__: Any) -> Any:
-    raise AssertionError("facet not set")
-
-
 def define(
     name: str,
     *,

@@ -1,10 +1,7 @@
 """Substitutions chosen together with layouts.
 
 A step is rewritten by proved rules about values, best first: in its forward pass, whose gradients are then derived anew, or anywhere.
-*Joint*: a program costs what the layout ILP makes of it on the mesh. *Sequential*: it costs what one device needs for its share of the
-batch. Then either layouts are chosen for the one program that won, as where graphs are optimised first and parallelised afterwards, or
-each rank of the best way without rules runs its own part rewritten so, as where they are parallelised first; the faster counts. Both use the
-same rules, meshes and prices, and both update tables by rows (`as_run`), which costs less in either.
+A program costs what the layout ILP makes of it on the mesh; tables are updated by rows (`as_run`).
 """
 
 from __future__ import annotations
@@ -12,9 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from weft.cluster.spec import Cluster, Nodes
+from weft.cluster.spec import Cluster
 from weft.core.errors import InvalidTransform, PlanError
 from weft.core.layout import Mesh
 from weft.core.program import Program
@@ -29,8 +26,7 @@ from weft.rewrite.schema import OpHole, Schema
 from weft.rewrite.search import both_ways
 from weft.rewrite.updates import rules_of
 
-BUDGET, JOINT_BUDGET = 12, 2  # steps whose neighbours are looked at: a price on one device is a sum, on a mesh an ILP
-NEIGHBOURS, JOINT_NEIGHBOURS = 40, 16  # of one step, that are priced
+BUDGET, NEIGHBOURS = 2, 16  # steps whose neighbours are looked at, and how many of each are priced: a price is an ILP
 RELAX = 1.05  # a step this much dearer than the best is still followed
 EFFORT, CARE = 5e6, 1e8  # work of one ILP while searching, and at the end
 LARGE = 900  # nodes of a step beyond which it is not rewritten: each price is an ILP
@@ -42,37 +38,11 @@ Path = tuple[Move, ...]
 Price = Callable[[Program], float]
 
 
-@dataclass(frozen=True)
-class Both:
-    """The best way with rules and layouts chosen together, and with rules first; and the first as Unity would run it."""
-
-    joint: Way
-    sequential: Way
-    unity: Way | None
-
-
-def joint_and_sequential(found: GraphSearch) -> Both:
-    """On the meshes, stages and micro-batches of the best ways found without rules. The best of these stands where no rule helps."""
-    bases = best_bases(found)
-    if _is_large(found, bases):
-        return Both(bases[0], bases[0], None)
-    rules, price = value_rules(), one_device(bases[0].placed.cluster)
-    plain = min([bases[0], *_ways(found, bases, (), rules)], key=lambda w: w.seconds)
-    together = joint(found)
-    lone = as_products(replace(found.task, batch=max(1, found.task.batch // found.cluster.devices)).captured(1))
-    alone = best_path(lone, price, rules, BUDGET, NEIGHBOURS)
-    local = _on_each_rank(plain, lone, alone, price, rules) if alone else plain
-    first = _ways(found, bases, alone, rules) if alone else ()
-    sequential = min([plain, local, *first], key=lambda w: w.seconds)
-    best = min(together.get("weft", plain), plain, local, key=lambda w: w.seconds)
-    return Both(best, sequential, together.get("unity-like"))
-
-
 def best_bases(found: GraphSearch) -> list[Way]:
     return sorted(found.by_mesh.values(), key=lambda w: w.seconds)[:MESHES]
 
 
-def _is_large(found: GraphSearch, bases: Sequence[Way]) -> bool:
+def is_large(found: GraphSearch, bases: Sequence[Way]) -> bool:
     return not bases or len(found.task.captured(bases[0].rounds).program.nodes) > LARGE
 
 
@@ -80,25 +50,19 @@ def joint(found: GraphSearch) -> dict[str, Way]:
     """The step that layouts and rules together make cheapest, as weft runs it and as Unity would. Where no rule helps it is the step as it was,
     its products written as such, which may still lay out better."""
     bases = best_bases(found)
-    if _is_large(found, bases):
+    if is_large(found, bases):
         return {}
     base, rules = bases[0], value_rules()
     step = as_products(found.task.captured(base.rounds))
-    path = best_path(step, on_mesh(base.mesh, base.placed.cluster, base.rounds), rules, JOINT_BUDGET, JOINT_NEIGHBOURS)
+    path = best_path(step, on_mesh(base.mesh, base.placed.cluster, base.rounds), rules, BUDGET, NEIGHBOURS)
     best: dict[str, Way] = {}
     for moves in dict.fromkeys(((), path)):
-        for way in itertools.chain(_ways(found, bases, moves, rules), _ways(found, bases, moves, rules, as_unity=True)):
+        for way in itertools.chain(rewritten_ways(found, bases, moves, rules), rewritten_ways(found, bases, moves, rules, as_unity=True)):
             best[way.name] = min(best.get(way.name, way), way, key=lambda w: w.seconds)
     return best
 
 
-def _on_each_rank(base: Way, lone: Step, path: Path, price: Price, rules: Sequence[Schema]) -> Way:
-    """A way whose ranks run their own part of it rewritten: it gains what one device gains on its share of the batch."""
-    gain = price(lone.program) - price(replayed(lone, path, rules).program) if path else 0.0
-    return replace(base, seconds=base.seconds - max(0.0, gain), rules=(*_names(path), *rules_of(base.placed.program)))
-
-
-def _names(path: Path) -> tuple[str, ...]:
+def rule_names(path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(str, path)))
 
 
@@ -163,19 +127,7 @@ def on_mesh(mesh: Mesh, part: Cluster, rounds: int) -> Price:
     return price
 
 
-def one_device(part: Cluster) -> Price:
-    """Seconds of a step on one device."""
-    group = part.groups[0]
-    prices = OnCluster(Cluster(f"1x{group.profile.name}", (Nodes(1, 1, group.profile),)), Mesh(dp=1))
-
-    def price(program: Program) -> float:
-        run = as_run(program, 1)
-        return sum(prices.chained(run, n) for n in run.nodes if n.args)
-
-    return price
-
-
-def _ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[Schema], as_unity: bool = False) -> Iterator[Way]:
+def rewritten_ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[Schema], as_unity: bool = False) -> Iterator[Way]:
     """The moves made on the step of every way, each laid out with care and run as that way is; or as Unity runs one: parameters held as they
     are used, one stage, nothing beside compute."""
     steps: dict[int, Step | None] = {}  # rewritten, by the number of micro-batches
@@ -202,4 +154,4 @@ def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, pat
         ways = found.run("unity-like", placed, NOTHING, 1, 1, (NONE,), schedules)
     else:
         ways = found.run(base.name, placed, ALL, base.rounds, base.pp, (NONE, MIXED), schedules)
-    yield from (replace(way, rules=(*(_names(path) or SPELLED), *rules_of(placed.program)), moves=path) for way in ways)
+    yield from (replace(way, rules=(*(rule_names(path) or SPELLED), *rules_of(placed.program)), moves=path) for way in ways)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from weft.core.errors import RuleError
@@ -143,17 +142,9 @@ def _number(text: str) -> Any:
     return int(text) if text.isdigit() else text
 
 
-def show_expr(expr: Any) -> str:
-    return str(expr)
-
-
 def show(schema: Schema) -> str:
     """The line `parse_rule` reads back."""
     left, right = (", ".join(map(str, side)) for side in (schema.left, schema.right))
     shapes = " for " + " ".join(f"{h}[{', '.join(d).replace(':,', ':')}]" for h, d in schema.shapes.items()) if schema.shapes else ""
     where = " where " + ", ".join(map(str, schema.conditions)) if schema.conditions else ""
     return f"{schema.name}: {left} == {right}{shapes}{where}"
-
-
-def show_rules(rules: Iterable[Schema]) -> str:
-    return "\n".join(map(show, rules)) + "\n"

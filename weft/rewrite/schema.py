@@ -116,9 +116,6 @@ class Schema:
         own: Mapping[str, Sequence[Any]] = {} if isinstance(op, OpHole) else op.facets.get("choices", {})
         return own[key] if key in own else attr_choices(key, axes)
 
-    def with_sides(self, left: tuple[Any, ...], right: tuple[Any, ...]) -> Schema:
-        return Schema(self.name, left, right, self.shapes, self.conditions, self.family)
-
     def __str__(self) -> str:
         from weft.rewrite.rulefile import show
 

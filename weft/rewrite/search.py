@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from weft.core.errors import InvalidTransform, WeftError
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.registry import Kind, flops, memory_traffic, nbytes
 from weft.rewrite.engine import Rule, apply_rule
 from weft.rewrite.pattern import Hole
 from weft.rewrite.schema import Schema, flipped, matches
@@ -163,20 +162,3 @@ def _at_all(program: Program, schema: Schema, k: int, places: Sequence[Node]) ->
             return None
         program = after
     return program
-
-
-# -- a cost for those who bring none -----------------------------------------------------------------------------------------------
-
-
-def rough_cost(program: Program, *, wire: float = 8.0, work: float = 0.05, launch: float = 64.0) -> float:
-    """Bytes the busiest rank moves: on the wire (dear), in memory, a little for arithmetic, and something per op."""
-    total = 0.0
-    for n in program.nodes:
-        if n.op.kind is Kind.COMM:
-            size = n.mesh.size(n.attr("axis"))
-            total += launch + wire * n.op.wire(size) * sum(max(nbytes(a.type), nbytes(t)) for a, t in zip(n.args, n.types, strict=True))
-        elif n.op.kind is Kind.VIEW and len(n.args) > 1:
-            total += launch + 2 * sum(nbytes(t) for t in n.types)  # joining copies
-        elif n.op.kind not in (Kind.SOURCE, Kind.VIEW):
-            total += launch + memory_traffic(n) + work * flops(n)
-    return total

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench._alpha_beta import AlphaBeta
 from weft import interp
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.core.layout import Mesh, R, S
 from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
-from weft.plan.layouts import AlphaBeta, Chosen, OnCluster, best_mesh, choose, shapes
+from weft.plan.layouts import Chosen, OnCluster, choose
 from weft.plan.layouts.alike import parts
 from weft.rewrite.engine import same_erased
 
@@ -201,23 +202,6 @@ def test_a_third_axis_never_costs_more_than_joining_two() -> None:
     assert three.cost <= two.cost * 1.02  # the joined axis is one collective where two axes are two
     assert math.isinf(three.gap)  # the search is not complete, so no bound is claimed
     assert_means_the_same(captured, three)
-
-
-def test_meshes_of_so_many_ranks() -> None:
-    assert [m.key for m in shapes(4, ("dp", "tp"))] == [(("tp", 4),), (("dp", 2), ("tp", 2)), (("dp", 4),)]
-    assert [m.ranks for m in shapes(1, ("dp", "tp"))] == [1]
-
-
-def test_the_best_mesh_is_no_worse_than_any() -> None:
-    captured = step(2, 128, 1024)
-    chosen, costs = best_mesh(captured.program, 8, alpha_beta, gap=1e-9)
-    assert len(costs) == 4
-    assert chosen.cost == min(costs.values())
-
-
-def test_no_mesh_has_enough_memory() -> None:
-    with pytest.raises(PlanError, match="at most 1000 bytes"):
-        best_mesh(step(2, 16, 32).program, 4, alpha_beta, memory=1000)
 
 
 def test_gathers_are_paid_once() -> None:

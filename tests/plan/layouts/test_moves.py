@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from bench._alpha_beta import AlphaBeta
 from weft.cluster.spec import cluster
 from weft.core.errors import LayoutError, TypeMismatch
 from weft.core.layout import Layout, Mesh, P, R, S
@@ -14,7 +15,7 @@ from weft.core.node import Node, Type
 from weft.ops.comm import is_comm, reshard
 from weft.ops.registry import nbytes
 from weft.ops.source import input_node
-from weft.plan.layouts import AlphaBeta, Move, OnCluster
+from weft.plan.layouts import Move, OnCluster
 from weft.plan.layouts.moves import Placements, of, route
 
 PLACES = (R, S(0), S(1), S(2), P())

@@ -11,8 +11,6 @@ from weft.core.layout import Placement, S
 from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 
-OPTIMIZERS = ("adam", "sgd")
-
 
 @dataclass(frozen=True)
 class Task:

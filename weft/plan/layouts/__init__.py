@@ -2,7 +2,6 @@
 
 from weft.plan.layouts.choose import Chosen, choose
 from weft.plan.layouts.model import Rates
-from weft.plan.layouts.moves import AlphaBeta, Move, OnCluster, Prices
-from weft.plan.layouts.shapes import best_mesh, shapes
+from weft.plan.layouts.moves import Move, OnCluster, Prices
 
-__all__ = ["AlphaBeta", "Chosen", "Move", "OnCluster", "Prices", "Rates", "best_mesh", "choose", "shapes"]
+__all__ = ["Chosen", "Move", "OnCluster", "Prices", "Rates", "choose"]

@@ -7,7 +7,7 @@ Here layouts are placements by axis, so that a table of all pairs is cheap; a te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,6 @@ from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nby
 Placements = tuple[Placement, ...]  # one per axis of the mesh, in order
 
 SLICE = 1e-9  # seconds; taking a part of what is there costs next to nothing, but more than not having to
-MANY = 16  # operations per element from which an op is more work than moving what it works on
 DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
 
@@ -178,41 +177,3 @@ def _label_sizes(node: Node) -> Iterator[tuple[str, int]]:
     assert eq is not None
     for labels, arg in zip(eq.ins, node.args, strict=True):
         yield from zip(labels, arg.type.layout.largest_local, strict=True)
-
-
-def _multiplies(node: Node) -> bool:
-    """A product, or a larger op that is made of products: it does much more than touch each element."""
-    if node.op.kind is Kind.WHOLE:
-        return flops(node) > MANY * sum(math.prod(x.shape) for x in (*(a.type for a in node.args), *node.types))
-    return node.op.kind is Kind.CONTRACT
-
-
-@dataclass(frozen=True)
-class AlphaBeta:
-    """Communication alone: a + b * bytes on the wire, by axis, with a little more for what should lose ties.
-
-    Work is free, but no product may be done twice: every axis must cut it, or hold a term of it.
-    """
-
-    mesh: Mesh
-    alpha: Mapping[str, float]
-    beta: Mapping[str, float]
-
-    def on(self, mesh: Mesh) -> AlphaBeta:
-        return AlphaBeta(mesh, self.alpha, self.beta)
-
-    def move(self, move: Move) -> float:
-        n = self.mesh.sizes[move.axis]
-        if move.kind == "slice" or n == 1:
-            return 0.0
-        share, extra = {
-            "all_reduce": (2 * (n - 1) / n, 0.01),
-            "all_gather": ((n - 1) / n, 0.1),
-            "reduce_scatter": ((n - 1) / n, 0.001),
-            "all_to_all": ((n - 1) / 2, 0.001),  # of a rank's part, on links that half the ranks share
-        }[move.kind]
-        return self.alpha[move.axis] + self.beta[move.axis] * share * move.size + extra
-
-    def work(self, node: Node) -> float:
-        idle = (a for a, n in self.mesh.sizes.items() if n > 1 and all(arg.type.on(a) == R for arg in node.args))
-        return math.inf if _multiplies(node) and any(True for _ in idle) else 0.0

@@ -9,7 +9,7 @@ import torch
 
 from weft import interp
 from weft.autodiff import vjp
-from weft.core.errors import InvalidProgram, NotDifferentiable, TypeMismatch
+from weft.core.errors import InvalidProgram, NotDifferentiable
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.rewrite.engine import erase
@@ -40,14 +40,6 @@ def differ(instance: Instance, domain: Domain, *, gradients: bool = True) -> Dif
     except NotDifferentiable:
         return None
     return _differ(dl, dr, domain, "gradient")
-
-
-def has_gradient(instance: Instance) -> bool:
-    try:
-        vjp(instance.program("left"))
-    except (NotDifferentiable, TypeMismatch):
-        return False
-    return True
 
 
 def _differ(left: Program, right: Program, domain: Domain, what: str) -> Difference | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.testing.plan_faults import PLAN_FAULTS, PlanFault
+from bench._plan_faults import PLAN_FAULTS, PlanFault
 
 CLEAN = {(f.model, f.plan, f.pins, f.settings): f for f in PLAN_FAULTS}
 
