@@ -38,6 +38,7 @@ def _plain_attention(first: int) -> Test:
         q, k, v = n.args[first : first + 3]
         plain = not n.attr("offset") and v.shape[-1] == k.shape[-1] and q.dtype in FLASH.get(device, ())
         plain = plain and not (device == "cuda" and _products_are_quicker(q, k)) and k.ndim == 4 and not n.attr("p")
+        plain = plain and n.attr("written_out") not in (device, "any")
         masks = n.args[3 if first == 0 else 6 :]
         ordered = n.attr("causal") or n.attr("window")
         return plain and all(m.dtype == q.dtype for m in masks) and (_rows_whole(q, k) or not ordered)
@@ -100,7 +101,7 @@ def quick_call(
         return None
     if n.op.name == "put" and all_rows(n.args[2]):
         return f"quick.put_all({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={n.args[2].shape[0]})"
-    attrs: dict[str, object] = {k: v for k, v in n.attrs if k != "sign"} | ({"own": own} if n.op.name == "adam" else {})
+    attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out")} | ({"own": own} if n.op.name == "adam" else {})
     if n.op.name in ("experts", "experts_backward"):
         attrs["first"] = _first(n.args[3 if n.op.name == "experts" else 4], at)
     more = [f"statistics={statistics}"] if statistics and n.op.name == "layer_norm_backward" else []

@@ -4,6 +4,8 @@ Labels: b batch, g key heads, r query heads per key head, s query rows, n blocks
 With blocks, every block of keys gives its own result and log-sum-exp; cut n, and they merge by two reductions over it.
 With dropout (attributes `p` and `site`, the seed as last operand) a weight is dropped by its global place in the scores; in a part of
 the batch, by its place in the whole (`of`, and which part it is as one more operand, as in `dropout`).
+Gradients take the weights from the log-sum-exp and the result, as torch's kernels do; with `written_out`, from the scores, as torch does
+where it has no kernel. They differ in rounding, and in rows that see far keys alone: of these a log-sum-exp keeps no digits.
 """
 
 from __future__ import annotations
@@ -163,6 +165,11 @@ def _blind(mask: torch.Tensor | None, at: Where, attrs: Attrs, device: torch.dev
     return ~(seen if mask is None else seen & (mask != -math.inf)).any(-1)
 
 
+def _weights(x: torch.Tensor, mask: torch.Tensor | None, at: Where, attrs: Attrs) -> torch.Tensor:
+    """[b, g, r, s, n, t]: a softmax over keys, 0 in a row that looks at nothing."""
+    return torch.softmax(x, -1).masked_fill(_blind(mask, at, attrs, x.device).unsqueeze(-1), 0.0)
+
+
 def _blocked(x: torch.Tensor | None, dim: int, rank: int) -> Any:
     """With a dim of one block where the op has none."""
     return x if x is None or x.ndim == rank else x.unsqueeze(dim)
@@ -180,8 +187,7 @@ def _forward(at: Where | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     at = at or _global_places(q, k)
     x = _scores(q, k, mask, at, attrs)
     lse = torch.logsumexp(x, -1)
-    p = torch.softmax(x, -1)  # of far numbers lse keeps no digits
-    p = p.masked_fill(_blind(mask, at, attrs, x.device).unsqueeze(-1), 0.0) * _gains(at, drawn, x, attrs)
+    p = _weights(x, mask, at, attrs) * _gains(at, drawn, x, attrs)
     out = torch.einsum("bgrsnt,bgnte->bgrsne", p, wide(v)).to(q.dtype)
     return (out, lse) if blocks else (out.squeeze(4), lse.squeeze(4))
 
@@ -208,13 +214,18 @@ def _score_grads(at: Where | None, do: torch.Tensor, dlse: Any, kept: Kept, attr
     at = at or _global_places(kept.q, kept.k)
     x = _scores(kept.q, kept.k, kept.mask, at, attrs)
     gains = _gains(at, kept.drawn, x, attrs)
+    p = _weights(x, kept.mask, at, attrs) if attrs.get("written_out") else _weights_again(x, kept, at, attrs)
+    dp = torch.einsum("bgrsne,bgnte->bgrsnt", wide(do), wide(kept.v)) * gains
+    delta = (p * dp).sum(-1) if attrs.get("written_out") else (wide(do) * wide(kept.out)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    return p * gains, p * (dp - delta.unsqueeze(-1))
+
+
+def _weights_again(x: torch.Tensor, kept: Kept, at: Where, attrs: Attrs) -> torch.Tensor:
+    """The weights from their log-sum-exp."""
     lse = kept.lse.masked_fill(_blind(kept.mask, at, attrs, x.device), 0.0)
     lse = lse.masked_fill(lse == math.inf, math.nan)  # as the softmax of a row that holds an infinity
-    p = torch.exp(x - lse.unsqueeze(-1))
-    delta = (wide(do) * wide(kept.out)).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    dp = torch.einsum("bgrsne,bgnte->bgrsnt", wide(do), wide(kept.v)) * gains
-    return p * gains, p * (dp - delta.unsqueeze(-1))
+    return torch.exp(x - lse.unsqueeze(-1))
 
 
 def _to_qkv(blocks: bool, p: torch.Tensor, ds: torch.Tensor, do: torch.Tensor, kept: Kept, scale: float) -> Any:
@@ -323,19 +334,22 @@ def attention(
     window: int = 0,
     offset: int = 0,
     dropout: tuple[float, Any, int] | None = None,
+    written_out: str = "",
 ) -> tuple[Any, Any]:
     """q [b, h, s, d], k [b, g, t, d], v [b, g, t, e], h a multiple of g -> result [b, h, s, e] and log-sum-exp [b, h, s].
 
     Row i sees key j where j <= i + offset if causal, and j > i + offset - window if there is a window. A mask [b, h, s, t]
     (sizes of 1 are stretched) is added to the scores or, being bool, says which keys are seen. A row that sees no key is 0.
     `dropout` is (probability, seed, site): weights are dropped after the softmax, and those left scaled up.
+    `written_out`: gradients as of products and a softmax, and no kernel on a "cpu" or on "any" device.
     """
     _check_shapes(q, k, v)
     (b, h, s, d), g = q.shape, k.shape[1]
     q5 = reshape(q, (b, g, h // g, s, d))
     masks = [] if mask is None else [_grouped_mask(_additive(mask, q), g, h)]
-    seed, how = ([dropout[1]], {"p": float(dropout[0]), "site": dropout[2]}) if dropout else ([], {})
-    out, lse = _attention(q5, k, v, *masks, *seed, scale=_scale(scale, d), causal=causal, window=window, offset=offset, **how)
+    seed, drops = ([dropout[1]], {"p": float(dropout[0]), "site": dropout[2]}) if dropout else ([], {})
+    how = {"scale": _scale(scale, d), "causal": causal, "window": window, "offset": offset, "written_out": written_out, **drops}
+    out, lse = _attention(q5, k, v, *masks, *seed, **how)
     return reshape(out, (b, h, s, v.shape[-1])), reshape(lse, (b, h, s))
 
 

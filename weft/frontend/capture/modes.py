@@ -262,6 +262,8 @@ class Below(TorchDispatchMode):
             return out
         if func in VIEWS:
             return self._view(func, out, args, kwargs, of_pairs)
+        if func._schema.is_mutable and _twin(func) in VIEWS:
+            return self._turn(VIEWS[_twin(func)], func, args, of_pairs)
         if func._schema.is_mutable:
             raise refuse_complex(f"the target of the in-place op {func}", args[0])
         if _tensors(out):
@@ -328,11 +330,12 @@ class Below(TorchDispatchMode):
             return new
         return where(constant(False, torch.bool, self.recorder.mesh), old, new)
 
-    def _turn(self, steps: Any, func: Any, args: Any) -> Any:
+    def _turn(self, steps: Any, func: Any, args: Any, turned: Callable[[Step], Step] | None = None) -> Any:
         """A view in place (t_, squeeze_): the tensor looks at its storage another way. Its fake has already been turned."""
         ref = self.recorder.ref(args[0])
-        path = tuple(steps(ref.read().shape, *args[1:]))
         node = ref.read()
+        path = tuple(steps(node.shape if turned is None else node.shape[:-1], *args[1:]))
+        path = path if turned is None else tuple(map(turned, path))
         for step in path:
             node = view(node, step)
         setattr(args[0], TAG, ref.then(path, node))
