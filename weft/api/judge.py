@@ -170,7 +170,8 @@ class Sides:
         out: dict[str, Apart] = {}
         for program, more in self._programs(want):
             allowed = self.update if more else self.tolerance
-            start = {n: {**given, **more}[n] for n in program.input_names}
+            both = {**given, **more}
+            start = {n: both[n] for n in program.input_names}
             found = self._run(program, start)
             expected = {n: _wanted(want, n, found[n]) for n in found if n in want}
             base = {n: _scaled(found[n], x, allowed) for n, x in expected.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from weft.codegen.order import order, tails
 from weft.core.errors import InvalidTransform
@@ -10,13 +10,15 @@ from weft.core.layout import P
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.ops.comm import all_reduce, is_comm, reduce_scatter
-from weft.ops.registry import nbytes
+from weft.rewrite.communicate import bucket_all
+from weft.rewrite.engine import apply_rule
 from weft.rewrite.updates import better_by_rows
-from weft.schedule import bucket, fuse, merge
+from weft.schedule import fuse, merge
 from weft.schedule.groups import FUSIBLE, is_scalar
+from weft.schedule.verbs import by_size
 
 BUCKET = 8 << 20  # bytes of gradients summed in one call
-FIRST = 1 << 20  # of the first call; the next ones double, so that the first starts early and the many are few
+FIRST = 1 << 20  # of the first call; the next ones double
 
 
 def is_update(n: Node) -> bool:
@@ -34,6 +36,7 @@ def updated(n: Node) -> str:
 def unfold_updates(p: Program, but: Collection[Node] = ()) -> Program:
     """Optimizers kept whole until now, in elementwise ops, so that they can be fused with what surrounds them."""
     swap: dict[Node, Node] = {}
+    but = set(but)
     for n in p.nodes:
         if is_update(n) and n not in but:
             new = n.op.unfold(n)
@@ -47,7 +50,7 @@ def fused_update(p: Program, axis: str) -> Program:
     Whatever is summed, scattered or not, is read from the ranks' own memory as the update needs it, and written nowhere. Tables that are
     updated by rows are left to that.
     """
-    last, kept = tails(p)[0], set(toposort([n for name, n in p.outputs if name in dict(p.state)]))
+    last, kept = tails(p)[0], set(toposort([n for name, n in p.outputs if name in p.next_of]))
     mine = [n for n in p.nodes if n in last and n in kept and n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1]
     kinds = [sums for op in (reduce_scatter, all_reduce) if (sums := [n for n in mine if n.op is op])]
     if not kinds:
@@ -66,7 +69,7 @@ def _after_sums(p: Program, sums: Sequence[Node]) -> Program:
     firsts = _calls(p, sums)
     after = _following(p, firsts)
     members = dict.fromkeys(n for n in p.nodes if n in firsts or n in after)
-    terms = set().union(*(p.needs(a) for n in firsts for a in n.args))
+    terms = set(toposort(a for n in firsts for a in n.args))
     for n in reversed(p.nodes):
         inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
         if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op.name == "slice"):
@@ -78,19 +81,19 @@ def _merged(p: Program, nodes: Sequence[Node]) -> Program:
     return merge(p, *nodes) if len(nodes) > 1 else p
 
 
-def _calls(p: Program, sums: Sequence[Node]) -> list[Node]:
+def _calls(p: Program, sums: Sequence[Node]) -> set[Node]:
     """The collectives that do the sums, each once, whether merged or not."""
     found = [p.at(n) for n in sums]
-    return list(dict.fromkeys(n.args[0] if n.op.name == "item" else n for n in found))
+    return {n.args[0] if n.op.name == "item" else n for n in found}
 
 
-def _following(p: Program, nodes: Sequence[Node]) -> set[Node]:
+def _following(p: Program, nodes: set[Node]) -> set[Node]:
     """What is computed from the nodes and goes into state: measurements beside the step are no part of it."""
-    kept, found = dict(p.state), set[Node]()
+    found = set[Node]()
     for n in p.nodes:
         if any(a in found or a in nodes for a in n.args):
             found.add(n)
-    return found & set(toposort([n for name, n in p.outputs if name in kept]))
+    return found & set(toposort([n for name, n in p.outputs if name in p.next_of]))
 
 
 def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
@@ -100,23 +103,13 @@ def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     taken = {n for g in p.groups for n in g.nodes}
     for n in sums:
         if not is_scalar(n) and _alone(p, n) and n not in taken and n.args[0].type.on(axis) == P():
-            alike.setdefault((n.dtype, n.layout.held), []).append(n)  # some may still be pending along another axis
+            alike.setdefault((n.dtype, n.layout.held, n.attrs), []).append(n)  # some may still be pending along another axis
     for group in alike.values():
-        for some in _growing([n for n, waits in p.waits(group).items() if not waits], max_bytes):
-            p = bucket(p, *some) if len(some) > 1 else p
+        waits = p.waits(group)
+        free = [p.at(n) for n in group if n not in waits]
+        runs = [run for run in by_size(free, max_bytes, FIRST) if len(run) > 1]
+        p = apply_rule(p, bucket_all(runs), [n for run in runs for n in run], "bucket") if runs else p
     return p
-
-
-def _growing(nodes: Sequence[Node], max_bytes: int) -> Iterator[list[Node]]:
-    """Runs of nodes, each up to twice as large as the one before it, none beyond the most; a half full one waits for no more."""
-    run, size, most = list[Node](), 0, min(FIRST, max_bytes)
-    for n in nodes:
-        if run and (size >= most / 2 or size + nbytes(n.type) > most):
-            yield run
-            run, size, most = [], 0, min(2 * most, max_bytes)
-        run.append(n)
-        size += nbytes(n.type)
-    yield run
 
 
 def _alone(p: Program, n: Node) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,20 +21,20 @@ from weft.ops.registry import Kind, Local, equation_of
 from weft.ops.source import input_node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """A kernel and the values it works on: for each part, its row length and, by slot, a value and where its rows start."""
 
     kernel: Kernel
     fused: Fused
 
-    @property
+    @cached_property
     def made(self) -> tuple[Node, ...]:
         """What the call gives, in order: tensors, then numbers."""
         tensors = (p.node for p in self._places() if p.role in ("out", "gathered"))
         return tuple(dict.fromkeys([*tensors, *self.fused.numbers]))
 
-    @property
+    @cached_property
     def given(self) -> tuple[Node, ...]:
         """What the call takes, in order: tensors, then numbers."""
         tensors = (p.node for p in self._places() if p.role not in ("out", "gathered", "index"))

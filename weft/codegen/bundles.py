@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from weft.codegen.forms import Form
 from weft.codegen.lie import lie_of, pending_op
-from weft.core.node import Node
+from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.ops.registry import nbytes
 
@@ -27,26 +27,38 @@ def bundles_of(
             alike.setdefault((n.op.name, n.attr("axis"), n.dtype, how), []).append(n)
     found = []
     for (name, axis, _, how), members in alike.items():  # type: ignore[misc]
-        for some in _cut(program, members, at, used, how is True, most[axis]):
+        for some in _cut(members, at, used, how is True, most[axis]):
             text = WRITERS[name](some, coords)
             found.append(Form(tuple(some), tuple(n.args[0] for n in some), tuple(some), text, starts=True, early=how is True))
     return found
 
 
-def _cut(
-    program: Program, members: Sequence[Node], at: Mapping[Node, int], used: Mapping[Node, int], early: bool, most: int
-) -> Iterator[list[Node]]:
+def _cut(members: Sequence[Node], at: Mapping[Node, int], used: Mapping[Node, int], early: bool, most: int) -> Iterator[list[Node]]:
     """Runs of members that can wait for their last, or start with their first, none larger than a message should be."""
-    run: list[Node] = []
-    for n in members:
-        apart = bool(run) and not early and (min(used[m] for m in run) <= at[n] or not program.needs(n).isdisjoint(run))
-        sizes = [max(nbytes(m.type), nbytes(m.args[0].type)) for m in (*run, n)]
-        full = not early and sum(sizes[:-1]) >= most / 2  # a large one is not kept waiting for a small one that comes later
-        if apart or full or sum(sizes) > most:
+    run, size, wanted = list[Node](), 0, len(at)
+    last = _last_needed(members) if not early else {}
+    for k, n in enumerate(members):
+        more = max(nbytes(n.type), nbytes(n.args[0].type))
+        apart = bool(run) and not early and (wanted <= at[n] or last[n] >= k - len(run))
+        full = not early and size >= most / 2  # a large one is not kept waiting for a small one that comes later
+        if apart or full or size + more > most:
             yield from [run] if len(run) > 1 else []
-            run = []
+            run, size, wanted = [], 0, len(at)
         run.append(n)
+        size, wanted = size + more, min(wanted, used[n])
     yield from [run] if len(run) > 1 else []
+
+
+def _last_needed(members: Sequence[Node]) -> dict[Node, int]:
+    """Of each member, the last of the others, by number, that it is computed from; -1 where there is none."""
+    number = {n: k for k, n in enumerate(members)}
+    under: dict[Node, int] = {}
+    last: dict[Node, int] = {}
+    for n in toposort(members):
+        before = max((under[a] for a in n.args), default=-1)
+        under[n] = max(before, number.get(n, -1))
+        last[n] = before
+    return last
 
 
 Text = Callable[[Callable[[Node], str]], str]

@@ -69,10 +69,12 @@ class _Lowering:
         items = [u for n in group.nodes for u in program.users[n] if u.op.name == "item"]
         self.nodes = list(dict.fromkeys([*group.nodes, *items]))
         self.members = set(self.nodes)
-        self.joined = False  # whether some total is over several parts
+        self.shares_totals = False  # whether some total is over several parts
         self.coords = program.mesh.coords(rank)
         self.axis = self._axis()
         self.outputs = [n for n in self.nodes if len(n.types) == 1 and self._leaves(n)]
+        self.kept = {program.input_names[i] for _, i in program.state}
+        self._joined: dict[Node, dict[int, Node] | None] = {}
 
     def lower(self) -> list[Fused]:
         for n in self.nodes:
@@ -80,10 +82,12 @@ class _Lowering:
                 raise NotFusable(f"{n.op.name} over some dims inside a fused group", needed="a sum over all elements", found=str(n.type))
         components = self._components()
         self.home = {n: k for k, (nodes, _) in enumerate(components) for n in nodes}
+        self.numbers = self._numbers(len(components))
+        self.sums = self._sums_of_totals()
         kinds: dict[Any, list[tuple[list[Node], list[Node]]]] = {}
         for nodes, outputs in components:
             kinds.setdefault(_Component(self, nodes, outputs).lower().signature, []).append((nodes, outputs))
-        if len(kinds) > 1 and self.joined:
+        if len(kinds) > 1 and self.shares_totals:
             raise NotFusable(
                 f"group {self.group.name} mixes formulas that share one total",
                 needed="one total over tensors with the same formulas and dtypes",
@@ -120,7 +124,7 @@ class _Lowering:
 
         def find(n: Node) -> Node:
             while parent[n] is not n:
-                n = parent[n]
+                parent[n] = n = parent[parent[n]]
             return n
 
         for xs in near.values():
@@ -130,22 +134,55 @@ class _Lowering:
         found: dict[Node, list[Node]] = {}
         for n in parent:
             found.setdefault(find(n), []).append(n)
-        parts = [(nodes, [n for n in self.outputs if n in nodes]) for nodes in found.values()]
+        stored: dict[Node, list[Node]] = {root: [] for root in found}
+        for n in self.outputs:
+            if n in parent:
+                stored[find(n)].append(n)
+        parts = [(nodes, stored[root]) for root, nodes in found.items()]
         return [(nodes, outputs) for nodes, outputs in parts if outputs] or parts
 
-    def numbers_of(self, nodes: set[Node]) -> list[Node]:
-        """The scalars that leave and are a matter of these tensors; what is a matter of all tensors, or of none, is of each."""
-        found = []
+    def _numbers(self, components: int) -> list[list[Node]]:
+        """By component, the scalars that leave and are a matter of its tensors; what is a matter of none is of each."""
+        about: dict[Node, int] = {}  # of each member, the components whose totals it is made from, as bits
+        for n in (n for n in self.program.nodes if n in self.members):
+            total = n.op.name in REDUCES and not is_scalar(operands(n)[0])
+            bits = 1 << self.home.get(operands(n)[0], components) if total else 0
+            for more in (about.get(a, 0) for a in n.args):
+                bits = bits if more in (0, bits) else bits | more
+            about[n] = bits
+        found: list[list[Node]] = [[] for _ in range(components)]
         for n in (n for n in self.outputs if is_scalar(n)):
-            about = [x for t in self._totals_under(n) for x in operands(t)]
-            mine = [x in nodes for x in about]
-            if all(mine) or any(mine) and len({self.home.get(x) for x in about}) > 1:
-                found.append(n)
+            for k in range(components):
+                if not about[n] or about[n] >> k & 1:
+                    found[k].append(n)
         return found
 
-    def _totals_under(self, n: Node) -> list[Node]:
-        inside = [x for x in self.program.needs(n) if x in self.members and x.op.name in REDUCES]
-        return [x for x in inside if not is_scalar(operands(x)[0])]
+    def joined(self, n: Node) -> dict[int, Node] | None:
+        """If a scalar is the sum (max, min) of one total of each component: by component, what its total is of."""
+        if n not in self._joined:
+            self._joined[n] = self._totals_of_all(n) if n in self.sums else None
+        return self._joined[n]
+
+    def _sums_of_totals(self) -> set[Node]:
+        """Scalars that are a sum (max, min) of totals and of nothing else."""
+        found: set[Node] = set()
+        for n in (n for n in self.program.nodes if n in self.members and n.op.name in JOINS and is_scalar(n)):
+            under = [operands(a)[0] if a in self.members and collective(a) == "all_reduce" else a for a in n.args]
+            if all(x in self.members and (REDUCES.get(x.op.name) == JOINS[n.op.name] or x in found and x.op is n.op) for x in under):
+                found.add(n)
+        return found
+
+    def _totals_of_all(self, n: Node) -> dict[int, Node] | None:
+        tree = _flat(n, n.op.name, self.members)
+        leaves = [operands(x)[0] if collective(x) == "all_reduce" else x for x in tree]
+        homes = [self.home.get(x.args[0]) for x in leaves]
+        if len(set(homes)) == 1:
+            return None
+        if sorted(h for h in homes if h is not None) != list(range(1 + max(self.home.values()))):
+            raise NotFusable(
+                "a total over some parts of the group", needed="one total of each part, over all of them", found=f"parts {homes}"
+            )
+        return {h: x.args[0] for h, x in zip(homes, leaves, strict=True) if h is not None}
 
 
 class _Component:
@@ -153,6 +190,7 @@ class _Component:
 
     def __init__(self, whole: _Lowering, nodes: list[Node], outputs: list[Node], names: list[str] | None = None) -> None:
         self.whole, self.nodes, self.outputs, self.names = whole, set(nodes), outputs, names
+        self.number = whole.home[nodes[0]]
         self.values: dict[Node, Value] = {}
         self.slots: dict[tuple[Node, str], Slot] = {}
         self.scalars: dict[str, Node] = {}
@@ -165,7 +203,7 @@ class _Component:
         self.rows = Rows(self.domain, self.whole.axis, self.whole.coords)
         for n in self.outputs:
             self.stores.append(self._store(n))
-        self.numbers = [(n, self.value(n)) for n in self.whole.numbers_of(self.nodes)]
+        self.numbers = [(n, self.value(n)) for n in self.whole.numbers[self.number]]
         self.signature = (tuple(self.stores), tuple(v for _, v in self.numbers))
         return self
 
@@ -194,14 +232,11 @@ class _Component:
     def _donated(self, n: Node, role: str) -> Slot | None:
         """The slot of the input whose next value this is, if it may be overwritten."""
         program = self.whole.program
-        names = program.outputs_of(n)
-        olds = [program.input_names[i] for o, i in program.state if o in names] if self.whole.donate else []
-        for old in olds:
-            self.reused[n] = old
-            if role == "whole":
-                return self.slot(old, "whole", spread=True)
-            return self.slot(old, "own")
-        return None
+        becomes = next((program.next_of[o] for o in program.outputs_of(n) if o in program.next_of), None)
+        if becomes is None or not self.whole.donate:
+            return None
+        old = self.reused[n] = program.input_names[becomes]
+        return self.slot(old, role, spread=role == "whole")
 
     def slot(self, node: Node, role: str, *, spread: bool = False) -> Slot:
         key = (node, role)
@@ -218,9 +253,21 @@ class _Component:
     # -- what is computed ------------------------------------------------------------------------------------------
 
     def value(self, n: Node) -> Value:
-        if n not in self.values:
-            self.values[n] = self._lower(n)
+        stack = [n]  # a chain of ops may be longer than Python's own stack
+        while stack:
+            reads = stack[-1].args if self._is_plain(stack[-1]) else ()
+            first = next((a for a in reads if a not in self.values), None)
+            if first is not None:
+                stack.append(first)
+                continue
+            done = stack.pop()
+            if done not in self.values:
+                self.values[done] = self._lower(done)
         return self.values[n]
+
+    def _is_plain(self, n: Node) -> bool:
+        """Whether a member is made from all its operands, each element by itself."""
+        return n in self.whole.members and n.op.kind is Kind.POINTWISE and n.op.name != "dropout" and self._joined_totals(n) is None
 
     def _lower(self, n: Node) -> Value:
         if n.op.name == "const":
@@ -231,8 +278,8 @@ class _Component:
             return self._communicated(n)
         if n.op.name in REDUCES:
             return self._total(n)
-        if is_scalar(n) and n.op.name in JOINS and (terms := self._joined_totals(n)):
-            return terms
+        if (terms := self._joined_totals(n)) is not None:
+            return self._joined(terms, JOINS[n.op.name])
         if n.op.name == "dropout":
             return self._dropout(n)
         if n.op.kind is Kind.POINTWISE:
@@ -258,8 +305,7 @@ class _Component:
         """This rank's slice of a value that it holds whole."""
         if self.whole.axis is None or not isinstance(n.type.on(self.whole.axis), Replicated):
             raise NotFusable("a tensor held in another way than the rest of its group", needed=str(self.domain), found=str(n.type))
-        spread = self.whole.donate and any(n is self.whole.program.input_names[i] for _, i in self.whole.program.state)
-        return expr.load(self.slot(n, "whole", spread=spread))
+        return expr.load(self.slot(n, "whole", spread=self.whole.donate and n in self.whole.kept))
 
     def _communicated(self, n: Node) -> Value:
         (x,), name = operands(n), collective(n)
@@ -312,22 +358,13 @@ class _Component:
             return total
         return total * (1.0 / self.domain.mesh.size(axis))
 
-    def _joined_totals(self, n: Node) -> Value | None:
+    def _joined_totals(self, n: Node) -> dict[int, Node] | None:
+        return self.whole.joined(n) if n.op.name in JOINS and is_scalar(n) else None
+
+    def _joined(self, of: dict[int, Node], op: str) -> Value:
         """A sum of every part's total is one total over all rows."""
-        tree = _flat(n, n.op.name, self.whole.members)
-        leaves = [operands(x)[0] if collective(x) == "all_reduce" else x for x in tree]
-        if not all(x in self.whole.members and REDUCES.get(x.op.name) == JOINS[n.op.name] for x in leaves):
-            return None
-        homes = [self.whole.home.get(x.args[0]) for x in leaves]
-        if len(set(homes)) == 1:
-            return None
-        if sorted(h for h in homes if h is not None) != list(range(1 + max(self.whole.home.values()))):
-            raise NotFusable(
-                "a total over some parts of the group", needed="one total of each part, over all of them", found=f"parts {homes}"
-            )
-        self.whole.joined = True
-        (mine,) = [x for x in leaves if x.args[0] in self.nodes]
-        return self._once(expr.total(self.value(mine.args[0]), JOINS[n.op.name], over_rows=True))
+        self.whole.shares_totals = True
+        return self._once(expr.total(self.value(of[self.number]), op, over_rows=True))
 
     # -- where it lives --------------------------------------------------------------------------------------------
 

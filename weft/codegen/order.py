@@ -65,15 +65,18 @@ def _ahead(nodes: list[Node], far: Mapping[str, int]) -> dict[Node, int]:
     """Of each gather of inputs the place it is started before: its own, or that of the one a few messages before it."""
     found: dict[Node, int] = {}
     queues: dict[str, deque[tuple[int, float]]] = {axis: deque() for axis in far}
+    under_way = dict.fromkeys(far, 0.0)
     for i, n in enumerate(nodes):
         if not is_wire(n) or any(a.op.name != "input" for a in n.args):
             continue
         found[n] = i
         if n.attr("axis") in queues:
-            queue = queues[n.attr("axis")]
-            queue.append((i, sum(nbytes(t) for t in n.types) / far[n.attr("axis")]))
-            while sum(size for _, size in queue) > AHEAD:
-                queue.popleft()
+            axis = n.attr("axis")
+            queue = queues[axis]
+            queue.append((i, sum(nbytes(t) for t in n.types) / far[axis]))
+            under_way[axis] += queue[-1][1]
+            while queue and under_way[axis] > AHEAD:
+                under_way[axis] -= queue.popleft()[1]
             found[n] = queue[0][0] if queue else i
     return found
 

@@ -67,12 +67,12 @@ class _Writer:
         self.read_inputs(self.rp.program.inputs)
         compute = list(self.lines)  # the same, but for what overwrites, and what that may need is not let go
         updates: list[Step] = []
-        last = list(itertools.takewhile(_updates, reversed(self.rp.steps)))
-        for step in self.rp.steps:
+        last = len(self.rp.steps) - sum(1 for _ in itertools.takewhile(_updates, reversed(self.rp.steps)))
+        for k, step in enumerate(self.rp.steps):
             mark = len(self.lines)
             self.step(step)
             new = self.lines[mark:]
-            if isinstance(step.what, Form) and step.what.last or step in last:
+            if isinstance(step.what, Form) and step.what.last or k >= last:
                 updates.append(step)
                 new = new[: len(step.waits)]
             compute += [self.elsewhere.get(line, line) for line in new if not (updates and line.startswith("    del "))]
@@ -84,13 +84,15 @@ class _Writer:
 
     def parts(self, updates: Sequence[Step], compute: list[str], waits: list[str], outs: list[tuple[str, Node]]) -> str:
         """The same in two functions: all that makes values, all that overwrites them. Nothing where a kernel of ours comes sooner."""
-        if any(isinstance(step.what, Block) and step not in updates for step in self.rp.steps):
+        own = {step.what for step in updates}
+        if any(isinstance(step.what, Block) and step.what not in own for step in self.rp.steps):
             return ""
         read = dict.fromkeys(a for step in updates for a in step.what.inputs)  # type: ignore[union-attr]
         values = "".join(f"{self.var[a]}, " for a in read if a.op.name not in ("input", "const"))
         overwritten = {new for step in updates if isinstance(step.what, Form) for new, _ in step.what.instead}
         made = {n for step in updates if isinstance(step.what, Block) for n in step.what.outputs}
-        results = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n not in overwritten | made)
+        gone = overwritten | made
+        results = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n not in gone)
         self.lines = []
         self.read_inputs(a for a in read if a.op.name == "input")
         for step in updates:
@@ -213,8 +215,9 @@ class _Writer:
             self.calls[name] = call
             args = ", ".join(map(self.value, call.given))
             self.line(f"{''.join(f'{self.var[n]}, ' for n in call.made) or '_'} = {name}({args})")
+            at = {n: k for k, n in enumerate(call.given)}
             for new, old in call.fused.reused.items():
-                where = call.given.index(old) if old in call.given else -1
+                where = at.get(old, -1)
                 self.line(f"{self.var[new]} = {name}.home({where}, {self.value(old)})  # updated in place")
 
     def pipeline(self, block: Block, chunked: Chunked) -> None:
@@ -319,10 +322,12 @@ def _rooms(rp: RankProgram) -> dict[Node, tuple[str, int]]:
     """Terms that one kernel reads from every rank and nobody else does: the kernel, and which of its arguments each is."""
     found: dict[Node, tuple[str, int]] = {}
     for block in (step.what for step in rp.steps if isinstance(step.what, Block)):
+        inside = set(block.nodes)
         for call in block.calls:
+            at = {n: k for k, n in enumerate(call.given)}
             terms = dict.fromkeys(p.node for part in call.fused.parts for p in part.places.values() if p.role == "terms")
-            own = [n for n in terms if n.args and not rp.program.outputs_of(n) and all(u in block.nodes for u in rp.program.users[n])]
-            found |= {n: (call.kernel.name, call.given.index(n)) for n in own}
+            own = [n for n in terms if n.args and not rp.program.outputs_of(n) and all(u in inside for u in rp.program.users[n])]
+            found |= {n: (call.kernel.name, at[n]) for n in own}
     return found
 
 

@@ -257,7 +257,7 @@ def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
     node = _built.get(key)
     if node is None:
         try:
-            types = op.infer(tuple(t for a in args for t in _one(a, op, attrs)), attrs)
+            types = op.infer(operand_types(op, args), attrs)
         except WeftError as e:
             raise e.at(user_line()) from None
         node = Node(op, args, said, types if isinstance(types, tuple) else (types,))
@@ -267,7 +267,12 @@ def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
     return node
 
 
-def _one(node: Node, op: Op, attrs: Attrs) -> tuple[Type, ...]:
+def operand_types(op: Op, args: tuple[Node, ...]) -> tuple[Type, ...]:
+    """What an op infers its types from; an item of a node of many values looks at them where they are."""
+    return _types(args[0], op) if len(args) == 1 else tuple(t for a in args for t in _types(a, op))
+
+
+def _types(node: Node, op: Op) -> tuple[Type, ...]:
     if len(node.types) == 1 or op.name == "item":
         return node.types
     raise TypeMismatch(

@@ -170,15 +170,16 @@ class Program:
         """The node and all it is computed from."""
         return self._reach([node], lambda n: n.args)
 
-    def waits(self, nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-        """For each of some nodes, which of the others it is computed from."""
-        bit = {n: 1 << k for k, n in enumerate(nodes)}
-        reach: dict[Node, int] = {}
+    def waits(self, nodes: Sequence[Node]) -> dict[Node, Node]:
+        """Those of some nodes that are computed from another of them, each with one such."""
+        among, found, under = set(nodes), dict[Node, Node](), dict[Node, Node]()
         for n in toposort(nodes):
-            reach[n] = bit.get(n, 0)
-            for a in n.args:
-                reach[n] |= reach[a]
-        return {n: [m for m in nodes if m is not n and reach[n] & bit[m]] for n in nodes}
+            before = next((under[a] for a in n.args if a in under), None)
+            if n in among and before is not None:
+                found[n] = before
+            if n in among or before is not None:
+                under[n] = n if n in among else before  # type: ignore[assignment]
+        return found
 
     # -- another program from this one -------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class Program:
         return node if all(a is b for a, b in zip(args, node.args, strict=True)) else make(node.op, args, dict(node.attrs))
 
     def _live_groups(self) -> tuple[Group, ...]:
-        live = (replace(g, nodes=tuple(n for n in g.nodes if n in self.node_set and n not in self.inputs)) for g in self.groups)
+        live = (replace(g, nodes=tuple(n for n in g.nodes if n in self.node_set and n not in self.input_set)) for g in self.groups)
         return tuple(g for g in live if g.nodes)
 
     def with_groups(self, groups: Iterable[Group], parent: Program | None, step: str) -> Program:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from weakref import WeakSet
 
 from weft.core.errors import InvalidProgram
-from weft.core.node import Node
+from weft.core.node import Node, operand_types
 from weft.core.program import Program
 
 Rule = Callable[[Program], "str | None"]
@@ -55,11 +56,17 @@ def _state_fits(p: Program) -> str | None:
     return None
 
 
+_sound: WeakSet[Node] = WeakSet()  # nodes never change, so their types are looked at once
+
+
 def _types_follow(p: Program) -> str | None:
     for n in p.nodes:
-        types = n.op.infer(tuple(t for a in n.args for t in a.types), dict(n.attrs))
+        if n in _sound:
+            continue
+        types = n.op.infer(operand_types(n.op, n.args), dict(n.attrs))
         if (types if isinstance(types, tuple) else (types,)) != n.types:
             return f"the type of {n.op.name} does not follow from its operands"
+        _sound.add(n)
     return None
 
 
@@ -91,14 +98,17 @@ def leaves_and_returns(p: Program, group: set[Node]) -> Node | None:
 
     A way may enter another group at one node and leave it at any other, since that group runs as one too.
     """
-    whole = {n: g.nodes for g in p.groups if group.isdisjoint(g.nodes) for n in g.nodes}
+    whole = {n: k for k, g in enumerate(p.groups) if group.isdisjoint(g.nodes) for n in g.nodes}
+    members = {k: g.nodes for k, g in enumerate(p.groups)}
     after: set[Node] = set()
     todo = [u for n in group for u in p.users.get(n, ())]
     while todo:
         n = todo.pop()
         if n not in after and n not in group:
             after.add(n)
-            todo += (*p.users[n], *whole.get(n, ()))
+            todo += p.users[n]
+            if n in whole:
+                todo += members.pop(whole[n], ())
     return next((a for n in p.nodes if n in group for a in n.args if a in after), None)
 
 

@@ -230,20 +230,20 @@ def merge_all(nodes: Sequence[Node]) -> Rule:
     )
 
 
-def bucket_all(nodes: Sequence[Node]) -> Rule:
-    """all_reduce(x), all_reduce(y)  ->  pieces of all_reduce(concat(x, y)), each flattened"""
+def bucket_all(buckets: Sequence[Sequence[Node]]) -> Rule:
+    """all_reduce(x), all_reduce(y)  ->  pieces of all_reduce(concat(x, y)), each flattened; of each bucket"""
     holes = Holes()
-    xs = [holes(n.args[0]) for n in nodes]
-    sizes = [math.prod(n.shape) for n in nodes]
-    flat = [_reshape(x, shape=(size,)) if n.shape != (size,) else x for x, n, size in zip(xs, nodes, sizes, strict=True)]
-    whole = call(nodes[0], _concat(*flat, dim=0))
     pieces: list[Expr] = []
-    at = 0
-    for n, size in zip(nodes, sizes, strict=True):
-        piece = _narrow(whole, dim=0, start=at, stop=at + size, step=1)
-        pieces.append(_reshape(piece, shape=n.shape) if n.shape != (size,) else piece)
-        at += size
-    return rule("bucket", tuple(call(n, x) for n, x in zip(nodes, xs, strict=True)), tuple(pieces))
+    for nodes in buckets:
+        sizes = [math.prod(n.shape) for n in nodes]
+        pairs = [(holes(n.args[0]), n, size) for n, size in zip(nodes, sizes, strict=True)]
+        whole = call(nodes[0], _concat(*(_reshape(x, shape=(size,)) if n.shape != (size,) else x for x, n, size in pairs), dim=0))
+        at = 0
+        for n, size in zip(nodes, sizes, strict=True):
+            piece = _narrow(whole, dim=0, start=at, stop=at + size, step=1)
+            pieces.append(_reshape(piece, shape=n.shape) if n.shape != (size,) else piece)
+            at += size
+    return rule("bucket", tuple(call(n, holes(n.args[0])) for nodes in buckets for n in nodes), tuple(pieces))
 
 
 def hierarchy(node: Node, inside: str, dim: int) -> Rule:

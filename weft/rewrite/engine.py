@@ -29,8 +29,8 @@ class Rule:
     doc: str = ""
 
     def __post_init__(self) -> None:
-        known = {k for e in self.left for k in holes_of(e)}
-        stray = [k for e in self.right for k in holes_of(e) if k not in known]
+        known = holes_of(*self.left)
+        stray = [k for k in holes_of(*self.right) if k not in known]
         if stray:
             raise InvalidTransform(
                 f"rule {self.name} uses {stray[0]} on the right only", needed="every hole to stand on the left", found=stray[0]
@@ -38,10 +38,7 @@ class Rule:
 
     @property
     def holes(self) -> dict[str, Hole]:
-        out: dict[str, Hole] = {}
-        for e in self.left:
-            out |= {k: h for k, h in holes_of(e).items() if k not in out}
-        return out
+        return holes_of(*self.left)
 
     def __str__(self) -> str:
         left, right = (", ".join(map(str, side)) for side in (self.left, self.right))
@@ -55,12 +52,7 @@ def rule(name: str, left: Any, right: Any, doc: str = "") -> Rule:
 
 def match_rule(r: Rule, places: Sequence[Node]) -> Bindings | None:
     bound: Bindings = {}
-    for expr, node in zip(r.left, places, strict=True):
-        after = match(expr, node, bound)
-        if after is None:
-            return None
-        bound = after
-    return bound
+    return bound if all(match(expr, node, bound) is not None for expr, node in zip(r.left, places, strict=True)) else None
 
 
 def find_matches(r: Rule, program: Program) -> list[tuple[tuple[Node, ...], Bindings]]:
@@ -91,7 +83,8 @@ def apply_rule(program: Program, r: Rule, places: Sequence[Node], step: str, *, 
             program=excerpt(program, places[0]),
         )
     bound = {**bound, **(params or {})}
-    new = [_built(program, r, e, bound, node, step) for e, node in zip(r.right, places, strict=True)]
+    made: dict[int, Node] = {}
+    new = [_built(program, e, bound, made, node, step) for e, node in zip(r.right, places, strict=True)]
     after = program.rewrite(dict(zip(places, new, strict=True)), step)
     _require_groups_kept(program, after, step)
     return after
@@ -124,9 +117,9 @@ def _only_remade(n: Node, moved: Mapping[Node, Node]) -> bool:
     return (new.op, new.attrs, new.args) == (n.op, n.attrs, tuple(moved[a] for a in n.args))
 
 
-def _built(program: Program, r: Rule, expr: Any, bound: Bindings, node: Node, step: str) -> Node:
+def _built(program: Program, expr: Any, bound: Bindings, made: dict[int, Node], node: Node, step: str) -> Node:
     try:
-        new: Node = build(expr, bound)
+        new: Node = build(expr, bound, made)
     except WeftError as e:
         raise InvalidTransform(
             f"{step} is not valid here: {e.message}",

@@ -102,7 +102,7 @@ def _has_holes(attrs: Mapping[str, Any]) -> bool:
 
 
 def match(expr: Any, node: Node, bound: Bindings) -> Bindings | None:
-    """The bindings under which the expression is the node, or None."""
+    """The bindings, written into `bound`, under which the expression is the node; None, and `bound` is spoilt, where it is not."""
     if isinstance(expr, Hole):
         if expr.type is not None and (len(node.types) != 1 or node.type != expr.type):
             return None
@@ -119,19 +119,12 @@ def _match_call(expr: Call, node: Node, bound: Bindings) -> Bindings | None:
     got = dict(node.attrs)
     for key, want in expr.attrs:
         if isinstance(want, AttrHole):
-            after = _bind(bound, want.name, got.pop(key, None))
-            if after is None:
+            if _bind(bound, want.name, got.pop(key, None)) is None:
                 return None
-            bound = after
         elif got.pop(key, None) != want:
             return None
-    if got:
+    if got or any(match(sub, arg, bound) is None for sub, arg in zip(expr.args, node.args, strict=True)):
         return None
-    for sub, arg in zip(expr.args, node.args, strict=True):
-        after = match(sub, arg, bound)
-        if after is None:
-            return None
-        bound = after
     return bound
 
 
@@ -139,28 +132,36 @@ def _bind(bound: Bindings, name: str, value: Any) -> Bindings | None:
     if name in bound:
         same = bound[name] is value if isinstance(value, Node) else bound[name] == value
         return bound if same else None
-    return {**bound, name: value}
+    bound[name] = value
+    return bound
 
 
-def build(expr: Any, bound: Mapping[str, Any]) -> Any:
-    """The node an expression is under bindings; making it checks its types."""
+def build(expr: Any, bound: Mapping[str, Any], made: dict[int, Any] | None = None) -> Any:
+    """The node an expression is under bindings; making it checks its types. `made` are calls that several expressions share, by identity."""
+    made = {} if made is None else made
     if isinstance(expr, Hole):
         if expr.name not in bound:
             raise RuleError(f"hole {expr.name} is not bound", needed="every hole of the right side to stand on the left", found=expr.name)
         return bound[expr.name]
-    if isinstance(expr, Call):
+    if isinstance(expr, Call) and id(expr) not in made:
         attrs = {k: bound[v.name] if isinstance(v, AttrHole) else v for k, v in expr.attrs}
-        return apply(expr.op, tuple(build(a, bound) for a in expr.args), {k: v for k, v in attrs.items() if v is not None})
-    return expr
+        args = tuple(build(a, bound, made) for a in expr.args)
+        made[id(expr)] = apply(expr.op, args, {k: v for k, v in attrs.items() if v is not None})
+    return made[id(expr)] if isinstance(expr, Call) else expr
 
 
-def holes_of(expr: Any) -> dict[str, Hole]:
-    """Every hole of an expression, in order of appearance."""
-    if isinstance(expr, Hole):
-        return {expr.name: expr}
+def holes_of(*exprs: Any) -> dict[str, Hole]:
+    """Every hole of some expressions, in order of appearance."""
     out: dict[str, Hole] = {}
-    for a in expr.args if isinstance(expr, Call) else ():
-        out |= {k: h for k, h in holes_of(a).items() if k not in out}
+    seen: set[int] = set()
+    stack = list(reversed(exprs))
+    while stack:
+        expr = stack.pop()
+        if isinstance(expr, Hole):
+            out.setdefault(expr.name, expr)
+        elif isinstance(expr, Call) and id(expr) not in seen:
+            seen.add(id(expr))
+            stack += reversed(expr.args)
     return out
 
 

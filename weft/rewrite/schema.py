@@ -86,14 +86,14 @@ class Schema:
     family: str = ""
 
     def __post_init__(self) -> None:
-        known = {k for e in self.left for k in holes_of(e)}
-        stray = [k for e in self.right for k in holes_of(e) if k not in known]
+        known = holes_of(*self.left)
+        stray = [k for k in holes_of(*self.right) if k not in known]
         if stray:
             raise RuleError(f"rule {self.name} uses {stray[0]} on the right only", needed="every hole to stand on the left", found=stray[0])
 
     @property
     def holes(self) -> list[str]:
-        return list(dict.fromkeys(k for e in (*self.left, *self.right) for k in holes_of(e)))
+        return list(holes_of(*self.left, *self.right))
 
     @property
     def op_holes(self) -> dict[str, int]:
@@ -242,8 +242,7 @@ def _applications(expr: Any, node: Node) -> Iterator[tuple[Call, Node]]:
 
 def flipped(schema: Schema) -> Schema | None:
     """The rule read from right to left, where its left side has no hole of its own."""
-    left = {h for e in schema.left for h in holes_of(e)}
-    right = {h for e in schema.right for h in holes_of(e)}
+    left, right = holes_of(*schema.left).keys(), holes_of(*schema.right).keys()
     return Schema(f"{schema.name}~", schema.right, schema.left, schema.shapes, schema.conditions, schema.family) if left <= right else None
 
 

@@ -114,7 +114,8 @@ def _between(p: Program, group: set[Node], node: Node) -> bool:
 
 def _check_apart(p: Program, nodes: Sequence[Node], kind: str) -> None:
     for g in p.groups:
-        both = [n for n in nodes if n in g.nodes]
+        inside = set(g.nodes)
+        both = [n for n in nodes if n in inside]
         if g.kind == kind and both:
             raise refuse(p, both[0], kind, "nodes in no other kernel", f"{name_in(p, both[0])} is in {g.name}")
 

@@ -17,7 +17,7 @@ from weft.ops import comm
 from weft.ops.registry import nbytes
 from weft.rewrite import communicate as rules
 from weft.rewrite.engine import apply_rule
-from weft.schedule.refusal import Place, as_one_step, expect, name_in, quoted, refuse, tried, with_repairs
+from weft.schedule.refusal import Place, expect, name_in, quoted, refuse, tried, with_repairs
 
 
 def split(p: Program, at: Place, *, dim: int | None = None, within: Within = None, root: int | None = None) -> Program:
@@ -68,12 +68,8 @@ def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
     all_reduce(x), all_reduce(y)   ->   pieces of all_reduce(concat(x, y))
     """
     nodes = _alike(p, places, "bucket", (comm.all_reduce,))
-    q = p
-    for group in _by_size(nodes, max_bytes):
-        here = [q.at(n) for n in group]
-        if len(here) > 1:
-            q = apply_rule(q, rules.bucket_all(here), here, "bucket")
-    if q is p:
+    groups = [group for group in by_size(nodes, max_bytes) if len(group) > 1]
+    if not groups:
         raise refuse(
             p,
             nodes[0],
@@ -82,16 +78,19 @@ def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
             f"max_bytes={max_bytes}",
             tried(p, [f"bucket(p, {', '.join(quoted(p, nodes))})"]),
         )
-    return as_one_step(p, q, f"bucket {', '.join(name_in(p, n) for n in nodes)}")
+    return apply_rule(p, rules.bucket_all(groups), [n for group in groups for n in group], f"bucket {', '.join(name_in(p, n) for n in nodes)}")
 
 
-def _by_size(nodes: Sequence[Node], max_bytes: int | None) -> list[list[Node]]:
+def by_size(nodes: Sequence[Node], max_bytes: int | None, first: int | None = None) -> list[list[Node]]:
+    """Runs of nodes within the bytes; with `first`, the first within so many and each up to twice as large as the one before it, and a
+    half full one waits for no more: so the first starts early and the many are few."""
     groups: list[list[Node]] = [[]]
-    size = 0
+    size, most = 0, max_bytes if first is None or max_bytes is None else min(first, max_bytes)
     for n in nodes:
-        if groups[-1] and max_bytes is not None and size + nbytes(n.type) > max_bytes:
+        full = most is not None and (size + nbytes(n.type) > most or first is not None and size >= most / 2)
+        if groups[-1] and full:
             groups.append([])
-            size = 0
+            size, most = 0, most if first is None else min(2 * most, max_bytes)  # type: ignore[operator, type-var]
         groups[-1].append(n)
         size += nbytes(n.type)
     return groups
@@ -111,9 +110,8 @@ def _alike(p: Program, places: Sequence[Place], verb: str, ops: Sequence[Any]) -
                 f"{n.op.name} with {dict(n.attrs)}",
             )
     _one_reduction(p, nodes, verb)
-    for a, waits in p.waits(nodes).items():
-        if waits:
-            raise refuse(p, a, verb, "collectives that do not wait for one another", f"{name_in(p, a)} needs {name_in(p, waits[0])}")
+    for a, before in p.waits(nodes).items():
+        raise refuse(p, a, verb, "collectives that do not wait for one another", f"{name_in(p, a)} needs {name_in(p, before)}")
     return nodes
 
 
