@@ -62,7 +62,7 @@ class PlanFault:
 
     def _by_torch(self, planted: bool) -> None:
         w = _captured(self.model, self.settings)
-        judge(_edited(w.captured, self.edit) if planted else w.captured, w.case, w.example, lambda part: w.captured)
+        judge(_edited(w.captured, self.edit) if planted else w.captured, w.case, w.example)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.core.node import Node
 from weft.core.program import Program
@@ -18,36 +20,45 @@ SHARE = 0.5  # of the memory that is free
 RUNS = 3.0  # torch, the program and, where rounding must be learnt, the program again
 
 
+def has_values(t: torch.Tensor) -> bool:
+    return not (t.is_meta or isinstance(t, FakeTensor))
+
+
 def parts(captured: Captured, samples: int, device: torch.device, whole: int = 1) -> int:
     """The least power of two into whose parts the example must be cut to be compared in time and memory; 0 where none will do.
 
     A part keeps a multiple of `whole` samples.
     """
-    if any(x.is_meta for x in captured.parameters.values()):
+    if not all(map(has_values, captured.parameters.values())):
         return 0
     count = 1
-    while not _fits(captured.program, device, count):
+    while not fits(captured.program, device, count):
         count *= 2
         if samples % (count * whole):
             return 0
     return count
 
 
-def _fits(program: Program, device: torch.device, count: int) -> bool:
+def fits(program: Program, device: torch.device, count: int = 1) -> bool:
     return seconds(program, device) / count <= SECONDS and memory(program, count) <= SHARE * free(device)
 
 
 def reason(captured: Captured, device: torch.device) -> str:
-    if any(x.is_meta for x in captured.parameters.values()):
+    if not all(map(has_values, captured.parameters.values())):
         return "its parameters have no values yet"
-    work, need = seconds(captured.program, device), memory(captured.program, 1)
-    return f"the whole step would take some {work:.0f} s and {need / 2**30:.1f} GB, and no smaller part of the example is few enough samples"
+    return f"the whole step {cost(captured.program, device)}, and no smaller part of the example is few enough samples"
+
+
+def cost(program: Program, device: torch.device) -> str:
+    """In words."""
+    return f"would take some {seconds(program, device):.0f} s and {memory(program, 1) / 2**30:.1f} GB"
 
 
 def seconds(program: Program, device: torch.device) -> float:
-    """Of both sides, by how fast a product runs here."""
+    """Of both sides, by how fast a product runs here and how fast a tensor is written."""
     work = sum(flops(n) for n in program.nodes)
-    return 0.0 if work < 1e9 else RUNS * work / _rate(device)
+    written = sum(nbytes(t) for n in program.nodes for t in n.types)
+    return 0.0 if work < 1e9 and written < 1e8 else RUNS * (work / _rate(device)[0] + written / _rate(device)[1])
 
 
 def memory(program: Program, count: int) -> float:
@@ -67,18 +78,23 @@ def alive(program: Program) -> int:
     return most
 
 
-_rates: dict[str, float] = {}
+_rates: dict[str, tuple[float, float]] = {}
 
 
-def _rate(device: torch.device) -> float:
-    """Flops a second of a product of middling size."""
+def _rate(device: torch.device) -> tuple[float, float]:
+    """Flops a second of a product of middling size, and bytes a second of a new tensor."""
     if device.type not in _rates:
-        x = torch.ones(512, 512, device=device)
-        float((x @ x)[0, 0])
-        start = time.perf_counter()
-        float((x @ x)[0, 0])
-        _rates[device.type] = 2 * 512**3 / max(time.perf_counter() - start, 1e-5)
+        x, y = torch.ones(512, 512, device=device), torch.ones(1 << 23, device=device)
+        times = [_timed(lambda: x @ x), _timed(lambda: y + 1)]
+        _rates[device.type] = 2 * 512**3 / times[0], 4 * y.numel() / times[1]
     return _rates[device.type]
+
+
+def _timed(call: Callable[[], torch.Tensor]) -> float:
+    float(call().view(-1)[0])
+    start = time.perf_counter()
+    float(call().view(-1)[0])
+    return max(time.perf_counter() - start, 1e-5)
 
 
 def free(device: torch.device) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -160,20 +161,30 @@ def copied(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[P
 
 
 @contextlib.contextmanager
-def itself(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[Pair]:
-    """Both as they are; afterwards every tensor and every plain attribute is what it was."""
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, modules may change; afterwards they have the tensors and plain attributes that they had."""
     modules = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__)) for m in model.modules()]
-    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers())]
-    state = None if optimizer is None else copy.deepcopy({i: dict(s) for i, s in enumerate(optimizer.state.values())})
-    owners = None if optimizer is None else list(optimizer.state)
     try:
-        yield model, optimizer
+        yield
     finally:
         for m, parameters, buffers, attributes in modules:
             m.__dict__.clear()
             m.__dict__.update(attributes)
-            m._parameters.update(parameters)
-            m._buffers.update(buffers)
+            if not isinstance(m, ScriptModule):
+                m._parameters.update(parameters)
+                m._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def itself(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[Pair]:
+    """Both as they are; afterwards every tensor and every plain attribute is what it was."""
+    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers())]
+    state = None if optimizer is None else copy.deepcopy({i: dict(s) for i, s in enumerate(optimizer.state.values())})
+    owners = None if optimizer is None else list(optimizer.state)
+    try:
+        with attributes_kept(model):
+            yield model, optimizer
+    finally:
         with torch.no_grad():
             for t, value, grad in tensors:
                 t.copy_(value)

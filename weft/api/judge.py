@@ -10,29 +10,25 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft import interp
 from weft.api import afford, eager
+from weft.api.apart import Apart, Values, allowed, compared, run, scaled
+from weft.api.blockwise import by_blocks, refusal
 from weft.api.eager import How, Loss, Moment
-from weft.core.errors import CaptureError, PlanError, WeftError
-from weft.core.node import Node
+from weft.core.errors import CaptureError, PlanError
+from weft.core.node import Node, constant
 from weft.core.program import Program, new_program
-from weft.frontend.capture import Captured
+from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.joint import substituted
 from weft.frontend.capture.micro import cut_of, micro_batch
+from weft.frontend.capture.step import named_batch
 from weft.ops.source import input_node
-
-TOLERANCE = {8: 1e-9, 4: 2e-5, 2: 2e-2}  # of a tensor's largest value, by the bytes of the least exact float of the program
-UPDATE = {8: 1e-11, 4: 1e-6, 2: 1e-2}  # the same of an update from equal gradients, which treats each element alone
-ROUNDING = 32  # times what moving the last digit of the inputs does
-
-Values = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,18 +65,52 @@ class Case:
         found: nn.Module = getattr(self.model, "_orig_mod", self.model)
         return found
 
+    def capture(self, example: Any) -> Captured:
+        """The step on another example."""
+        how = self.how
+        apart = {"accumulate": how.parts, "allow_micro_mean": True} if how.parts > 1 else {}
+        return capture(self.model, example, self.loss, self.optimizer, clip=how.clip, precision=how.precision, **apart)
 
-def judge(captured: Captured, case: Case, example: Any, capture: Callable[[Any], Captured]) -> Verdict:
+    # -- its forward and backward pass by themselves ------------------------------------------------------------------------------
+
+    def named(self, batch: Any) -> dict[str, Tensor]:
+        return named_batch(batch)
+
+    def results(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """What torch computes, by the names that the program has for it."""
+        return {"loss": self.loss(model, batch)}
+
+    def cotangents(self, captured: Captured) -> dict[str, str]:
+        """The results, and the inputs that say which gradients they begin with; none is a number's own, 1."""
+        return {"loss": ""}
+
+    def seeds(self, captured: Captured) -> list[tuple[Node, Node]]:
+        """The same as nodes."""
+        loss = captured.program.output_names["loss"]
+        return [(loss, constant(1.0, loss.dtype, loss.mesh))]
+
+    def gradients(self, captured: Captured) -> Mapping[str, Node] | None:
+        """Of parameters, as the program has them; None where Python ran in the backward pass."""
+        return captured.gradients or None
+
+    def updates(self, captured: Captured) -> dict[str, Apart]:
+        """How far some updates are from torch's."""
+        from weft.api.one_update import updates
+
+        return updates(captured, self)
+
+
+def judge(captured: Captured, case: Case, example: Any) -> Verdict:
     """Compare on as many samples of the example as time and memory allow; another value than torch's is refused."""
     start = time.perf_counter()
     samples = _samples(example)
     parts = afford.parts(captured, samples, case.device, case.how.parts)
     if parts == 0:
-        return _not(captured, case, start)
+        return _by_blocks(captured, case, example, samples, start)
     if parts == 1:
         return _judged(captured, case, example, "the example", start)
     fewer = micro_batch(example, 0, parts)
-    return _judged(capture(fewer), case, fewer, f"{samples // parts} of the example's {samples} samples", start)
+    return _judged(case.capture(fewer), case, fewer, _fewer(samples, parts), start)
 
 
 def _samples(example: Any) -> int:
@@ -91,9 +121,25 @@ def _samples(example: Any) -> int:
         return 1
 
 
-def _not(captured: Captured, case: Case, start: float) -> Verdict:
-    verdict = Verdict(0, "", 0.0, "", time.perf_counter() - start, (afford.reason(captured, case.device),))
-    warnings.warn(f"{type(case.bare).__name__} is {verdict}", stacklevel=2)
+def _fewer(samples: int, parts: int) -> str:
+    return "the example" if parts == 1 else f"{samples // parts} of the example's {samples} samples"
+
+
+def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start: float) -> Verdict:
+    """Block by block, where the whole cannot be run; a warning says what was compared and what was not."""
+    whole = replace(case, how=replace(case.how, parts=1))
+    found = by_blocks(captured if case.how.parts == 1 else whole.capture(example), whole, example, samples)
+    apart = found.apart | {told(n): x for n, x in case.updates(captured).items()}
+    worst = max(apart, key=lambda n: apart[n], default="")
+    if worst and apart[worst].allowed > 1:
+        raise refusal(case, f"{worst} {apart[worst].words}")
+    farthest = max(apart, key=lambda n: apart[n].relative, default="")
+    blocks = f"{found.kinds} of {found.blocks} blocks, all others being like them, on {_fewer(samples, found.parts)}"
+    blocks = blocks if found.apart else "updates alone"
+    left = (f"by blocks because {afford.reason(captured, case.device)}", *found.left, *(["clipping was not compared"] if case.how.clip else []))
+    by = apart[farthest].relative if farthest else 0.0
+    verdict = Verdict(len(apart), blocks, by, farthest, time.perf_counter() - start, left)
+    warnings.warn(f"{type(case.bare).__name__}: {verdict}", stacklevel=2)
     return verdict
 
 
@@ -102,7 +148,7 @@ def judge_now(captured: Captured, case: Case, batch: Any, given: Values) -> Verd
     return _judged(captured, case, batch, "the batch", time.perf_counter(), given)
 
 
-def _judged(captured: Captured, case: Case, example: Any, told: str, start: float, given: Values | None = None) -> Verdict:
+def _judged(captured: Captured, case: Case, example: Any, samples: str, start: float, given: Values | None = None) -> Verdict:
     sides = Sides(captured, case, example, given)
     first = None
     for whose in (eager.copied, eager.itself):
@@ -113,21 +159,14 @@ def _judged(captured: Captured, case: Case, example: Any, told: str, start: floa
         name = max(apart, key=lambda n: apart[n])
         if apart[name].allowed <= 1:
             farthest = max(apart, key=lambda n: apart[n].relative)
-            return Verdict(len(apart), told, apart[farthest].relative, farthest, time.perf_counter() - start)
-        first = first or (name, apart[name].relative)
+            return Verdict(len(apart), samples, apart[farthest].relative, farthest, time.perf_counter() - start)
+        first = first or (name, apart[name])
     if first is None:
         raise CaptureError(
             "torch itself cannot run this step", needed="a step that plain torch runs on the example", found=sides.trouble,
             try_="run loss(model, example).backward() and optimizer.step() by themselves; check=False leaves the comparison out",
         )  # fmt: skip
-    raise _refusal(case, *first, sides)
-
-
-class Apart(NamedTuple):
-    """A difference in parts of what is allowed; and, beyond rounding, in parts of the tensor's largest value."""
-
-    allowed: float
-    relative: float
+    raise refusal(case, f"{told(first[0])} {first[1].words}{_place(sides)}")
 
 
 class Sides:
@@ -138,10 +177,7 @@ class Sides:
         self.given = given or {}  # state of another moment than the module's and the optimizer's
         self.device = case.device
         self.trouble = ""
-        floats = _floats(captured.program)
-        exact = min((d.itemsize for d in floats), default=8)
-        self.digit = max((torch.finfo(d).eps for d in floats), default=0.0)
-        self.tolerance, self.update = TOLERANCE[exact], UPDATE[exact]
+        self.allowed = allowed(captured.program)
 
     # -- torch -----------------------------------------------------------------------------------------------------------------
 
@@ -169,16 +205,8 @@ class Sides:
         given = self.inputs()
         out: dict[str, Apart] = {}
         for program, more in self._programs(want):
-            allowed = self.update if more else self.tolerance
-            both = {**given, **more}
-            start = {n: both[n] for n in program.input_names}
-            found = self._run(program, start)
-            expected = {n: _wanted(want, n, found[n]) for n in found if n in want}
-            base = {n: _scaled(found[n], x, allowed) for n, x in expected.items()}
-            if not all(x.allowed <= 1 for x in base.values()):
-                moved_ = self._run(program, {n: moved(x, self.digit) for n, x in start.items()})
-                base = {n: _scaled(found[n], x, allowed, distance(moved_[n], found[n])) for n, x in expected.items()}
-            out |= base
+            tolerance = self.allowed.update if more else self.allowed.tolerance
+            out |= compared(program, {**given, **more}, want, self.device, tolerance, self.allowed.digit)
         return out | self._untouched(want, given)
 
     def values(self) -> list[Tensor]:
@@ -187,17 +215,13 @@ class Sides:
         nodes = [n for n in program.nodes if n.args and len(n.types) == 1 and n.dtype.is_floating_point and n.ndim]
         every = program.with_outputs([(f"v{i}", n) for i, n in enumerate(nodes)], "", state=())
         given = self.inputs()
-        return list(self._run(every, {n: given[n] for n in every.input_names}).values())
+        return list(run(every, {n: given[n] for n in every.input_names}, self.device).values())
 
     def _first(self) -> dict[str, Node]:
         """Outputs of the forward and backward pass."""
         p = self.captured.program
         own = {n: x for n, x in p.outputs if n == "loss" or n.startswith(("buffer.", "d."))}
         return own | {f"d.{n}": g for n, g in self.captured.gradients.items()}
-
-    def _run(self, program: Program, given: Values) -> dict[str, Tensor]:
-        with torch.no_grad(), torch.device(self.device):
-            return interp.run_global(program, given)
 
     def _programs(self, want: Mapping[str, Tensor | None]) -> list[tuple[Program, Values]]:
         """Forward and backward, then the update from torch's gradients; one program of it all where no gradient is known."""
@@ -209,7 +233,8 @@ class Sides:
         last = {n: x for n, x in p.outputs if n not in first}
         swap = {g: input_node(f"d.{n}", g.type) for n, g in reversed(free.items())}
         made = dict(zip(last, substituted(list(last.values()), swap), strict=True)) if last else {}  # type: ignore[arg-type]
-        given = {f"d.{n}": _wanted(want, f"d.{n}", None, self.captured.parameters[n].to(self.device)) for n in free}
+        like = self.captured.parameters
+        given = {f"d.{n}": torch.zeros_like(like[n], device=self.device) if (g := want[f"d.{n}"]) is None else g for n in free}
         return [(_program(p, first), {}), *([(_program(p, made), given)] if made else [])]
 
     def _untouched(self, want: Mapping[str, Tensor | None], given: Values) -> dict[str, Apart]:
@@ -217,7 +242,7 @@ class Sides:
         names = eager.names_of(self.captured, self.case.bare)
         tensors = (*self.case.bare.parameters(), *self.case.bare.buffers())
         written = self.captured.program.output_names
-        same = {n: _scaled(given.get(n, x.detach()).to(self.device), w, self.tolerance) for n, x in zip(names, tensors, strict=True)
+        same = {n: scaled(given.get(n, x.detach()).to(self.device), w, self.allowed.tolerance) for n, x in zip(names, tensors, strict=True)
                 if n not in written and (w := want[n]) is not None}  # fmt: skip
         known = self.captured.gradients
         lost = {n: Apart(math.inf, math.inf) for n, g in want.items() if known and n.startswith("d.") and n[2:] not in known and _moves(g)}
@@ -230,77 +255,11 @@ def _program(like: Program, outputs: Mapping[str, Node]) -> Program:
     return eager.stood_in(program_of(like.name, outputs, new_program(like.name, like.mesh, like.inputs, dict(like.outputs)), {}))
 
 
-def _floats(program: Program) -> set[torch.dtype]:
-    return {t.dtype for n in program.nodes for t in n.types if t.dtype.is_floating_point}
-
-
-def _wanted(want: Mapping[str, Tensor | None], name: str, found: Tensor | None, like: Tensor | None = None) -> Tensor:
-    """Torch's tensor; zeros where it has none, as of a parameter that no gradient reaches."""
-    value = want[name]
-    return torch.zeros_like(found if found is not None else like) if value is None else value  # type: ignore[arg-type]
-
-
 def _moves(grad: Tensor | None) -> bool:
     return grad is not None and bool(grad.count_nonzero())
 
 
-# -- how far ---------------------------------------------------------------------------------------------------------------------------
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; equal infinities and NaNs are no difference, other ones are infinite."""
-    if a.shape != b.shape:
-        return math.inf
-    if not a.numel():
-        return 0.0
-    if not a.is_floating_point() and not b.is_floating_point():
-        return 0.0 if torch.equal(a.to(b.dtype), b) else math.inf
-    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    a, b = a.to(wide), b.to(wide)
-    by = size(a - b, 0.0)
-    if math.isfinite(by):
-        return by
-    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
-    return float(apart.nan_to_num(math.inf, math.inf).max())
-
-
-def size(x: Tensor, least: float = 1e-30) -> float:
-    """The largest value, by its absolute value; of those that are finite, where the tensor is to be measured by it."""
-    if not x.numel():
-        return 1.0
-    low, high = torch.aminmax(x)
-    most = max(-float(low), float(high), key=lambda v: (v != v, v))
-    if least and not math.isfinite(most):
-        most = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max())
-    return most if not least else max(most, least)
-
-
-def _scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0) -> Apart:
-    """How far, where as much is allowed besides as rounding does."""
-    by, whole = distance(found, want), size(want)
-    slack = ROUNDING * rounding
-    return Apart(by / (tolerance * whole + slack), max(by - slack, 0.0) / whole) if by else Apart(0.0, 0.0)
-
-
-def moved(x: Tensor, digit: float = 0.0) -> Tensor:
-    """The tensor with each element moved by about its last digit, or by that of a coarser float, the same way on every rank."""
-    if not x.is_floating_point() or not x.ndim:
-        return x
-    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
-    return x * (1 + signs.to(x.device, x.dtype) * max(digit, torch.finfo(x.dtype).eps))
-
-
 # -- the words -----------------------------------------------------------------------------------------------------------------------------
-
-
-def _refusal(case: Case, name: str, by: float, sides: Sides) -> WeftError:
-    how_far = "is torch's in no digit" if by == math.inf else f"differs by {by:.2g} of its largest value"
-    return CaptureError(
-        f"the captured step of {type(case.bare).__name__} does not compute what torch does",
-        needed="torch's own loss, gradients and update, but for rounding",
-        found=f"{told(name)} {how_far}{_place(sides)}",
-        try_="report this model: weft must refuse it or be right; check=False trains it as it was captured",
-    )
 
 
 def told(name: str) -> str:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from weft import interp
 from weft.api import auto, planfile
 from weft.api.again import MOST, Changing, Forms, gathered
+from weft.api.apart import moved
 from weft.api.checkpoint import Store
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, beside_rows, rows_of
 from weft.api.eager import How, Moment
-from weft.api.judge import Case, Verdict, judge, judge_now, moved
+from weft.api.judge import Case, Verdict, judge, judge_now
 from weft.api.lines import Lines
 from weft.api.noise import INPUT, Noise, Probe, measured
 from weft.api.together import begin_alike
@@ -120,9 +121,8 @@ def parallelize(
     captured = forms.observed(lambda reads: captured_of(example, reads=reads, given=forms.given))
     judged, case = None, Case(model, loss, optimizer, How(clip, accumulate if allow_micro_mean else 1, precision), where, moment)
     if check:
-        again = apart if allow_micro_mean else {}
         with as_before(captured.reads):
-            judged = seen_by_first(lambda: judge(captured, case, example, lambda part: capture(model, part, loss, optimizer, **again, **how)))
+            judged = seen_by_first(lambda: judge(captured, case, example))
     if on_nan == "skip":
         captured, file = guarded(captured), file and file.guarded()
     wish = auto.Wish(tuple(map(parse_pin, pins)), noise, bytes_of(memory) if memory else 0.0)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from weft import interp
+from weft.api.apart import moved
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
-from weft.api.judge import Case, Verdict, judge, moved
+from weft.api.judge import Case, Verdict, judge
 from weft.api.lines import Laid, laid
 from weft.api.parallelize import Step, gathered
 from weft.api.runner import Runner, Values
@@ -137,14 +138,10 @@ def _judged(micro: Micro, case: Case, example: Any) -> Verdict | None:
     """The whole batch's step against torch or, where micro-batches go by themselves, that of the first."""
     if micro.whole is not None:
         whole = micro.whole
-        return seen_by_first(lambda: judge(whole, case, example, _capture(case)))
+        return seen_by_first(lambda: judge(whole, case, example))
     own = case.loss
     case, small = replace(case, loss=lambda m, b: own(m, b) / micro.parts), micro_batch(example, 0, micro.parts)
-    return seen_by_first(lambda: judge(micro.captured, case, small, _capture(case)))
-
-
-def _capture(case: Case) -> Callable[[Any], Captured]:
-    return lambda x: capture(case.model, x, case.loss, case.optimizer, clip=case.how.clip, precision=case.how.precision)
+    return seen_by_first(lambda: judge(micro.captured, case, small))
 
 
 def _derived(captured: Captured, parts: int, dims: Mapping[str, int], example: Any) -> Micro:

@@ -33,7 +33,7 @@ def first_stray(sides: Sides) -> str:
         known = [_print(x) for x in sides.values()]
     except Exception:  # only words are lost
         return ""
-    strays = [(path, made) for path, made in seen if not any(_same(made, k, sides.tolerance) for k in known)]
+    strays = [(path, made) for path, made in seen if not any(_same(made, k, sides.allowed.tolerance) for k in known)]
     if not strays:
         return "every module's output is right, so it is the backward pass or the update"
     path = strays[0][0]

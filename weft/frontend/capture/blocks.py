@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from weft.core.node import Node, make, toposort
 from weft.frontend.capture.alike import MISSING, PLAIN, Key, attributes, differing, hooked, restore, same, tensors_of, tying, watched
 from weft.frontend.capture.caches import CacheWanted, close, is_cache, opened
+from weft.frontend.capture.calls import Calls, ModuleCall, autocast_dtype
 from weft.frontend.capture.complexes import any_complex
 from weft.frontend.capture.experts import MODULES
 from weft.frontend.capture.known import through
@@ -56,6 +57,7 @@ class Template:
     leaves: list[Any]
     read: dict[Key, Any]
     looks: dict[int, Node]  # slot -> what stood there, where the trace looked at it
+    inside: tuple[ModuleCall, ...] = ()
 
     def instance(self, actual: list[Node], recorder: Recorder) -> dict[Node, Node]:
         """The body made again over other nodes; every random site anew."""
@@ -110,26 +112,36 @@ class Blocks:
     differing: dict[int, set[Key]] = field(default_factory=dict)
     cacheless: bool = True  # whether layers may be traced without the empty caches they are given
     cached: dict[int, tuple[Any, set[Any]]] = field(default_factory=dict)  # such caches, with the layers that were given them
+    calls: Calls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.calls = Calls(self.recorder, self.names)
 
     def call(self, plain: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
         whole = MODULES.get(type(module))
         if whole is not None:
-            return whole(self.recorder, module, *args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+            return self.calls.note(module, leaves, spec, lambda: whole(self.recorder, module, *args, **kwargs))
         caches = [x for x in leaves if is_cache(x)] if self.cacheless else []
         given = [None if is_cache(x) else x for x in leaves] if caches else leaves
-        if module not in self.alike or hooked(module) or not self._simple(given):
-            return plain(module, *args, **kwargs)
-        self._leave_out(module, caches)
-        key = id(self.alike[module]), spec, tuple(map(_leaf_key, leaves)), tying(module), torch.is_grad_enabled(), _cast()
+        template = None
+        if module in self.alike and not hooked(module) and self._simple(given):
+            self._leave_out(module, caches)
+            key = id(self.alike[module]), spec, tuple(map(_leaf_key, leaves)), tying(module), torch.is_grad_enabled(), autocast_dtype()
+            template = self._known(key, plain, module, leaves, given, spec)
+        if template is None:
+            return self.calls.note(module, leaves, spec, lambda: plain(module, *args, **kwargs))
+        return self.calls.note(module, given, spec, lambda: self._again(key, template, module, given))
+
+    def _known(self, key: Any, plain: Any, module: nn.Module, leaves: list[Any], given: list[Any], spec: Any) -> Template | None:
+        """What was traced of a module like this, or is now."""
         for template in self.templates.setdefault(key, []):
             if self._reusable(template, module, given):
-                return self._again(key, template, module, given)
-        template = self._trace(plain, module, leaves, spec, caches)
-        if template is None:
-            return plain(module, *args, **kwargs)
-        self.templates[key].append(template)
-        return self._again(key, template, module, given)
+                return template
+        made = self._trace(plain, module, leaves, spec, [x for x in leaves if is_cache(x)] if given is not leaves else [])
+        if made is not None:
+            self.templates[key].append(made)
+        return made
 
     def _leave_out(self, module: nn.Module, caches: list[Any]) -> None:
         """Close the caches; a layer that comes twice would find there what it left."""
@@ -186,7 +198,7 @@ class Blocks:
         args, kwargs = tree_unflatten(stand_ins, spec)
         self.depth += 1
         try:
-            with _swapped(own, inner, module), watched(module, self._differing(module)) as read:
+            with _swapped(own, inner, module), watched(module, self._differing(module)) as read, self.calls.apart() as inside:
                 result = plain(module, *args, **kwargs)
                 kept = [id(t) for _, _, t in tensors_of(module)] == [id(inner[id(t)]) for _, _, t in own]
         finally:
@@ -195,7 +207,11 @@ class Blocks:
         if not kept or after.keys() != before.keys() or any(after[k] is not before[k] for k in after):
             restore(module, before)
             return None
-        return self._template(result, slots, nodes, {k: before.get(k, MISSING) for k in read})
+        template = self._template(result, slots, nodes, {k: before.get(k, MISSING) for k in read})
+        if template is not None:
+            kept, path = {*template.slots, *template.body}, self.names.get(module, "")
+            template.inside = tuple(c.within(path, set(template.slots), kept) for c in inside)
+        return template
 
     def _differing(self, module: nn.Module) -> set[Key]:
         group = self.alike[module]
@@ -237,6 +253,7 @@ class Blocks:
         storages = [recorder.ref(t) for t in tensors] + [Ref(Cell(made.get(n, n))) for n in template.cells]
         results = (recorder.seen(storages[g.base], g.steps, g.stopped, g.like) for g in template.given)
         out = [next(results) if x is RESULT else x for x in template.leaves]
+        self.calls.noted += [c.at(self.names.get(module, ""), made) for c in template.inside]
         if not self.depth:
             self._note(key, module, template, made, actual)
         return tree_unflatten(out, template.spec)
@@ -262,10 +279,6 @@ def _leaf_key(leaf: Any) -> Any:
     if is_cache(leaf):
         return "cache"
     return (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
-
-
-def _cast() -> Any:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
 def _between(slots: list[Node], results: list[Node]) -> list[Node]:

@@ -280,6 +280,11 @@ each_backward = define(
 )
 
 
+def _float(x: float) -> float:
+    """As torch rounds a number that it keeps in 4 bytes."""
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
 def _by_op(target: str, arguments: Any) -> Any:
     """A gradient in the first operand alone, by a backward op: `arguments(call)` puts ct, 0, and x, 1, among the numbers."""
 
@@ -293,7 +298,7 @@ def _by_op(target: str, arguments: Any) -> Any:
 
 BACKWARDS: dict[str, Any] = {
     "aten.elu.default": _by_op("elu_backward.default", lambda ct, x, alpha=1.0, scale=1.0, inner=1.0: (ct, alpha, scale, inner, False, x)),
-    "aten.celu.default": _by_op("elu_backward.default", lambda ct, x, alpha=1.0: (ct, alpha, 1.0, 1.0 / alpha, False, x)),
+    "aten.celu.default": _by_op("elu_backward.default", lambda ct, x, alpha=1.0: (ct, alpha, 1.0, 1.0 / _float(alpha), False, x)),
     "aten.softplus.default": _by_op("softplus_backward.default", lambda ct, x, beta=1.0, threshold=20.0: (ct, x, beta, threshold)),
     "aten.hardtanh.default": _by_op("hardtanh_backward.default", lambda ct, x, lo=-1.0, hi=1.0: (ct, x, lo, hi)),
     "aten.hardswish.default": _by_op("hardswish_backward.default", lambda ct, x: (ct, x)),

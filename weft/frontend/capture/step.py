@@ -17,6 +17,7 @@ from weft.core.node import Node, constant, toposort, user_line
 from weft.core.program import Program, new_program
 from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
+from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.joint import OwnGradient, run_after_gradient
@@ -54,6 +55,7 @@ class Captured:
     begun: Mapping[str, Tensor] = field(default_factory=dict)  # state the optimizer had already, by input name
     counts: Mapping[str, int] = field(default_factory=dict)  # updates a parameter had before, where it had some
     reads: Reads | None = None  # what was read from Python
+    calls: tuple[ModuleCall, ...] = ()  # of modules, as they were heard
 
     def inputs(self, batch: Any, seed: int = 0, step: int = 0, rates: Sequence[float] | None = None) -> dict[str, Tensor]:
         """A value for every input: the module's tensors, the batch, zeros for a new optimizer's state."""
@@ -257,6 +259,7 @@ class Step:
             program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
             self.noted, tuple(self.rules), frozenset(recorder.given), self.begun, self.counts, recorder.reads,
+            tuple(tape.blocks.calls.noted),
         )  # fmt: skip
 
 
