@@ -11,11 +11,12 @@ from weft.core.errors import TypeMismatch
 from weft.core.node import Attrs, Node, constant, user_line
 from weft.ops.comm import settle
 from weft.ops.embed import need_index, pick
-from weft.ops.fill import is_cut, stop_gradient
-from weft.ops.norm import need_float, to_dtype, wide, wide_dtype
-from weft.ops.pointwise import cast, exp, log, ne, where
+from weft.ops.fill import arange, is_cut, stop_gradient
+from weft.ops.norm import need_float, softmax, to_dtype, wide, wide_dtype
+from weft.ops.pointwise import cast, eq, exp, log, ne, where
 from weft.ops.reduce import amax, mean, sum_
 from weft.ops.registry import Equation, Kind, Linear, Types, define
+from weft.ops.shape import reshape
 
 
 def _token_equation(types: Types, attrs: Attrs) -> Equation:
@@ -50,6 +51,16 @@ def _back_run(ct: torch.Tensor, x: torch.Tensor, target: torch.Tensor, ignore_in
     return (slope * torch.where(keep, ct, torch.zeros_like(ct)).unsqueeze(-1)).to(x.dtype)
 
 
+def _back_written(ct: Node, x: Node, target: Node, ignore_index: int, smoothing: float) -> Any:
+    """The same in ops, for a gradient of the gradient."""
+    kind = wide_dtype(x.dtype)
+    classes = reshape(arange(x.shape[-1], x.mesh, dtype=target.dtype), (*(1,) * target.ndim, x.shape[-1]))
+    hit = cast(eq(reshape(target, (*target.shape, 1)), classes), dtype=kind)
+    slope = softmax(to_dtype(x, kind)) - ((1 - smoothing) * hit + smoothing / x.shape[-1])
+    kept = where(ne(target, ignore_index), to_dtype(ct, kind), constant(0.0, kind, x.mesh))
+    return to_dtype(slope * reshape(kept, (*kept.shape, 1)), x.dtype)
+
+
 _cross_entropy_backward = define(
     "cross_entropy_backward",
     kind=Kind.WHOLE,
@@ -57,6 +68,7 @@ _cross_entropy_backward = define(
     run=_back_run,
     dtype=lambda types, attrs: types[1].dtype,
     linear=Linear.FIRST,
+    written=_back_written,
     flops=lambda n: 8.0 * math.prod(n.args[1].type.layout.largest_local),
 )
 

@@ -66,12 +66,16 @@ def _log_softmax_backward_run(ct: torch.Tensor, y: torch.Tensor, dim: int) -> to
     return (c - wide(y).exp() * c.sum(dim, keepdim=True)).to(y.dtype)
 
 
-def _backward_of(name: str, run: Any) -> Any:
-    return define(name, kind=Kind.WHOLE, equation=_along(name), run=run, linear=Linear.FIRST)
+def _backward_of(name: str, run: Any, written: Any) -> Any:
+    return define(name, kind=Kind.WHOLE, equation=_along(name), run=run, linear=Linear.FIRST, written=written)
 
 
-_softmax_backward = _backward_of("softmax_backward", _softmax_backward_run)
-_log_softmax_backward = _backward_of("log_softmax_backward", _log_softmax_backward_run)
+_softmax_backward = _backward_of(
+    "softmax_backward", _softmax_backward_run, lambda ct, y, dim: y * (ct - sum_(ct * y, dims=dim, keepdim=True))
+)
+_log_softmax_backward = _backward_of(
+    "log_softmax_backward", _log_softmax_backward_run, lambda ct, y, dim: ct - exp(y) * sum_(ct, dims=dim, keepdim=True)
+)
 
 _softmax = define(
     "softmax",
@@ -173,6 +177,23 @@ def _norm_backward_run(center: bool) -> Any:
     return run
 
 
+def _norm_backward_written(center: bool) -> Any:
+    """The same in ops, for a gradient of the gradient."""
+
+    def written(ct: Node, x: Node, *weight: Node, eps: float, vectors: int) -> Any:
+        kind = wide_dtype(x.dtype)
+        c, x0 = to_dtype(ct, kind), to_dtype(x, kind)
+        off = x0 - mean(x0, -1, keepdim=True) if center else x0
+        r = rsqrt(mean(square(off), -1, keepdim=True) + eps)
+        y, dy = off * r, c * to_dtype(weight[0], kind) if weight else c
+        dx = dy - y * mean(dy * y, -1, keepdim=True)
+        dx = (dx - mean(dy, -1, keepdim=True) if center else dx) * r
+        rows = tuple(range(x.ndim - 1))
+        return tuple(to_dtype(t, x.dtype) for t in (dx, *(sum_(t, dims=rows) for t in (c * y, c)[:vectors])))
+
+    return written
+
+
 def _norm(name: str, center: bool, most: int) -> Any:
     """A norm and its backward; the norm is linear in its vectors, the backward in the cotangent."""
     back = define(
@@ -181,6 +202,7 @@ def _norm(name: str, center: bool, most: int) -> Any:
         equation=_norm_backward_equation,
         run=_norm_backward_run(center),
         linear=Linear.FIRST,
+        written=_norm_backward_written(center),
         flops=lambda n: 12.0 * _elements(n),
     )
 

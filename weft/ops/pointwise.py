@@ -229,18 +229,34 @@ def _float_unary(name: str, run: Any, slope: Any, **facets: Any) -> Any:
     return _unary(name, run, slope, dtype=floats, **facets)
 
 
-def _slope_op(name: str, run: Any, vjp: Any = None) -> Any:
+def _slope_op(name: str, run: Any, vjp: Any = None, **facets: Any) -> Any:
     """ct times a slope at x, as torch computes it in one pass; linear in ct."""
     return define(
         name, kind=Kind.POINTWISE, equation=elementwise, arity=2, run=run, linear=Linear.FIRST, dtype=floats, vjp=vjp,
-        doc="(ct, x) -> ct * slope(x)",
+        doc="(ct, x) -> ct * slope(x)", **facets,
     )  # fmt: skip
 
 
+def _gelu_slope(ct: Node, x: Node, tanh: bool = False) -> Any:
+    """torch's formula, by the normal distribution or its tanh."""
+    if not tanh:
+        return ct * (0.5 * (1.0 + erf(x * math.sqrt(0.5))) + x * (exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))))
+    beta, kappa = math.sqrt(2 / math.pi), 0.044715
+    t = op_named("tanh")(beta * (x + kappa * (x * x * x)))
+    return ct * (0.5 * (1.0 + t) + 0.5 * x * ((1.0 - t * t) * (beta * (1.0 + 3.0 * kappa * (x * x)))))
+
+
+def _silu_slope(ct: Node, x: Node) -> Any:
+    s = sigmoid(x)
+    return ct * (s * (1.0 + x * (1.0 - s)))
+
+
 gelu_backward = _slope_op(
-    "gelu_backward", lambda ct, x, tanh=False: torch.ops.aten.gelu_backward(ct, x, approximate="tanh" if tanh else "none")
+    "gelu_backward",
+    lambda ct, x, tanh=False: torch.ops.aten.gelu_backward(ct, x, approximate="tanh" if tanh else "none"),
+    written=_gelu_slope,
 )
-silu_backward = _slope_op("silu_backward", torch.ops.aten.silu_backward)
+silu_backward = _slope_op("silu_backward", torch.ops.aten.silu_backward, written=_silu_slope)
 relu_backward: Op = _slope_op(  # by the result, so that x need not be kept
     "relu_backward", lambda ct, y: torch.ops.aten.threshold_backward(ct, y, 0), lambda n, ct: (relu_backward(spread(ct, n), n.args[1]), None)
 )

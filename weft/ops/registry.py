@@ -111,8 +111,8 @@ def define(
     """Adds an op. A facet that is missing or contradicts another fails here, at import.
 
     `run(*tensors, **attrs)` is its meaning. `local(ctx, *tensors, **attrs)` is what a rank does where it must know which
-    slice it holds. `vjp(node, *cotangents)` gives one cotangent per operand, in weft ops. `field` is its meaning over
-    integers mod a prime, for polynomial ops.
+    slice it holds. `vjp(node, *cotangents)` gives one cotangent per operand, in weft ops; where it is None, `written(*operands, **attrs)`
+    may say the op in ops that have one. `field` is its meaning over integers mod a prime, for polynomial ops.
     """
     if name in OPS:
         raise OpDefinitionError(f"op {name!r} is defined twice", needed="a new name", found=name)

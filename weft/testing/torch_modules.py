@@ -59,11 +59,14 @@ def filled(layer: nn.Module, values: str, seed: int) -> nn.Module:
 
 
 def jittered(x: Tensor) -> Tensor:
-    """Moved by about the last digit where it is no short number: what only rounding decides comes out otherwise."""
+    """Moved by about the last digit where it is no short number: what only rounding decides comes out otherwise.
+
+    What is nearly 0 is what is left of larger numbers, and moves as they do."""
     with torch.no_grad():
         short = (x * 2**20 == (x * 2**20).round()) | ~x.isfinite()
         signs = torch.randint(0, 2, x.shape) * 2 - 1
-        move = torch.where(short, 0.0, x * signs * 8e-16)
+        size = x[x.isfinite()].abs().mean().nan_to_num() if x.numel() else 0.0
+        move = torch.where(short, 0.0, x.abs().clamp(min=size) * signs * 8e-16)
     return x + move
 
 

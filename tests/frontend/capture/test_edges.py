@@ -131,14 +131,31 @@ def test_complex_results_are_judged_by_their_parts():
     assert judge("op view_as_real", ["float64"], 1)["status"] == "refused"
 
 
-def test_a_second_gradient_goes_through_an_op_kept_as_torch_has_it():
+TWICE = {
+    "kept as torch has it": lambda x: F.softplus(x) * F.elu(x) + torch.sinh(x) * F.relu(x),
+    "gelu": lambda x: F.gelu(x) * x,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "softmax": lambda x: F.softmax(x, -1) * x,
+    "log_softmax": lambda x: F.log_softmax(x, 0) * x,
+    "layer_norm": lambda x: F.layer_norm(x, (3,), x[0].detach() + x[1], x[1]).sin(),
+    "rms_norm": lambda x: F.rms_norm(x, (3,), x[1]).sin(),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([2, -100]), label_smoothing=0.1),
+    "softplus of gelu": lambda x: F.gelu(F.gelu(x * x) * x),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_second_gradient(name):
+    """A penalty on a gradient: through the ops by which gradients are taken."""
+
     class Penalty(nn.Module):
         def __init__(self):
             super().__init__()
-            self.x = nn.Parameter(row(-1, 0.5, 2))
+            self.x = nn.Parameter(row(-1, 0.5, 2, 0, 1.5, -3).view(2, 3))
 
         def forward(self):
-            y = F.softplus(self.x) * F.elu(self.x) + torch.sinh(self.x) * F.relu(self.x)
+            y = TWICE[name](self.x)
             return torch.autograd.grad(y.sum(), self.x, create_graph=True)[0] if torch.is_grad_enabled() else y
 
     assert compare(samples.Sample("penalty", Penalty())) == ("equal", "")

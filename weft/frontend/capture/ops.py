@@ -140,7 +140,8 @@ def _where_whole(types: Types, target: str) -> dict[str, Placement]:
 
 
 def _opaque_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, gives: Any, **_: Any) -> Any:
-    out = _call(tuple(t.contiguous() for t in tensors), target, call, keys)
+    found = _call(tuple(t.contiguous() for t in tensors), target, call, keys)
+    out = tuple(x.reshape(shape) for x, (_, shape) in zip(found, gives, strict=True))  # some torch leaves a summed dim of 1 where no gradient is wanted
     return out[0] if len(gives) == 1 else out
 
 

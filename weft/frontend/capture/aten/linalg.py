@@ -89,7 +89,7 @@ def _real_batch(x: Node, letters: str, core: str) -> tuple[Node, str]:
 def _bilinear(r: Recorder, x: Node, y: Node, weight: Node, bias: Node | None = None) -> Node:
     x, y, weight, bias = lowered(r, x, y, weight, bias)
     rows = "abcdefgh"[: x.ndim - 1]
-    out = einsum(f"{rows}i,nij,{rows}j->{rows}n", x, weight, y)
+    out = einsum(f"{rows}nj,{rows}j->{rows}n", einsum(f"{rows}i,nij->{rows}nj", x, weight), y)  # in torch's order: infinities meet as there
     return out if bias is None else w.add(out, bias)
 
 
