@@ -77,7 +77,7 @@ def _masked(layers: int, hidden: int, heads: int, vocab: int, batch: int, seq: i
     """BERT with its embeddings and the head that guesses masked words."""
     import torch
 
-    from weft.frontend import zoo
+    import weft_zoo as zoo
     from weft.frontend.capture import capture
 
     w = zoo.get("bert-large", layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, vocab=vocab, seq=seq)
@@ -103,7 +103,7 @@ def _moe(hidden: int, heads: int, group: int, experts: int, batch: int, seq: int
     import torch
 
     from weft.frontend.capture import capture
-    from weft.frontend.zoo import gshard
+    from weft_zoo import gshard
 
     settings = gshard.Settings(hidden=hidden, heads=heads, experts=experts, group=group, seq=seq)
     with torch.device("meta"):

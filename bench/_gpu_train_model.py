@@ -42,7 +42,7 @@ class Ways:
     """A model, a batch, and steps that train copies of it."""
 
     def __init__(self, name: str, precision: str) -> None:
-        from weft.frontend import zoo
+        import weft_zoo as zoo
 
         self.precision, self.pure = precision, name in HUGGING_FACE and precision == "bf16"
         if name in HUGGING_FACE:

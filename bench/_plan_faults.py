@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import weft_zoo as zoo
 from weft.api import auto
 from weft.api.eager import How
 from weft.api.judge import Case, judge
@@ -20,7 +21,6 @@ from weft.api.trust import verified
 from weft.core.errors import WeftError
 from weft.core.node import Attrs, Node, Op, make
 from weft.core.program import Program, new_program
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.joint import substituted
 from weft.ops.fill import cuts_of, full

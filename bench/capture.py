@@ -62,7 +62,7 @@ def weft_step(name: str, batch: int) -> int:
     """Nodes of the program of one step, from the name of the model."""
     import torch
 
-    from weft.frontend import zoo
+    import weft_zoo as zoo
     from weft.frontend.capture import capture
 
     work = zoo.get(name)
@@ -77,7 +77,7 @@ def torch_trace(name: str, batch: int) -> int:
     from torch.func import functional_call
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from weft.frontend import zoo
+    import weft_zoo as zoo
 
     work = zoo.get(name)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -107,8 +107,8 @@ def torch_trace(name: str, batch: int) -> int:
 
 def equals_torch(name: str) -> bool:
     """The small variant's program means what torch computes."""
+    import weft_zoo as zoo
     from weft import interp
-    from weft.frontend import zoo
     from weft.frontend.capture import capture
 
     work = zoo.small(name, **({"dropout": 0.0} if hasattr(zoo.entry(name).settings, "dropout") else {}))

@@ -64,7 +64,7 @@ class Case:
         """Build it and return its training step."""
         import torch
 
-        from weft.frontend import zoo
+        import weft_zoo as zoo
 
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
         work = zoo.get(self.model, device="cpu" if self.way.startswith("weft") else device, dtype=dtype, **self.changes)

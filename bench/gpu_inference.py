@@ -42,7 +42,7 @@ def inference(
 
 
 def measure(me: Rank, compiled: bool) -> None:
-    from weft.frontend import zoo
+    import weft_zoo as zoo
 
     torch.set_float32_matmul_precision("high")
     sizes = SIZES[me.cuda]

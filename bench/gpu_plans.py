@@ -56,7 +56,7 @@ class Judge:
     """One model, and the losses torch trains it with."""
 
     def __init__(self, me: Rank, dtype: torch.dtype) -> None:
-        from weft.frontend import zoo
+        import weft_zoo as zoo
 
         sizes = dict(SIZES[me.cuda])
         batch = sizes.pop("batch")

@@ -57,7 +57,7 @@ class Race:
     """One model, and ways to train it that were seen to give the same losses."""
 
     def __init__(self, me: Rank, over: Memory | None) -> None:
-        from weft.frontend import zoo
+        import weft_zoo as zoo
 
         torch.set_float32_matmul_precision("high")
         sizes = dict(SIZES[me.cuda])

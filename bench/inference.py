@@ -64,7 +64,7 @@ VOCAB = 256
 
 def block(size: str) -> Any:
     """A Llama of one block, the same on every rank."""
-    from weft.frontend import zoo
+    import weft_zoo as zoo
 
     hidden, heads, ffn = SIZES[size]
     w = zoo.get("llama3-8b", device="cpu", layers=1, hidden=hidden, heads=heads, kv_heads=max(4, heads // 4), ffn=ffn, vocab=VOCAB, seq=512)

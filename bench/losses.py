@@ -102,7 +102,7 @@ def workload(name: str, dropout: float = 0.0) -> Any:
     """A model at test size in float64, and its optimizer; every caller gets the same start."""
     import torch
 
-    from weft.frontend import zoo
+    import weft_zoo as zoo
 
     settings: dict[str, Any] = {"dropout": dropout} if name in DROPS else {}
     settings |= {"layers": DEEP[name]} if name in DEEP else {}

@@ -107,8 +107,8 @@ def held(rank: int, world: int, plan: str, micro_batch: int) -> tuple[float, flo
     """The most bytes a rank held in a step, counted and foreseen."""
     import torch
 
+    import weft_zoo as zoo
     from weft.api.parallelize import parallelize
-    from weft.frontend import zoo
 
     w = zoo.get("bert-large", device="cpu", layers=2, hidden=256, heads=4, ffn=1024, vocab=1024, seq=32, dropout=0.0)
     batch = w.example(micro_batch * world)

@@ -28,7 +28,7 @@ import json, os, sys, torch, torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 from weft.api.parallelize import parallelize
-from weft.frontend import zoo
+import weft_zoo as zoo
 folder, plan, steps, every = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 w = zoo.small("gpt2", dtype=torch.float64)
 step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-3), w.example(8), plan=plan, check=False)

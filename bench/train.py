@@ -81,7 +81,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
 def workload(size: str, model: str = "gpt2") -> Any:
     """The model of a size with a fresh, equal start on every rank, and its batch per rank."""
-    from weft.frontend import zoo
+    import weft_zoo as zoo
 
     layers, hidden, heads, batch, seq = (SIZES if model == "gpt2" else LLAMAS)[size]
     more = {"dropout": 0.0} if model == "gpt2" else {"kv_heads": heads, "ffn": 4 * hidden}

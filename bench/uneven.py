@@ -88,7 +88,7 @@ def measure(rank: int, world: int, rounds: int, plans: str) -> dict[str, Any]:
 
 
 def model() -> Any:
-    from weft.frontend import zoo
+    import weft_zoo as zoo
 
     return zoo.get("gpt2", device="cpu", layers=LAYERS, hidden=HIDDEN, heads=8, vocab=1024, seq=SEQ, dropout=0.0)
 

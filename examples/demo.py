@@ -19,12 +19,12 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import weft_zoo as zoo  # noqa: E402
 from bench import train  # noqa: E402 - the repository's own folder, found above
 from bench._ranks import run_ranks  # noqa: E402
 from weft import interp  # noqa: E402
 from weft.api.parallelize import parallelize  # noqa: E402
 from weft.core.program import Program  # noqa: E402
-from weft.frontend import zoo  # noqa: E402
 from weft.plan.progress import line, partings  # noqa: E402
 from weft.plan.run import load  # noqa: E402
 from weft.programs.catalog import example  # noqa: E402

@@ -91,6 +91,12 @@ def test_other_words_are_not_hardware(text: str) -> None:
     assert not HARDWARE.search(text)
 
 
+def test_the_library_knows_no_model_of_the_zoo() -> None:
+    """Models by name come from a package of their own, which registers them; weft looks one up and recognises none."""
+    named = [f"{module}, line {line}" for module, tree in _modules() for line, text in _words(tree) if "weft_zoo" in text]
+    assert [name.split(",")[0] for name in named] == ["weft.frontend.catalog"], named
+
+
 def test_import_weft_is_light() -> None:
     """Counted in modules, which do not depend on how busy the machine is."""
     loaded = _run("import torch, sys; before = set(sys.modules); import weft; print(*(set(sys.modules) - before))")

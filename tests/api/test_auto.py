@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto, planfile
 from weft.api.lines import Lines
@@ -19,7 +20,6 @@ from weft.api.parallelize import parallelize
 from weft.api.pipelined import micro_steps
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+import weft_zoo as zoo
 from weft.api import afford
 from weft.api.eager import How
 from weft.api.judge import Case, Verdict, judge
@@ -19,7 +20,6 @@ from weft.api.parallelize import parallelize
 from weft.core.errors import CaptureError
 from weft.core.node import make, op_named, remade
 from weft.core.program import Program
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.ops import attention
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, S
-from weft.frontend import zoo
 from weft.plan.graph.planner import record
 from weft.plan.graph.search import ALL, Way
 from weft.plan.graph.task import Task

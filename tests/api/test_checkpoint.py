@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.core.errors import CheckpointError
-from weft.frontend import zoo
 
 PLANS = ["dp2", "dp2,zero1", "dp2,zero3", "tp2", "cp2"]
 ROOT = Path(__file__).parent.parent.parent

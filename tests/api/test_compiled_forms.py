@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weft
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft import interp
 from weft.api.compiled import Compiled
@@ -17,7 +18,6 @@ from weft.api.parallelize import parallelize
 from weft.core.layout import Mesh
 from weft.core.node import Type
 from weft.core.program import new_program
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.ops.source import input_node
 from weft.runtime.near import Near

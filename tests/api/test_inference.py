@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import weft
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.compiled import Compiled
 from weft.core.errors import PlanError
-from weft.frontend import zoo
 from weft.runtime.traced import Recorder, Traced
 
 BATCH, PROMPT, LENGTH = 2, 5, 9

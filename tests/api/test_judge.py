@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import afford
 from weft.api.parallelize import Step, parallelize
 from weft.core.errors import CaptureError
-from weft.frontend import zoo
 from weft.frontend.capture.aten import norms
 from weft.ops import attention
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import weft_zoo as zoo
 from tests.ranks import run_ranks
 from weft.api import lanes
 from weft.core.errors import RuntimeFault
-from weft.frontend import zoo
 from weft.runtime.lanes import Lanes
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.data import Rows
 from weft.api.parallelize import parallelize
 from weft.core.errors import RuntimeFault
-from weft.frontend import zoo
 
 STEPS = 4
 

@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft import parallelize_module
 from weft.core.errors import PlanError, RuntimeFault
-from weft.frontend import zoo
 
 STEPS = 3
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import weft
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.core.errors import PlanError, RuntimeFault
-from weft.frontend import zoo
 
 STEPS = 4
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.core.errors import PlanError, RuntimeFault
-from weft.frontend import zoo
 
 STEPS = 3
 

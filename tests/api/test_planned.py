@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.layout import O
 from weft.core.text import parse
-from weft.frontend import zoo
 from weft.frontend.capture import capture
 from weft.plan.graph.planner import make_plan as plan_program
 from weft.plan.graph.planner import task_of

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.core.errors import PlanError
-from weft.frontend import zoo
 
 
 class Peak(TorchDispatchMode):

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto, planfile, ruled
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, Placement, S
 from weft.core.program import Program
-from weft.frontend import zoo
 from weft.frontend.capture import capture
 from weft.plan.graph.planner import record
 from weft.plan.graph.search import ALL, Way

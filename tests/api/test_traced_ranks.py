@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import weft_zoo as zoo
 from tests.ranks import run_interpreted_ranks, run_ranks
-from weft.frontend import zoo
 
 
 def traced_without_inductor(wires: list[str]) -> None:

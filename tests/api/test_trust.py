@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto, trust
 from weft.api.parallelize import Step, parallelize
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.program import new_program
-from weft.frontend import zoo
 
 
 def made(plan: str = "dp1", *, name: str = "gpt2", **options: Any) -> tuple[Step, Any]:

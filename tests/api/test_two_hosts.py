@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import weft_zoo as zoo
 from bench._netns import Hosts, possible
 from weft.api.parallelize import parallelize
-from weft.frontend import zoo
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = """

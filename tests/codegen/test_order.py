@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
+import weft_zoo as zoo
 from weft.api.auto import prepare
 from weft.codegen import lower
 from weft.codegen.order import is_wire, order
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.ops.registry import nbytes
 from weft.plan.named import Named

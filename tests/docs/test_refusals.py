@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import weft
+import weft_zoo as zoo
 from weft import Mesh, P, S, WeftError, dynamic
 from weft.cluster.spec import cluster
-from weft.frontend import zoo
 from weft.plan.plan import load
 
 MESH, X = Mesh(dp=2), weft.f32(2, 3)

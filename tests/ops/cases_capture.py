@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from tests.ops.harness import Input, case, index, normal, positive
 from weft.core.node import op_named
-from weft.frontend.capture import experts as ex
 from weft.frontend.capture import ops, optimizers
+from weft.ops import experts as ex
 from weft.ops.pointwise import uniform_at
 
 # -- rotary tables -------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import weft_zoo as zoo
 from weft import interp
 from weft.core.layout import Layout, Mesh, O, P, S
 from weft.core.node import Type
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.plan.line import border
 from weft.plan.named import Named

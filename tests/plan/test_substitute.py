@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 import torch
 
+import weft_zoo as zoo
 from bench._sequential import joint_and_sequential, one_device
 from weft import interp
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, S
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.plan.graph.planner import all_ways, record
 from weft.plan.graph.search import GraphSearch, Way

@@ -100,8 +100,8 @@ def llama() -> Any:
 
 
 def train_gpt(folder: Path, plan: str) -> None:
+    import weft_zoo as zoo
     from weft.api.parallelize import parallelize
-    from weft.frontend import zoo
 
     w = zoo.get("gpt2", device="cpu", layers=2, hidden=64, heads=2, vocab=128, seq=32, dropout=0.0)
     step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan=plan, record=str(folder))

@@ -20,7 +20,7 @@ from weft.rewrite.check import check, equal_or_raise, layer_name, locate
 @pytest.fixture(scope="module")
 def gpt() -> tuple[Program, Program]:
     """One device, and dp2 x tp2 with the sequence cut between the sums."""
-    from weft.frontend import zoo
+    import weft_zoo as zoo
     from weft.frontend.capture import capture
     from weft.plan.named import Named, input_layouts
     from weft.plan.place import place

@@ -6,7 +6,7 @@ import torch
 from weft.codegen.quick import quick_call
 from weft.core.layout import Layout, Mesh, S
 from weft.core.node import Type
-from weft.frontend.capture.experts import experts as experts_op
+from weft.ops.experts import experts as experts_op
 from weft.ops.source import input_node
 from weft.runtime import grouped
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+import weft_zoo as zoo
 from weft.codegen.quick import quick_call
 from weft.core.layout import Mesh
 from weft.frontend import lang as w
-from weft.frontend import zoo
 from weft.frontend.trace import tensor, trace
 from weft.runtime import quick
 

@@ -15,7 +15,7 @@ import torch
 
 from weft.core.errors import LayoutError, PlanError
 from weft.cost.walk import program_phase
-from weft.frontend import zoo
+from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
 from weft.plan.baselines import EVERYTHING
 from weft.plan.named import Named, input_layouts
@@ -49,7 +49,7 @@ class Layers:
         self._seconds: dict[tuple[Named, tuple[Pin, ...], int], float] = {}
 
     def model(self) -> Any:
-        return zoo.get(self.request.model, device="meta", dtype=torch.bfloat16, layers=LAYERS, seq=self.problem.shape.seq)
+        return catalog.get(self.request.model, device="meta", dtype=torch.bfloat16, layers=LAYERS, seq=self.problem.shape.seq)
 
     def captured(self, batch: int) -> Captured:
         if batch not in self._captured:

@@ -127,11 +127,11 @@ def _placed(plan: Plan, layers: int) -> dict[str, Any]:
     import torch
 
     from weft.api.record import communication, tensors, verbs
-    from weft.frontend import zoo
+    from weft.frontend import catalog
     from weft.frontend.capture import capture
 
     s = plan.setting
-    w = zoo.get(plan.model, layers=layers, seq=plan.seq)
+    w = catalog.get(plan.model, layers=layers, seq=plan.seq)
     optimizer = torch.optim.AdamW(w.model.parameters())
     captured = capture(w.model, w.example(s.dp * s.micro_batch, device="meta"), w.loss, optimizer)
     named = Named(s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel and s.tp > 1)

@@ -150,9 +150,9 @@ def test_what_depends_on_data_is_taken_at_its_largest() -> None:
 
 def test_wefts_own_step_is_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given to the compiler by itself, and with nothing counted that was only there while it was traced."""
+    import weft_zoo as zoo
     from weft.api.compiled import Compiled
     from weft.api.parallelize import parallelize
-    from weft.frontend import zoo
 
     def make(_: Callable[..., Any]) -> Callable[[], Any]:
         work = zoo.get("mlp", device="cpu", layers=2, hidden=64, inputs=64)

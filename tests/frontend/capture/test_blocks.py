@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import weft_zoo as zoo
 from tests.frontend.capture.checks import run, same_as_torch
-from weft.frontend import zoo
 from weft.frontend.capture import capture
 
 

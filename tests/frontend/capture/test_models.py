@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+import weft_zoo as zoo
 from tests.frontend.capture.checks import ops, run, same_as_torch
 from weft import interp
 from weft.core.text import parse
-from weft.frontend import zoo
 from weft.frontend.capture import capture
 
 FAMILIES = sorted({e.build: e.name for e in map(zoo.entry, zoo.names())}.values())

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import weft_zoo as zoo
 from tests.frontend.capture.checks import close, run, same_as_torch
 from weft import interp
 from weft.core.errors import CaptureError
-from weft.frontend import zoo
 from weft.frontend.capture import capture, capture_step
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.randn(8, 3, generator=torch.Generator().manual_seed(1))

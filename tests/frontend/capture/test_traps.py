@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.frontend.capture.checks import ops, run, same_as_torch
+import weft_zoo as zoo
+from tests.frontend.capture.checks import ops, run, same_as_torch, same_function
 from tests.frontend.capture.test_models import hugging_face
 from weft.core.errors import CaptureError, RuntimeFault
-from weft.frontend import zoo
 from weft.frontend.capture import capture
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -100,6 +100,37 @@ def test_experts_never_gather_weights_per_token():
     largest = max(max(n.types, key=lambda t: len(t.shape)).shape for n in captured.program.nodes)
     assert len(largest) <= 5
     assert not any(t.shape[:1] == (3 * 16 * 2,) for n in captured.program.nodes for t in n.types)  # tokens x picks rows of weights
+
+
+def of_picks(x, w, picks):
+    return torch.einsum("td,tkfd->tkf", x, w[picks])
+
+
+EXPERTS = {  # (x, a, b, c, picks, weights) with a and b [e, 6, 5], c [e, 5, 6] -> what torch computes
+    "gated": lambda x, a, b, c, p, w: torch.einsum("tkf,tkdf,tk->td", F.silu(of_picks(x, a, p)) * of_picks(x, b, p), c[p], w),
+    "up first": lambda x, a, b, c, p, w: torch.einsum("nj,njh,njyh->ny", w, of_picks(x, b, p) * F.gelu(of_picks(x, a, p)), c[p]),
+    "not gated": lambda x, a, b, c, p, w: torch.einsum("tkf,tkdf,tk->td", F.relu(of_picks(x, a, p)), c[p], w),
+    "turned": lambda x, a, b, c, p, w: torch.einsum("tkf,tkfd,tk->td", F.relu(torch.einsum("tkdf,td->tkf", c[p], x)), a[p], w),
+    "other picks": lambda x, a, b, c, p, w: torch.einsum("tkf,tkdf,tk->td", F.relu(of_picks(x, a, p.flip(1))), c[p], w),
+    "other tokens": lambda x, a, b, c, p, w: torch.einsum("tkf,tkdf,tk->td", F.silu(of_picks(x, a, p)) * of_picks(x + 1, b, p), c[p], w),
+    "no sum over picks": lambda x, a, b, c, p, w: torch.einsum("tkf,tkdf,tk->kd", F.relu(of_picks(x, a, p)), c[p], w),
+    "another activation": lambda x, a, b, c, p, w: torch.einsum("tkf,tkdf,tk->td", F.tanh(of_picks(x, a, p)), c[p], w),
+}
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+def test_experts_gathered_by_hand_are_one_op(form):
+    """Of any model, seen by what it computes; what is only like them is left as it is."""
+    made = torch.Generator().manual_seed(0)
+    x, a, b, c = (torch.randn(s, generator=made, dtype=torch.float64) for s in ((7, 5), (3, 6, 5), (3, 6, 5), (3, 5, 6)))
+    chances = torch.randn(7, 3, generator=made, dtype=torch.float64)
+
+    def routed(x, a, b, c, chances):
+        weights, picks = chances.softmax(-1).topk(2, -1)
+        return EXPERTS[form](x, a, b, c, picks, weights)
+
+    captured = same_function(routed, x, a, b, c, chances, tolerance=1e-12)
+    assert ("experts" in ops(captured)) == (list(EXPERTS).index(form) < 4)
 
 
 def test_experts_work_is_that_of_the_picked_ones():

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft_zoo as zoo
 from bench._alpha_beta import AlphaBeta
 from weft import interp
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.core.layout import Mesh, R, S
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.plan.layouts import Chosen, OnCluster, choose
 from weft.plan.layouts.alike import parts

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import weft_zoo as zoo
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, R, S
 from weft.core.node import Node
-from weft.frontend import zoo
 from weft.frontend.capture import Captured, capture
 from weft.plan.layouts import Chosen, OnCluster, choose
 from weft.plan.roles import Roles

@@ -22,7 +22,6 @@ from weft.frontend.capture.alike import MISSING, PLAIN, Key, attributes, differi
 from weft.frontend.capture.caches import CacheWanted, close, is_cache, opened
 from weft.frontend.capture.calls import Calls, ModuleCall, autocast_dtype
 from weft.frontend.capture.complexes import any_complex
-from weft.frontend.capture.experts import MODULES
 from weft.frontend.capture.known import through
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import Cell, Ref, Step
@@ -119,9 +118,6 @@ class Blocks:
 
     def call(self, plain: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        whole = MODULES.get(type(module))
-        if whole is not None:
-            return self.calls.note(module, leaves, spec, lambda: whole(self.recorder, module, *args, **kwargs))
         caches = [x for x in leaves if is_cache(x)] if self.cacheless else []
         given = [None if is_cache(x) else x for x in leaves] if caches else leaves
         template = None

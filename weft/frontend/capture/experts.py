@@ -1,120 +1,14 @@
-"""Experts without a capacity: each token goes through the experts in its row of `picks`, and none is dropped.
-
-Labels: t tokens, d features, k picks of a token, e experts, f hidden features of an expert. Cut t, and each rank takes its
-tokens through all experts; cut e, and it takes all tokens through its own experts, and the result is a pending sum; cut f
-likewise. A token's work is k experts', however many there are. With a capacity (`capture(capacity=...)`) the same
-modules become dispatch, products over slots and combine, whose tokens travel by all_to_all.
-"""
+"""Experts over tokens, as one op or, with a capacity, as dispatch, products over slots and combine, whose tokens travel by all_to_all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from weft.core.node import Attrs, Node
-from weft.frontend.capture.modes import hear
+from weft.core.node import Node
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
-from weft.frontend.zoo.mixtral import Experts
 from weft.ops import moe
-from weft.ops import pointwise as w
-from weft.ops.comm import settle
+from weft.ops.experts import ACTIVATIONS, experts
 from weft.ops.norm import to_dtype
-from weft.ops.registry import Equation, Kind, Local, Types, define
 from weft.ops.shape import permute, reshape
-
-TOKENS, PICKS, UP, DOWN = ("t", "d"), ("t", "k"), ("e", "f", "d"), ("e", "d", "f")
-WHOLE = frozenset("dk")
-ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
-    "silu": (F.silu, w.silu),
-    "relu": (F.relu, w.relu),
-    "gelu": (F.gelu, w.gelu),
-    "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), lambda x: w.gelu(x, tanh=True)),
-}
-
-
-def _equation(types: Types, attrs: Attrs) -> Equation:
-    """x, picks, weights, up, down and, for gated experts, gate -> like x."""
-    return Equation((TOKENS, PICKS, PICKS, UP, DOWN, UP)[: len(types)], (TOKENS,), whole=WHOLE)
-
-
-def _through(held: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, down: Tensor, *gate: Tensor, act: str) -> Tensor:
-    """The sum over this rank's experts of what they make of the tokens that picked them."""
-    out = torch.zeros_like(x)
-    for i, expert in enumerate(held.tolist()):
-        token, place = torch.where(picks == expert)
-        rows = x[token]
-        y = rows @ up[i].T
-        y = ACTIVATIONS[act][0](rows @ gate[0][i].T) * y if gate else ACTIVATIONS[act][0](y)
-        out = out.index_add(0, token, (y @ down[i].T) * weights[token, place, None])
-    return out
-
-
-def _run(*xs: Tensor, act: str) -> Tensor:
-    return _through(torch.arange(xs[3].shape[0]), *xs, act=act)
-
-
-def _back(held: Tensor, ct: Tensor, *xs: Tensor, act: str) -> tuple[Tensor, ...]:
-    with torch.enable_grad():
-        given = [x.detach().requires_grad_(i != 1) for i, x in enumerate(xs)]
-        wrt = [given[0], *given[2:]]
-        y = _through(held, *given, act=act)
-        grads = torch.autograd.grad(y, wrt, ct, allow_unused=True) if y.requires_grad else [None] * len(wrt)  # no expert here
-    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, wrt, strict=True))
-
-
-def _back_equation(types: Types, attrs: Attrs) -> Equation:
-    ins = (TOKENS, TOKENS, PICKS, PICKS, UP, DOWN, UP)[: len(types)]
-    return Equation(ins, (ins[1], *ins[3:]), whole=WHOLE)
-
-
-def _back_run(ct: Tensor, *xs: Tensor, act: str) -> tuple[Tensor, ...]:
-    return _back(torch.arange(xs[3].shape[0]), ct, *xs, act=act)
-
-
-def _work(n: Node, up: int, factor: float) -> float:
-    """Products of the picks that fall on the experts held, if picks fall evenly."""
-    t, k = n.args[up - 2].type.layout.largest_local
-    e, f, d = n.args[up].type.layout.largest_local
-    return factor * t * k * (e / n.args[up].shape[0]) * f * d * (len(n.args) - up)
-
-
-experts_backward = define(
-    "experts_backward",
-    kind=Kind.WHOLE,
-    equation=_back_equation,
-    run=_back_run,
-    local=lambda ctx, ct, *xs, act: _back(ctx.positions(4, 0), ct, *xs, act=act),
-    dtype=lambda types, attrs: (types[1].dtype, *(t.dtype for t in types[3:])),
-    linear=(frozenset({0}),),
-    flops=lambda n: _work(n, 4, 6.0),
-)
-
-
-def _vjp(n: Node, ct: Node) -> Any:
-    dx, *rest = experts_backward(ct, *map(settle, n.args), act=n.attr("act"))
-    return dx, None, *rest
-
-
-def _local(ctx: Local, *xs: Tensor, act: str) -> Tensor:
-    return _through(ctx.positions(3, 0), *xs, act=act)
-
-
-experts = define(
-    "experts",
-    kind=Kind.WHOLE,
-    equation=_equation,
-    run=_run,
-    local=_local,
-    dtype=lambda types, attrs: types[0].dtype,
-    linear=(frozenset({2}), frozenset({4})),
-    vjp=_vjp,
-    flops=lambda n: _work(n, 3, 2.0),
-)
 
 
 def apply(r: Recorder, x: Node, picks: Node, weights: Node, up: Node, down: Node, gate: Node | None, act: str) -> Node:
@@ -131,21 +25,3 @@ def apply(r: Recorder, x: Node, picks: Node, weights: Node, up: Node, down: Node
     turned = [None if v is None else permute(v, (0, 2, 1)) for v in (up, down, gate)]
     y = moe.experts_of(y, *turned, act=ACTIVATIONS[act][1])
     return reshape(moe.combine(y, places, reshape(weights, (1, *weights.shape))), x.shape)
-
-
-MODULES: dict[type[nn.Module], Callable[..., Tensor]] = {}
-
-
-def module(kind: type[nn.Module]) -> Callable[[Any], Any]:
-    """Register how a module is kept whole: `handler(recorder, module, *args)` on traced tensors."""
-
-    def add(handler: Any) -> Any:
-        MODULES[kind] = handler
-        return handler
-
-    return add
-
-
-@module(Experts)
-def _zoo_experts(r: Recorder, m: Experts, x: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
-    return hear(r, None, apply, (x, picks, weights, m.up, m.down, m.gate, "silu"), {})

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node
-from weft.frontend.capture.experts import ACTIVATIONS, apply
+from weft.frontend.capture.experts import apply
 from weft.frontend.capture.known import fixed, through
 from weft.frontend.capture.modes import hear
 from weft.frontend.capture.recorder import Recorder
+from weft.ops.experts import ACTIVATIONS
 from weft.ops.shape import narrow, permute, reshape
 
 NAME = "weft"

@@ -1,4 +1,4 @@
-"""Compositions people write out by hand, seen as they are made and kept as one op: rotary embedding and RMS norm.
+"""Compositions people write out by hand, seen as they are made and kept as one op: rotary embedding, RMS norm, experts.
 
 A match looks at nodes, not at names, so it finds them in any model. What it replaces computes the same number; in half
 precision an RMS norm is rounded once instead of twice.
@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.core.node import Node
+from weft.frontend.capture.experts import apply
 from weft.frontend.capture.ops import rope
 from weft.frontend.capture.recorder import Recorder
+from weft.ops.experts import ACTIVATIONS
 from weft.ops.norm import rms_norm
+from weft.ops.pointwise import cast
+from weft.ops.shape import permute
 
 
 def improved(r: Recorder, node: Node) -> Node:
     """The node, or the one op that it finishes."""
+    if node.op.name == "einsum":
+        return _experts(r, node) or node
     if node.op.name == "add":
         return _rope(r, node) or node
     return _rms_norm(node) or node if node.op.name == "mul" else node
@@ -105,3 +111,61 @@ def _mean_square(node: Node) -> Node | None:
 
 def _uncast(node: Node) -> Node:
     return node.args[0] if node.op.name == "cast" and node.args[0].dtype.is_floating_point else node
+
+
+# -- sum over k of weights[t, k] down[e] (act(gate[e] x[t]) up[e] x[t]), where e = picks[t, k] -------------------------------
+
+
+def _experts(r: Recorder, node: Node) -> Node | None:
+    """Experts gathered for each token; their stacks may have their dims in any order."""
+    ins, out = _labels(node)
+    given = {len(labels): (labels, arg) for labels, arg in zip(ins, node.args, strict=True)}
+    if len(ins) != 3 or sorted(given) != [2, 3, 4]:
+        return None
+    (tk, weights), (tkf, y), (labels, taken) = given[2], given[3], given[4]
+    d, f = out[1:], tkf[2:]
+    if (tkf[:2], out[:1]) != (tk, tk[0]) or not (found := _stack(taken, labels, tk, d + f)):
+        return None
+    down, picks = found
+    for up, gate, act in _activated(y):
+        parts = [_of_picks(p, picks) for p in (up, gate) if p is not None]
+        if all(parts) and len({p[0] for p in parts if p}) == 1:
+            (x, first), *second = [p for p in parts if p]
+            return apply(r, x, picks, weights, first, down, second[0][1] if second else None, act)
+    return None
+
+
+def _labels(node: Node) -> tuple[list[str], str]:
+    left, _, right = node.attr("equation").partition("->")
+    return left.split(","), right
+
+
+def _stack(node: Node, labels: str, tk: str, order: str) -> tuple[Node, Node] | None:
+    """(weights [e, *order], picks), where the node is the matrices of every pick."""
+    taken = node.args[0] if node.op.name == "cast" else node
+    if taken.op.name != "take" or taken.attr("dim") != 0 or taken.args[1].ndim != 2 or sorted(labels) != sorted(tk + order) or labels[:2] != tk:
+        return None
+    stack = taken.args[0] if taken is node else cast(taken.args[0], dtype=node.attr("dtype"))
+    return (stack if labels[2:] == order else permute(stack, (0, 2, 1))), taken.args[1]
+
+
+def _of_picks(node: Node, picks: Node) -> tuple[Node, Node] | None:
+    """(x, weights [e, f, d]), where the node is each token times the matrices of its picks."""
+    ins, out = _labels(node) if node.op.name == "einsum" else ([], "")
+    for x, taken in ((0, 1), (1, 0)) if len(ins) == 2 and len(out) == 3 else ():
+        if len(ins[x]) == 2 and ins[x][0] == out[0]:
+            found = _stack(node.args[taken], ins[taken], out[:2], out[2] + ins[x][1])
+            if found and found[1] is picks:
+                return node.args[x], found[0]
+    return None
+
+
+def _activated(y: Node) -> Iterator[tuple[Node, Node | None, str]]:
+    """(up, gate, activation) of act(gate) * up, (up, None, activation) of act(up)."""
+    for name, (_, make) in ACTIVATIONS.items():
+        kind = name.removesuffix("_tanh")
+        if y.op.name == kind and make(y.args[0]) is y:
+            yield y.args[0], None, name
+        for gate, up in _either(y, "mul"):
+            if gate.op.name == kind and make(gate.args[0]) is gate:
+                yield up, gate.args[0], name

@@ -1,4 +1,4 @@
-"""What is planned: a model, of the zoo or the user's own, at a batch on a cluster, captured as one program at any number of micro-batches."""
+"""What is planned: a model, by name or the user's own, at a batch on a cluster, captured as one program at any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Task:
 
 @cache
 def _workload(model: str, changes: tuple[tuple[str, Any], ...]) -> Any:
-    from weft.frontend import zoo
+    from weft.frontend.source import load
 
-    return zoo.load(model, **dict(changes))
+    return load(model, **dict(changes))
 
 
 def example_size(model: str) -> int:

@@ -22,7 +22,8 @@ from weft.ops.shape import expand, narrow, permute, reshape
 
 def _wrapped(index: Node, size: int) -> Node:
     """Negative indices counted from the end, as torch counts them; known sources of whole numbers need none of it."""
-    if index.op.name in ("arange", "argmax", "topk", "sort"):
+    source = index.args[0] if index.op.name == "item" else index
+    if source.op.name in ("arange", "argmax", "topk", "sort"):
         return index
     return w.where(w.lt(index, 0), w.add(index, size), index)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from weft.core.node import Node
 from weft.frontend.capture.aten.pointwise import promoted
 from weft.frontend.capture.modes import aten, function
+from weft.frontend.capture.patterns import improved
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
@@ -106,4 +107,4 @@ def _einsum(r: Recorder, equation: str, *operands: Any) -> Node:
         return NotImplemented
     if not arrow:
         right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
-    return einsum(f"{left}->{right}", *lowered(r, *promoted(r, *xs)))
+    return improved(r, einsum(f"{left}->{right}", *lowered(r, *promoted(r, *xs))))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+import weft_zoo as zoo
 from weft.core.errors import CaptureError, UnknownName
-from weft.frontend import zoo
 
 USER = """
 import torch

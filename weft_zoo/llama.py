@@ -6,13 +6,14 @@ Rotation pairs element i with i + d/2, as in the published safetensors checkpoin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Field, ids, register
-from weft.frontend.zoo.gpt import _start, next_token
+from weft.frontend.catalog import Field, ids, register
+from weft_zoo.gpt import _start, next_token
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,14 @@ def fields(s: Settings, batch: int) -> dict[str, Field]:
     return {"tokens": ids(batch, s.seq, high=s.vocab), "targets": ids(batch, s.seq, high=s.vocab)}
 
 
+def shape(s: Settings) -> dict[str, Any]:
+    """As planners take it."""
+    return {
+        "layers": s.layers, "hidden": s.hidden, "heads": s.heads, "kv_heads": s.kv_heads, "ffn": s.ffn, "vocab": s.vocab, "seq": s.seq,
+        "gated": True, "rotary": True, "bias": False, "tied": s.tied,
+    }  # fmt: skip
+
+
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 56, "vocab": 67, "seq": 16}
 
 # Touvron 2023, table 1 and published configs; Grattafiori 2024, table 3.
@@ -154,4 +163,4 @@ SIZES = {
 }
 
 for _name, _settings in SIZES.items():
-    register(_name, _settings, Llama, next_token, fields, SMALL)
+    register(_name, _settings, Llama, next_token, fields, SMALL, shape=shape)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, register, wide
-from weft.frontend.zoo.gpt import _start
+from weft.frontend.catalog import Batch, Field, ids, register
+from weft_zoo.gpt import _start
+from weft_zoo.precision import wide
 
 IGNORE = -100  # a label at a position that was not masked
 
@@ -98,6 +100,14 @@ def fields(s: Settings, batch: int) -> dict[str, Field]:
     }  # fmt: skip
 
 
+def shape(s: Settings) -> dict[str, Any]:
+    """As planners take it."""
+    return {
+        "layers": s.layers, "hidden": s.hidden, "heads": s.heads, "ffn": s.ffn, "vocab": s.vocab, "seq": s.seq, "causal": False,
+        "dropout": s.dropout > 0,
+    }  # fmt: skip
+
+
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 67, "seq": 16, "dropout": 0.0}
 
 # Devlin 2019; the larger two are those of CoCoNet's memory table (Megatron's BERT family).
@@ -107,4 +117,4 @@ for _name, _settings in {
     "bert-1.2b": Settings(24, 2048, 32, 8192),
     "bert-3.9b": Settings(48, 2560, 40, 10240),
 }.items():
-    register(_name, _settings, Bert, pretraining, fields, SMALL)
+    register(_name, _settings, Bert, pretraining, fields, SMALL, shape=shape)

@@ -10,22 +10,14 @@ from typing import Any
 
 import torch
 
-from weft.frontend.zoo import bert, convnets, dense, gpt, gshard, inception, llama, mixtral, recommend, unet, vit
-from weft.frontend.zoo.entry import Batch, Entry, Field, Workload, assemble, entry, names, register, resized
-from weft.frontend.zoo.source import load
+from weft.frontend.catalog import Batch, Entry, Field, Workload, assemble, entry, get, names, register, resized
+from weft.frontend.source import load
+from weft_zoo import bert, convnets, dense, gpt, gshard, inception, llama, mixtral, recommend, unet, vit
 
 __all__ = [
     "Batch", "Entry", "Field", "Workload", "bert", "convnets", "dense", "entry", "get", "gpt", "gshard", "inception",
     "llama", "load", "mixtral", "names", "recommend", "register", "small", "unet", "vit",
 ]  # fmt: skip
-
-
-def get(
-    name: str, *, device: str | torch.device = "meta", dtype: torch.dtype | None = None, seed: int = 0, **settings: Any
-) -> Workload:
-    """Build a model of the zoo; keyword arguments change fields of its settings."""
-    found = entry(name)
-    return assemble(found, resized(found, settings), device, dtype, seed)
 
 
 def small(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, reals, register
+from weft.frontend.catalog import Batch, Field, ids, reals, register
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, reals, register, wide
+from weft.frontend.catalog import Batch, Field, ids, reals, register
+from weft_zoo.precision import wide
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,14 @@ def fields(s: Settings, batch: int) -> dict[str, Field]:
     return {"images": reals(batch, 3, s.image, s.image), "labels": ids(batch, high=s.classes)}
 
 
+def shape(s: Settings) -> dict[str, Any]:
+    """As planners take it: patches in place of words, and one answer per sample."""
+    return {
+        "layers": s.layers, "hidden": s.hidden, "heads": s.heads, "ffn": s.ffn, "vocab": s.classes, "seq": (s.image // s.patch) ** 2 + 1,
+        "causal": False, "dropout": s.dropout > 0,
+    }  # fmt: skip
+
+
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "image": 16, "patch": 4, "classes": 10}
 
 for _name, _settings in {
@@ -87,4 +97,4 @@ for _name, _settings in {
     "vit-l16": Settings(24, 1024, 16, 4096),
     "vit-h14": Settings(32, 1280, 16, 5120, patch=14),
 }.items():
-    register(_name, _settings, ViT, classify, fields, SMALL)
+    register(_name, _settings, ViT, classify, fields, SMALL, shape=shape)

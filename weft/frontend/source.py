@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import CaptureError, UnknownName
-from weft.frontend.zoo.entry import Batch, Field, Workload, assemble, entry, ids, reals, resized
+from weft.frontend.catalog import Batch, Field, Workload, get, ids, reals
 
 
 def load(
@@ -32,8 +32,7 @@ def load(
     path, colon, function = spec.rpartition(":")
     if colon and path.endswith(".py"):
         return user_function(Path(path), function, device=device, dtype=dtype, **settings)
-    found = entry(spec)
-    return assemble(found, resized(found, settings), device, dtype, seed)
+    return get(spec, device=device, dtype=dtype, seed=seed, **settings)
 
 
 def user_function(

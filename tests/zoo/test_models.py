@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weft.frontend import zoo
+import weft_zoo as zoo
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -111,7 +111,7 @@ def test_decoding_with_a_cache_equals_the_whole_sequence():
 
 
 def test_gshard_keeps_first_choices_and_drops_what_has_no_place():
-    from weft.frontend.zoo.gshard import top2
+    from weft_zoo.gshard import top2
 
     chances = torch.tensor([[[0.7, 0.3], [0.6, 0.4], [0.9, 0.1]]])
     weights, _ = top2(chances, capacity=2)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo import bert
-from weft.frontend.zoo.entry import Batch, Field, ids, register, wide
-from weft.frontend.zoo.gpt import _start
+from weft.frontend.catalog import Batch, Field, ids, register
+from weft_zoo import bert
+from weft_zoo.gpt import _start
+from weft_zoo.precision import wide
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,11 @@ def fields(s: Settings, batch: int) -> dict[str, Field]:
     return {"words": ids(batch, s.seq, high=s.vocab), "labels": ids(batch, s.seq, high=s.vocab)}
 
 
+def shape(s: Settings) -> dict[str, Any]:
+    """As planners take it."""
+    return bert.shape(s.encoder()) | {"experts": s.experts, "chosen": 2, "moe_every": 2}
+
+
 SMALL = {"layers": 4, "hidden": 32, "heads": 4, "experts": 4, "ffn": 64, "vocab": 67, "seq": 16, "group": 32}
 
 # Alpa's weak scaling: layers, hidden, experts; 16 heads. `gshard-moe` is the largest.
@@ -150,4 +157,4 @@ SIZES = {
 }
 
 for _name, (_layers, _hidden, _experts) in SIZES.items():
-    register(_name, Settings(_layers, _hidden, 16, _experts), GShard, balanced_words, fields, SMALL)
+    register(_name, Settings(_layers, _hidden, 16, _experts), GShard, balanced_words, fields, SMALL, shape=shape)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, register, wide
-from weft.frontend.zoo.gpt import _start
-from weft.frontend.zoo.llama import Attention, rotary_tables
-from weft.frontend.zoo.llama import Settings as LlamaSettings
+from weft.frontend.catalog import Batch, Field, ids, register
+from weft_zoo.gpt import _start
+from weft_zoo.llama import Attention, rotary_tables
+from weft_zoo.llama import Settings as LlamaSettings
+from weft_zoo.llama import shape as llama_shape
+from weft_zoo.precision import wide
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,9 @@ class Experts(nn.Module):
             nn.init.normal_(p, std=0.02)
 
     def forward(self, x: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, hidden]; picks, weights [tokens, chosen]."""
-        out = torch.zeros_like(x)
-        for e in range(self.gate.shape[0]):
-            token, place = torch.where(picks == e)
-            y = F.silu(x[token] @ self.gate[e].T) * (x[token] @ self.up[e].T)
-            out = out.index_add(0, token, (y @ self.down[e].T) * weights[token, place, None])
-        return out
+        """x [tokens, hidden]; picks, weights [tokens, chosen]. The matrices of its experts are gathered for each token."""
+        gate, up = (torch.einsum("td,tkfd->tkf", x, w[picks]) for w in (self.gate, self.up))
+        return torch.einsum("tkf,tkdf,tk->td", F.silu(gate) * up, self.down[picks], weights)
 
 
 class Sparse(nn.Module):
@@ -121,10 +120,15 @@ def fields(s: Settings, batch: int) -> dict[str, Field]:
     return {"tokens": ids(batch, s.seq, high=s.vocab), "targets": ids(batch, s.seq, high=s.vocab)}
 
 
+def shape(s: Settings) -> dict[str, Any]:
+    """As planners take it."""
+    return llama_shape(s.attention()) | {"experts": s.experts, "chosen": s.chosen}
+
+
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 40, "experts": 4, "vocab": 67, "seq": 16}
 
-register("mixtral-8x7b", Settings(), Mixtral, balanced_next_token, fields, SMALL)
+register("mixtral-8x7b", Settings(), Mixtral, balanced_next_token, fields, SMALL, shape=shape)
 register(
     "mixtral-8x22b", Settings(layers=56, hidden=6144, heads=48, ffn=16384, vocab=32768, seq=65536),
-    Mixtral, balanced_next_token, fields, SMALL, batch=1,
+    Mixtral, balanced_next_token, fields, SMALL, batch=1, shape=shape,
 )  # fmt: skip

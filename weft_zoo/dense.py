@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, reals, register, wide
-from weft.frontend.zoo.recommend import stack
+from weft.frontend.catalog import Batch, Field, ids, reals, register
+from weft_zoo.precision import wide
+from weft_zoo.recommend import stack
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, register, wide
+from weft.frontend.catalog import Batch, Field, ids, register
+from weft_zoo.precision import wide
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,14 @@ def fields(s: Settings, batch: int) -> dict[str, Field]:
     return {"tokens": ids(batch, s.seq, high=s.vocab), "targets": ids(batch, s.seq, high=s.vocab)}
 
 
+def shape(s: Settings) -> dict[str, Any]:
+    """As planners take it."""
+    return {
+        "layers": s.layers, "hidden": s.hidden, "heads": s.heads, "ffn": s.ffn or 4 * s.hidden, "vocab": s.vocab, "seq": s.seq, "tied": s.tied,
+        "dropout": s.dropout > 0,
+    }  # fmt: skip
+
+
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": None, "vocab": 67, "seq": 16, "dropout": 0.0}
 
 # name: layers, hidden, heads, vocab, seq. GPT-2 (Radford 2019), GPT-3 (Brown 2020, table 2.1),
@@ -141,5 +151,5 @@ for _name, (_layers, _hidden, _heads, _vocab, _seq) in SIZES.items():
     register(
         _name,
         Settings(_layers, _hidden, _heads, None, _vocab, _seq, dropout=0.1 if _name.startswith("gpt2") else 0.0),
-        GPT, next_token, fields, SMALL,
+        GPT, next_token, fields, SMALL, shape=shape,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What a zoo model is: settings, a plain torch module, a loss over a batch, and a maker of example batches.
+"""Models by name: settings, a plain torch module, a loss over a batch, and a maker of example batches.
 
-Models are looked up by name and may be resized by any field of their settings; `small` holds the fields that shrink
-one to test size without changing what it computes. Nothing is allocated until `get` builds it, by default on `meta`.
+Any package may `register` its own; those of `weft_zoo` are there once one is asked for. A model may be resized by any field of its settings;
+`small` holds the fields that shrink it to test size without changing what it computes. Nothing is allocated until it is built, by default on `meta`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,11 +44,6 @@ class Field:
         return torch.randint(0, self.high, self.shape, generator=generator).to(device, kind)
 
 
-def wide(x: Tensor) -> Tensor:
-    """Half precision brought to float32, where sums over many elements begin."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 def ids(*shape: int, high: int) -> Field:
     return Field(shape, high)
 
@@ -58,7 +54,7 @@ def reals(*shape: int) -> Field:
 
 @dataclass(frozen=True)
 class Entry:
-    """A named model of the zoo, not yet built."""
+    """A named model, not yet built. `shape` tells the sizes of one that is a stack of transformer layers, whose settings have `layers` and `seq`."""
 
     name: str
     settings: Any
@@ -67,6 +63,7 @@ class Entry:
     fields: Callable[[Any, int], Mapping[str, Field]]
     small: Mapping[str, Any]
     batch: int
+    shape: Callable[[Any], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,7 @@ class Workload:
         return {k: f.make(place, generator, floats) for k, f in self.fields(size).items()}
 
 
+ZOO = "weft_zoo"
 _entries: dict[str, Entry] = {}
 
 
@@ -100,18 +98,22 @@ def register(
     fields: Callable[[Any, int], Mapping[str, Field]],
     small: Mapping[str, Any],
     batch: int = 8,
+    shape: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Put a model into the zoo under `name`."""
+    """Make a model known by `name`."""
     if name in _entries:
         raise WeftError(f"the zoo already has a model named {name!r}", needed="a new name", found=name, try_="choose another name")
-    _entries[name] = Entry(name, settings, build, loss, fields, small, batch)
+    _entries[name] = Entry(name, settings, build, loss, fields, small, batch, shape)
 
 
 def names() -> list[str]:
+    import_module(ZOO)
     return sorted(_entries)
 
 
 def entry(name: str) -> Entry:
+    if name not in _entries:
+        import_module(ZOO)
     if name not in _entries:
         near = [f"{name}:make, if make is what returns (model, loss, batch)"] if name.endswith(".py") else _near(name)
         raise UnknownName(
@@ -175,3 +177,9 @@ def assemble(
     finally:
         torch.set_default_dtype(kept)
     return Workload(model.name, settings, module, model.loss, lambda n: model.fields(settings, n), model.batch)
+
+
+def get(name: str, *, device: str | torch.device = "meta", dtype: torch.dtype | None = None, seed: int = 0, **settings: Any) -> Workload:
+    """Build a model by name; keyword arguments change fields of its settings."""
+    found = entry(name)
+    return assemble(found, resized(found, settings), device, dtype, seed)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Batch, Field, ids, reals, register, wide
+from weft.frontend.catalog import Batch, Field, ids, reals, register
+from weft_zoo.precision import wide
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.frontend.zoo.entry import Field, ids, reals, register
-from weft.frontend.zoo.vit import classify
+from weft.frontend.catalog import Field, ids, reals, register
+from weft_zoo.vit import classify
 
 
 @dataclass(frozen=True)
