@@ -193,16 +193,39 @@ class _Stop(Exception):
 
 
 def tensor_cuts(program: Program, loss: Node, weights: Mapping[str, Node], n: int) -> dict[str, S]:
-    """The cut of every weight that can be cut by columns or by rows without a collective in between."""
+    """The cut of every weight that can be cut by columns or by rows without a collective in between.
+
+    What columns do not reach is tried from its rows: where several products share a weight (queries, keys and values), it is cut inside
+    each of them, which only the far end of the chain tells."""
     forward = program.needs(loss)
     names = {node: name for name, node in weights.items()}
     found: dict[Node, S] = {}
-    for node in program.nodes:
-        if node in forward and node.op.kind is Kind.CONTRACT and len(node.args) == 2:
-            for k, w in enumerate(node.args):
-                if w in names and w not in found:
-                    found |= _columns(program, forward, names, found, node, k, n)
+    for start in (_columns, _rows):
+        for node in program.nodes:
+            if node in forward and node.op.kind is Kind.CONTRACT and len(node.args) == 2:
+                for k, w in enumerate(node.args):
+                    if w in names and w not in found:
+                        found |= start(program, forward, names, found, node, k, n)
     return {names[w]: cut for w, cut in found.items()}
+
+
+def _rows(
+    program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
+) -> dict[Node, S]:
+    """The cuts that follow from cutting this weight by its rows, and with them what it multiplies."""
+    eq = equation_of(node)
+    assert eq is not None
+    for d, x in enumerate(eq.ins[k]):
+        if x in eq.ins[1 - k] and x not in eq.outs[0] and node.args[k].shape[d] % n == 0:
+            flow = _Flow(program, forward, names, found, n)
+            try:
+                flow.require(node.args[1 - k], S(eq.ins[1 - k].index(x)))
+                flow.follow()
+                if flow.ended and node.args[k] in flow.cuts and len(flow.cuts) > 1:
+                    return flow.cuts
+            except (_Stop, LayoutError):
+                continue
+    return {}
 
 
 def _columns(
@@ -261,6 +284,9 @@ class _Flow:
         return layout if layout.is_even else None
 
     def _require_operands(self, node: Node, cut: S) -> None:
+        if node.op.name == "item":
+            self._require_whole_op(node.args[0], int(node.attr("index")), cut)
+            return
         eq = equation_of(node)
         if node.op.name == "reshape":
             self.require(node.args[0], self._reshaped(node, cut, node.args[0].shape))
@@ -272,6 +298,16 @@ class _Flow:
             raise _Stop
         for k, d in places:
             self.require(node.args[k], S(d, cut.within))
+
+    def _require_whole_op(self, node: Node, index: int, cut: S) -> None:
+        """One result of several is cut so: its operands are, and the other results with it."""
+        eq = equation_of(node)
+        label = eq.outs[index][cut.dim] if eq is not None else ONE
+        if eq is None or label in eq.whole or label == ONE or not eq.dims_of(label):
+            raise _Stop
+        for k, d in eq.dims_of(label):
+            self.require(node.args[k], S(d, cut.within))
+        self._results(node, label, cut)
 
     def _reshaped(self, node: Node, cut: S, shape: Iterable[int]) -> S:
         layout = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within).reshape(tuple(shape))

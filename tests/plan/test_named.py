@@ -1,0 +1,68 @@
+"""Tensor parallelism is found in what was captured: by columns and rows, and inside a projection that several readers share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from weft import S
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.frontend.capture import capture
+from weft.plan.named import Named, input_layouts, tensor_cuts
+from weft.plan.place import place
+
+HEADS, WIDTH = 4, 16
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of one product, taken apart as two families of models do."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.qkv, self.out = by, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        if self.by == "view":
+            q, k, v = self.qkv(x).view(b, n, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        else:
+            q, k, v = (t.view(b, n, HEADS, -1).transpose(1, 2) for t in self.qkv(x).split(WIDTH, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(b, n, -1))
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def parameters(program: Program) -> dict[str, Node]:
+    return {n: w for n, w in program.input_names.items() if n.startswith("param.")}
+
+
+@pytest.mark.parametrize("by", ["view", "split"])
+def test_a_shared_projection_is_cut_inside_each_of_its_parts(by: str) -> None:
+    model, x = Attention(by).double(), torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    program = capture(model, x, loss, gradients=True).program
+    cuts = tensor_cuts(program, program.output_names["loss"], parameters(program), 2)
+    assert cuts == {"param.qkv.weight": S(0, within=WIDTH), "param.qkv.bias": S(0, within=WIDTH), "param.out.weight": S(1)}
+
+    named = Named(tp=2)
+    placed = place(program, named.mesh, *input_layouts(program, named, {}))
+    given = {f"param.{n}": p.detach() for n, p in model.named_parameters()} | {n: x for n in program.input_names if n.startswith("batch")}
+    found = weft.interp.run(placed, given)
+    wanted = loss(model, x)
+    wanted.backward()
+    torch.testing.assert_close(found["loss"], wanted.detach())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[f"d.param.{name}"], p.grad)
+    assert placed.find_all("attention")[0].args[0].layout.where_cut("tp") is not None
+
+
+def test_what_cannot_be_cut_evenly_stays_whole() -> None:
+    model, x = Attention("view"), torch.randn(2, 6, WIDTH)
+    program = capture(model, x, loss).program
+    assert tensor_cuts(program, program.output_names["loss"], parameters(program), 3) == {}
