@@ -80,7 +80,12 @@ def test_what_cannot_be_asked_is_refused_before_the_work(options: list[str], say
     assert made.exit_code == 1 and says in made.output and "planned in" not in made.output
 
 
-@pytest.mark.parametrize("options", [["--max-tp", "2"], ["--pin", "tp=2"], ["--seq", "12"]])
+def test_a_captured_model_has_the_length_of_its_example() -> None:
+    made = call("plan", "mlp", "--cluster", "1x2xA100", "--seq", "12")
+    assert made.exit_code == 1 and "mlp has the length of its example" in made.output
+
+
+@pytest.mark.parametrize("options", [["--max-tp", "2"], ["--pin", "tp=2"]])
 def test_a_program_has_no_degrees_to_fix(options: list[str]) -> None:
     made = call("plan", "mlp", "--cluster", "1x2xA100", *options)
     assert made.exit_code == 1 and "layouts are chosen tensor by tensor" in made.output

@@ -186,7 +186,7 @@ def of_node(node: Node) -> Iterator[Op]:
         yield from _sent(node)
     elif kind is Kind.CONTRACT:
         m, n, k, batch = product_sizes(node)
-        yield Gemm(m, n, k, batch, _dtype(node), node.op.name)
+        yield Gemm(m, n, k, batch, dtype_of(node), node.op.name)
     elif node.op.name.startswith("attention") and not _in_one_kernel(node):
         yield from _with_scores(node)
     else:
@@ -196,7 +196,7 @@ def of_node(node: Node) -> Iterator[Op]:
         if name.startswith("attention"):
             share = "attention.backward" if "backward" in name else "attention.forward"
         yield Touch(
-            name, float(memory_traffic(node)), 0, flops=work, dtype=_dtype(node), share=share, math=_elements(node) if name.startswith(MATH) else 0.0,
+            name, float(memory_traffic(node)), 0, flops=work, dtype=dtype_of(node), share=share, math=_elements(node) if name.startswith(MATH) else 0.0,
             kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
         )  # fmt: skip
 
@@ -280,7 +280,7 @@ def product_sizes(node: Node) -> tuple[int, int, int, int]:
     return m, n, k, batch
 
 
-def _query_and_key(node: Node) -> tuple[Node, Node]:
+def query_and_key(node: Node) -> tuple[Node, Node]:
     """Of attention, or of its backward, where they follow the cotangents."""
     at = {"attention": 0, "attention_backward": 1}.get(node.op.name, 2)
     return node.args[at], node.args[at + 1]
@@ -288,12 +288,12 @@ def _query_and_key(node: Node) -> tuple[Node, Node]:
 
 def _keys(node: Node) -> int:
     """Keys attention is over; 0 of any other op."""
-    return int(_query_and_key(node)[1].type.layout.largest_local[-2]) if node.op.name.startswith("attention") else 0
+    return int(query_and_key(node)[1].type.layout.largest_local[-2]) if node.op.name.startswith("attention") else 0
 
 
 def _in_one_kernel(node: Node) -> bool:
     """Whether a library's kernel does it: one that drops nothing, and that finds all rows and keys where a mask is causal."""
-    q, k = _query_and_key(node)
+    q, k = query_and_key(node)
     if node.attr("window") or node.attr("offset") or node.attr("p") or k.ndim != 4 or node.op.name not in ("attention", "attention_backward"):
         return False
     return not node.attr("causal") or q.shape[3] == k.shape[2] and not any(a.cut for a in q.type.layout.dims[3])
@@ -301,15 +301,15 @@ def _in_one_kernel(node: Node) -> bool:
 
 def _with_scores(node: Node) -> Iterator[Op]:
     """Attention as it is defined: products, and passes over scores that reach memory (scaled, masked, their sums, exponentials)."""
-    q, k = _query_and_key(node)
+    q, k = query_and_key(node)
     *heads, rows, width = q.type.layout.largest_local
     keys = math.prod(k.type.layout.largest_local[2:-1])
     back = node.op.name != "attention"
     for _ in range(5 if back else 2):
-        yield Gemm(rows, keys, width, math.prod(heads), _dtype(node), node.op.name)
+        yield Gemm(rows, keys, width, math.prod(heads), dtype_of(node), node.op.name)
     scores = float(math.prod(heads) * rows * keys)
     moved, launches, hard = (17, 10, 1) if back else (11, 8, 2)
-    size = moved * scores * WIDTH[_dtype(node)]
+    size = moved * scores * WIDTH[dtype_of(node)]
     yield Touch(f"scores of {node.op.name}", size, 0, launches, kind=f"scores.{node.op.name}", elements=scores)
     yield Touch(f"exponentials of {node.op.name}", 0.0, 0, 0, math=hard * scores, kind="exp", elements=hard * scores)
 
@@ -323,5 +323,5 @@ def _elements(node: Node) -> float:
     return float(math.prod(node.types[0].layout.largest_local))
 
 
-def _dtype(node: Node) -> str:
+def dtype_of(node: Node) -> str:
     return DTYPES.get(DTYPE_NAMES[node.types[0].dtype], "fp32")

@@ -19,6 +19,7 @@ from weft.plan.search import Found, Search, describe
 from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, Problem
 from weft.plan.stages import Shared, shared
+from weft.plan.transformer import Shape
 
 DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
 FACTORS = (2, 4, 8, 16)
@@ -64,8 +65,8 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
 
     Of a model in a Python file, that file is run to capture it: only where the caller says that it may be.
     """
+    plan.require_may_run(run_model)
     if not plan.is_stack:
-        plan.require_may_run(run_model)
         from weft.plan.graph.explain import explain_captured
 
         yield from explain_captured(plan, say)
@@ -132,8 +133,10 @@ class Change:
 
 
 def changes(p: Problem) -> Iterator[Change]:
-    for n in LONGER:
-        yield Change(f"from sequence {p.shape.seq * n:,}", n, replace(p, shape=replace(p.shape, seq=p.shape.seq * n)))
+    shape = p.shape
+    if isinstance(shape, Shape):  # the length of a captured model is that of its example
+        for n in LONGER:
+            yield Change(f"from sequence {shape.seq * n:,}", n, replace(p, shape=replace(shape, seq=shape.seq * n)))
     for n in LARGER:
         yield Change(f"from batch {p.batch * n:,}", n, replace(p, batch=p.batch * n))
     for rate in SLOWER:

@@ -131,7 +131,7 @@ def input_layouts(
     if named.tp > 1:
         held |= {n: {"tp": cut} for n, cut in tensor_cuts(program, loss, weights, named.tp).items()}
     if named.ep > 1:
-        held |= {n: {"ep": S(0)} for n, w in weights.items() if _stacked(program, w, named.ep)}
+        held |= {n: {"ep": S(0)} for n, w in weights.items() if stacked(program, w, named.ep)}
     for name, places in (pins or {}).items():
         held[name] = {a: p for a, p in {**held.get(name, {}), **places}.items() if p != R}
     for state, param in states.items():
@@ -166,7 +166,7 @@ def _pieces(node: Node, named: Named) -> tuple[int, int] | None:
     return n, named.pieces
 
 
-def _stacked(program: Program, weight: Node, n: int) -> bool:
+def stacked(program: Program, weight: Node, n: int) -> bool:
     """A weight whose first dim runs over experts: every product that reads it keeps that dim."""
     users = program.users[weight]
     if weight.ndim < 3 or weight.shape[0] % n or not users:

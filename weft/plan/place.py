@@ -34,13 +34,15 @@ class Options:
 
     `turn` are axes along which an op kept whole that would have to gather, as attention does its keys, is cut along another dim
     instead, its operands brought there and its results back by all_to_all (context parallelism over heads).
-    `gather` are axes along which parameters are made whole wherever they are computed with, however small what they meet is.
+    `gather` are axes along which parameters are made whole wherever they are computed with, however small what they meet is; `fixed` are
+    axes along which they never are, however large.
     """
 
     scatter: frozenset[str] = frozenset()
     scatter_dim: int = -2
     turn: frozenset[str] = frozenset()
     gather: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -66,7 +68,22 @@ def place(
     Outputs named in `outputs` are held as told there and, along other axes, as they come; others are whole or as their state.
     Inputs named in `arrivals` are first brought to other placements, such as a value that was sent in slices.
     """
-    return _Placer(program, mesh, inputs, options or Options(), outputs or {}, arrivals or {}, made or {}).run()
+    return placed_with(program, mesh, inputs, options, outputs=outputs, arrivals=arrivals, made=made)[0]
+
+
+def placed_with(
+    program: Program,
+    mesh: Mesh,
+    inputs: Mapping[str, Placements],
+    options: Options | None = None,
+    *,
+    outputs: Mapping[str, Placements] | None = None,
+    arrivals: Mapping[str, Placements] | None = None,
+    made: Mapping[Node, Node] | None = None,
+) -> tuple[Program, Mapping[Node, Node]]:
+    """The program on the mesh, and what became of each of its nodes."""
+    placer = _Placer(program, mesh, inputs, options or Options(), outputs or {}, arrivals or {}, made or {})
+    return placer.run(), placer.made
 
 
 class _Placer:
@@ -126,11 +143,11 @@ class _Placer:
 
     def _made_whole(self, node: Node) -> list[Node]:
         """Operands as they are; parameters whole along the axes of `gather`, unless this is their update."""
-        if not self.options.gather or node in self.after:
-            return [self.made[a] for a in node.args]
         if len(node.args) == 1 and (node.args[0] in self.alone or _is_parameter(node.args[0])):
             self.alone.add(node)
             return [self.made[node.args[0]]]
+        if not self.options.gather or node in self.after:
+            return [self.made[a] for a in node.args]
         return [self._whole(self.made[a]) if a in self.alone or _is_parameter(a) else self.made[a] for a in node.args]
 
     def _whole(self, value: Node) -> Node:
@@ -218,6 +235,9 @@ class _Placer:
                 ways.append(_Way(passed.places, passed.cost + _swollen(node, [args[k] for k in s], n)))
         if axis in self.options.scatter and pending and not labels:
             ways += self._scattered(eq, pending, here, args, axis, n)
+        if axis in self.options.fixed:
+            stay = [k for k, a in enumerate(node.args) if isinstance(here[k], S) and (a in self.alone or _is_parameter(a))]
+            ways = [w for w in ways if all(w.places[k] == here[k] for k in stay)] or ways
         return sorted(ways, key=lambda w: w.cost)
 
     def _scattered(

@@ -91,13 +91,13 @@ class Plan:
 
     @property
     def is_stack(self) -> bool:
-        """Whether its model is a stack of layers known by its sizes; else it is a captured program, which has no length of its own."""
+        """Whether it is of a stack of layers, whose degrees and stages say it all; else it is of a captured program, and has that program."""
         from weft.plan.models import is_transformer
 
-        stack = is_transformer(self.model)
-        if stack and (self.seq < 1 or "program" in self.layouts):
+        known = is_transformer(self.model)
+        if known and (self.seq < 1 or "program" in self.layouts):
             raise PlanError(f"the plan is not one of {self.model}", needed="a sequence length, and no program of its own", found=f"seq {self.seq}")
-        return stack
+        return known or "program" not in self.layouts
 
     def require_may_run(self, said: bool) -> None:
         """A plan may come from anywhere, and with it the name of a file: refused unless the user said that it may be run."""

@@ -6,12 +6,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.plan.baselines import BASELINES, EVERYTHING
+from weft.plan.blocks import Stack
 from weft.plan.models import is_transformer
 from weft.plan.models import shape as named_shape
 from weft.plan.plan import Plan
@@ -47,13 +49,13 @@ class Request:
         if self.objective not in OBJECTIVES:
             known = " or ".join((*OBJECTIVES, "goodput"))
             raise PlanError(f"no objective {self.objective!r}", needed=known, found=self.objective)
-        if not is_transformer(self.model):
-            self._check_captured()
+        if self.seq and not is_transformer(self.model):
+            raise PlanError(f"{self.model} has the length of its example", needed="--seq of a model by name", found=f"--seq {self.seq}", try_="without --seq")
 
-    def _check_captured(self) -> None:
-        """A captured program has no degrees to be fixed: layouts are chosen tensor by tensor, sequences are those of its example."""
+    def check_layouts_alone(self) -> None:
+        """A program in which no block repeats has no degrees to be fixed: layouts are chosen tensor by tensor."""
         asked = [f"--pin {k}={v}" for k, v in self.limits.pins.items()]
-        asked += [f"--max-tp {self.limits.max_tp}"] * (self.limits.max_tp > 0) + [f"--seq {self.seq}"] * (self.seq > 0)
+        asked += [f"--max-tp {self.limits.max_tp}"] * (self.limits.max_tp > 0)
         if asked:
             raise PlanError(
                 f"{self.model} is planned as a program, whose layouts are chosen tensor by tensor",
@@ -63,6 +65,9 @@ class Request:
     def problem(self) -> Problem:
         self.check()
         place = read_cluster(self.cluster)
+        if not is_transformer(self.model):
+            stack, own = captured_stack(self.model, best_dtype(place))
+            return Problem(stack, place, self.batch or own * place.devices, best_dtype(place))
         sizes = named_shape(self.model, **({"seq": self.seq} if self.seq else {}))
         return Problem(sizes, place, self.batch or usual_batch(sizes.params, sizes.seq), best_dtype(place))
 
@@ -87,9 +92,37 @@ def best_dtype(cluster: Cluster) -> str:
     return max(HALVES, key=lambda d: min(g.profile.device.peak(d) for g in cluster.groups))
 
 
+@cache
+def captured_stack(model: str, dtype: str) -> tuple[Stack, int]:
+    """A model that was captured, in the dtype it is computed in, and the samples of its example; refused where it is no stack of blocks."""
+    import torch
+
+    from weft.frontend import zoo
+    from weft.frontend.capture import capture
+
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    work = zoo.load(model, device="meta", dtype=kinds[dtype])
+    stack = Stack(model, cache(lambda n: capture(work.model, work.example(n, device="meta"), work.loss)))
+    stack.short(1)
+    return stack, int(work.batch)
+
+
+def is_stack(model: str, cluster: str) -> bool:
+    """Whether a model is planned as a stack of equal blocks: known by its sizes, or captured and found to repeat one."""
+    if is_transformer(model):
+        return True
+    try:
+        captured_stack(model, best_dtype(read_cluster(cluster)))
+    except PlanError:
+        return False
+    return True
+
+
 def make_plan(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
     """The best plan found, or why there is none. No baseline is better: each is searched on its own and is in the pool."""
-    if not is_transformer(request.model):
+    request.check()
+    if not is_stack(request.model, request.cluster):
+        request.check_layouts_alone()
         return _captured(request, say)
     problem = request.problem()
     if request.objective == "cost":
@@ -211,7 +244,7 @@ def _record(
     pool: dict[str, Found | Shared],
 ) -> Plan:  # fmt: skip
     p, s = search.problem, found.setting
-    tokens = s.global_batch * p.shape.seq
+    tokens = s.global_batch * max(1, p.shape.seq)
     peak = sum(g.devices * g.profile.device.peak(s.dtype) for g in p.cluster.groups)
     free = pool.get("weft")
     foreseen = {

@@ -32,7 +32,6 @@ from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.simulate import Step, share, simulate
 from weft.plan.space import Limits, Problem, Space, candidates, shardings
 from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, least_more, stage_devices
-from weft.plan.transformer import workload
 from weft.plan.workload import Block, Workload, split_weight
 
 STEADY = 2  # rounds of micro-batches after which a pipeline repeats itself
@@ -158,7 +157,7 @@ class Search:
         free = Search(p).ranked(space) if pins else []
         if free:
             return f"no setting meets {pins}; without it {describe(free[0].setting)} would do"
-        return f"no degrees divide {p.cluster.devices} devices, a batch of {p.batch} and {p.shape.heads} heads"
+        return f"no degrees divide {p.cluster.devices} devices, a batch of {p.batch} and what the model can be cut into"
 
     def _too_large(self, space: Space, queue: Sequence[Bounded]) -> Nothing:
         lean = [_leanest(space, c.setting) for c in queue]
@@ -230,7 +229,7 @@ class Search:
     def work(self, s: Setting) -> Workload:
         key = _work_key(s)
         if key not in self._works:
-            self._works[key] = workload(self.problem.shape, s)
+            self._works[key] = self.problem.shape.work(s)
         return self._works[key]
 
     # --- bounds

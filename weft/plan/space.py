@@ -11,19 +11,19 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
 
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.tailor import Measure
-from weft.plan.transformer import Shape
+from weft.plan.workload import Workload
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage, where a schedule takes several
 LARGEST = {"tp": 64, "cp": 64, "pp": 32}
 CUT_TO_MEASURE = Measure()
-LEAST_SLICE = 512  # tokens of a sequence that one rank of cp keeps at least
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,30 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+class Model(Protocol):
+    """What is asked of a model: how deep it is, what of it may be cut, and what a device then does."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def params(self) -> float: ...
+    @property
+    def flops_per_token(self) -> float: ...
+    def may_cut(self, tp: int, cp: int) -> bool: ...
+    def work(self, s: Setting) -> Workload: ...
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is planned: a model at a batch on a cluster, in a dtype."""
 
-    shape: Shape
+    shape: Model
     cluster: Cluster
     batch: int
     dtype: str
@@ -121,7 +140,7 @@ class Problem:
 
     @property
     def depth(self) -> int:
-        return self.shape.layers // (self.shape.moe_every if self.shape.experts else 1)
+        return self.shape.depth
 
     def chunk(self, cuts: int) -> int:
         """Layers of each of `cuts` chunks where they come out even, or would if embedding and head were a layer each; else 0. Two chunks more than
@@ -156,10 +175,8 @@ def _degrees(problem: Problem, space: Space) -> Iterator[dict[str, int]]:
 
 
 def _cuts(problem: Problem, tp: int, pp: int, cp: int) -> bool:
-    s = problem.shape
-    whole = s.heads % tp == 0 and s.inner % tp == 0 and s.seq % cp == 0
     small = all(size <= LARGEST[axis] for axis, size in (("tp", tp), ("cp", cp), ("pp", pp)))
-    return whole and small and pp <= problem.depth and (cp == 1 or s.seq // cp >= LEAST_SLICE)
+    return small and pp <= problem.depth and problem.shape.may_cut(tp, cp)
 
 
 def _inside(sizes: Mapping[str, int], node: int, space: Space) -> bool:

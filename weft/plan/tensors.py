@@ -18,6 +18,7 @@ from weft.cost.walk import program_phase
 from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
 from weft.plan.baselines import EVERYTHING
+from weft.plan.models import shape as named_shape
 from weft.plan.named import Named, input_layouts
 from weft.plan.pins import Pin, dtensor_pins, resolve
 from weft.plan.place import place
@@ -44,6 +45,7 @@ class Layers:
     """Two layers of a model, captured once for every micro-batch that is asked for."""
 
     def __init__(self, request: Request) -> None:
+        self.shape = named_shape(request.model, **({"seq": request.seq} if request.seq else {}))
         self.request, self.problem = request, request.problem()
         self._captured: dict[int, Captured] = {}
         self._seconds: dict[tuple[Named, tuple[Pin, ...], int], float] = {}
@@ -62,7 +64,7 @@ class Layers:
         """Seconds a step takes longer with the pins."""
         named = Named(tp=s.tp, sp=s.sequence_parallel)
         more = self.seconds(named, tuple(pins), s.micro_batch) - self.seconds(named, (), s.micro_batch)
-        return more / LAYERS * self.problem.shape.layers / s.pp * s.micro_batches
+        return more / LAYERS * self.shape.layers / s.pp * s.micro_batches
 
     def seconds(self, named: Named, pins: tuple[Pin, ...], batch: int) -> float:
         key = (named, pins, batch)
@@ -93,7 +95,7 @@ class Layers:
         return min(found, key=lambda p: (p.seconds, p.tp)) if found else "; ".join(reasons) or "no degree of tp above 1 divides the devices"
 
     def _degrees(self) -> list[int]:
-        limits, shape = self.request.limits, self.problem.shape
+        limits, shape = self.request.limits, self.shape
         asked = limits.pins.get("tp")
         fit = [t for t in divisors(self.problem.cluster.devices) if t > 1 and shape.heads % t == 0 and t <= (limits.max_tp or 64)]
         return [t for t in fit if asked is None or str(t) == asked]

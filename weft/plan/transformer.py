@@ -6,7 +6,6 @@ where sequence parallel), experts over ep, vocabulary over tp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +14,9 @@ from weft.core.errors import PlanError
 from weft.cost.work import Attention, Collective, Gemm, Op, Touch
 from weft.plan.setting import Setting
 from weft.plan.style import STYLES, Style
-from weft.plan.workload import Block, Workload
+from weft.plan.workload import Block, Workload, beside_products
+
+LEAST_SLICE = 512  # tokens of a sequence that one rank of cp keeps at least
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,19 @@ class Shape:
     @property
     def embedding_params(self) -> int:
         return self.vocab * self.hidden + (0 if self.rotary else self.seq * self.hidden)
+
+    @property
+    def depth(self) -> int:
+        """Layers, or runs of layers of which one has experts."""
+        return self.layers // (self.moe_every if self.experts else 1)
+
+    def may_cut(self, tp: int, cp: int) -> bool:
+        """Whether products can be shared by so many devices, and a sequence by so many."""
+        return self.heads % tp == 0 and self.inner % tp == 0 and self.seq % cp == 0 and (cp == 1 or self.seq // cp >= LEAST_SLICE)
+
+    def work(self, setting: Setting) -> Workload:
+        """What one device does for one micro-batch."""
+        return workload(self, setting)
 
     @property
     def moe_layers(self) -> int:
@@ -168,7 +182,7 @@ class _Builder:
         s, t = self.shape, self.setting
         ffn = (*self.experts(), *([] if t.tp == 1 else self.leave())) if moe else (*self.feed_forward(), *self.leave())
         parts = ((*self.attention(), *self.leave()), ffn)
-        ops = [tuple(_beside_products(p)) if t.overlap_tp else p for p in parts]
+        ops = [tuple(beside_products(p)) if t.overlap_tp else p for p in parts]
         expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
         attention = s.attention_params / t.tp + s.norm_params / 2
         params = (0 if moe else s.ffn_params) / t.tp + s.norm_params / 2 + (s.hidden * s.experts if moe else 0)
@@ -338,19 +352,3 @@ class _Builder:
         act = Touch("expert activation", f * wide, b * wide, *self.style.activation_launches, saved=2 * wide)
         down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide)
         return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, Touch("combine", 3 * sent, 3 * sent, 3, 3))
-
-
-def _beside_products(ops: tuple[Op, ...]) -> Iterator[Op]:
-    """Each collective of tp hidden behind the product next to it: a gather behind the one after, a sum behind the one before."""
-    waiting: Op | None = None
-    for op in ops:
-        if isinstance(op, Collective) and op.axis == "tp":
-            op = replace(op, hidden=True)
-            if isinstance(waiting, Gemm):
-                yield op
-                continue
-        if waiting is not None:
-            yield waiting
-        waiting = op
-    if waiting is not None:
-        yield waiting

@@ -27,10 +27,12 @@ class Block:
     redo_frees: float = 0  # bytes that need not be kept then
     parts: tuple[tuple[str, tuple[Op, ...], float], ...] = ()  # other parts that may be run again by name, and what each frees
     again: str = ""  # what this layer recomputes, where layers of one setting differ
+    back: tuple[Op, ...] | None = None  # of the backward, where it is not derived from the forward
+    waiting: float | None = None  # bytes kept for it, likewise
 
     @property
     def saved(self) -> float:
-        return sum(op.saved for op in self.forward)
+        return sum(op.saved for op in self.forward) if self.waiting is None else self.waiting
 
     def recomputes(self, setting: str) -> str:
         """What this layer recomputes under a setting; a block that was not told keeps everything under `mixed`."""
@@ -39,20 +41,21 @@ class Block:
     def not_kept(self, recompute: str) -> float:
         """Bytes that recompute does not keep."""
         how = self.recomputes(recompute)
-        if how == "per-op":
+        if how == "per-op" and self.back is None:
             return _freed(self.forward, tuple(per_op(self.forward)))
         return {"selective": self.redo_frees, **{name: frees for name, _, frees in self.parts}}.get(how, 0.0)
 
     def rerun(self, recompute: str) -> tuple[Op, ...]:
         """Ops run again before the backward."""
         how = self.recomputes(recompute)
-        if how == "per-op":
+        if how == "per-op" and self.back is None:
             return tuple(per_op(self.forward))
         return {"selective": self.redo, "full": self.forward, **{name: ops for name, ops, _ in self.parts}}.get(how, ())
 
     def backward(self, recompute: str = "none") -> tuple[Op, ...]:
         """Ops of the backward, with what is run again before it."""
-        return self.rerun(recompute) + tuple(b for op in reversed(self.forward) for b in backward(op))
+        own = tuple(b for op in reversed(self.forward) for b in backward(op)) if self.back is None else self.back
+        return self.rerun(recompute) + own
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,19 @@ def split_weight(ops: Iterable[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
 
 def flops(ops: Iterable[Op]) -> float:
     return sum(op.flops for op in ops)
+
+
+def beside_products(ops: tuple[Op, ...]) -> Iterator[Op]:
+    """Each collective of tp hidden behind the product next to it: a gather behind the one after, a sum behind the one before."""
+    waiting: Op | None = None
+    for op in ops:
+        if isinstance(op, Collective) and op.axis == "tp":
+            op = replace(op, hidden=True)
+            if isinstance(waiting, Gemm):
+                yield op
+                continue
+        if waiting is not None:
+            yield waiting
+        waiting = op
+    if waiting is not None:
+        yield waiting

@@ -1,0 +1,88 @@
+"""A captured step made short: one of its repeated blocks between what stands before the first and what stands behind the last.
+
+All that is priced of a stack of equal blocks follows from it, so it costs as little to plan a hundred layers as two. Values that many blocks
+read (rotary tables, masks, an encoder's output) are read by the one that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.autodiff import grad
+from weft.core.errors import PlanError
+from weft.core.node import Node, remade, toposort
+from weft.core.program import Program, new_program
+from weft.frontend.capture import Captured
+from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers
+
+FIRST, LAYER, LAST = range(3)  # parts of it
+WAYS = ("activation", "ffn", "selective", "per-op")  # of running a part of a block again
+
+
+@dataclass(frozen=True, eq=False)
+class Short:
+    """A captured step with one of its repeated blocks, and the part of every node."""
+
+    program: Program
+    part: Mapping[Node, int]
+    active: frozenset[Node]  # forward nodes that read both batch and parameters
+    repeats: int
+    boundary: tuple[Node, ...]
+    ways: Mapping[tuple[str, int], frozenset[Node]]  # what runs again of the block, or of half of it
+    half: frozenset[Node]  # of the block, up to the place where it may be cut in two; empty where it may not
+
+
+def short_of(captured: Captured) -> Short:
+    """The short step; refused where no block repeats."""
+    layers = Layers(captured)
+    ahead = layers.forward
+    if not _is_stack(layers):
+        raise PlanError("the model is no stack of equal blocks", needed="one block that repeats", found=f"{layers.count} blocks")
+    ends = [ahead.given(b) for b in layers.blocks]
+    made = remade([ahead.loss], dict(zip(ends[-1], ends[0], strict=True)))
+    loss = made[ahead.loss]
+    order = toposort([loss])
+    kept = set(order)
+    part = _parts(order, set(layers.nodes(0)), set(ends[0]))
+    active = frozenset(made[n] for n in ahead.active if n in made) & kept
+    forward = new_program(captured.program.name, captured.program.mesh, [n for n in captured.program.inputs if n in kept], {"loss": loss})
+    wanted = [name for name, x in captured.parameters.items() if name in forward.input_names and x.requires_grad and x.is_floating_point()]
+    program = grad(forward, "loss", wanted)
+    ways = {(way, half): frozenset(n for r in layers.again(0, way, half) for n in r.nodes) for way in WAYS for half in (ATTENTION, FFN, WHOLE)}
+    middle = layers.middle(0)
+    half = frozenset(layers.nodes(0, ATTENTION)) if middle is not None else frozenset[Node]()
+    return Short(program, _backward_parts(program, part, active), active, layers.count, ends[0], ways, half)
+
+
+def _is_stack(layers: Layers) -> bool:
+    """Blocks of one kind, each fed by the one before it."""
+    ahead = layers.forward
+    groups = [g for g in ahead.captured.blocks if any(b in layers.blocks for b in g)]
+    if layers.count < 2 or len(groups) != 1:
+        return False
+    ends = [ahead.given(b) for b in layers.blocks]
+    return all(
+        len(e) == len(ends[0]) and all(a.type == b.type for a, b in zip(e, ends[0], strict=True)) for e in ends
+    ) and all(any(x in b.inputs for x in e) for e, b in zip(ends, layers.blocks[1:], strict=False))
+
+
+def _parts(order: Sequence[Node], block: Collection[Node], ends: Collection[Node]) -> dict[Node, int]:
+    """Forward nodes by part: behind the block what reads it, before it the rest."""
+    part: dict[Node, int] = {}
+    for n in order:
+        behind = any(a in ends or part[a] == LAST for a in n.args)
+        part[n] = LAYER if n in block else LAST if behind else FIRST
+    return part
+
+
+def _backward_parts(program: Program, part: Mapping[Node, int], active: Collection[Node]) -> dict[Node, int]:
+    """A backward node belongs to the part of what it needs of the forward pass, and never to a later one than its cotangent."""
+    found = dict(part)
+    for n in program.nodes:
+        if n in found:
+            continue
+        needs = [found[a] for a in n.args if a in active]
+        cotangents = [found[a] for a in n.args if a not in part]
+        found[n] = min([*cotangents, max(needs)]) if needs else min(cotangents, default=LAST)
+    return found
