@@ -520,3 +520,15 @@ def test_a_listener_to_collections_is_not_called_while_a_model_is_traced() -> No
         gc.set_threshold(*before)
         gc.callbacks.remove(listener)
     assert not heard and gc.isenabled()
+
+
+def test_two_functions_of_one_code_are_told_apart() -> None:
+    def doubled(flag: bool) -> nn.Module:
+        model = Net().double()
+        model.after = lambda y: y * 2 if flag else y  # type: ignore[assignment]
+        model.register_forward_hook(lambda m, _, y: m.after(y))
+        return model
+
+    models = [doubled(True), doubled(False)]
+    out = weft.compile(models[1], "dp1", batches()[0])(batches()[0])["out"]  # the other one's variable is no change of this one's
+    assert torch.allclose(out, models[1](batches()[0]), atol=1e-12)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft import interp
+from weft.core.errors import CaptureError
 from weft.core.program import Program
+
+if TYPE_CHECKING:
+    from weft.api.judge import Case
 
 TOLERANCE = {8: 1e-9, 4: 2e-5, 2: 2e-2}  # of a tensor's largest value, by the bytes of the least exact float of the program
 UPDATE = {8: 1e-11, 4: 1e-6, 2: 1e-2}  # the same of an update from equal gradients, which treats each element alone
@@ -102,3 +106,13 @@ def moved(x: Tensor, digit: float = 0.0) -> Tensor:
         return x
     signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
     return x * (1 + signs.to(x.device, x.dtype) * max(digit, torch.finfo(x.dtype).eps))
+
+
+def refusal(case: Case, found: str) -> CaptureError:
+    """Of a program that is too far from torch."""
+    return CaptureError(
+        f"the captured {case.word} of {type(case.bare).__name__} does not compute what torch does",
+        needed="torch's own results, gradients and updates, but for rounding",
+        found=found,
+        try_="report this model: weft must refuse it or be right; check=False runs it as it was captured",
+    )

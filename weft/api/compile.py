@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from weft import interp
 from weft.api.again import MOST
 from weft.api.compiled import Compiled
+from weft.api.eager import How
+from weft.api.judge import Verdict, judge
+from weft.api.judge_pass import ForwardCase
+from weft.api.trust import seen_by_first, verified
 from weft.core.errors import CaptureError, PlanError, RuntimeFault
 from weft.core.layout import S
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.guards import Reads, evaluating, holds_traced
+from weft.frontend.capture.guards import Reads, as_before, evaluating, holds_traced
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named, input_layouts, tensor_cuts
 from weft.plan.place import Placements, place
@@ -23,13 +27,18 @@ from weft.plan.place import Placements, place
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
-def compile(what: Program | nn.Module, plan: str = "dp1", example: Any = None, *, device: str | torch.device = "cpu") -> Any:
-    """A program as a function on local tensors by name; a model, for inference, as a function on whole batches."""
+def compile(
+    what: Program | nn.Module, plan: str = "dp1", example: Any = None, *, device: str | torch.device = "cpu", check: bool = True
+) -> Any:
+    """A program as a function on local tensors by name; a model, for inference, as a function on whole batches.
+
+    `check` compares what is captured of a model with the model in plain torch, and the plan's program with that, before it runs.
+    """
     if isinstance(what, Program):
         return Compiled(what, device=device)
     if example is None:
         raise PlanError("a model is compiled for batches of one shape", needed="example=, such a batch", found="none")
-    return Inference(what, plan, example, torch.device(device))
+    return Inference(what, plan, example, torch.device(device), check)
 
 
 class Inference:
@@ -39,8 +48,9 @@ class Inference:
     is compiled when it first comes, with the same weights and buffers: prefill and decode are two shapes of one model.
     """
 
-    def __init__(self, model: nn.Module, plan: str, example: Any, device: torch.device) -> None:
-        self.model, self.device, self.named = model, device, Named.parse(plan)
+    def __init__(self, model: nn.Module, plan: str, example: Any, device: torch.device, check: bool = True) -> None:
+        self.model, self.device, self.named, self.check = model, device, Named.parse(plan), check
+        self.judged: Verdict | None = None  # of the last program, on rank 0
         if self.named.pp > 1 or self.named.micro or self.named.recompute:
             raise PlanError("inference runs a batch whole", needed="a plan without pp, micro and recompute", found=plan)
         self._held: dict[str, Placements] = {}
@@ -71,13 +81,22 @@ class Inference:
         made = next((m for m in reversed(known) if cast(Reads, m[1].reads).hold(batch)), None)
         if made is None:
             captured = self._captured(batch)
-            run = Compiled(self._placed(captured), device=self.device, again=True)
+            program = self._placed(captured)
+            if self.check:
+                self._judge(captured, program, batch)
+            run = Compiled(program, device=self.device, again=True)
             values = {n: x for n, x in {**captured.parameters, **captured.buffers}.items() if n not in self._state}
             self._state |= {n: _local(run, n, x.detach()).clone() for n, x in values.items() if n in run.program.input_names}
             made = run, captured
             _require_room(known, batch)
             known.append(made)
         return made
+
+    def _judge(self, captured: Captured, program: Program, batch: Any) -> None:
+        case = ForwardCase(self.model, None, None, How(), self.device)
+        with evaluating(self.model), as_before(captured.reads):
+            self.judged = seen_by_first(lambda: judge(captured, case, batch))
+        verified(captured.program, program)
 
     def _captured(self, batch: Any) -> Captured:
         with evaluating(self.model):

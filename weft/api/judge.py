@@ -12,22 +12,22 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from weft.api import afford, eager
-from weft.api.apart import Apart, Values, allowed, compared, run, scaled
-from weft.api.blockwise import by_blocks, refusal
+from weft.api.apart import Apart, Values, allowed, compared, refusal, run, scaled
+from weft.api.blockwise import by_blocks, filled
 from weft.api.eager import How, Loss, Moment
 from weft.core.errors import CaptureError, PlanError
+from weft.core.names import original
 from weft.core.node import Node, constant
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.joint import substituted
 from weft.frontend.capture.micro import cut_of, micro_batch
-from weft.frontend.capture.step import named_batch
 from weft.ops.source import input_node
 
 
@@ -59,6 +59,8 @@ class Case:
     how: How
     device: torch.device
     moment: Moment = field(default_factory=Moment.now)
+    word: ClassVar[str] = "step"
+    learns: ClassVar[bool] = True
 
     @property
     def bare(self) -> nn.Module:
@@ -71,10 +73,15 @@ class Case:
         apart = {"accumulate": how.parts, "allow_micro_mean": True} if how.parts > 1 else {}
         return capture(self.model, example, self.loss, self.optimizer, clip=how.clip, precision=how.precision, **apart)
 
+    def stepped(self, captured: Captured, pair: eager.Pair, batch: Any) -> dict[str, Tensor | None]:
+        """What plain torch makes of the batch with the module and optimizer given, by the names of the program."""
+        return eager.stepped(captured, self.bare, pair, self.loss, batch, self.how, self.device)
+
     # -- its forward and backward pass by themselves ------------------------------------------------------------------------------
 
-    def named(self, batch: Any) -> dict[str, Tensor]:
-        return named_batch(batch)
+    def batch(self, captured: Captured, example: Any) -> Any:
+        """What the program takes for an example."""
+        return example
 
     def results(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """What torch computes, by the names that the program has for it."""
@@ -91,7 +98,7 @@ class Case:
 
     def gradients(self, captured: Captured) -> Mapping[str, Node] | None:
         """Of parameters, as the program has them; None where Python ran in the backward pass."""
-        return captured.gradients or None
+        return None if captured.joint else captured.gradients
 
     def updates(self, captured: Captured) -> dict[str, Apart]:
         """How far some updates are from torch's."""
@@ -103,6 +110,7 @@ class Case:
 def judge(captured: Captured, case: Case, example: Any) -> Verdict:
     """Compare on as many samples of the example as time and memory allow; another value than torch's is refused."""
     start = time.perf_counter()
+    example = filled(example, case.device)
     samples = _samples(example)
     parts = afford.parts(captured, samples, case.device, case.how.parts)
     if parts == 0:
@@ -149,7 +157,7 @@ def judge_now(captured: Captured, case: Case, batch: Any, given: Values) -> Verd
 
 
 def _judged(captured: Captured, case: Case, example: Any, samples: str, start: float, given: Values | None = None) -> Verdict:
-    sides = Sides(captured, case, example, given)
+    sides = Sides(captured, case, case.batch(captured, example), given)
     first = None
     for whose in (eager.copied, eager.itself):
         want = sides.torch(whose)
@@ -163,8 +171,8 @@ def _judged(captured: Captured, case: Case, example: Any, samples: str, start: f
         first = first or (name, apart[name])
     if first is None:
         raise CaptureError(
-            "torch itself cannot run this step", needed="a step that plain torch runs on the example", found=sides.trouble,
-            try_="run loss(model, example).backward() and optimizer.step() by themselves; check=False leaves the comparison out",
+            f"torch itself cannot run this {case.word}", needed=f"a {case.word} that plain torch runs on the example", found=sides.trouble,
+            try_="run the model and the loss, backward() and optimizer.step() by themselves; check=False leaves the comparison out",
         )  # fmt: skip
     raise refusal(case, f"{told(first[0])} {first[1].words}{_place(sides)}")
 
@@ -187,7 +195,7 @@ class Sides:
         try:
             with eager.unnoticed(case.moment, self.device), whose(case.bare, case.optimizer, self.device) as pair:
                 eager.load(self.captured, case.bare, pair, self.given)
-                return eager.stepped(self.captured, case.bare, pair, case.loss, self.example, case.how, self.device)
+                return case.stepped(self.captured, pair, self.example)
         except Exception as e:  # whatever the user's own code raises
             self.trouble = f"{type(e).__name__}: {e}"
             return None
@@ -244,8 +252,9 @@ class Sides:
         written = self.captured.program.output_names
         same = {n: scaled(given.get(n, x.detach()).to(self.device), w, self.allowed.tolerance) for n, x in zip(names, tensors, strict=True)
                 if n not in written and (w := want[n]) is not None}  # fmt: skip
-        known = self.captured.gradients
-        lost = {n: Apart(math.inf, math.inf) for n, g in want.items() if known and n.startswith("d.") and n[2:] not in known and _moves(g)}
+        known = {f"d.{n}" for n in self.captured.gradients} or {n.replace("out.grads.", "d.") for n in written if n.startswith("out.grads.")}
+        grads = {n: g for n, g in want.items() if n.startswith(("d.", "out.grads."))}
+        lost = {n: Apart(math.inf, math.inf) for n, g in grads.items() if known and n.replace("out.grads.", "d.") not in known and _moves(g)}
         return same | lost
 
 
@@ -265,10 +274,11 @@ def _moves(grad: Tensor | None) -> bool:
 def told(name: str) -> str:
     """A tensor in words."""
     kind, _, rest = name.partition(".")
-    if name.startswith("d.param."):
-        return f"the gradient of {name.removeprefix('d.param.')}"
-    words = {"loss": "the loss", "grad_norm": "the norm of the gradient", "step": "the count of steps"}
-    return words.get(name) or {"param": f"{rest} after the update", "buffer": f"the buffer {rest}"}.get(kind, f"{kind} of {rest}")
+    if name.startswith(("d.param.", "out.grads.")):
+        return f"the gradient of {original(name.removeprefix('d.param.').removeprefix('out.grads.'))}"
+    words = {"loss": "the loss", "grad_norm": "the norm of the gradient", "step": "the count of steps", "out": "the result"}
+    kinds = {"param": f"{rest} after the update", "buffer": f"the buffer {rest}", "out": f"the result {rest}"}
+    return words.get(name) or kinds.get(kind, f"{kind} of {rest}")
 
 
 def _place(sides: Sides) -> str:

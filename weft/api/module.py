@@ -19,8 +19,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from weft import interp
 from weft.api.checkpoint import as_dtensor
 from weft.api.compiled import Compiled
+from weft.api.eager import How, Moment
+from weft.api.judge import Verdict, judge
+from weft.api.judge_pass import CTS, GIVEN, GRAD, OUT, ForwardCase, TrainedCase
 from weft.api.together import begin_alike
-from weft.api.trust import verified
+from weft.api.trust import seen_by_first, verified
 from weft.core.dtensor import to_placements
 from weft.core.errors import CaptureError, PlanError, RuntimeFault
 from weft.core.layout import Layout, Placement, S
@@ -29,13 +32,11 @@ from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import leaves
 from weft.frontend.capture.guards import Change, Reads, holds_traced
-from weft.frontend.capture.model import capture_step, require_torchs
+from weft.frontend.capture.model import called, capture_step, require_torchs
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
 from weft.plan.turns import in_turn
-
-GIVEN, CTS, OUT, GRAD = "batch.given", "batch.cts", "out.out", "out.grads"
 
 
 def parallelize_module(
@@ -90,6 +91,7 @@ class Sharded:
         self.signature = inspect.signature(model.forward)
         self.names = {readable(f"param.{n}"): n for n, _ in model.named_parameters()}
         self.reads: dict[bool, Reads] = {}
+        self.judged: dict[bool, Verdict | None] = {}  # by torch, on rank 0; while training and not
         self.passes = {mode: self._passes(mode, check) for mode in (True, False)}
         self._compiled: dict[str, Compiled] = {}
         self._mesh: Any = None
@@ -102,16 +104,17 @@ class Sharded:
         try:
             first, nest = captured_with_nest(self.model, self.example)
             self.reads[learning] = cast(Reads, first.reads).of_values()
-            return self._learning(first, nest, check) if learning else self._judging(first, nest)
+            return self._learning(first, nest, check) if learning else self._evaluating(first, nest, check)
         finally:
             self.model.train(was)
 
     def _learning(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
-        results = [n for n, _ in first.program.outputs if n not in dict(first.program.state)]
-        cts = [torch.empty(first.program.output_names[n].shape, dtype=first.program.output_names[n].dtype) for n in results]
-        both = joint(self.model, self.example, cts)
+        moment = Moment.now()
+        both = with_gradients(self.model, self.example, first)
         program = self._placed(both)
         if check:
+            case = TrainedCase(self.model, None, None, How(), self.device, moment, lambda x: with_gradients(self.model, x))
+            self.judged[True] = seen_by_first(lambda: judge(both, case, self.example))
             verified(both.program, program)
         outs = [n for n in program.output_names if n.startswith(OUT)]
         grads = [n for n in program.output_names if n.startswith(GRAD)]
@@ -119,8 +122,11 @@ class Sharded:
         forward, backward = in_turn(program, [[*outs, *state], grads], lambda name: name.startswith("param."))
         return Passes(both, forward, backward, tuple(outs), nest)
 
-    def _judging(self, first: Captured, nest: TreeSpec) -> Passes:
+    def _evaluating(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
         program = self._placed(first)
+        if check:
+            self.judged[False] = seen_by_first(lambda: judge(first, ForwardCase(self.model, None, None, How(), self.device), self.example))
+            verified(first.program, program)
         results = tuple(n for n in program.output_names if n not in dict(program.state))
         return Passes(first, program, None, results, nest)
 
@@ -253,11 +259,18 @@ def captured_with_nest(model: nn.Module, example: Any) -> tuple[Captured, TreeSp
     return captured, seen[-1]
 
 
+def with_gradients(model: nn.Module, example: Any, first: Captured | None = None) -> Captured:
+    """The forward and backward pass; `first` is the forward pass, where it is known."""
+    program = (capture(model, example) if first is None else first).program
+    results = [n for name, n in program.outputs if name not in dict(program.state)]
+    return joint(model, example, [torch.empty(n.shape, dtype=n.dtype) for n in results])
+
+
 def joint(model: nn.Module, example: Any, cts: Sequence[Tensor]) -> Captured:
     """The results of a model on a batch, and the gradients of its parameters for given gradients of the results."""
 
     def both(batch: Any) -> Any:
-        outs = tree_flatten(_called(model, batch["given"]))[0]
+        outs = tree_flatten(called(model, batch["given"]))[0]
         moving = {n: p for n, p in model.named_parameters() if n in learning}
         floats = [(out, ct) for out, ct in zip(outs, batch["cts"], strict=True) if out.is_floating_point()]
         grads = torch.autograd.grad([x for x, _ in floats], list(moving.values()), [ct for _, ct in floats], allow_unused=True)
@@ -271,12 +284,6 @@ def joint(model: nn.Module, example: Any, cts: Sequence[Tensor]) -> Captured:
 def _values(batch: Any) -> dict[str, Any]:
     """The numbers, flags and texts of a call."""
     return {n: x for n, x in leaves("batch", batch) if isinstance(x, (bool, int, float, str))}
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 # -- inside autograd -------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from weft.api import afford, eager
 from weft.api.apart import Apart, allowed, compared
-from weft.api.blockwise import cut_at, program_of, random_of, valued
+from weft.api.blockwise import random_of, valued
+from weft.api.cut_blocks import cut_at, program_of
 from weft.core.node import Node
 from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes

@@ -29,7 +29,7 @@ def first_stray(sides: Sides) -> str:
             torch.no_grad(),
             eager.drawn(sides.captured),
         ):
-            case.loss(model, eager.on(sides.example, sides.device))
+            case.results(model, eager.on(sides.example, sides.device))
         known = [_print(x) for x in sides.values()]
     except Exception:  # only words are lost
         return ""

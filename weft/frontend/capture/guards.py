@@ -341,9 +341,18 @@ class Reads:
         return set()
 
     def _closures(self, codes: set[types.CodeType]) -> None:
-        for found in gc.get_referrers(*codes):
-            if isinstance(found, types.FunctionType) and found.__code__ in codes:
-                self._closure(found)
+        """Functions of these codes; of several of one code, those that have the values it was called with, if any has."""
+        found = [f for f in gc.get_referrers(*codes) if isinstance(f, types.FunctionType) and f.__code__ in codes]
+        called = [f for f in found if self._had(f)]
+        for f in called + [f for f in found if f.__code__ not in {g.__code__ for g in called}]:
+            self._closure(f)
+
+    def _had(self, function: types.FunctionType) -> bool:
+        held, cells = self._free.get(function.__code__, {}), dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        try:
+            return all(_unchanged(cells[n].cell_contents, x) for n, x in held.items() if _plain(x))
+        except ValueError:  # a variable that has no value yet
+            return False
 
     def settle(self, left: list[Change]) -> None:
         """After the trace: find the functions whose variables were read, and what was left changed."""

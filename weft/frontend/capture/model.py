@@ -70,7 +70,7 @@ def capture(
     def run(step: Step, batch: Any) -> None:
         with torch.autocast("cpu", precision, enabled=precision is not None):
             if loss is None:
-                step.give("out", _forward(model, batch))
+                step.give("out", called(model, batch))
                 return
             value = _losses(step.tape, model, loss, batch, parts)
         step.give("loss", value)
@@ -164,7 +164,8 @@ def _bare(model: nn.Module) -> nn.Module:
     return model
 
 
-def _forward(model: nn.Module, batch: Any) -> Any:
+def called(model: nn.Module, batch: Any) -> Any:
+    """What a module returns for a batch: keywords, arguments or the only one."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

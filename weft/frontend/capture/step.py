@@ -56,6 +56,7 @@ class Captured:
     counts: Mapping[str, int] = field(default_factory=dict)  # updates a parameter had before, where it had some
     reads: Reads | None = None  # what was read from Python
     calls: tuple[ModuleCall, ...] = ()  # of modules, as they were heard
+    joint: bool = False  # torch's autograd ran in the trace, with Python in it
 
     def inputs(self, batch: Any, seed: int = 0, step: int = 0, rates: Sequence[float] | None = None) -> dict[str, Tensor]:
         """A value for every input: the module's tensors, the batch, zeros for a new optimizer's state."""
@@ -259,7 +260,7 @@ class Step:
             program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
             self.noted, tuple(self.rules), frozenset(recorder.given), self.begun, self.counts, recorder.reads,
-            tuple(tape.blocks.calls.noted),
+            tuple(tape.blocks.calls.noted), recorder.joint,
         )  # fmt: skip
 
 
