@@ -12,7 +12,7 @@ import weft
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
-from weft.core.errors import PlanError, RuntimeFault
+from weft.core.errors import PlanError
 
 STEPS = 4
 
@@ -135,19 +135,6 @@ def test_an_unknown_word_in_a_plan_is_refused() -> None:
     w = workload("mlp")
     with pytest.raises(PlanError, match="no plan 'dp2,xx3'"):
         parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan="dp2,xx3")
-
-
-def test_a_batch_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """On several ranks it cannot be told whether it is a global batch or a rank's part."""
-
-    def job(rank: int) -> None:
-        w = workload("mlp")
-        step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), "dp2", check=False)
-        with pytest.raises(RuntimeFault, match="batch") as e:
-            step(w.example(6))
-        assert "this rank's" in str(e.value)
-
-    on_ranks(2, job, tmp_path)
 
 
 def test_inference_under_tensor_parallelism(tmp_path: Path) -> None:

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp
-from weft.api.together import Together
+from weft.api.data import Brought, Shape
+from weft.api.together import Together, one_process
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
 from weft.core.node import Node, Type, constant, make
 from weft.core.program import Program
 from weft.frontend.capture import Captured
-from weft.frontend.capture.batches import changed, leaves
+from weft.frontend.capture.batches import changed
 from weft.frontend.capture.guards import Change, Place, Reads, holds_traced, is_number
 from weft.frontend.capture.optimizers import COUNT, number, rule_of
 from weft.frontend.capture.step import named_batch
-from weft.runtime import faults
 
 if TYPE_CHECKING:
     from weft.api.parallelize import Step
@@ -50,6 +50,10 @@ class Form:
     given: frozenset[str]
     attributes: dict[str, Any] = field(repr=False)
 
+    def fits(self, shapes: Mapping[str, Shape]) -> bool:
+        """Whether it is for whole batches of these shapes."""
+        return all(t.shape == shapes[n] for n, t in self.attributes["_batch_types"].items() if n in shapes)
+
 
 class Forms:
     """The programs of one step, made as they are needed."""
@@ -65,18 +69,33 @@ class Forms:
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}
         self.unlifted: set[str] = set()
         self._settings = _settings(optimizer)
-        self._agreed = 0
-        self.together, self._run = Together(run), run
+        self.together = Together(run)
+        self.brought = Brought(self.together)
 
     # -- the first trace -----------------------------------------------------------------------------------------------
 
     def observed(self, run: Callable[[Reads], Any]) -> Any:
-        """What `run` captures, with what it read; where it changed Python, whether doing it again would be the same is found out."""
-        first = Reads(self.model, self.loss, self.example)
-        made = run(first)
-        if not first.left and not first.drew:
+        """What `run` captures, with what it read; where it changed Python on any rank, whether doing it again would be the same is found out."""
+        with self.together.telling():
+            first = Reads(self.model, self.loss, self.example)
+            made = run(first)
+        if not any(self.together.answers(bool(first.left or first.drew), "whether the step changes Python")):
             return made
-        first.undo()
+        with self.together.telling():
+            first.undo()
+            words, settled = self._tried_twice(run)
+        told = self.together.answers([words, settled], "what the step changes in Python")
+        if not all(settled for _, settled in told):
+            self.impure, self.given = True, self.given | {COUNT}
+            words = next(words for words, settled in told if not settled)
+            warnings.warn(f"the step changes Python as it runs ({words}): it is traced at every call", stacklevel=4)
+        last = self._reads(alone=self.impure)
+        made = run(last)
+        last.undo()
+        return made
+
+    def _tried_twice(self, run: Callable[[Reads], Any]) -> tuple[str, bool]:
+        """What the step changes in Python, in words, and whether it is the same step after that; Python is then as it leaves it, or as before."""
         before = self._reads(alone=True)
         made = run(before)
         before.redo()
@@ -91,17 +110,8 @@ class Forms:
         more = [c for c in after.left if not holds_traced(c.now)]
         settled = _same(_captured(made), _captured(again)) and not (more or after.drew or before.drew)
         after.undo()
-        if settled:
-            before.forget_tensors()
-        else:
-            before.undo()
-            self.impure, self.given = True, self.given | {COUNT}
-            what = before.left[0].words if before.left else "random numbers drawn in Python"
-            warnings.warn(f"the step changes Python as it runs ({what}): it is traced at every call", stacklevel=4)
-        last = self._reads(alone=self.impure)
-        made = run(last)
-        last.undo()
-        return made
+        before.forget_tensors() if settled else before.undo()
+        return before.left[0].words if before.left else "random numbers drawn in Python", settled
 
     def _reads(self, alone: bool = False, example: Any = None) -> Reads:
         reads = Reads(self.model, self.loss, self.example if example is None else example)
@@ -118,53 +128,78 @@ class Forms:
 
     def choose(self, step: Step, batch: Any) -> None:
         """Make the step run the program that this call needs."""
-        if self.impure:
-            self._use(step, *self._trace(step, batch, alone=True), batch)
-        elif not (step.reads.hold(batch) and self._settings_hold() and self._shapes_hold(step, batch)):
-            self._again(step, batch)
+        fits = self.brought.fits(named_batch(batch), step._batch_types, step.compiled.coords)
+        if self.impure or not (fits and step.reads.hold(batch) and self._settings_hold()):
+            self._again(step, batch, self._shapes(step, batch, fits))
         step.read_anew()
 
-    def _again(self, step: Step, batch: Any) -> None:
+    def _shapes(self, step: Step, batch: Any, fits: bool) -> dict[str, Shape]:
+        """What the whole batch measures; ranks are asked only where no program has taken one like it."""
+        given, coords = named_batch(batch), step.compiled.coords
+        known = [step._batch_types, *(f.attributes["_batch_types"] for f in self.kept)]
+        for types in known if fits else known[1:]:
+            if self.brought.fits(given, types, coords):
+                return self.brought.shapes(given, types)
+        seen = {n for n, x in given.items() if any(n in t and tuple(x.shape) == t[n].shape for t in known)}
+        return self.brought.agreed(given, step._batch_types, seen)
+
+    def _again(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
+        if self.impure:
+            self._use(step, *self._trace(step, batch, shapes, alone=True), batch, shapes)
+            return
         changes = [*step.reads.changes(batch), *self._settings_changed(step)]
         self.times.update(c.words for c in changes)
         for form in reversed(self.kept):
-            if form.given == self.given and form.reads.hold(batch) and self._fits(form, step, batch):
-                self._use(step, form.reads, form, batch)
+            if form.given == self.given and form.fits(shapes) and form.reads.hold(batch):
+                self._agree(form.program, form.reads, batch, form, step)
+                self._use(step, form.reads, form, batch, shapes)
                 return
-        self._use(step, *self._trace(step, batch, changes), batch)
+        self._use(step, *self._trace(step, batch, shapes, changes), batch, shapes)
 
-    def _trace(self, step: Step, batch: Any, changes: list[Change] | None = None, alone: bool = False) -> tuple[Reads, Form]:
+    def _trace(
+        self, step: Step, batch: Any, shapes: dict[str, Shape], changes: list[Change] | None = None, alone: bool = False
+    ) -> tuple[Reads, Form]:
         """The program that Python means now, new or known."""
-        example = self._example_of(step, batch)
-        numbers = [] if alone or not step.lifts else [c for c in changes or () if _may_lift(c) and c.words not in self.unlifted]
-        if numbers:
-            with _told_of_the_batch(step, batch):
-                want = _filled_in(self._peek(example).program, {})
-            for dtype in (torch.float64, torch.float32):
-                lifted = self._lifted(example, want, numbers, dtype)
-                if lifted is not None:
-                    return lifted
-            self.unlifted |= {c.words for c in numbers}
-        reads = self._reads(alone, example)
-        with _told_of_the_batch(step, batch):
-            made = self._made(example, reads)
-        if alone:
-            reads.redo()
-            reads.forget_tensors()
-        elif reads.left or reads.drew:
-            reads.undo()
-        return reads, made
+        with self.together.telling(), _told_of_the_batch(step, batch):
+            example = self._example_of(batch, shapes)
+            numbers = [] if alone or not step.lifts else [c for c in changes or () if _may_lift(c) and c.words not in self.unlifted]
+            if numbers:
+                peeked, reads = self._peek(example)
+                known = self._known(peeked, example)
+                if known is not None:  # numbers that no program reads
+                    self._agree(peeked.program, reads, batch, known, step)
+                    return reads, known
+                want = _filled_in(peeked.program, {})
+                for dtype in (torch.float64, torch.float32):
+                    lifted = self._lifted(step, batch, example, want, numbers, dtype)
+                    if lifted is not None:
+                        return lifted
+                self.unlifted |= {c.words for c in numbers}
+            reads = self._reads(alone, example)
+            made = self._made(step, batch, example, reads)
+            if alone:
+                reads.redo()
+                reads.forget_tensors()
+            elif reads.left or reads.drew:
+                reads.undo()
+            return reads, made
 
-    def _peek(self, example: Any) -> Captured:
+    def _peek(self, example: Any) -> tuple[Captured, Reads]:
         """The program that Python means now, not compiled."""
         found: list[Captured] = []
         reads = self._reads(example=example)
         assert self.make is not None
         self.make(example, lambda captured: bool(found.append(captured)) or True, given=self.given, reads=reads)
         reads.undo()
-        return found[0]
+        return found[0], reads
 
-    def _lifted(self, example: Any, want: Any, numbers: list[Change], dtype: torch.dtype) -> tuple[Reads, Form] | None:
+    def _known(self, captured: Captured, example: Any) -> Form | None:
+        """The form that runs this program, for batches like the example, if there is one."""
+        shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
+        alike = (f for f in self.kept if f.given == self.given and f.program.outputs == captured.program.outputs)
+        return next((f for f in alike if f.fits(shapes)), None)
+
+    def _lifted(self, step: Step, batch: Any, example: Any, want: Any, numbers: list[Change], dtype: torch.dtype) -> tuple[Reads, Form] | None:
         """The program with these numbers as inputs; None where it cannot be shown to be the same."""
         before, values = dict(self.lifted), dict[str, float]()
         for c in numbers:
@@ -175,7 +210,9 @@ class Forms:
             values[name] = c.now
         reads = self._reads(example=example)
         try:
-            made = self._made(example, reads, check=lambda c: _filled_in(c.program, values) == want)
+            made = self._made(step, batch, example, reads, check=lambda c: _filled_in(c.program, values) == want)
+        except RuntimeFault:
+            raise
         except Exception:  # numbers that Python computes with, branches on or counts by stay numbers
             reads.undo()
             made = None
@@ -184,38 +221,45 @@ class Forms:
             return None
         return reads, made
 
-    def _made(self, example: Any, reads: Reads, check: Callable[[Captured], bool] | None = None) -> Any:
+    def _made(self, step: Step, batch: Any, example: Any, reads: Reads, check: Callable[[Captured], bool] | None = None) -> Any:
         assert self.make is not None
         found: list[Form | None] = []
 
         def known(captured: Captured) -> bool:
-            """Whether this program needs no compiling: there is one already, or it is not wanted."""
+            """Whether this program needs no compiling: there is one already, or it is not wanted. All ranks compile the same, or none does."""
             if check is not None and not check(captured):
                 found[:] = [None]
                 return True
-            found[:] = [f for f in self.kept if f.given == self.given and f.program.outputs == captured.program.outputs][:1]
+            form = self._known(captured, example)
+            found[:] = [form] if form is not None else []
+            self._agree(captured.program, reads, batch, form, step)
             return bool(found)
 
-        step = self.make(example, known, given=self.given, reads=reads)
+        made = self.make(example, known, given=self.given, reads=reads)
         if found:
             return found[0]
-        return Form(step.traced, reads, self.given, _own(step))
+        return Form(made.traced, reads, self.given, _own(made))
 
-    def _use(self, step: Step, reads: Reads, form: Form, batch: Any) -> None:
+    def _use(self, step: Step, reads: Reads, form: Form, batch: Any, shapes: dict[str, Shape]) -> None:
         form.reads = reads
-        if form not in self.kept:
-            self._require_room()
-            self.kept.append(form)
-        self._agree(form, reads, batch)
+        self._keep(form, shapes)
         step.become(form.attributes)
         step.reads = reads
         if step.count_updates():
             self.given |= {COUNT}
             self.kept = []
-            self._use(step, *self._trace(step, batch, alone=self.impure), batch)
+            self._use(step, *self._trace(step, batch, shapes, alone=self.impure), batch, shapes)
 
-    def _require_room(self) -> None:
-        if len(self.kept) < MOST:
+    def _keep(self, form: Form, shapes: dict[str, Shape]) -> None:
+        """As the last that was used. Of batches that always measure otherwise the oldest program goes; of those that do not, there may be so many."""
+        if form not in self.kept and len(self.kept) >= MOST:
+            others = [f for f in self.kept if not f.fits(shapes)]
+            self._require_room(others)
+            self.kept.remove(others[0])
+        self.kept = [*(f for f in self.kept if f is not form), form]
+
+    def _require_room(self, others: list[Form]) -> None:
+        if others:
             return
         words = self.times.most_common(1)[0][0] if self.times else "what the model does with Python's random numbers, or a counter"
         raise RuntimeFault(
@@ -258,51 +302,25 @@ class Forms:
         self._settings = _settings(self.optimizer, self.given)
         return found
 
-    def _shapes_hold(self, step: Step, batch: Any) -> bool:
-        return _alone() is False or all(tuple(x.shape) == step.batch_shape(n) for n, x in named_batch(batch).items() if step.batch_shape(n) is not None)
-
-    def _fits(self, form: Form, step: Step, batch: Any) -> bool:
-        if not _alone():
-            return True
-        shapes = {n: t.shape for n, t in form.attributes["_batch_types"].items()}
-        return all(tuple(x.shape) == shapes[n] for n, x in named_batch(batch).items() if n in shapes)
-
-    def _example_of(self, step: Step, batch: Any) -> Any:
+    def _example_of(self, batch: Any, shapes: dict[str, Shape]) -> Any:
         """A batch as it is traced: of one process as it came; else of the shapes all ranks' parts make, with the numbers and flags of now."""
-        if _alone():
+        if one_process():
             return batch
-        shapes = {n: x for n, x in leaves("batch", self.example) if isinstance(x, Tensor)}
         name = "batch.0" if isinstance(batch, Tensor) else "batch"
-        if set(named_batch(batch)) - set(named_batch(self.example)):
-            raise RuntimeFault(
-                "the batch has tensors that the example had not",
-                needed=", ".join(named_batch(self.example)),
-                found=", ".join(named_batch(batch)),
-                try_="parallelize with an example that has them all",
-            )
-        return self.example if isinstance(batch, Tensor) else changed(name, batch, lambda n, x: shapes[n] if isinstance(x, Tensor) else x)
+        return changed(name, batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
 
-    def _agree(self, form: Form, reads: Reads, batch: Any) -> None:
-        """All ranks go over to the same program, or none does."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+    def _agree(self, program: Program, reads: Reads, batch: Any, form: Form | None, step: Step) -> None:
+        """All ranks go over to the same program, or none does. A rank that stays with its own needs nobody."""
+        stays = form is not None and form.attributes["compiled"] is step.compiled
+        if one_process() or (stays and not self.impure):
             return
-        self._agreed += 1
-        key, rank, world = f"weft.form.{self._run}.{self._agreed}", dist.get_rank(), dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{key}.{rank}", cache.digest(form.program.text + repr(sorted(reads.numbers(batch).items()))))
-        keys = [f"{key}.{r}" for r in range(world)]
-        told: dict[int, str] = {}
-        try:
-            store.wait(keys, _patience())
-            told = {r: store.get(k).decode() for r, k in enumerate(keys)}
-        except (RuntimeError, dist.DistError):
-            told = {r: store.get(k).decode() for r, k in enumerate(keys) if store.check([k])}
-        odd = [r for r in range(world) if told.get(r) != told[rank]]
+        told = self.together.answers(cache.digest(program.text + repr(sorted(reads.numbers(batch).items()))), "the program of the step")
+        odd = [r for r, digest in enumerate(told) if digest != told[dist.get_rank()]]
         if odd:
             raise RuntimeFault(
-                f"ranks disagree about what the step is: rank {rank} and rank {', '.join(map(str, odd))}",
+                f"ranks disagree about what the step is: rank {dist.get_rank()} and rank {', '.join(map(str, odd))}",
                 needed="the same values in Python, and the same random state, on every rank",
-                found="; ".join(f"rank {r} {'traced another program' if r in told else 'did not trace it anew'}" for r in odd[:4]),
+                found=f"rank {', '.join(map(str, odd[:4]))} traced another program",
                 try_="seed Python's random alike on every rank, and change what the model reads on all of them",
             )
 
@@ -323,6 +341,8 @@ class Changing:
     _state: dict[str, Tensor]
     _held_as: dict[str, Type]
     _batch_types: Mapping[str, Type]
+    _probe: Any
+    noise: Any
     _missed: dict[str, int]  # steps in which a parameter was not updated, of all that any program updates
 
     def ready(self, batch: Any) -> None:
@@ -373,6 +393,8 @@ class Changing:
         held = {**{n: t for n, t in self._held_as.items() if not n.startswith("constant.")}, **held}
         self.__dict__.update({k: x for k, x in form.items() if k not in RUNNING})
         self._state, self._held_as = known, held
+        if self._probe is not None:
+            self._probe.noise = self.noise
 
     def read_anew(self) -> None:
         """Tensors that Python keeps, as they are now: another tensor, or other values in it."""
@@ -391,11 +413,6 @@ class Changing:
         numbers, kinds = self.reads.numbers(batch), self.reads.lifted
         return {n: torch.full((), x, dtype=kinds[n][1], device=self.compiled.device) for n, x in numbers.items()}
 
-    def batch_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor of a whole batch, where a call takes it as it is."""
-        type_ = self._batch_types.get(name)
-        return None if type_ is None else type_.shape
-
     @property
     def _versions(self) -> dict[str, int]:
         return self.__dict__.setdefault("_read_versions", {})  # type: ignore[no-any-return]
@@ -410,17 +427,6 @@ def gathered(layout: Any, local: Tensor | None, compiled: Any) -> Tensor:
     dist.all_gather_object(parts, None if local is None else local.cpu())
     some = next(x for x in parts if x is not None)
     return interp.denote(parts, Type(some.dtype, layout), tolerance=1e-5).to(compiled.device)
-
-
-def _patience() -> Any:
-    from datetime import timedelta
-
-    limit = faults.timeout_s()
-    return timedelta(seconds=min(limit, 60) if limit > 0 else 60)
-
-
-def _alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def _captured(made: Any) -> Captured:

@@ -1,16 +1,25 @@
-"""Which samples of a data set are this rank's, batch by batch: the same order for every plan, and after every restart."""
+"""Which samples of a data set are this rank's, batch by batch: the same order for every plan, and after every restart.
+
+A step takes whole batches, or on every rank its part of one. Where a shape is new, ranks ask each other which it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from weft import interp
+from weft.api.together import Together, one_process
 from weft.core.errors import RuntimeFault
-from weft.core.layout import Layout, S
+from weft.core.layout import Layout, Mesh, S
 from weft.core.node import Type
+
+Shape = tuple[int, ...]
 
 
 class Rows(Sampler[list[int]]):
@@ -58,3 +67,97 @@ def beside_rows(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.T
         return None
     others = {a: p for a, p in type_.layout.placements.items() if isinstance(p, S) and p.dim}
     return interp.take_local(x, Layout.of(type_.layout.mesh, tuple(x.shape), others), coords)
+
+
+# -- whole batches and parts of them ---------------------------------------------------------------------------------------------------
+
+
+class Brought:
+    """How a step's calls bring the tensors of their batches, whole or in parts, and what whole ones measure."""
+
+    def __init__(self, together: Together) -> None:
+        self.together = together
+        self.parts: set[str] = set()  # what comes in parts; the example came whole
+
+    def fits(self, batch: Mapping[str, Tensor], types: Mapping[str, Type], coords: dict[str, int]) -> bool:
+        """Whether a program of these types takes this batch, brought as those before."""
+        known = [(n, x, types[n]) for n, x in batch.items() if n in types]
+        return all(_is_part(x, t, coords) if n in self.parts else tuple(x.shape) == t.shape for n, x, t in known)
+
+    def shapes(self, batch: Mapping[str, Tensor], types: Mapping[str, Type]) -> dict[str, Shape]:
+        """Of a batch that fits these types, the shapes of the whole."""
+        own = {n: tuple(x.shape) for n, x in batch.items()}
+        rows = {own[n][0]: types[n].shape[0] for n in own if n in types and n in self.parts}
+        return {n: types[n].shape if n in types else (rows.get(s[0], s[0]), *s[1:]) if n in self.parts else s for n, s in own.items()}
+
+    def agreed(self, batch: Mapping[str, Tensor], types: Mapping[str, Type], known: set[str]) -> dict[str, Shape]:
+        """The same where the shape is new: all ranks say what they have. A tensor that all have alike is whole, unless it came in parts so far
+        and is not among those `known` to have measured so when they were whole; any other is in parts."""
+        own = {n: tuple(x.shape) for n, x in batch.items()}
+        if one_process():
+            return own
+        told = self.together.answers([[n, list(s), _digest(batch[n])] for n, s in own.items()], "the shapes of a batch")
+        theirs = [{n: (tuple(shape), digest) for n, shape, digest in said} for said in told]
+        odd = [t for t in theirs if t.keys() != own.keys()]
+        if odd:
+            raise RuntimeFault("ranks were given other batches", needed=", ".join(own), found=", ".join(odd[0]))
+        alike = {n for n in own if all(t[n] == theirs[0][n] for t in theirs)}
+        self.parts = {n for n in own if n not in alike or (n in self.parts and n not in known)}
+        shapes = [{n: t[n][0] for n in own} for t in theirs]
+        return {n: _joined(n, [s[n] for s in shapes], self._axes(n, shapes, types), types) if n in self.parts else s for n, s in own.items()}
+
+    def _axes(self, name: str, shapes: list[dict[str, Shape]], types: Mapping[str, Type]) -> tuple[str, ...]:
+        """The axes that cut the rows of a tensor; of one that no program read yet, those that cut another of as many rows."""
+        if name in types:
+            return _cut_rows(name, types[name])
+        rows = [s[name][:1] for s in shapes]
+        alike = (n for n in self.parts if n in types and [s[n][:1] for s in shapes] == rows)
+        return next((_cut_rows(n, types[n]) for n in alike), ())
+
+
+def _is_part(x: Tensor, type_: Type, coords: dict[str, int]) -> bool:
+    return tuple(x.shape) == type_.layout.local_shape(coords) or beside_rows(x, type_, coords) is not None
+
+
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _joined(name: str, parts: list[Shape], axes: tuple[str, ...], types: Mapping[str, Type]) -> Shape:
+    """The shape of the tensor whose parts the ranks have."""
+    mesh, key = next(iter(types.values())).layout.mesh, name.removeprefix("batch.")
+    if not axes:
+        raise RuntimeFault(
+            f"ranks were given different batches: {key!r}",
+            needed=f"the same on every rank: the plan does not cut it along {', '.join(mesh.axes)}",
+            found=" and ".join(dict.fromkeys(str(list(p)) for p in parts)) + ", of other values",
+            try_="load the data in the same order on every rank",
+        )
+    whole = (_rows(parts, axes, mesh), *parts[0][1:])
+    layout = Layout.of(mesh, whole, {a: S(0) for a in axes})
+    needed = [layout.local_shape(mesh.coords(r)) for r in range(mesh.ranks)]
+    if needed != parts:
+        raise RuntimeFault(
+            f"batch {key!r} is cut otherwise than the plan cuts it",
+            needed=f"{', '.join(str(list(s)) for s in needed)} on the ranks, of {list(whole)}",
+            found=", ".join(str(list(p)) for p in parts),
+            try_="give every rank the whole batch, or step.rows, which says which rows are a rank's",
+        )
+    return whole
+
+
+def _rows(shapes: list[Shape], axes: tuple[str, ...], mesh: Mesh) -> int:
+    own = {tuple(mesh.coords(r)[a] for a in axes): shape[0] for r, shape in enumerate(shapes)}
+    return sum(own.values())
+
+
+def _cut_rows(name: str, type_: Type) -> tuple[str, ...]:
+    cuts: dict[str, Any] = {a: p for a, p in type_.layout.placements.items() if isinstance(p, S)}
+    if any(p.dim or p.within is not None for p in cuts.values()):
+        raise RuntimeFault(
+            f"batch {name.removeprefix('batch.')!r} has another shape than before",
+            needed="whole batches, or parts that are rows",
+            found=f"parts cut as {type_.layout}",
+            try_="give every rank the whole batch",
+        )
+    return tuple(cuts)

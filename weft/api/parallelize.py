@@ -104,9 +104,8 @@ def parallelize(
     run = begin_alike(model, optimizer, example, where, plan=plan, **how, accumulate=accumulate, seed=seed, pins=tuple(pins), on_nan=on_nan)
     forms = Forms(model, loss, optimizer, example, run)
 
-    def in_parts(batch: Any, again: Any = None, **settings: Any) -> Step:
-        how = {**parts, **settings, "judging": again is None}
-        return _in_parts(model, loss, optimizer, batch, cast(Named, named), where, seed, noise, how)
+    def in_parts(batch: Any, known: Callable[[Captured], bool] | None = None, **settings: Any) -> Step:
+        return _in_parts(model, loss, optimizer, batch, cast(Named, named), where, seed, noise, {**parts, **settings, "known": known})
 
     if named is not None and named.micro_batches > 1:
         step = forms.adopt(forms.observed(lambda reads: in_parts(example, reads=reads, given=forms.given)), in_parts)

@@ -71,21 +71,24 @@ def pipelined(
     mean: bool = False,
     guard: bool = False,
     check: bool = True,
-    judging: bool = True,
+    known: Callable[[Captured], bool] | None = None,
     **settings: Any,
-) -> PipelinedStep:
+) -> PipelinedStep | None:
     """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held, `found` how
-    stages are made, `part` how rules rewrite the step, `mean` that the loss is the mean over what micro-batches give by themselves;
-    `settings` go to the capture."""
+    stages are made, `part` how rules rewrite the step, `mean` that the loss is the mean over what micro-batches give by themselves, `known`
+    that such a step need not be made (one made again is not compared with torch); `settings` go to the capture."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
+    plan = plan if known is None else _dividing(plan, cut_of(example)[0])
     moment = Moment.now()
     micro = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)(plan.micro_batches)
     captured, judged = micro.captured, None
-    if check and judging:
+    if known is not None and known(captured):
+        return None
+    if check and known is None:
         with as_before(captured.reads):
             judged = _judged(micro, Case(model, loss, optimizer, How(clip, 1, precision), device, moment), example)
     source, moves = part(captured) if part is not None else (captured, ())
@@ -95,10 +98,16 @@ def pipelined(
     step = PipelinedStep(
         replace(micro, captured=source), plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(source)
     )
-    step.captured, step.moves, step.judged, step.how = captured, moves, judged, How(clip, 1, precision)
+    step.captured, step.traced, step.moves, step.judged, step.how = captured, captured.program, moves, judged, How(clip, 1, precision)
     if check:
         step.report = step.verify()
     return step
+
+
+def _dividing(plan: Named, samples: int) -> Named:
+    """For a batch of another size than the example the plan with fewer micro-batches, where as many as it says are not equal."""
+    fewer = [n for n in range(plan.micro_batches, 0, -1) if samples % n == 0 and (plan.schedule != "interleaved" or n % plan.pp == 0)]
+    return replace(plan, micro=fewer[0]) if fewer and fewer[0] != plan.micro_batches else plan
 
 
 def micro_steps(

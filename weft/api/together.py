@@ -5,10 +5,12 @@ While training nothing waits for it: rank 0 leaves its settings at the store the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,14 +19,16 @@ from torch import Tensor, nn
 
 from weft.core.errors import RuntimeFault
 from weft.frontend.capture.batches import leaves
+from weft.runtime import faults
 from weft.runtime.agree import require_same
 
+FAILED = "failed"
 OFTEN = 8  # steps between two looks, after the first few
 
 
 def begin_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any, device: torch.device, **settings: Any) -> str:
     """Refuse ranks that set up something else; give all ranks rank 0's parameters, buffers and optimizer state, and a name for the run."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if one_process():
         return ""
     require_same("set-up", "\n".join([*(f"{k}={x}" for k, x in settings.items()), *_lines(model, optimizer, example)]))
     changed = [name for name, t in _tensors(model, optimizer) if not _takes_rank_0s(t, device)]
@@ -79,16 +83,48 @@ def _takes_rank_0s(t: Tensor, device: torch.device) -> bool:
 
 
 class Together:
-    """Compares the settings of all steps so far with rank 0's, from time to time and without waiting."""
+    """Compares the settings of all steps so far with rank 0's, from time to time and without waiting; where ranks must wait, asks them all."""
 
     def __init__(self, run: str) -> None:
-        self._key = f"weft.settings.{run}"
+        self._key, self._asked = f"weft.settings.{run}", 0
         self._so_far, self._calls = 0, 0
         self._waiting: list[tuple[int, int, dict[str, float]]] = []
 
+    def answers(self, mine: Any, about: str) -> list[Any]:
+        """What every rank says, by rank. It goes over the store the processes met at: a rank that does something else is waited for in vain, and told."""
+        if one_process():
+            return [mine]
+        self._asked += 1
+        rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        keys = [f"{self._key}.asked.{self._asked}.{r}" for r in range(dist.get_world_size())]
+        store.set(keys[rank], json.dumps([about, mine]))
+        try:
+            store.wait(keys, timedelta(seconds=faults.timeout_s()))
+        except (RuntimeError, dist.DistError):
+            raise _waited_for([r for r, key in enumerate(keys) if not store.check([key])], about) from None
+        told = [json.loads(store.get(key)) for key in keys]
+        failed = [(r, words) for r, (what, words) in enumerate(told) if what == FAILED]
+        if failed:
+            rank, words = failed[0]
+            raise RuntimeFault(f"rank {rank} could not go on: {words.splitlines()[0]}", needed=f"every rank to agree on {about}", found=words)
+        if any(what != about for what, _ in told):
+            raise _waited_for([r for r, (what, _) in enumerate(told) if what != about], about)
+        return [said for _, said in told]
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Inside, what this rank raises is told to those who ask it something."""
+        try:
+            yield
+        except Exception as error:
+            if not one_process():
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"{self._key}.asked.{self._asked + 1}.{dist.get_rank()}", json.dumps([FAILED, f"{type(error).__name__}: {error}"[:2000]]))
+            raise
+
     def see(self, settings: Mapping[str, float]) -> None:
         """The settings of the next step. Calls are counted here: a run that was restored has steps twice."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if one_process():
             return
         self._so_far, step = hash((self._so_far, *settings.values())), self._calls
         self._calls += 1
@@ -108,6 +144,21 @@ class Together:
             chain, theirs = json.loads(store.get(f"{self._key}.{step}"))
             if chain != so_far:
                 raise _apart(step, theirs, mine)
+
+
+def one_process() -> bool:
+    """Whether there is one process only."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _waited_for(ranks: list[int], about: str) -> RuntimeFault:
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return RuntimeFault(
+        f"{who} did not come to agree on {about}",
+        needed=f"every rank to call the step with a batch, and values in Python, that ask for the same, within {faults.timeout_s():g} s",
+        found=f"{who} went on with the program at hand, or ended",
+        try_=("change what the model reads on every rank, and give all of them batches of the same new shape", "WEFT_TIMEOUT sets the limit in seconds"),
+    )
 
 
 def _apart(step: int, theirs: Mapping[str, float], mine: Mapping[str, float]) -> RuntimeFault:
