@@ -15,10 +15,12 @@ from tests.api.ranks import on_ranks
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.api.parallelize import parallelize
-from weft.core.layout import Mesh
+from weft.codegen.forms import forms_of
+from weft.core.layout import Mesh, S
 from weft.core.node import Type
 from weft.core.program import new_program
 from weft.frontend.capture import Captured, capture
+from weft.ops.conv import _conv2d_input_grad, _conv2d_weight_grad
 from weft.ops.source import input_node
 from weft.runtime.near import Near
 from weft.runtime.peers import connect
@@ -84,6 +86,20 @@ def test_products_need_no_einsum_and_mean_it(equation: str) -> None:
     nodes = [input_node(n, Type(torch.float64, weft.Layout.of(mesh, tuple(x.shape)))) for n, x in xs.items()]
     program = new_program("product", mesh, nodes, {"z": weft.einsum(equation, *nodes)})
     torch.testing.assert_close(Compiled(program)(xs)["z"], torch.einsum(equation, *xs.values()))
+
+
+def test_gradients_of_a_convolution_that_are_held_otherwise_are_two_calls() -> None:
+    """One call makes both of one image and one kernel; a kernel whose channels are cut is not that of a whole image."""
+    mesh = Mesh(tp=2)
+    kinds = {"ct": (2, 6, 5, 5), "x": (2, 4, 5, 5), "w": (6, 4, 3, 3)}
+    for cut, calls in (({}, 1), ({"tp": S(1)}, 0)):
+        ct, x, w = (
+            input_node(n, Type(torch.float64, weft.Layout.of(mesh, shape, cut if n == "w" else {}))) for n, shape in kinds.items()
+        )
+        how = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+        grads = {"dx": _conv2d_input_grad(ct, w, size=(5, 5), **how), "dw": _conv2d_weight_grad(x, ct, kernel=(3, 3), **how)}
+        found = forms_of(new_program("grads", mesh, [ct, x, w], grads), (), mesh.coords(0), False, "cpu")
+        assert sum("conv2d_backward" in f.text(str) for f in found) == calls
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnext50"])

@@ -124,6 +124,11 @@ def test_batches_of_other_shapes():
     assert programs(same(Net().double(), mean, many)) == 2
 
 
+def test_more_shapes_than_programs_are_kept():
+    many = [torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (6, *range(1, 20), 6, 3)]
+    assert programs(same(Net().double(), mean, many)) == 16
+
+
 # -- what the loop changes ---------------------------------------------------------------------------------------------
 
 
@@ -384,6 +389,27 @@ def test_by_products_are_no_state():
     step = same(Noting().double(), mean, batches())
     assert not step.forms.impure
     assert not hasattr(step.model, "last")
+
+
+class Recording(Net):
+    """Hooks that are put in place when it is first called, as transformers records what its layers give."""
+
+    hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.a.register_forward_hook(lambda _m, _a, out: self.put(out))
+            self.hooked = True
+        given: list[Tensor] = []
+        self.put = given.append
+        out = super().forward(x)
+        del self.put
+        return out + len(given) * given[0].square()
+
+
+def test_hooks_that_come_with_the_first_call_come_once():
+    step = same(Recording().double(), mean, batches())
+    assert len(step.model.a._forward_hooks) == 1
 
 
 class Recurrent(Net):

@@ -57,6 +57,18 @@ def test_stages_together_are_the_step(name: str, stages: int) -> None:
         torch.testing.assert_close(grads[f"d.{n}"], whole[f"d.{n}"], rtol=1e-9, atol=1e-11)
 
 
+def test_a_decoder_that_begins_before_its_encoder_is_cut_behind_it() -> None:
+    """The decoder's own attention reads nothing of the encoder: its blocks begin first, and end last."""
+    torch.manual_seed(0)
+    model = torch.nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True).double()
+    batch = {k: torch.randn(4, n, 8, dtype=torch.float64) for k, n in (("src", 5), ("tgt", 6))}
+    cap = capture(model, batch, lambda m, b: m(b["src"], b["tgt"]).square().mean(), torch.optim.SGD(model.parameters()))
+    values, acts = cap.inputs(batch), dict[str, Any]()
+    for s in split(cap, 4, chosen_cuts(cap, 4)):
+        acts |= interp.run_global(s.forward, {n: {**values, **acts}[n] for n in s.forward.input_names})
+    torch.testing.assert_close(acts["loss"], model(batch["src"], batch["tgt"]).square().mean().detach(), rtol=1e-12, atol=1e-12)
+
+
 def _gradients(cap: Captured) -> Any:
     from weft.plan.split import program_of
 

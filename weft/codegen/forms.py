@@ -135,7 +135,7 @@ def _convolutions(p: Program) -> Iterator[Form]:
     by_input = {(n.args[0], *map(n.attr, how)): n for n in p.nodes if n.op.name == "conv2d_input_grad"}
     for n in p.nodes:
         other = by_input.pop((n.args[1], *map(n.attr, how)), None) if n.op.name == "conv2d_weight_grad" else None
-        if other is not None and (other.shape, n.shape) == (n.args[0].shape, other.args[1].shape) and other not in p.needs(n):
+        if other is not None and _held_alike(other, n.args[0]) and _held_alike(n, other.args[1]) and other not in p.needs(n):
             (x, ct), w = n.args, other.args[1]
             settled = ", ".join(settings((k, n.attr(k)) for k in how))
             yield Form(
@@ -144,6 +144,11 @@ def _convolutions(p: Program) -> Iterator[Form]:
                 (other, n),
                 lambda v, xs=(ct, x, w), s=settled: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})",
             )
+
+
+def _held_alike(grad: Node, of: Node) -> bool:
+    """Whether a gradient measures on every rank what the tensor does: one call makes both of the same image and kernel."""
+    return grad.shape == of.shape and grad.layout.dims == of.layout.dims
 
 
 __all__ = ["Form", "forms_of"]

@@ -126,9 +126,17 @@ class Forward:
         self.ends = [self.given(b) for b in self.blocks] or [(self.main[i],) for i in narrow(self.main, self.active)]
 
     def _blocks(self) -> list[Instance]:
-        """Repeated blocks that the loss needs, in order."""
+        """Repeated blocks that the loss needs, in the order in which they end: a decoder's may begin before the encoder it reads.
+
+        A block that gives nothing but what those before it need ends no part of its own."""
         every = [b for group in self.captured.blocks for b in group if self.given(b)]
-        return sorted(every, key=lambda b: min(self.at[n] for n in b.nodes if n in self.at and n in self.active))
+        found: dict[Node, int] = {}
+        blocks = []
+        for block in sorted(every, key=lambda b: max(self.at[n] for n in self.given(b))):
+            before = len(found)
+            self._stand(self.given(block), 0, found)
+            blocks += [block] if len(found) > before else []
+        return blocks
 
     def given(self, block: Instance) -> Cut:
         """What a block passes on."""

@@ -31,8 +31,9 @@ from weft.frontend.capture.alike import PLAIN
 from weft.frontend.capture.batches import leaves
 
 DEPTH, MOST = 6, 50_000  # how deep containers and objects are followed, and how many places are kept at most
+_TENSORS = ("_parameters", "_buffers", "_modules")
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SKIPPED = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook", "_forward_hooks_with_kwargs",
+_SKIPPED = {*_TENSORS, "_non_persistent_buffers_set", "_is_full_backward_hook", "_forward_hooks_with_kwargs",
             "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
             "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", *_TABLES}  # fmt: skip
 _SAME = frozenset(PLAIN) | {complex}
@@ -557,9 +558,9 @@ class _Contents:
 
 
 def changed_attributes(module: nn.Module, before: dict[str, Any], contents: list[tuple[Any, Any]], words: str) -> list[Change]:
-    """A module's own attributes that are others than before, or hold others."""
+    """A module's own attributes that are others than before, or hold others; hooks that came while it ran are among them."""
     own = module.__dict__
-    names = {id(x): n for n, x in before.items() if n not in _SKIPPED}
+    names = {id(x): n for n, x in before.items() if n not in _TENSORS}
     held = [(f"{words}.{names[id(x)]}", x, _copied(was)) for x, was in contents if id(x) in names]
     inside = [Change(text, was, _copied(x), Place(_Contents(x), 0, was, text)) for text, x, was in held if not _same_whole(x, was)]
     return inside + _replaced(own, before, words)
