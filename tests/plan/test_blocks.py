@@ -14,16 +14,20 @@ from torch import Tensor, nn
 
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
+from weft.core.errors import PlanError
 from weft.cost.work import Attention, Gemm
-from weft.frontend import zoo
+from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
+from weft.frontend.source import load as load_model
 from weft.plan.blocks import Stack
+from weft.plan.explain import explain
 from weft.plan.models import shape
 from weft.plan.plan import Plan, load
 from weft.plan.planner import Infeasible, Request, make_plan
 from weft.plan.setting import Setting
 from weft.plan.space import Limits
 from weft.plan.workload import Block
+from weft.report.of_plan import of_plan
 
 SIZES = {"layers": 3, "hidden": 256, "heads": 8, "vocab": 512, "seq": 128}
 LLAMA = {**SIZES, "kv_heads": 4, "ffn": 512}
@@ -31,7 +35,7 @@ LLAMA = {**SIZES, "kv_heads": 4, "ffn": 512}
 
 def captures(name: str, **sizes: int) -> Callable[[int], Captured]:
     more = {"dropout": 0.0} if name == "gpt2" else {}
-    w = zoo.get(name, device="meta", dtype=torch.bfloat16, **sizes, **more)
+    w = catalog.get(name, device="meta", dtype=torch.bfloat16, **sizes, **more)
     return cache(lambda n: capture(w.model, w.example(n, device="meta"), w.loss))
 
 
@@ -43,12 +47,14 @@ WAYS = [{}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"cp": 2}]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("name,sizes", [("gpt2", SIZES), ("llama3-8b", LLAMA)])
+@pytest.mark.parametrize(("name", "sizes"), [("gpt2", SIZES), ("llama3-8b", LLAMA)])
 def test_a_block_does_what_is_known_of_such_a_layer(name: str, sizes: dict[str, int], way: dict[str, int]) -> None:
     setting = Setting(micro_batch=4, global_batch=64, **way)  # type: ignore[arg-type]
     got, known = Stack(name, captures(name, **sizes)).work(setting), shape(name, **sizes).work(setting)
     assert got.depth == known.depth == 3
-    assert flops(got.layer) == pytest.approx(flops(known.layer), rel=0.05 if "cp" in way else 1e-9)  # keys may be made twice where that moves less
+    assert flops(got.layer) == pytest.approx(
+        flops(known.layer), rel=0.05 if "cp" in way else 1e-9
+    )  # keys may be made twice where that moves less
     assert got.layer.params == pytest.approx(known.layer.params, rel=0.02)  # biases of rows are whole on every rank
     assert got.layer.kept == known.layer.kept
     assert known.layer.saved <= got.layer.saved <= 1.6 * known.layer.saved  # norms keep their input besides what products do
@@ -89,7 +95,7 @@ class Two(nn.Module):
         return x
 
 
-MODEL = '''
+MODEL = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -137,7 +143,7 @@ def wide():
     from tests.plan.test_blocks import Two
 
     return Two(), lambda m, b: m(**b).square().mean(), {"x": torch.randn(4, 8)}
-'''
+"""
 SMALL = MODEL.replace("SIZES", "5, 32, 4, 67, 16").replace("SEQ", "16")
 
 
@@ -171,7 +177,7 @@ def test_what_is_no_stack_is_planned_as_a_program(tmp_path: Path) -> None:
 
 def compare(plan: Path) -> None:
     """Losses of torch, and of weft under a plan of the user's own model."""
-    own = zoo.load(f"{plan.parent / 'own.py'}:make", device="cpu", dtype=torch.float64)
+    own = load_model(f"{plan.parent / 'own.py'}:make", device="cpu", dtype=torch.float64)
     drawn = [torch.randint(0, 67, (2, 16, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
     batches = [{"x": x, "y": y} for x, y in drawn]
     want, model = [], own.model
@@ -198,3 +204,15 @@ def test_the_plan_of_a_module_runs_as_it_says(tmp_path: Path, pins: dict[str, st
     made.save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json") == made
     on_ranks(2, lambda rank: compare(tmp_path / "plan.json"), tmp_path)
+
+
+def test_a_plan_of_a_module_is_explained_and_drawn_if_its_file_may_be_run(tmp_path: Path) -> None:
+    made = planned(tmp_path, "make", "1x2xA100", 16, pins={"pp": "2"})
+    assert isinstance(made, Plan)
+    for tell in (lambda run: list(explain(made, run_model=run)), lambda run: of_plan(made, explained=False, run_model=run)):
+        with pytest.raises(PlanError, match="is not run unasked"):
+            tell(False)
+    assert {r.decision for r in explain(made, run_model=True)} >= {"schedule", "micro_batch"}
+    facts = of_plan(made, explained=False, run_model=True)
+    assert len(facts.stages) == 2 and sum(facts.stages) == 5
+    assert any("qkv.weight" in str(row) for row in facts.held)

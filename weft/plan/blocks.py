@@ -159,7 +159,17 @@ class Placed:
         back = n.op.name != "attention"
         heads = math.prod(lead) // max(1, batch)
         return Attention(
-            batch, heads, math.prod(groups), rows, keys, width, bool(n.attr("causal")), dtype_of(n), n.op.name, back=back, launches=2 if back else 1
+            batch,
+            heads,
+            math.prod(groups),
+            rows,
+            keys,
+            width,
+            bool(n.attr("causal")),
+            dtype_of(n),
+            n.op.name,
+            back=back,
+            launches=2 if back else 1,
         )
 
     def _read_outside(self, n: Node, inside: Collection[Node]) -> bool:
@@ -365,7 +375,9 @@ class Stack:
     def experts(self) -> int:
         """How many a block has: the first dim of weights that hold one matrix for each."""
         p = self.short(1).program
-        sizes = {w.shape[0] for name, w in p.input_names.items() if f"d.{name}" in p.output_names and stacked(p, w, w.shape[0] if w.ndim else 1)}
+        sizes = {
+            w.shape[0] for name, w in p.input_names.items() if f"d.{name}" in p.output_names and stacked(p, w, w.shape[0] if w.ndim else 1)
+        }
         return math.gcd(*sizes) if sizes else 0
 
     def _is_cut(self, axis: str, n: int) -> bool:
@@ -406,7 +418,9 @@ class Stack:
     def _made(self, placed: Placed) -> Workload:
         s = placed.setting
         first, layer, last = (placed.block(name, part) for name, part in (("first", FIRST), ("layer", LAYER), ("last", LAST)))
-        halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if placed.short.half else ()
+        halves = (
+            tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if placed.short.half else ()
+        )
         passed = sum(_held(placed.became(x)) for x in placed.short.boundary)
         shared = placed.shared
         if s.pp > 1:
@@ -424,7 +438,9 @@ class Stack:
     def flops_per_token(self) -> float:
         """Of forward and backward of a sample: products and attention."""
         short = self.short(1)
-        each = [sum(flops(n) for n in short.program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE) and short.part[n] == k) for k in range(3)]
+        each = [
+            sum(flops(n) for n in short.program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE) and short.part[n] == k) for k in range(3)
+        ]
         return each[FIRST] + each[LAYER] * short.repeats + each[LAST]
 
 
@@ -439,6 +455,8 @@ def grown(one: Any, two: Any, few: int, n: int) -> Any:
         return round(made) if isinstance(one, int) else made
     if isinstance(one, tuple):
         parts = [grown(a, b, few, n) for a, b in zip(one, two, strict=False)]
-        return tuple(parts) if len(one) == len(two) and not any(p is None and a is not None for p, a in zip(parts, one, strict=True)) else None
+        return (
+            tuple(parts) if len(one) == len(two) and not any(p is None and a is not None for p, a in zip(parts, one, strict=True)) else None
+        )
     found = {f.name: grown(getattr(one, f.name), getattr(two, f.name), few, n) for f in fields(one)}
     return None if any(v is None and getattr(one, k) is not None for k, v in found.items()) else replace(one, **found)

@@ -97,7 +97,7 @@ class Plan:
         known = is_transformer(self.model)
         if known and (self.seq < 1 or "program" in self.layouts):
             raise PlanError(f"the plan is not one of {self.model}", needed="a sequence length, and no program of its own", found=f"seq {self.seq}")
-        return known or "program" not in self.layouts
+        return known or not self.layouts
 
     def require_may_run(self, said: bool) -> None:
         """A plan may come from anywhere, and with it the name of a file: refused unless the user said that it may be run."""

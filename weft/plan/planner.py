@@ -97,11 +97,11 @@ def captured_stack(model: str, dtype: str) -> tuple[Stack, int]:
     """A model that was captured, in the dtype it is computed in, and the samples of its example; refused where it is no stack of blocks."""
     import torch
 
-    from weft.frontend import zoo
     from weft.frontend.capture import capture
+    from weft.frontend.source import load
 
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    work = zoo.load(model, device="meta", dtype=kinds[dtype])
+    work = load(model, device="meta", dtype=kinds[dtype])
     stack = Stack(model, cache(lambda n: capture(work.model, work.example(n, device="meta"), work.loss)))
     stack.short(1)
     return stack, int(work.batch)

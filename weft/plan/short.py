@@ -49,7 +49,9 @@ def short_of(captured: Captured) -> Short:
     forward = new_program(captured.program.name, captured.program.mesh, [n for n in captured.program.inputs if n in kept], {"loss": loss})
     wanted = [name for name, x in captured.parameters.items() if name in forward.input_names and x.requires_grad and x.is_floating_point()]
     program = grad(forward, "loss", wanted)
-    ways = {(way, half): frozenset(n for r in layers.again(0, way, half) for n in r.nodes) for way in WAYS for half in (ATTENTION, FFN, WHOLE)}
+    ways = {
+        (way, half): frozenset(n for r in layers.again(0, way, half) for n in r.nodes) for way in WAYS for half in (ATTENTION, FFN, WHOLE)
+    }
     middle = layers.middle(0)
     half = frozenset(layers.nodes(0, ATTENTION)) if middle is not None else frozenset[Node]()
     return Short(program, _backward_parts(program, part, active), active, layers.count, ends[0], ways, half)
@@ -62,9 +64,9 @@ def _is_stack(layers: Layers) -> bool:
     if layers.count < 2 or len(groups) != 1:
         return False
     ends = [ahead.given(b) for b in layers.blocks]
-    return all(
-        len(e) == len(ends[0]) and all(a.type == b.type for a, b in zip(e, ends[0], strict=True)) for e in ends
-    ) and all(any(x in b.inputs for x in e) for e, b in zip(ends, layers.blocks[1:], strict=False))
+    return all(len(e) == len(ends[0]) and all(a.type == b.type for a, b in zip(e, ends[0], strict=True)) for e in ends) and all(
+        any(x in b.inputs for x in e) for e, b in zip(ends, layers.blocks[1:], strict=False)
+    )
 
 
 def _parts(order: Sequence[Node], block: Collection[Node], ends: Collection[Node]) -> dict[Node, int]:

@@ -55,6 +55,7 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_m
         say("the program")
         made = replace(base, **{"causes_ms": _causes(plan), **of_captured(plan, run_model)})
         return replace(made, reasons=_reasons(plan, say, run_model)) if explained and made.verbs else made  # of a model that is still the one planned
+    plan.require_may_run(run_model)
     say("the model")
     made = replace(base, **_model(plan))
     if plan.shares:
@@ -62,7 +63,7 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_m
     say("the step")
     made = replace(made, **_step(plan))
     if explained:
-        made = replace(made, reasons=_reasons(plan, say))
+        made = replace(made, reasons=_reasons(plan, say, run_model))
     return made
 
 
@@ -98,17 +99,24 @@ def _alternatives(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _model(plan: Plan) -> dict[str, Any]:
-    """Tensors of the model and how they are held: two layers captured, since all are alike, and placed as the plan says."""
+    """Tensors of the model and how they are held, placed as the plan says: of one known by its sizes two layers, since all are alike."""
+    from weft.frontend import catalog
+    from weft.frontend.source import load
     from weft.plan.models import shape
 
-    sizes = shape(plan.model, seq=plan.seq)
-    few = 2 * (sizes.moe_every if sizes.experts else 1)
+    if ":" in plan.model:
+        layers = few = _search(plan).problem.depth
+        made = load(plan.model, device="meta")
+    else:
+        sizes = shape(plan.model, seq=plan.seq)
+        layers, few = sizes.layers, 2 * (sizes.moe_every if sizes.experts else 1)
+        made = catalog.get(plan.model, layers=few, seq=plan.seq)
     try:
-        made = _placed(plan, few)
+        placed = _placed(plan, made)
     except WeftError as error:
         return {"says": [f"The layouts of single tensors are not drawn: {error.message}."]}
-    stages = _stages(plan, sizes.layers) if plan.setting.pp > 1 else []
-    return {**made, "repeats": sizes.layers / few, "stages": stages}
+    stages = _stages(plan, layers) if plan.setting.pp > 1 else []
+    return {**placed, "repeats": layers / few, "stages": stages}
 
 
 def _stages(plan: Plan, layers: int) -> list[float]:
@@ -122,16 +130,14 @@ def _stages(plan: Plan, layers: int) -> list[float]:
     return [sum(chunks[i :: s.pp]) for i in range(s.pp)]
 
 
-def _placed(plan: Plan, layers: int) -> dict[str, Any]:
-    """One micro-batch of a few layers on the mesh of one stage."""
+def _placed(plan: Plan, w: Any) -> dict[str, Any]:
+    """One micro-batch on the mesh of one stage."""
     import torch
 
     from weft.api.record import communication, tensors, verbs
-    from weft.frontend import catalog
     from weft.frontend.capture import capture
 
     s = plan.setting
-    w = catalog.get(plan.model, layers=layers, seq=plan.seq)
     optimizer = torch.optim.AdamW(w.model.parameters())
     captured = capture(w.model, w.example(s.dp * s.micro_batch, device="meta"), w.loss, optimizer)
     named = Named(s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel and s.tp > 1)
