@@ -156,7 +156,7 @@ def updated(p: Program, name: str) -> Node:
 
 def twin(op: Op, infer: Any = None, **facets: Any) -> Op:
     """An op of the same name that does something else."""
-    return Op(op.name, infer or op.infer, {**op.facets, **facets})
+    return replace(op, infer=infer or op.infer, **facets)
 
 
 def again(n: Node, op: Op) -> Node:

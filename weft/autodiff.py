@@ -174,7 +174,7 @@ def _push(node: Node, cts: list[Node | None], active: set[Node]) -> list[tuple[S
         return [((node.args[0], node.attr("index")), ct)] if ct is not None else []
     if not any(a in active for a in node.args):
         return []
-    if node.op.vjp is None and "written" in node.op.facets:
+    if node.op.vjp is None and node.op.written is not None:
         return [((a, 0), back) for a, back in zip(node.args, _through_parts(node, cts), strict=True) if back is not None and a in active]
     if node.op.vjp is None:
         raise NotDifferentiable(
@@ -191,7 +191,7 @@ def _through_parts(node: Node, cts: list[Node | None]) -> list[Node | None]:
     """Cotangents of the operands of an op that has no vjp but is written in ops that have one."""
     slots = [input_node(f"operand.{i}", a.type) for i, a in enumerate(node.args)]
     back = {i: input_node(f"cotangent.{i}", ct.type) for i, ct in enumerate(cts) if ct is not None}
-    parts = node.op.facets["written"](*slots, **dict(node.attrs))
+    parts = node.op.written(*slots, **dict(node.attrs))
     parts = parts if isinstance(parts, tuple) else (parts,)
     found = backward({parts[i]: ct for i, ct in back.items()}, slots)
     made = dict(zip(slots, node.args, strict=True)) | {slot: cts[i] for i, slot in back.items()}
@@ -206,7 +206,7 @@ def _pull(node: Node, cts: list[Node | None]) -> Sequence[Node | None]:
     node = _with_extremes_done(node)
     full = (
         cts
-        if len(cts) == 1 or node.op.facets.get("sparse_cotangents")
+        if len(cts) == 1 or node.op.sparse_cotangents
         else [_or_zero(ct, t) for ct, t in zip(cts, node.types, strict=True)]
     )
     try:

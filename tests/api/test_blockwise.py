@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import weft_zoo as zoo
+from tests.testing.plant import Facet, plant
 from weft.api import afford
 from weft.api.eager import How
 from weft.api.judge import Case, Verdict, judge
@@ -169,9 +170,8 @@ def test_one_layer_that_differs_is_named(too_large: None) -> None:
         judged(Deep(fault=lambda number, y: y * 1.001 if number == 2 else y))
 
 
-def test_a_wrong_gradient_in_a_block_is_refused(too_large: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(op_named("tanh").facets, "vjp", lambda n, ct: (ct,))
-    with pytest.raises(CaptureError, match=r"the gradient of .* of layers\.0 \(Layer\), run by itself"):
+def test_a_wrong_gradient_in_a_block_is_refused(too_large: None) -> None:
+    with plant(Facet("tanh", "vjp", lambda n, ct: (ct,))), pytest.raises(CaptureError, match=r"the gradient of .* of layers\.0 \(Layer\), run by itself"):
         judged()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
+from tests.testing.plant import Facet, plant
 from weft.api import afford
 from weft.api.parallelize import Step, parallelize
 from weft.core.errors import CaptureError
@@ -102,12 +103,8 @@ def test_another_probability_of_dropout_is_refused(monkeypatch: pytest.MonkeyPat
         made(dropout=0.2)
 
 
-def test_a_wrong_gradient_is_told_from_a_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.core.node import op_named
-
-    tanh = op_named("tanh").facets
-    monkeypatch.setitem(tanh, "vjp", lambda n, ct: (ct,))
-    with pytest.raises(CaptureError, match=r"first\.(weight|bias)") as e:
+def test_a_wrong_gradient_is_told_from_a_wrong_output() -> None:
+    with plant(Facet("tanh", "vjp", lambda n, ct: (ct,))), pytest.raises(CaptureError, match=r"first\.(weight|bias)") as e:
         net()
     assert "every module's output is right, so it is the backward pass or the update" in str(e.value)
 

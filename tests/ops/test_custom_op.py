@@ -69,6 +69,7 @@ def test_its_work_and_its_errors(example: dict[str, Any]) -> None:
         ({"name": "add", "run": torch.add, "equation": "i, i -> i"}, r"op 'add' is defined twice\n\n  needed  a new name"),
         ({"name": "mine", "run": torch.add}, r"needs an equation or an infer rule, and one of them\n\n.*\n  found   neither"),
         ({"name": "mine", "run": torch.add, "equation": "i -> i", "infer": lambda *_: None}, "found   both"),
+        ({"name": "mine", "run": torch.abs, "equation": "i -> i", "lineer": 1}, r"no facet 'lineer'\n\n.*\n  found   lineer= of 'mine'\n  try     linear"),
         ({"name": "mine", "run": None, "equation": "i -> i"}, r"op 'mine' has no meaning\n\n  needed  run=, a torch function"),
     ],
 )

@@ -53,13 +53,13 @@ class Facet:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        facets = op_named(self.op).facets
-        before = facets[self.facet]
-        facets[self.facet] = self.value
+        op = op_named(self.op)
+        before = getattr(op, self.facet)
+        object.__setattr__(op, self.facet, self.value)
         try:
             yield
         finally:
-            facets[self.facet] = before
+            object.__setattr__(op, self.facet, before)
 
 
 def _function(where: str) -> Callable[..., Any]:

@@ -63,7 +63,7 @@ def _check_mesh(mesh: Mesh) -> None:
 def gradient_sums(p: Program) -> Iterator[Node]:
     """The reductions over copies that the updates read, through whatever is done to a gradient element by element."""
     for n in p.nodes:
-        if n.op.facets.get("unfold") is not None:
+        if n.op.unfold is not None:
             yield from _sums_behind(n.args[1])
 
 

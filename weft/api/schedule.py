@@ -22,7 +22,7 @@ FIRST = 1 << 20  # of the first call; the next ones double
 
 
 def is_update(n: Node) -> bool:
-    return n.op.facets.get("unfold") is not None
+    return n.op.unfold is not None
 
 
 def updated(n: Node) -> str:

@@ -142,7 +142,7 @@ def tails(program: Program) -> tuple[set[Node], set[Node]]:
 
 def _is_work(n: Node) -> bool:
     """Products and ops kept whole; updates are no more than a sweep over memory."""
-    return n.op.kind is Kind.CONTRACT or n.op.kind is Kind.WHOLE and n.op.facets.get("unfold") is None
+    return n.op.kind is Kind.CONTRACT or n.op.kind is Kind.WHOLE and n.op.unfold is None
 
 
 def _after_results(program: Program) -> set[Node]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -58,21 +59,67 @@ Attrs: TypeAlias = dict[str, Any]
 Infer: TypeAlias = "Callable[[tuple[Type, ...], Attrs], Type | tuple[Type, ...]]"
 
 
+def _as_is(attrs: Attrs) -> Attrs:
+    return attrs
+
+
+class Linear(enum.Enum):
+    """In which operands an op is linear, the others held fixed."""
+
+    NONE = "in none"
+    EACH = "in each operand alone"
+    JOINTLY = "in all operands together"
+    FIRST = "in the first operand"
+
+
+class Kind(enum.Enum):
+    """What sort of thing an op is; the verbs ask for it."""
+
+    SOURCE = "makes a value from nothing"
+    POINTWISE = "treats each element alone"
+    REDUCE = "reduces dims of one operand"
+    CONTRACT = "multiplies and sums"
+    VIEW = "only renames elements"
+    WHOLE = "a larger computation kept whole"
+    COMM = "changes the layout, never the value"
+
+
+Function: TypeAlias = Any  # a function, or None where the entry has none
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One kind of node. `ops.registry.define` fills the facets and refuses an entry that lacks one."""
+    """One kind of node, and all that is known of it. `ops.registry.define` makes one, and refuses an entry that lacks or misspells a facet."""
 
     name: str
     infer: Infer
-    facets: dict[str, Any] = field(default_factory=dict)
+    kind: Kind
+    run: Function  # its meaning
+    equation: Function = None  # (types, attrs) -> labels of operands and results; None where it infers its types itself
+    arity: int | None = None  # of an equation that takes any number
+    linear: Linear | tuple[frozenset[int], ...] = Linear.NONE
+    monotone: Any = ()  # operand sets through which a pending max or min passes
+    local: Function = None  # what a rank does where it must know which slice it holds
+    vjp: Function = None  # cotangents of the operands, in weft ops
+    written: Function = None  # it in other ops, by which it is differentiated where it has no vjp
+    sparse_cotangents: bool = False  # whether its vjp takes None for results nobody read
+    field: Function = None  # its meaning over integers mod a prime
+    normal: Callable[[Attrs], Attrs] = _as_is  # attributes as they are kept
+    choices: Mapping[str, Any] | None = None  # values of attributes that rules about it are tried with
+    flops: Function = None  # of the busiest rank
+    traffic: Function = None  # bytes the busiest rank moves, where it does not read every operand whole
+    beside: int = 0  # small kernels before the one that moves most
+    streams: frozenset[str] = frozenset()  # labels along which it can be computed chunk by chunk
+    exchange: Function = None  # of a collective: what every rank of a group has afterwards
+    wire: Function = None  # of a collective: the share of the bytes that each rank sends
+    unfold: Function = None  # of an optimizer's update: it in pointwise ops
+    update: Op | None = None  # of an update by rows: the update of the whole table
+    defined: Function = None  # of an update by rows: it by its definition
+    parts: Function = None  # of an update by rows: the nodes it stands for
+    doc: str = ""
 
     def __call__(self, *args: Any, **attrs: Any) -> Any:
         return apply(self, args, attrs)
-
-    def __getattr__(self, facet: str) -> Any:
-        if facet.startswith("__") or facet not in self.facets:
-            raise AttributeError(f"op {self.name!r} has no facet {facet!r}")
-        return self.facets[facet]
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
@@ -302,11 +349,7 @@ def apply(op: Op, args: tuple[Any, ...], attrs: Attrs) -> Any:
             f"{op.name} was given {named}= as an attribute", needed="program values by position", found=f"{named}={attrs[named]!r}"
         )
     nodes = [a for a in flat if isinstance(a, Node)]
-    return make(op, tuple(_as_node(a, nodes, op) for a in flat), op.facets.get("normal", _as_is)(attrs))
-
-
-def _as_is(attrs: Attrs) -> Attrs:
-    return attrs
+    return make(op, tuple(_as_node(a, nodes, op) for a in flat), op.normal(attrs))
 
 
 def _as_node(value: Any, beside: list[Node], op: Op) -> Node:

@@ -67,7 +67,6 @@ def _define(name: str, takes: type[Placement], move: Move, exchange: Any, wire: 
         normal=lambda attrs: {k: v for k, v in attrs.items() if v is not None},
         exchange=exchange,
         wire=wire,
-        takes=takes,
         doc=doc,
     )
 

@@ -80,7 +80,7 @@ def _linear_pool(name: str, run: Pool, sizes: Sizes) -> Op:
         name, kind=Kind.WHOLE, equation=_forward_equation(sizes), run=_images(run, sizes), linear=Linear.FIRST,
         vjp=lambda n, ct: (back(ct, size=n.args[0].shape[2:], **dict(n.attrs)),),
     )  # fmt: skip
-    back = define(
+    back: Op = define(
         f"{name}_backward", kind=Kind.WHOLE, equation=back_equation, run=transposed, linear=Linear.FIRST,
         vjp=lambda n, ct: (forward(ct, **forward_attrs(n)),),
     )  # fmt: skip

@@ -6,10 +6,10 @@ through an op that is linear in it. What an equation cannot say goes into the en
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
@@ -17,32 +17,13 @@ import torch
 from weft.core.errors import OpDefinitionError, TypeMismatch
 from weft.core.layout import Atom, Dim, Layout, O, P, Placement, Replicated, dim_size, show_dim
 from weft.core.node import DTYPE_NAMES, OPS, Attrs, Node, Op, Type, user_line
+from weft.core.node import Kind as Kind
+from weft.core.node import Linear as Linear
 
 Types: TypeAlias = tuple[Type, ...]
 ArgSets: TypeAlias = tuple[frozenset[int], ...]
 Ordered: TypeAlias = "ArgSets | Mapping[str, ArgSets]"  # for every pending max and min, or by kind
 ONE = "1"  # the label of a dim of size 1 that is stretched over the others
-
-
-class Linear(enum.Enum):
-    """In which operands an op is linear, the others held fixed."""
-
-    NONE = "in none"
-    EACH = "in each operand alone"
-    JOINTLY = "in all operands together"
-    FIRST = "in the first operand"
-
-
-class Kind(enum.Enum):
-    """What sort of thing an op is; the verbs ask for it."""
-
-    SOURCE = "makes a value from nothing"
-    POINTWISE = "treats each element alone"
-    REDUCE = "reduces dims of one operand"
-    CONTRACT = "multiplies and sums"
-    VIEW = "only renames elements"
-    WHOLE = "a larger computation kept whole"
-    COMM = "changes the layout, never the value"
 
 
 @dataclass(frozen=True)
@@ -90,6 +71,9 @@ class Local:
         return self.node.types[out].layout.local_shape(self.coords)
 
 
+FACETS = tuple(f.name for f in fields(Op) if f.name not in ("name", "infer"))
+
+
 def define(
     name: str,
     *,
@@ -97,22 +81,14 @@ def define(
     run: Callable[..., Any],
     equation: str | Callable[[Types, Attrs], Equation] | None = None,
     infer: Callable[[Types, Attrs], Type | Types] | None = None,
-    linear: Linear | ArgSets = Linear.NONE,
-    monotone: Ordered = (),
     dtype: Callable[[Types, Attrs], Any] | None = None,
-    local: Callable[..., Any] | None = None,
-    vjp: Callable[..., Any] | None = None,
-    flops: Callable[[Node], float] | None = None,
-    field: Callable[..., Any] | None = None,
-    normal: Callable[[Attrs], Attrs] | None = None,
-    doc: str = "",
-    **more: Any,
+    **facets: Any,
 ) -> Op:
-    """Adds an op. A facet that is missing or contradicts another fails here, at import.
+    """Adds an op. A facet that is missing, unknown or contradicts another fails here, at import.
 
     `run(*tensors, **attrs)` is its meaning. `local(ctx, *tensors, **attrs)` is what a rank does where it must know which
-    slice it holds. `vjp(node, *cotangents)` gives one cotangent per operand, in weft ops; where it is None, `written(*operands, **attrs)`
-    may say the op in ops that have one. `field` is its meaning over integers mod a prime, for polynomial ops.
+    slice it holds. `vjp(node, *cotangents)` gives one cotangent per operand, in weft ops. `field` is its meaning over
+    integers mod a prime, for polynomial ops. `core.node.Op` lists them all.
     """
     if name in OPS:
         raise OpDefinitionError(f"op {name!r} is defined twice", needed="a new name", found=name)
@@ -124,13 +100,16 @@ def define(
         )
     if not callable(run):
         raise OpDefinitionError(f"op {name!r} has no meaning", needed="run=, a torch function", found=repr(run))
-    facets: dict[str, Any] = {
-        "kind": kind, "run": run, "linear": linear, "monotone": monotone, "local": local, "vjp": vjp, "field": field,
-        "flops": flops, "doc": doc, "equation": _as_equation(equation), **more,
-    }  # fmt: skip
-    if normal is not None:
-        facets["normal"] = normal
-    op = Op(name, infer or _infer_from_equation(name, facets, dtype or _common_dtype), facets)
+    for facet in facets:
+        if facet not in FACETS:
+            raise OpDefinitionError(
+                f"an op has no facet {facet!r}", needed=f"one of {', '.join(FACETS)}", found=f"{facet}= of {name!r}", try_=get_close_matches(facet, FACETS),
+            )  # fmt: skip
+
+    def by_equation(types: Types, attrs: Attrs) -> Types:
+        return _infer_from_equation(op, types, attrs, dtype or _common_dtype)
+
+    op = Op(name, infer or by_equation, kind, run, _as_equation(equation), **facets)
     OPS[name] = op
     return op
 
@@ -151,21 +130,16 @@ def equation_of(node: Node) -> Equation | None:
 # -- types from equations ------------------------------------------------------------------------------------------------
 
 
-def _infer_from_equation(name: str, facets: dict[str, Any], dtype: Callable[[Types, Attrs], Any]) -> Callable[[Types, Attrs], Types]:
-    def infer(types: Types, attrs: Attrs) -> Types:
-        if len(types) != facets.get("arity", len(types)):
-            raise _bad(name, types, f"{facets['arity']} operands", f"{len(types)}")
-        eq = facets["equation"](types, attrs)
-        if len(eq.ins) != len(types):
-            raise _bad(name, types, f"{len(eq.ins)} operands", f"{len(types)}")
-        labels = _bind(name, eq, types)
-        held = _held(name, eq, types, labels, facets["linear"], facets["monotone"])
-        dtypes = dtype(types, attrs)
-        dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,) * len(eq.outs)
-        mesh = types[0].mesh if types else attrs["mesh"]
-        return tuple(_output(eq, out, d, mesh, labels, held) for out, d in zip(eq.outs, dtypes, strict=True))
-
-    return infer
+def _infer_from_equation(op: Op, types: Types, attrs: Attrs, dtype: Callable[[Types, Attrs], Any]) -> Types:
+    eq = op.equation(types, attrs) if op.arity in (None, len(types)) else None
+    if eq is None or len(eq.ins) != len(types):
+        raise _bad(op.name, types, f"{op.arity if eq is None else len(eq.ins)} operands", f"{len(types)}")
+    labels = _bind(op.name, eq, types)
+    held = _held(op.name, eq, types, labels, op.linear, op.monotone)
+    dtypes = dtype(types, attrs)
+    dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,) * len(eq.outs)
+    mesh = types[0].mesh if types else attrs["mesh"]
+    return tuple(_output(eq, out, d, mesh, labels, held) for out, d in zip(eq.outs, dtypes, strict=True))
 
 
 def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
@@ -379,6 +353,6 @@ def memory_traffic(node: Node) -> int:
     """Bytes the busiest rank reads and writes, each operand once."""
     if node.op.kind in (Kind.VIEW, Kind.COMM):
         return 0
-    if "traffic" in node.op.facets:  # an op that does not read an operand whole
-        return int(node.op.facets["traffic"](node))
+    if node.op.traffic is not None:
+        return int(node.op.traffic(node))
     return sum(nbytes(a.type) for a in node.args) + sum(nbytes(t) for t in node.types)

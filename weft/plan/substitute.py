@@ -74,7 +74,7 @@ def value_rules() -> list[Schema]:
         ops = [c.op for c in rule.calls if not isinstance(c.op, OpHole)]
         names = {op.name for op in ops}
         about = bool(names & {"matmul", "concat"}) and "einsum" not in names and names != {"matmul", "permute"}
-        return about and all(op.facets["kind"] is not Kind.COMM for op in ops)
+        return about and all(op.kind is not Kind.COMM for op in ops)
 
     return both_ways(r for r in proved_rules() if wanted(r))
 

@@ -20,8 +20,7 @@ class Expr(Symbol):
     """A hole or an op applied to expressions and numbers."""
 
     def symbol_apply(self, op: Op, args: tuple[Any, ...], attrs: Attrs) -> Call:
-        normal = op.facets.get("normal", dict)
-        return Call(op, args, tuple(sorted((attrs if _has_holes(attrs) else normal(attrs)).items())))
+        return Call(op, args, tuple(sorted((attrs if _has_holes(attrs) else op.normal(attrs)).items())))
 
     def _binary(self, name: str, a: Any, b: Any) -> Call:
         from weft.core.node import op_named

@@ -85,9 +85,8 @@ def _call(tree: ast.Call, name: str) -> Call:
         if attrs or len(name) > 2:
             raise RuleError(f"no op {name!r}", needed="an op by name, or a letter or two for any op", found=ast.unparse(tree))
         return Call(OpHole(name), args)  # type: ignore[arg-type]
-    normal = OPS[name].facets.get("normal", dict)
     holes = any(isinstance(x, AttrHole | Size) for v in attrs.values() for x in (v if isinstance(v, tuple) else (v,)))
-    return Call(OPS[name], args, tuple(sorted((attrs if holes else normal(attrs)).items())))
+    return Call(OPS[name], args, tuple(sorted((attrs if holes else OPS[name].normal(attrs)).items())))
 
 
 def _attr(tree: ast.expr) -> Any:

@@ -113,7 +113,7 @@ class Schema:
         """Values that an attribute hole is tried with: those its op names, or the usual ones of such an attribute."""
         found = ((c.op, k) for c in self.calls for k, v in c.attrs if isinstance(v, AttrHole) and v.name == name)
         op, key = next(found)
-        own: Mapping[str, Sequence[Any]] = {} if isinstance(op, OpHole) else op.facets.get("choices", {})
+        own: Mapping[str, Sequence[Any]] = {} if isinstance(op, OpHole) else op.choices or {}
         return own[key] if key in own else attr_choices(key, axes)
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ def by_definition(expr: Any) -> Any:
     if not isinstance(expr, Call):
         return expr
     args = tuple(by_definition(a) for a in expr.args)
-    defined = None if isinstance(expr.op, OpHole) else expr.op.facets.get("defined")
+    defined = None if isinstance(expr.op, OpHole) else expr.op.defined
     return Call(expr.op, args, expr.attrs) if defined is None else by_definition(defined(*args, **dict(expr.attrs)))
 
 

@@ -208,7 +208,7 @@ def _can_start(n: Node, dim: int) -> bool:
 def _streams(n: Node, where: dict[Node, int]) -> bool:
     """Whether the op can take the chunked dim piece by piece and merge its partial results; only the last stage may."""
     eq = equation_of(n)
-    labels = n.op.facets.get("streams", frozenset())
+    labels = n.op.streams
     return eq is not None and all(eq.label(k, where[a]) in labels for k, a in enumerate(n.args) if a in where)
 
 

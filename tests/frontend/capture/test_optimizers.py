@@ -69,7 +69,7 @@ def test_the_ops_themselves(kind, dtype):
         model.weight = p
         optimizer = kind([p], lr=0.01, **settings)
         captured = capture(model, torch.zeros(1, 3, dtype=dtype), lambda m, b: m(b).sum(), optimizer)
-        (update,) = (n for n in captured.program.nodes if n.op.facets.get("unfold") is not None)
+        (update,) = (n for n in captured.program.nodes if n.op.unfold is not None)
         states = [f"{s}.weight" for s in captured.rules[0].state]
         rows = [[p.detach(), *(captured.begun.get(s, torch.zeros_like(p)).detach() for s in states)] for _ in range(2)]
         for t in range(1, 6):

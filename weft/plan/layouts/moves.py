@@ -124,7 +124,7 @@ class OnCluster:
         return self.work(seen) if seen.args or seen.types else 0.0
 
     def work(self, node: Node) -> float:
-        if "parts" in node.op.facets:  # it is run as it is, or as what defines it
+        if node.op.parts is not None:  # it is run as it is, or as what defines it
             return min(self._work(node), sum(map(self._work, node.op.parts(node))))
         return self._work(node)
 
@@ -136,8 +136,7 @@ class OnCluster:
             return 0.0
         if kind is Kind.CONTRACT:
             return kernels.product(device, *_product(node), _dtype(node))
-        beside: int = node.op.facets.get("beside", 0)  # small kernels before the one that moves most
-        moved = kernels.touch(device, memory_traffic(node), 1) + beside * device.get("kernel.launch")
+        moved = kernels.touch(device, memory_traffic(node), 1) + node.op.beside * device.get("kernel.launch")
         if kind is Kind.WHOLE:
             return max(moved, flops(node) / (device.peak(_dtype(node)) * device.get("gemm.efficiency")))
         return moved

@@ -70,7 +70,7 @@ class Domain:
 
     def compute(self, node: Node, at: Mapping[str, int], args: list[Codes]) -> Codes:
         kind, attrs = node.op.kind, dict(node.attrs)
-        if "defined" in node.op.facets:
+        if node.op.defined is not None:
             return self._as_defined(node.op.defined(*node.args, **attrs), at, dict(zip(node.args, args, strict=True)))
         if kind is Kind.VIEW:
             return node.op.local(Local(node, at), *args, **attrs) if node.op.local is not None else node.op.run(*args, **attrs)

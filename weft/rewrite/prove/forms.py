@@ -28,8 +28,7 @@ def usual_forms() -> list[Form]:
 
 def form(name: str, arity: int = 1, attrs: Attrs | None = None, fixed: tuple[float, ...] = ()) -> Form:
     op = op_named(name)
-    normal = op.facets.get("normal", dict)
-    return Form(op, tuple(sorted(normal(dict(attrs or {})).items())), arity, fixed)
+    return Form(op, tuple(sorted(op.normal(dict(attrs or {})).items())), arity, fixed)
 
 
 def mixed(given: Form) -> Form:
