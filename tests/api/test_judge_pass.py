@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
 from tests.api.ranks import on_ranks
+from tests.testing.plant import Facet, plant
 from weft.api import afford
 from weft.core.errors import CaptureError
-from weft.core.node import op_named
 from weft.core.program import Program
 
 
@@ -86,9 +86,8 @@ def test_so_it_is_in_either_mode(mode: bool) -> None:
         trained(Net(lambda training, y: y * 1.0001 if training is mode else y))
 
 
-def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(op_named("tanh").facets, "vjp", lambda n, ct: (ct,))
-    with pytest.raises(CaptureError, match=r"the gradient of (first|norm)\.(weight|bias)"):
+def test_a_wrong_gradient_is_refused() -> None:
+    with plant(Facet("tanh", "vjp", lambda n, ct: (ct,))), pytest.raises(CaptureError, match=r"the gradient of (first|norm)\.(weight|bias)"):
         trained(Net())
 
 

@@ -131,7 +131,7 @@ FAULTS = (
     Fault("pieces of a bucket all begin at its start", "each would be the first tensor",
           Line("weft.rewrite.communicate:bucket_all", "at += size", "at += 0"), at_verbs("bucket", motifs=("optimizer",))),
     Fault("collectives that wait for one another merge", "the first would need the second's result",
-          Line("weft.schedule.verbs:_alike", "if waits:", "if False:"), test="schedule/test_verbs.py::test_refusal[merge what waits]"),
+          Line("weft.schedule.verbs:_alike", "in p.waits(nodes).items():", "in ():"), test="schedule/test_verbs.py::test_refusal[merge what waits]"),
     Fault("a gather sinks past what needs the dim whole", "softmax over a slice",
           Line("weft.schedule.moves:_sink_gather", "if label in eq.whole or lost", "if lost"),
           test="schedule/test_verbs.py::test_refusal[sink past a softmax along the cut dim]"),
