@@ -9,7 +9,7 @@ import torch
 
 from tests.ops.cases_capture import THIRD, torch_step
 from tests.ops.harness import Case, case, index, normal, positive
-from weft.frontend.capture import by_rows, optimizers
+from weft.ops import by_rows, optimizers
 from weft.ops.fill import indices
 
 Step = Callable[..., Any]

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from tests.ops.harness import Input, case, index, normal, positive
 from weft.core.node import op_named
-from weft.frontend.capture import ops, optimizers
 from weft.ops import experts as ex
+from weft.ops import opaque, optimizers, order, random, rotary
 from weft.ops.pointwise import uniform_at
 
 # -- rotary tables -------------------------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ def rope_by_hand(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def rope(x: Any, cos: Any, sin: Any) -> Any:
-    return ops.rope(x, op_named("stop_gradient")(cos), op_named("stop_gradient")(sin))
+    return rotary.rope(x, op_named("stop_gradient")(cos), op_named("stop_gradient")(sin))
 
 
 def rope_as_data(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _normal_by_hand(seed: torch.Tensor) -> torch.Tensor:
 
 def _opaque(x: Any, y: Any) -> Any:
     call = (("tensor", 0), ("tensor", 1))
-    return ops.opaque(x, y, target="aten.logaddexp.default", call=call, keys=(), gives=(("f64", (3, 4)),))
+    return opaque.opaque(x, y, target="aten.logaddexp.default", call=call, keys=(), gives=(("f64", (3, 4)),))
 
 
 def _each(target: str, *numbers: Any) -> Any:
@@ -122,7 +122,7 @@ def _each(target: str, *numbers: Any) -> Any:
 
     def make(*xs: Any) -> Any:
         call = (*(("tensor", i) for i in range(len(xs))), *numbers)
-        return ops.each(*xs, target=target, call=call, keys=(), gives="f64")
+        return opaque.each(*xs, target=target, call=call, keys=(), gives="f64")
 
     return make
 
@@ -148,7 +148,7 @@ CASES = [
     case("rope pending", rope, rope_as_data, normal(3, 4), normal(1, 4), normal(1, 4), inner=False, refused="tables are data"),
     case(
         "rope inverse",
-        lambda x, c, s: ops.rope(x, c, s, inverse=True),
+        lambda x, c, s: rotary.rope(x, c, s, inverse=True),
         lambda x, c, s: x * c - rope_by_hand(x * s, torch.zeros_like(c), torch.ones_like(c)),
         normal(3, 4),
         normal(3, 4),
@@ -268,7 +268,7 @@ CASES = [
     ),
     case(
         "uniform",
-        lambda s: ops.uniform(s, shape=(2, 3), dtype="f64", site=4),
+        lambda s: random.uniform(s, shape=(2, 3), dtype="f64", site=4),
         _uniform_by_hand,
         index(99),
         smooth=False,
@@ -277,14 +277,14 @@ CASES = [
     ),
     case(
         "normal",
-        lambda s: ops.normal(s, shape=(2, 3), dtype="f64", site=4),
+        lambda s: random.normal(s, shape=(2, 3), dtype="f64", site=4),
         _normal_by_hand,
         index(99),
         smooth=False,
         partial=False,
         roots=False,
     ),
-    case("bincount", lambda x: ops.bincount(x, size=4), lambda x: torch.bincount(x, minlength=4), index(4, 7), smooth=False, partial=False),
+    case("bincount", lambda x: order.bincount(x, size=4), lambda x: torch.bincount(x, minlength=4), index(4, 7), smooth=False, partial=False),
     case("each", _each("aten.logaddexp.default"), torch.logaddexp, normal(3, 4), normal(4)),
     case("each by a backward op", _each("aten.softplus.default", 2.0), lambda x: F.softplus(x, 2.0), normal(5, 4)),
     case(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.frontend.capture import optimizers
-from weft.frontend.capture.by_rows import AT
+from weft.ops import optimizers
+from weft.ops.by_rows import AT
 from weft.runtime import by_rows
 
 ADAM = {"betas": (0.9, 0.99), "eps": 1e-8, "decay": 0.1, "decoupled": True, "sign": 1}

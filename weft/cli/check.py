@@ -19,7 +19,6 @@ def register(app: typer.Typer) -> None:
         json: Annotated[bool, typer.Option("--json", help="one object on the last line")] = False,
     ) -> None:
         """Decide whether two whole programs give the same outputs, and name the first op that differs."""
-        import weft.ops  # noqa: F401
         from weft.cli.output import console, emit
         from weft.rewrite.check import Report, check
 

@@ -21,7 +21,6 @@ def register(app: typer.Typer) -> None:
         """Enumerate, group by fingerprint, generalise, keep the fewest, prove."""
         import torch
 
-        import weft.ops  # noqa: F401
         from weft.cli.output import console, emit, writable
         from weft.rewrite.discover.run import discover
 

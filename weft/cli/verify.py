@@ -23,7 +23,6 @@ def register(app: typer.Typer) -> None:
         """Say of each rule: proved, proved up to size, refuted with a counterexample, or ill-typed."""
         import torch
 
-        import weft.ops  # noqa: F401
         from weft.cli.output import console, emit
 
         torch.set_num_threads(1)

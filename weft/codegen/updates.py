@@ -15,8 +15,8 @@ from weft.codegen.quick import all_rows
 from weft.codegen.text import python, settings
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.frontend.capture.by_rows import stays
-from weft.frontend.capture.optimizers import held
+from weft.ops.by_rows import stays
+from weft.ops.optimizers import held
 from weft.ops.registry import Kind
 from weft.rewrite.updates import better_by_rows, reads_alone
 

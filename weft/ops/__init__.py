@@ -4,21 +4,26 @@ from weft.core.node import OPS
 from weft.ops import (  # noqa: F401
     attention,
     batchnorm,
+    by_rows,
     comm,
     conv,
     embed,
+    experts,
     fill,
     linalg,
     loss,
     moe,
     norm,
+    opaque,
+    optimizers,
     order,
     pointwise,
     pool,
+    random,
     reduce,
     rotary,
     shape,
     source,
 )
 
-BUILT_IN = frozenset(OPS)  # what weft itself defines, before captures and users add theirs
+BUILT_IN = frozenset(OPS)  # what weft itself defines, before users add theirs

@@ -1,4 +1,4 @@
-"""Ops along an order: cumsum, sort, topk, argmax. The dim they run along is whole; ties are settled as torch settles them."""
+"""Ops along an order: cumsum, sort, topk, argmax, bincount. The dim they run along is whole; ties are settled as torch settles them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.core.errors import TypeMismatch
+from weft.core.errors import RuntimeFault, TypeMismatch
 from weft.core.node import Attrs, Node, user_line
 from weft.ops.embed import out_elements, scatter_sum
 from weft.ops.fill import indices, one_dim
@@ -123,4 +123,28 @@ def argmax(x: Any, dim: int, least: bool = False) -> Any:
     return _argmax(x, dim=one_dim(dim, x.ndim), **({"least": True} if least else {}))
 
 
-__all__ = ["argmax", "cumsum", "sort", "topk"]
+# -- how often each number comes ------------------------------------------------------------------------------------------
+
+
+def _bincount_run(x: torch.Tensor, size: int) -> torch.Tensor:
+    if x.device.type == "cpu" and x.numel() and int(x.max()) >= size:
+        raise RuntimeFault(
+            f"torch.bincount(minlength={size}) would give more counts than were captured",
+            needed=f"values below {size}",
+            found=f"{int(x.max())}",
+            try_="a minlength above every value",
+        )
+    return (x.unsqueeze(-1) == torch.arange(size, device=x.device)).sum(0)
+
+
+bincount = define(
+    "bincount",
+    kind=Kind.WHOLE,
+    equation=lambda types, attrs: Equation((("i",),), (("n",),), sizes={"n": attrs["size"]}),
+    run=_bincount_run,
+    dtype=lambda types, attrs: torch.int64,
+    doc="how often each number from 0 to size comes; a larger one is refused",
+)
+
+
+__all__ = ["argmax", "bincount", "cumsum", "sort", "topk"]

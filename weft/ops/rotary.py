@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of features turned by an angle that grows with the global position."""
+"""Rotary position embedding: pairs of features turned by an angle that grows with the global position, or by given tables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from weft.core.errors import TypeMismatch
-from weft.core.node import DTYPE_NAMES, Attrs, user_line
+from weft.core.node import DTYPE_NAMES, Attrs, Node, user_line
 from weft.ops.embed import out_elements
 from weft.ops.fill import arange, one_dim
 from weft.ops.norm import need_float, wide, wide_dtype
-from weft.ops.pointwise import exp
+from weft.ops.pointwise import elementwise, exp, fit
 from weft.ops.registry import Equation, Kind, Linear, Local, Types, define
 from weft.ops.shape import concat, narrow
 
@@ -106,4 +106,39 @@ def rotary(
     return _rotary(x, freq, *at, dim=dim, interleaved=interleaved, start=start)
 
 
-__all__ = ["frequencies", "rotary"]
+# -- rotary embedding by tables of cosines and sines -----------------------------------------------------------------------
+
+
+def _rope_equation(types: Types, attrs: Attrs) -> Equation:
+    """x [..., d] and tables stretched over it; the last dim, whose halves meet, stays whole."""
+    eq = elementwise(types, attrs)
+    return Equation(eq.ins, eq.outs, whole=frozenset({eq.outs[0][-1]}))
+
+
+def _other_half(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def _rope_run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    return x * cos - _other_half(x * sin) if inverse else x * cos + _other_half(x) * sin
+
+
+def _rope_vjp(n: Node, ct: Node) -> Any:
+    turned = rope(ct, *n.args[1:], **({} if n.attr("inverse") else {"inverse": True}))
+    return fit(turned, n.args[0]), None, None
+
+
+rope = define(
+    "rope",
+    kind=Kind.WHOLE,
+    equation=_rope_equation,
+    run=_rope_run,
+    linear=Linear.FIRST,
+    vjp=_rope_vjp,
+    flops=lambda n: 3.0 * out_elements(n),
+    doc="x cos + (-x2, x1) sin; the tables are data and get no gradient",
+)
+
+
+__all__ = ["frequencies", "rope", "rotary"]

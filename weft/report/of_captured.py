@@ -69,8 +69,6 @@ class _Known:
 
     @cached_property
     def program(self) -> Program:
-        import weft.frontend.capture  # noqa: F401 - brings the ops of a captured step, such as its update
-
         program, known = parse(self.plan.layouts["program"]), {rule.name for rule in rules()}
         return by_rows(program) if known.intersection(self.plan.layouts["rules"]) else program
 

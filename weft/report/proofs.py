@@ -14,7 +14,6 @@ METHODS = {"erasure": "by erasure: without communication both sides are one expr
 
 def certificates(verb: str) -> list[Any]:
     """The shipped certificates of the rules a verb applies: those that bear its name."""
-    import weft.ops  # noqa: F401 - a rule names ops, which must be there to be read
     from weft.rewrite.certificate import shipped
 
     moves = (c for c in shipped("builtin.json")[0] if c.schema.family != "algebra" or c.schema.name == verb)

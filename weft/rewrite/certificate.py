@@ -10,7 +10,6 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-import weft.frontend.capture.by_rows  # noqa: F401 - the ops of rules about updates
 from weft.core.errors import RuleError
 from weft.core.node import OPS
 from weft.ops.registry import arg_sets

@@ -22,10 +22,10 @@ from weft.core.node import Node, Type, constant, make, remade, toposort
 from weft.core.program import Program, new_program
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Instance
-from weft.frontend.capture.ops import apart
 from weft.frontend.capture.step import Captured, named_batch
 from weft.ops.embed import take
 from weft.ops.fill import arange, full
+from weft.ops.opaque import apart
 from weft.ops.pointwise import add, mul
 from weft.ops.registry import ONE, Equation, arg_sets
 from weft.ops.shape import expand, narrow

@@ -29,12 +29,12 @@ from weft.core.node import DTYPE_NAMES, Node, constant, user_line
 from weft.frontend.capture.complexes import PARTS, any_complex, of_pairs, parts_of, refuse_complex
 from weft.frontend.capture.joint import enter
 from weft.frontend.capture.known import drawn, number, through
-from weft.frontend.capture.ops import each, opaque
 from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
 from weft.frontend.capture.values import TAG, Ref, Step, view
 from weft.ops.embed import take
 from weft.ops.fill import arange, full
+from weft.ops.opaque import each, opaque
 from weft.ops.pointwise import add, cast, where
 from weft.ops.registry import Kind
 from weft.ops.shape import expand, reshape

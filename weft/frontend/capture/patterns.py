@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from weft.core.node import Node
 from weft.frontend.capture.experts import apply
-from weft.frontend.capture.ops import rope
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.experts import ACTIVATIONS
 from weft.ops.norm import rms_norm
 from weft.ops.pointwise import cast
+from weft.ops.rotary import rope
 from weft.ops.shape import permute
 
 

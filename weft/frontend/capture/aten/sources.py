@@ -10,10 +10,11 @@ import torch
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, user_line
 from weft.frontend.capture.modes import aten, function, to_dtype
-from weft.frontend.capture.ops import bincount, normal, uniform
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.fill import arange, full, one_hot
+from weft.ops.order import bincount
+from weft.ops.random import normal, uniform
 from weft.ops.shape import expand, reshape
 
 

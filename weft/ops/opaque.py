@@ -1,70 +1,18 @@
-"""Ops that only captured programs need: rotary tables, random sources, and torch ops weft has no entry for."""
+"""Torch ops without an entry of their own: kept whole, or cut in any way where torch treats each element alone."""
 
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from typing import Any
 
 import torch
 
-from weft.core.errors import RuntimeFault, TypeMismatch
+from weft.core.errors import TypeMismatch
 from weft.core.layout import Layout, Mesh, O, Placement
 from weft.core.node import Attrs, Node, Type, dtype_of, user_line
-from weft.ops.pointwise import elementwise, fit, spread, uniform_at
-from weft.ops.registry import Equation, Kind, Linear, Types, define
-
-# -- random numbers, each a function of (seed, site, global index) ------------------------------------------------------
-
-
-def _random_infer(types: Types, attrs: Attrs) -> Type:
-    (seed,) = types
-    return Type(dtype_of(attrs["dtype"]), Layout.of(seed.mesh, attrs["shape"], dict(seed.layout.held)))
-
-
-def _index(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.arange(functools.reduce(operator.mul, shape, 1)).reshape(shape)
-
-
-def _uniform(seed: torch.Tensor, shape: tuple[int, ...], dtype: str, site: int) -> torch.Tensor:
-    return uniform_at(_index(shape), seed, site).to(dtype_of(dtype))
-
-
-def _normal(seed: torch.Tensor, shape: tuple[int, ...], dtype: str, site: int) -> torch.Tensor:
-    """Box-Muller on two streams of the same site."""
-    at = _index(shape)
-    radius = torch.sqrt(-2 * torch.log1p(-uniform_at(2 * at, seed, site)))
-    return (radius * torch.cos(2 * torch.pi * uniform_at(2 * at + 1, seed, site))).to(dtype_of(dtype))
-
-
-uniform = define("uniform", kind=Kind.SOURCE, infer=_random_infer, run=_uniform, vjp=lambda n, ct: (None,))
-normal = define("normal", kind=Kind.SOURCE, infer=_random_infer, run=_normal, vjp=lambda n, ct: (None,))
-
-
-# -- how often each number comes ------------------------------------------------------------------------------------------
-
-
-def _bincount_run(x: torch.Tensor, size: int) -> torch.Tensor:
-    if x.device.type == "cpu" and x.numel() and int(x.max()) >= size:
-        raise RuntimeFault(
-            f"torch.bincount(minlength={size}) would give more counts than were captured",
-            needed=f"values below {size}",
-            found=f"{int(x.max())}",
-            try_="a minlength above every value",
-        )
-    return (x.unsqueeze(-1) == torch.arange(size, device=x.device)).sum(0)
-
-
-bincount = define(
-    "bincount",
-    kind=Kind.WHOLE,
-    equation=lambda types, attrs: Equation((("i",),), (("n",),), sizes={"n": attrs["size"]}),
-    run=_bincount_run,
-    dtype=lambda types, attrs: torch.int64,
-    doc="how often each number from 0 to size comes; a larger one is refused",
-)
-
+from weft.ops.pointwise import elementwise, fit, spread
+from weft.ops.registry import Kind, Linear, Types, define
 
 # -- a torch op without an entry: kept whole, never cut -----------------------------------------------------------------
 
@@ -283,7 +231,7 @@ each_backward = define(
 
 def _float(x: float) -> float:
     """As torch rounds a number that it keeps in 4 bytes."""
-    return torch.tensor(x, dtype=torch.float32).item()
+    return float(torch.tensor(x, dtype=torch.float32))
 
 
 def _by_op(target: str, arguments: Any) -> Any:
@@ -310,42 +258,3 @@ BACKWARDS: dict[str, Any] = {
     "aten.hardshrink.default": _by_op("hardshrink_backward.default", lambda ct, x, limit=0.5: (ct, x, limit)),
     "aten.softshrink.default": _by_op("softshrink_backward.default", lambda ct, x, limit=0.5: (ct, x, limit)),
 }
-
-
-# -- rotary embedding by tables of cosines and sines -----------------------------------------------------------------------
-
-
-def _rope_equation(types: Types, attrs: Attrs) -> Equation:
-    """x [..., d] and tables stretched over it; the last dim, whose halves meet, stays whole."""
-    eq = elementwise(types, attrs)
-    return Equation(eq.ins, eq.outs, whole=frozenset({eq.outs[0][-1]}))
-
-
-def _other_half(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([-b, a], -1)
-
-
-def _rope_run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    return x * cos - _other_half(x * sin) if inverse else x * cos + _other_half(x) * sin
-
-
-def _rope_vjp(n: Node, ct: Node) -> Any:
-    turned = rope(ct, *n.args[1:], **({} if n.attr("inverse") else {"inverse": True}))
-    return fit(turned, n.args[0]), None, None
-
-
-rope = define(
-    "rope",
-    kind=Kind.WHOLE,
-    equation=_rope_equation,
-    run=_rope_run,
-    linear=Linear.FIRST,
-    vjp=_rope_vjp,
-    flops=lambda n: 3.0 * _elements(n.type),
-    doc="x cos + (-x2, x1) sin; the tables are data and get no gradient",
-)
-
-
-def _elements(type_: Type) -> float:
-    return float(functools.reduce(operator.mul, type_.layout.largest_local, 1))

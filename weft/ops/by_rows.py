@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from weft.core.node import Attrs, Node, Op, Type, op_named
-from weft.frontend.capture.optimizers import adagrad, adam, rmsprop, sgd
 from weft.ops.embed import need_index
+from weft.ops.optimizers import adagrad, adam, rmsprop, sgd
 from weft.ops.registry import Equation, Kind, Types, define, nbytes
 
 SLOT = 4  # bytes that say where the gradient of a row of the table is
@@ -63,6 +63,7 @@ def _parts(n: Node) -> tuple[Node, Node]:
     """The put and the update that a node stands for, outside any program."""
     p, x, index, rows, *rest = n.args
     gradient = Node(op_named("put"), (x, index, rows), (("dim", n.attr("dim")),), (Type(x.dtype, p.layout),))
+    assert n.op.update is not None
     return gradient, Node(n.op.update, (p, gradient, *rest), tuple(_settings(n).items()), n.types)
 
 
@@ -101,13 +102,13 @@ def stays(update: Op, settings: tuple[tuple[str, Any], ...], states: int) -> boo
 def _hits(n: Node) -> float:
     """Rows looked up that a rank holds, where all rows are looked up alike; some more than once."""
     whole, held = n.args[0].shape[n.attr("dim")], n.args[0].type.layout.largest_local[n.attr("dim")]
-    return math.prod(n.args[2].shape) * held / max(1, whole)
+    return float(math.prod(n.args[2].shape) * held / max(1, whole))
 
 
 def _width(n: Node) -> float:
     """Numbers of a row that a rank holds."""
     local = n.args[0].type.layout.largest_local
-    return math.prod(local) / max(1, local[n.attr("dim")])
+    return float(math.prod(local) / max(1, local[n.attr("dim")]))
 
 
 def _traffic(n: Node) -> float:
@@ -118,8 +119,8 @@ def _traffic(n: Node) -> float:
     row = _width(n) * n.args[1].dtype.itemsize
     sums = 2 * nbytes(n.args[2].type) + hits * (2 * SECTOR + max(SECTOR, row) + 4 * row)
     if is_still(n):
-        return sums + 2 * min(hits, held) * sum(max(SECTOR, _width(n) * a.dtype.itemsize) for a in kept)
-    return sums + 2 * SLOT * held + 2 * sum(nbytes(a.type) for a in kept)
+        return float(sums + 2 * min(hits, held) * sum(max(SECTOR, _width(n) * a.dtype.itemsize) for a in kept))
+    return float(sums + 2 * SLOT * held + 2 * sum(nbytes(a.type) for a in kept))
 
 
 AT: dict[Op, Op] = {update: _by_rows(update) for update in (adam, sgd, adagrad, rmsprop)}
