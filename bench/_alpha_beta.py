@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.core.layout import Mesh, R
 from weft.core.node import Node
+from weft.cost.work import Op
 from weft.ops.registry import Kind, flops
 from weft.plan.layouts import Move
 
@@ -24,6 +25,7 @@ class AlphaBeta:
     mesh: Mesh
     alpha: Mapping[str, float]
     beta: Mapping[str, float]
+    chained: bool = True
 
     def on(self, mesh: Mesh) -> AlphaBeta:
         return AlphaBeta(mesh, self.alpha, self.beta)
@@ -40,7 +42,7 @@ class AlphaBeta:
         }[move.kind]
         return self.alpha[move.axis] + self.beta[move.axis] * share * move.size + extra
 
-    def work(self, node: Node) -> float:
+    def work(self, ops: Sequence[Op], node: Node) -> float:
         idle = (a for a, n in self.mesh.sizes.items() if n > 1 and all(arg.type.on(a) == R for arg in node.args))
         return math.inf if _multiplies(node) and any(True for _ in idle) else 0.0
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from weft.cluster.spec import Cluster, Nodes
 from weft.core.layout import Mesh
 from weft.core.program import Program
+from weft.cost.price import compiles, on_mesh
+from weft.cost.work import records
 from weft.plan.graph.search import GraphSearch, Way
-from weft.plan.layouts import OnCluster
 from weft.plan.rewritten import Step, as_products, as_run
 from weft.plan.substitute import Path, Price, best_bases, best_path, is_large, joint, replayed, rewritten_ways, rule_names, value_rules
 from weft.rewrite.schema import Schema
@@ -58,10 +59,9 @@ def _on_each_rank(base: Way, lone: Step, path: Path, price: Price, rules: Sequen
 def one_device(part: Cluster) -> Price:
     """Seconds of a step on one device."""
     group = part.groups[0]
-    prices = OnCluster(Cluster(f"1x{group.profile.name}", (Nodes(1, 1, group.profile),)), Mesh(dp=1))
+    costs = on_mesh(Cluster(f"1x{group.profile.name}", (Nodes(1, 1, group.profile),)), Mesh(dp=1))
 
     def price(program: Program) -> float:
-        run = as_run(program, 1)
-        return sum(prices.chained(run, n) for n in run.nodes if n.args)
+        return sum(map(costs.seconds, records(as_run(program, 1), compiles(costs.device))))
 
     return price

@@ -60,6 +60,11 @@ class Costs:
         return collectives.send_seconds(self.cluster, size, self.place("pp")[0])
 
 
+def compiles(device: Device) -> bool:
+    """Whether pointwise ops in a row become one kernel: steps are compiled for accelerators, and run node by node on a processor."""
+    return device.get("units") > 1
+
+
 def on_mesh(cluster: Cluster, mesh: Mesh) -> Costs:
     """Prices for the axes of a mesh whose ranks fill the cluster in order, the last axis innermost."""
     return Costs(cluster, cluster.device, lambda axis: (math.prod(mesh.sizes[a] for a in mesh.axes[mesh.axes.index(axis) + 1 :]), mesh.sizes[axis]))

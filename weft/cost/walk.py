@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from weft.cluster.spec import Cluster
 from weft.core.program import Program
-from weft.cost.price import Costs, on_mesh
+from weft.cost.price import Costs, compiles, on_mesh
 from weft.cost.work import Collective, Op, records
 
 
@@ -103,7 +103,7 @@ class Walk:
 def program_phase(program: Program, cluster: Cluster) -> Phase:
     """Time of one run of a program, and what it went into."""
     walker = Walk(on_mesh(cluster, program.mesh))
-    for op in records(program):
+    for op in records(program, compiles(cluster.device)):
         walker.op(op)
     walker.join()
     return walker.phase()

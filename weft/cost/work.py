@@ -117,47 +117,80 @@ Op: TypeAlias = Gemm | Attention | Touch | Collective
 # --- of a program
 
 
-def records(program: Program) -> list[Op]:
+def records(program: Program, chained: bool = False) -> list[Op]:
     """Every node or fused group as records, in order."""
-    return [op for _, ops in by_place(program) for op in ops]
+    return [op for _, ops in by_place(program, chained) for op in ops]
 
 
-def by_place(program: Program) -> Iterator[tuple[Node | Group, list[Op]]]:
+def by_place(program: Program, chained: bool = False) -> Iterator[tuple[Node | Group, list[Op]]]:
     """The records of each node, or of each fused group at the place of its last node."""
     place = {node: i for i, node in enumerate(program.nodes)}
     groups = [group for group in program.groups if group.kind == "fuse"]
     inside = {node for group in groups for node in group.nodes}
     last = {max(group.nodes, key=place.__getitem__): group for group in groups}
+    work = Work(program, chained)
     for node in program.nodes:
         if node in last:
             yield last[node], list(of_group(program, last[node].nodes))
         elif node not in inside:
-            yield node, list(IN_CONTEXT.get(node.op.name, lambda _, n: of_node(n))(program, node))
+            yield node, work.of(node)
 
 
-def _of_sum(program: Program, node: Node) -> Iterator[Op]:
-    """A bias is added by the product it follows, and padded pieces are laid side by side: neither is a pass of its own."""
-    for one, other in (node.args, node.args[::-1]):
-        alone = list(program.users[one]) == [node] and not program.outputs_of(one)
-        if one.op.kind is Kind.CONTRACT and alone and other.shape == one.shape[-1:]:
-            return
-    if _side_by_side(node):
-        yield Touch("concat", 2.0 * nbytes(node.type), 0)
-    elif not _laid_beside(program, node):
-        yield from of_node(node)
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Records of the nodes of a program, each in its place: what its neighbours do for it is no pass of its own.
 
+    `chained`: pointwise ops in a row are compiled into one kernel, which touches only what enters and leaves it.
+    """
 
-def _of_pad(program: Program, node: Node) -> Iterator[Op]:
-    """A copy among zeros, unless it is a piece laid beside others."""
-    if not _laid_beside(program, node):
-        yield Touch("pad", float(nbytes(node.type) + 2 * nbytes(node.args[0].type)), 0, 2)
+    program: Program
+    chained: bool = False
 
+    def of(self, node: Node, placed: Node | None = None) -> list[Op]:
+        """What a node is; `placed` is the same node on a mesh, where the program is on none."""
+        at, name = placed or node, node.op.name
+        if self.is_done_by_product(node) or (name in ("add", "pad") and self._laid_beside(node)):
+            return []
+        if _side_by_side(node) or (name == "concat" and not self._is_sent(node)):
+            return [Touch("concat", 2.0 * nbytes(at.type), 0)]
+        if name == "pad":
+            return [Touch("pad", float(nbytes(at.type) + 2 * nbytes(at.args[0].type)), 0, 2)]
+        return list(of_node(at, *self.edges(node)))
 
-IN_CONTEXT = {"add": _of_sum, "pad": _of_pad}  # ops whose neighbours say what they cost
+    def context(self, node: Node) -> object:
+        """What of its neighbours a node's records depend on."""
+        joins = node.op.name in ("add", "pad", "concat")
+        return self.edges(node), joins and (self.is_done_by_product(node), _side_by_side(node), self._laid_beside(node), self._is_sent(node))
 
+    def edges(self, node: Node) -> tuple[tuple[bool, ...], bool]:
+        """Which operands enter a kernel at this node, and whether its result leaves it."""
+        if not self._is_chained(node):
+            return (True,) * len(node.args), True
+        users = self.program.users[node]
+        leaves = not users or bool(self.program.outputs_of(node)) or not all(map(self._is_chained, users))
+        return tuple(not self._is_chained(a) for a in node.args), leaves
 
-def _laid_beside(program: Program, node: Node) -> bool:
-    return any(_side_by_side(u) or _laid_beside(program, u) for u in program.users[node] if u.op.name == "add")
+    def _is_chained(self, node: Node) -> bool:
+        return self.chained and node.op.kind is Kind.POINTWISE and bool(node.args) and not self.is_done_by_product(node)
+
+    def is_done_by_product(self, node: Node) -> bool:
+        """A bias is added by the product it follows."""
+        if node.op.name != "add":
+            return False
+        for one, other in (node.args, node.args[::-1]):
+            alone = list(self.program.users[one]) == [node] and not self.program.outputs_of(one)
+            if one.op.kind is Kind.CONTRACT and alone and other.shape == one.shape[-1:]:
+                return True
+        return False
+
+    def _laid_beside(self, node: Node) -> bool:
+        """Whether it is a padded piece, or a sum of some, that is laid side by side with others in one pass."""
+        return any(_side_by_side(u) or self._laid_beside(u) for u in self.program.users[node] if u.op.name == "add")
+
+    def _is_sent(self, node: Node) -> bool:
+        """Whether what it joins is only sent together, each from where it lies."""
+        users = self.program.users[node]
+        return bool(users) and all(u.op.kind is Kind.COMM for u in users)
 
 
 def _side_by_side(node: Node) -> bool:
@@ -177,28 +210,34 @@ def _pads(node: Node) -> list[Node]:
     return [x for pads in each for x in pads] if all(each) else []
 
 
-def of_node(node: Node) -> Iterator[Op]:
-    """What one node is; nothing for inputs and views."""
-    kind = node.op.kind
+def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Iterator[Op]:
+    """What one node is, nothing for inputs and views; of one inside a larger kernel, which operands enter there and whether its result leaves."""
+    kind, name = node.op.kind, node.op.name
     if kind in (Kind.VIEW, Kind.SOURCE) or not node.args:
         return
     if kind is Kind.COMM:
         yield from _sent(node)
     elif kind is Kind.CONTRACT:
         m, n, k, batch = product_sizes(node)
-        yield Gemm(m, n, k, batch, dtype_of(node), node.op.name)
-    elif node.op.name.startswith("attention") and not _in_one_kernel(node):
+        yield Gemm(m, n, k, batch, dtype_of(node), name)
+    elif name.startswith("attention") and not _in_one_kernel(node):
         yield from _with_scores(node)
     else:
-        name = node.op.name
-        work = flops(node) if kind is Kind.WHOLE else 0.0
         share = "gemm.efficiency"
         if name.startswith("attention"):
             share = "attention.backward" if "backward" in name else "attention.forward"
+        edge = node if all(enters) and leaves else _outside(node, enters, leaves)
         yield Touch(
-            name, float(memory_traffic(node)), 0, flops=work, dtype=dtype_of(node), share=share, math=_elements(node) if name.startswith(MATH) else 0.0,
+            name, float(memory_traffic(edge)), 0, leaves + node.op.beside, flops=flops(node) if kind is Kind.WHOLE else 0.0,
+            dtype=dtype_of(node), share=share, math=_elements(node) if name.startswith(MATH) else 0.0,
             kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
         )  # fmt: skip
+
+
+def _outside(node: Node, enters: Sequence[bool], leaves: bool) -> Node:
+    """The node with only those operands and results that pass the edge of its kernel."""
+    args = tuple(a for a, out in zip(node.args, enters, strict=True) if out)
+    return Node(node.op, args, node.attrs, node.types if leaves else ())
 
 
 def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:

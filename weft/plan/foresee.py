@@ -8,7 +8,7 @@ from weft.cluster.spec import Cluster
 from weft.core.node import Node
 from weft.core.program import Group, Program
 from weft.cost.memory import live_bytes
-from weft.cost.price import on_mesh
+from weft.cost.price import compiles, on_mesh
 from weft.cost.timeline import Task, Timeline
 from weft.cost.walk import Walk
 from weft.cost.work import by_place
@@ -27,7 +27,7 @@ def foresee(program: Program, cluster: Cluster) -> Seen:
     causes: dict[str, float] = defaultdict(float)
     tasks: list[tuple[Task, float]] = []
     memory = []
-    for unit, ops in by_place(program):
+    for unit, ops in by_place(program, compiles(cluster.device)):
         began = walker.now
         for op in ops:
             walker.op(op)

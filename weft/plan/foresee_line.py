@@ -17,7 +17,7 @@ from weft.core.layout import O
 from weft.core.node import Node
 from weft.core.program import Group, Program
 from weft.cost.memory import peak_bytes
-from weft.cost.price import on_mesh
+from weft.cost.price import compiles, on_mesh
 from weft.cost.timeline import Task, Timeline, run
 from weft.cost.walk import Phase, Walk, program_phase
 from weft.cost.work import by_place
@@ -64,7 +64,7 @@ class Foreseen:
         program = self.line.update
         walker = Walk(on_mesh(self.cluster, program.mesh))
         sent = 0.0
-        for unit, ops in by_place(program):
+        for unit, ops in by_place(program, compiles(self.cluster.device)):
             if not _is_at(unit, rank):
                 continue
             for op in ops:

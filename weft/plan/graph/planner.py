@@ -48,7 +48,7 @@ def all_ways(search: GraphSearch, say: Say) -> dict[str, Way | str]:
     say("rules")
     for name, way in joint(search).items():
         plain = found.get(name)
-        if way.memory <= search.memory and (not isinstance(plain, Way) or way.seconds < plain.seconds):
+        if way.memory <= search.memory and (not isinstance(plain, Way) or _digits(way.seconds) < _digits(plain.seconds)):
             found[name] = way
             say(f"{name}: {way.seconds * 1e3:,.1f} ms, {way.describe()}")
     return found

@@ -20,12 +20,11 @@ from weft.cluster.spec import Cluster
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.cost.memory import FRAGMENTATION, RESIDENT
-from weft.cost.price import Costs, on_mesh
-from weft.cost.work import Collective
+from weft.cost.price import Costs, compiles, on_mesh
+from weft.cost.work import Collective, Work
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
 from weft.plan.layouts.lifetimes import Lifetimes
-from weft.plan.layouts.moves import OnCluster
 from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
 
 BUCKET = 25e6
@@ -59,9 +58,9 @@ class Placed:
 
     @cached_property
     def seconds(self) -> dict[Node, float]:
-        """Of every node that computes. Pointwise chains touch only what enters and leaves them."""
-        prices = OnCluster(self.cluster, self.program.mesh)
-        return {n: prices.chained(self.program, n) for n in self.roles.order if not is_comm(n)}
+        """Of every node that computes."""
+        work = Work(self.program, compiles(self.cluster.device))
+        return {n: sum(map(self.costs.seconds, work.of(n))) for n in self.roles.order if not is_comm(n)}
 
     def collective(self, node: Node) -> Collective:
         size = nbytes(node.type) if node.op.name == "all_gather" else nbytes(node.args[0].type)

@@ -26,11 +26,12 @@ import numpy as np
 from weft.core.layout import Mesh, R, S
 from weft.core.node import Node, Type
 from weft.core.program import Program
+from weft.cost.work import Work
 from weft.ops.registry import Kind
 from weft.plan.assignment.problem import Floats, Problem, assemble
 from weft.plan.layouts.alike import Instance, parts
 from weft.plan.layouts.lifetimes import Lifetimes
-from weft.plan.layouts.moves import Move, Placements, Prices, edges_of_chain, outside, route
+from weft.plan.layouts.moves import Move, Placements, Prices, route
 from weft.plan.layouts.ways import Centre, Way, Ways, may_pend
 from weft.plan.roles import Roles
 
@@ -143,7 +144,7 @@ class _Builder:
     ) -> None:
         self.program, self.ways, self.prices, self.limit = program, ways, prices, limit
         self.part, self.pins, self.centres = part, pins, centres
-        self.routes = Routes(ways.mesh, prices)
+        self.routes, self.work = Routes(ways.mesh, prices), Work(program, prices.chained)
         self.lifetimes = Lifetimes(program)
         self.roles, self.rates = Roles(program), rates
         self.forward = self.roles.forward
@@ -194,16 +195,14 @@ class _Builder:
         return self.ways.of_node(node, waits, [list(dict.fromkeys(self._made(a))) for a in node.args], self.centres.get(node))
 
     def _work(self, node: Node) -> Floats:
-        """Work by way. Of pointwise ops, which are fused with their neighbours, only what enters and leaves the chain counts."""
-        enters, leaves = edges_of_chain(self.program, node)
+        """Work by way."""
 
         def work() -> Floats:
-            seen = [outside(w.node, enters, leaves) for w in self._ways(node)]
-            return np.array([self.prices.work(n) if n.args or n.types else 0.0 for n in seen])
+            return np.array([self.prices.work(self.work.of(node, w.node), w.node) for w in self._ways(node)])
 
         if node.op.kind is Kind.SOURCE or (node.op.kind is Kind.VIEW and len(node.args) < 2):
             return np.zeros(len(self._ways(node)))
-        return self._table(("work", self.site[node], enters, leaves), work)
+        return self._table(("work", self.site[node], self.work.context(node)), work)
 
     def _share(self, reader: Node, value: Node | None = None) -> float:
         """The share of a price that counts: of a node's work, or of bringing a value to it."""

@@ -7,22 +7,20 @@ Here layouts are placements by axis, so that a table of all pairs is cheap; a te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
-from weft.cluster import collectives, kernels
-from weft.cluster.collectives import Ranks
 from weft.cluster.spec import Cluster
 from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S
-from weft.core.node import DTYPE_NAMES, Node
-from weft.core.program import Program
-from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
+from weft.core.node import Node
+from weft.cost.price import Costs, compiles, on_mesh
+from weft.cost.work import Collective, Op, of_node
 
 Placements = tuple[Placement, ...]  # one per axis of the mesh, in order
 
 SLICE = 1e-9  # seconds; taking a part of what is there costs next to nothing, but more than not having to
-DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,14 @@ class Move:
 
 
 class Prices(Protocol):
-    """Seconds of a collective, and of what the busiest rank does at a node."""
+    """Seconds of a collective, and of what the busiest rank does at a node. `chained`: pointwise ops in a row are one kernel."""
+
+    @property
+    def chained(self) -> bool: ...
 
     def move(self, move: Move) -> float: ...
 
-    def work(self, node: Node) -> float: ...
+    def work(self, ops: Sequence[Op], node: Node) -> float: ...
 
     def on(self, mesh: Mesh) -> Prices:
         """The same prices for a mesh of the same ranks with some neighbouring axes joined."""
@@ -103,7 +104,7 @@ def _size(mesh: Mesh, here: list[Placement], i: int, kind: str, size: float) -> 
 
 @dataclass(frozen=True)
 class OnCluster:
-    """Prices of a cluster whose devices the mesh covers, last axis innermost. Fused pointwise ops touch only what enters and leaves."""
+    """Prices of a cluster whose devices the mesh covers, last axis innermost."""
 
     cluster: Cluster
     mesh: Mesh
@@ -111,68 +112,19 @@ class OnCluster:
     def on(self, mesh: Mesh) -> OnCluster:
         return OnCluster(self.cluster, mesh)
 
+    @property
+    def chained(self) -> bool:
+        return compiles(self.cluster.device)
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return on_mesh(self.cluster, self.mesh)
+
     def move(self, move: Move) -> float:
-        if move.kind == "slice":
-            return SLICE
-        inner = self.mesh.axes[self.mesh.axes.index(move.axis) + 1 :]
-        stride, size = math.prod(self.mesh.sizes[a] for a in inner), self.mesh.sizes[move.axis]
-        return collectives.seconds(self.cluster, move.kind, move.size, Ranks(self.cluster.members(stride, size)))
+        return SLICE if move.kind == "slice" else self._costs.seconds(Collective(move.kind, move.size, move.axis))
 
-    def chained(self, program: Program, node: Node) -> float:
-        """Work of a node of a placed program, fused with the pointwise ops around it."""
-        seen = outside(node, *edges_of_chain(program, node))
-        return self.work(seen) if seen.args or seen.types else 0.0
-
-    def work(self, node: Node) -> float:
-        if node.op.parts is not None:  # it is run as it is, or as what defines it
-            return min(self._work(node), sum(map(self._work, node.op.parts(node))))
-        return self._work(node)
-
-    def _work(self, node: Node) -> float:
-        kind, device = node.op.kind, self.cluster.device
-        if kind is Kind.VIEW and len(node.args) > 1:  # joining copies
-            return kernels.touch(device, 2.0 * sum(nbytes(t) for t in node.types), 1)
-        if kind in (Kind.VIEW, Kind.SOURCE):
-            return 0.0
-        if kind is Kind.CONTRACT:
-            return kernels.product(device, *_product(node), _dtype(node))
-        moved = kernels.touch(device, memory_traffic(node), 1) + node.op.beside * device.get("kernel.launch")
-        if kind is Kind.WHOLE:
-            return max(moved, flops(node) / (device.peak(_dtype(node)) * device.get("gemm.efficiency")))
-        return moved
-
-
-def edges_of_chain(program: Program, node: Node) -> tuple[tuple[bool, ...], bool]:
-    """Which operands enter a fused chain at this node, and whether its result leaves it; ops that are not pointwise are alone."""
-    pointwise = node.op.kind is Kind.POINTWISE
-    enters = tuple(not pointwise or a.op.kind is not Kind.POINTWISE for a in node.args)
-    users = program.users[node]
-    return enters, not pointwise or not users or any(u.op.kind is not Kind.POINTWISE for u in users)
-
-
-def outside(node: Node, enters: tuple[bool, ...], leaves: bool) -> Node:
-    """The node with only those operands and results that pass the edge of a fused chain."""
-    args = tuple(a for a, out in zip(node.args, enters, strict=True) if out)
-    return Node(node.op, args, node.attrs, node.types if leaves else ())
-
-
-def _dtype(node: Node) -> str:
-    return DTYPES.get(DTYPE_NAMES[node.types[0].dtype], "fp32")
-
-
-def _product(node: Node) -> tuple[int, int, int, int]:
-    """A contraction as m x n x k, batched."""
-    eq = equation_of(node)
-    assert eq is not None
-    left, right, out = (set(eq.ins[0]), set(eq.ins[-1]), set(eq.outs[0]))
-    size = dict(_label_sizes(node))
-    groups = (left & out - right, right & out - left, left & right - out, left & right & out)
-    m, n, k, batch = (math.prod(size[x] for x in group if x != ONE) for group in groups)
-    return m, n, k, batch
-
-
-def _label_sizes(node: Node) -> Iterator[tuple[str, int]]:
-    eq = equation_of(node)
-    assert eq is not None
-    for labels, arg in zip(eq.ins, node.args, strict=True):
-        yield from zip(labels, arg.type.layout.largest_local, strict=True)
+    def work(self, ops: Sequence[Op], node: Node) -> float:
+        own = sum(map(self._costs.seconds, ops))
+        if node.op.parts is None:
+            return own
+        return min(own, sum(self._costs.seconds(op) for part in node.op.parts(node) for op in of_node(part)))  # run as it is, or as what defines it
