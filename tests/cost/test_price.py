@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import weft_zoo as zoo
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, P
 from weft.core.program import Program
@@ -12,7 +13,6 @@ from weft.cost.price import compiles, on_mesh
 from weft.cost.walk import program_phase
 from weft.cost.work import Collective, Touch, Work, records
 from weft.frontend import lang as w
-from weft.frontend import zoo
 from weft.frontend.capture import capture
 from weft.frontend.trace import tensor, trace
 from weft.plan.graph.timing import Placed
