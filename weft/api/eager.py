@@ -68,6 +68,8 @@ class Drawn(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             if func is torch.ops.aten.native_dropout.default:
                 return _dropped(*args)
+            if func is torch.ops.aten.rrelu_with_noise.default:
+                return _leaked(*args)
             twin = _twin(func) if func._schema.is_mutable else func
             if twin in ATEN:
                 value = _as_captured(ATEN[twin], args, {k: v for k, v in kwargs.items() if k != "out"})
@@ -90,6 +92,14 @@ def _dropped(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     index = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     keep = uniform_at(index, torch.zeros((), dtype=torch.int64, device=x.device), 0) >= (p if train is not False else 0.0)
     return torch.where(keep, x / (1 - p), x * 0) if p < 1 else x * 0, keep
+
+
+def _leaked(x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any) -> Tensor:
+    """What a randomised ReLU gives, after it has written its slopes."""
+    index = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    drawn = uniform_at(index, torch.zeros((), dtype=torch.int64, device=x.device), 0).to(x.dtype) * (upper - lower) + lower
+    noise.copy_(torch.where(x <= 0, drawn if training else (lower + upper) / 2, 1.0))
+    return x * noise
 
 
 def _as_captured(handler: Any, args: Any, kwargs: Any) -> Tensor:

@@ -32,6 +32,15 @@ def batch_norm(
     return y, _toward(running_mean, center, momentum), _toward(running_var, unbiased, momentum)
 
 
+def statistics(x: Any) -> tuple[Any, Any]:
+    """Mean and unbiased variance of every channel."""
+    dims = (0, *range(2, x.ndim))
+    count = math.prod(x.shape[d] for d in dims)
+    center = settle(mean(x, dims))
+    off = x - per_channel(center, x)
+    return center, settle(mean(off * off, dims)) * (count / (count - 1))
+
+
 def batch_norm_eval(x: Any, weight: Any, bias: Any, mean: Any, var: Any, *, eps: float = 1e-5) -> Any:
     """Normalised by given statistics."""
     scale = weight * rsqrt(var + eps)
@@ -47,4 +56,4 @@ def _toward(old: Any, new: Any, momentum: float) -> Any:
     return (1.0 - momentum) * old + momentum * new
 
 
-__all__ = ["batch_norm", "batch_norm_eval", "per_channel"]
+__all__ = ["batch_norm", "batch_norm_eval", "per_channel", "statistics"]

@@ -291,10 +291,47 @@ def test_randomness_is_keyed_by_seed_and_site():
     assert set(one["out.5"].flatten().tolist()) <= {0.0, *(2 * X).flatten().tolist()}
 
 
+def test_what_is_drawn_has_its_distribution():
+    """Means and spreads of 20,000 draws of each, and what may never come out."""
+    n = 20_000
+    draws = {
+        "randint": (lambda: torch.randint(3, 9, (n,)), 5.5, 1.708),
+        "randint_like": (lambda: torch.randint_like(torch.zeros(n), 4), 1.5, 1.118),
+        "normal about": (lambda: torch.normal(torch.full((n,), 3.0), torch.full((n,), 0.5)), 3.0, 0.5),
+        "normal of": (lambda: torch.normal(1.0, 2.0, (n,)), 1.0, 2.0),
+        "log_normal": (lambda: torch.empty(n).log_normal_(0.0, 0.5), 1.133, 0.604),
+        "exponential": (lambda: torch.empty(n).exponential_(2.0), 0.5, 0.5),
+        "geometric": (lambda: torch.empty(n).geometric_(0.25), 4.0, 3.464),
+        "randperm": (lambda: torch.randperm(n), (n - 1) / 2, n / 3.4641),
+        "rrelu": (lambda: F.rrelu(torch.full((n,), -1.0), 0.2, 0.6, training=True), -0.4, 0.1155),
+        "cauchy": (lambda: (torch.empty(n).cauchy_() > 1.0).float(), 0.25, 0.433),
+        "gumbel": (lambda: F.gumbel_softmax(torch.zeros(n, 2), hard=True)[:, 0], 0.5, 0.5),
+    }
+
+    class Draws(nn.Module):
+        def forward(self, x):
+            return {name: f() for name, (f, _, _) in draws.items()}
+
+    got = run(capture(Draws(), (X,)), (X,), seed=3)
+    for name, (f, mean, spread) in draws.items():
+        found = got[f"out.{name}" if f"out.{name}" in got else next(k for k in got if name.split()[-1] in k)]
+        assert found.dtype == f().dtype, name
+        assert abs(found.double().mean() - mean) < 5 * spread / n**0.5, name
+        assert abs(found.double().std() / spread - 1) < 0.1, name
+    assert set(got["out.randint"].tolist()) == set(range(3, 9)) and got["out.exponential"].min() > 0
+    assert got["out.randperm"].sort().values.equal(torch.arange(n)) and got["out.geometric"].min() == 1
+
+
+def test_what_a_draw_is_about_gets_a_gradient_of_zeros():
+    model = nn.Linear(4, 4)
+    captured = capture(model, X, lambda m, b: torch.normal(m(b), 1.0).sum() + m.bias.sum(), torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5))
+    torch.testing.assert_close(run(captured, X)["param.weight"], model.weight * 0.5)
+
+
 def test_other_distributions_are_refused():
     class Shuffled(nn.Module):
         def forward(self, x):
-            return x[torch.randperm(3)]
+            return torch.poisson(x.abs())
 
     with pytest.raises(CaptureError, match="draw it outside the step"):
         capture(Shuffled(), (X,))

@@ -10,7 +10,7 @@ from torch import nn
 import weft_zoo as zoo
 from tests.frontend.capture.checks import ops, run, same_as_torch, same_function
 from tests.frontend.capture.test_models import hugging_face
-from weft.core.errors import CaptureError, RuntimeFault
+from weft.core.errors import RuntimeFault
 from weft.frontend.capture import capture
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -189,9 +189,11 @@ def test_batch_norm_without_statistics_and_in_evaluation():
     assert captured.program.state == ()
 
 
-def test_hidden_statistics_are_refused_not_lost():
-    with pytest.raises(CaptureError, match="where weft cannot see it"):
-        capture(nn.InstanceNorm2d(3, track_running_stats=True), (torch.randn(2, 3, 5, 5),))
+@pytest.mark.parametrize("training", [True, False])
+def test_an_instance_norm_keeps_its_running_statistics(training):
+    model = nn.InstanceNorm2d(3, affine=True, track_running_stats=True).double().train(training)
+    captured = same_as_torch(model, lambda m, b: m(*b).pow(3).sum(), (torch.randn(2, 3, 5, 5, dtype=torch.float64),), 1e-12)
+    assert ("buffer.running_var" in captured.program.output_names) is training
 
 
 def test_counting_has_a_shape_of_its_own():

@@ -40,6 +40,7 @@ from weft.ops.registry import Kind
 from weft.ops.shape import expand, reshape
 
 ATEN: dict[Any, Handler] = {}
+ATEN_ON_TENSORS: dict[Any, Handler] = {}
 VIEWS: dict[Any, Callable[..., list[Step] | list[list[Step]]]] = {}
 FUNCTIONS: dict[Any, Handler] = {}
 ON_TENSORS: set[Handler] = set()
@@ -57,11 +58,11 @@ def _overloads(names: tuple[str, ...]) -> list[Any]:
     return found
 
 
-def aten(*names: str) -> Callable[[Handler], Handler]:
-    """Register how ATen ops become weft ops: `handler(recorder, *args, **kwargs)` on nodes."""
+def aten(*names: str, tensors: bool = False) -> Callable[[Handler], Handler]:
+    """Register how ATen ops become weft ops: `handler(recorder, *args, **kwargs)` on nodes; with `tensors`, on the traced tensors."""
 
     def add(handler: Handler) -> Handler:
-        ATEN.update(dict.fromkeys(_overloads(names), handler))
+        (ATEN_ON_TENSORS if tensors else ATEN).update(dict.fromkeys(_overloads(names), handler))
         return handler
 
     return add
@@ -219,8 +220,8 @@ class Below(TorchDispatchMode):
             return self._complex(func, out, args, kwargs)
         if func in VIEWS:
             return self._view(func, out, args, kwargs)
-        if func in _BY_STRIDES:
-            self._bind(func, out, by_strides(self.recorder, *args, **kwargs))
+        if func in ATEN_ON_TENSORS:
+            self._bind(func, out, ATEN_ON_TENSORS[func](self.recorder, *args, **kwargs))
             return out
         if func._schema.is_mutable:
             return self._write(func, out, args, kwargs)
@@ -400,9 +401,9 @@ def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> 
 
 
 _TRAINED = {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}  # what torch calls where gradients are on
-_BY_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default}
 
 
+@aten("as_strided.default", "as_strided_copy.default", tensors=True)
 def by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: int | None = None) -> Node:
     """What lies at given places of memory: elements of x, where x lies there in order."""
     first = 0 if offset is None else offset - x.storage_offset()
@@ -484,7 +485,7 @@ def require_drawn_alike(func: Any) -> None:
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise CaptureError(
             f"weft has no random numbers like those of {func}",
-            needed="uniform, normal, bernoulli or dropout, which every rank can draw alike",
+            needed="uniform, normal, bernoulli, exponential or whole numbers, which every rank can draw alike",
             found=str(func),
             try_="draw it outside the step and pass it in the batch",
             where=user_line(),

@@ -11,7 +11,7 @@ from torch._prims_common import suggest_memory_format
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node, op_named, user_line
-from weft.frontend.capture.modes import aten, function, laid_out, to_dtype
+from weft.frontend.capture.modes import aten, function, laid_out, to_dtype, unknown
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import batchnorm, conv, pool
 from weft.ops import pointwise as w
@@ -110,14 +110,34 @@ def _batch_norm(r: Recorder, x: Tensor, running_mean: Tensor | None, running_var
     return r.wrap(to_dtype(y, x.dtype), like)
 
 
-@aten("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index")
-def _hidden_statistics(r: Recorder, *_: Any, **__: Any) -> Any:
-    raise CaptureError(
-        "a batch norm below F.batch_norm writes its running statistics where weft cannot see it",
-        needed="nn.BatchNorm or F.batch_norm",
-        found="torch.native_batch_norm, or an instance norm with running statistics",
-        where=user_line(),
-    )
+@aten("native_batch_norm.default", "_native_batch_norm_legit.default", tensors=True)
+def _native_batch_norm(r: Recorder, x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
+                       eps: float) -> list[Node]:  # fmt: skip
+    """Called by hand, or by an instance norm with running statistics: torch's own op, which writes none, and then the statistics."""
+    kind = wide_dtype(x.dtype)
+    seen, known = r.node(x), (running_mean, running_var)
+    kept = (None, None) if training else known
+    given = [None if t is None else r.node(t) for t in (x, weight, bias, *kept)]
+    out = [x, *(torch.empty(x.shape[1] if training else 0, dtype=kind) for _ in range(2))]
+    made = unknown(r, torch.ops.aten.native_batch_norm.default, out, (*given, training, momentum, eps), {})
+    new = batchnorm.statistics(to_dtype(seen, kind)) if training else ()
+    for buffer, value in zip(known, new, strict=False):
+        if buffer is not None:
+            old = to_dtype(r.node(buffer), kind)
+            r.ref(buffer).write(r.stopped(to_dtype(w.add(w.mul(old, 1.0 - momentum), w.mul(value, momentum)), buffer.dtype)))
+    return made if r.joint else [made[0], *map(r.stopped, made[1:])]  # of statistics torch has no gradient
+
+
+@aten("_native_batch_norm_legit.no_stats", tensors=True)
+def _native_batch_norm_alone(r: Recorder, x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> list[Node]:
+    return _native_batch_norm(r, x, weight, bias, None, None, training, momentum, eps)
+
+
+@aten("_batch_norm_with_update.default", tensors=True)
+def _batch_norm_with_update(r: Recorder, x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float,
+                            eps: float) -> list[Node]:  # fmt: skip
+    given = _native_batch_norm(r, x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return [*given, full((0,), 0, r.mesh, torch.uint8)]  # what cuDNN keeps
 
 
 def _batch_norm_by_parts(x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float,

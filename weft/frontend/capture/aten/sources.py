@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from weft.core.errors import CaptureError
-from weft.core.node import DTYPE_NAMES, Node, user_line
-from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.core.node import DTYPE_NAMES, Node, constant, user_line
+from weft.frontend.capture.modes import alone, aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.fill import arange, full, one_hot
-from weft.ops.order import bincount
+from weft.ops.order import bincount, sort
 from weft.ops.random import normal, uniform
 from weft.ops.shape import expand, reshape
 
@@ -120,15 +120,78 @@ def _normal(r: Recorder, x: Node, mean: float = 0, std: float = 1, generator: An
     return w.add(w.mul(_draw(normal, r, x.shape, x.dtype), float(std)), float(mean))
 
 
-@aten("randperm", "randint", "randint_like", "multinomial", "poisson", "exponential")
-def _refuse_random(r: Recorder, *_: Any, **__: Any) -> Node:
-    raise CaptureError(
-        "weft has no such random number",
-        needed="uniform, normal, bernoulli or dropout, which every rank can draw alike",
-        found="another distribution",
-        try_="draw it outside the step and pass it in the batch",
-        where=user_line(),
-    )
+@aten("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
+def _normal_about(r: Recorder, mean: Any, std: Any = 1.0, generator: Any = None) -> Node:
+    """Torch gives what it is drawn about a gradient of zeros, not none."""
+    given = [x for x in (mean, std) if isinstance(x, Node)]
+    shape, kind = torch.broadcast_shapes(*(x.shape for x in given)), given[0].dtype
+    drawn = w.add(w.mul(_draw(normal, r, shape, kind), r.stopped(std) if isinstance(std, Node) else float(std)),
+                  r.stopped(mean) if isinstance(mean, Node) else float(mean))  # fmt: skip
+    for x in given:
+        drawn = w.where(constant(False, torch.bool, r.mesh), expand(x, shape), drawn) if r.moves(x) and not r.joint else drawn
+    return drawn
+
+
+@aten("normal.float_float")
+def _normal_of(r: Recorder, mean: float, std: float, size: Any, dtype: Any = None, **_: Any) -> Node:
+    return w.add(w.mul(_draw(normal, r, size, _kind(dtype)), float(std)), float(mean))
+
+
+@aten("log_normal")
+def _log_normal(r: Recorder, x: Node, mean: float = 1, std: float = 2, generator: Any = None) -> Node:
+    return w.exp(_normal(r, x, mean, std))
+
+
+@aten("exponential")
+def _exponential(r: Recorder, x: Node, rate: float = 1, generator: Any = None) -> Node:
+    """Never 0, so that its logarithm is a number."""
+    u = _draw(uniform, r, x.shape, torch.float64)
+    return to_dtype(w.mul(w.clamp(w.neg(w.log(w.sub(1.0, u))), lo=torch.finfo(x.dtype).eps / 2), 1.0 / rate), x.dtype)
+
+
+@aten("geometric")
+def _geometric(r: Recorder, x: Node, p: float, generator: Any = None) -> Node:
+    u = _draw(uniform, r, x.shape, torch.float64)
+    return to_dtype(w.add(w.floor(w.div(w.log(w.sub(1.0, u)), math.log1p(-p))), 1.0), x.dtype)
+
+
+@aten("cauchy")
+def _cauchy(r: Recorder, x: Node, median: float = 0, sigma: float = 1, generator: Any = None) -> Node:
+    turn = w.mul(w.sub(_draw(uniform, r, x.shape, torch.float64), 0.5), math.pi)
+    return to_dtype(w.add(w.mul(w.div(w.sin(turn), w.cos(turn)), float(sigma)), float(median)), x.dtype)
+
+
+def _whole_numbers(r: Recorder, shape: Any, low: int, high: int, dtype: torch.dtype) -> Node:
+    u = _draw(uniform, r, shape, torch.float64)
+    return to_dtype(w.add(to_dtype(w.floor(w.mul(u, float(high - low))), torch.int64), low), dtype)
+
+
+@aten("randint.default", "randint.low")
+def _randint(r: Recorder, *given: Any, dtype: Any = None, **_: Any) -> Node:
+    *bounds, size = given
+    return _whole_numbers(r, size, *([0, *bounds][-2:]), _kind(dtype, torch.int64))
+
+
+@aten("randint_like.default", "randint_like.low_dtype")
+def _randint_like(r: Recorder, x: Node, *bounds: Any, dtype: Any = None, **_: Any) -> Node:
+    return _whole_numbers(r, x.shape, *([0, *bounds][-2:]), _kind(dtype, x.dtype))
+
+
+@aten("randperm.default")
+def _randperm(r: Recorder, n: int, dtype: Any = None, **_: Any) -> Node:
+    _, order = sort(_draw(uniform, r, (n,), torch.float64))
+    return to_dtype(order, _kind(dtype, torch.int64))
+
+
+@function(torch.nn.functional.rrelu, torch.rrelu)
+def _rrelu(r: Recorder, x: Node, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: Any = None, **_: Any) -> Node:
+    """A slope drawn for every number that is not positive; their mean where nothing is trained."""
+    if inplace is True:
+        return NotImplemented
+    if not training:
+        return alone(r, torch.ops.aten.leaky_relu.default, x, (lower + upper) / 2, dtype=x.dtype)
+    slope = w.add(w.mul(_draw(uniform, r, x.shape, x.dtype), float(upper - lower)), float(lower))
+    return w.where(w.le(x, 0.0), w.mul(x, slope), x)
 
 
 @function(torch.nn.functional.one_hot)
