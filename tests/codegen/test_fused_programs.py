@@ -166,3 +166,16 @@ def test_the_kernel_is_shown_with_the_code() -> None:
     assert "= k0(" in text
     assert "// k0: reduce g; update m" in text
     assert "#pragma omp simd" in text
+
+
+def test_a_chain_longer_than_pythons_own_stack_is_one_kernel() -> None:
+    """Ops that each read the one before, more than Python calls may nest."""
+
+    def long(g: Any) -> Any:
+        s = weft.all_reduce(g, "tp")
+        for k in range(400):
+            s = s * 0.5 if k % 2 else s + 1.0
+        return s
+
+    p = traced(long, Mesh(tp=2), g=weft.f32(4, tp=P()))
+    assert len(fuse_group(p, p.groups[0], 0)[0].parts) == 1

@@ -219,4 +219,5 @@ def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
     shapes = tuple((n.type.layout.local_shape(coords), n.dtype) for n in tensors)
     numbers = tuple((part, which, n.dtype) for n, (part, which) in call.fused.numbers.items())
     written = tuple(arguments[old] for old in call.fused.reused.values() if old in arguments)
-    return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans, numbers, written)
+    given = tuple((n.type.layout.local_shape(coords), n.dtype) for n in call.given)
+    return Plan(call.kernel, tuple(parts), shapes, tuple(sets), spans, numbers, written, given)

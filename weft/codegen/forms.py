@@ -91,7 +91,8 @@ def _buckets(p: Program) -> Iterator[Form]:
     for n in p.find_all("all_reduce"):
         joined = n.args[0]
         flat = len(n.args) == 1 and joined.op.name == "concat" and joined.ndim == 1 and _only_read_by(p, joined, n)
-        pieces = [_piece(p, u, joined) for u in p.users[n]] if flat and n.mesh.size(n.attr("axis")) > 1 else [None]
+        ends = {end: k for k, end in reversed([*enumerate(accumulate(a.shape[0] for a in joined.args))])} if flat else {}
+        pieces = [_piece(p, u, joined, ends) for u in p.users[n]] if flat and n.mesh.size(n.attr("axis")) > 1 else [None]
         if None in pieces or p.outputs_of(n):
             continue
         whole = [a.args[0] if a.op.name == "reshape" and _only_read_by(p, a, joined) else a for a in joined.args]
@@ -112,13 +113,12 @@ def _buckets(p: Program) -> Iterator[Form]:
             )
 
 
-def _piece(p: Program, u: Node, joined: Node) -> tuple[tuple[Node, ...], int, tuple[int, ...]] | None:
-    """Which of the joined tensors a reader takes out again, and in which shape; None if it takes anything else."""
+def _piece(p: Program, u: Node, joined: Node, ends: Mapping[int, int]) -> tuple[tuple[Node, ...], int, tuple[int, ...]] | None:
+    """Which of the joined tensors, by where they end, a reader takes out again, and in which shape; None if it takes anything else."""
     if u.op.name != "narrow" or u.attr("step") != 1 or p.outputs_of(u):
         return None
-    ends = list(accumulate(a.shape[0] for a in joined.args))
-    k = ends.index(u.attr("stop")) if u.attr("stop") in ends else -1
-    if k < 0 or u.attr("start") != ends[k] - joined.args[k].shape[0]:
+    k = ends.get(u.attr("stop"), -1)
+    if k < 0 or u.attr("start") != u.attr("stop") - joined.args[k].shape[0]:
         return None
     users = p.users[u]
     if len(users) == 1 and users[0].op.name == "reshape":

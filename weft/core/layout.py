@@ -153,6 +153,13 @@ class Layout:
     dims: tuple[Dim, ...]
     held: tuple[tuple[str, Placement], ...] = ()  # the axes that hold P or O, in mesh order
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.dims, self.held))
+
     @staticmethod
     def of(mesh: Mesh, shape: tuple[int, ...], placements: Mapping[str, Placement] | None = None) -> Layout:
         """The layout of `shape` with the placements given; every other axis holds the whole value."""

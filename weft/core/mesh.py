@@ -14,7 +14,7 @@ from weft.core.errors import LayoutError
 class Mesh:
     """Named axes over ranks, the first axis outermost: `Mesh(dp=2, tp=4)` is 8 ranks."""
 
-    __slots__ = ("__dict__", "axes", "sizes")
+    __slots__ = ("__dict__", "_hash", "axes", "sizes")
 
     def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
@@ -22,6 +22,7 @@ class Mesh:
                 raise LayoutError(f"mesh axis {name!r} has no size", needed="a whole number of ranks, 1 or more", found=repr(size))
         self.axes: tuple[str, ...] = tuple(axes)
         self.sizes: dict[str, int] = dict(axes)
+        self._hash = hash(tuple(axes.items()))
 
     @cached_property
     def key(self) -> tuple[tuple[str, int], ...]:
@@ -65,10 +66,10 @@ class Mesh:
         return list(groups.values())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self.key == other.key
+        return self is other or isinstance(other, Mesh) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self._hash
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{a}={n}' for a, n in self.key)})"

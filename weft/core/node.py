@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +37,9 @@ class Type:
 
     dtype: torch.dtype
     layout: Layout
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -177,7 +181,10 @@ class Node:
         return len(self.shape)
 
     def attr(self, name: str, default: Any = None) -> Any:
-        return dict(self.attrs).get(name, default)
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        return default
 
     def __iter__(self) -> Iterator[Node]:
         """A node of several values unpacks into its items."""
@@ -304,24 +311,31 @@ def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
     node = _built.get(key)
     if node is None:
         try:
-            types = op.infer(operand_types(op, args), attrs)
+            node = Node(op, args, said, inferred(op, args, said))
         except WeftError as e:
             raise e.at(user_line()) from None
-        node = Node(op, args, said, types if isinstance(types, tuple) else (types,))
         _built[key] = node
     for heard in _listeners:
         heard(node)
     return node
 
 
-def operand_types(op: Op, args: tuple[Node, ...]) -> tuple[Type, ...]:
-    """What an op infers its types from; an item of a node of many values looks at them where they are."""
-    return _types(args[0], op) if len(args) == 1 else tuple(t for a in args for t in _types(a, op))
+def inferred(op: Op, args: tuple[Node, ...], said: tuple[tuple[str, Any], ...]) -> tuple[Type, ...]:
+    """The types of an op's values, worked out once for operands of the same types: the blocks of a model are alike."""
+    if op.name == "item":
+        return (args[0].types[dict(said)["index"]],)
+    return _inferred(op, tuple(_one(a, op) for a in args), said)
 
 
-def _types(node: Node, op: Op) -> tuple[Type, ...]:
-    if len(node.types) == 1 or op.name == "item":
-        return node.types
+@lru_cache(maxsize=1 << 16)
+def _inferred(op: Op, types: tuple[Type, ...], said: tuple[tuple[str, Any], ...]) -> tuple[Type, ...]:
+    found = op.infer(types, dict(said))
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _one(node: Node, op: Op) -> Type:
+    if len(node.types) == 1:
+        return node.types[0]
     raise TypeMismatch(
         f"{op.name} was given all {len(node.types)} values of {node.op.name}",
         needed="one value",

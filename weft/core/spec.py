@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from weakref import WeakSet
 
 from weft.core.errors import InvalidProgram
-from weft.core.node import Node, operand_types
+from weft.core.node import Node, inferred
 from weft.core.program import Program
 
 Rule = Callable[[Program], "str | None"]
@@ -56,18 +55,9 @@ def _state_fits(p: Program) -> str | None:
     return None
 
 
-_sound: WeakSet[Node] = WeakSet()  # nodes never change, so their types are looked at once
-
-
 def _types_follow(p: Program) -> str | None:
-    for n in p.nodes:
-        if n in _sound:
-            continue
-        types = n.op.infer(operand_types(n.op, n.args), dict(n.attrs))
-        if (types if isinstance(types, tuple) else (types,)) != n.types:
-            return f"the type of {n.op.name} does not follow from its operands"
-        _sound.add(n)
-    return None
+    odd = next((n for n in p.nodes if inferred(n.op, n.args, n.attrs) != n.types), None)
+    return None if odd is None else f"the type of {odd.op.name} does not follow from its operands"
 
 
 def groups_are_apart(p: Program) -> str | None:

@@ -5,6 +5,7 @@ Terms of a reduction must lie in peer memory. A `product` is made there; anythin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,20 @@ from weft.runtime.fused import KernelLike, Row
 from weft.runtime.host_numbers import host_function
 from weft.runtime.peers import PeerBuffer, Peers
 
+ALIGNED = 64  # bytes: each value begins on a cache line of its own, as one allocated by itself does
+
 
 @dataclass
 class Held:
-    """Peer memory for one value, and the tensor of this rank in it."""
+    """Peer memory for one value: where each rank's is, and the tensor of this rank in it."""
 
-    buffer: PeerBuffer
+    buffer: PeerBuffer  # the ranks' memory is mapped while this is kept
+    addresses: tuple[int, ...]
     own: Tensor
+
+
+def _held(buffer: PeerBuffer, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Held:
+    return Held(buffer, tuple(a + at for a in buffer.addresses), buffer.view(at, shape, dtype))
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Plan:
     spans: tuple[int, ...]  # of each row, the longest any rank has
     numbers: tuple[tuple[int, int, torch.dtype], ...] = ()  # handed back: part, which of the kernel's numbers, dtype
     written: tuple[int, ...] = ()  # arguments that are overwritten
+    given: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()  # of the arguments, local shape and dtype
 
 
 class FusedCall:
@@ -105,16 +114,30 @@ class FusedCall:
                 self._used[use.value] = held
             if args[use.value].data_ptr() != held.own.data_ptr():
                 held.own.copy_(args[use.value])
-            return held.buffer.addresses
+            return held.addresses
         if use.role == "gathered":
-            return self._hold("gathered", use.value, results[use.value]).buffer.addresses
+            return self._hold("gathered", use.value, results[use.value]).addresses
         return ((results if use.role == "out" else args)[use.value].data_ptr(),)
 
     def _hold(self, role: str, value: int, like: Tensor) -> Held:
+        if not self._held:
+            self._share_all()
         if (role, value) not in self._held:
             buffer = self.peers.empty(like.numel() * like.element_size())
-            self._held[role, value] = Held(buffer, buffer.view(0, tuple(like.shape), like.dtype))
+            self._held[role, value] = _held(buffer, 0, tuple(like.shape), like.dtype)
         return self._held[role, value]
+
+    def _share_all(self) -> None:
+        """One piece of peer memory for all that peers read or write: to share a piece takes two meetings of all ranks."""
+        uses = {(use.role, use.value) for _, uses, _ in self.plan.parts for use in uses if use.role in ("terms", "shared", "gathered")}
+        at, places = 0, list[tuple[tuple[str, int], int, tuple[int, ...], torch.dtype]]()
+        for role, value in sorted(uses):
+            shape, dtype = (self.plan.results if role == "gathered" else self.plan.given)[value]
+            places.append(((role, value), at, shape, dtype))
+            at += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+        buffer = self.peers.empty(at)
+        for key, start, shape, dtype in places:
+            self._held[key] = _held(buffer, start, shape, dtype)
 
     def home(self, argument: int, given: Tensor) -> Tensor:
         """Where an argument that was updated lives from now on: in peer memory, so that it need not be brought there again."""
@@ -128,9 +151,8 @@ class FusedCall:
     def product(self, argument: int, a: Tensor, b: Tensor) -> Tensor:
         """A term that is a product of two matrices, made in peer memory, so that nobody need bring it there. The room is free: every
         call ends when all ranks have read it."""
-        if ("terms", argument) not in self._held:
-            self._hold("terms", argument, torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="meta"))
-        return torch.mm(a, b, out=self._held["terms", argument].own)
+        room = self._hold("terms", argument, torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="meta")).own
+        return torch.mm(a, b, out=room.view(a.shape[0], b.shape[1]))
 
     def _bind(self, places: dict[tuple[str, int], tuple[int, ...]], args: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Bound once, by all ranks together; after that only this rank's table follows its tensors."""

@@ -140,7 +140,7 @@ class Reads:
         self._sources: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []
-        self._codes: set[types.CodeType] = set()
+        self._codes: dict[int, types.CodeType] = {}  # by identity: a code's own hash is that of all it says
         self._free: dict[types.CodeType, dict[str, Any]] = {}
         self._environment = _environment()
         for source in (random._inst, np.random.mtrand._rand):  # type: ignore[attr-defined]
@@ -293,10 +293,9 @@ class Reads:
                 before.enable()
 
     def _called(self, frame: types.FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call" or code in self._codes:
+        if event != "call" or id(code := frame.f_code) in self._codes:
             return
-        self._codes.add(code)
+        self._codes[id(code)] = code
         home = code.co_filename
         if home.startswith((_TORCH, _ROOT, "<")) or (home.startswith(_STDLIB) and not home.startswith(_LIBRARIES)):
             return
@@ -506,6 +505,20 @@ class Reads:
         """The inputs that are numbers in Python, as they are now."""
         given = _plain_leaves(batch) if any(isinstance(p, str) for p, _ in self.lifted.values()) else {}
         return {name: given[p] if isinstance(p, str) else p.now() for name, (p, _) in self.lifted.items()}
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Inside is work of weft's and torch's own, which need not be listened to call by call."""
+    listener = sys.getprofile()
+    if not isinstance(getattr(listener, "__self__", None), Reads):
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(listener)
 
 
 @contextmanager

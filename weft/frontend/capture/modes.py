@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, constant, user_line
 from weft.frontend.capture.complexes import PARTS, any_complex, of_pairs, parts_of, refuse_complex
+from weft.frontend.capture.guards import unheard
 from weft.frontend.capture.joint import enter
 from weft.frontend.capture.known import drawn, number, through
 from weft.frontend.capture.precision import widened
@@ -179,7 +180,7 @@ def laid_out(func: Any, args: Any, kwargs: Any) -> list[Any]:
     if func is None:
         return []
     try:
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        with unheard(), torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             return tree_leaves(func(*args, **kwargs))
     except (DataDependentOutputException, DynamicOutputShapeException):  # counts, which lie in one row
         return []
@@ -208,7 +209,10 @@ class Below(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with unheard():
+            return self._recorded(func, args, kwargs or {})
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.prim.device.default:
             return CPU
         if func._schema.name.startswith("aten::_foreach_"):

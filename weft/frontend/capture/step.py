@@ -19,7 +19,7 @@ from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
-from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.guards import Reads, unheard
 from weft.frontend.capture.joint import OwnGradient, run_after_gradient
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.optimizers import COUNT, Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
@@ -140,7 +140,8 @@ class Step:
             node = recorder.node(loss)
             one = recorder.node(ct) if ct is not None else constant(1.0, node.dtype, recorder.mesh)
             seeds[node] = w.add(seeds[node], one) if node in seeds else one
-        found = backward(seeds, [recorder.ref(t).read() for t in wrt])
+        with unheard():
+            found = backward(seeds, [recorder.ref(t).read() for t in wrt])
         return [recorder.wrap(found[n], t) if (n := recorder.ref(t).read()) in found else None for t in wrt]
 
     def note_gradients(self) -> None:
@@ -203,8 +204,9 @@ class Step:
         ref, grad = self.recorder.ref(traced), self.recorder.ref(traced.grad).read()
         keys = [f"{s}.{name.removeprefix('param.')}" for s in rule.state]
         held = [self._held(key, traced.shape, traced.dtype) for key in keys]
-        made = rule.op(ref.read(), grad, *held, *numbers, **rule.with_given(self.recorder.given))
-        new, *states = [made] if len(made.types) == 1 else list(made)
+        with unheard():
+            made = rule.op(ref.read(), grad, *held, *numbers, **rule.with_given(self.recorder.given))
+            new, *states = [made] if len(made.types) == 1 else list(made)
         ref.write(new)
         self.states |= dict(zip(keys, states, strict=True))
         self.owners |= dict.fromkeys(keys, name)
