@@ -77,6 +77,16 @@ EDGES = {
     "attention of queries with fewer dims": (
         lambda q, k: F.scaled_dot_product_attention(q.view(1, 2, 1), k.view(2, 1, 2, 1), k.view(2, 1, 2, 1)), row(1, 2), row(1, -1, 3, 2),
     ),
+    "covariances": (lambda x: torch.cov(x.view(2, 3)), row(1, 2, 0, -1, 0, 3)),
+    "correlations": (lambda x: torch.corrcoef(x.view(2, 3)), row(1, 2, 0, -1, 0, 3)),
+    "correlation with what stays": (lambda x: torch.corrcoef(x.view(2, 3)), row(1, 1, 1, -1, 0, 3)),
+    "gaussian likelihood": (lambda x, v: F.gaussian_nll_loss(x, x.detach() + 1, v, full=True), row(1, 2, 3), row(0, 1, 2)),
+    "connectionist loss": (
+        lambda x: F.ctc_loss(x.view(4, 1, 3).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])), row(*range(12)),
+    ),
+    "connectionist loss that cannot be": (
+        lambda x: F.ctc_loss(x.view(2, 1, 3).log_softmax(-1), torch.tensor([[1, 1]]), (2,), (2,), reduction="none", zero_infinity=True), row(*range(6)),
+    ),
     "rows looked up often": (
         lambda w: F.embedding(torch.tensor([0, 1, 1]), w.view(2, 2), scale_grad_by_freq=True), row(1, 2, 3, 4),
     ),

@@ -265,3 +265,12 @@ def test_names_that_a_program_could_not_print():
     captured = capture(model, (X,))
     assert set(captured.parameters) == {"param.a_0x2d_b.weight", "param.a_0x2d_b.bias"}
     torch.testing.assert_close(run(captured, (X,))["out"], model["a-b"](X))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_transformer_takes_the_mask_of_its_batch_as_it_is(causal):
+    """Torch looks whether the mask is causal, and only to say so once more."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2).double()
+    mask = torch.zeros(3, 3, dtype=torch.float64).masked_fill(torch.ones(3, 3).triu(1).bool(), float("-inf") if causal else -2.0)
+    batch = torch.randn(2, 3, 4, dtype=torch.float64), mask
+    same_as_torch(model, lambda m, b: m(b[0], mask=b[1]).pow(2).sum(), batch, 1e-9)

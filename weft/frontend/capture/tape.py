@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.jit import ScriptModule
+from torch.nn.modules import transformer
 
 import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
 from weft.core.errors import CaptureError
@@ -87,6 +88,7 @@ def tracing(
         stack.enter_context(_plain_kernels())
         stack.enter_context(_unchecked_distributions(recorder))
         stack.enter_context(_averages_as_tensors())
+        stack.enter_context(_masks_as_given())
         stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
         stack.enter_context(heard(tape.blocks))
         if reads is not None:
@@ -141,6 +143,21 @@ def _unchecked_distributions(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         Distribution.__init__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _masks_as_given() -> Iterator[None]:
+    """Inside, torch's transformers take a mask as it is, and do not look whether it is causal: a hint that changes no value."""
+    plain = transformer._detect_is_causal_mask
+
+    def told(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = told
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = plain
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from weft.core.node import Node
 from weft.frontend.capture.aten.pointwise import promoted
@@ -92,6 +93,25 @@ def _bilinear(r: Recorder, x: Node, y: Node, weight: Node, bias: Node | None = N
     rows = "abcdefgh"[: x.ndim - 1]
     out = einsum(f"{rows}nj,{rows}j->{rows}n", einsum(f"{rows}i,nij->{rows}nj", x, weight), y)  # in torch's order: infinities meet as there
     return out if bias is None else w.add(out, bias)
+
+
+@function(torch.cov, Tensor.cov, tensors=True)
+def _cov(r: Recorder, x: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Tensor:
+    """Torch's formula for what has no weights, without the check that there are enough numbers."""
+    if fweights is not None or aweights is not None or x.ndim > 2 or not x.is_floating_point():
+        return torch.cov(x, correction=correction, fweights=fweights, aweights=aweights)
+    rows = x.reshape(1, -1) if x.ndim < 2 else x
+    off = rows - rows.mean(1, keepdim=True)
+    return (off @ off.t() / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+@function(torch.corrcoef, Tensor.corrcoef, tensors=True)
+def _corrcoef(r: Recorder, x: Tensor) -> Tensor:
+    c = _cov(r, x)
+    if not c.ndim:
+        return c / c
+    size = c.diagonal().sqrt()
+    return (c / size[:, None] / size[None]).clip(-1, 1)
 
 
 @function(torch.einsum)

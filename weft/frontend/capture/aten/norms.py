@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node, user_line
 from weft.frontend.capture.aten.reduce import reduced
-from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.frontend.capture.modes import aten, function, to_dtype, unknown
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import loss as wl
 from weft.ops import norm as wn
@@ -148,6 +149,29 @@ def _linear_cross_entropy(r: Recorder, *_: Any, options: Any = None, **__: Any) 
 
 if hasattr(F, "linear_cross_entropy"):
     function(F.linear_cross_entropy)(_linear_cross_entropy)
+
+
+@function(F.ctc_loss)
+def _ctc_loss(r: Recorder, logp: Node, targets: Node, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean",
+              zero_infinity: bool = False) -> Node:  # fmt: skip
+    """Torch's own op, kept whole: what it leaves for its gradient has a shape that depends on the lengths."""
+    op = torch.ops.aten.ctc_loss.Tensor if isinstance(input_lengths, Node) else torch.ops.aten.ctc_loss.IntList
+    shape = (logp.shape[1],) if reduction == "none" and logp.ndim == 3 else ()
+    how = blank, {"none": 0, "mean": 1, "sum": 2}[reduction], zero_infinity
+    return unknown(r, op, torch.empty(shape, dtype=logp.dtype), (logp, targets, input_lengths, target_lengths, *how), {})
+
+
+@function(F.gaussian_nll_loss, tensors=True)
+def _gaussian_nll(r: Recorder, x: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Tensor:
+    """Torch's formula, without a look at the variances: it refuses negative ones."""
+    r.assume("the variances of gaussian_nll_loss are not negative")
+    var = torch.full_like(x, var) if isinstance(var, float) else var.clone()
+    var = var.unsqueeze(-1) if var.shape != x.shape and x.shape[:-1] == var.shape else var
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (x - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
 @aten("nll_loss_forward", "nll_loss2d_forward")
