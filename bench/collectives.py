@@ -71,8 +71,7 @@ class Shared:
 
         from weft.codegen.expr import Group, Slot, load, reduce
         from weft.codegen.kernel import compile_group
-        from weft.runtime.bind import bind
-        from weft.runtime.fused import Row
+        from weft.runtime.fused import Row, bind
 
         self.op, self.peers = op, peers
         share = elements // peers.world

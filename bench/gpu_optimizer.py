@@ -192,8 +192,7 @@ class Sharded:
     def collective(self, name: str, store: tuple[Any, Any]) -> Call:
         from weft.codegen.expr import Group
         from weft.codegen.kernel import compile_group
-        from weft.runtime.bind import bind
-        from weft.runtime.fused import Row
+        from weft.runtime.fused import Row, bind
 
         kernel = compile_group(Group(name, (store,)), self.peers.world, self.peers.target)
         return bind(kernel, [Row(*self.row)], self.peers).launch_phases  # type: ignore[no-any-return]

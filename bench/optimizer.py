@@ -315,8 +315,7 @@ class Shared(Flat):
     def collective(self, name: str, own: Any = None) -> Any:
         from weft.codegen.expr import Group, Slot, load, reduce
         from weft.codegen.kernel import compile_group
-        from weft.runtime.bind import bind
-        from weft.runtime.fused import Row
+        from weft.runtime.fused import Row, bind
 
         g, w, s = Slot("g", "f32", spread=True), Slot("w", "f32", spread=True), Slot("s", "f32")
         mean = reduce(g) * (1 / self.peers.world)

@@ -23,8 +23,8 @@ from weft.plan.setting import Setting
 from weft.plan.space import Limits
 from weft.plan.told import differences, rows
 from weft.report import facts_of, html
+from weft.report.facts import perfetto
 from weft.report.page import page
-from weft.report.trace import perfetto
 
 PROGRAM = """program step(dp=2)
   %param.w = input()        f32[4, 4] dp:R

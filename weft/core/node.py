@@ -344,6 +344,21 @@ def _one(node: Node, op: Op) -> Type:
     )
 
 
+def derived(node: Node, known: dict[Node, bool], of: Callable[[Node], bool]) -> bool:
+    """A fact about a node that follows, by `of`, from that of its operands; `known` keeps it. Chains may be longer than Python recurses."""
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        waiting = [a for a in n.args if a not in known] if n not in known else []
+        if waiting:
+            stack.extend(waiting)
+            continue
+        if n not in known:
+            known[n] = of(n)
+        stack.pop()
+    return known[node]
+
+
 class Symbol:
     """What stands for a node in the two sides of a rewrite rule. An op applied to one gives a `rewrite.pattern` expression."""
 

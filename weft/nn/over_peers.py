@@ -18,8 +18,7 @@ from weft.codegen.kernel import Kernel, compile_group
 from weft.core.node import DTYPE_NAMES
 from weft.nn.ways import Way
 from weft.runtime import carry
-from weft.runtime.bind import bind
-from weft.runtime.fused import Row
+from weft.runtime.fused import Row, bind
 from weft.runtime.mover import Mover
 from weft.runtime.peers import Alone, PeerBuffer, connect
 from weft.runtime.streams import Side

@@ -18,7 +18,7 @@ from weft.core.node import DTYPE_NAMES
 from weft.optim.bank import Bank
 from weft.optim.rules import Numbers, Rule, step_program
 from weft.optim.unfused import GroupPeers, Unfused
-from weft.runtime.bind import bind
+from weft.runtime.fused import bind
 from weft.runtime.host_numbers import host_function
 from weft.runtime.peers import connect
 

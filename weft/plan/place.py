@@ -53,22 +53,9 @@ class _Way:
     cost: float
 
 
-def place(
-    program: Program,
-    mesh: Mesh,
-    inputs: Mapping[str, Placements],
-    options: Options | None = None,
-    *,
-    outputs: Mapping[str, Placements] | None = None,
-    arrivals: Mapping[str, Placements] | None = None,
-    made: Mapping[Node, Node] | None = None,
-) -> Program:
-    """The program on the mesh. Inputs not named are whole on every rank; nodes in `made` are placed already.
-
-    Outputs named in `outputs` are held as told there and, along other axes, as they come; others are whole or as their state.
-    Inputs named in `arrivals` are first brought to other placements, such as a value that was sent in slices.
-    """
-    return placed_with(program, mesh, inputs, options, outputs=outputs, arrivals=arrivals, made=made)[0]
+def place(program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: Options | None = None, **more: Any) -> Program:
+    """The program on the mesh; `more` is as `placed_with` takes it."""
+    return placed_with(program, mesh, inputs, options, **more)[0]
 
 
 def placed_with(
@@ -81,9 +68,29 @@ def placed_with(
     arrivals: Mapping[str, Placements] | None = None,
     made: Mapping[Node, Node] | None = None,
 ) -> tuple[Program, Mapping[Node, Node]]:
-    """The program on the mesh, and what became of each of its nodes."""
+    """The program on the mesh, and what became of each of its nodes. Inputs not named are whole on every rank; nodes in `made` are placed already.
+
+    Outputs named in `outputs` are held as told there and, along other axes, as they come; others are whole or as their state.
+    Inputs named in `arrivals` are first brought to other placements, such as a value that was sent in slices.
+    """
     placer = _Placer(program, mesh, inputs, options or Options(), outputs or {}, arrivals or {}, made or {})
-    return placer.run(), placer.made
+    placed = remake(program, mesh, placer.made, placer._input, placer._node, placer._output)
+    return placed, placer.made
+
+
+def remake(
+    program: Program, mesh: Mesh, made: dict[Node, Node], input_: Callable[[Node], Node], node: Callable[[Node], Node],
+    output: Callable[[str, Node, Mapping[str, str]], Node],
+) -> Program:  # fmt: skip
+    """The program anew on the mesh, node by node; `made` is filled with what became of each."""
+    inputs = [input_(n) for n in program.inputs]
+    for n in program.nodes:
+        if n not in made:
+            made[n] = node(n)
+    state = dict(program.state)
+    outputs = {name: output(name, n, state) for name, n in program.outputs}
+    lines = {made[n]: line for n, line in program.lines.items() if n in made}
+    return new_program(program.name, mesh, inputs, outputs, state=program.state, lines=lines)
 
 
 class _Placer:
@@ -110,16 +117,6 @@ class _Placer:
         self.home: dict[Node, list[Layout]] = {}  # where the results of an op that was turned belong
         self.alone: set[Node] = set()  # parameters, and what is made of one alone
         self.after = Roles(program).after if options.gather else frozenset[Node]()
-
-    def run(self) -> Program:
-        new_inputs = [self._input(n) for n in self.program.inputs]
-        for node in self.program.nodes:
-            if node not in self.made:
-                self.made[node] = self._node(node)
-        state = dict(self.program.state)
-        outputs = {name: self._output(name, n, state) for name, n in self.program.outputs}
-        lines = {self.made[n]: line for n, line in self.program.lines.items() if n in self.made}
-        return new_program(self.program.name, self.mesh, new_inputs, outputs, state=self.program.state, lines=lines)
 
     def _input(self, node: Node) -> Node:
         name = node.attr("name")

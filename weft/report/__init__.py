@@ -41,8 +41,8 @@ def report(
     """
     import json
 
+    from weft.report.facts import perfetto
     from weft.report.page import page
-    from weft.report.trace import perfetto
 
     facts = facts_of(source, explained, say, run_model)
     page_at = Path(out) if out else _beside(Path(source))

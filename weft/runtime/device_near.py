@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime import faults
-from weft.runtime.bind import bind
-from weft.runtime.fused import KernelLike, Row
+from weft.runtime.fused import KernelLike, Row, bind
 from weft.runtime.launched import _peer_table, _power_of_two
 from weft.runtime.near import Near, _fold
 from weft.runtime.peers import PeerBuffer

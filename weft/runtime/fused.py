@@ -154,3 +154,20 @@ class HostKernel:
         outcome = self._run(*self._args)
         if outcome:
             self.peers.check(outcome)
+
+
+def bind(
+    kernel: KernelLike, rows: Sequence[Row], peers: Any, spans: Sequence[int] | None = None, *, name: str = "", blocks: int = 0
+) -> Any:
+    """The kernel on these rows; call it with its scalars.
+
+    `spans` are the longest lengths any rank has for each row; `name` is what to call it when a rank is missing; `blocks`
+    bounds the device blocks it runs on.
+    """
+    if peers.target == "cpu":
+        return HostKernel(kernel, rows, peers, name or kernel.name)
+    from weft.runtime.launched import DeviceKernel, Launch, choose_launch
+
+    lengths = list(spans or [row.length for row in rows])
+    launch = choose_launch(lengths, kernel.phases, peers) if not blocks else Launch(4096, 4096, 16, blocks, False)
+    return DeviceKernel(kernel, rows, peers, launch, lengths, name or kernel.name)

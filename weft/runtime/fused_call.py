@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.bind import bind
-from weft.runtime.fused import KernelLike, Row
+from weft.runtime.fused import KernelLike, Row, bind
 from weft.runtime.host_numbers import host_function
 from weft.runtime.peers import PeerBuffer, Peers
 

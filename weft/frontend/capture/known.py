@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.core.node import Node, toposort
+from weft.core.node import Node, derived, toposort
 from weft.frontend.capture.recorder import Recorder, substituted
 
 ROOM = 1 << 24  # elements of a tensor that is computed while tracing
@@ -29,17 +29,7 @@ def unheard() -> Iterator[None]:
 def fixed(r: Recorder, node: Node) -> bool:
     """Whether it depends on no input and no draw, so that it is the same at every step."""
     known = r.fixed
-    stack = [node]
-    while stack:
-        n = stack[-1]
-        waiting = [a for a in n.args if a not in known] if n not in known else []
-        if waiting:
-            stack.extend(waiting)
-            continue
-        if n not in known:
-            known[n] = n.op.name != "input" and "site" not in dict(n.attrs) and all(known[a] for a in n.args)
-        stack.pop()
-    return known[node]
+    return derived(node, known, lambda n: n.op.name != "input" and "site" not in dict(n.attrs) and all(known[a] for a in n.args))
 
 
 def drawn(node: Node) -> bool:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.errors import CaptureError
 from weft.core.layout import Layout, Mesh
-from weft.core.node import DTYPE_NAMES, Node, Type, constant, make, toposort, user_line
+from weft.core.node import DTYPE_NAMES, Node, Type, constant, derived, make, toposort, user_line
 from weft.frontend.capture.guards import Place, Reads
 from weft.frontend.capture.values import TAG, Cell, Ref, Step, view
 from weft.ops.fill import full, stop_gradient
@@ -92,17 +92,7 @@ class Recorder:
         if not node.types[0].dtype.is_floating_point:
             return False
         known = self.differentiable
-        stack = [node]
-        while stack:
-            n = stack[-1]
-            waiting = [a for a in n.args if a not in known] if n not in known else []
-            if waiting:
-                stack.extend(waiting)
-                continue
-            if n not in known:
-                known[n] = any(known[a] for a in n.args) and n.op is not stop_gradient
-            stack.pop()
-        return known[node]
+        return derived(node, known, lambda n: any(known[a] for a in n.args) and n.op is not stop_gradient)
 
     def write(self, tensor: Tensor, value: Node) -> None:
         """A new value in place. Where gradients are off, those of what was there before stay as they were."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from weft.core.errors import PlanError
 from weft.core.layout import Layout, Mesh, Placement, R, S
 from weft.core.node import Node, Type, make
-from weft.core.program import Program, new_program
+from weft.core.program import Program
 from weft.ops.comm import is_comm, reshard
 from weft.ops.source import input_node
 from weft.plan.assignment import Answer, solve
@@ -20,6 +20,7 @@ from weft.plan.layouts.alike import Instance
 from weft.plan.layouts.model import COPY, Model, Rates, Tap, build
 from weft.plan.layouts.moves import Placements, Prices
 from weft.plan.layouts.ways import Centre, Way, Ways
+from weft.plan.place import remake
 from weft.plan.roles import Roles
 
 AT_ONCE = 2
@@ -81,7 +82,8 @@ def choose(
     if answer.x is None:
         raise _no_layouts(program, mesh, memory, str(answer.reason))
     writer = _Writer(program, mesh, model, [int(a) for a in answer.x])
-    return Chosen(writer.run(), model, answer, frozenset(writer.again))
+    made = remake(program, mesh, writer.made, writer._input, writer._node, writer._output)
+    return Chosen(made, model, answer, frozenset(writer.again))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,16 +164,6 @@ class _Writer:
         self.forward = Roles(program).forward
         self.made: dict[Node, Node] = {}
         self.again: set[str] = set()
-
-    def run(self) -> Program:
-        inputs = [self._input(n) for n in self.program.inputs]
-        for node in self.program.nodes:
-            if node not in self.made:
-                self.made[node] = self._node(node)
-        state = dict(self.program.state)
-        outputs = {name: self._output(name, n, state) for name, n in self.program.outputs}
-        lines = {self.made[n]: line for n, line in self.program.lines.items() if n in self.made}
-        return new_program(self.program.name, self.mesh, inputs, outputs, state=self.program.state, lines=lines)
 
     def _way(self, node: Node) -> Way:
         at = self.model.site[node]
