@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tests.api.ranks import on_ranks
 from weft.api.goodput import Adaptive
-from weft.api.parallelize import Step, parallelize
+from weft.api.parallelize import parallelize
+from weft.api.step import Step
 from weft.core.errors import PlanError
 
 SIZES = (8, 16)

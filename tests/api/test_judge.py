@@ -15,7 +15,8 @@ import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from tests.testing.plant import Facet, plant
 from weft.api import afford
-from weft.api.parallelize import Step, parallelize
+from weft.api.parallelize import parallelize
+from weft.api.step import Step
 from weft.core.errors import CaptureError
 from weft.frontend.capture.aten import norms
 from weft.ops import attention
@@ -237,5 +238,71 @@ def test_ranks_agree_on_a_check(tmp_path: Path) -> None:
         step, w = made(dtype=torch.float64, plan="dp2,zero1")
         step(w.example(8))
         assert 0 < step.check(w.example(8)) < 1e-9
+
+    on_ranks(2, job, tmp_path)
+
+
+# -- programs made later -------------------------------------------------------------------------------------------------------------------
+
+
+class Modes(Net):
+    """Of mode `b` the trace makes something else than torch does."""
+
+    mode = "a"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.mode == "a":
+            return y
+        return y * 1.001 if self.mode == "b" and isinstance(x, torch._subclasses.FakeTensor) else y.square()
+
+
+@pytest.mark.parametrize("plan", ["dp1", "micro2"])
+def test_a_program_made_later_is_compared_too(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    for module in ("parallelize", "pipelined"):
+        own = __import__(f"weft.api.{module}", fromlist=["judge"])
+        monkeypatch.setattr(own, "judge", lambda *xs, plain=own.judge: (looked.append(xs), plain(*xs))[1])
+    model, batch = Modes().double(), torch.randn(8, 6, dtype=torch.float64)
+    step, _, _ = net(model=model, plan=plan)
+    for mode in ("a", "c", "a", "c"):
+        model.mode = mode
+        step(batch)
+    assert len(looked) == 2 and step.judged is not None and step.judged.compared  # each program once
+    model.mode = "b"
+    before = {n: x.clone() for n, x in step.state.items()}
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="the captured step of Modes does not compute what torch does"):
+            step(batch)
+    assert step.steps == 4 and all(torch.equal(x, before[n]) for n, x in step.state.items())
+    model.mode = "a"
+    step(batch)
+
+
+@pytest.mark.parametrize("plan", ["dp1", "micro2"])
+def test_so_is_the_loss_in_evaluation_mode(plan: str) -> None:
+    class Odd(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * 1.001 if not self.training and isinstance(x, torch._subclasses.FakeTensor) else y
+
+    step, _, _ = net(model=Odd().double(), plan=plan)
+    with pytest.raises(CaptureError, match="the captured loss of Odd does not compute what torch does"):
+        step.eval(torch.randn(8, 6, dtype=torch.float64))
+    step, _, _ = net(plan=plan)
+    step.eval(torch.randn(8, 6, dtype=torch.float64))
+
+
+def test_ranks_compare_it_from_rows_of_their_own(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        model = Modes().double()
+        step, _, _ = net(model=model, plan="dp2")
+        rows = torch.randn(4, 6, dtype=torch.float64)
+        model.mode = "c"
+        step(rows)
+        assert rank or step.judged.compared > 4
+        model.mode = "b"
+        with pytest.raises(CaptureError, match="does not compute what torch does"):
+            step(rows)
 
     on_ranks(2, job, tmp_path)

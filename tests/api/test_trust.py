@@ -11,7 +11,8 @@ import torch
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto, trust
-from weft.api.parallelize import Step, parallelize
+from weft.api.parallelize import parallelize
+from weft.api.step import Step
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.program import new_program
 

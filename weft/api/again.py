@@ -17,26 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft import interp
+from weft.api.changing import RUNNING
 from weft.api.data import Brought, Shape
 from weft.api.together import Together, one_process
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
-from weft.core.node import Node, Type, constant, make
+from weft.core.node import Node, constant, make
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.guards import Change, Place, Reads, holds_traced, is_number
-from weft.frontend.capture.optimizers import COUNT, number, rule_of
+from weft.frontend.capture.optimizers import COUNT, rule_of
 from weft.frontend.capture.step import named_batch
 
 if TYPE_CHECKING:
-    from weft.api.parallelize import Step
+    from weft.api.step import Step
 
 MOST = 16  # programs of one step
-# what belongs to the run, whichever program it runs
-RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
-                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate"})  # fmt: skip
 
 Make = Callable[..., "Step"]  # (example, known, **settings of the capture) to a step
 
@@ -49,6 +46,7 @@ class Form:
     reads: Reads
     given: frozenset[str]
     attributes: dict[str, Any] = field(repr=False)
+    unjudged: Callable[[Any], Any] | None = None  # compares it with torch on an example, where that is yet to be done
 
     def fits(self, shapes: Mapping[str, Shape]) -> bool:
         """Whether it is for whole batches of these shapes."""
@@ -204,9 +202,9 @@ class Forms:
         before, values = dict(self.lifted), dict[str, float]()
         for c in numbers:
             kind = dtype if isinstance(c.now, float) else torch.int64
-            batch = c.words.removesuffix(" of the batch") if c.place is None else ""
-            name = batch or f"value.{len(self.lifted)}"
-            self.lifted[name] = (batch or c.place, kind)  # type: ignore[assignment]
+            place = c.words.removesuffix(" of the batch") if c.place is None else ""
+            name = place or f"value.{len(self.lifted)}"
+            self.lifted[name] = (place or c.place, kind)  # type: ignore[assignment]
             values[name] = c.now
         reads = self._reads(example=example)
         try:
@@ -238,10 +236,14 @@ class Forms:
         made = self.make(example, known, given=self.given, reads=reads)
         if found:
             return found[0]
-        return Form(made.traced, reads, self.given, _own(made))
+        return Form(made.traced, reads, self.given, _own(made), made.unjudged)
 
     def _use(self, step: Step, reads: Reads, form: Form, batch: Any, shapes: dict[str, Shape]) -> None:
         form.reads = reads
+        if form.unjudged is not None:  # on the batch if it is a whole one, else on values like it
+            whole = all(tuple(x.shape) == shapes.get(n) for n, x in named_batch(batch).items())
+            form.attributes["judged"] = form.unjudged(batch if whole else self._example_of(batch, shapes))
+            form.unjudged = None
         self._keep(form, shapes)
         step.become(form.attributes)
         step.reads = reads
@@ -323,110 +325,6 @@ class Forms:
                 found=f"rank {', '.join(map(str, odd[:4]))} traced another program",
                 try_="seed Python's random alike on every rank, and change what the model reads on all of them",
             )
-
-
-class Changing:
-    """What a step has to run one program now and another later: state by name, held as the program at hand wants it."""
-
-    lifts = True  # whether numbers in Python may become inputs
-    captured: Captured
-    optimizer: torch.optim.Optimizer
-    compiled: Any
-    program: Program
-    steps: int
-    skipped: int
-    traced: Program
-    reads: Reads | None
-    forms: Forms | None
-    _state: dict[str, Tensor]
-    _held_as: dict[str, Type]
-    _batch_types: Mapping[str, Type]
-    _probe: Any
-    noise: Any
-    _missed: dict[str, int]  # steps in which a parameter was not updated, of all that any program updates
-
-    def ready(self, batch: Any) -> None:
-        """Before a call: the program that what Python says now asks for, with tensors kept there as they are now."""
-        if self.forms is not None:
-            self.forms.choose(self, batch)
-            numbers = self.reads.numbers(batch) if self.reads is not None else {}
-            self.forms.together.see({**self._settings(), **numbers})
-
-    def _settings(self) -> dict[str, float]:
-        """The optimizer's settings that are inputs, as they are now."""
-        groups = self.optimizer.param_groups
-        found = {f"lr.{i}": number(g["lr"]) for i, g in enumerate(groups)}
-        if self.captured.given - {COUNT}:
-            rules = [rule_of(self.optimizer, g) for g in groups]
-            found |= {f"{k}.{i}": x for i, r in enumerate(rules) for k, x in r.settings.items() if k in self.captured.given}
-        return found
-
-    def stepped(self) -> None:
-        """After a call: which parameters it did not update."""
-        mine = set(self.captured.states.values())
-        for p in self._missed:
-            self._missed[p] += p not in mine
-
-    def count_updates(self) -> bool:
-        """Whether the program updates parameters that other steps did not; one that is new has missed all so far."""
-        for p in self.captured.states.values():
-            self._missed.setdefault(p, self.steps - self.skipped)
-        return COUNT not in self.captured.given and any(self._missed[p] for p in self.captured.states.values())
-
-    def held_as(self, name: str) -> Type:
-        """How a tensor of the state is held, by whichever program."""
-        return self._held_as[name]
-
-    def become(self, form: dict[str, Any]) -> None:
-        """Run another program from here on; state goes over as it is, or is laid out anew where that program holds it otherwise."""
-        state, held = form["_state"], form["_held_as"]
-        known = {n: x for n, x in self._state.items() if not n.startswith("constant.")}
-        for name, type_ in held.items():
-            before = self._held_as.get(name)
-            if before is None or name.startswith("constant."):
-                known |= {name: state[name]} if name in state else {}
-            elif before.layout != type_.layout:
-                whole = gathered(before.layout, self._state.get(name), self.compiled)
-                present = type_.layout.present(form["compiled"].coords)
-                known |= {name: interp.take_local(whole, type_.layout, form["compiled"].coords).clone()} if present else {}
-        form["_state"] = {n: x for n, x in state.items() if n.startswith("constant.")}
-        held = {**{n: t for n, t in self._held_as.items() if not n.startswith("constant.")}, **held}
-        self.__dict__.update({k: x for k, x in form.items() if k not in RUNNING})
-        self._state, self._held_as = known, held
-        if self._probe is not None:
-            self._probe.noise = self.noise
-
-    def read_anew(self) -> None:
-        """Tensors that Python keeps, as they are now: another tensor, or other values in it."""
-        for name, place in self.reads.read_anew.items() if self.reads is not None else ():
-            now = place.now()
-            if name in self._state and (now is not place.value or now._version != self._versions.get(name)):
-                real = torch.view_as_real(now.detach().resolve_conj()) if now.is_complex() else now.detach()
-                local = interp.take_local(real, self._held_as[name].layout, self.compiled.coords)
-                self._state[name] = local.to(self.compiled.device).clone()
-                place.value, self._versions[name] = now, now._version
-
-    def lifted(self, batch: Any) -> dict[str, Tensor]:
-        """Inputs that are numbers in Python, as they are now."""
-        if self.reads is None or not self.reads.lifted:
-            return {}
-        numbers, kinds = self.reads.numbers(batch), self.reads.lifted
-        return {n: torch.full((), x, dtype=kinds[n][1], device=self.compiled.device) for n, x in numbers.items()}
-
-    @property
-    def _versions(self) -> dict[str, int]:
-        return self.__dict__.setdefault("_read_versions", {})  # type: ignore[no-any-return]
-
-
-def gathered(layout: Any, local: Tensor | None, compiled: Any) -> Tensor:
-    """A value whole on every rank, from what each holds, if anything."""
-    everywhere = all(layout.where_cut(a) is None for a in layout.mesh.axes) and not layout.held
-    if local is not None and (not dist.is_initialized() or everywhere):
-        return local
-    parts: list[Any] = [None] * layout.mesh.ranks
-    dist.all_gather_object(parts, None if local is None else local.cpu())
-    some = next(x for x in parts if x is not None)
-    return interp.denote(parts, Type(some.dtype, layout), tolerance=1e-5).to(compiled.device)
 
 
 def _captured(made: Any) -> Captured:

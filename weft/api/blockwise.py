@@ -58,7 +58,7 @@ def by_blocks(captured: Captured, case: Case, example: Any, samples: int) -> Tol
         part = micro_batch(example, 0, parts)
         cut = Cut(case.capture(part), case)
     told = Told(parts, len(cut.blocks), list(cut.left))
-    judge = Stand(cut, case, told)
+    judge = Stand(cut, case, told, part)
     judge.around(part)
     judge.rest()
     told.kinds = sum(bool(outs) for outs in judge.answers.values())
@@ -71,7 +71,7 @@ def by_blocks(captured: Captured, case: Case, example: Any, samples: int) -> Tol
 class Stand:
     """Runs the user's code with blocks that are answered for, and compares."""
 
-    def __init__(self, cut: Cut, case: Case, told: Told) -> None:
+    def __init__(self, cut: Cut, case: Case, told: Told, example: Any) -> None:
         self.cut, self.case, self.captured, self.told = cut, case, cut.captured, told
         self.device = case.device
         self.random = torch.Generator().manual_seed(0)
@@ -83,7 +83,7 @@ class Stand:
         self.seen: dict[Node, Tensor] = {}
         self.leaves: dict[Node, list[Tensor]] = {}
         self.seconds = 0.0
-        self.numbers = {"seed": torch.tensor(0), **self.captured.constants}
+        self.numbers = {"seed": torch.tensor(0), **self.captured.constants, **self.captured.numbers(example)}
         self.numbers = {n: x.detach().to(self.device) for n, x in self.numbers.items()}
 
     def call(self, plain: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.api.noise import Noise, listen
-from weft.api.parallelize import Step
+from weft.api.step import Step
 from weft.core.errors import PlanError
 from weft.plan.goodput import pick
 

@@ -56,6 +56,23 @@ class ForwardCase(Case):
 
 
 @dataclass(frozen=True)
+class LossCase(ForwardCase):
+    """The loss alone."""
+
+    word: ClassVar[str] = "loss"
+
+    def capture(self, example: Any) -> Captured:
+        return capture(self.model, example, self.loss)
+
+    def results(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"loss": self.loss(model, batch)}
+
+    def cotangents(self, captured: Captured) -> dict[str, str]:
+        return {"loss": ""}
+
+
+@dataclass(frozen=True)
 class TrainedCase(ForwardCase):
     """What a module returns, and its parameters' gradients; `both` captures that."""
 

@@ -7,51 +7,35 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft import interp
 from weft.api import auto, planfile
-from weft.api.again import MOST, Changing, Forms, gathered
-from weft.api.apart import moved
-from weft.api.checkpoint import Store
-from weft.api.compiled import Compiled
-from weft.api.data import Rows, beside_rows, rows_of
+from weft.api.again import Forms
 from weft.api.eager import How, Moment
-from weft.api.judge import Case, Verdict, judge, judge_now
+from weft.api.judge import Case, Verdict, judge
 from weft.api.lines import Lines
-from weft.api.noise import INPUT, Noise, Probe, measured
+from weft.api.noise import measured
+from weft.api.step import Step
 from weft.api.together import begin_alike
-from weft.api.trust import Losses, exactly, guarded, require_exact, seen_by_first, verified
-from weft.api.watch import watch
-from weft.core.errors import PlanError, RuntimeFault
-from weft.core.layout import R
-from weft.core.names import original
-from weft.core.node import Type
+from weft.api.trust import guarded, seen_by_first, verified
+from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.guards import Reads, as_before, evaluating
+from weft.frontend.capture.guards import as_before
 from weft.frontend.capture.micro import cut_of
 from weft.frontend.capture.model import require_torchs
-from weft.frontend.capture.optimizers import COUNT
-from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
-from weft.plan.place import place
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.space import bytes_of
 from weft.runtime import hosts
 
-if TYPE_CHECKING:
-    from weft.api.record import Recorder
-    from weft.rewrite.check import Report
-
 Loss = Callable[[nn.Module, Any], Tensor]
-Values = Mapping[str, Tensor]
 
 
 def parallelize(
@@ -83,120 +67,159 @@ def parallelize(
     wrote, or "auto": then `step.decision` says what was chosen and beside what, `memory` ("8GB") is what a rank may hold, and `others`
     are plans for `parallelize_module`, compared by name. `pins` fix layouts of parameters, as in "layers.*.mlp.w1=tp:S(1)". With
     `noise`, `step.noise.scale` tells the gradient noise scale.
-    `check` compares the plan's program with the captured one before it runs. `on_nan` says what becomes of a step whose loss is no number:
-    "raise", "skip" (nothing changes, `step.skipped` counts them) or "ignore". `deterministic` gives the same bits on every run.
+    `check` compares the captured step with torch, and the plan's program with that, before it runs. `on_nan` says what becomes of a step whose
+    loss is no number: "raise", "skip" (nothing changes, `step.skipped` counts them) or "ignore". `deterministic` gives the same bits on every run.
     A step in micro-batches (`pp`, `micro`, `accumulate`) has the whole batch's loss and gradients, or is refused; `allow_micro_mean` takes
     the mean over what the micro-batches give by themselves instead, as batch norm and contrastive losses need.
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
     hosts.meet()
-    where = torch.device(device)
     file = planfile.from_file(plan) if planfile.is_file(plan) else None
     if file is not None:
         plan, pins, accumulate = file.words, (*file.pins, *pins), accumulate if accumulate > 1 else file.micro_batches
     named = None if plan == "auto" else _named(plan, memory=memory, others=others)
     if named is not None and (named.recompute or (file and file.pieces)) and not noise:
         named = _by_parts(named, accumulate)
-    how = {"clip": clip, "precision": precision}
-    parts = {**how, "mean": allow_micro_mean, "accumulate": accumulate, "pins": pins, "guard": on_nan == "skip", "check": check}
-    parts |= {"held": file.held, "found": file.found, "part": file.part} if file is not None else {}
     require_torchs(model, optimizer)
+    where, how = torch.device(device), {"clip": clip, "precision": precision}
     run = begin_alike(model, optimizer, example, where, plan=plan, **how, accumulate=accumulate, seed=seed, pins=tuple(pins), on_nan=on_nan)
-    forms = Forms(model, loss, optimizer, example, run)
+    asked = _Asked(
+        model, loss, optimizer, example, where, seed, how, accumulate, allow_micro_mean, pins, noise, check, on_nan == "skip", named, file,
+        Forms(model, loss, optimizer, example, run),
+    )  # fmt: skip
+    step = asked.step(others or {}, bytes_of(memory) if memory else 0.0)
+    step.trust(on_nan, deterministic)
+    if record is not None or progress:
+        step.record(record, progress=progress is not False)
+    return step
 
-    def in_parts(batch: Any, known: Callable[[Captured], bool] | None = None, **settings: Any) -> Step:
-        return _in_parts(model, loss, optimizer, batch, cast(Named, named), where, seed, noise, {**parts, **settings, "known": known})
 
-    if named is not None and named.micro_batches > 1:
-        step = forms.adopt(forms.observed(lambda reads: in_parts(example, reads=reads, given=forms.given)), in_parts)
-        return _ready(step, on_nan, deterministic, record, progress)
+@dataclass
+class _Asked:
+    """What one call of `parallelize` asks for, and the steps that are made of it: the first, and more when Python has changed."""
 
-    apart = {"accumulate": accumulate, "allow_micro_mean": allow_micro_mean}
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    example: Any
+    device: torch.device
+    seed: int
+    how: Mapping[str, Any]  # clip and precision
+    accumulate: int
+    mean: bool
+    pins: Sequence[str]
+    noise: bool
+    check: bool
+    guard: bool  # leave out steps whose loss is no number
+    named: Named | None  # none until one is chosen
+    file: planfile.Followed | None
+    forms: Forms
+    wish: auto.Wish = field(init=False)
 
-    def captured_of(batch: Any, **settings: Any) -> Captured:
-        return capture(model, batch, loss, optimizer, **apart, **how, **settings)
+    def step(self, others: Mapping[str, Mapping[str, Any]], memory: float) -> Step:
+        self.wish = auto.Wish(tuple(map(parse_pin, self.pins)), self.noise, memory)
+        if self.named is not None and self.named.micro_batches > 1:
+            return self._line()
+        moment = Moment.now()
+        captured = self.forms.observed(lambda reads: self._captured(self.example, reads=reads, given=self.forms.given))
+        judged = self._judged(captured, self.example, moment)
+        if self.guard:
+            captured, self.file = guarded(captured), self.file and self.file.guarded()
+        decision = None
+        if self.named is None:
+            decision = auto.agree(captured, self.device, self.wish, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines())
+            self.named = decision.named
+        if self.named.micro_batches > 1:
+            step = self._line()
+        else:
+            step = self._one(captured, decision)
+            step.judged = judged
+            self.forms.adopt(step, self.again)
+        step.decision = decision
+        return step
 
-    moment = Moment.now()
-    captured = forms.observed(lambda reads: captured_of(example, reads=reads, given=forms.given))
-    judged, case = None, Case(model, loss, optimizer, How(clip, accumulate if allow_micro_mean else 1, precision), where, moment)
-    if check:
+    # -- in one program ------------------------------------------------------------------------------------------------------------
+
+    def again(self, batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
+        """The step of what Python says now; none where its program is known."""
+        moment = Moment.now()
+        captured = self._captured(batch, **settings)
+        ready = guarded(captured) if self.guard else captured
+        if known(ready):
+            return None
+        step = self._one(ready, None)
+        step.unjudged = lambda example: self._judged(captured, example, moment)
+        return step
+
+    def _captured(self, batch: Any, **settings: Any) -> Captured:
+        apart = {"accumulate": self.accumulate, "allow_micro_mean": self.mean}
+        return capture(self.model, batch, self.loss, self.optimizer, **apart, **self.how, **settings)
+
+    def _judged(self, captured: Captured, example: Any, moment: Moment) -> Verdict | None:
+        if not self.check:
+            return None
+        case = Case(self.model, self.loss, self.optimizer, self._how, self.device, moment)
         with as_before(captured.reads):
-            judged = seen_by_first(lambda: judge(captured, case, example))
-    if on_nan == "skip":
-        captured, file = guarded(captured), file and file.guarded()
-    wish = auto.Wish(tuple(map(parse_pin, pins)), noise, bytes_of(memory) if memory else 0.0)
-    decision = None
-    if named is None:
-        own = {name: dtensor_pins(model, mine) for name, mine in (others or {}).items()}
-        decision = auto.agree(captured, where, wish, own, _lines(model, loss, optimizer, example, accumulate, {**how, "mean": allow_micro_mean}))
-        named = decision.named
+            return seen_by_first(lambda: judge(captured, case, example))  # type: ignore[no-any-return]
 
-    def in_one(batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
-        again, plan = captured_of(batch, **settings), cast(Named, named)
-        again = guarded(again) if on_nan == "skip" else again
-        return None if known(again) else _in_one(again, plan, wish, None, file, check, (model, loss, optimizer, where, seed))
+    @property
+    def _how(self) -> How:
+        return How(self.how["clip"], self.accumulate if self.mean else 1, self.how["precision"])
 
-    if named.micro_batches > 1:
-        step = forms.adopt(forms.observed(lambda reads: in_parts(example, reads=reads, given=forms.given)), in_parts)
-    else:
-        step = forms.adopt(_in_one(captured, named, wish, decision, file, check, (model, loss, optimizer, where, seed)), in_one)
-        step.how = case.how
-    step.decision, step.judged = decision, judged or step.judged
-    return _ready(step, on_nan, deterministic, record, progress)
+    def _one(self, captured: Captured, decision: auto.Decision | None) -> Step:
+        """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
+        named, file, traced = cast(Named, self.named), self.file, captured.program
+        captured = file.again(captured, named) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
+        chosen = decision or file
+        source, moves = chosen.step(captured) if chosen is not None else (captured, ())
+        program = decision.program if decision else self._placed(source)
+        report = verified(source.program, program) if self.check else None
+        step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.seed)
+        step.report, step.source, step.moves, step.traced = report, source.program, moves, traced
+        step.how, step.checked = self._how, self.check
+        return step
+
+    def _placed(self, captured: Captured) -> Program:
+        """The step under the plan: its words and, where a file says how single tensors are held, these."""
+        named, file = cast(Named, self.named), self.file
+        followed = file.placed(captured, named, self.wish.pins) if file is not None else None
+        if followed is None:
+            return auto.prepare(captured, named, self.wish, self.device)
+        return auto.scheduled(measured(followed) if self.noise else followed, named, self.device)
+
+    # -- in micro-batches ------------------------------------------------------------------------------------------------------------
+
+    def _line(self) -> Step:
+        return self.forms.adopt(self.forms.observed(lambda reads: self.in_parts(self.example, reads=reads, given=self.forms.given)), self.in_parts)
+
+    def in_parts(self, batch: Any, known: Callable[[Captured], bool] | None = None, **settings: Any) -> Step | None:
+        """The step of a plan in micro-batches; none where its program is known."""
+        from weft.api.pipelined import pipelined
+
+        named = cast(Named, self.named)
+        if self.noise:
+            raise PlanError(f"{named} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
+        file = {"held": self.file.held, "found": self.file.found, "part": self.file.part} if self.file is not None else {}
+        asked = {**self.how, "mean": self.mean, "accumulate": self.accumulate, "pins": self.pins, "guard": self.guard, "check": self.check}
+        return pipelined(
+            self.model, self.loss, self.optimizer, batch, named, self.device, self.seed, **asked, **file, known=known, **settings
+        )
+
+    def _lines(self) -> Lines | None:
+        """Plans in micro-batches; none where it cannot be told what a micro-batch is."""
+        from weft.api.pipelined import micro_steps
+
+        try:
+            samples, _ = cut_of(self.example)
+        except PlanError:
+            return None
+        steps = micro_steps(self.model, self.example, self.loss, self.optimizer, **self.how, mean=self.mean)
+        return Lines(steps, samples, self.accumulate if self.accumulate > 1 else 0)
 
 
 def _by_parts(named: Named, accumulate: int) -> Named:
     """A plan that runs something again, its micro-batches one after another: in one program of them all, the block that repeats is the model."""
     return named if named.micro or accumulate == 1 else replace(named, micro=accumulate)
-
-
-def _in_one(
-    captured: Captured, named: Named, wish: auto.Wish, decision: auto.Decision | None, file: planfile.Followed | None, check: bool,
-    rest: tuple[nn.Module, Loss, torch.optim.Optimizer, torch.device, int],
-) -> Step:  # fmt: skip
-    """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
-    traced = captured.program
-    captured = file.again(captured, named) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
-    chosen = decision or file
-    source, moves = chosen.step(captured) if chosen is not None else (captured, ())
-    program = decision.program if decision else _placed(source, named, wish, rest[3], file)
-    report = verified(source.program, program) if check else None
-    step = Step(captured, program, named, *rest)
-    step.report, step.source, step.moves, step.traced = report, source.program, moves, traced
-    return step
-
-
-def _placed(captured: Captured, named: Named, wish: auto.Wish, device: torch.device, file: planfile.Followed | None) -> Program:
-    """The step under a plan: its words and, where a file says how single tensors are held, these."""
-    followed = file.placed(captured, named, wish.pins) if file is not None else None
-    if followed is None:
-        return auto.prepare(captured, named, wish, device)
-    return auto.scheduled(measured(followed) if wish.noise else followed, named, device)
-
-
-def _in_parts(
-    model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, example: Any, named: Named, device: torch.device, seed: int,
-    noise: bool, how: Mapping[str, Any],
-) -> Step:  # fmt: skip
-    """The step of a plan in micro-batches."""
-    from weft.api.pipelined import pipelined
-
-    if noise:
-        raise PlanError(f"{named} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
-    return pipelined(model, loss, optimizer, example, named, device, seed, **how)
-
-
-def _lines(
-    model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, example: Any, accumulate: int, how: Mapping[str, Any]
-) -> Lines | None:
-    """Plans in micro-batches; none where it cannot be told what a micro-batch is."""
-    from weft.api.pipelined import micro_steps
-
-    try:
-        samples, _ = cut_of(example)
-    except PlanError:
-        return None
-    return Lines(micro_steps(model, example, loss, optimizer, **how), samples, accumulate if accumulate > 1 else 0)
 
 
 def _named(plan: str, **choices: Any) -> Named:
@@ -209,13 +232,6 @@ def _named(plan: str, **choices: Any) -> Named:
     return named
 
 
-def _ready(step: Step, on_nan: str, deterministic: bool, record: str | None, progress: bool | None) -> Step:
-    step.trust(on_nan, deterministic)
-    if record is not None or progress:
-        step.record(record, progress=progress is not False)
-    return step
-
-
 def _require_ranks(named: Named, plan: str) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if named.mesh.ranks != world:
@@ -225,300 +241,3 @@ def _require_ranks(named: Named, plan: str) -> None:
             found=str(named),
             try_=f"weft run -n {named.mesh.ranks} SCRIPT",
         )
-
-
-class Step(Changing):
-    """Forward, backward and update as one call; its state is held as the plan says."""
-
-    def __init__(
-        self,
-        captured: Captured,
-        program: Program,
-        plan: Named,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self.captured, self.program, self.plan = captured, program, plan
-        self.model, self.loss, self.optimizer, self.seed = model, loss, optimizer, seed
-        watch()
-        self.compiled = Compiled(program, device=device, donate=True)
-        self.steps = 0
-        self.grad_norm: Tensor | None = None
-        self.decision: auto.Decision | None = None
-        self.report: Report | None = None  # of the check of the plan
-        self.judged: Verdict | None = None  # of the comparison with torch, on rank 0
-        self.how = How()
-        self.source = captured.program  # what was placed: the captured step, or that after the moves of a plan file
-        self.moves: tuple[str, ...] = ()
-        self.losses = Losses("ignore")
-        self.deterministic = False
-        self.traced = captured.program  # as it was captured, before anything was made of it
-        self.reads = captured.reads
-        self.forms: Forms | None = None
-        self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
-        known = {**captured.states, **captured.parameters, **captured.buffers, **captured.constants}
-        self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
-        self._missed = dict.fromkeys(captured.states.values(), 0)
-        self._state = self._initial_state()
-        self._evals: list[tuple[Captured, dict[str, tuple[int, ...]], Compiled]] = []
-        self.noise = Noise()
-        self._probe = Probe(program, self.compiled.coords, self.noise, device) if INPUT in program.input_names else None
-        self.recorder: Recorder | None = None
-
-    def _initial_state(self) -> dict[str, Tensor]:
-        """This rank's part of parameters, buffers, constants and fresh optimizer state."""
-        values = {**self.captured.parameters, **self.captured.buffers, **self.captured.constants}
-        out = {}
-        for name, node in self.program.input_names.items():
-            if not node.layout.present(self.compiled.coords):
-                continue  # another stage of the pipeline has it
-            shape = node.layout.local_shape(self.compiled.coords)
-            if name in self.captured.begun:
-                out[name] = self._local(name, self.captured.begun[name].detach()).clone()
-            elif name in self.captured.states:
-                out[name] = torch.zeros(shape, dtype=node.dtype, device=self.compiled.device)
-            elif name in values:
-                out[name] = self._local(name, values[name].detach()).clone()
-        return out
-
-    def _local(self, name: str, value: Tensor) -> Tensor:
-        held = self._held_as[name]
-        if value.is_meta:
-            return torch.empty(held.layout.local_shape(self.compiled.coords), dtype=held.dtype, device=self.compiled.device)
-        return interp.take_local(value, held.layout, self.compiled.coords).to(self.compiled.device)
-
-    # -- running ---------------------------------------------------------------------------------------------------------------
-
-    def __call__(self, batch: Any) -> Tensor:
-        """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
-        self.ready(batch)
-        run = self.compiled if self.recorder is None else self.recorder.call
-        given = self._batch(batch)
-        with exactly(self.deterministic):
-            out = run({**self._state, **given, **self._numbers()})
-        if self._probe is not None:
-            self._probe.take(out)
-        for name, inp in self.program.state:
-            if inp in self._state:
-                self._state[inp] = out[name]
-        self.stepped()
-        self.steps += 1
-        self.grad_norm = out.get("grad_norm")
-        self.losses.see(out["loss"], self.grad_norm, self.steps, given)
-        return out["loss"]
-
-    def trust(self, on_nan: str, deterministic: bool) -> None:
-        """What is done about losses that are no number, and whether every run must give the same bits."""
-        if deterministic:
-            require_exact(self.compiled.device)
-        self.losses, self.deterministic = Losses(on_nan), deterministic
-
-    @property
-    def skipped(self) -> int:
-        """Steps whose loss was no number and which changed nothing."""
-        return self.losses.skipped
-
-    def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> Recorder:
-        """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
-        from weft.api.record import Recorder
-
-        self.recorder = Recorder(self, folder, cluster, progress)
-        return self.recorder
-
-    def eval(self, batch: Any) -> Tensor:
-        """The loss alone, in evaluation mode; nothing changes."""
-        run, captured = self._evaluation(batch)
-        types = {n: node.type for n, node in run.program.input_names.items() if n.startswith("batch.")}
-        values = {**self._state, **self._batch(batch, types), **self._numbers()}
-        for n, x in cast(Reads, captured.reads).tensors_now(captured.constants).items():
-            if n in run.program.input_names:
-                values[n] = interp.take_local(x, run.program.input_names[n].layout, run.coords).to(run.device)
-        return run({n: values[n] for n in run.program.input_names})["loss"]
-
-    def _evaluation(self, batch: Any) -> tuple[Compiled, Captured]:
-        """The program of the loss for what Python says now, made once."""
-        shapes = {n: tuple(x.shape) for n, x in named_batch(batch).items()}
-        for captured, its, run in self._evals:
-            if its == shapes and cast(Reads, captured.reads).hold(batch):
-                return run, captured
-        with evaluating(self.model):
-            reads = Reads(self.model, self.loss, batch)
-            captured = capture(self.model, batch, self.loss, reads=reads)
-            reads.undo()
-        held = {n: self._held_as[n].layout.placements for n in captured.program.input_names if n in self._held_as and n not in captured.constants}
-        held |= {n: t.layout.placements for n, t in self._batch_types.items() if n in captured.program.input_names and shapes[n] == t.shape}
-        held = {n: {a: p for a, p in places.items() if p != R} for n, places in held.items()}
-        run = Compiled(place(captured.program, self.program.mesh, held), device=self.compiled.device)
-        reads.in_any_mode()
-        if not (reads.left or reads.drew):
-            self._evals = [*self._evals[-MOST:], (captured, shapes, run)]
-        return run, captured
-
-    def _batch(self, batch: Any, types: Mapping[str, Type] | None = None) -> dict[str, Tensor]:
-        given = {**named_batch(batch), **self.lifted(batch)}
-        out = {}
-        for name, type_ in (self._batch_types if types is None else types).items():
-            if name not in given:
-                raise RuntimeFault(
-                    f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given)
-                )
-            out[name] = self._part(name, type_, given[name]).to(self.compiled.device)
-        return out | {n: x for n, x in given.items() if n.startswith("value.")}
-
-    def _part(self, name: str, type_: Type, x: Tensor) -> Tensor:
-        """This rank's part of a global batch, of its own rows of one, or what is its part already."""
-        coords = self.compiled.coords
-        local = type_.layout.local_shape(coords)
-        if tuple(x.shape) == type_.shape:
-            return interp.take_local(x, type_.layout, coords)
-        if tuple(x.shape) == local:
-            return x
-        part = beside_rows(x, type_, coords)
-        if part is None:
-            raise RuntimeFault(
-                f"batch {name.removeprefix('batch.')!r} on rank {self.compiled.rank}",
-                needed=f"{list(type_.shape)}, or this rank's {list(local)}",
-                found=str(list(x.shape)),
-                try_="parallelize with an example of this shape, drop the last batch, or pad it",
-            )
-        return part
-
-    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> Rows:
-        """This rank's rows of every batch of a data set, from the step reached on: `DataLoader(data, batch_sampler=step.rows(len(data)))`."""
-        type_ = next(t for t in self._batch_types.values() if t.shape)
-        return Rows(samples, type_.shape[0], rows_of(type_, self.compiled.coords), shuffle=shuffle, seed=seed, start=self.steps)
-
-    def _numbers(self) -> dict[str, Tensor]:
-        """What changes from step to step by itself: settings of the optimizer, the step count, the seed of dropout."""
-        settings = self._settings()
-        taken = self.steps - self.skipped
-        counts = {f"{COUNT}.{p.removeprefix('param.')}": taken - missed for p, missed in self._missed.items()}
-        values = {**settings, **counts, "step": taken, "seed": self.seed + self.steps}
-        kinds = {n: torch.float64 if n in settings else torch.int64 for n in values}
-        # written by the device itself: a copy from the host would wait for all it has been given before
-        own = {n: torch.full((), v, dtype=kinds[n], device=self.compiled.device) for n, v in values.items() if n in self.program.input_names}
-        return own | (self._probe.inputs() if self._probe is not None else {})
-
-    # -- state -----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """This rank's part of every parameter, buffer and optimizer tensor, by name."""
-        return self._state
-
-    @property
-    def state_names(self) -> list[str]:
-        """Everything in the state of any rank."""
-        return list(self._held_as)
-
-    def checkpoints(self, folder: str, keep: int = 2) -> Store:
-        """Where to save and restore: `store = step.checkpoints(folder); store.restore(); ...; store.save(wait=False)`."""
-        return Store(folder, self, keep)
-
-    def full(self, name: str) -> Tensor:
-        """A state tensor whole, on every rank. Every rank must ask."""
-        return gathered(self._held_as[name].layout, self._state.get(name), self.compiled)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
-        names = [n for n in self.state_names if not n.startswith("constant.")]
-        return {n: self.full(n) for n in names} | {"steps": torch.tensor(self.steps)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        missing = [n for n in self._state if not n.startswith("constant.") and n not in state]
-        if missing:
-            raise RuntimeFault(
-                "the state does not belong to this model",
-                needed=f"{missing[0]} and {len(missing) - 1} more",
-                found=f"{len(state)} other tensors",
-            )
-        for n in self._state:
-            if n in state:
-                self._state[n] = self._local(n, state[n]).clone()
-        self.steps = int(state["steps"])
-
-    def take_state(self, other: Step) -> None:
-        """Go on where another step of the same model is. Held alike, tensors are taken as they are; else every rank must ask."""
-        mine, theirs = self._held_as, other._held_as
-        if all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
-            self._state, self.steps = {n: other._state[n] for n in self._state}, other.steps
-        else:
-            self.load_state_dict(other.state_dict())
-
-    def sync_model(self) -> nn.Module:
-        """The user's module with the trained values in it; every rank must ask."""
-        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        with torch.no_grad():
-            for name in self.state_names:
-                kind, _, key = name.partition(".")
-                if kind in ("param", "buffer"):
-                    own[original(key)].copy_(self.full(name))
-        return self.model
-
-    def sync_optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer with the state that the steps have led to, as torch keeps it; every rank must ask."""
-        own = dict(self.model.named_parameters())
-        kinds = {id(p): rule for g, rule in zip(self.optimizer.param_groups, self.captured.rules, strict=True) for p in g["params"]}
-        for name, of in self.captured.states.items():
-            p = own[original(of.removeprefix("param."))]
-            self.optimizer.state[p][name.removesuffix(f".{of.removeprefix('param.')}")] = self.full(name).to(p.device).clone()
-            if kinds[id(p)].counts:
-                taken = self.captured.counts.get(of, 0) + self.steps - self.skipped
-                self.optimizer.state[p]["step"] = torch.tensor(float(taken), dtype=torch.float32)
-        return self.optimizer
-
-    # -- trust -----------------------------------------------------------------------------------------------------------------
-
-    def check(self, batch: Any, tolerance: float = 1e-4) -> float:
-        """The largest relative difference between this step and one-device torch, over the loss and every updated tensor.
-
-        The step is tried on a copy of the state; nothing changes. The batch must be a global one.
-        """
-        self.ready(batch)
-        whole = {n: self.full(n) for n in self.state_names}
-        given = {**named_batch(batch), **self.lifted(batch)}
-        inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in given.items()}, **self._numbers()}
-        names = self.captured.program.input_names
-        want = interp.run_global(self.captured.program, {n: inputs[n] for n in names})
-        copies = {n: x.clone() for n, x in self._state.items()}
-        got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
-        found = {name: gathered(node.layout, got[name], self.compiled) for name, node in self.program.outputs if name in want}
-        own = self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: moved(inputs[n]) for n in names}))
-        return max(own, self._against_torch(self.captured, batch, inputs))
-
-    def _against_torch(self, captured: Captured, batch: Any, inputs: Values) -> float:
-        """The largest relative difference between the captured step and the user's own module in plain torch."""
-        case = Case(self.model, self.loss, self.optimizer, self.how, self.compiled.device)
-        given = {n: inputs[n] for n in captured.program.input_names if not n.startswith("batch.")}
-        verdict = seen_by_first(lambda: judge_now(captured, case, batch, given))
-        told = [verdict.worst if verdict is not None else 0.0]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(told, src=0)
-        return told[0]
-
-    def _close(self, found: Values, want: Values, tolerance: float, again: Callable[[], Values] | None = None) -> float:
-        """The largest relative difference between what was found and what was wanted; too large a one is refused.
-
-        Where rounding alone moves one device's own result (Adam divides a gradient that is nothing but noise by its size), so
-        much is allowed: it is learnt by running one device `again` from inputs moved in their last digit.
-        """
-        floats = {n: x for n, x in found.items() if x.is_floating_point()}
-        apart = {n: float((x - want[n]).abs().max()) if x.numel() else 0.0 for n, x in floats.items()}
-        size = {n: float(want[n].abs().max().clamp(min=1e-12)) if x.numel() else 1.0 for n, x in floats.items()}
-        if again is not None and not all(apart[n] <= tolerance * size[n] for n in apart):
-            moved = again()
-            apart = {n: max(d - 8 * float((moved[n] - want[n]).abs().max()), 0.0) if d == d else d for n, d in apart.items()}
-        worst = max(apart, key=lambda n: (apart[n] != apart[n], apart[n] / size[n]))
-        if not apart[worst] <= tolerance * size[worst]:
-            raise RuntimeFault(
-                f"the step under {self.plan} does not equal one device",
-                needed=f"a relative difference up to {tolerance:g} beyond what rounding does to one device",
-                found=f"{apart[worst] / size[worst]:.3g} in {worst}",
-                try_=f"step.check(batch, tolerance=...) if that is small for {str(floats[worst].dtype).removeprefix('torch.')}; else report it",
-            )
-        return apart[worst] / size[worst]
-
-

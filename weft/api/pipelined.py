@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from weft import interp
 from weft.api.apart import moved
+from weft.api.changing import gathered
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
 from weft.api.judge import Case, Verdict, judge
 from weft.api.lines import Laid, laid
-from weft.api.parallelize import Step, gathered
 from weft.api.runner import Runner, Values
+from weft.api.step import Step
 from weft.api.trust import exactly, guarded, seen_by_first, verified
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout, S
@@ -75,8 +76,8 @@ def pipelined(
     **settings: Any,
 ) -> PipelinedStep | None:
     """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held, `found` how
-    stages are made, `part` how rules rewrite the step, `mean` that the loss is the mean over what micro-batches give by themselves, `known`
-    that such a step need not be made (one made again is not compared with torch); `settings` go to the capture."""
+    stages are made, `part` how rules rewrite the step, `mean` that the loss is the mean over what micro-batches give by themselves;
+    `settings` go to the capture. Of a step that was made before, `known` tells programs that need not be made again."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
@@ -85,12 +86,16 @@ def pipelined(
     plan = plan if known is None else _dividing(plan, cut_of(example)[0])
     moment = Moment.now()
     micro = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)(plan.micro_batches)
-    captured, judged = micro.captured, None
+    captured = micro.captured
     if known is not None and known(captured):
         return None
-    if check and known is None:
+    case = Case(model, loss, optimizer, How(clip, 1, precision), device, moment)
+
+    def look(batch: Any) -> Verdict | None:
         with as_before(captured.reads):
-            judged = _judged(micro, Case(model, loss, optimizer, How(clip, 1, precision), device, moment), example)
+            return _judged(micro, case, batch)
+
+    judged = look(example) if check and known is None else None
     source, moves = part(captured) if part is not None else (captured, ())
     shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
     pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
@@ -98,7 +103,8 @@ def pipelined(
     step = PipelinedStep(
         replace(micro, captured=source), plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(source)
     )
-    step.captured, step.traced, step.moves, step.judged, step.how = captured, captured.program, moves, judged, How(clip, 1, precision)
+    step.captured, step.traced, step.moves, step.judged, step.how = captured, captured.program, moves, judged, case.how
+    step.unjudged, step.checked = look if check and known is not None else None, check
     if check:
         step.report = step.verify()
     return step
@@ -382,6 +388,7 @@ class _Evaluation:
             self.reads = Reads(step.model, step.loss, batch)
             self.captured = capture(step.model, batch, step.loss, reads=self.reads)
             self.reads.undo()
+            step.judge_loss(self.captured, batch)
         self.reads.in_any_mode()
         plan, program = step.plan, self.captured.program
         held, options = input_layouts(program, plan, {})

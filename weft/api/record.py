@@ -34,7 +34,7 @@ from weft.runtime.machine import describe
 from weft.runtime.trace import Trace, synchronize, traced
 
 if TYPE_CHECKING:
-    from weft.api.parallelize import Step
+    from weft.api.step import Step
 
 TIMED, HELD = 3, 4  # the steps, counted from 0, that are traced
 SAID = 9  # the step after which there is enough to speak of

@@ -66,8 +66,13 @@ class Captured:
         values |= {f"lr.{i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(rates or self.rates)}
         values |= {f"{k}.{i}": torch.tensor(x, dtype=torch.float64) for i, rule in enumerate(self.rules) for k, x in rule.settings.items()}
         values |= {f"{COUNT}.{p.removeprefix('param.')}": torch.tensor(step) for p in self.states.values()}
-        values |= {"seed": torch.tensor(seed), "step": torch.tensor(step)}
+        values |= {"seed": torch.tensor(seed), "step": torch.tensor(step), **self.numbers(batch)}
         return {name: values[name] for name in self.program.input_names}
+
+    def numbers(self, batch: Any) -> dict[str, Tensor]:
+        """Inputs that are numbers in Python, as they are now."""
+        lifted = self.reads.lifted if self.reads is not None else {}
+        return {n: torch.tensor(x, dtype=lifted[n][1]) for n, x in self.reads.numbers(batch).items()} if self.reads is not None and lifted else {}
 
     def report(self) -> str:
         """What a user should know: ops weft does not know, with the lines that would teach them, and what was assumed."""

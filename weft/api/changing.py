@@ -1,0 +1,128 @@
+"""What a step has to run one program now and another later: state by name, held as the program at hand wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft import interp
+from weft.core.node import Type
+from weft.core.program import Program
+from weft.frontend.capture import Captured
+from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.optimizers import COUNT, number, rule_of
+
+if TYPE_CHECKING:
+    from weft.api.again import Forms
+
+# what belongs to the run, whichever program it runs
+RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
+                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate"})  # fmt: skip
+
+
+class Changing:
+    """What a step has to run one program now and another later: state by name, held as the program at hand wants it."""
+
+    lifts = True  # whether numbers in Python may become inputs
+    captured: Captured
+    optimizer: torch.optim.Optimizer
+    compiled: Any
+    program: Program
+    steps: int
+    skipped: int
+    traced: Program
+    reads: Reads | None
+    forms: Forms | None
+    _state: dict[str, Tensor]
+    _held_as: dict[str, Type]
+    _batch_types: Mapping[str, Type]
+    _probe: Any
+    noise: Any
+    _missed: dict[str, int]  # steps in which a parameter was not updated, of all that any program updates
+
+    def ready(self, batch: Any) -> None:
+        """Before a call: the program that what Python says now asks for, with tensors kept there as they are now."""
+        if self.forms is not None:
+            self.forms.choose(self, batch)
+            numbers = self.reads.numbers(batch) if self.reads is not None else {}
+            self.forms.together.see({**self._settings(), **numbers})
+
+    def _settings(self) -> dict[str, float]:
+        """The optimizer's settings that are inputs, as they are now."""
+        groups = self.optimizer.param_groups
+        found = {f"lr.{i}": number(g["lr"]) for i, g in enumerate(groups)}
+        if self.captured.given - {COUNT}:
+            rules = [rule_of(self.optimizer, g) for g in groups]
+            found |= {f"{k}.{i}": x for i, r in enumerate(rules) for k, x in r.settings.items() if k in self.captured.given}
+        return found
+
+    def stepped(self) -> None:
+        """After a call: which parameters it did not update."""
+        mine = set(self.captured.states.values())
+        for p in self._missed:
+            self._missed[p] += p not in mine
+
+    def count_updates(self) -> bool:
+        """Whether the program updates parameters that other steps did not; one that is new has missed all so far."""
+        for p in self.captured.states.values():
+            self._missed.setdefault(p, self.steps - self.skipped)
+        return COUNT not in self.captured.given and any(self._missed[p] for p in self.captured.states.values())
+
+    def held_as(self, name: str) -> Type:
+        """How a tensor of the state is held, by whichever program."""
+        return self._held_as[name]
+
+    def become(self, form: dict[str, Any]) -> None:
+        """Run another program from here on; state goes over as it is, or is laid out anew where that program holds it otherwise."""
+        state, held = form["_state"], form["_held_as"]
+        known = {n: x for n, x in self._state.items() if not n.startswith("constant.")}
+        for name, type_ in held.items():
+            before = self._held_as.get(name)
+            if before is None or name.startswith("constant."):
+                known |= {name: state[name]} if name in state else {}
+            elif before.layout != type_.layout:
+                whole = gathered(before.layout, self._state.get(name), self.compiled)
+                present = type_.layout.present(form["compiled"].coords)
+                known |= {name: interp.take_local(whole, type_.layout, form["compiled"].coords).clone()} if present else {}
+        form["_state"] = {n: x for n, x in state.items() if n.startswith("constant.")}
+        held = {**{n: t for n, t in self._held_as.items() if not n.startswith("constant.")}, **held}
+        self.__dict__.update({k: x for k, x in form.items() if k not in RUNNING})
+        self._state, self._held_as = known, held
+        if self._probe is not None:
+            self._probe.noise = self.noise
+
+    def read_anew(self) -> None:
+        """Tensors that Python keeps, as they are now: another tensor, or other values in it."""
+        for name, place in self.reads.read_anew.items() if self.reads is not None else ():
+            now = place.now()
+            if name in self._state and (now is not place.value or now._version != self._versions.get(name)):
+                real = torch.view_as_real(now.detach().resolve_conj()) if now.is_complex() else now.detach()
+                local = interp.take_local(real, self._held_as[name].layout, self.compiled.coords)
+                self._state[name] = local.to(self.compiled.device).clone()
+                place.value, self._versions[name] = now, now._version
+
+    def lifted(self, batch: Any) -> dict[str, Tensor]:
+        """Inputs that are numbers in Python, as they are now."""
+        if self.reads is None or not self.reads.lifted:
+            return {}
+        numbers, kinds = self.reads.numbers(batch), self.reads.lifted
+        return {n: torch.full((), x, dtype=kinds[n][1], device=self.compiled.device) for n, x in numbers.items()}
+
+    @property
+    def _versions(self) -> dict[str, int]:
+        return self.__dict__.setdefault("_read_versions", {})  # type: ignore[no-any-return]
+
+
+def gathered(layout: Any, local: Tensor | None, compiled: Any) -> Tensor:
+    """A value whole on every rank, from what each holds, if anything."""
+    everywhere = all(layout.where_cut(a) is None for a in layout.mesh.axes) and not layout.held
+    if local is not None and (not dist.is_initialized() or everywhere):
+        return local
+    parts: list[Any] = [None] * layout.mesh.ranks
+    dist.all_gather_object(parts, None if local is None else local.cpu())
+    some = next(x for x in parts if x is not None)
+    return interp.denote(parts, Type(some.dtype, layout), tolerance=1e-5).to(compiled.device)

@@ -1,0 +1,347 @@
+"""A training step on this rank: forward, backward and update as one call, and its state, held as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft import interp
+from weft.api.again import MOST, Forms
+from weft.api.apart import moved
+from weft.api.changing import Changing, gathered
+from weft.api.checkpoint import Store
+from weft.api.compiled import Compiled
+from weft.api.data import Rows, beside_rows, rows_of
+from weft.api.eager import How
+from weft.api.judge import Case, Verdict, judge, judge_now
+from weft.api.judge_pass import LossCase
+from weft.api.noise import INPUT, Noise, Probe
+from weft.api.trust import Losses, exactly, require_exact, seen_by_first
+from weft.api.watch import watch
+from weft.core.errors import RuntimeFault
+from weft.core.layout import R
+from weft.core.names import original
+from weft.core.node import Type
+from weft.core.program import Program
+from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.guards import Reads, as_before, evaluating
+from weft.frontend.capture.optimizers import COUNT
+from weft.frontend.capture.step import named_batch
+from weft.plan.named import Named
+from weft.plan.place import place
+
+if TYPE_CHECKING:
+    from weft.api.auto import Decision
+    from weft.api.record import Recorder
+    from weft.rewrite.check import Report
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Values = Mapping[str, Tensor]
+
+
+class Step(Changing):
+    """Forward, backward and update as one call; its state is held as the plan says."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        program: Program,
+        plan: Named,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.captured, self.program, self.plan = captured, program, plan
+        self.model, self.loss, self.optimizer, self.seed = model, loss, optimizer, seed
+        watch()
+        self.compiled = Compiled(program, device=device, donate=True)
+        self.steps = 0
+        self.grad_norm: Tensor | None = None
+        self.decision: Decision | None = None
+        self.report: Report | None = None  # of the check of the plan
+        self.judged: Verdict | None = None  # of the comparison with torch, on rank 0
+        self.unjudged: Callable[[Any], Verdict | None] | None = None  # makes that comparison, where it is yet to be made
+        self.how, self.checked = How(), True  # whether what is made later shall be compared with torch too
+        self.source = captured.program  # what was placed: the captured step, or that after the moves of a plan file
+        self.moves: tuple[str, ...] = ()
+        self.losses = Losses("ignore")
+        self.deterministic = False
+        self.traced = captured.program  # as it was captured, before anything was made of it
+        self.reads = captured.reads
+        self.forms: Forms | None = None
+        self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
+        known = {**captured.states, **captured.parameters, **captured.buffers, **captured.constants}
+        self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
+        self._missed = dict.fromkeys(captured.states.values(), 0)
+        self._state = self._initial_state()
+        self._evals: list[tuple[Captured, dict[str, tuple[int, ...]], Compiled]] = []
+        self.noise = Noise()
+        self._probe = Probe(program, self.compiled.coords, self.noise, device) if INPUT in program.input_names else None
+        self.recorder: Recorder | None = None
+
+    def _initial_state(self) -> dict[str, Tensor]:
+        """This rank's part of parameters, buffers, constants and fresh optimizer state."""
+        values = {**self.captured.parameters, **self.captured.buffers, **self.captured.constants}
+        out = {}
+        for name, node in self.program.input_names.items():
+            if not node.layout.present(self.compiled.coords):
+                continue  # another stage of the pipeline has it
+            shape = node.layout.local_shape(self.compiled.coords)
+            if name in self.captured.begun:
+                out[name] = self._local(name, self.captured.begun[name].detach()).clone()
+            elif name in self.captured.states:
+                out[name] = torch.zeros(shape, dtype=node.dtype, device=self.compiled.device)
+            elif name in values:
+                out[name] = self._local(name, values[name].detach()).clone()
+        return out
+
+    def _local(self, name: str, value: Tensor) -> Tensor:
+        held = self._held_as[name]
+        if value.is_meta:
+            return torch.empty(held.layout.local_shape(self.compiled.coords), dtype=held.dtype, device=self.compiled.device)
+        return interp.take_local(value, held.layout, self.compiled.coords).to(self.compiled.device)
+
+    # -- running ---------------------------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
+        self.ready(batch)
+        run = self.compiled if self.recorder is None else self.recorder.call
+        given = self._batch(batch)
+        with exactly(self.deterministic):
+            out = run({**self._state, **given, **self._numbers()})
+        if self._probe is not None:
+            self._probe.take(out)
+        for name, inp in self.program.state:
+            if inp in self._state:
+                self._state[inp] = out[name]
+        self.stepped()
+        self.steps += 1
+        self.grad_norm = out.get("grad_norm")
+        self.losses.see(out["loss"], self.grad_norm, self.steps, given)
+        return out["loss"]
+
+    def trust(self, on_nan: str, deterministic: bool) -> None:
+        """What is done about losses that are no number, and whether every run must give the same bits."""
+        if deterministic:
+            require_exact(self.compiled.device)
+        self.losses, self.deterministic = Losses(on_nan), deterministic
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose loss was no number and which changed nothing."""
+        return self.losses.skipped
+
+    def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> Recorder:
+        """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
+        from weft.api.record import Recorder
+
+        self.recorder = Recorder(self, folder, cluster, progress)
+        return self.recorder
+
+    def eval(self, batch: Any) -> Tensor:
+        """The loss alone, in evaluation mode; nothing changes."""
+        run, captured = self._evaluation(batch)
+        types = {n: node.type for n, node in run.program.input_names.items() if n.startswith("batch.")}
+        values = {**self._state, **self._batch(batch, types), **self._numbers()}
+        for n, x in cast(Reads, captured.reads).tensors_now(captured.constants).items():
+            if n in run.program.input_names:
+                values[n] = interp.take_local(x, run.program.input_names[n].layout, run.coords).to(run.device)
+        return run({n: values[n] for n in run.program.input_names})["loss"]
+
+    def _evaluation(self, batch: Any) -> tuple[Compiled, Captured]:
+        """The program of the loss for what Python says now, made once."""
+        shapes = {n: tuple(x.shape) for n, x in named_batch(batch).items()}
+        for captured, its, run in self._evals:
+            if its == shapes and cast(Reads, captured.reads).hold(batch):
+                return run, captured
+        with evaluating(self.model):
+            reads = Reads(self.model, self.loss, batch)
+            captured = capture(self.model, batch, self.loss, reads=reads)
+            reads.undo()
+            self.judge_loss(captured, batch)
+        held = {n: self._held_as[n].layout.placements for n in captured.program.input_names if n in self._held_as and n not in captured.constants}
+        held |= {n: t.layout.placements for n, t in self._batch_types.items() if n in captured.program.input_names and shapes[n] == t.shape}
+        held = {n: {a: p for a, p in places.items() if p != R} for n, places in held.items()}
+        run = Compiled(place(captured.program, self.program.mesh, held), device=self.compiled.device)
+        reads.in_any_mode()
+        if not (reads.left or reads.drew):
+            self._evals = [*self._evals[-MOST:], (captured, shapes, run)]
+        return run, captured
+
+    def judge_loss(self, captured: Captured, batch: Any) -> None:
+        """Compare the loss in evaluation mode with torch's."""
+        if self.checked:
+            case = LossCase(self.model, self.loss, None, How(), self.compiled.device)
+            with as_before(captured.reads):
+                seen_by_first(lambda: judge(captured, case, batch))
+
+    def _batch(self, batch: Any, types: Mapping[str, Type] | None = None) -> dict[str, Tensor]:
+        given = {**named_batch(batch), **self.lifted(batch)}
+        out = {}
+        for name, type_ in (self._batch_types if types is None else types).items():
+            if name not in given:
+                raise RuntimeFault(
+                    f"the batch has no {name.removeprefix('batch.')!r}", needed=", ".join(self._batch_types), found=", ".join(given)
+                )
+            out[name] = self._part(name, type_, given[name]).to(self.compiled.device)
+        return out | {n: x for n, x in given.items() if n.startswith("value.")}
+
+    def _part(self, name: str, type_: Type, x: Tensor) -> Tensor:
+        """This rank's part of a global batch, of its own rows of one, or what is its part already."""
+        coords = self.compiled.coords
+        local = type_.layout.local_shape(coords)
+        if tuple(x.shape) == type_.shape:
+            return interp.take_local(x, type_.layout, coords)
+        if tuple(x.shape) == local:
+            return x
+        part = beside_rows(x, type_, coords)
+        if part is None:
+            raise RuntimeFault(
+                f"batch {name.removeprefix('batch.')!r} on rank {self.compiled.rank}",
+                needed=f"{list(type_.shape)}, or this rank's {list(local)}",
+                found=str(list(x.shape)),
+                try_="parallelize with an example of this shape, drop the last batch, or pad it",
+            )
+        return part
+
+    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> Rows:
+        """This rank's rows of every batch of a data set, from the step reached on: `DataLoader(data, batch_sampler=step.rows(len(data)))`."""
+        type_ = next(t for t in self._batch_types.values() if t.shape)
+        return Rows(samples, type_.shape[0], rows_of(type_, self.compiled.coords), shuffle=shuffle, seed=seed, start=self.steps)
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """What changes from step to step by itself: settings of the optimizer, the step count, the seed of dropout."""
+        settings = self._settings()
+        taken = self.steps - self.skipped
+        counts = {f"{COUNT}.{p.removeprefix('param.')}": taken - missed for p, missed in self._missed.items()}
+        values = {**settings, **counts, "step": taken, "seed": self.seed + self.steps}
+        kinds = {n: torch.float64 if n in settings else torch.int64 for n in values}
+        # written by the device itself: a copy from the host would wait for all it has been given before
+        own = {n: torch.full((), v, dtype=kinds[n], device=self.compiled.device) for n, v in values.items() if n in self.program.input_names}
+        return own | (self._probe.inputs() if self._probe is not None else {})
+
+    # -- state -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """This rank's part of every parameter, buffer and optimizer tensor, by name."""
+        return self._state
+
+    @property
+    def state_names(self) -> list[str]:
+        """Everything in the state of any rank."""
+        return list(self._held_as)
+
+    def checkpoints(self, folder: str, keep: int = 2) -> Store:
+        """Where to save and restore: `store = step.checkpoints(folder); store.restore(); ...; store.save(wait=False)`."""
+        return Store(folder, self, keep)
+
+    def full(self, name: str) -> Tensor:
+        """A state tensor whole, on every rank. Every rank must ask."""
+        return gathered(self._held_as[name].layout, self._state.get(name), self.compiled)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
+        names = [n for n in self.state_names if not n.startswith("constant.")]
+        return {n: self.full(n) for n in names} | {"steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        missing = [n for n in self._state if not n.startswith("constant.") and n not in state]
+        if missing:
+            raise RuntimeFault(
+                "the state does not belong to this model",
+                needed=f"{missing[0]} and {len(missing) - 1} more",
+                found=f"{len(state)} other tensors",
+            )
+        for n in self._state:
+            if n in state:
+                self._state[n] = self._local(n, state[n]).clone()
+        self.steps = int(state["steps"])
+
+    def take_state(self, other: Step) -> None:
+        """Go on where another step of the same model is. Held alike, tensors are taken as they are; else every rank must ask."""
+        mine, theirs = self._held_as, other._held_as
+        if all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
+            self._state, self.steps = {n: other._state[n] for n in self._state}, other.steps
+        else:
+            self.load_state_dict(other.state_dict())
+
+    def sync_model(self) -> nn.Module:
+        """The user's module with the trained values in it; every rank must ask."""
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name in self.state_names:
+                kind, _, key = name.partition(".")
+                if kind in ("param", "buffer"):
+                    own[original(key)].copy_(self.full(name))
+        return self.model
+
+    def sync_optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer with the state that the steps have led to, as torch keeps it; every rank must ask."""
+        own = dict(self.model.named_parameters())
+        kinds = {id(p): rule for g, rule in zip(self.optimizer.param_groups, self.captured.rules, strict=True) for p in g["params"]}
+        for name, of in self.captured.states.items():
+            p = own[original(of.removeprefix("param."))]
+            self.optimizer.state[p][name.removesuffix(f".{of.removeprefix('param.')}")] = self.full(name).to(p.device).clone()
+            if kinds[id(p)].counts:
+                taken = self.captured.counts.get(of, 0) + self.steps - self.skipped
+                self.optimizer.state[p]["step"] = torch.tensor(float(taken), dtype=torch.float32)
+        return self.optimizer
+
+    # -- trust -----------------------------------------------------------------------------------------------------------------
+
+    def check(self, batch: Any, tolerance: float = 1e-4) -> float:
+        """The largest relative difference between this step and one-device torch, over the loss and every updated tensor.
+
+        The step is tried on a copy of the state; nothing changes. The batch must be a global one.
+        """
+        self.ready(batch)
+        whole = {n: self.full(n) for n in self.state_names}
+        given = {**named_batch(batch), **self.lifted(batch)}
+        inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in given.items()}, **self._numbers()}
+        names = self.captured.program.input_names
+        want = interp.run_global(self.captured.program, {n: inputs[n] for n in names})
+        copies = {n: x.clone() for n, x in self._state.items()}
+        got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
+        found = {name: gathered(node.layout, got[name], self.compiled) for name, node in self.program.outputs if name in want}
+        own = self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: moved(inputs[n]) for n in names}))
+        return max(own, self._against_torch(self.captured, batch, inputs))
+
+    def _against_torch(self, captured: Captured, batch: Any, inputs: Values) -> float:
+        """The largest relative difference between the captured step and the user's own module in plain torch."""
+        case = Case(self.model, self.loss, self.optimizer, self.how, self.compiled.device)
+        given = {n: inputs[n] for n in captured.program.input_names if not n.startswith("batch.")}
+        verdict = seen_by_first(lambda: judge_now(captured, case, batch, given))
+        told = [verdict.worst if verdict is not None else 0.0]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+    def _close(self, found: Values, want: Values, tolerance: float, again: Callable[[], Values] | None = None) -> float:
+        """The largest relative difference between what was found and what was wanted; too large a one is refused.
+
+        Where rounding alone moves one device's own result (Adam divides a gradient that is nothing but noise by its size), so
+        much is allowed: it is learnt by running one device `again` from inputs moved in their last digit.
+        """
+        floats = {n: x for n, x in found.items() if x.is_floating_point()}
+        apart = {n: float((x - want[n]).abs().max()) if x.numel() else 0.0 for n, x in floats.items()}
+        size = {n: float(want[n].abs().max().clamp(min=1e-12)) if x.numel() else 1.0 for n, x in floats.items()}
+        if again is not None and not all(apart[n] <= tolerance * size[n] for n in apart):
+            moved = again()
+            apart = {n: max(d - 8 * float((moved[n] - want[n]).abs().max()), 0.0) if d == d else d for n, d in apart.items()}
+        worst = max(apart, key=lambda n: (apart[n] != apart[n], apart[n] / size[n]))
+        if not apart[worst] <= tolerance * size[worst]:
+            raise RuntimeFault(
+                f"the step under {self.plan} does not equal one device",
+                needed=f"a relative difference up to {tolerance:g} beyond what rounding does to one device",
+                found=f"{apart[worst] / size[worst]:.3g} in {worst}",
+                try_=f"step.check(batch, tolerance=...) if that is small for {str(floats[worst].dtype).removeprefix('torch.')}; else report it",
+            )
+        return apart[worst] / size[worst]
