@@ -12,14 +12,14 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -179,11 +179,16 @@ def laid_out(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """What torch itself gives, without values: how it lies in memory says which later reshape shares that memory."""
     if func is None:
         return []
+    fake = next((x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)), nullcontext())
     try:
-        with unheard(), torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        with unheard(), torch._C.DisableTorchFunction(), _disable_current_modes(), fake, torch.no_grad():  # what torch makes on the way has no values either
             return tree_leaves(func(*args, **kwargs))
     except (DataDependentOutputException, DynamicOutputShapeException):  # counts, which lie in one row
         return []
+    except RuntimeError as error:
+        if "Storage size calculation overflowed" not in str(error):
+            raise
+        return []  # sizes beyond any machine, which are only planned
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
