@@ -222,6 +222,10 @@ def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Ite
         yield Gemm(m, n, k, batch, dtype_of(node), name)
     elif name.startswith("attention") and not _in_one_kernel(node):
         yield from _with_scores(node)
+    elif node.op.products is not None:
+        products = [Gemm(m, n, k, often, dtype_of(node), name) for m, n, k, often in node.op.products(node)]
+        yield from products
+        yield Touch(f"rows of {name}", 2.0 * sum(p.batch * p.m * p.n for p in products) * WIDTH[dtype_of(node)], 0, 2 * len(products))  # between them
     else:
         share = "gemm.efficiency"
         if name.startswith("attention"):

@@ -76,6 +76,15 @@ def _work(n: Node, up: int, factor: float) -> float:
     return factor * t * k * (e / n.args[up].shape[0]) * f * d * (len(n.args) - up)
 
 
+def _products(n: Node, up: int) -> list[tuple[int, int, int, int]]:
+    """Of picks that fall evenly: up (and gate), then down; of the backward pass the first again, and two for each."""
+    t, k = n.args[up - 2].type.layout.largest_local
+    e, f, d = n.args[up].type.layout.largest_local
+    rows, wide = max(1, t * k // n.args[up].shape[0]), f * (len(n.args) - up - 1)
+    ahead = [(rows, wide, d, e), (rows, d, f, e)]
+    return ahead if up == 3 else [ahead[0], (rows, f, d, e), (f, d, rows, e), (rows, d, wide, e), (wide, d, rows, e)]
+
+
 experts_backward = define(
     "experts_backward",
     kind=Kind.WHOLE,
@@ -85,6 +94,7 @@ experts_backward = define(
     dtype=lambda types, attrs: (types[1].dtype, *(t.dtype for t in types[3:])),
     linear=(frozenset({0}),),
     flops=lambda n: _work(n, 4, 6.0),
+    products=lambda n: _products(n, 4),
 )
 
 
@@ -107,4 +117,5 @@ experts = define(
     linear=(frozenset({2}), frozenset({4})),
     vjp=_vjp,
     flops=lambda n: _work(n, 3, 2.0),
+    products=lambda n: _products(n, 3),
 )

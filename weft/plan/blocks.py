@@ -31,7 +31,7 @@ from weft.plan.setting import Setting
 from weft.plan.short import FIRST, LAST, LAYER, WAYS, Short, short_of
 from weft.plan.workload import Block, Workload, beside_products
 
-MOST = 8  # samples that are captured; sizes of more follow
+MOST = 4  # samples that are captured; sizes of more follow
 MANY = 4  # flops for each element it touches, beyond which an op does more than move memory
 
 
@@ -137,7 +137,8 @@ class Placed:
         hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in nodes if n.op.name.startswith(MATH))
         name = " ".join(dict.fromkeys(n.op.name for n in nodes))
         if moved:
-            yield Touch(name, float(moved), 0, math=hard, kind=name if len(nodes) == 1 else "", elements=float(max(map(_widest, nodes))))
+            own = {"kind": name, "elements": float(_widest(nodes[0]))} if len(nodes) == 1 else {}  # a rate of its own has an op alone
+            yield Touch(name, float(moved), 0, math=hard, **own)  # type: ignore[arg-type]
 
     def _alone(self, n: Node) -> Iterator[Op]:
         late = n in self.late
@@ -257,8 +258,6 @@ class Placed:
         mine = [(ahead, nodes) for at, ahead, nodes in self.kernels if at == part and self._of_half(nodes, half)]
         forward = tuple(op for ahead, nodes in mine if ahead for op in self.records(nodes))
         back = tuple(op for ahead, nodes in mine if not ahead for op in self.records(nodes))
-        if self.setting.overlap_tp and self.setting.tp > 1:
-            forward, back = tuple(beside_products(forward)), tuple(beside_products(back))
         share = self._share(part, half)
         kept = float(sum(_held(self._made[1][n]) for n in self.short.boundary)) if part == LAYER else 0.0
         parts = tuple(self._again(way, half) for way in WAYS) if part == LAYER else ()
@@ -347,7 +346,7 @@ class Stack:
     name: str
     at: Callable[[int], Captured]
     _shorts: dict[int, Short] = field(default_factory=dict)
-    _works: dict[object, Workload] = field(default_factory=dict)
+    _works: dict[tuple[int, Setting], tuple[Placed, Workload]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int], bool] = field(default_factory=dict)
 
     seq = 0  # a captured model has no length of its own: samples are counted, not tokens
@@ -403,31 +402,37 @@ class Stack:
         return self._captured(s, n) if n <= MOST else self._grown(s, n)
 
     def _captured(self, s: Setting, n: int) -> Workload:
-        key = (n, s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp)
-        if key not in self._works:
-            self._works[key] = self._made(Placed(self.short(n), s))
-        return self._works[key]
+        """As placed, with what does not change where anything is: collectives beside products, and a tied weight on the last stage."""
+        placed, work = self._placed(s, n)
+        if s.overlap_tp and s.tp > 1:
+            first, layer, last, *halves = (_beside(b) for b in (work.first, work.layer, work.last, *work.halves))
+            work = replace(work, first=first, layer=layer, last=last, halves=tuple(halves))
+        if s.pp > 1:
+            work = replace(work, last=replace(work.last, params=work.last.params + placed.shared))
+        return replace(work, tokens=s.micro_batch)
+
+    def _placed(self, s: Setting, n: int) -> tuple[Placed, Workload]:
+        cut = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sequence_parallel=s.sequence_parallel)
+        if (n, cut) not in self._works:
+            placed = Placed(self.short(n), cut)
+            self._works[n, cut] = placed, self._made(placed)
+        return self._works[n, cut]
 
     def _grown(self, s: Setting, n: int) -> Workload:
         """Every size is a constant plus a multiple of the samples, so two numbers of samples tell all others."""
         few = s.ep * max(1, MOST // 2 // s.ep)
         one, two = (self._captured(s, m) for m in (few, 2 * few))
-        made = grown(one, two, few, n)
+        made = grown(replace(one, tokens=1), replace(two, tokens=1), few, n)
         return self._captured(s, n) if made is None else replace(made, tokens=s.micro_batch)
 
     def _made(self, placed: Placed) -> Workload:
         s = placed.setting
         first, layer, last = (placed.block(name, part) for name, part in (("first", FIRST), ("layer", LAYER), ("last", LAST)))
-        halves = (
-            tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if placed.short.half else ()
-        )
+        halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if placed.short.half else ()
         passed = sum(_held(placed.became(x)) for x in placed.short.boundary)
-        shared = placed.shared
-        if s.pp > 1:
-            last = replace(last, params=last.params + shared)
         return Workload(
-            self.name, first, layer, placed.short.repeats, last, tokens=s.micro_batch, model_flops=self.flops_per_token,
-            total_params=self.params, boundary=float(passed / (1 if s.sequence_parallel else s.tp)), shared=shared, halves=halves,
+            self.name, first, layer, placed.short.repeats, last, tokens=1, model_flops=self.flops_per_token, total_params=self.params,
+            boundary=float(passed / (1 if s.sequence_parallel else s.tp)), shared=placed.shared, halves=halves,
         )  # fmt: skip
 
     @cached_property
@@ -442,6 +447,10 @@ class Stack:
             sum(flops(n) for n in short.program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE) and short.part[n] == k) for k in range(3)
         ]
         return each[FIRST] + each[LAYER] * short.repeats + each[LAST]
+
+
+def _beside(block: Block) -> Block:
+    return replace(block, forward=tuple(beside_products(block.forward)), back=tuple(beside_products(block.back or ())))
 
 
 def grown(one: Any, two: Any, few: int, n: int) -> Any:
