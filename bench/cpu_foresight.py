@@ -95,7 +95,7 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], pla
     """Every plan that can be made, foreseen and timed in turn with the others; what was measured is the lower quartile of its rounds."""
     from bench.train import workload
     from weft.cluster.spec import cluster
-    from weft.cost.walk import program_phase
+    from weft.cost.simulate import predict
 
     work, batch = workload(size)
     example = work.example(batch * world, seed=0)
@@ -108,12 +108,12 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], pla
             rows.append({"case": f"gpt-{size} x{world} {plan}", "group": f"{size} x{world}", "error": None, "reason": reason})
     took = _time({p: (lambda s=s: s(example)) for p, s in steps.items()}, rounds)
     for plan, step in steps.items():
-        foreseen = program_phase(step.program, cluster(place))
-        predicted, measured = foreseen.seconds * 1e3, sorted(took[plan])[rounds // 4]
+        foreseen = predict(step.program, cluster(place))
+        predicted, measured = foreseen.step_ms, sorted(took[plan])[rounds // 4]
         rows.append(
             {
                 "case": f"gpt-{size} x{world} {plan}", "group": f"{size} x{world}", "measured": measured, "predicted": predicted,
-                "error": predicted / measured - 1, "causes_ms": {k: v * 1e3 for k, v in foreseen.causes.items()}, "rounds_ms": took[plan],
+                "error": predicted / measured - 1, "causes_ms": dict(foreseen.causes_ms), "rounds_ms": took[plan],
             }
         )  # fmt: skip
     return rows

@@ -10,7 +10,7 @@ from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, P
 from weft.core.program import Program
 from weft.cost.price import compiles, on_mesh
-from weft.cost.walk import program_phase
+from weft.cost.simulate import predict
 from weft.cost.work import Collective, Touch, Work, records
 from weft.frontend import lang as w
 from weft.frontend.capture import capture
@@ -33,7 +33,8 @@ def test_the_ilp_prices_a_program_as_the_walk_does(name: str, place: str) -> Non
     costs = on_mesh(where, mesh)
     priced = sum(map(costs.seconds, records(chosen.program, compiles(where.device))))
     assert chosen.cost == pytest.approx(priced, rel=1e-3) and priced > 0
-    assert program_phase(chosen.program, where).causes["compute"] == pytest.approx(priced)
+    computed = predict(chosen.program, where).causes_ms["compute"] / 1e3  # here with what the host takes to issue it
+    assert computed == pytest.approx(priced) if where.device.get("host.launch") == 0 else computed >= priced
     assert sum(Placed(chosen.program, where).seconds.values()) == pytest.approx(priced)
 
 

@@ -15,10 +15,10 @@ import pytest
 from tests.plan.mutations import mutations
 from weft.api.planfile import from_file
 from weft.core.errors import ClusterError, PlanError, WeftError
-from weft.cost.timeline import Task, Timeline
+from weft.cost.timeline import Seen, Task, Timeline
 from weft.plan.plan import Plan, load, parse
 from weft.plan.planner import Request, make_plan
-from weft.plan.run import Run, Seen
+from weft.plan.run import Run
 from weft.plan.setting import Setting
 from weft.plan.space import Limits
 from weft.plan.told import differences, rows

@@ -28,7 +28,7 @@ from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
 from weft.core.text import parse
 from weft.cost.memory import peak_bytes
-from weft.cost.walk import program_phase
+from weft.cost.simulate import predict
 from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 from weft.plan.context import ring
@@ -234,11 +234,9 @@ class _Pool:
         return recomputed(self.captured, regions_of(self.captured, named.recompute))
 
     def add(self, name: str, named: Named, program: Program) -> None:
-        run = by_rows(program)
-        phase = program_phase(run, self.where)
-        causes = {k: v * 1e3 for k, v in phase.causes.items()}
+        seen = predict(program, self.where)
         self.programs[name] = (named, program)
-        self.options[name] = Option(name, phase.seconds * 1e3, peak_bytes(run) / 1e9, causes)
+        self.options[name] = Option(name, seen.step_ms, seen.memory_gb, seen.causes_ms)
 
     def _refuse(self, name: str, e: PlanError | LayoutError) -> None:
         self.options[name] = Option(name, reason=f"{e.message}: {e.found}" if e.found else e.message)

@@ -27,7 +27,7 @@ from weft.plan.space import divisors
 from weft.plan.split import Stage, chosen_cuts, split
 
 if TYPE_CHECKING:
-    from weft.plan.run import Seen
+    from weft.cost.timeline import Seen
 from weft.plan.schedules import SCHEDULES
 
 Guard = Callable[[Captured], Captured]

@@ -23,12 +23,12 @@ from weft.core.errors import WeftError
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.core.text import node_names
-from weft.cost.timeline import Task, Timeline
+from weft.cost.simulate import cause_of, name_of, predict
+from weft.cost.timeline import Seen, Task, Timeline
 from weft.cost.work import DTYPES, Collective, records
 from weft.ops.registry import Kind, flops
-from weft.plan.foresee import cause_of, foresee, name_of
 from weft.plan.progress import Printer, partings
-from weft.plan.run import Run, Seen
+from weft.plan.run import Run
 from weft.rewrite.engine import same_erased
 from weft.runtime.machine import describe
 from weft.runtime.trace import Trace, synchronize, traced
@@ -128,7 +128,7 @@ class Recorder:
         }  # fmt: skip
 
     def _foresee(self, cluster: Cluster) -> Seen:
-        return foresee(self.step.program, cluster)
+        return predict(self.step.program, cluster)
 
     def _others(self, cluster: Cluster) -> list[dict[str, Any]]:
         return _others(self.step, cluster)
@@ -285,7 +285,7 @@ def _others(step: Step, cluster: Cluster) -> list[dict[str, Any]]:
     found = []
     for named in list(words(step.captured, cluster.devices))[:MOST]:
         try:
-            seen = foresee(prepare(step.captured, named), cluster)
+            seen = predict(prepare(step.captured, named), cluster)
         except WeftError as e:
             found.append({"plan": str(named), "step_ms": 0.0, "memory_gb": 0.0, "causes_ms": {}, "reason": e.message})
         else:

@@ -10,6 +10,16 @@ FRAGMENTATION = 0.04  # of what is allocated; the caching allocator keeps blocks
 RESIDENT = 1.5e9  # context, kernels, and buffers of the communication library, none of it seen by the allocator
 
 
+def needed(held: float) -> float:
+    """Bytes a device must have where so many are held."""
+    return held * (1 + FRAGMENTATION) + RESIDENT
+
+
+def room(memory: float) -> float:
+    """Bytes that may be held on a device that has so many."""
+    return (memory - RESIDENT) / (1 + FRAGMENTATION)
+
+
 def peak_bytes(program: Program) -> int:
     """The most bytes the busiest rank holds at any time."""
     return max(live_bytes(program), default=0)

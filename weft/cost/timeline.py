@@ -7,8 +7,8 @@ Two collectives on one link therefore take turns, which moves as many bytes as s
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.core.errors import PlanError
@@ -56,6 +56,17 @@ class Timeline:
             for i, task in enumerate(self.tasks) if task.seconds > 0
         ]  # fmt: skip
         return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step, predicted or measured. `causes_ms` by what the time was for, `memory` as (seconds, bytes held)."""
+
+    step_ms: float
+    memory_gb: float
+    causes_ms: Mapping[str, float] = field(default_factory=dict)
+    line: Timeline = field(default_factory=lambda: Timeline((), (), ()))
+    memory: Sequence[tuple[float, float]] = ()
 
 
 def run(tasks: Iterable[Task]) -> Timeline:

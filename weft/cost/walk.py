@@ -9,10 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weft.cluster.spec import Cluster
-from weft.core.program import Program
-from weft.cost.price import Costs, compiles, on_mesh
-from weft.cost.work import Collective, Op, records
+from weft.cost.price import Costs
+from weft.cost.work import Collective, Op
 
 
 @dataclass(frozen=True)
@@ -98,12 +96,3 @@ class Walk:
         if hides:
             self.hidden[cause] += seconds
         return start + seconds
-
-
-def program_phase(program: Program, cluster: Cluster) -> Phase:
-    """Time of one run of a program, and what it went into."""
-    walker = Walk(on_mesh(cluster, program.mesh))
-    for op in records(program, compiles(cluster.device)):
-        walker.op(op)
-    walker.join()
-    return walker.phase()

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.cost.timeline import Task, Timeline
+from weft.cost.timeline import Seen, Task, Timeline
 from weft.dynamic.draw import as_data
 from weft.dynamic.frame import Frame, Span
 from weft.dynamic.model import Model
@@ -31,7 +31,7 @@ from weft.dynamic.policy import POLICIES
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.structure import Structure
 from weft.plan.progress import Printer
-from weft.plan.run import Run, Seen, median
+from weft.plan.run import Run, median
 from weft.runtime.machine import describe
 from weft.runtime.trace import synchronize
 

@@ -11,19 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.cluster import collectives
 from weft.cluster.spec import Cluster
-from weft.core.layout import O
-from weft.core.node import Node
-from weft.core.program import Group, Program
+from weft.core.program import Program
 from weft.cost.memory import peak_bytes
-from weft.cost.price import compiles, on_mesh
-from weft.cost.timeline import Task, Timeline, run
-from weft.cost.walk import Phase, Walk, program_phase
-from weft.cost.work import by_place
+from weft.cost.simulate import predict, root_of, send_seconds
+from weft.cost.timeline import Seen, Task, Timeline, run
 from weft.ops.registry import nbytes
 from weft.plan.line import Line, Placed
-from weft.plan.run import Seen
 from weft.plan.schedules import Action, Order
 
 Routes = Mapping[tuple[int, str], Mapping[int, Sequence[str]]]  # (stage, kind of pass) to the stages that read of it, and what
@@ -53,35 +47,16 @@ class Foreseen:
     @cached_property
     def seconds(self) -> dict[tuple[int, str], float]:
         turns = {(s.number, kind): self.turn(s, kind) for s in self.line.stages for kind in PASSES}
-        return {key: 0.0 if p is None else program_phase(p, self.cluster).seconds for key, p in turns.items()}
+        return {key: 0.0 if p is None else predict(p, self.cluster).step_ms / 1e3 for key, p in turns.items()}
 
     @cached_property
-    def updates(self) -> list[Phase]:
+    def updates(self) -> list[Seen]:
         """What follows the last micro-batch, on every rank of the pipeline."""
-        return [self._update(rank) for rank in range(self.ranks)]
-
-    def _update(self, rank: int) -> Phase:
-        program = self.line.update
-        walker = Walk(on_mesh(self.cluster, program.mesh))
-        sent = 0.0
-        for unit, ops in by_place(program, compiles(self.cluster.device)):
-            if not _is_at(unit, rank):
-                continue
-            for op in ops:
-                walker.op(op)
-            if isinstance(unit, Node) and unit.op.name == "send":
-                sent += self.travel(nbytes(unit.type))
-        walker.join()
-        made = walker.phase()
-        causes: dict[str, float] = {"pp": sent} if sent else {}
-        for k, v in made.causes.items():
-            why = "optimizer" if k in ("compute", "host") else k
-            causes[why] = causes.get(why, 0.0) + v
-        return Phase(made.seconds + sent, causes)
+        return [predict(self.line.update, self.cluster, rank if self.ranks > 1 else None) for rank in range(self.ranks)]
 
     def travel(self, size: float) -> float:
         """Seconds of a message to the next stage."""
-        return collectives.send_seconds(self.cluster, size, max(1, self.cluster.devices // self.ranks))
+        return send_seconds(self.cluster, size, self.ranks)
 
     # --- in time
 
@@ -104,7 +79,7 @@ class Foreseen:
         passes = [self._task(key, after[i]) for i, key in enumerate(keys)]
         ends = [tuple(i for i, (_, g, _) in enumerate(keys) if g % self.ranks == r) for r in range(self.ranks)]
         done = tuple(end[-1] for end in ends if end)
-        updates = [Task("update", f"stage {r}", u.seconds, done, "optimizer") for r, u in enumerate(self.updates)]
+        updates = [Task("update", f"stage {r}", u.step_ms / 1e3, done, "optimizer") for r, u in enumerate(self.updates)]
         return run([*passes, *links, *updates])
 
     def _task(self, key: tuple[str, int, int], after: set[int]) -> Task:
@@ -119,7 +94,10 @@ class Foreseen:
 
     @property
     def causes(self) -> dict[str, float]:
-        line, causes = self.timeline, dict(self.updates[self.busiest].causes)
+        line, causes = self.timeline, dict[str, float]()
+        for k, ms in self.updates[self.busiest].causes_ms.items():
+            why = "optimizer" if k == "compute" else k
+            causes[why] = causes.get(why, 0.0) + ms / 1e3
         for i in line.on(f"stage {self.busiest}"):
             if line.tasks[i].cause in PASSES:
                 causes[line.tasks[i].cause] = causes.get(line.tasks[i].cause, 0.0) + line.tasks[i].seconds
@@ -130,7 +108,7 @@ class Foreseen:
     def state(self, rank: int) -> float:
         """Bytes of parameters, buffers and optimizer state."""
         held = (n for name, n in self.line.update.input_names.items() if not name.startswith("d.") and n.types[0].shape)
-        return float(sum(nbytes(n.type) for n in held if _is_at(n, rank)))
+        return float(sum(nbytes(n.type) for n in held if root_of(n) in (None, rank)))
 
     def kept(self, stage: Placed) -> float:
         """Bytes of one micro-batch that later passes of a stage read."""
@@ -178,16 +156,3 @@ def pass_name(kind: str, micro: int, chunk: int, several: bool) -> str:
 def _before(kind: str) -> tuple[str, ...]:
     """The pass of the same stage and micro-batch that comes first."""
     return {"forward": (), "backward": ("forward",), "weight": ("backward",)}[kind]
-
-
-def _is_at(unit: Node | Group, rank: int) -> bool:
-    """Whether a rank of the pipeline has any of it; a message is at both ends."""
-    nodes = unit.nodes if isinstance(unit, Group) else (unit, *(unit.args if unit.op.name == "send" else ()))
-    return any(_root(n) in (None, rank) for n in nodes)
-
-
-def _root(node: Node) -> int | None:
-    if "pp" not in node.types[0].mesh.axes:
-        return None
-    place = node.types[0].layout.placement("pp")
-    return place.root if isinstance(place, O) else None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from weft.cluster.kernels import WIDTH
-from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.memory import needed
 from weft.plan.phase import Part
 from weft.plan.schedules import Order
 from weft.plan.setting import Setting
@@ -36,7 +36,7 @@ class Memory:
     @property
     def total(self) -> float:
         """What the device must have."""
-        return self.allocated * (1 + FRAGMENTATION) + RESIDENT
+        return needed(self.allocated)
 
     def parts(self) -> dict[str, float]:
         """Every part by name; they sum to `total`."""

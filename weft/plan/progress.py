@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
-from weft.plan.foresee import FUSED
-from weft.plan.run import Run, Seen
+from weft.cost.simulate import FUSED
+from weft.cost.timeline import Seen
+from weft.plan.run import Run
 
 APART = 0.15  # beyond this, foresight and measurement are said to part
 EVERY = 10.0  # seconds between two lines

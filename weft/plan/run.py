@@ -16,24 +16,13 @@ from weft.core.errors import PlanError
 from weft.core.files import read_json
 from weft.core.picture import html_of
 from weft.core.schema import Listed, Mapped, Maybe, Record, Row, fit, flag, number, short, text, whole
-from weft.cost.timeline import Task, Timeline
+from weft.cost.timeline import Seen, Task, Timeline
 
 VERSION = 1
 BYTES = 1 << 30
 FILE = "run.json"
 WARM = 2  # steps that load kernels and fill caches, and are not counted
 TRY = 'weft.parallelize(..., record="run/"), or weft.dynamic.Recorder(model, "run/")'
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One step, foreseen or measured. `causes_ms` by what the time was for, `memory` as (seconds, bytes held)."""
-
-    step_ms: float
-    memory_gb: float
-    causes_ms: Mapping[str, float] = field(default_factory=dict)
-    line: Timeline = field(default_factory=lambda: Timeline((), (), ()))
-    memory: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)

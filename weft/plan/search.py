@@ -22,7 +22,7 @@ from weft.cluster.kernels import WIDTH
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
-from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.memory import room
 from weft.cost.price import Costs
 from weft.cost.work import Collective, Op
 from weft.plan.memory import stage_memory
@@ -299,9 +299,9 @@ class Search:
         layers = self.problem.depth / s.pp
         held = stage_memory(s, [[Part(self.work(s).layer, 1)]], ())
         state = (held.params + held.grads + held.optimizer) * layers + held.passing + held.buffers
-        room = (self.memory - RESIDENT) / (1 + FRAGMENTATION) - state
+        left = room(self.memory) - state
         alive = s.pipeline.in_flight(s.pp, s.micro_batches)
-        return sum(layers * least_more(self._hulls[key], room / (n * layers)) for n in alive) / s.pp
+        return sum(layers * least_more(self._hulls[key], left / (n * layers)) for n in alive) / s.pp
 
     def _chunk(self, s: Setting) -> tuple[int, int]:
         """Layers of a chunk, and how many fewer the first and the last have."""

@@ -21,7 +21,7 @@ from functools import cached_property
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
-from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.memory import needed
 from weft.cost.price import Costs
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.partition import even, partition
@@ -199,7 +199,7 @@ class Tailor:
         alive, held = self._alive[stage], [(self._memory_of(name, way), n) for name, way, n in pieces]
         adds = sum(n * (m.params + m.grads + m.optimizer + alive * m.activations) for m, n in held)
         passing, buffers = max(m.passing for m, _ in held), max(m.buffers for m, _ in held)
-        return (adds + passing + buffers) * (1 + FRAGMENTATION) + RESIDENT
+        return needed(adds + passing + buffers)
 
     def _memory_of(self, name: str, way: str) -> Memory:
         """Of one block with one micro-batch in flight."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from weft.core.errors import LayoutError, PlanError
-from weft.cost.walk import program_phase
+from weft.cost.simulate import predict
 from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
 from weft.plan.baselines import EVERYTHING
@@ -74,7 +74,7 @@ class Layers:
             held = resolve(pins, shapes, named.mesh.sizes)
             layouts, options = input_layouts(captured.program, named, captured.states, held)
             program = place(captured.program, named.mesh, layouts, options)
-            self._seconds[key] = program_phase(program, self.problem.cluster).seconds
+            self._seconds[key] = predict(program, self.problem.cluster).step_ms / 1e3
         return self._seconds[key]
 
     def best(self, pins: Sequence[Pin]) -> Pinned | str:

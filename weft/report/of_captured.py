@@ -14,7 +14,7 @@ from weft.core.errors import PlanError, WeftError
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.text import parse
-from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.memory import needed, room
 from weft.cost.timeline import Task, Timeline
 from weft.cost.work import Collective
 from weft.ops.registry import nbytes
@@ -175,7 +175,7 @@ class _Known:
                 now += sum(kept.values()) * (1 if comes else -1)
                 points.append((line.start[k] if comes else line.end[k], now))
         yield Curve("activations", [*points, (end, now)], stacked=True)
-        spare = (stage.memory - RESIDENT) * FRAGMENTATION / (1 + FRAGMENTATION) + RESIDENT
+        spare = stage.memory - room(stage.memory)
         yield Curve("allowance", [(0.0, spare), (end, spare)], stacked=True)
 
 
@@ -276,7 +276,7 @@ def _memory(placed: Placed, began: dict[Node, float], seconds: float, rounds: in
     if rounds > 1:
         yield Curve("sums of gradients", [(0.0, placed.accumulated), (seconds, placed.accumulated)], stacked=True)
     used = placed.peak + (placed.accumulated if rounds > 1 else 0.0)
-    spare = used * FRAGMENTATION + RESIDENT
+    spare = needed(used) - used
     yield Curve("allowance", [(0.0, spare), (seconds, spare)], stacked=True)
 
 

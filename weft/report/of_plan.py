@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import WeftError
-from weft.cost.memory import FRAGMENTATION, RESIDENT
 from weft.plan.memory import saved
 from weft.plan.named import Named, input_layouts
 from weft.plan.place import place
@@ -196,7 +195,7 @@ def _memory(s: Setting, step: Step, sizes: Sequence[float], stage: int) -> Itera
             yield Curve(name, [(0.0, held), (end, held)], stacked=True)
     yield Curve("activations", _activations(s, step, sizes, stage), stacked=True)
     yield Curve("passing", _passing(step, stage, m.passing), stacked=True)
-    yield Curve("allowance", [(0.0, m.allocated * FRAGMENTATION + RESIDENT), (end, m.allocated * FRAGMENTATION + RESIDENT)], stacked=True)
+    yield Curve("allowance", [(0.0, m.total - m.allocated), (end, m.total - m.allocated)], stacked=True)
 
 
 def _activations(s: Setting, step: Step, sizes: Sequence[float], stage: int) -> list[tuple[float, float]]:

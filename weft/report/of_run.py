@@ -7,8 +7,9 @@ from typing import Any
 
 from weft.cluster.spec import cluster
 from weft.core.errors import WeftError
+from weft.cost.timeline import Seen
 from weft.plan.plan import ZERO
-from weft.plan.run import Run, Seen
+from weft.plan.run import Run
 from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.setting import AGAIN
 from weft.report.facts import Curve, Facts, Figure, View

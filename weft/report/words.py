@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from weft.plan.foresee import FUSED
+from weft.cost.simulate import FUSED
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 MEANS = {

@@ -16,7 +16,7 @@ from functools import cached_property
 from weft.cluster.spec import Cluster
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Mesh, Placement, S
-from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.memory import RESIDENT, room
 from weft.frontend.capture import Captured
 from weft.plan.graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
 from weft.plan.graph.task import Task
@@ -329,10 +329,10 @@ class GraphSearch:
 
     def some_rounds(self, pp: int) -> list[int]:
         """The fewest micro-batches at which activations may fit, and twice as many; at least four for every stage."""
-        room = self.memory - RESIDENT - self.task.state_bytes / self.cluster.devices
+        left = self.memory - RESIDENT - self.task.state_bytes / self.cluster.devices
         least = 1 if pp == 1 else 4 * pp
         options = [r for r in self.rounds(1) if r >= least]
-        fits = [r for r in options if self.boundary_bytes / r / self.cluster.devices * min(r, pp) < room]
+        fits = [r for r in options if self.boundary_bytes / r / self.cluster.devices * min(r, pp) < left]
         return fits[: 1 if self.is_large or pp > 1 or fits[:1] == [1] else 2]
 
     @cached_property
@@ -348,7 +348,7 @@ class GraphSearch:
     def _ways(self, spot: Spot, hide: float, restricted: bool = False) -> Iterator[Way]:
         part, mesh, rounds, pp = spot.part, spot.mesh, spot.rounds, spot.pp
         captured = spot.captured if restricted else self.own(spot.captured, rounds)
-        own = (self.memory - RESIDENT) / (1 + FRAGMENTATION)
+        own = room(self.memory)
         rates = Rates(hide, rounds, restricted)
         made = self.chosen(captured, part, mesh, rates, own * pp)
         if made is None and pp == 1:  # what does not fit may fit when parts are run again

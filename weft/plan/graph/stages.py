@@ -15,7 +15,7 @@ from functools import cached_property
 
 from weft.cluster import collectives
 from weft.cluster.spec import Cluster
-from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.memory import needed
 from weft.cost.timeline import Task, Timeline, run
 from weft.plan.graph.units import Unit
 from weft.plan.partition import partition
@@ -103,14 +103,14 @@ class Stager:
             chosen = set(again)
             bytes_ = held + alive * sum(enters[i] if i in chosen else kept[i] for i in range(len(units)))
             bytes_ += max((kept[i] for i in chosen), default=0.0)
-            if bytes_ * (1 + FRAGMENTATION) + RESIDENT <= self.memory:
+            if needed(bytes_) <= self.memory:
                 break
             left = [i for i in options if i not in chosen]
             if not left or self.recompute != MIXED:
                 return None
             again.append(left[0])
         more = sum(units[i].forward for i in chosen)
-        return Stage(a, b, total, tuple(sorted(a + i for i in chosen)), more, bytes_ * (1 + FRAGMENTATION) + RESIDENT)
+        return Stage(a, b, total, tuple(sorted(a + i for i in chosen)), more, needed(bytes_))
 
 
 def pipelined(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:

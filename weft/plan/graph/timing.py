@@ -19,7 +19,7 @@ from functools import cached_property
 from weft.cluster.spec import Cluster
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.cost.memory import FRAGMENTATION, RESIDENT
+from weft.cost.memory import needed
 from weft.cost.price import Costs, compiles, on_mesh
 from weft.cost.work import Collective, Work
 from weft.ops.comm import is_comm
@@ -86,7 +86,7 @@ class Placed:
 
     def memory(self, rounds: int = 1) -> float:
         """Bytes the busiest rank must have: state throughout, all else while it is read, and what the device keeps for itself."""
-        return (self.peak + (self.accumulated if rounds > 1 else 0.0)) * (1 + FRAGMENTATION) + RESIDENT
+        return needed(self.peak + (self.accumulated if rounds > 1 else 0.0))
 
     @cached_property
     def peak(self) -> float:

@@ -1,26 +1,28 @@
-"""One run of a program on a cluster, foreseen: when each node would run, for what, and what is held meanwhile."""
+"""One run of a program on a cluster, predicted: when each node would run, for what, and what is held meanwhile."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
+from weft.cluster import collectives
 from weft.cluster.spec import Cluster
+from weft.core.layout import O
 from weft.core.node import Node
 from weft.core.program import Group, Program
 from weft.cost.memory import live_bytes
 from weft.cost.price import compiles, on_mesh
-from weft.cost.timeline import Task, Timeline
+from weft.cost.timeline import Seen, Task, Timeline
 from weft.cost.walk import Walk
 from weft.cost.work import by_place
-from weft.ops.registry import Kind
-from weft.plan.run import Seen
+from weft.ops.registry import Kind, nbytes
 from weft.rewrite.updates import by_rows
 
 FUSED = "fused"  # communication and computation in one kernel: its time cannot be told apart
 
 
-def foresee(program: Program, cluster: Cluster) -> Seen:
-    """Time, causes, timeline and memory of the busiest rank, which updates tables by rows."""
+def predict(program: Program, cluster: Cluster, stage: int | None = None) -> Seen:
+    """Time, causes, timeline and memory of the busiest rank, which updates tables by rows; of a program over all ranks of a pipeline,
+    those at one stage of it."""
     program = by_rows(program)
     walker = Walk(on_mesh(cluster, program.mesh))
     at, held = {n: i for i, n in enumerate(program.nodes)}, live_bytes(program)
@@ -28,11 +30,15 @@ def foresee(program: Program, cluster: Cluster) -> Seen:
     tasks: list[tuple[Task, float]] = []
     memory = []
     for unit, ops in by_place(program, compiles(cluster.device)):
-        began = walker.now
+        if stage is not None and not _is_at(unit, stage):
+            continue
+        began, why = walker.now, cause_of(unit)
         for op in ops:
             walker.op(op)
         walker.join()
-        spent, why = walker.now - began, cause_of(unit)
+        if isinstance(unit, Node) and unit.op.name == "send":
+            walker.wait("pp", walker.now + send_seconds(cluster, nbytes(unit.type), program.mesh.size("pp")))
+        spent = walker.now - began
         last = unit if isinstance(unit, Node) else max(unit.nodes, key=at.__getitem__)
         memory.append((began, float(held[at[last]])))
         if spent > 0:
@@ -41,6 +47,11 @@ def foresee(program: Program, cluster: Cluster) -> Seen:
     line = Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks))
     memory.append((walker.now, memory[-1][1] if memory else 0.0))
     return Seen(walker.now * 1e3, max(held, default=0) / 1e9, {k: v * 1e3 for k, v in causes.items()}, line, memory)
+
+
+def send_seconds(cluster: Cluster, size: float, stages: int) -> float:
+    """Of a message to the next of so many stages."""
+    return collectives.send_seconds(cluster, size, max(1, cluster.devices // stages))
 
 
 def cause_of(unit: Node | Group) -> str:
@@ -62,3 +73,17 @@ def name_of(unit: Node | Group) -> str:
         return unit.op.name
     moved = list(dict.fromkeys(n.op.name for n in unit.nodes if n.op.kind is Kind.COMM and n.op.name != "slice"))
     return f"{unit.kind} {unit.name}: {len(unit.nodes)} nodes" + (f" with {', '.join(moved)}" if moved else "")
+
+
+def _is_at(unit: Node | Group, stage: int) -> bool:
+    """Whether a stage of the pipeline has any of it; a message is at both ends."""
+    nodes = unit.nodes if isinstance(unit, Group) else (unit, *(unit.args if unit.op.name == "send" else ()))
+    return any(root_of(n) in (None, stage) for n in nodes)
+
+
+def root_of(node: Node) -> int | None:
+    """The one stage of the pipeline that has a value."""
+    if "pp" not in node.types[0].mesh.axes:
+        return None
+    place = node.types[0].layout.placement("pp")
+    return place.root if isinstance(place, O) else None
