@@ -77,6 +77,13 @@ def test_micro_batches_and_pipelines_are_too() -> None:
     assert step.judged is not None and step.judged.compared > 50
 
 
+def test_a_sparse_gradient_is_compared_as_the_dense_one_it_is() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)).double()
+    given = torch.randint(0, 9, (8, 3), generator=torch.Generator().manual_seed(0))
+    step, _, _ = net(model=model, example=given, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert step.judged is not None and step.judged.worst < 1e-12
+
+
 def test_it_can_be_left_out() -> None:
     assert net(check=False)[0].judged is None
 

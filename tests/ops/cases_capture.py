@@ -117,16 +117,6 @@ def _opaque(x: Any, y: Any) -> Any:
     return opaque.opaque(x, y, target="aten.logaddexp.default", call=call, keys=(), gives=(("f64", (3, 4)),))
 
 
-_LOGADDEXP = {"target": "aten.logaddexp.default", "call": (("tensor", 0), ("tensor", 1)), "keys": (), "gives": (("f64", (3, 4)),),
-              "of": (0,), "to": (0, 1), "operands": 2}  # fmt: skip
-
-
-def _pulled_twice(back: torch.Tensor, other: torch.Tensor, ct: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
-    leaves = [v.detach().requires_grad_() for v in (x, y, ct)]
-    first = torch.autograd.grad(torch.logaddexp(*leaves[:2]), leaves[:2], leaves[2], create_graph=True)
-    return torch.autograd.grad(first, leaves, (back, other))
-
-
 def _each(target: str, *numbers: Any) -> Any:
     """A torch op on each element, its operands first, then numbers."""
 
@@ -276,6 +266,24 @@ CASES = [
         *THIRD,
         **_rest,
     ),
+    *(
+        case(
+            op.name,
+            lambda *xs, op=op, attrs=attrs: op(*xs, **attrs, eps=1e-8, decay=0.1, sign=1),
+            torch_step(kind, state, eps=1e-8, weight_decay=0.1, **more),
+            normal(3, 4),
+            normal(3, 4),
+            positive(3, 4),
+            positive(3, 4),
+            *THIRD,
+            **_rest,
+        )
+        for op, attrs, kind, state, more in (
+            (optimizers.adamax, {"betas": (0.9, 0.999)}, torch.optim.Adamax, ("exp_avg", "exp_inf"), {}),
+            (optimizers.radam, {"betas": (0.8, 0.7), "decoupled": False}, torch.optim.RAdam, ("exp_avg", "exp_avg_sq"), {"betas": (0.8, 0.7)}),
+            (optimizers.adadelta, {"rho": 0.9}, torch.optim.Adadelta, ("square_avg", "acc_delta"), {}),
+        )
+    ),
     case(
         "uniform",
         lambda s: random.uniform(s, shape=(2, 3), dtype="f64", site=4),
@@ -324,14 +332,5 @@ CASES = [
         smooth=False,
         inner=False,
         refused=_NEVER_CUT,
-    ),
-    case(
-        "the gradient of an opaque gradient",
-        lambda back, other, ct, x, y: (n := opaque.opaque_grad(x, y, ct, **_LOGADDEXP)).op.vjp(n, back, other),
-        _pulled_twice,
-        normal(3, 4), normal(3, 4), normal(3, 4), normal(3, 4), normal(3, 4),
-        refused=_NEVER_CUT,
-        smooth=False,
-        inner=False,
     ),
 ]

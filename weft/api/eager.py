@@ -222,7 +222,7 @@ def stepped(
         with torch.autocast(device.type, how.precision, enabled=how.precision is not None):
             value = _loss(model, loss, on(batch, device), how.parts)
         value.backward()
-    out |= {f"d.{n}": None if t.grad is None else t.grad.detach().clone() for n, t in moving.items()}
+    out |= {f"d.{n}": None if t.grad is None else _dense(t.grad.detach()).clone() for n, t in moving.items()}
     if how.clip is not None:
         out["grad_norm"] = nn.utils.clip_grad_norm_(list(model.parameters()), how.clip)
     if optimizer is not None:
@@ -258,6 +258,11 @@ def _loss(model: nn.Module, loss: Loss, batch: Any, parts: int) -> Tensor:
     if parts == 1:
         return loss(model, batch)
     return torch.stack([loss(model, micro_batch(batch, i, parts)) for i in range(parts)]).mean()
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """A gradient as a program has it, that of a sparse embedding too."""
+    return grad.to_dense() if grad.layout is not torch.strided else grad
 
 
 def _kept(captured: Captured, optimizer: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

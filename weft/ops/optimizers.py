@@ -49,7 +49,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class _Torch:
     """The arithmetic of a body, on tensors."""
 
-    sqrt, maximum, where = staticmethod(torch.sqrt), staticmethod(torch.maximum), staticmethod(torch.where)
+    sqrt, abs, maximum, where = map(staticmethod, (torch.sqrt, torch.abs, torch.maximum, torch.where))
 
     @staticmethod
     def to(x: Any, dtype: torch.dtype) -> Any:
@@ -63,7 +63,7 @@ class _Torch:
 class _Weft:
     """The same arithmetic, on nodes."""
 
-    sqrt, maximum, where = staticmethod(w.sqrt), staticmethod(w.maximum), staticmethod(w.where)
+    sqrt, abs, maximum, where = map(staticmethod, (w.sqrt, w.abs_, w.maximum, w.where))
 
     @staticmethod
     def to(x: Any, dtype: torch.dtype) -> Any:
@@ -128,6 +128,35 @@ def _rmsprop(k: Any, p: Any, g: Any, v: Any, *rest: Any,
     return (p - b * rate, v, b, *mean)
 
 
+def _adamax(k: Any, p: Any, g: Any, m: Any, top: Any, lr: Any, step: Any, *, betas: Any, eps: Any, decay: Any) -> Values:
+    """Adam by the largest gradient of late instead of the mean square."""
+    _, g = _decayed(k, p, g, lr, decay, False)
+    m = m + (g - m) * k.to(1.0 - betas[0], p.dtype)
+    top = k.maximum(top * k.to(betas[1], p.dtype), k.abs(g) + k.to(eps, p.dtype))
+    return p - k.to(lr / (1.0 - k.power(betas[0], step)), p.dtype) * (m / top), m, top
+
+
+def _radam(k: Any, p: Any, g: Any, m: Any, v: Any, lr: Any, step: Any, *, betas: Any, eps: Any, decay: Any, decoupled: bool) -> Values:
+    """Liu 2020: momentum alone while the second moment has seen too few steps, then Adam by a factor for its variance."""
+    p, g = _decayed(k, p, g, lr, decay, decoupled)
+    m = m + (g - m) * k.to(1.0 - betas[0], p.dtype)
+    v = v * k.to(betas[1], p.dtype) + (g * g) * k.to(1.0 - betas[1], p.dtype)
+    kept = k.power(betas[1], step)
+    most = 2.0 / (1.0 - betas[1]) - 1.0
+    length = most - step * 2.0 * kept / (1.0 - kept)
+    factor = k.sqrt((length - 4.0) * (length - 2.0) * most / (length * ((most - 4.0) * (most - 2.0)))) * k.sqrt(1.0 - kept)
+    move = k.where(length > 5.0, m * (k.to(factor, p.dtype) / (k.sqrt(v) + k.to(eps, p.dtype))), m)
+    return p - move * k.to(lr / (1.0 - k.power(betas[0], step)), p.dtype), m, v
+
+
+def _adadelta(k: Any, p: Any, g: Any, v: Any, moved: Any, lr: Any, _: Any, *, rho: Any, eps: Any, decay: Any) -> Values:
+    _, g = _decayed(k, p, g, lr, decay, False)
+    kept, new, eps = (k.to(x, p.dtype) for x in (rho, 1.0 - rho, eps))
+    v = v * kept + (g * g) * new
+    move = k.sqrt(moved + eps) / k.sqrt(v + eps) * g
+    return p - move * k.to(lr, p.dtype), v, moved * kept + (move * move) * new
+
+
 def _stepped(k: Any, body: Body, xs: Any, attrs: Mapping[str, Any]) -> Values:
     """The body on wide elements and float64 numbers; results as parameter and state are kept."""
     last = _numbers(attrs)
@@ -170,3 +199,6 @@ adam = _update("adam", _adam, betas=((0.9, 0.99),), eps=(1e-8,), decay=(0.1,), d
 sgd = _update("sgd", _sgd, momentum=(0.9,), damping=(0.0,), nesterov=(False, True), decay=(0.1,))
 adagrad = _update("adagrad", _adagrad, decay=(0.1,), lr_decay=(0.1,), eps=(1e-10,))
 rmsprop = _update("rmsprop", _rmsprop, alpha=(0.9,), eps=(1e-8,), decay=(0.1,), momentum=(0.9,))
+adamax = _update("adamax", _adamax, betas=((0.9, 0.99),), eps=(1e-8,), decay=(0.1,))
+radam = _update("radam", _radam, betas=((0.9, 0.99),), eps=(1e-8,), decay=(0.1,), decoupled=(True, False))
+adadelta = _update("adadelta", _adadelta, rho=(0.9,), eps=(1e-6,), decay=(0.1,))

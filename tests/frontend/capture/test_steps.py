@@ -70,6 +70,10 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, eps=1e-6),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1),
+    "radam decoupled": lambda p: torch.optim.RAdam(p, lr=0.01, betas=(0.8, 0.7), weight_decay=0.1, decoupled_weight_decay=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5, weight_decay=0.1),
 }
 
 
@@ -80,7 +84,8 @@ def test_optimizer(name):
     batch = {k: v.double() for k, v in BATCH.items()}
     captured = capture(model, batch, mse, optimizer)
     values = {k: v.clone() for k, v in captured.inputs(batch).items()}
-    for _ in range(4):
+    for step in range(8):
+        values |= {"step": torch.tensor(step)} if "step" in values else {}
         out = interp.run_global(captured.program, values)
         values |= {i: out[o] for o, i in captured.program.state}
         optimizer.zero_grad()
@@ -227,6 +232,28 @@ def test_two_losses_and_a_gradient_penalty():
     for n, p in model.named_parameters():
         if p.grad is not None:
             close(got[f"param.{n}"], p.detach(), 1e-5, n)
+
+
+def test_gradients_are_asked_of_a_leaf_alone():
+    """A tensor detached or cloned and then asked for its gradient has its own, not that of others with its values."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    batch = {"x": torch.randn(5, 4, dtype=torch.float64)}
+
+    def loss(model, batch):
+        x = batch["x"]
+        a, b, h = x.detach().requires_grad_(), x.clone().requires_grad_(True), model[0](x)
+        k = h.detach().requires_grad_()
+        out = model(a).tanh().sum() * model(b).sin().sum() + model(x).square().sum() + (model(x.detach()) * model(a)).sum() + model[1:](k).sum()
+        grads = torch.autograd.grad(out, [a, b, k], create_graph=True)
+        return out + sum((i + 2) * g.square().sum() for i, g in enumerate(grads)) + (h * grads[2].detach()).sum()
+
+    captured = capture(model, batch, loss, gradients=True)
+    got = interp.run_global(captured.program, captured.inputs(batch))
+    want = loss(model, batch)
+    want.backward()
+    torch.testing.assert_close(got["loss"], want.detach(), rtol=1e-12, atol=1e-12)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(got[f"d.param.{n}"], p.grad, rtol=1e-11, atol=1e-12)
 
 
 # -- mixed precision -----------------------------------------------------------------------------------------------------

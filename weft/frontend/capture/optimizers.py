@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.errors import CaptureError
-from weft.ops.optimizers import adagrad, adam, put_setting, rmsprop, sgd
+from weft.ops.optimizers import adadelta, adagrad, adam, adamax, put_setting, radam, rmsprop, sgd
 
 COUNT = "count"  # among the settings that are inputs: each parameter counts its own updates
 
@@ -97,12 +97,28 @@ def _rmsprop_rule(group: Mapping[str, Any]) -> Rule:
     return _rule(rmsprop, group, state, settings, **({"centered": True} if group["centered"] else {}))
 
 
+def _adamax_rule(group: Mapping[str, Any]) -> Rule:
+    return _rule(adamax, group, ("exp_avg", "exp_inf"), {"betas": "betas", "eps": "eps", "decay": "weight_decay"})
+
+
+def _radam_rule(group: Mapping[str, Any]) -> Rule:
+    settings = {"betas": "betas", "eps": "eps", "decay": "weight_decay"}
+    return _rule(radam, group, ("exp_avg", "exp_avg_sq"), settings, decoupled=bool(group["decoupled_weight_decay"]))
+
+
+def _adadelta_rule(group: Mapping[str, Any]) -> Rule:
+    return _rule(adadelta, group, ("square_avg", "acc_delta"), {"rho": "rho", "eps": "eps", "decay": "weight_decay"})
+
+
 RULES: dict[type, Callable[[Mapping[str, Any]], Rule]] = {
     torch.optim.SGD: _sgd_rule,
     torch.optim.Adam: lambda group: _adam_rule(group, False),
     torch.optim.AdamW: lambda group: _adam_rule(group, True),
     torch.optim.Adagrad: _adagrad_rule,
     torch.optim.RMSprop: _rmsprop_rule,
+    torch.optim.Adamax: _adamax_rule,
+    torch.optim.RAdam: _radam_rule,
+    torch.optim.Adadelta: _adadelta_rule,
 }
 
 

@@ -87,6 +87,15 @@ class Recorder:
         """The node as a constant, where a gradient could flow through it."""
         return stop_gradient(node) if self.moves(node) else node
 
+    def make_leaf(self, tensor: Tensor) -> None:
+        """Give a tensor a node of its own, whose gradient is the tensor's alone."""
+        ref = self.ref(tensor)
+        leaf = stop_gradient(stop_gradient(ref.read()))  # once is any detached reader's
+        while self.differentiable.get(leaf):
+            leaf = stop_gradient(leaf)
+        self.differentiable[leaf] = True
+        ref.stand_for(leaf)
+
     def moves(self, node: Node) -> bool:
         """Whether any gradient could flow through it."""
         if not node.types[0].dtype.is_floating_point:

@@ -297,12 +297,12 @@ def _grad(r: Recorder, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: 
 
 @function(Tensor.requires_grad_, tensors=True)
 def _require_grad(r: Recorder, tensor: Tensor, requires_grad: bool = True) -> Tensor:
-    """A gradient may flow from here on: a checkpoint asks for it."""
+    """From here on it is a leaf that gradients are asked of: others that have its values, as what it was detached from has, are not it."""
     if r.joint or not hasattr(tensor, TAG):
         with torch._C.DisableTorchFunction():
             return tensor.requires_grad_(requires_grad)
-    if requires_grad:
-        r.differentiable[r.ref(tensor).read()] = True
+    if requires_grad and not r.moves(r.node(tensor)):
+        r.make_leaf(tensor)
     return tensor
 
 

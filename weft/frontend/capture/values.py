@@ -46,6 +46,10 @@ class Ref:
             self.version = self.cell.version
         return self._node
 
+    def stand_for(self, node: Node) -> None:
+        """Read as this node, which has the same value, until its storage is written to."""
+        self._node, self.version, self.stopped = node, self.cell.version, False
+
     def write(self, node: Node) -> None:
         """Put a new value at this place."""
         if self.steps is None:
