@@ -168,6 +168,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_line(damage: str, tmp_path
     [
         ("steps", -5, "has steps = -5"), ("steps", 1e300, "has steps = 1e+300"), ("steps", "2", "has steps = '2'"), ("steps", None, "has steps = None"),
         ("steps", True, "has steps = True"), ("skipped", [], "has skipped = []"), ("model", 3, "has model = 3"), ("order", -1, "has order = -1"),
+        ("missed", {"param.a": -1}, "has missed = {'param.a': -1}"), ("missed", 3, "has missed = 3"),
         ("version", 9, "of version 9, not 2"), ("plan", "tp2", "was changed"), ("steps", 3, "was changed"), ("index", "0" * 64, "was changed"),
     ],
 )  # fmt: skip
@@ -373,6 +374,63 @@ def test_skipped_steps_are_remembered(tmp_path: Path) -> None:
     other, _ = make("dp1")
     assert other.checkpoints(str(tmp_path)).restore() == 5
     assert other.skipped == 2
+
+
+class Growing(torch.nn.Module):
+    """A part that is trained from the third step on."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.late, self.grown = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), False
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + (self.late(x) if self.grown else 0)
+
+
+@pytest.mark.parametrize("saved", [2, 4])
+def test_parameters_count_their_own_updates_after_a_restart_too(saved: int, tmp_path: Path) -> None:
+    """Adam divides by what a parameter's own count says. What was not trained yet is in the checkpoint as well, whatever the new run began with."""
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.05)
+
+    many = [torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(7)]
+
+    def torchs() -> tuple[list[torch.Tensor], torch.nn.Module, torch.optim.Optimizer]:
+        model, losses = Growing(0), []
+        optimizer = adam(model)
+        for i, x in enumerate(many):
+            model.grown = i >= 2
+            optimizer.zero_grad()
+            losses.append(loss(model, x))
+            losses[-1].backward()
+            optimizer.step()
+        return losses, model, optimizer
+
+    def job(rank: int) -> None:
+        want, theirs, their_optimizer = torchs()
+        for seed, plan, steps in ((0, "dp2,zero1", range(saved)), (9, "dp2", range(saved, 7))):
+            model = Growing(seed)
+            model.grown = seed == 9 and saved == 2
+            step = parallelize(model, loss, adam(model), many[0], plan, check=False)
+            store = step.checkpoints(str(tmp_path / "saves"))
+            assert store.restore() == (None if seed == 0 else saved)
+            for i in steps:
+                model.grown = i >= 2
+                torch.testing.assert_close(step(many[i]), want[i].detach(), rtol=1e-10, atol=1e-12)
+            store.save()
+        for got, p in zip(step.sync_model().parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(got, p, rtol=1e-10, atol=1e-12)
+        ours = step.sync_optimizer()
+        for got, p in zip(model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(ours.state[got], their_optimizer.state[p], rtol=1e-10, atol=1e-12)
+
+    on_ranks(2, job, tmp_path)
 
 
 SCRIPT = """

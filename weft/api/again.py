@@ -127,7 +127,7 @@ class Forms:
     def choose(self, step: Step, batch: Any) -> None:
         """Make the step run the program that this call needs."""
         fits = self.brought.fits(named_batch(batch), step._batch_types, step.compiled.coords)
-        if self.impure or not (fits and step.reads.hold(batch) and self._settings_hold()):
+        if self.impure or not (fits and step.reads.hold(batch) and self._settings_hold() and step.captured.given == self.given):
             self._again(step, batch, self._shapes(step, batch, fits))
         step.read_anew()
 

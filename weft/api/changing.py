@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft import interp
+from weft.core.layout import Layout
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured
@@ -34,6 +35,7 @@ class Changing:
     program: Program
     steps: int
     skipped: int
+    losses: Any
     traced: Program
     reads: Reads | None
     forms: Forms | None
@@ -60,11 +62,29 @@ class Changing:
             found |= {f"{k}.{i}": x for i, r in enumerate(rules) for k, x in r.settings.items() if k in self.captured.given}
         return found
 
-    def stepped(self) -> None:
-        """After a call: which parameters it did not update."""
+    def stepped(self, skipped: bool = False) -> None:
+        """After a call: which parameters it did not update. One that was skipped counts for none."""
         mine = set(self.captured.states.values())
-        for p in self._missed:
+        for p in self._missed if not skipped else ():
             self._missed[p] += p not in mine
+
+    @property
+    def missed(self) -> dict[str, int]:
+        """In how many of the steps taken a parameter was not updated, of those that any was."""
+        return self._missed
+
+    def resume(self, steps: int, skipped: int, missed: Mapping[str, int]) -> None:
+        """Go on as a run that has come so far."""
+        self.steps, self.losses.skipped = steps, skipped
+        self._missed = {p: missed.get(p, 0) for p in {**self._missed, **missed}}
+        if self.count_updates() and self.forms is not None:
+            self.forms.given |= {COUNT}
+            self.forms.kept = []
+
+    def keep_for_later(self, state: Mapping[str, Tensor]) -> None:
+        """State of an optimizer that no program of this step reads yet, whole on every rank."""
+        self._state |= state
+        self._held_as |= {n: Type(x.dtype, Layout.of(self.program.mesh, tuple(x.shape))) for n, x in state.items()}
 
     def count_updates(self) -> bool:
         """Whether the program updates parameters that other steps did not; one that is new has missed all so far."""

@@ -1,6 +1,6 @@
 """Checkpoints of a step: written by all ranks at once, whole or not at all, readable under any other plan.
 
-State is saved as DTensors through torch's distributed checkpoint. A checkpoint is first a folder ending in `.partial`; only when every
+State is saved through torch's distributed checkpoint, each rank its boxes of every tensor. A checkpoint is first a folder ending in `.partial`; only when every
 rank has written is it given its name, so what has a name is complete. It says which model, plan and run it is of. What was damaged
 since is found by its sums before anything is loaded, and the one before it is taken.
 """
@@ -28,15 +28,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from weft.api.storage import Index, Reader, Writer, check_parts, digest, read_index, write_synced
+from weft.api.storage import Boxes, Index, Reader, Writer, check_parts, digest, read_index, write_synced
 from weft.core.dtensor import to_placements
 from weft.core.errors import CheckpointError
 from weft.core.files import read_json
 from weft.core.layout import Layout
+from weft.core.names import readable
 
 VERSION = 2
 META = "weft.json"
-META_BYTES = 1 << 20
+META_BYTES = 1 << 24
 NAME = re.compile(r"step-(\d+)(\.\d+)?$")  # a second run in the folder adds a number
 
 
@@ -75,14 +76,14 @@ class Store:
         partial = final.with_name(final.name + ".partial")
         state = {name: x.clone() if not wait else x for name, x in self._tensors().items()}
         meta = {"version": VERSION, "model": self._hash(), "plan": str(self.step.plan), "steps": self.step.steps}
-        meta["skipped"] = self.step.skipped
+        meta |= {"skipped": self.step.skipped, "missed": {n: k for n, k in self.step.missed.items() if k}}
         self._together(final, lambda: self._clear(partial))
         writer = Writer(partial)
         if wait:
             self._together(final, lambda: dcp.save(self._distributed(state), storage_writer=writer, process_group=self._ranks))
             self._together(final, lambda: self._seal(writer, final, meta) if _rank() == 0 else None)
         else:
-            writing = dcp.async_save(self._distributed(state), storage_writer=writer, process_group=self._ranks)
+            writing = dcp.async_save(self._distributed(state), storage_writer=writer, async_stager=writer, process_group=self._ranks)
             if _rank() == 0:  # its part is done last, when it has heard from all
                 writing = _then(writing, lambda: self._seal(writer, final, meta))
             self._pending = writing, final
@@ -205,16 +206,15 @@ class Store:
                 found=f"model {meta['model']}, saved under {meta['plan']}",
                 try_="build the model with the settings it was trained with, or give another folder",
             )
-        state = self._tensors()
-        held = self._distributed(state)
+        later = {n: (saved.shape, saved.dtype) for n, saved in index.items() if n not in self.step.state_names and n not in self._idle()}
+        state = {n: x for n, x in self._tensors().items() if n in index} | {n: self._whole(*kind) for n, kind in later.items()}
         try:
-            dcp.load(held, storage_reader=Reader(path, index), process_group=self._ranks)
+            dcp.load(self._distributed(state), storage_reader=Reader(path, index), process_group=self._ranks)
         except (CheckpointException, OSError, ValueError) as error:
             return _reason(error)
-        for name, x in held.items():
-            local = x.to_local() if hasattr(x, "to_local") else x
-            state[name].copy_(local)
-        self.step.steps, self.step.losses.skipped = meta["steps"], meta["skipped"]
+        self.step.keep_for_later({n: state[n] for n in later})
+        new = {p for n, p in self.step.captured.states.items() if n not in index}
+        self.step.resume(meta["steps"], meta["skipped"], {**meta["missed"], **dict.fromkeys(new, meta["steps"] - meta["skipped"])})
         _RUNS[self.step] = meta["run"]
         return ""
 
@@ -266,14 +266,30 @@ class Store:
     # -- tensors ---------------------------------------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Tensor]:
-        """This rank's part of everything that changes."""
-        return {n: x for n, x in self.step.state.items() if not n.startswith("constant.")}
+        """This rank's part of everything that changes, and what of the model no program has read yet."""
+        return {n: x for n, x in self.step.state.items() if not n.startswith("constant.")} | self._idle()
+
+    def _idle(self) -> dict[str, Tensor]:
+        """Parameters and buffers that are as the module has them: a later program may read them."""
+        return {n: x for n, x in self._own().items() if n not in self.step.state_names and not x.is_meta}
+
+    def _own(self) -> dict[str, Tensor]:
+        bare = getattr(self.step.model, "_orig_mod", self.step.model)
+        return {readable(f"{kind}.{n}"): x for kind, of in (("param", bare.named_parameters()), ("buffer", bare.named_buffers())) for n, x in of}
+
+    def _whole(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.step.compiled.device)
 
     def _hash(self) -> str:
-        return model_hash({n: self.step.held_as(n).shape for n in self.step.state_names if not n.startswith("constant.")})
+        """Of the model's tensors, whichever of them a program reads, and of the kinds of state its optimizer keeps."""
+        kinds = {n.removesuffix(p.removeprefix("param")): () for n, p in self.step.captured.states.items()}
+        return model_hash({n: tuple(x.shape) for n, x in self._own().items()} | kinds)
 
     def _distributed(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {n: as_dtensor(x, self.step.held_as(n).layout, self.step.compiled.device_mesh) for n, x in state.items()}
+        """The tensors as parts of the whole, in place."""
+        mesh, known = self.step.program.mesh, self.step.state_names
+        layouts = {n: self.step.held_as(n).layout if n in known else Layout.of(mesh, tuple(x.shape)) for n, x in state.items()}
+        return {n: Boxes.of(x, layouts[n], self.step.compiled.coords) for n, x in state.items()}
 
 
 # -- what a checkpoint says of itself ----------------------------------------------------------------------------------------------
@@ -299,6 +315,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         value = meta.get(name)
         if type(value) is not kind or (kind is int and not 0 <= value < 1 << 53):
             raise ValueError(f"{META} has {name} = {value!r:.60}")
+    missed = meta.get("missed")
+    if not isinstance(missed, dict) or any(type(x) is not int or not 0 < x < 1 << 53 for x in missed.values()):
+        raise ValueError(f"{META} has missed = {missed!r:.60}")
     if meta.pop("sum", None) != _sum(meta):
         raise ValueError(f"{META} was changed")
     return meta

@@ -256,10 +256,10 @@ class PipelinedStep(Step):
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
-        self.stepped()
         self.steps += 1
         self.grad_norm = out.get("grad_norm")
         self.losses.see(out["loss"], self.grad_norm, self.steps, named_batch(batch))
+        self.stepped(self.skipped > skipped)
         self._state |= before if self.skipped > skipped else {}
         return out["loss"]
 

@@ -121,10 +121,10 @@ class Step(Changing):
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
-        self.stepped()
         self.steps += 1
-        self.grad_norm = out.get("grad_norm")
+        self.grad_norm, skipped = out.get("grad_norm"), self.skipped
         self.losses.see(out["loss"], self.grad_norm, self.steps, given)
+        self.stepped(self.skipped > skipped)
         return out["loss"]
 
     def trust(self, on_nan: str, deterministic: bool) -> None:
@@ -250,7 +250,8 @@ class Step(Changing):
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
         names = [n for n in self.state_names if not n.startswith("constant.")]
-        return {n: self.full(n) for n in names} | {"steps": torch.tensor(self.steps)}
+        counts = {"steps": self.steps, "skipped": self.skipped, **{f"missed.{p}": k for p, k in self.missed.items() if k}}
+        return {n: self.full(n) for n in names} | {n: torch.tensor(k) for n, k in counts.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         missing = [n for n in self._state if not n.startswith("constant.") and n not in state]
@@ -263,13 +264,15 @@ class Step(Changing):
         for n in self._state:
             if n in state:
                 self._state[n] = self._local(n, state[n]).clone()
-        self.steps = int(state["steps"])
+        missed = {n.removeprefix("missed."): int(k) for n, k in state.items() if n.startswith("missed.")}
+        self.resume(int(state["steps"]), int(state.get("skipped", 0)), missed)
 
     def take_state(self, other: Step) -> None:
         """Go on where another step of the same model is. Held alike, tensors are taken as they are; else every rank must ask."""
         mine, theirs = self._held_as, other._held_as
         if all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
-            self._state, self.steps = {n: other._state[n] for n in self._state}, other.steps
+            self._state = {n: other._state[n] for n in self._state}
+            self.resume(other.steps, other.skipped, other.missed)
         else:
             self.load_state_dict(other.state_dict())
 
@@ -291,7 +294,7 @@ class Step(Changing):
             p = own[original(of.removeprefix("param."))]
             self.optimizer.state[p][name.removesuffix(f".{of.removeprefix('param.')}")] = self.full(name).to(p.device).clone()
             if kinds[id(p)].counts:
-                taken = self.captured.counts.get(of, 0) + self.steps - self.skipped
+                taken = self.captured.counts.get(of, 0) + self.steps - self.skipped - self.missed.get(of, 0)
                 self.optimizer.state[p]["step"] = torch.tensor(float(taken), dtype=torch.float32)
         return self.optimizer
 

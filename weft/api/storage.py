@@ -6,6 +6,7 @@ torch's distributed checkpoint plans who writes and reads which part; what is on
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -20,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from weft.core.errors import CheckpointError
 from weft.core.files import read_json
+from weft.core.layout import Layout
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30
@@ -62,14 +65,63 @@ class Saved:
 Index = Mapping[str, Saved]
 
 
+class Boxes(Tensor):
+    """A rank's part of a tensor as torch's distributed checkpoint takes it: the boxes of the whole that it holds, one or, of a cut inside a dim,
+    several. Itself it is empty; torch looks for boxes in tensors only."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    whole: torch.Size
+    parts: dict[torch.Size, Tensor]
+
+    @staticmethod
+    def of(local: Tensor, layout: Layout, coords: Mapping[str, int]) -> Boxes:
+        made = Tensor._make_subclass(Boxes, torch.empty(0, dtype=local.dtype))
+        made.whole, made.parts = torch.Size(layout.shape), {}
+        for runs in itertools.product(*(_runs(layout.positions(d, coords).tolist()) for d in range(layout.rank))):
+            held = local.detach()[tuple(slice(at, at + size) for _, at, size in runs)]
+            made.parts[torch.Size(start for start, _, _ in runs)] = held
+        return made
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.whole if dim is None else self.whole[dim]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(MetadataIndex(fqn, at), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(x), self.whole))
+            for chunk, (at, x) in zip(self.__create_chunk_list__(), self.parts.items(), strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(at, x.shape) for at, x in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.parts[torch.Size(index.offset or ())]
+
+
+def _runs(positions: list[int]) -> list[tuple[int, int, int]]:
+    """Ascending positions as runs of neighbours: where each begins in the whole and here, and how long it is."""
+    begins = [i for i, x in enumerate(positions) if i == 0 or x != positions[i - 1] + 1]
+    return [(positions[a], a, b - a) for a, b in itertools.pairwise([*begins, len(positions)])]
+
+
 # --- writing
 
 
 class Writer(StorageWriter):
     """Writes this rank's parts into a folder; on the first rank `index` has then the digest of the index of all."""
 
+    should_synchronize_after_execute = _synchronize_after_execute = False
+
     def __init__(self, folder: Path) -> None:
         self.folder, self.index = folder, ""
+
+    def stage(self, state: Any) -> Any:
+        """What is written while training goes on is a copy already."""
+        return state
+
+    def synchronize_staging(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def reset(self, checkpoint_id: Any = None) -> None:
         self.index = ""
