@@ -117,6 +117,16 @@ def _opaque(x: Any, y: Any) -> Any:
     return opaque.opaque(x, y, target="aten.logaddexp.default", call=call, keys=(), gives=(("f64", (3, 4)),))
 
 
+_LOGADDEXP = {"target": "aten.logaddexp.default", "call": (("tensor", 0), ("tensor", 1)), "keys": (), "gives": (("f64", (3, 4)),),
+              "of": (0,), "to": (0, 1), "operands": 2}  # fmt: skip
+
+
+def _pulled_twice(back: torch.Tensor, other: torch.Tensor, ct: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
+    leaves = [v.detach().requires_grad_() for v in (x, y, ct)]
+    first = torch.autograd.grad(torch.logaddexp(*leaves[:2]), leaves[:2], leaves[2], create_graph=True)
+    return torch.autograd.grad(first, leaves, (back, other))
+
+
 def _each(target: str, *numbers: Any) -> Any:
     """A torch op on each element, its operands first, then numbers."""
 
@@ -332,5 +342,14 @@ CASES = [
         smooth=False,
         inner=False,
         refused=_NEVER_CUT,
+    ),
+    case(
+        "the gradient of an opaque gradient",
+        lambda back, other, ct, x, y: (n := opaque.opaque_grad(x, y, ct, **_LOGADDEXP)).op.vjp(n, back, other),
+        _pulled_twice,
+        normal(3, 4), normal(3, 4), normal(3, 4), normal(3, 4), normal(3, 4),
+        refused=_NEVER_CUT,
+        smooth=False,
+        inner=False,
     ),
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,8 +90,9 @@ def _where_whole(types: Types, target: str) -> dict[str, Placement]:
 
 
 def _opaque_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, gives: Any, **_: Any) -> Any:
+    """Some torch leaves a summed dim of 1 where no gradient is wanted; what nobody reads may be of another size than it said."""
     found = _call(tuple(t.contiguous() for t in tensors), target, call, keys)
-    out = tuple(x.reshape(shape) for x, (_, shape) in zip(found, gives, strict=True))  # some torch leaves a summed dim of 1 where no gradient is wanted
+    out = tuple(x.reshape(shape) if x.numel() == math.prod(shape) else x for x, (_, shape) in zip(found, gives, strict=True))
     return out[0] if len(gives) == 1 else out
 
 
@@ -126,15 +129,60 @@ def _opaque_grad_run(
     with torch.enable_grad():
         args = tuple(t.detach().contiguous().requires_grad_(i in to) for i, t in enumerate(tensors[:operands]))
         out = _call(args, target, call, keys)
-        kept = [(out[i], ct) for i, ct in zip(of, tensors[operands:], strict=True) if out[i].requires_grad]
         wrt = [args[i] for i in to]
-        grads = torch.autograd.grad([o for o, _ in kept], wrt, [c for _, c in kept], allow_unused=True) if kept else [None] * len(wrt)
-    full = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, wrt, strict=True)]
-    return full[0] if len(full) == 1 else tuple(full)
+        return _one_or_all(_filled(_grads([out[i] for i in of], wrt, tensors[operands:]), wrt))
+
+
+def _grads(outs: Sequence[torch.Tensor], wrt: Sequence[torch.Tensor], cts: Sequence[torch.Tensor], **how: Any) -> Sequence[torch.Tensor | None]:
+    """Torch's gradients; None where one does not depend on what it is asked of."""
+    kept = [(o, ct) for o, ct in zip(outs, cts, strict=True) if o.requires_grad]
+    return torch.autograd.grad([o for o, _ in kept], wrt, [c for _, c in kept], allow_unused=True, **how) if kept else [None] * len(wrt)
+
+
+def _filled(found: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, like, strict=True)]
+
+
+def _one_or_all(found: list[torch.Tensor]) -> Any:
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _opaque_grad_vjp(n: Node, *backs: Node) -> Any:
+    """Torch's own gradient of its gradient, in the operands that get one and in the cotangents."""
+    out = opaque_grad_again(*n.args, *backs, **dict(n.attrs))
+    items, to, operands = iter(out), n.attr("to"), n.attr("operands")
+    return tuple(next(items) if i in to or i >= operands else None for i in range(len(n.args)))
 
 
 opaque_grad = define(
-    "opaque_grad", kind=Kind.WHOLE, infer=_opaque_grad_infer, run=_opaque_grad_run, doc="The gradient of an opaque op."
+    "opaque_grad",
+    kind=Kind.WHOLE,
+    infer=_opaque_grad_infer,
+    run=_opaque_grad_run,
+    vjp=_opaque_grad_vjp,
+    doc="The gradient of an opaque op.",
+)
+
+
+def _again_infer(types: Types, attrs: Attrs) -> Types:
+    at = _where_whole(types, attrs["target"])
+    places = (*attrs["to"], *range(attrs["operands"], attrs["operands"] + len(attrs["of"])))
+    return tuple(Type(types[i].dtype, Layout.of(types[i].mesh, types[i].shape, at)) for i in places)
+
+
+def _again_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, of: Any, to: Any, operands: int, **_: Any) -> Any:
+    given, backs = tensors[: operands + len(of)], tensors[operands + len(of) :]
+    with torch.enable_grad():
+        made = [t.detach().contiguous().requires_grad_(i in to or i >= operands) for i, t in enumerate(given)]
+        out = _call(tuple(made[:operands]), target, call, keys)
+        wrt, cts = [made[i] for i in to], made[operands:]
+        first = _grads([out[i] for i in of], wrt, cts, create_graph=True)
+        kept = [(g, back) for g, back in zip(first, backs, strict=True) if g is not None]
+        return tuple(_filled(_grads([g for g, _ in kept], [*wrt, *cts], [b for _, b in kept]), [*wrt, *cts]))
+
+
+opaque_grad_again = define(
+    "opaque_grad_again", kind=Kind.WHOLE, infer=_again_infer, run=_again_run, doc="The gradient of the gradient of an opaque op."
 )
 
 

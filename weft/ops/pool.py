@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from weft.core.errors import TypeMismatch
-from weft.core.node import Attrs, Node, Op, user_line
+from weft.core.node import DTYPE_NAMES, Attrs, Node, Op, user_line
 from weft.ops.conv import Pair, pair, windows
+from weft.ops.opaque import opaque_grad
 from weft.ops.reduce import mean
 from weft.ops.registry import Equation, Kind, Linear, Types, define
 from weft.ops.shape import expand, reshape
@@ -144,12 +145,21 @@ _max_pool2d: Op = define(
     vjp=lambda n, ct: (_max_pool2d_backward(n.args[0], ct, **dict(n.attrs)),),
     flops=lambda n: float(math.prod(n.layout.largest_local) * math.prod(n.attr("kernel"))),
 )
+
+
+def _max_backward_written(x: Node, ct: Node, kernel: Pair, stride: Pair, padding: Pair) -> Any:
+    """As torch's own gradient, which has one in turn."""
+    what = {"target": "aten.max_pool2d.default", "call": (("tensor", 0), kernel, stride, padding), "keys": ()}
+    return opaque_grad(x, ct, **what, gives=((DTYPE_NAMES[x.dtype], ct.shape),), moves=(0,), of=(0,), to=(0,), operands=1)
+
+
 _max_pool2d_backward: Op = define(
     "max_pool2d_backward",
     kind=Kind.WHOLE,
     equation=_max_backward_equation,
     run=_max_backward,
     linear=(frozenset({1}),),
+    written=_max_backward_written,
 )
 
 

@@ -97,6 +97,9 @@ EDGES = {
     "losses in half precision": (
         lambda x: F.cross_entropy(x.bfloat16().view(2, 2), torch.tensor([1, 0]), reduction="none"), row(1, 2, 3, 5),
     ),
+    "bags with the last end": (
+        lambda w: F.embedding_bag(torch.tensor([0, 1, 1]), w.view(2, 2), torch.tensor([0, 2, 3]), mode="max", include_last_offset=True), row(1, 2, 3, 4),
+    ),
     "bags with padding": (lambda w: F.embedding_bag(torch.tensor([[0, 1], [1, 1]]), w.view(2, 2), padding_idx=0), row(1, 2, 3, 4)),
 }  # fmt: skip
 
@@ -151,6 +154,9 @@ TWICE = {
     "layer_norm": lambda x: F.layer_norm(x, (3,), x[0].detach() + x[1], x[1]).sin(),
     "rms_norm": lambda x: F.rms_norm(x, (3,), x[1]).sin(),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([2, -100]), label_smoothing=0.1),
+    "an op that weft does not know": lambda x: torch.linalg.vector_norm(x, 3.0, 1) * torch.logcumsumexp(x, 1).sum(1),
+    "interpolation": lambda x: F.interpolate(x.sin()[None], size=5, mode="linear") ** 2,
+    "max_pool2d": lambda x: F.max_pool2d(torch.cat([x, x.sin()])[None, None] ** 3, (2, 1)) ** 2,
     "softplus of gelu": lambda x: F.gelu(F.gelu(x * x) * x),
 }
 
