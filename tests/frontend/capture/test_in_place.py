@@ -305,6 +305,8 @@ def test_what_is_drawn_has_its_distribution():
         "randperm": (lambda: torch.randperm(n), (n - 1) / 2, n / 3.4641),
         "rrelu": (lambda: F.rrelu(torch.full((n,), -1.0), 0.2, 0.6, training=True), -0.4, 0.1155),
         "cauchy": (lambda: (torch.empty(n).cauchy_() > 1.0).float(), 0.25, 0.433),
+        "multinomial": (lambda: torch.multinomial(torch.tensor([0.25, 0.0, 0.75]), n, replacement=True), 1.5, 0.866),
+        "first": (lambda: torch.multinomial(torch.tensor([0.2, 0.0, 0.6]).expand(n, 3), 2)[:, 0], 1.5, 0.866),
         "gumbel": (lambda: F.gumbel_softmax(torch.zeros(n, 2), hard=True)[:, 0], 0.5, 0.5),
     }
 

@@ -13,7 +13,7 @@ from weft.frontend.capture.modes import alone, aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.fill import arange, full, one_hot
-from weft.ops.order import bincount, sort
+from weft.ops.order import argmax, bincount, sort, topk
 from weft.ops.random import normal, uniform
 from weft.ops.shape import expand, reshape
 
@@ -181,6 +181,18 @@ def _randint_like(r: Recorder, x: Node, *bounds: Any, dtype: Any = None, **_: An
 def _randperm(r: Recorder, n: int, dtype: Any = None, **_: Any) -> Node:
     _, order = sort(_draw(uniform, r, (n,), torch.float64))
     return to_dtype(order, _kind(dtype, torch.int64))
+
+
+@aten("multinomial")
+def _multinomial(r: Recorder, p: Node, count: int, replacement: bool = False, generator: Any = None) -> Node:
+    """By the largest of logarithms with Gumbel noise: one of them for every number, or the first so many where none comes twice."""
+    classes, chances = p.shape[-1], w.log(to_dtype(p, torch.float64))
+    shape = (*p.shape[:-1], count, classes) if replacement else p.shape
+    noise = w.neg(w.log(_exponential(r, full(shape, 0.0, r.mesh, torch.float64))))
+    if not replacement:
+        _, found = topk(w.add(chances, noise), count)
+        return found
+    return argmax(w.add(reshape(chances, (*p.shape[:-1], 1, classes)), noise), -1)
 
 
 @function(torch.nn.functional.rrelu, torch.rrelu)
