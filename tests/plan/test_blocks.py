@@ -21,10 +21,13 @@ from weft.frontend.capture import Captured, capture
 from weft.frontend.source import load as load_model
 from weft.plan.blocks import Stack
 from weft.plan.explain import explain
+from weft.plan.layers import Layers
 from weft.plan.models import shape
+from weft.plan.pieces import Counted
 from weft.plan.plan import Plan, load
 from weft.plan.planner import Infeasible, Request, make_plan
 from weft.plan.setting import Setting
+from weft.plan.short import short_of
 from weft.plan.space import Limits
 from weft.plan.workload import Block
 from weft.report.of_plan import of_plan
@@ -139,6 +142,21 @@ def make():
     return Words(SIZES), loss, {"x": x, "y": x}
 
 
+class Wide(Layer):
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(8 * width, width)
+
+
+def mixed():
+    # units of two, and one that stands alone
+    model, own, batch = make()
+    width, heads = model.norm.weight.shape[0], model.layers[0].heads
+    kinds = [Wide, Wide, Layer, Wide, Layer, Wide, Layer]
+    model.layers = nn.ModuleList(kind(width, heads) for kind in kinds)
+    return model, own, batch
+
+
 def wide():
     from tests.plan.test_blocks import Two
 
@@ -175,9 +193,9 @@ def test_what_is_no_stack_is_planned_as_a_program(tmp_path: Path) -> None:
     assert isinstance(made, Plan) and "program" in made.layouts
 
 
-def compare(plan: Path) -> None:
+def compare(plan: Path, function: str) -> None:
     """Losses of torch, and of weft under a plan of the user's own model."""
-    own = load_model(f"{plan.parent / 'own.py'}:make", device="cpu", dtype=torch.float64)
+    own = load_model(f"{plan.parent / 'own.py'}:{function}", device="cpu", dtype=torch.float64)
     drawn = [torch.randint(0, 67, (2, 16, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
     batches = [{"x": x, "y": y} for x, y in drawn]
     want, model = [], own.model
@@ -196,14 +214,16 @@ def compare(plan: Path) -> None:
     torch.testing.assert_close([step(batch).item() for batch in batches], want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("pins", [{"pp": "2"}, {"tp": "2"}, {"zero": "3", "tp": "1", "pp": "1"}], ids=str)
-def test_the_plan_of_a_module_runs_as_it_says(tmp_path: Path, pins: dict[str, str]) -> None:
-    made = planned(tmp_path, "make", "1x2xA100", 16, pins=pins)
+@pytest.mark.parametrize(
+    ("function", "pins"), [("make", {"pp": "2"}), ("make", {"tp": "2"}), ("make", {"zero": "3", "tp": "1", "pp": "1"}), ("mixed", {"pp": "2"})], ids=str
+)
+def test_the_plan_of_a_module_runs_as_it_says(tmp_path: Path, function: str, pins: dict[str, str]) -> None:
+    made = planned(tmp_path, function, "1x2xA100", 16, pins=pins)
     assert isinstance(made, Plan)
     made = replace(made, setting=replace(made.setting, keep_gathered=False, overlap_tp=False))  # not done yet, and warned of
     made.save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json") == made
-    on_ranks(2, lambda rank: compare(tmp_path / "plan.json"), tmp_path)
+    on_ranks(2, lambda rank: compare(tmp_path / "plan.json", function), tmp_path)
 
 
 def test_a_plan_of_a_module_is_explained_and_drawn_if_its_file_may_be_run(tmp_path: Path) -> None:
@@ -216,3 +236,15 @@ def test_a_plan_of_a_module_is_explained_and_drawn_if_its_file_may_be_run(tmp_pa
     facts = of_plan(made, explained=False, run_model=True)
     assert len(facts.stages) == 2 and sum(facts.stages) == 5
     assert any("qkv.weight" in str(row) for row in facts.held)
+
+
+def test_units_of_several_blocks_and_blocks_apart_are_found(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SMALL)
+    own = load_model(f"{tmp_path / 'own.py'}:mixed", device="meta")
+    captured = capture(own.model, own.example(2, device="meta"), own.loss)
+    row = Layers(captured).row
+    assert (row.period, row.count) == (2, 3) and row.start in (0, 1)
+    short = short_of(captured)
+    assert short.repeats == 3 and len([n for n in short.program.input_names if n.endswith("qkv.weight")]) == 3
+    pieces = Counted((), (2, 1), "none", 2).find(captured)
+    assert pieces.cuts is not None and len(pieces.cuts) == 1 and not pieces.told

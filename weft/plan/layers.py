@@ -15,6 +15,7 @@ A layer may be cut in two where a single value passes, between its attention and
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from weft.core.node import Node
@@ -23,6 +24,20 @@ from weft.ops.registry import Kind
 from weft.plan.split import Cut, Forward, Region, narrow
 
 ATTENTION, FFN, WHOLE = 0, 1, 2  # which half of a layer
+PERIOD = 8  # blocks of a unit that repeats, at most
+
+
+@dataclass(frozen=True)
+class Row:
+    """`count` units of `period` blocks each, the first of them after `start` others."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def blocks(self) -> int:
+        return self.period * self.count if self.count > 1 else 0
 
 
 class Layers:
@@ -35,6 +50,30 @@ class Layers:
     @property
     def count(self) -> int:
         return len(self.blocks)
+
+    @cached_property
+    def row(self) -> Row:
+        """The longest stretch of blocks that repeats, alone or with neighbours of other kinds; of equal ones that of the shorter unit."""
+        kinds = {id(b): g for g, group in enumerate(self.forward.captured.blocks) for b in group}
+        kind, best = [kinds[id(b)] for b in self.blocks], Row(0, 1, 0)
+        for period in range(1, min(PERIOD, self.count // 2) + 1):
+            start = 0
+            for i in range(self.count + 1):
+                goes_on = i < self.count and (i < start + period or kind[i] == kind[i - period]) and (i == start or self._follows(i))
+                if not goes_on:
+                    found = Row(start, period, (i - start) // period)
+                    best = max(best, found if self._alike_ends(found) else best, key=lambda r: (r.blocks, -r.period))
+                    start = i if i == start + 1 or i < start + period else max(start + 1, i - period + 1)
+        return best
+
+    def _follows(self, i: int) -> bool:
+        """Whether a block reads what the one before it gives."""
+        return any(x in self.blocks[i].inputs for x in self.forward.given(self.blocks[i - 1]))
+
+    def _alike_ends(self, row: Row) -> bool:
+        """Whether every unit gives as much as the first, of the same types."""
+        ends = [[n.type for n in self.forward.given(self.blocks[i])] for i in range(row.start + row.period - 1, row.start + row.blocks, row.period)]
+        return row.count > 1 and all(e == ends[0] for e in ends)
 
     def nodes(self, k: int, half: int = WHOLE) -> list[Node]:
         """Of a layer, or of half of one that has a middle, in order."""
@@ -133,4 +172,4 @@ class Layers:
         return {n for n in every if sum(a in active for a in n.args) == 1 and any(a in fixed for a in n.args)}
 
 
-__all__ = ["ATTENTION", "FFN", "WHOLE", "Layers"]
+__all__ = ["ATTENTION", "FFN", "WHOLE", "Layers", "Row"]

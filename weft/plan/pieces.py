@@ -63,7 +63,7 @@ class Counted:
 
     def find(self, captured: Captured) -> Found:
         layers = Layers(captured)
-        stages = self.stages or self._alike(layers.count)
+        stages = self._in_blocks(layers) or self.stages or self._alike(layers.count)
         depth = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
         if depth != layers.count:
             lost = ["where its stages are cut"] * (len(stages) > 1) + ["what it runs again"] * self._mixed
@@ -73,6 +73,18 @@ class Counted:
         found.cuts = self._cuts(stages, layers, found.told)
         found.again = tuple(self._again(stages, layers, found.told))
         return found
+
+    def _in_blocks(self, layers: Layers) -> tuple[tuple[Piece, ...], ...]:
+        """Stages that count units of a row of blocks, counted in blocks; those before and behind the row stand at the ends."""
+        row = layers.row
+        stages = self.stages or (self._alike(row.count) if row.count >= self.count else ())
+        units = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
+        if row.blocks in (0, layers.count) and row.period == 1 or units != row.count:
+            return ()
+        made = [[(name, way, n * row.period if name == "layer" else n) for name, way, n in stage] for stage in stages]
+        made[0].insert(0, ("layer", "none", row.start))
+        made[-1].append(("layer", "none", layers.count - row.start - row.blocks))
+        return tuple(tuple(stage) for stage in made)
 
     @property
     def _mixed(self) -> bool:

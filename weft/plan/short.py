@@ -1,4 +1,4 @@
-"""A captured step made short: one of its repeated blocks between what stands before the first and what stands behind the last.
+"""A captured step made short: one of its repeated blocks, or of the groups that do, between what stands before the first and behind the last.
 
 All that is priced of a stack of equal blocks follows from it, so it costs as little to plan a hundred layers as two. Values that many blocks
 read (rotary tables, masks, an encoder's output) are read by the one that is left.
@@ -17,6 +17,7 @@ from weft.frontend.capture import Captured
 from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers
 
 FIRST, LAYER, LAST = range(3)  # parts of it
+MOST_OF_IT = 0.75  # of all blocks that a row must hold for a model to be a stack
 WAYS = ("activation", "ffn", "selective", "per-op")  # of running a part of a block again
 
 
@@ -34,39 +35,29 @@ class Short:
 
 
 def short_of(captured: Captured) -> Short:
-    """The short step; refused where no block repeats."""
+    """The short step; refused where too little repeats."""
     layers = Layers(captured)
-    ahead = layers.forward
-    if not _is_stack(layers):
-        raise PlanError("the model is no stack of equal blocks", needed="one block that repeats", found=f"{layers.count} blocks")
-    ends = [ahead.given(b) for b in layers.blocks]
-    made = remade([ahead.loss], dict(zip(ends[-1], ends[0], strict=True)))
+    ahead, row = layers.forward, layers.row
+    if row.count < 2 or row.blocks < MOST_OF_IT * layers.count:
+        found = f"{layers.count} blocks, of which {row.blocks} in a row are alike"
+        raise PlanError("the model is no stack of equal blocks", needed="most of its blocks alike, or in groups that are", found=found)
+    unit = range(row.start, row.start + row.period)
+    end, last = (ahead.given(layers.blocks[i]) for i in (unit[-1], row.start + row.blocks - 1))
+    made = remade([ahead.loss], dict(zip(last, end, strict=True)))
     loss = made[ahead.loss]
     order = toposort([loss])
     kept = set(order)
-    part = _parts(order, set(layers.nodes(0)), set(ends[0]))
+    part = _parts(order, {n for k in unit for n in layers.nodes(k)}, set(end))
     active = frozenset(made[n] for n in ahead.active if n in made) & kept
     forward = new_program(captured.program.name, captured.program.mesh, [n for n in captured.program.inputs if n in kept], {"loss": loss})
     wanted = [name for name, x in captured.parameters.items() if name in forward.input_names and x.requires_grad and x.is_floating_point()]
     program = grad(forward, "loss", wanted)
     ways = {
-        (way, half): frozenset(n for r in layers.again(0, way, half) for n in r.nodes) for way in WAYS for half in (ATTENTION, FFN, WHOLE)
-    }
-    middle = layers.middle(0)
-    half = frozenset(layers.nodes(0, ATTENTION)) if middle is not None else frozenset[Node]()
-    return Short(program, _backward_parts(program, part, active), active, layers.count, ends[0], ways, half)
-
-
-def _is_stack(layers: Layers) -> bool:
-    """Blocks of one kind, each fed by the one before it."""
-    ahead = layers.forward
-    groups = [g for g in ahead.captured.blocks if any(b in layers.blocks for b in g)]
-    if layers.count < 2 or len(groups) != 1:
-        return False
-    ends = [ahead.given(b) for b in layers.blocks]
-    return all(len(e) == len(ends[0]) and all(a.type == b.type for a, b in zip(e, ends[0], strict=True)) for e in ends) and all(
-        any(x in b.inputs for x in e) for e, b in zip(ends, layers.blocks[1:], strict=False)
-    )
+        (way, half): frozenset(n for k in unit for r in layers.again(k, way, half) for n in r.nodes)
+        for way in WAYS for half in (ATTENTION, FFN, WHOLE)
+    }  # fmt: skip
+    half = frozenset(layers.nodes(row.start, ATTENTION)) if row.period == 1 and layers.middle(row.start) is not None else frozenset[Node]()
+    return Short(program, _backward_parts(program, part, active), active, row.count, end, ways, half)
 
 
 def _parts(order: Sequence[Node], block: Collection[Node], ends: Collection[Node]) -> dict[Node, int]:
