@@ -15,10 +15,7 @@ from weft.rewrite.engine import apply_rule
 from weft.rewrite.updates import better_by_rows
 from weft.schedule import fuse, merge
 from weft.schedule.groups import FUSIBLE, is_scalar
-from weft.schedule.verbs import by_size
-
-BUCKET = 8 << 20  # bytes of gradients summed in one call
-FIRST = 1 << 20  # of the first call; the next ones double
+from weft.schedule.verbs import BUCKET, FIRST, by_size
 
 
 def is_update(n: Node) -> bool:

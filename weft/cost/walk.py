@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.cost.price import Costs
+from weft.cost.timeline import Task, Timeline
 from weft.cost.work import Collective, Op
 
 
@@ -39,7 +40,7 @@ def combine(a: Phase, x: float, b: Phase, y: float) -> Phase:
 
 @dataclass
 class Walk:
-    """Clocks of host, device and links, and what the device waited for. `events` are what ran where and when."""
+    """Clocks of host, device and links, and what the device waited for."""
 
     costs: Costs
     now: float = 0.0  # when the chain of ops so far has ended
@@ -47,8 +48,14 @@ class Walk:
     links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     causes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    events: list[tuple[str, str, float, float]] = field(default_factory=list)
+    events: list[tuple[Task, float]] = field(default_factory=list)  # what ran, and from when on
     beside: list[tuple[str, float]] = field(default_factory=list)
+
+    @property
+    def line(self) -> Timeline:
+        """What ran where and when."""
+        made = sorted((e for e in self.events if e[0].seconds > 0), key=lambda e: e[1])
+        return Timeline(tuple(t for t, _ in made), tuple(b for _, b in made), tuple(b + t.seconds for t, b in made))
 
     def phase(self) -> Phase:
         last = max([self.now, *self.links.values()])
@@ -58,9 +65,7 @@ class Walk:
 
     def op(self, op: Op) -> None:
         name = op.name or type(op).__name__.lower()
-        issue = self.costs.host(op)
-        self.events.append((name, "host", self.host, issue))
-        self.host += issue
+        self.issue(name, op)
         if isinstance(op, Collective) and op.hidden:
             self.beside.append((op.axis, self.carry(op, op.axis, max(self.host, self.now))))
             return
@@ -69,10 +74,15 @@ class Walk:
             self.wait(op.axis, self.carry(op, op.axis, self.now, hides=False))
             return
         seconds = self.costs.seconds(op)
-        self.events.append((name, "compute", self.now, seconds))
+        self.events.append((Task(name, "compute", seconds), self.now))
         self.causes["compute"] += seconds
         self.now += seconds
         self.join()
+
+    def issue(self, name: str, op: Op) -> None:
+        seconds = self.costs.host(op)
+        self.events.append((Task(name, "host", seconds, cause="host"), self.host))
+        self.host += seconds
 
     def wait(self, cause: str, until: float) -> None:
         if until > self.now:
@@ -92,7 +102,7 @@ class Walk:
         link = self.costs.link(op.axis)
         start, seconds = max(ready, self.links[link]), self.costs.seconds(op)
         self.links[link] = start + seconds
-        self.events.append((op.name or op.kind, link, start, seconds))
+        self.events.append((Task(op.name or op.kind, link, seconds, cause=op.axis), start))
         if hides:
             self.hidden[cause] += seconds
         return start + seconds

@@ -93,14 +93,7 @@ def _filled(s: Setting, devices: int) -> str:
 def detail(work: Workload, setting: Setting, cluster: Cluster) -> dict[str, Timeline]:
     """The first layer's passes op by op: what the host issues, the device computes and the links carry."""
     made = _Simulation(work, setting, cluster)
-    found = {}
-    for kind in ("forward", "backward"):
-        events = walk(made.costs[0], [Part(work.layer, 1)], made._way(kind)).events
-        tasks = tuple(Task(name, stream, seconds, cause=stream) for name, stream, _, seconds in events)
-        starts = tuple(start for _, _, start, _ in events)
-        ends = tuple(start + seconds for _, _, start, seconds in events)
-        found[f"one layer, {kind}"] = Timeline(tasks, starts, ends)
-    return found
+    return {f"one layer, {kind}": walk(made.costs[0], [Part(work.layer, 1)], made._way(kind)).line for kind in ("forward", "backward")}
 
 
 @dataclass(frozen=True)

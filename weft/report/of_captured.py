@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,9 @@ from weft.core.program import Program
 from weft.core.text import parse
 from weft.cost.memory import needed, room
 from weft.cost.timeline import Task, Timeline
-from weft.cost.work import Collective
 from weft.ops.registry import nbytes
 from weft.plan.graph.stages import FULL, MIXED, STEADY, Stage, Stager, passes
-from weft.plan.graph.timing import Placed, Run
+from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Units
 from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.plan import Plan
@@ -134,15 +133,15 @@ class _Known:
 
     def whole(self) -> dict[str, Any]:
         """One stage: every op where it runs, and memory meanwhile."""
-        watched = Watched(self.placed, self.overlap, once=True)
-        watched.run()
+        ran = self.placed.run(self.overlap, once=True)
+        ran.run()
         title = "one step" if self.rounds == 1 else "the last micro-batch"
         note = "" if self.rounds == 1 else f"The last of {self.rounds} micro-batches and the update; the others repeat it without."
         again = self.stages[0].more if self.stages else 0.0
         if again:
             note = f"{note} {len(self.stages[0].again)} parts are run again, {again * 1e3:.3g} ms beyond what is drawn.".strip()
-        memory = [] if again else list(_memory(self.placed, watched.began, watched.now, self.rounds))
-        return {"views": [View(title, {"predicted": watched.line}, note)], "memory": memory, "budget": self.budget,
+        memory = [] if again else list(_memory(self.placed, ran.began, ran.now, self.rounds))
+        return {"views": [View(title, {"predicted": ran.line}, note)], "memory": memory, "budget": self.budget,
                 "memory_note": "Of the busiest device, by what it holds."}  # fmt: skip
 
     def piped(self) -> dict[str, Any]:
@@ -153,7 +152,7 @@ class _Known:
         line = passes(self.stages, self.cluster, few, schedule, bool(self.overlap))
         line = _with_updates(line, self.stages)
         note = f"The first {few} of {self.rounds} micro-batches; the rest repeats them." if few < self.rounds else ""
-        ops = Watched(self.placed, self.overlap, once=False)
+        ops = self.placed.run(self.overlap, once=False)
         ops.run()
         views = [View("the whole step", {"predicted": line}, note),
                  View("one micro-batch, op by op", {"predicted": ops.line}, "The stages one after the other, as if they were one.")]  # fmt: skip
@@ -215,44 +214,6 @@ def _held(known: _Known) -> dict[str, Any]:
 
 def _at(stage: int | None) -> dict[str, str]:
     return {} if stage is None else {"pp": f"O({stage})"}
-
-
-# --- one pass, watched
-
-
-@dataclass
-class Watched(Run):
-    """A pass that notes what the device and the links do, and when each node began."""
-
-    tasks: list[tuple[Task, float]] = field(default_factory=list)
-    began: dict[Node, float] = field(default_factory=dict)
-
-    def compute(self, node: Node) -> None:
-        super().compute(node)
-        seconds = self.placed.seconds[node]
-        self.began[node] = self.now - seconds
-        self._note(Task(node.op.name, "compute", seconds), self.began[node])
-
-    def wait(self, until: float, cause: str) -> None:
-        self._note(Task(f"wait for {cause}", "compute", until - self.now, (), cause), self.now)
-        super().wait(until, cause)
-
-    def _carry(self, nodes: Sequence[Node], op: Collective, carried: str) -> None:
-        link, seconds = self.placed.costs.link(op.axis), self.placed.costs.seconds(op)
-        starts = max(self.links[link], max(self.at(a) for n in nodes for a in n.args))
-        self.began |= dict.fromkeys(nodes, starts)
-        name = op.kind.replace("_", " ") + (f" of {len(nodes)} tensors" if len(nodes) > 1 else "")
-        self._note(Task(name, f"communication, {op.axis}", seconds, (), op.axis), starts)
-        super()._carry(nodes, op, carried)
-
-    def _note(self, task: Task, began: float) -> None:
-        if task.seconds > 0:
-            self.tasks.append((task, began))
-
-    @property
-    def line(self) -> Timeline:
-        made = sorted(self.tasks, key=lambda item: item[1])
-        return Timeline(tuple(t for t, _ in made), tuple(b for _, b in made), tuple(b + t.seconds for t, b in made))
 
 
 def _memory(placed: Placed, began: dict[Node, float], seconds: float, rounds: int) -> Iterator[Curve]:

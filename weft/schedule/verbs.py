@@ -81,13 +81,22 @@ def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
     return apply_rule(p, rules.bucket_all(groups), [n for group in groups for n in group], f"bucket {', '.join(name_in(p, n) for n in nodes)}")
 
 
+BUCKET = 8 << 20  # bytes of gradients summed in one call
+FIRST = 1 << 20  # of the first call; the next ones double
+
+
+def is_full(size: float, more: float, most: float) -> bool:
+    """Whether a bucket of so many bytes is sent before it takes more: a half full one waits for no more."""
+    return size > 0 and (size >= most / 2 or size + more > most)
+
+
 def by_size(nodes: Sequence[Node], max_bytes: int | None, first: int | None = None) -> list[list[Node]]:
     """Runs of nodes within the bytes; with `first`, the first within so many and each up to twice as large as the one before it, and a
     half full one waits for no more: so the first starts early and the many are few."""
     groups: list[list[Node]] = [[]]
     size, most = 0, max_bytes if first is None or max_bytes is None else min(first, max_bytes)
     for n in nodes:
-        full = most is not None and (size + nbytes(n.type) > most or first is not None and size >= most / 2)
+        full = most is not None and (size + nbytes(n.type) > most if first is None else is_full(size, nbytes(n.type), most))
         if groups[-1] and full:
             groups.append([])
             size, most = 0, most if first is None else min(2 * most, max_bytes)  # type: ignore[operator, type-var]

@@ -4,7 +4,7 @@
     collective  from when its operand is there and its link is free; waited for where it is first read, or at once where the
                 system lets nothing of its kind run beside compute
     parameters  gathered one ahead of where they are needed, as they are used
-    gradients   sent in buckets of BUCKET bytes
+    gradients   sent in buckets that grow as those do that are run
 
 A step of m micro-batches is m - 1 passes without what is done once (gradients, updates) and one with it.
 """
@@ -12,8 +12,8 @@ A step of m micro-batches is m - 1 passes without what is done once (gradients, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from weft.cluster.spec import Cluster
@@ -21,23 +21,15 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.cost.memory import needed
 from weft.cost.price import Costs, compiles, on_mesh
-from weft.cost.work import Collective, Work
+from weft.cost.walk import Phase, Walk, combine
+from weft.cost.work import Collective, Op, Work
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
 from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
+from weft.schedule.verbs import BUCKET, FIRST, is_full
 
-BUCKET = 25e6
 SLICES = ("slice", "turn")  # change the layout of what is at hand; nothing travels
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Seconds of a pass and what they went into: compute, and each axis waited for; `hidden` travelled beside compute."""
-
-    seconds: float
-    causes: Mapping[str, float]
-    hidden: Mapping[str, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,25 +49,26 @@ class Placed:
         return on_mesh(self.cluster, self.program.mesh)
 
     @cached_property
-    def seconds(self) -> dict[Node, float]:
-        """Of every node that computes."""
+    def work(self) -> dict[Node, list[Op]]:
+        """Records of every node that computes."""
         work = Work(self.program, compiles(self.cluster.device))
-        return {n: sum(map(self.costs.seconds, work.of(n))) for n in self.roles.order if not is_comm(n)}
+        return {n: work.of(n) for n in self.roles.order if not is_comm(n)}
 
     def collective(self, node: Node) -> Collective:
         size = nbytes(node.type) if node.op.name == "all_gather" else nbytes(node.args[0].type)
         return Collective(node.op.name, float(size), str(node.attr("axis")))
 
-    def step(self, overlap: frozenset[str], rounds: int = 1) -> Timed:
+    def run(self, overlap: frozenset[str], once: bool) -> Run:
+        """One pass; `once`: with what is done once a step."""
+        return Run(self.costs, placed=self, overlap=overlap, once=once)
+
+    def step(self, overlap: frozenset[str], rounds: int = 1) -> Phase:
         """A step of so many micro-batches, each of the program's own batch."""
-        last = Run(self, overlap, once=True).run()
+        last = self.run(overlap, once=True).run()
         if rounds == 1:
             return last
-        plain = Run(self, overlap, once=False).run()
         more = self.accumulated * 3 / self.cluster.device.bandwidth  # read both, write the sum
-        causes = _sum(last.causes, plain.causes, rounds - 1)
-        causes["compute"] = causes.get("compute", 0.0) + more * (rounds - 1)
-        return Timed(last.seconds + (rounds - 1) * (plain.seconds + more), causes, _sum(last.hidden, plain.hidden, rounds - 1))
+        return combine(last, 1.0, self.run(overlap, once=False).run() + Phase(more, {"compute": more}), rounds - 1.0)
 
     @cached_property
     def accumulated(self) -> float:
@@ -132,27 +125,21 @@ def _before_travel(roles: Roles, node: Node) -> Node:
     return node
 
 
-def _sum(a: Mapping[str, float], b: Mapping[str, float], times: int) -> dict[str, float]:
-    return {k: a.get(k, 0.0) + times * b.get(k, 0.0) for k in {**a, **b}}
-
-
 @dataclass
-class Run:
-    """One pass over the program: clocks of the device and of the links."""
+class Run(Walk):
+    """One pass over the program."""
 
-    placed: Placed
-    overlap: frozenset[str]
-    once: bool
-    now: float = 0.0
-    links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    placed: Placed = field(kw_only=True)
+    overlap: frozenset[str] = field(kw_only=True)
+    once: bool = field(kw_only=True)
     ready: dict[Node, float] = field(default_factory=dict)
-    causes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: dict[tuple[str, str], list[Node]] = field(default_factory=lambda: defaultdict(list))
+    most: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(lambda: float(FIRST)))  # bytes of the next bucket
     came: dict[Node, str] = field(default_factory=dict)
     spent: dict[Node, float] = field(default_factory=lambda: defaultdict(float))  # of the device's time, waiting included
+    began: dict[Node, float] = field(default_factory=dict)
 
-    def run(self) -> Timed:
+    def run(self) -> Phase:
         roles = self.placed.roles
         self.ahead = _Ahead(self.placed, [n for n in roles.order if is_comm(n) and roles.carried(n) == PARAMS])
         self.given = set(self.ahead.nodes)
@@ -170,69 +157,58 @@ class Run:
                 self.send(node, roles.carried(node))
             self.spent[node] += self.now - began
         self.flush()
-        self.wait(max([self.now, *self.links.values()]), "data")
-        return Timed(self.now, dict(self.causes), dict(self.hidden))
+        self.wait("data", max([self.now, *self.links.values()]))
+        return Phase(self.now, dict(self.causes), dict(self.hidden))
 
     def at(self, node: Node) -> float:
         return self.ready.get(node, 0.0)
 
     def compute(self, node: Node) -> None:
         for a in node.args:
-            self.wait(self.at(a), self.came.get(a, "data"))
-        seconds = self.placed.seconds[node]
-        self.causes["compute"] += seconds
-        self.now += seconds
+            self.wait(self.came.get(a, "data"), self.at(a))
+        self.began[node] = self.now
+        for op in self.placed.work[node]:
+            self.op(op)
         self.ready[node] = self.now
         views = [a for a in node.args if a in self.came] if node.op.kind is Kind.VIEW else []
         if views:
             self.came[node] = self.came[views[0]]
-
-    def wait(self, until: float, cause: str) -> None:
-        if until > self.now:
-            self.causes[cause] += until - self.now
-            self.hidden[cause] = max(0.0, self.hidden[cause] - (until - self.now))
-            self.now = until
 
     def send(self, node: Node, carried: str) -> None:
         op = self.placed.collective(node)
         if node.op.name in SLICES:
             self.ready[node] = max(self.at(node.args[0]), 0.0)
             return
-        if carried == GRADS:
-            bucket = self.buckets[op.kind, op.axis]
-            bucket.append(node)
-            if any(a in self.buckets_open for a in node.args) or sum(self.placed.collective(n).bytes for n in bucket) >= BUCKET:
-                self.flush()
+        if carried != GRADS:
+            self._carry([node], op, carried)
             return
-        self._carry([node], op, carried)
+        key = op.kind, op.axis
+        full = is_full(sum(self.placed.collective(n).bytes for n in self.buckets[key]), op.bytes, self.most[key])
+        if full or any(a in self.buckets_open for a in node.args):
+            self.flush()
+        self.buckets[key].append(node)
 
     @property
     def buckets_open(self) -> set[Node]:
         return {n for bucket in self.buckets.values() for n in bucket}
 
     def flush(self) -> None:
-        """Send what waits in buckets; a collective on another's result comes after it."""
-        waiting = [(key, n) for key, bucket in self.buckets.items() for n in bucket]
+        """Send what waits in buckets."""
+        for key, nodes in self.buckets.items():
+            if nodes:
+                self._carry(nodes, Collective(key[0], sum(self.placed.collective(n).bytes for n in nodes), key[1]), GRADS)
+                self.most[key] = min(2 * self.most[key], float(BUCKET))
         self.buckets.clear()
-        while waiting:
-            inside = {n for _, n in waiting}
-            first = [(key, n) for key, n in waiting if not any(a in inside for a in n.args)]
-            for key in dict.fromkeys(k for k, _ in first):
-                nodes = [n for k, n in first if k == key]
-                size = sum(self.placed.collective(n).bytes for n in nodes)
-                self._carry(nodes, Collective(key[0], size, key[1]), GRADS)
-            waiting = [w for w in waiting if w not in first]
 
     def _carry(self, nodes: Sequence[Node], op: Collective, carried: str) -> None:
-        costs = self.placed.costs
-        link, seconds = costs.link(op.axis), costs.seconds(op)
-        begin = max(self.links[link], max(self.at(a) for n in nodes for a in n.args))
-        end = self.links[link] = begin + seconds
-        self.hidden[op.axis] += seconds
+        name = op.kind.replace("_", " ") + (f" of {len(nodes)} tensors" if len(nodes) > 1 else "")
+        self.issue(name, op)
+        end = self.carry(replace(op, name=name), op.axis, max(self.host, *(self.at(a) for n in nodes for a in n.args)))
+        self.began |= dict.fromkeys(nodes, end - self.costs.seconds(op))
         for n in nodes:
             self.ready[n], self.came[n] = end, op.axis
         if carried not in self.overlap and (carried != SPREAD or self.once):
-            self.wait(end, op.axis)
+            self.wait(op.axis, end)
 
 
 class _Ahead:

@@ -16,7 +16,7 @@ from functools import cached_property
 from weft.core.node import Node
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
-from weft.plan.graph.timing import Placed, Run
+from weft.plan.graph.timing import Placed
 
 MOST = 48  # units of one program; neighbours are joined beyond
 
@@ -132,7 +132,7 @@ class Units:
 
     def _seconds(self, units: list[Unit]) -> None:
         roles = self.placed.roles
-        plain, last = (Run(self.placed, self.overlap, once=once) for once in (False, True))
+        plain, last = (self.placed.run(self.overlap, once) for once in (False, True))
         ends = [run.run().seconds for run in (plain, last)]
         for n, seconds in plain.spent.items():
             unit = units[min(self.of[n], len(units) - 1)]
