@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,38 @@ def test_an_unknown_word_in_a_plan_is_refused() -> None:
     w = workload("mlp")
     with pytest.raises(PlanError, match="no plan 'dp2,xx3'"):
         parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan="dp2,xx3")
+
+
+def test_a_number_learnt_from_gradients_that_are_summed(tmp_path: Path) -> None:
+    """The rate of an inner step: its gradient is made of others' sums, of which the update stores nothing."""
+
+    class Inner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rate = torch.nn.Linear(4, 3), torch.nn.Parameter(torch.tensor(0.1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            own = [self.layer.weight, self.layer.bias]
+            w, b = torch.autograd.grad(self.layer(x).square().sum(), own, create_graph=True)
+            return torch.nn.functional.linear(x, own[0] - self.rate * w, own[1] - self.rate * b)
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    def job(rank: int) -> None:
+        torch.manual_seed(0)
+        ours, batch = Inner().double(), torch.randn(8, 4, dtype=torch.float64)
+        theirs = copy.deepcopy(ours)
+        step = parallelize(ours, loss, torch.optim.AdamW(ours.parameters()), batch, "dp2")
+        optimizer = torch.optim.AdamW(theirs.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            want = loss(theirs, batch)
+            want.backward()
+            optimizer.step()
+            torch.testing.assert_close(step(batch), want.detach(), rtol=1e-10, atol=0)
+
+    on_ranks(2, job, tmp_path)
 
 
 def test_inference_under_tensor_parallelism(tmp_path: Path) -> None:

@@ -328,6 +328,16 @@ def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
     on_ranks(4, job, tmp_path)
 
 
+def test_a_pipeline_that_names_no_micro_batches_takes_equal_ones(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        w = workload("gpt2")
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(3), plan="pp2")
+        assert str(step.plan) == "pp2,micro3"
+        assert step.check(w.example(3)) < 1e-9
+
+    on_ranks(2, job, tmp_path)
+
+
 def test_a_batch_of_another_shape_is_another_program() -> None:
     w = workload("gpt2")
     theirs = copy.deepcopy(w.model)

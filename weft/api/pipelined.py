@@ -83,7 +83,7 @@ def pipelined(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
-    plan = plan if known is None else _dividing(plan, cut_of(example)[0])
+    plan = plan if known is None and plan.micro else _dividing(plan, cut_of(example)[0])
     moment = Moment.now()
     micro = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)(plan.micro_batches)
     captured = micro.captured
@@ -111,7 +111,7 @@ def pipelined(
 
 
 def _dividing(plan: Named, samples: int) -> Named:
-    """For a batch of another size than the example the plan with fewer micro-batches, where as many as it says are not equal."""
+    """The plan with fewer micro-batches, where as many as it has are not equal: for a batch of another size than the example, and where it names none."""
     fewer = [n for n in range(plan.micro_batches, 0, -1) if samples % n == 0 and (plan.schedule != "interleaved" or n % plan.pp == 0)]
     return replace(plan, micro=fewer[0]) if fewer and fewer[0] != plan.micro_batches else plan
 

@@ -83,6 +83,11 @@ class _Lowering:
         components = self._components()
         self.home = {n: k for k, (nodes, _) in enumerate(components) for n in nodes}
         self.numbers = self._numbers(len(components))
+        lost = [n for n in self.outputs if is_scalar(n) and not any(n in own for own in self.numbers)]
+        if lost:
+            raise NotFusable(
+                f"group {self.group.name} gives a number made of tensors it stores nothing of", needed="totals of what is stored", found=lost[0].op.name
+            )
         self.sums = self._sums_of_totals()
         kinds: dict[Any, list[tuple[list[Node], list[Node]]]] = {}
         for nodes, outputs in components:
