@@ -156,7 +156,7 @@ def test_unknown_names() -> None:
 
 
 def test_an_unknown_facet_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="op 'add' has no facet 'speed'"):
+    with pytest.raises(AttributeError, match="'Op' object has no attribute 'speed'"):
         OPS["add"].speed  # noqa: B018
 
 
