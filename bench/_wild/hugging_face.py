@@ -320,7 +320,7 @@ hf("layoutlm", "LayoutLM", lambda k: {**tags(k), "bbox": ints(k, 16, SAMPLES, LE
    head="ForTokenClassification", **TEXT, num_labels=CLASSES, max_2d_position_embeddings=32)  # fmt: skip
 hf("patch_tst", "PatchTST", lambda k: {"past_values": reals(k, SAMPLES, 16, 2), "future_values": reals(k + 1, SAMPLES, 4, 2)}, head="ForPrediction",
    num_input_channels=2, context_length=16, patch_length=4, patch_stride=4, prediction_length=4, d_model=8, num_hidden_layers=1,
-   num_attention_heads=2, ffn_dim=16, loss="mse")  # fmt: skip
+   num_attention_heads=2, ffn_dim=16)  # fmt: skip
 
 
 # -- how transformers are used ------------------------------------------------------------------------------------------------------
