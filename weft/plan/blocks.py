@@ -54,7 +54,7 @@ class Placed:
             f"d.{name}": {a: held.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in held.get(name, {}))}
             for name in p.input_names if f"d.{name}" in p.output_names
         }  # fmt: skip
-        return placed_with(p, named.mesh, held, replace(options, fixed=frozenset({"tp", "ep"})), outputs=told)
+        return placed_with(p, named.mesh, held, options, outputs=told)
 
     @property
     def program(self) -> Program:
@@ -159,19 +159,8 @@ class Placed:
         batch, *groups, keys, _ = k.type.layout.largest_local
         back = n.op.name != "attention"
         heads = math.prod(lead) // max(1, batch)
-        return Attention(
-            batch,
-            heads,
-            math.prod(groups),
-            rows,
-            keys,
-            width,
-            bool(n.attr("causal")),
-            dtype_of(n),
-            n.op.name,
-            back=back,
-            launches=2 if back else 1,
-        )
+        causal, launches = bool(n.attr("causal")), 2 if back else 1
+        return Attention(batch, heads, math.prod(groups), rows, keys, width, causal, dtype_of(n), n.op.name, back=back, launches=launches)
 
     def _read_outside(self, n: Node, inside: Collection[Node]) -> bool:
         users = self.program.users[n]
@@ -195,7 +184,7 @@ class Placed:
         others that wait does not."""
         waits: dict[Node, bool] = {}
         for n in self.program.nodes:
-            if n not in self.ahead and not self._is_leaf(n):
+            if n not in self.ahead and n.op.kind is not Kind.SOURCE:
                 for a in n.args:
                     b = _base(a)
                     if b in self.ahead and b not in self.idle and b.op.kind is not Kind.SOURCE:
@@ -211,9 +200,6 @@ class Placed:
                 free.add(n)
                 waits.setdefault(source, False)
         return {n: _held(n) for n in waits if n not in free}
-
-    def _is_leaf(self, n: Node) -> bool:
-        return n.op.kind is Kind.SOURCE
 
     def _remakable(self, n: Node, waits: Mapping[Node, bool]) -> bool:
         sources = [_base(a) for a in n.args]

@@ -34,15 +34,13 @@ class Options:
 
     `turn` are axes along which an op kept whole that would have to gather, as attention does its keys, is cut along another dim
     instead, its operands brought there and its results back by all_to_all (context parallelism over heads).
-    `gather` are axes along which parameters are made whole wherever they are computed with, however small what they meet is; `fixed` are
-    axes along which they never are, however large.
+    `gather` are axes along which parameters are made whole wherever they are computed with, however small what they meet is.
     """
 
     scatter: frozenset[str] = frozenset()
     scatter_dim: int = -2
     turn: frozenset[str] = frozenset()
     gather: frozenset[str] = frozenset()
-    fixed: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -232,9 +230,6 @@ class _Placer:
                 ways.append(_Way(passed.places, passed.cost + _swollen(node, [args[k] for k in s], n)))
         if axis in self.options.scatter and pending and not labels:
             ways += self._scattered(eq, pending, here, args, axis, n)
-        if axis in self.options.fixed:
-            stay = [k for k, a in enumerate(node.args) if isinstance(here[k], S) and (a in self.alone or _is_parameter(a))]
-            ways = [w for w in ways if all(w.places[k] == here[k] for k in stay)] or ways
         return sorted(ways, key=lambda w: w.cost)
 
     def _scattered(
