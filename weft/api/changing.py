@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft import interp
+from weft.api.own_values import OptimizerState, Own, digest
+from weft.core.errors import RuntimeFault
 from weft.core.layout import Layout
+from weft.core.names import original
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 # what belongs to the run, whichever program it runs
 RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
-                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate"})  # fmt: skip
+                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate", "own", "optimizer_state", "_synced_at"})  # fmt: skip
 
 
 class Changing:
@@ -39,6 +42,9 @@ class Changing:
     traced: Program
     reads: Reads | None
     forms: Forms | None
+    own: Own
+    optimizer_state: OptimizerState
+    _synced_at: int
     _state: dict[str, Tensor]
     _held_as: dict[str, Type]
     _batch_types: Mapping[str, Type]
@@ -48,10 +54,54 @@ class Changing:
 
     def ready(self, batch: Any) -> None:
         """Before a call: the program that what Python says now asks for, with tensors kept there as they are now."""
+        self.take_written()
         if self.forms is not None:
             self.forms.choose(self, batch)
             numbers = self.reads.numbers(batch) if self.reads is not None else {}
             self.forms.together.see({**self._settings(), **numbers})
+
+    @property
+    def synced(self) -> bool:
+        """Whether the user's module has the values of the step: at the beginning, and from `sync_model` to the next step."""
+        return self._synced_at == self.own.times
+
+    @synced.setter
+    def synced(self, value: bool) -> None:
+        self._synced_at = self.own.times if value else -1
+
+    def take_written(self) -> None:
+        """Values that the user wrote into the module become the step's; refused where they were made of old ones."""
+        if self.optimizer_state.written():
+            raise RuntimeFault(
+                "the optimizer's state was changed after the step was made",
+                needed="state that the optimizer has when it is given to parallelize: from then on the step keeps it",
+                found=f"other state of {type(self.optimizer).__name__} at step {self.steps}",
+                try_=("optimizer.load_state_dict(...) before weft.parallelize(...)", "step.checkpoints(folder).restore() for a saved run"),
+            )
+        written = self.own.written()
+        if not written:
+            return
+        if not self.synced:
+            names = [original(n.partition(".")[2]) for n in written]
+            raise RuntimeFault(
+                "values were written into the module while the step has others",
+                needed="step.sync_model() before the module is read or written: after a step its values are old ones",
+                found=f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} written after step {self.steps}",
+                try_=("step.sync_model(), then write, then step(batch)", "step.load_state_dict(...), which writes into the step itself"),
+            )
+        told = self.forms.together.answers(digest(written), "what was written into the module") if self.forms is not None else []
+        if len(set(told)) > 1:
+            raise RuntimeFault(
+                "ranks have written other values into the module",
+                needed="the same values on every rank",
+                found=f"rank {next(r for r, said in enumerate(told) if said != told[0])} has others than rank 0",
+                try_="load the same file on every rank",
+            )
+        for name in [n for n in written if n in self._state]:
+            local = interp.take_local(written[name].detach(), self._held_as[name].layout, self.compiled.coords)
+            self._state[name] = local.to(self.compiled.device).clone()
+        self.own.remember()
+        self.synced = True
 
     def _settings(self) -> dict[str, float]:
         """The optimizer's settings that are inputs, as they are now."""
@@ -64,6 +114,7 @@ class Changing:
 
     def stepped(self, skipped: bool = False) -> None:
         """After a call: which parameters it did not update. One that was skipped counts for none."""
+        self.synced = False
         mine = set(self.captured.states.values())
         for p in self._missed if not skipped else ():
             self._missed[p] += p not in mine
@@ -74,8 +125,9 @@ class Changing:
         return self._missed
 
     def resume(self, steps: int, skipped: int, missed: Mapping[str, int]) -> None:
-        """Go on as a run that has come so far."""
-        self.steps, self.losses.skipped = steps, skipped
+        """Go on as a run that has come so far. What a checkpoint has of the module that no program reads was put there."""
+        self.own.remember()
+        self.steps, self.losses.skipped, self.synced = steps, skipped, False
         self._missed = {p: missed.get(p, 0) for p in {**self._missed, **missed}}
         if self.count_updates() and self.forms is not None:
             self.forms.given |= {COUNT}

@@ -187,21 +187,25 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def itself(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[Pair]:
-    """Both as they are; afterwards every tensor and every plain attribute is what it was."""
-    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers())]
-    state = None if optimizer is None else copy.deepcopy({i: dict(s) for i, s in enumerate(optimizer.state.values())})
-    owners = None if optimizer is None else list(optimizer.state)
-    try:
-        with attributes_kept(model):
-            yield model, optimizer
-    finally:
-        with torch.no_grad():
-            for t, value, grad in tensors:
-                t.copy_(value)
-                t.grad = grad
-        if owners is not None:
-            optimizer.state.clear()
-            optimizer.state.update({p: state[i] for i, p in enumerate(owners)})  # type: ignore[index]
+    """Both as they are; afterwards every tensor, its version too, and every plain attribute is what it was."""
+    kept = [] if optimizer is None else [(p, state, dict(state)) for p, state in optimizer.state.items()]
+    held = [x for _, _, own in kept for x in own.values() if isinstance(x, Tensor)]
+    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers(), *held)]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(t for t, _, _ in tensors)):
+        try:
+            with attributes_kept(model):
+                yield model, optimizer
+        finally:
+            with torch.no_grad():
+                for t, value, grad in tensors:
+                    t.copy_(value)
+                    t.grad = grad
+            if optimizer is not None:
+                optimizer.state.clear()
+                for p, state, own in kept:
+                    state.clear()
+                    state.update(own)
+                    optimizer.state[p] = state
 
 
 # -- the step --------------------------------------------------------------------------------------------------------------------------

@@ -314,6 +314,7 @@ class PipelinedStep(Step):
 
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""
+        self.take_written()
         if self._evaluate is None or not self._evaluate.reads.hold(batch):
             self._evaluate = _Evaluation(self, batch)
         return self._evaluate(batch)

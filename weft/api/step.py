@@ -20,6 +20,7 @@ from weft.api.eager import How
 from weft.api.judge import Case, Verdict, judge, judge_now
 from weft.api.judge_pass import LossCase
 from weft.api.noise import INPUT, Noise, Probe
+from weft.api.own_values import OptimizerState, own_of
 from weft.api.trust import Losses, exactly, require_exact, seen_by_first
 from weft.api.watch import watch
 from weft.core.errors import RuntimeFault
@@ -80,6 +81,8 @@ class Step(Changing):
         self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
         self._missed = dict.fromkeys(captured.states.values(), 0)
         self._state = self._initial_state()
+        self.own, self.optimizer_state = own_of(model), OptimizerState(optimizer)
+        self.synced = True
         self._evals: list[tuple[Captured, dict[str, tuple[int, ...]], Compiled]] = []
         self.noise = Noise()
         self._probe = Probe(program, self.compiled.coords, self.noise, device) if INPUT in program.input_names else None
@@ -147,6 +150,7 @@ class Step(Changing):
 
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""
+        self.take_written()
         run, captured = self._evaluation(batch)
         types = {n: node.type for n, node in run.program.input_names.items() if n.startswith("batch.")}
         values = {**self._state, **self._batch(batch, types), **self._numbers()}
@@ -271,8 +275,9 @@ class Step(Changing):
         """Go on where another step of the same model is. Held alike, tensors are taken as they are; else every rank must ask."""
         mine, theirs = self._held_as, other._held_as
         if all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
-            self._state = {n: other._state[n] for n in self._state}
+            self._state, synced = {n: other._state[n] for n in self._state}, other.synced
             self.resume(other.steps, other.skipped, other.missed)
+            self.synced = synced
         else:
             self.load_state_dict(other.state_dict())
 
@@ -284,6 +289,8 @@ class Step(Changing):
                 kind, _, key = name.partition(".")
                 if kind in ("param", "buffer"):
                     own[original(key)].copy_(self.full(name))
+        self.own.remember()
+        self.synced = True
         return self.model
 
     def sync_optimizer(self) -> torch.optim.Optimizer:
@@ -296,6 +303,7 @@ class Step(Changing):
             if kinds[id(p)].counts:
                 taken = self.captured.counts.get(of, 0) + self.steps - self.skipped - self.missed.get(of, 0)
                 self.optimizer.state[p]["step"] = torch.tensor(float(taken), dtype=torch.float32)
+        self.optimizer_state.remember()
         return self.optimizer
 
     # -- trust -----------------------------------------------------------------------------------------------------------------
