@@ -58,6 +58,7 @@ PROGRAM = """program m(dp=4, tp=2)
   %param.b = input()    f32[8] dp:R tp:R
   %batch.x = input()    f32[64, 8] dp:{dp} tp:R
   %0 = matmul(%batch.x, %param.w)    f32[64, 8] dp:{dp} tp:S(1)
+  return out=%0
 """
 
 

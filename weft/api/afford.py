@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.ops.registry import flops, nbytes
 
@@ -63,7 +64,7 @@ def seconds(program: Program, device: torch.device) -> float:
 
 def memory(program: Program, count: int) -> float:
     """Bytes: parameters and state in two copies with gradients, and the most that is alive at once on a part of the example."""
-    held = sum(nbytes(n.type) for n in program.inputs if not n.attr("name").startswith("batch."))
+    held = sum(nbytes(n.type) for n in program.inputs if n.role is not Role.BATCH)
     return 3.0 * held + 1.5 * alive(program) / count
 
 

@@ -26,6 +26,7 @@ from weft.cluster.spec import Cluster
 from weft.core import native
 from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.core.text import parse
 from weft.cost.memory import peak_bytes
 from weft.cost.simulate import predict
@@ -120,7 +121,7 @@ def prepare(captured: Captured, named: Named, wish: Wish = Wish(), device: torch
 
 
 def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
-    shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
+    shapes = {n: node.shape for n, node in captured.program.inputs_for(Role.PARAMETER).items()}
     held = resolve(wish.pins, shapes, named.mesh.sizes)
     layouts, options = input_layouts(captured.program, named, captured.states, held)
     source = captured.program if wish.noise else by_rows(captured.program)  # noise is told by sums of whole gradients
@@ -196,10 +197,10 @@ def with_doubles(where: Cluster) -> Cluster:
 
 def words(captured: Captured, world: int) -> Iterator[Named]:
     """Every plan by name for so many processes; cp and ep where the step has sequences and experts to cut."""
-    batch = [n for name, n in captured.program.input_names.items() if name.startswith("batch.") and n.ndim]
+    batch = [n for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim]
     rows = min((n.shape[0] for n in batch), default=1)
     length = min((n.shape[1] for n in batch if n.ndim > 1), default=1)
-    stacked = any(n.ndim > 2 for name, n in captured.program.input_names.items() if name.startswith("param."))
+    stacked = any(n.ndim > 2 for n in captured.program.inputs_for(Role.PARAMETER).values())
     for dp in divisors(world):
         for cp in divisors(world // dp):
             for ep in divisors(world // dp // cp) if stacked else [1]:
@@ -311,7 +312,7 @@ class _Pool:
         """Bytes of state, which no room can be made in."""
         program = self.programs[name][1]
         inputs = program.inputs if program is not None else ()
-        return float(sum(nbytes(n.type) for n in inputs if not str(n.attr("name")).startswith("batch.")))
+        return float(sum(nbytes(n.type) for n in inputs if n.role is not Role.BATCH))
 
     # -- choosing
 
@@ -365,7 +366,7 @@ class _Pool:
         from weft.plan.layouts import OnCluster, choose
 
         mesh = named.mesh
-        shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
+        shapes = {n: node.shape for n, node in captured.program.inputs_for(Role.PARAMETER).items()}
         pins = {n: [p] for n, p in resolve(self.wish.pins, shapes, mesh.sizes).items()}
         prices = OnCluster(self.where, mesh)
         program = choose(captured.program, mesh, prices, memory=self.memory, blocks=captured.blocks, pins=pins).program

@@ -151,17 +151,18 @@ class Changing:
     def become(self, form: dict[str, Any]) -> None:
         """Run another program from here on; state goes over as it is, or is laid out anew where that program holds it otherwise."""
         state, held = form["_state"], form["_held_as"]
-        known = {n: x for n, x in self._state.items() if not n.startswith("constant.")}
+        fixed = {**self.captured.constants, **form["captured"].constants}
+        known = {n: x for n, x in self._state.items() if n not in fixed}
         for name, type_ in held.items():
             before = self._held_as.get(name)
-            if before is None or name.startswith("constant."):
+            if before is None or name in fixed:
                 known |= {name: state[name]} if name in state else {}
             elif before.layout != type_.layout:
                 whole = gathered(before.layout, self._state.get(name), self.compiled)
                 present = type_.layout.present(form["compiled"].coords)
                 known |= {name: interp.take_local(whole, type_.layout, form["compiled"].coords).clone()} if present else {}
-        form["_state"] = {n: x for n, x in state.items() if n.startswith("constant.")}
-        held = {**{n: t for n, t in self._held_as.items() if not n.startswith("constant.")}, **held}
+        form["_state"] = {n: x for n, x in state.items() if n in fixed}
+        held = {**{n: t for n, t in self._held_as.items() if n not in fixed}, **held}
         self.__dict__.update({k: x for k, x in form.items() if k not in RUNNING})
         self._state, self._held_as = known, held
         if self._probe is not None:

@@ -18,6 +18,7 @@ from weft.api.trust import seen_by_first, verified
 from weft.core.errors import CaptureError, PlanError, RuntimeFault
 from weft.core.layout import S
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads, as_before, evaluating, holds_traced
 from weft.frontend.capture.step import named_batch
@@ -125,7 +126,8 @@ class Inference:
             first = place(free, mesh, layouts, options, outputs={n: {} for n in written})
             found = {held: first.output_names[n].layout.placements for n, held in written.items()}
             self._held |= {n: {a: p for a, p in places.items() if isinstance(p, S)} for n, places in found.items()}
-        self._held = {**{n: p for n, p in layouts.items() if n.startswith("param.")}, **self._held}
+        params = program.inputs_for(Role.PARAMETER)
+        self._held = {**{n: p for n, p in layouts.items() if n in params}, **self._held}
         known = {n: p for n, p in self._held.items() if n in program.input_names}
         return place(program, mesh, {**layouts, **known}, options)
 
@@ -135,7 +137,7 @@ class Inference:
         if self.named.tp == 1:
             return {}
         held = {held for _, held in program.state}
-        may = {n: node for n, node in program.input_names.items() if n.startswith("param.") or n in held}
+        may = {n: node for n, node in program.input_names.items() if node.role is Role.PARAMETER or n in held}
         cuts = tensor_cuts(program, program.outputs[0][1], may, self.named.tp)
         return {n: {**layouts.get(n, {}), "tp": cut} for n, cut in cuts.items()}
 

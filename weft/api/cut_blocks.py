@@ -159,7 +159,7 @@ class Cut:
                 own[node] = named_own(path, name)
                 tensors[own[node]] = t
         given = {n: input_node(f"x.{i}", n.type) for i, n in enumerate(call.arguments)}
-        at = {**{n: input_node(name, n.type) for n, name in own.items()}, **given}
+        at = {**{n: input_node(name, n.type, n.role) for n, name in own.items()}, **given}
         if any(n in at or not n.args for n in call.returned) or _in_turn(call.returned, at):
             return None  # it hands on what it was given, or what others make of its results too: a gradient has two ways then
         made = cut_at([*call.returned, *(n for _, n in call.written)], at)

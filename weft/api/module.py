@@ -29,6 +29,7 @@ from weft.core.errors import CaptureError, PlanError, RuntimeFault
 from weft.core.layout import Layout, Placement, S
 from weft.core.names import original, part, readable
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import leaves
 from weft.frontend.capture.guards import Change, Reads, holds_traced
@@ -119,7 +120,7 @@ class Sharded:
         outs = [n for n in program.output_names if n.startswith(OUT)]
         grads = [n for n in program.output_names if n.startswith(GRAD)]
         state = [n for n in program.output_names if n not in grads and n not in outs]
-        forward, backward = in_turn(program, [[*outs, *state], grads], lambda name: name.startswith("param."))
+        forward, backward = in_turn(program, [[*outs, *state], grads], (Role.PARAMETER,))
         return Passes(both, forward, backward, tuple(outs), nest)
 
     def _evaluating(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
@@ -132,7 +133,7 @@ class Sharded:
 
     def _placed(self, captured: Captured) -> Program:
         layouts, options = input_layouts(captured.program, self.plan, {})
-        rows = next((n.shape[0] for name, n in captured.program.input_names.items() if name.startswith("batch") and n.ndim), 0)
+        rows = next((n.shape[0] for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim), 0)
         wanted = {n: self._held(captured.program, n, layouts, rows) for n in captured.program.output_names if n.startswith("out")}
         return place(captured.program, self.plan.mesh, layouts, options, outputs=wanted)
 
@@ -217,7 +218,7 @@ class Sharded:
         out = {}
         for program in (passes.forward, passes.backward):
             for name, node in program.input_names.items() if program is not None else ():
-                if not name.startswith((CTS, "kept.", "param.")):
+                if node.role is not Role.PARAMETER and not name.startswith((CTS, "kept.")):
                     out[name] = self._part(name, known.get(name), node.layout)
         return out
 

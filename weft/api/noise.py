@@ -24,6 +24,7 @@ from weft.core.errors import PlanError
 from weft.core.layout import Layout, Mesh, P
 from weft.core.node import Node, Type
 from weft.core.program import Program, new_program
+from weft.core.role import Role
 from weft.ops import comm, pointwise
 from weft.ops.reduce import sum_
 from weft.ops.registry import Kind
@@ -131,7 +132,7 @@ class Probe:
     """Carries one program's numbers from a step to the next."""
 
     def __init__(self, program: Program, coords: Mapping[str, int], noise: Noise, device: torch.device) -> None:
-        rows = [n.layout for name, n in program.input_names.items() if name.startswith("batch.") and n.ndim]
+        rows = [n.layout for n in program.inputs_for(Role.BATCH).values() if n.ndim]
         self.noise, self.copies = noise, program.mesh.sizes[AXIS]
         self.batch, self.mine = rows[0].shape[0], rows[0].local_shape(coords)[0]
         self.type = program.input_names[INPUT].type

@@ -15,6 +15,7 @@ from weft.api.apart import Apart, allowed, compared
 from weft.api.blockwise import random_of, valued
 from weft.api.cut_blocks import cut_at, program_of
 from weft.core.node import Node
+from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 from weft.ops.source import input_node
@@ -47,7 +48,7 @@ def _compared(captured: Captured, case: Case, group: dict[str, Any], name: str, 
     random, given = torch.Generator().manual_seed(0), update.args[1]
     states = {n: p for n, p in captured.states.items() if p == name}
     outputs = {n: captured.program.output_names[n] for n in (name, *states)}
-    made = cut_at(outputs.values(), {given: input_node("batch.gradient", given.type)})
+    made = cut_at(outputs.values(), {given: input_node("batch.gradient", given.type, Role.BATCH)})
     program = program_of({n: made[x] for n, x in outputs.items()}, name)
     p = valued(captured.parameters[name], case.device, random)
     gradient = random_of(p.shape, p.dtype, case.device, random)

@@ -28,9 +28,10 @@ from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout, S
 from weft.core.node import Type
 from weft.core.program import Program, new_program
+from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads, as_before, evaluating
-from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, is_given, micro_batch, require_gradients, require_parts
+from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, micro_batch, require_gradients, require_parts
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
@@ -190,6 +191,7 @@ class PipelinedStep(Step):
         found: Found | None = None,
     ) -> None:
         self.micro, captured = micro, micro.captured
+        self._ahead = captured.program.inputs_for(Role.AHEAD)
         made = laid(captured, plan, pinned or {}, exact, guarded if guard else None, found, micro.first)
         self.line, self.stages, self.held, self.options = made.line, made.stages, made.held, made.options
         self._made_of = captured, found
@@ -214,8 +216,8 @@ class PipelinedStep(Step):
         programs = [self.micro.captured.program, *([self.micro.first] if self.micro.first is not None else ())]
         found: dict[str, Type] = {}
         for p, times in zip(programs, (self.micro.parts, 1), strict=False):
-            for name, n in p.input_names.items():
-                if name.startswith("batch.") and name not in found:
+            for name, n in p.inputs_for(Role.BATCH).items():
+                if name not in found:
                     dim = self.micro.dims.get(name)
                     shape = tuple(size * (times if d == dim else 1) for d, size in enumerate(n.shape))
                     found[name] = Type(n.dtype, Layout.of(self.plan.mesh, shape, self._places(name, shape, dim)))
@@ -268,7 +270,7 @@ class PipelinedStep(Step):
         given = self._given(batch)
         readable = {**self._readable(self._spread), **state}
         first = self._first({**readable, **given, **self._seed(0)}) if self._first is not None else {}
-        parts, ahead = self._micro_batches(given), {n: x for n, x in first.items() if is_given(n)}  # buffers are read as they were
+        parts, ahead = self._micro_batches(given), {n: x for n, x in first.items() if n in self._ahead}  # buffers are read as they were
         with doing(f"the stages of {self.captured.program.name}"):
             sums, buffers = self.runner.run(readable, lambda k: {**parts[k], **ahead, **self._seed(k)}, self.micro.summed)
         state |= {n: x for n, x in {**buffers, **first}.items() if n in state}
@@ -372,7 +374,7 @@ def _batch_types(stages: tuple[Placed, ...]) -> dict[str, Type]:
     found: dict[str, Type] = {}
     for s in stages:
         for p in s.turns:
-            found |= {n: Type(x.dtype, _without_pp(x.type)) for n, x in p.input_names.items() if n.startswith("batch.")}
+            found |= {n: Type(x.dtype, _without_pp(x.type)) for n, x in p.inputs_for(Role.BATCH).items()}
     return found
 
 
@@ -393,7 +395,7 @@ class _Evaluation:
         self.reads.in_any_mode()
         plan, program = step.plan, self.captured.program
         held, options = input_layouts(program, plan, {})
-        held |= {n: places for n, places in step.held.items() if n in program.input_names and not n.startswith("batch.")}
+        held |= {n: places for n, places in step.held.items() if n in program.input_names and program.input_names[n].role is not Role.BATCH}
         laid: dict[str, Any] = {}
         stages = split_like(self.captured, step.stages)
         self.stages = tuple(place_stage(s, plan, held, options, laid) for s in stages)

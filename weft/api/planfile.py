@@ -17,14 +17,14 @@ from weft.core.errors import PlanError
 from weft.core.layout import R, S
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.core.text import parse
+from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.plan.carried import carried
 from weft.plan.named import Named
 from weft.plan.pieces import Found, Pieces, pieces_of, run_again
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Options, Placements, place
-from weft.plan.plan import Plan, load
+from weft.plan.plan import Plan, load, step_of
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import moves_of, rewritten
 from weft.plan.rewritten import Move
@@ -94,7 +94,7 @@ class Followed:
     def _require_same_model(self, captured: Captured) -> None:
         assert self.program is not None
         own = {n: tuple(x.shape) for n, x in captured.parameters.items()}
-        theirs = {n: x.shape for n, x in self.program.input_names.items() if n.startswith("param.")}
+        theirs = {n: x.shape for n, x in self.program.inputs_for(Role.PARAMETER).items()}
         odd = next((n for n in {**theirs, **own} if own.get(n) != theirs.get(n)), None)
         if odd is not None:
             words = [f"{list(shapes[odd])}" if odd in shapes else "none" for shapes in (theirs, own)]
@@ -175,7 +175,7 @@ def from_file(path: str) -> Followed:
         warnings.warn(f"of the plan {path} this is not followed: {'; '.join(ignored)}", stacklevel=3)
     rounds = 1 if plan.shares or plan.setting.pp > 1 else plan.setting.micro_batches
     text = plan.layouts.get("program")
-    made = parse(text) if text else None
+    made = step_of(text) if text else None
     unsaid = tuple(plan.layouts.get("rules", ())) if "moves" not in plan.layouts else ()
     pins, moves, words = tuple(plan.limits.get("layouts", ())), moves_of(plan.layouts), plan.named
     if moves is not None and rounds > 1:  # moves are made on the step of one micro-batch

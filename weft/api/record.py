@@ -22,6 +22,7 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import WeftError
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
+from weft.core.role import Role
 from weft.core.text import node_names
 from weft.cost.simulate import cause_of, name_of, predict
 from weft.cost.timeline import Seen, Task, Timeline
@@ -162,17 +163,19 @@ def digest(program: Program) -> str:
 # --- what a program is, as data
 
 
+KINDS = {Role.PARAMETER: "param", Role.BUFFER: "buffer", Role.BATCH: "batch"}
+
+
 def tensors(program: Program, states: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every input that is held: what it is, and along which axes it is cut."""
     found = []
     for name, node in program.input_names.items():
-        kind, _, key = name.partition(".")
-        role = "state" if name in states else kind
+        role = "state" if name in states else KINDS.get(node.role)
         places = {a: str(p) for a, p in node.layout.placements.items() if str(p) != "R"}
         local = list(node.layout.largest_local)
-        if role in ("param", "state", "buffer", "batch"):
+        if role is not None:
             found.append(
-                {"name": key, "role": role, "shape": list(node.shape), "local": local, "dtype": DTYPE_NAMES[node.dtype], "places": places}
+                {"name": name.partition(".")[2], "role": role, "shape": list(node.shape), "local": local, "dtype": DTYPE_NAMES[node.dtype], "places": places}
             )
     return found
 
@@ -203,7 +206,7 @@ def _main_dtype(program: Program) -> str:
 
 def _taken(program: Program) -> tuple[str, float]:
     """Tokens where a batch has rows of whole numbers, else samples."""
-    batch = [n for name, n in program.input_names.items() if name.startswith("batch.") and n.ndim]
+    batch = [n for n in program.inputs_for(Role.BATCH).values() if n.ndim]
     words = [n for n in batch if n.ndim == 2 and not n.dtype.is_floating_point]
     if words:
         return "tokens", float(words[0].shape[0] * words[0].shape[1])

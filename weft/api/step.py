@@ -28,6 +28,7 @@ from weft.core.layout import R
 from weft.core.names import original
 from weft.core.node import Type
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads, as_before, evaluating
 from weft.frontend.capture.optimizers import COUNT
@@ -76,7 +77,7 @@ class Step(Changing):
         self.traced = captured.program  # as it was captured, before anything was made of it
         self.reads = captured.reads
         self.forms: Forms | None = None
-        self._batch_types = {n: node.type for n, node in program.input_names.items() if n.startswith("batch.")}
+        self._batch_types = {n: node.type for n, node in program.inputs_for(Role.BATCH).items()}
         known = {**captured.states, **captured.parameters, **captured.buffers, **captured.constants}
         self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
         self._missed = dict.fromkeys(captured.states.values(), 0)
@@ -152,7 +153,7 @@ class Step(Changing):
         """The loss alone, in evaluation mode; nothing changes."""
         self.take_written()
         run, captured = self._evaluation(batch)
-        types = {n: node.type for n, node in run.program.input_names.items() if n.startswith("batch.")}
+        types = {n: node.type for n, node in run.program.inputs_for(Role.BATCH).items()}
         values = {**self._state, **self._batch(batch, types), **self._numbers()}
         for n, x in cast(Reads, captured.reads).tensors_now(captured.constants).items():
             if n in run.program.input_names:
@@ -253,12 +254,12 @@ class Step(Changing):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
-        names = [n for n in self.state_names if not n.startswith("constant.")]
+        names = [n for n in self.state_names if n not in self.captured.constants]
         counts = {"steps": self.steps, "skipped": self.skipped, **{f"missed.{p}": k for p, k in self.missed.items() if k}}
         return {n: self.full(n) for n in names} | {n: torch.tensor(k) for n, k in counts.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        missing = [n for n in self._state if not n.startswith("constant.") and n not in state]
+        missing = [n for n in self._state if n not in self.captured.constants and n not in state]
         if missing:
             raise RuntimeFault(
                 "the state does not belong to this model",
@@ -286,9 +287,8 @@ class Step(Changing):
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         with torch.no_grad():
             for name in self.state_names:
-                kind, _, key = name.partition(".")
-                if kind in ("param", "buffer"):
-                    own[original(key)].copy_(self.full(name))
+                if name in self.captured.parameters or name in self.captured.buffers:
+                    own[original(name.partition(".")[2])].copy_(self.full(name))
         self.own.remember()
         self.synced = True
         return self.model
@@ -328,7 +328,7 @@ class Step(Changing):
     def _against_torch(self, captured: Captured, batch: Any, inputs: Values) -> float:
         """The largest relative difference between the captured step and the user's own module in plain torch."""
         case = Case(self.model, self.loss, self.optimizer, self.how, self.compiled.device)
-        given = {n: inputs[n] for n in captured.program.input_names if not n.startswith("batch.")}
+        given = {n: inputs[n] for n, node in captured.program.input_names.items() if node.role is not Role.BATCH}
         verdict = seen_by_first(lambda: judge_now(captured, case, batch, given))
         told = [verdict.worst if verdict is not None else 0.0]
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -16,11 +16,10 @@ from torch import Tensor
 from weft.api.schedule import is_update, unfold_updates, updated
 from weft.core.errors import PlanError, RuleError, RuntimeFault, WeftError
 from weft.core.layout import Layout
-from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.ops.pointwise import isfinite, logical_and, where
-from weft.ops.source import input_node
+from weft.ops.source import input_held
 from weft.runtime.replay import is_accelerator, mark, pinned
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def _as_updated(single: Program, sharded: Program) -> Program:
 def _with_inputs(single: Program, sharded: Program) -> Program:
     """The captured program with every input the other has: what a measurement carries through it is read by none of its nodes."""
     more = [n for name, n in sharded.input_names.items() if name not in single.input_names]
-    own = [input_node(n.attr("name"), Type(n.dtype, Layout.of(single.mesh, n.shape))) for n in more]
+    own = [input_held(n, Layout.of(single.mesh, n.shape)) for n in more]
     return single.with_outputs(single.outputs, "", inputs=(*single.inputs, *own)) if more else single
 
 

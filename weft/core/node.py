@@ -15,6 +15,7 @@ import torch
 
 from weft.core.errors import NoSuchMethod, TypeMismatch, UnknownName, WeftError
 from weft.core.layout import Layout, Mesh, Placement
+from weft.core.role import Role
 
 DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
@@ -176,6 +177,12 @@ class Node:
     @property
     def mesh(self) -> Mesh:
         return self.types[0].mesh
+
+    @property
+    def role(self) -> Role | None:
+        """What an input is for, where that is known."""
+        role: Role | None = self.attr("role")
+        return role
 
     @property
     def ndim(self) -> int:

@@ -14,6 +14,7 @@ from weft.core.errors import AmbiguousPlace, InvalidProgram
 from weft.core.layout import Mesh
 from weft.core.node import Node, make, toposort
 from weft.core.picture import html_of
+from weft.core.role import Role
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class Program:
     @cached_property
     def input_names(self) -> dict[str, Node]:
         return {n.attr("name"): n for n in self.inputs}
+
+    def inputs_for(self, *roles: Role) -> dict[str, Node]:
+        """The inputs of some roles, by name."""
+        return {name: n for name, n in self.input_names.items() if n.role in roles}
 
     @cached_property
     def output_names(self) -> dict[str, Node]:

@@ -13,6 +13,7 @@ from weft.core.errors import ParseError
 from weft.core.layout import Atom, Layout, Mesh, O, P, Placement, canonical
 from weft.core.node import DTYPE_NAMES, Node, Type, _number_dtype, apply, dtype_of, make, op_named
 from weft.core.program import Group, Program
+from weft.core.role import Role
 
 HIDDEN = {"mesh", "layout", "name"}
 
@@ -61,7 +62,7 @@ def node_lines(program: Program) -> dict[Node, str]:
 
 def _call(node: Node, names: Mapping[Node, str]) -> str:
     if node.op.name == "input":
-        return "input()"
+        return f"input({node.role.value if node.role is not None else ''})"
     args = [names[a] if a in names else repr(a.attr("value")) for a in node.args]
     attrs = [f"{k}={v!r}" for k, v in node.attrs if k not in HIDDEN]
     return f"{node.op.name}({', '.join(args + attrs)})"
@@ -168,9 +169,8 @@ class _Reader:
 
     def node(self, name: str, op: str, inside: str, types: str) -> None:
         if op == "input":
-            node = make(
-                op_named("input"), (), {"name": name[1:], "layout": read_type(types, self.mesh).layout, "dtype": types.split("[")[0]}
-            )
+            attrs = {"name": name[1:], "layout": read_type(types, self.mesh).layout, "dtype": types.split("[")[0]}
+            node = make(op_named("input"), (), attrs | ({"role": Role(inside.strip())} if inside.strip() else {}))
             self.inputs.append(node)
         else:
             args, attrs = self.arguments(inside)

@@ -9,6 +9,7 @@ import torch
 from weft.core.errors import InvalidProgram
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Attrs, Node, Type, dtype_of, make
+from weft.core.role import Role
 from weft.ops.registry import Kind, Types, define
 
 
@@ -23,8 +24,14 @@ def _unbound(**attrs: Any) -> torch.Tensor:
 input_op = define("input", kind=Kind.SOURCE, infer=_input_type, run=_unbound, vjp=lambda n, ct: ())
 
 
-def input_node(name: str, type_: Type) -> Node:
-    return make(input_op, (), {"name": name, "dtype": DTYPE_NAMES[type_.dtype], "layout": type_.layout})
+def input_node(name: str, type_: Type, role: Role | None = None) -> Node:
+    said = {"name": name, "dtype": DTYPE_NAMES[type_.dtype], "layout": type_.layout}
+    return make(input_op, (), said if role is None else {**said, "role": role})
+
+
+def input_held(node: Node, layout: Layout) -> Node:
+    """The same input, held otherwise."""
+    return input_node(node.attr("name"), Type(node.dtype, layout), node.role)
 
 
 def _const_infer(types: Types, attrs: Attrs) -> Type:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from weft.core.errors import LayoutError, WeftError
 from weft.core.layout import Layout, Placement, R
-from weft.core.node import Node, Op, Type, make
+from weft.core.node import Node, Op, make
 from weft.core.program import Program, new_program
 from weft.ops.comm import is_comm
-from weft.ops.source import input_node
+from weft.ops.source import input_held
 from weft.plan.place import Options, place
 from weft.rewrite.engine import erase_nodes
 
@@ -109,7 +109,7 @@ def _made(node: Node, own: Node, args: tuple[Node, ...]) -> Node:
         layout = Layout.of(node.mesh, own.shape, node.layout.placements)
         if not layout.is_even:
             raise LayoutError("parts that differ in size", needed="equal parts", found=str(layout))
-        return input_node(own.attr("name"), Type(own.dtype, layout))  # type: ignore[no-any-return]
+        return input_held(own, layout)  # type: ignore[no-any-return]
     if is_comm(node):
         return make(node.op, args, dict(node.attrs))
     return make(node.op, args, dict(own.attrs) | {k: v for k, v in node.attrs if k in LAID_OUT})

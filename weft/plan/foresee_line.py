@@ -13,6 +13,7 @@ from functools import cached_property
 
 from weft.cluster.spec import Cluster
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.cost.memory import peak_bytes
 from weft.cost.simulate import predict, root_of, send_seconds
 from weft.cost.timeline import Seen, Task, Timeline, run
@@ -112,7 +113,8 @@ class Foreseen:
 
     def kept(self, stage: Placed) -> float:
         """Bytes of one micro-batch that later passes of a stage read."""
-        later = {n: x for p in stage.turns[1:] for n, x in p.input_names.items() if not n.startswith(("param.", "buffer.", "constant."))}
+        held = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
+        later = {n: x for p in stage.turns[1:] for n, x in p.input_names.items() if x.role not in held}
         return float(sum(nbytes(x.type) for x in later.values()))
 
     def gradients(self, stage: Placed) -> float:

@@ -13,8 +13,9 @@ from weft.core.errors import LayoutError, PlanError
 from weft.core.layout import Layout, O, P, Placement, S
 from weft.core.node import Type
 from weft.core.program import Program, new_program
+from weft.core.role import Role
 from weft.frontend.capture import Captured
-from weft.frontend.capture.micro import is_given
+from weft.frontend.capture.micro import GIVEN
 from weft.ops.comm import send
 from weft.ops.registry import Kind
 from weft.plan.named import Named
@@ -68,7 +69,7 @@ def lay(
     first: Program | None = None,
 ) -> Line:
     """Every stage placed, and the update, guarded if told how, with the state at the ranks that read it, or at all where `first` does."""
-    more = {} if first is None else {n: x for n, x in first.input_names.items() if not is_given(n)}
+    more = {} if first is None else {n: x for n, x in first.input_names.items() if x.role not in GIVEN}
     homes = {**homes_of(captured, stages, named), **dict.fromkeys(more)}
     if named.zero >= 2:  # gradients in slices, as the state they go into
         held = {**held, **{f"d.{param}": held[state] for state, param in captured.states.items() if state in held}}
@@ -95,11 +96,11 @@ def homes_of(captured: Captured, stages: Sequence[Stage], named: Named) -> dict[
         for name in (*stage.forward.input_names, *stage.gives("buffer.")):
             readers.setdefault(name, []).append(stage.number % named.pp)
     homes: dict[str, int | None] = {}
-    for name in captured.program.input_names:
+    for name, node in captured.program.input_names.items():
         ranks = dict.fromkeys(readers.get(name, ()))
         alone = next(iter(ranks)) if len(ranks) == 1 else None
-        homes[name] = next(iter(ranks), 0) if name.startswith("param.") else alone
-        if name.startswith("buffer.") and len(ranks) > 1 and name in captured.program.output_names:
+        homes[name] = next(iter(ranks), 0) if node.role is Role.PARAMETER else alone
+        if node.role is Role.BUFFER and len(ranks) > 1 and name in captured.program.output_names:
             raise PlanError(
                 f"{name} is changed in the forward pass and used by several stages",
                 needed="state that one stage has to itself",
@@ -137,7 +138,7 @@ def place_stage(stage: Stage, named: Named, held: Held, options: Options, laid: 
     program = place(stage.step, named.mesh, inputs, options, outputs=wants, arrivals=arrive)
     _require_apart(program, stage, named)
     passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
-    turns = tuple(in_turn(program, _groups(stage, named), _is_state))
+    turns = tuple(in_turn(program, _groups(stage, named), (Role.PARAMETER, Role.CONSTANT)))
     return Placed(stage.number, rank, turns, dict(passing), (stage.step, program))
 
 
@@ -171,10 +172,6 @@ def _open(program: Program, here: Placements) -> dict[str, Placements]:
     """Outputs left as they come, at the stage's rank; state as it was."""
     state = {o for o, _ in program.state}
     return {n: here for n in program.output_names if n not in state}
-
-
-def _is_state(name: str) -> bool:
-    return name.startswith(("param.", "constant."))
 
 
 def _groups(stage: Stage, named: Named) -> list[list[str]]:

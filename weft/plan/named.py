@@ -23,6 +23,7 @@ from weft.core.errors import LayoutError, PlanError
 from weft.core.layout import Layout, Mesh, Placement, R, S
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.ops.registry import ONE, Kind, equation_of
 from weft.plan.place import Options, Placements
 from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
@@ -123,11 +124,11 @@ def input_layouts(
 ) -> tuple[dict[str, Placements], Options]:
     """How every input is held. `states` tells of which parameter an optimizer's tensor is; `pins` are parameters' own layouts."""
     held: dict[str, dict[str, Placement]] = {}
-    for name, node in program.input_names.items():
-        if name.startswith("batch.") and node.ndim:
+    for name, node in program.inputs_for(Role.BATCH).items():
+        if node.ndim:
             held[name] = _batch(node, named)
     loss = program.output_names["loss"] if "loss" in program.output_names else program.outputs[0][1]
-    weights = {n: node for n, node in program.input_names.items() if n.startswith("param.")}
+    weights = program.inputs_for(Role.PARAMETER)
     if named.tp > 1:
         held |= {n: {"tp": cut} for n, cut in tensor_cuts(program, loss, weights, named.tp).items()}
     if named.ep > 1:

@@ -19,9 +19,10 @@ from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Layout, Mesh, O, P, Placement, R, Replicated, S
 from weft.core.node import Node, Type, make
 from weft.core.program import Program, new_program
+from weft.core.role import Role
 from weft.ops.comm import reshard
 from weft.ops.registry import ONE, Equation, Kind, arg_sets
-from weft.ops.source import input_node
+from weft.ops.source import input_held
 from weft.plan.roles import Roles
 
 Placements = Mapping[str, Placement]
@@ -122,7 +123,7 @@ class _Placer:
             layout = Layout.of(self.mesh, node.shape, self.inputs.get(name, {}))
         except LayoutError as e:
             raise PlanError(f"input {name!r} cannot be held so", needed=e.needed, found=e.found or str(self.inputs[name])) from e
-        new = input_node(name, Type(node.dtype, layout))
+        new = input_held(node, layout)
         self.made[node] = reshard(new, Layout.of(self.mesh, node.shape, self.arrivals[name])) if name in self.arrivals else new
         return new
 
@@ -138,12 +139,12 @@ class _Placer:
 
     def _made_whole(self, node: Node) -> list[Node]:
         """Operands as they are; parameters whole along the axes of `gather`, unless this is their update."""
-        if len(node.args) == 1 and (node.args[0] in self.alone or _is_parameter(node.args[0])):
+        if len(node.args) == 1 and (node.args[0] in self.alone or node.args[0].role is Role.PARAMETER):
             self.alone.add(node)
             return [self.made[node.args[0]]]
         if not self.options.gather or node in self.after:
             return [self.made[a] for a in node.args]
-        return [self._whole(self.made[a]) if a in self.alone or _is_parameter(a) else self.made[a] for a in node.args]
+        return [self._whole(self.made[a]) if a in self.alone or a.role is Role.PARAMETER else self.made[a] for a in node.args]
 
     def _whole(self, value: Node) -> Node:
         places = {axis: p for axis, p in value.layout.placements.items() if axis not in self.options.gather}
@@ -242,10 +243,6 @@ class _Placer:
         label = eq.label(k, dim)
         kept = label not in eq.whole and label != ONE and label in eq.outs[0]
         return [_way(_cut_places(eq, label, here, args), here, args, axis, n)] if kept else []
-
-
-def _is_parameter(node: Node) -> bool:
-    return node.op.name == "input" and str(node.attr("name")).startswith("param.")
 
 
 def _other_labels(eq: Equation, seq: set[str]) -> list[str]:

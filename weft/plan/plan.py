@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import PlanError
 from weft.core.files import BYTES, parse_json
 from weft.core.picture import html_of
+from weft.core.program import Program
+from weft.core.role import Role
 from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fit, flag, number, one_of, short, text, whole, word
+from weft.core.text import parse as parse_program
+from weft.ops.source import input_node
 from weft.plan.setting import AGAIN, Setting
 from weft.plan.shares import dealt
 
@@ -195,3 +200,17 @@ def _check_pins(limits: Mapping[str, Any]) -> None:
     parse_pins([f"{name}={value}" for name, value in limits["pins"].items()])
     for pin in limits.get("layouts", ()):
         parse_pin(pin)
+
+
+OLD_NAMES = {"param": Role.PARAMETER, "buffer": Role.BUFFER, "constant": Role.CONSTANT, "batch": Role.BATCH, "seed": Role.SEED, "step": Role.SETTING}
+
+
+@lru_cache(maxsize=8)
+def step_of(program: str) -> Program:
+    """The step a plan file holds. Where it was written before inputs said what they are for, their names say so."""
+    p = parse_program(program)
+    if any(n.role is not None for n in p.inputs):
+        return p
+    kept = set(p.next_of.values())
+    roles = {n: OLD_NAMES.get(name.partition(".")[0]) or (Role.STATE if name in kept else Role.SETTING) for name, n in p.input_names.items()}
+    return replace(p.rewrite({}, "", inputs={n: input_node(n.attr("name"), n.type, role) for n, role in roles.items()}), parent=None)

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind
 
@@ -33,7 +34,8 @@ class Roles:
     @cached_property
     def updates(self) -> frozenset[Node]:
         """Ops that make the next value of a parameter."""
-        names = {o for o, i in self.program.state if i.startswith("param.")}
+        params = self.program.inputs_for(Role.PARAMETER)
+        names = {o for o, i in self.program.state if i in params}
         made = (_source(n) for name, n in self.program.outputs if name in names)
         return frozenset(n for n in made if n not in self.program.input_set)
 

@@ -18,8 +18,8 @@ from weft.autodiff import backward
 from weft.core.errors import PlanError
 from weft.core.node import Node, constant, remade, toposort
 from weft.core.program import Program, new_program
+from weft.core.role import Role
 from weft.frontend.capture import Captured, Instance
-from weft.frontend.capture.micro import PART
 from weft.ops.pointwise import add
 from weft.ops.registry import flops
 from weft.ops.source import input_node
@@ -226,8 +226,7 @@ def _reads(order: Iterable[Node]) -> dict[Node, int]:
     """Whether nodes read of a batch, of a parameter, or both."""
     reads: dict[Node, int] = {}
     for n in order:
-        name = n.attr("name", "") if n.op.name == "input" else ""
-        reads[n] = BATCH if name.startswith("batch.") or name in ("seed", PART) else PARAMETER if name.startswith("param.") else 0
+        reads[n] = BATCH if n.role in (Role.BATCH, Role.SEED) else PARAMETER if n.role is Role.PARAMETER else 0
         for a in n.args:
             reads[n] |= reads[a]
     return reads

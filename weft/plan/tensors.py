@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weft.core.errors import LayoutError, PlanError
+from weft.core.role import Role
 from weft.cost.simulate import predict
 from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
@@ -70,7 +71,7 @@ class Layers:
         key = (named, pins, batch)
         if key not in self._seconds:
             captured = self.captured(batch)
-            shapes = {n: node.shape for n, node in captured.program.input_names.items() if n.startswith("param.")}
+            shapes = {n: node.shape for n, node in captured.program.inputs_for(Role.PARAMETER).items()}
             held = resolve(pins, shapes, named.mesh.sizes)
             layouts, options = input_layouts(captured.program, named, captured.states, held)
             program = place(captured.program, named.mesh, layouts, options)

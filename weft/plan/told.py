@@ -6,12 +6,14 @@ program, so that devices which all do the same work are said to.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from weft.plan.plan import FORESEEN, ZERO, Plan
+from weft.core.layout import P, S
+from weft.core.program import Program
+from weft.core.role import Role
+from weft.plan.plan import FORESEEN, ZERO, Plan, step_of
 from weft.plan.setting import Setting
 
 DEGREES = {
@@ -125,24 +127,26 @@ def _captured(plan: Plan) -> Iterator[Row]:
 
 def _shared(placed: Any, axis: str) -> str:
     """What the devices along an axis share, by how the program is placed."""
-    if not re.search(rf"\b{axis}:[SP]", placed["program"]):
+    program = step_of(placed["program"])
+    if axis not in program.mesh.sizes or not any(isinstance(t.on(axis), (S, P)) for n in program.nodes for t in n.types):
         return "groups of devices that all do the same work: cutting it further is not faster"
-    params = re.findall(rf"^ *%param\..*\b{axis}:(\w)", placed["program"], re.MULTILINE)
-    cut = sum(p == "S" for p in params)
-    samples = _is_cut(placed, axis, "batch.")
+    params = program.inputs_for(Role.PARAMETER).values()
+    cut = sum(isinstance(n.type.on(axis), S) for n in params)
+    samples = _cuts_batch(program, axis)
     if samples and not cut:
         return "copies of the model"
     parts = [*(["the samples"] if samples else []), *([f"{cut} of {len(params)} parameters"] if cut else [])]
     return f"devices that share {' and '.join(parts) or 'what is computed between'}"
 
 
-def _is_cut(placed: Any, axis: str, names: str) -> bool:
-    return any(name.startswith(names) and axis in places for name, places in placed["inputs"].items())
+def _cuts_batch(program: Program, axis: str) -> bool:
+    batch = program.inputs_for(Role.BATCH).values() if axis in program.mesh.sizes else ()
+    return any(isinstance(n.type.on(axis), S) for n in batch)
 
 
 def _cuts_samples(placed: Any) -> int:
     """Into how many parts the batch is cut among copies, by its first axis that cuts it."""
-    return next((int(n) for axis, n in placed["mesh"].items() if axis == "dp" and _is_cut(placed, axis, "batch.")), 1)
+    return next((int(n) for axis, n in placed["mesh"].items() if axis == "dp" and _cuts_batch(step_of(placed["program"]), axis)), 1)
 
 
 # --- two plans

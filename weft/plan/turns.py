@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from weft.core.node import Node, remade, toposort
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.ops.source import input_node
 from weft.plan.split import program_of
 
 
-def in_turn(p: Program, groups: Sequence[Sequence[str]], afresh: Callable[[str], bool]) -> list[Program]:
+def in_turn(p: Program, groups: Sequence[Sequence[str]], afresh: Sequence[Role]) -> list[Program]:
     """One program per group of outputs. What later ones read is an output `kept.K` of the first that has it.
 
-    A value made only of inputs that `afresh` names, such as a gathered weight, is made again rather than kept.
+    A value made only of inputs of the roles `afresh`, such as a gathered weight, is made again rather than kept.
     """
     turn = _turns(p, groups)
     cheap = _made_of(p, afresh)
@@ -30,10 +31,10 @@ def _turns(p: Program, groups: Sequence[Sequence[str]]) -> dict[Node, int]:
     return turn
 
 
-def _made_of(p: Program, afresh: Callable[[str], bool]) -> set[Node]:
+def _made_of(p: Program, afresh: Sequence[Role]) -> set[Node]:
     found: set[Node] = set()
     for n in p.nodes:
-        if afresh(n.attr("name")) if n.op.name == "input" else all(a in found for a in n.args):
+        if n.role in afresh if n.op.name == "input" else all(a in found for a in n.args):
             found.add(n)
     return found
 

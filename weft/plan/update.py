@@ -9,7 +9,7 @@ from weft.core.errors import PlanError
 from weft.core.node import Node, remade, toposort
 from weft.core.program import Program
 from weft.frontend.capture import Captured
-from weft.frontend.capture.micro import is_given
+from weft.frontend.capture.micro import GIVEN
 from weft.ops.pointwise import add
 from weft.ops.shape import concat
 from weft.ops.source import input_node
@@ -36,7 +36,7 @@ def update(captured: Captured, sources: Mapping[str, Sequence[str]], home: Home,
     made = remade(kept.values(), swap)
     outputs = {"loss": input_node(LOSS_SUM, loss.type), **{name: made[n] for name, n in kept.items()}}
     outputs = _gathered_at_home(outputs, home)
-    held = [n for name, n in p.input_names.items() if not is_given(name)]
+    held = [n for n in p.inputs if n.role not in GIVEN]
     return program_of(f"{p.name}.update", outputs, p, {}, [*held, *more])
 
 

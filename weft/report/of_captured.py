@@ -13,7 +13,7 @@ from weft.cluster.spec import Cluster, cluster
 from weft.core.errors import PlanError, WeftError
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.core.text import parse
+from weft.core.role import Role
 from weft.cost.memory import needed, room
 from weft.cost.timeline import Task, Timeline
 from weft.ops.registry import nbytes
@@ -21,11 +21,11 @@ from weft.plan.graph.stages import FULL, MIXED, STEADY, Stage, Stager, passes
 from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Units
 from weft.plan.layouts.lifetimes import Lifetimes
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, step_of
 from weft.report.facts import Curve, View
 from weft.rewrite.updates import by_rows, rules
 
-HELD = {"param": "parameters", "buffer": "parameters", "constant": "parameters", "batch": "batch"}
+HELD = {Role.PARAMETER: "parameters", Role.BUFFER: "parameters", Role.CONSTANT: "parameters", Role.BATCH: "batch"}
 
 
 def of_captured(plan: Plan, run_model: bool = False) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class _Known:
 
     @cached_property
     def program(self) -> Program:
-        program, known = parse(self.plan.layouts["program"]), {rule.name for rule in rules()}
+        program, known = step_of(self.plan.layouts["program"]), {rule.name for rule in rules()}
         return by_rows(program) if known.intersection(self.plan.layouts["rules"]) else program
 
     @cached_property
@@ -203,10 +203,10 @@ def _held(known: _Known) -> dict[str, Any]:
     from weft.api.record import communication, tensors
 
     program, pp = known.program, known.plan.setting.pp
-    states = {i: "" for _, i in program.state if i.partition(".")[0] not in HELD}
+    states = {i: "" for _, i in program.state if program.input_names[i].role not in HELD}
     held = tensors(program, states)
     if pp > 1:
-        homes = {n.partition(".")[2]: known.stage_of(x) for n, x in program.input_names.items() if n.startswith(("param.", "buffer."))}
+        homes = {n.partition(".")[2]: known.stage_of(x) for n, x in program.inputs_for(Role.PARAMETER, Role.BUFFER).items()}
         held = [{**t, "places": {**_at(homes.get(t["name"])), **t["places"]}} for t in held]
     mesh = {"pp": pp, **program.mesh.sizes} if pp > 1 else dict(program.mesh.sizes)
     return {"held": held, "mesh": mesh, "communication": communication(program), "program": program, "per_micro_batch": known.rounds > 1}
@@ -243,7 +243,7 @@ def _memory(placed: Placed, began: dict[Node, float], seconds: float, rounds: in
 
 def _kind(placed: Placed, node: Node) -> str:
     if node in placed.program.input_set:
-        return HELD.get(str(node.attr("name")).partition(".")[0], "optimizer state")
+        return HELD.get(node.role, "optimizer state")
     return "activations" if node in placed.roles.forward else "gradients"
 
 

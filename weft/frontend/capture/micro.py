@@ -20,6 +20,7 @@ from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S, dim_size
 from weft.core.node import Node, Type, constant, make, remade, toposort
 from weft.core.program import Program, new_program
+from weft.core.role import Role
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.step import Captured, named_batch
@@ -29,7 +30,7 @@ from weft.ops.opaque import apart
 from weft.ops.pointwise import add, mul
 from weft.ops.registry import ONE, Equation, arg_sets
 from weft.ops.shape import expand, narrow
-from weft.ops.source import input_node
+from weft.ops.source import input_held, input_node
 
 AXIS = "micro"
 FIRST, PART = "first.", "part"  # inputs of a micro-batch: what was computed first, and which of the micro-batches it is
@@ -53,9 +54,7 @@ class Micro:
     whole: Captured | None = None
 
 
-def is_given(name: str) -> bool:
-    """Whether an input comes with a micro-batch rather than with the model or the optimizer."""
-    return name.startswith(("batch.", FIRST)) or name in ("seed", PART)
+GIVEN = (Role.BATCH, Role.AHEAD, Role.SEED)  # inputs that come with a micro-batch rather than with the model or the optimizer
 
 
 def in_micro_batches(captured: Captured, parts: int, dims: Mapping[str, int]) -> Micro:
@@ -148,7 +147,7 @@ class _Derivation:
     def _without_parameters(self) -> set[Node]:
         found: set[Node] = set()
         for n in self.order:
-            if n.op.name == "input" and not str(n.attr("name")).startswith("param.") or n.op.name != "input" and found.issuperset(n.args):
+            if n.op.name == "input" and n.role is not Role.PARAMETER or n.op.name != "input" and found.issuperset(n.args):
                 found.add(n)
         return found
 
@@ -192,12 +191,12 @@ class _Derivation:
         name = n.attr("name")
         layout = Layout.of(self.mesh, n.shape, {AXIS: S(self.dims[name])} if name in self.dims else {})
         own = Layout.of(self.own, layout.largest_local)
-        return _Held((Type(n.dtype, layout),), input_node(name, Type(n.dtype, own)))
+        return _Held((Type(n.dtype, layout),), input_held(n, own))
 
     def _first(self, n: Node) -> _Held:
         """The whole value, computed before the micro-batches."""
         if n not in self.known:
-            self.known[n] = input_node(f"{FIRST}{len(self.known)}", n.type)
+            self.known[n] = input_node(f"{FIRST}{len(self.known)}", n.type, Role.AHEAD)
         return _Held((Type(n.dtype, Layout.of(self.mesh, n.shape)),), self.known[n])
 
     def _ways(self, n: Node, args: Sequence[_Held]) -> Iterator[list[_Held]]:
@@ -250,7 +249,7 @@ class _Derivation:
 
     @property
     def _part(self) -> Node:
-        return input_node(PART, Type(torch.int64, Layout.of(self.own, ())))
+        return input_node(PART, Type(torch.int64, Layout.of(self.own, ())), Role.SEED)
 
     # -- the op on it ----------------------------------------------------------------------------------------------------------
 
@@ -427,11 +426,11 @@ def unrolled(micro: Micro) -> Captured:
 def _whole_block(micro: Micro, copy: Mapping[Node, Node], copies: Sequence[Mapping[Node, Node]]) -> Instance:
     """The forward pass of one micro-batch as the block that repeats."""
     p = micro.captured.program
-    given = {name: copy[n] for name, n in p.input_names.items() if n in copy}
+    given = [n for n in p.inputs if n in copy]
     others = set().union(*(other.values() for other in copies if other is not copy))
     nodes = dict.fromkeys(n for n in copy.values() if n not in others and n.op.name != "input")
-    params = tuple(n for name, n in given.items() if name.startswith("param."))
-    return Instance("", tuple(n for name, n in given.items() if is_given(name)), params, (copy[p.output_names["loss"]],), tuple(nodes))
+    params = tuple(copy[n] for n in given if n.role is Role.PARAMETER)
+    return Instance("", tuple(copy[n] for n in given if n.role in GIVEN), params, (copy[p.output_names["loss"]],), tuple(nodes))
 
 
 def _given(micro: Micro, j: int, name: str, n: Node) -> Node:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.core.errors import CaptureError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, Type, constant, derived, make, toposort, user_line
+from weft.core.role import Role
 from weft.frontend.capture.guards import Place, Reads
 from weft.frontend.capture.values import TAG, Cell, Ref, Step, view
 from weft.ops.fill import full, stop_gradient
@@ -135,7 +136,7 @@ class Recorder:
             name = f"constant.{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
         self.assume(f"{name}, {list(tensor.shape)}, made outside the step, keeps the value it has now")
-        node = self.declare(name, tensor.shape, tensor.dtype)
+        node = self.declare(name, tensor.shape, tensor.dtype, Role.CONSTANT)
         if literal:
             self.fixed[node], self.values[node] = True, self.constants[name]
         return node
@@ -146,7 +147,7 @@ class Recorder:
         self.constants[name] = tensor.detach().clone()
         assert self.reads is not None
         self.reads.read_anew[name] = place
-        return self.declare(name, tensor.shape, tensor.dtype)
+        return self.declare(name, tensor.shape, tensor.dtype, Role.CONSTANT)
 
     def number(self, value: float, dtype: torch.dtype) -> Node:
         """A 0-d constant; an infinite one is a fill, which can be printed."""
@@ -154,11 +155,11 @@ class Recorder:
             return full((), value, self.mesh, dtype)
         return constant(value, dtype, self.mesh)
 
-    def declare(self, name: str, shape: Sequence[int], dtype: torch.dtype, moves: bool = False) -> Node:
+    def declare(self, name: str, shape: Sequence[int], dtype: torch.dtype, role: Role | None = None, moves: bool = False) -> Node:
         """A new input of the program."""
         if name in self.inputs:
             raise CaptureError("two tensors have one name", needed="another name for each", found=name)
-        node = self.inputs[name] = input_node(name, self.type(shape, dtype))
+        node = self.inputs[name] = input_node(name, self.type(shape, dtype), role)
         self.differentiable[node] = moves
         return node
 
@@ -217,9 +218,9 @@ class Recorder:
         self.ref(fresh).stopped = False
         return fresh
 
-    def fresh_input(self, name: str, like: Tensor, moves: bool = False) -> Tensor:
+    def fresh_input(self, name: str, like: Tensor, role: Role, moves: bool = False) -> Tensor:
         with torch.no_grad():
-            tensor = self.wrap(self.declare(name, like.shape, like.dtype, moves), like)
+            tensor = self.wrap(self.declare(name, like.shape, like.dtype, role, moves), like)
         self.ref(tensor).stopped = False
         return tensor
 
@@ -234,7 +235,7 @@ class Recorder:
     def seed(self) -> Node:
         """The step's seed, an input that only programs with randomness have."""
         if "seed" not in self.inputs:
-            self.declare("seed", (), torch.int64)
+            self.declare("seed", (), torch.int64, Role.SEED)
         return self.inputs["seed"]
 
     def assume(self, what: str) -> None:

@@ -15,6 +15,7 @@ from weft.core.errors import CaptureError
 from weft.core.names import readable
 from weft.core.node import Node, constant, toposort, user_line
 from weft.core.program import Program, new_program
+from weft.core.role import Role
 from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.calls import ModuleCall
@@ -199,16 +200,16 @@ class Step:
             step = w.add(self._held(f"{COUNT}.{name.removeprefix('param.')}", (), torch.int64), 1)
         return w.add(step, self.counts[name]) if name in self.counts else step
 
-    def _held(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Node:
+    def _held(self, name: str, shape: Sequence[int], dtype: torch.dtype, role: Role = Role.SETTING) -> Node:
         """The value now of something the optimizer keeps."""
         if name not in self.states:
-            self.states[name] = self.recorder.declare(name, shape, dtype)
+            self.states[name] = self.recorder.declare(name, shape, dtype, role)
         return self.states[name]
 
     def _update_one(self, name: str, traced: Tensor, rule: Rule, numbers: Sequence[Node]) -> None:
         ref, grad = self.recorder.ref(traced), self.recorder.ref(traced.grad).read()
         keys = [f"{s}.{name.removeprefix('param.')}" for s in rule.state]
-        held = [self._held(key, traced.shape, traced.dtype) for key in keys]
+        held = [self._held(key, traced.shape, traced.dtype, Role.STATE) for key in keys]
         with unheard():
             made = rule.op(ref.read(), grad, *held, *numbers, **rule.with_given(self.recorder.given))
             new, *states = [made] if len(made.types) == 1 else list(made)

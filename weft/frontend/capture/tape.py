@@ -18,6 +18,7 @@ import weft.frontend.capture.aten  # noqa: F401  registers what capture knows
 from weft.core.errors import CaptureError
 from weft.core.names import readable
 from weft.core.node import Node, listening, user_line
+from weft.core.role import Role
 from weft.frontend.capture.alike import candidates
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Blocks, Instance, heard
@@ -51,9 +52,9 @@ class Tape:
 
     def _leaf(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self.recorder.fresh_input(name, value, moves=value.requires_grad)
+            return self.recorder.fresh_input(name, value, Role.BATCH, moves=value.requires_grad)
         lifted = self.recorder.reads.lifted if self.recorder.reads is not None else {}
-        return self.recorder.fresh_input(name, torch.empty((), dtype=lifted[name][1])) if name in lifted else value
+        return self.recorder.fresh_input(name, torch.empty((), dtype=lifted[name][1]), Role.BATCH) if name in lifted else value
 
     def written(self) -> dict[str, Node]:
         """Parameters and buffers that the trace wrote into, or put another tensor in place of."""
@@ -104,7 +105,7 @@ def _lifted(reads: Reads, recorder: Recorder) -> Iterator[None]:
     """Inside, numbers that shall be inputs are tensors in the places where Python has them."""
     places = {name: (p, dtype) for name, (p, dtype) in reads.lifted.items() if isinstance(p, Place)}
     numbers = {name: place.now() for name, (place, _) in places.items()}
-    stand_ins = {name: recorder.fresh_input(name, torch.empty((), dtype=dtype)) for name, (_, dtype) in places.items()}
+    stand_ins = {name: recorder.fresh_input(name, torch.empty((), dtype=dtype), Role.SETTING) for name, (_, dtype) in places.items()}
     try:
         for name, (place, _) in places.items():
             place.put(stand_ins[name])
@@ -197,8 +198,8 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
     tape = Tape(model, recorder, Blocks(recorder, alike, paths), {}, {}, recorder.own, {})
     try:
         for m, parameters, buffers, *_ in kept:
-            _enter(tape, f"param.{paths[m]}", m, m._parameters, parameters, tape.parameters)
-            _enter(tape, f"buffer.{paths[m]}", m, m._buffers, buffers, tape.buffers)
+            _enter(tape, f"param.{paths[m]}", Role.PARAMETER, m, m._parameters, parameters, tape.parameters)
+            _enter(tape, f"buffer.{paths[m]}", Role.BUFFER, m, m._buffers, buffers, tape.buffers)
         yield tape
     finally:
         for m, parameters, buffers, attributes, contents in kept:
@@ -234,7 +235,7 @@ def _refill(contents: list[tuple[Any, Any]]) -> None:
 
 
 def _enter(
-    tape: Tape, path: str, module: nn.Module, table: dict[str, Any], real: Mapping[str, Tensor | None], named: dict[str, Tensor]
+    tape: Tape, path: str, role: Role, module: nn.Module, table: dict[str, Any], real: Mapping[str, Tensor | None], named: dict[str, Tensor]
 ) -> None:
     for name, tensor in real.items():
         if tensor is None or (tensor.is_complex() and not isinstance(tensor, nn.Parameter)):  # a table, and a constant of the step
@@ -244,7 +245,7 @@ def _enter(
         if id(tensor) not in tape.traced:
             full = readable(f"{path.rstrip('.')}.{name}")
             moves = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            traced = tape.recorder.fresh_input(full, tensor, moves=moves)
+            traced = tape.recorder.fresh_input(full, tensor, role, moves=moves)
             tape.homes[full] = module, name
             named[full] = tape.traced[id(tensor)] = traced.requires_grad_(moves and tape.recorder.joint)
             tape.reals[full] = tensor

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cluster.spec import Cluster
 from weft.core.layout import R, S
+from weft.core.role import Role
 from weft.plan.graph.search import GraphSearch, Way
 from weft.plan.graph.task import Task, example_size
 from weft.plan.graph.units import Units
@@ -74,13 +75,11 @@ def record(task: Task, limits: Limits, way: Way, others: Mapping[str, float], la
 
 def setting_of(task: Task, way: Way) -> Setting:
     """The degrees of a way in the words of a setting; `layouts` say the rest."""
-    sizes, held = way.mesh.sizes, way.placed.program.input_names
+    sizes, program = way.mesh.sizes, way.placed.program
     dp, tp = sizes.get("dp", 1), sizes.get("tp", 1)
-    params = [n.layout.placement("dp") for name, n in held.items() if name.startswith("param.")] if "dp" in sizes else []
+    params = [n.layout.placement("dp") for n in program.inputs_for(Role.PARAMETER).values()] if "dp" in sizes else []
     cut = sum(isinstance(p, S) for p in params)
-    states = (
-        any(isinstance(n.layout.placement("dp"), S) for name, n in held.items() if name.startswith("exp_avg.")) if "dp" in sizes else False
-    )
+    states = "dp" in sizes and any(isinstance(n.layout.placement("dp"), S) for n in program.inputs_for(Role.STATE).values())
     zero = 3 if cut * 2 > len(params) > 0 else 1 if states else 0
     own = task.batch // (way.rounds * dp)
     micro = own if own and task.batch % (dp * own) == 0 else 1

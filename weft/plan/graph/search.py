@@ -16,6 +16,7 @@ from functools import cached_property
 from weft.cluster.spec import Cluster
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Mesh, Placement, S
+from weft.core.role import Role
 from weft.cost.memory import RESIDENT, room
 from weft.frontend.capture import Captured
 from weft.plan.graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
@@ -137,7 +138,7 @@ class GraphSearch:
         widest = max(t for t in divisors(n) if all(w % t == 0 for w in self.tables.values()))
         mesh = Mesh(dp=n // widest, tp=widest)
         pins: dict[str, list[Mapping[str, Placement]]]
-        pins = {name: [{}] for name in captured.program.input_names if name.startswith("param.")}
+        pins = {name: [{}] for name in captured.program.inputs_for(Role.PARAMETER)}
         pins |= {name: [{"tp": S(1)}] for name in self.tables}
         pins |= {state: pins[param] for state, param in captured.states.items()}
         pins |= {name: [places] for name, places in self.task.cut_samples("dp", "tp").items()}
@@ -153,7 +154,7 @@ class GraphSearch:
     def tables(self) -> dict[str, int]:
         """Parameters read by index alone, and how wide their rows are."""
         program = self.task.captured().program
-        params = {k: v for k, v in program.input_names.items() if k.startswith("param.")}
+        params = program.inputs_for(Role.PARAMETER)
         after, found = Roles(program).after, {}
         for name, node in params.items():
             users = [u for u in program.users[node] if u not in after]
@@ -218,7 +219,8 @@ class GraphSearch:
             program = place(captured.program, named.mesh, held, replace(options, gather=frozenset({"dp"} if named.zero == 3 else ())))
         except (PlanError, LayoutError, TypeMismatch):
             return None
-        again = frozenset(k for k in held if k.startswith("param.") and named.zero == 3)
+        params = captured.program.inputs_for(Role.PARAMETER)
+        again = frozenset(k for k in held if k in params and named.zero == 3)
         return Placed(program, self.cluster, again)
 
     def _whole(self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, again: Sequence[str]) -> Way | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from weft.core.node import Node
+from weft.core.role import Role
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
 from weft.plan.graph.timing import Placed
@@ -153,7 +154,7 @@ class Units:
         program = self.placed.program
         homes = {i for _, i in program.state}
         for u in self.placed.roles.updates:
-            params = [a for a in u.args if a in self.of and str(a.attr("name")).startswith("param.")] if u.args else []
+            params = [a for a in u.args if a in self.of and a.role is Role.PARAMETER] if u.args else []
             unit = min((self.of[p] for p in params), default=0)
             found[unit] += sum(nbytes(a.type) for a in u.args if a in program.input_set and a.attr("name") in homes)
         return found

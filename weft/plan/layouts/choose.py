@@ -10,10 +10,10 @@ from functools import cached_property
 
 from weft.core.errors import PlanError
 from weft.core.layout import Layout, Mesh, Placement, R, S
-from weft.core.node import Node, Type, make
+from weft.core.node import Node, make
 from weft.core.program import Program
 from weft.ops.comm import is_comm, reshard
-from weft.ops.source import input_node
+from weft.ops.source import input_held
 from weft.plan.assignment import Answer, solve
 from weft.plan.assignment.budget import Budget
 from weft.plan.layouts.alike import Instance
@@ -174,7 +174,7 @@ class _Writer:
 
     def _input(self, node: Node) -> Node:
         layout = self._layout(node.shape, self._way(node).results[0])
-        self.made[node] = input_node(node.attr("name"), Type(node.dtype, layout))
+        self.made[node] = input_held(node, layout)
         return self.made[node]
 
     def _node(self, node: Node) -> Node:
