@@ -60,7 +60,7 @@ GIVEN = (Role.BATCH, Role.AHEAD, Role.SEED)  # inputs that come with a micro-bat
 def in_micro_batches(captured: Captured, parts: int, dims: Mapping[str, int]) -> Micro:
     """The step cut into equal micro-batches; one that is no sum over them is refused in words."""
     require_gradients(captured)
-    return _Derivation(captured, parts, dims).micro()
+    return Micro(captured, 1, dims, whole=captured) if parts == 1 else _Derivation(captured, parts, dims).micro()
 
 
 def require_gradients(captured: Captured) -> None:
