@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +110,47 @@ def test_micro_batches_with_backward_hooks_are_refused():
     KINDS["of a parameter"](model)
     with pytest.raises(PlanError, match="gradients that follow from the forward pass"):
         parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4).double(), "micro2")
+
+
+def graph_hooked(kind: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    """A loss that reaches for torch's graph."""
+
+    def hooked(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        if kind == "node":
+            y.grad_fn.register_hook(lambda into, out: None)
+        elif kind == "several":
+            torch.autograd.graph.register_multi_grad_hook((y,), lambda grads: None)
+        else:
+            assert y.grad_fn is not None and x.grad_fn is None  # may be asked
+        return y.square().mean()
+
+    return hooked
+
+
+@pytest.mark.parametrize(("kind", "words"), [("node", "grad_fn.register_hook"), ("several", "register_multi_grad_hook")])
+def test_hooks_of_torchs_graph_are_refused(kind: str, words: str) -> None:
+    model = Net().double()
+    with pytest.raises(CaptureError, match="torch's graph of gradients is not there in a trace") as e:
+        parallelize(model, graph_hooked(kind), torch.optim.SGD(model.parameters(), 0.1), torch.ones(4, 4, dtype=torch.float64))
+    assert words in str(e.value) and "tensor.register_hook(f)" in str(e.value)
+
+
+def test_whether_there_is_a_gradient_may_be_asked() -> None:
+    model = Net().double()
+    step = parallelize(model, graph_hooked("asked"), torch.optim.SGD(model.parameters(), 0.1), torch.ones(4, 4, dtype=torch.float64))
+    assert step.judged is not None and step.judged.compared
+
+
+def test_a_hook_of_several_parameters_is_refused_until_it_is_removed() -> None:
+    model = Net().double()
+    handle = torch.autograd.graph.register_multi_grad_hook(tuple(model.head.parameters()), lambda grads: None)
+    given = model, loss, torch.optim.SGD(model.parameters(), 0.1), torch.ones(4, 4, dtype=torch.float64)
+    with pytest.raises(CaptureError, match=r"someone holds the node that accumulates the gradient of head\.(weight|bias)"):
+        parallelize(*given)
+    handle.remove()
+    del handle
+    gc.collect()
+    kept = loss(model, given[3])  # a graph that is alive holds such nodes too, and hooks nothing
+    parallelize(*given)
+    assert kept.requires_grad

@@ -7,6 +7,9 @@ one function, whose backward is weft's vjp.
 
 from __future__ import annotations
 
+import gc
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.autodiff import backward
 from weft.core.errors import CaptureError, WeftError
-from weft.core.node import Node
+from weft.core.node import Node, user_line
 from weft.frontend.capture.recorder import Recorder, substituted
 
 
@@ -152,3 +155,48 @@ def run_after_gradient(p: Tensor, traced: Tensor) -> None:
                 found=f"{getattr(hook, '__qualname__', type(hook).__name__)}: {type(error).__name__}: {error}",
                 try_="do it in the training loop, after step(batch)",
             ) from error
+
+
+def asking_modules() -> Iterator[str]:
+    """The modules of those who call, innermost first, without what stands between torch and the trace."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("weft.", "torch.overrides", "torch._tensor", "torch.utils._")) and name not in ("contextlib", "functools"):
+            yield name
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def refuse_graph(what: str) -> CaptureError:
+    return CaptureError(
+        f"torch's graph of gradients is not there in a trace ({what})",
+        needed="hooks of tensors, modules and parameters: tensor.register_hook, module.register_full_backward_hook, p.register_post_accumulate_grad_hook",
+        found=what,
+        try_="tensor.register_hook(f), which is given the gradient of the tensor and may give another",
+        where=user_line(),
+    )
+
+
+def require_no_held_nodes(model: nn.Module) -> None:
+    """Refuse hooks on the nodes that accumulate gradients, as register_multi_grad_hook puts them there: no trace hears of them."""
+    moving = {id(p): n for n, p in model.named_parameters() if p.requires_grad and p.is_leaf and not p.is_meta and not hasattr(p, "to_local")}
+    alive = [n for n, p in model.named_parameters() if id(p) in moving and _accumulator_lives(p)]
+    if not alive:
+        return
+    nodes = [o for o in gc.get_objects() if type(o).__name__ == "AccumulateGrad" and id(o.variable) in moving]
+    held = [o for o in nodes if any(r is not nodes and not isinstance(r, types.FrameType) for r in gc.get_referrers(o))]  # by more than a graph
+    if held:
+        raise CaptureError(
+            f"someone holds the node that accumulates the gradient of {moving[id(held[0].variable)]}",
+            needed="hooks that torch keeps with the parameter or the module",
+            found="torch.autograd.graph.register_multi_grad_hook, or a hook of such a node",
+            try_="p.register_post_accumulate_grad_hook(f) or p.register_hook(f); remove() the other, or do it after step(batch)",
+        )
+
+
+def _accumulator_lives(p: Tensor) -> bool:
+    """Whether it is there before it is asked for: torch makes a new one where nobody has it."""
+    with torch.enable_grad():
+        p.expand_as(p).grad_fn.next_functions[0][0].metadata["weft"] = True  # type: ignore[union-attr]
+        found: Any = p.expand_as(p).grad_fn.next_functions[0][0].metadata  # type: ignore[union-attr]
+        return found.pop("weft", False) is True

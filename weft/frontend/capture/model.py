@@ -19,7 +19,7 @@ from weft.core.errors import CaptureError
 from weft.core.names import part
 from weft.frontend.capture.caches import CacheWanted
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.joint import OwnGradient, has_backward_hooks
+from weft.frontend.capture.joint import OwnGradient, has_backward_hooks, require_no_held_nodes
 from weft.frontend.capture.micro import cut_of, in_micro_batches, micro_batch, require_parts, unrolled
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
@@ -96,6 +96,7 @@ def require_torchs(model: Any, optimizer: Any) -> None:
             found=", ".join(lazy[:3]) + (f" and {len(lazy) - 3} more" if len(lazy) > 3 else ""),
             try_="call model(...) once on an example, make the optimizer after it, then call weft",
         )
+    require_no_held_nodes(model)
     optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     _require(optimizers, "optimizer", "a torch.optim.Optimizer over model.parameters()", optimizer)
 

@@ -21,7 +21,7 @@ from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.guards import Reads, unheard
-from weft.frontend.capture.joint import OwnGradient, run_after_gradient
+from weft.frontend.capture.joint import OwnGradient, asking_modules, refuse_graph, run_after_gradient
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.optimizers import COUNT, Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
 from weft.frontend.capture.recorder import Recorder
@@ -283,6 +283,26 @@ def _register_hook(r: Recorder, x: Tensor, hook: Any) -> Any:
     if not r.joint:
         raise OwnGradient("register_hook")
     return Tensor.register_hook(x, hook)
+
+
+class _Refused:
+    """Stands for a node of torch's graph, of which a trace has none: whoever would hook or follow it is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise refuse_graph(f"grad_fn.{name}")
+
+
+@function(Tensor.grad_fn.__get__, tensors=True)  # type: ignore[attr-defined]
+def _grad_fn(r: Recorder, x: Tensor) -> Any:
+    """Torch's own code reads it where autograd runs; to the user's it says whether there is a gradient, and no more."""
+    caller = next(asking_modules(), "")
+    if caller.startswith("torch.autograd.graph"):
+        raise refuse_graph("register_multi_grad_hook")
+    if caller.startswith("torch.") or not hasattr(x, TAG):
+        with torch._C.DisableTorchFunction():
+            return x.grad_fn
+    leaf = r.ref(x).read().op is input_op
+    return _Refused() if not leaf and r.moves(r.ref(x).read()) else None
 
 
 @function(torch.autograd.grad, tensors=True)
