@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,24 +194,29 @@ def test_what_is_no_stack_is_planned_as_a_program(tmp_path: Path) -> None:
     assert isinstance(made, Plan) and "program" in made.layouts
 
 
-def compare(plan: Path, function: str) -> None:
-    """Losses of torch, and of weft under a plan of the user's own model."""
-    own = load_model(f"{plan.parent / 'own.py'}:{function}", device="cpu", dtype=torch.float64)
+def own_model(folder: Path, function: str) -> tuple[Any, list[dict[str, Tensor]]]:
     drawn = [torch.randint(0, 67, (2, 16, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    batches = [{"x": x, "y": y} for x, y in drawn]
-    want, model = [], own.model
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return load_model(f"{folder / 'own.py'}:{function}", device="cpu", dtype=torch.float64), [{"x": x, "y": y} for x, y in drawn]
+
+
+def torch_losses(folder: Path, function: str) -> list[float]:
+    own, batches = own_model(folder, function)
+    optimizer, found = torch.optim.AdamW(own.model.parameters(), lr=1e-2), []
     for batch in batches:
         optimizer.zero_grad()
-        loss = own.loss(model, batch)
+        loss = own.loss(own.model, batch)
         loss.backward()
         optimizer.step()
-        want.append(loss.item())
-    model.load_state_dict(state)
+        found.append(loss.item())
+    return found
+
+
+def compare(plan: Path, function: str, want: list[float]) -> None:
+    """Losses of weft under a plan of the user's own model, without a word about anything that is not followed."""
+    own, batches = own_model(plan.parent, function)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        step = parallelize(model, own.loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batches[0], plan=str(plan))
+        step = parallelize(own.model, own.loss, torch.optim.AdamW(own.model.parameters(), lr=1e-2), batches[0], plan=str(plan))
     torch.testing.assert_close([step(batch).item() for batch in batches], want, rtol=1e-9, atol=1e-9)
 
 
@@ -223,7 +229,8 @@ def test_the_plan_of_a_module_runs_as_it_says(tmp_path: Path, function: str, pin
     made = replace(made, setting=replace(made.setting, keep_gathered=False, overlap_tp=False))  # not done yet, and warned of
     made.save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json") == made
-    on_ranks(2, lambda rank: compare(tmp_path / "plan.json", function), tmp_path)
+    want = torch_losses(tmp_path, function)
+    on_ranks(2, lambda rank: compare(tmp_path / "plan.json", function, want), tmp_path)
 
 
 def test_a_plan_of_a_module_is_explained_and_drawn_if_its_file_may_be_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import weft_zoo as zoo
 from weft import interp
 from weft.core.layout import Layout, Mesh, O, P, S
 from weft.core.node import Type
+from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.plan.line import border
 from weft.plan.named import Named
@@ -89,7 +90,7 @@ def test_turns_run_one_after_another() -> None:
     cap, batch = captured("gpt2")
     (stage,) = split(cap, 1, ())
     groups = [["loss"], stage.gives("d.param.")[:5], stage.gives("d.param.")[5:]]
-    turns = in_turn(stage.step, groups, lambda n: n.startswith("param."))
+    turns = in_turn(stage.step, groups, [Role.PARAMETER])
     values, out = cap.inputs(batch), dict[str, Any]()
     for p in turns:
         out |= interp.run_global(p, {n: {**values, **out}[n] for n in p.input_names})

@@ -239,4 +239,4 @@ def test_torchs_own_inputs():
             for name, want in mirror.named_parameters():
                 torch.testing.assert_close(values[f"param.{name}"], want.detach(), atol=1e-11, rtol=1e-11)
             told["equal"] += 1
-    assert told == {"equal": 34, "refused": 10}
+    assert told == {"equal": 37, "refused": 7}
