@@ -6,6 +6,7 @@ Storage is counted as the caching allocator counts it: rounded up to 512 bytes.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.host, self.place = host, place
         self.seen = Observed()
-        self.live = 0
+        self._live = 0
+        self._of: dict[int, tuple[int, int]] = {}  # where each storage lay, and its bytes
+        self._gone: list[weakref.ref[Any]] = []  # appended to without a Python frame, which a step that is being traced would be seen to run
         self.known: dict[int, Any] = {}
         self.quiet = False
 
@@ -94,7 +97,8 @@ class Recorder(TorchDispatchMode):
             self.quiet = False
 
     def begin(self) -> None:
-        """Forget what was done; keep what is held."""
+        """Forget what was done; keep what is held, which is not what only waits to be collected."""
+        gc.collect()
         self.seen = Observed(held=self.live, peak=self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,17 +121,23 @@ class Recorder(TorchDispatchMode):
 
     def follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key, live = storage._cdata, self.live
         if key in self.known or tensor.device.type == "meta" or self.place not in ("", tensor.device.type):
             return
         size = -(-storage.nbytes() // ROUND) * ROUND
-        self.live += size
-        self.seen.peak = max(self.seen.peak, self.live)
-        self.known[key] = weakref.ref(storage, lambda _: self.drop(key, size))
+        self._live = live + size
+        self.seen.peak = max(self.seen.peak, self._live)
+        self.known[key] = ref = weakref.ref(storage, self._gone.append)
+        self._of[id(ref)] = key, size
 
-    def drop(self, key: int, size: int) -> None:
-        if self.known.pop(key, None) is not None:
-            self.live -= size
+    @property
+    def live(self) -> int:
+        """Bytes of all storages that are still there."""
+        while self._gone:
+            key, size = self._of.pop(id(self._gone.pop()))
+            del self.known[key]
+            self._live -= size
+        return self._live
 
 
 # --- results that depend on the data, which is not there: taken at their largest
