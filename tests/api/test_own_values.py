@@ -173,3 +173,36 @@ def test_ranks_that_write_other_values_are_told(tmp_path: Path) -> None:
             step(batches()[0])
 
     on_ranks(2, job, tmp_path)
+
+
+class Scaled(nn.Module):
+    """A number of Python's in the forward pass: another one means another program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) * self.scale
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RAdam, torch.optim.Adagrad])
+@pytest.mark.parametrize("change", ["a number in Python", "another shape"])
+def test_updates_synced_back_are_counted_once_by_a_later_program(kind: type[torch.optim.Optimizer], change: str) -> None:
+    ours = Scaled().double()
+    theirs = copy.deepcopy(ours)
+    mine, plain = (kind(m.parameters(), lr=0.1) for m in (ours, theirs))  # type: ignore[call-arg]
+    drawn = torch.randn(6, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    step = parallelize(ours, lambda m, x: m(x).square().mean(), mine, drawn[0])
+    for i, x in enumerate(drawn):
+        if i == 3:
+            step.sync_optimizer()
+            x = x[:5] if change == "another shape" else x
+            ours.scale = theirs.scale = 2.0 if change == "a number in Python" else 1.0
+        plain.zero_grad()
+        want = theirs(x).square().mean()
+        want.backward()
+        plain.step()
+        assert torch.allclose(step(x), want.detach(), rtol=0, atol=1e-12)
+    for p, q in zip(step.sync_optimizer().state.values(), plain.state.values(), strict=True):
+        assert float(p["step"]) == float(q["step"]) == 6

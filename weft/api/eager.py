@@ -28,6 +28,7 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import micro_batch
 from weft.frontend.capture.modes import ATEN, _twin
+from weft.frontend.capture.optimizers import counted_before
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.pointwise import uniform_at
 
@@ -167,7 +168,18 @@ def copied(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[P
         mine.to(device)
         for state in own.state.values() if own is not None else ():
             state.update({k: x.to(device) for k, x in state.items() if isinstance(x, Tensor) and x.ndim})
+    _count_as_captured(optimizer, own)
     yield mine, own
+
+
+def _count_as_captured(optimizer: Any, own: Any) -> None:
+    """Let a copy of an optimizer, or itself, count what a program counts as before its first step."""
+    for group, mine in zip(optimizer.param_groups, own.param_groups, strict=True) if optimizer is not None else ():
+        for p, q in zip(group["params"], mine["params"], strict=True):
+            if "step" in optimizer.state.get(p, {}):
+                before = own.state[q]["step"]
+                count = counted_before(optimizer, p)
+                own.state[q]["step"] = torch.full_like(before, count) if isinstance(before, Tensor) else count
 
 
 @contextlib.contextmanager
@@ -193,6 +205,7 @@ def itself(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[P
     tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers(), *held)]
     with torch.autograd._unsafe_preserve_version_counter(tuple(t for t, _, _ in tensors)):
         try:
+            _count_as_captured(optimizer, optimizer)
             with attributes_kept(model):
                 yield model, optimizer
         finally:

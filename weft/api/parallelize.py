@@ -29,6 +29,7 @@ from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import as_before
 from weft.frontend.capture.micro import cut_of
 from weft.frontend.capture.model import require_torchs
+from weft.frontend.capture.optimizers import forget_updates
 from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.recompute import recomputed, regions_of
@@ -81,6 +82,7 @@ def parallelize(
     if named is not None and (named.recompute or (file and file.pieces)) and not noise:
         named = _by_parts(named, accumulate)
     require_torchs(model, optimizer)
+    forget_updates(optimizer)
     where, how = torch.device(device), {"clip": clip, "precision": precision}
     run = begin_alike(model, optimizer, example, where, plan=plan, **how, accumulate=accumulate, seed=seed, pins=tuple(pins), on_nan=on_nan)
     asked = _Asked(

@@ -31,7 +31,7 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads, as_before, evaluating
-from weft.frontend.capture.optimizers import COUNT
+from weft.frontend.capture.optimizers import COUNT, note_updates
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import Named
 from weft.plan.place import place
@@ -297,12 +297,15 @@ class Step(Changing):
         """The user's optimizer with the state that the steps have led to, as torch keeps it; every rank must ask."""
         own = dict(self.model.named_parameters())
         kinds = {id(p): rule for g, rule in zip(self.optimizer.param_groups, self.captured.rules, strict=True) for p in g["params"]}
+        updates: dict[Tensor, int] = {}
         for name, of in self.captured.states.items():
             p = own[original(of.removeprefix("param."))]
             self.optimizer.state[p][name.removesuffix(f".{of.removeprefix('param.')}")] = self.full(name).to(p.device).clone()
             if kinds[id(p)].counts:
-                taken = self.captured.counts.get(of, 0) + self.steps - self.skipped - self.missed.get(of, 0)
+                updates[p] = self.steps - self.skipped - self.missed.get(of, 0)
+                taken = self.captured.counts.get(of, 0) + updates[p]
                 self.optimizer.state[p]["step"] = torch.tensor(float(taken), dtype=torch.float32)
+        note_updates(self.optimizer, updates)
         self.optimizer_state.remember()
         return self.optimizer
 

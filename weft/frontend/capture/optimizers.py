@@ -6,6 +6,7 @@ other setting that has changed once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,6 +193,26 @@ def kept_state(optimizer: torch.optim.Optimizer, p: torch.Tensor, rule: Rule) ->
 
 
 def steps_taken(optimizer: torch.optim.Optimizer, p: torch.Tensor, rule: Rule) -> int:
-    """How many updates a parameter has had; momentum of SGD, which counts none, starts where there is no buffer."""
+    """How many updates a parameter had before the step; momentum of SGD, which counts none, starts where there is no buffer."""
     mine = optimizer.state.get(p, {})
-    return int(number(mine["step"])) if "step" in mine else int(rule.op is sgd and bool(kept_state(optimizer, p, rule)))
+    if "step" not in mine:
+        return int(rule.op is sgd and bool(kept_state(optimizer, p, rule)))
+    return counted_before(optimizer, p)
+
+
+def counted_before(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
+    """What the optimizer counts of a parameter's updates, but for those that a step made itself."""
+    return int(number(optimizer.state[p]["step"])) - _of_step.get(optimizer, {}).get(id(p), 0)
+
+
+def note_updates(optimizer: torch.optim.Optimizer, updates: Mapping[torch.Tensor, int]) -> None:
+    """How many of the updates that the optimizer counts a step made itself and wrote there: programs of that step count them already."""
+    _of_step.setdefault(optimizer, {}).update({id(p): n for p, n in updates.items()})
+
+
+def forget_updates(optimizer: torch.optim.Optimizer) -> None:
+    """What another step left in the optimizer is what a new one begins with."""
+    _of_step.pop(optimizer, None)
+
+
+_of_step: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, int]] = weakref.WeakKeyDictionary()
