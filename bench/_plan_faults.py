@@ -25,8 +25,8 @@ from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.joint import substituted
 from weft.ops.fill import cuts_of, full
 from weft.ops.pointwise import add, mul
-from weft.plan.named import Named
 from weft.plan.pins import parse_pin
+from weft.plan.spec import Spec
 
 Edit = Callable[[Program], tuple[Node, Node]]  # a node, and what stands in its place
 UPDATES = ("adam", "sgd", "adagrad", "rmsprop")
@@ -104,7 +104,7 @@ def _captured(model: str, settings: tuple[tuple[str, Any], ...]) -> Work:
 
 @functools.cache
 def _placed(model: str, plan: str, pins: tuple[str, ...], settings: tuple[tuple[str, Any], ...]) -> Program:
-    return auto.prepare(_captured(model, settings).captured, Named.parse(plan), auto.Wish(tuple(map(parse_pin, pins)), False, 0.0))
+    return auto.prepare(_captured(model, settings).captured, Spec.parse(plan), auto.Wish(tuple(map(parse_pin, pins)), False, 0.0))
 
 
 def _edited(captured: Captured, edit: Edit) -> Captured:

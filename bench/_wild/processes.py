@@ -132,9 +132,9 @@ def verdict(truth: Truth, found: Row) -> Row:
 
 def world_of(plan: str) -> int:
     """Processes that a plan is for: as many as its degrees say, two for `auto`."""
-    from weft.plan.named import Named
+    from weft.plan.spec import Spec
 
-    return 2 if plan == "auto" else Named.parse(plan).mesh.ranks
+    return 2 if plan == "auto" else Spec.parse(plan).mesh.ranks
 
 
 def _run(truth: Truth, plan: str, timeout: float, folder: Path) -> Row:

@@ -21,10 +21,10 @@ from weft.api.pipelined import micro_steps
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.frontend.capture import Captured, capture
-from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.plan import Plan, load
 from weft.plan.setting import Setting
+from weft.plan.spec import Spec
 
 STEPS = 3
 
@@ -204,7 +204,7 @@ def test_a_plan_file_runs(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         got, step = weft_losses(str(tmp_path / "plan.json"), 8)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
-        assert step.plan == Named(dp=2, zero=1)
+        assert step.plan == Spec(dp=2, zero=1)
 
     on_ranks(2, job, tmp_path)
 
@@ -237,7 +237,7 @@ def test_a_plan_file_of_stages_runs(tmp_path: Path) -> None:
             warnings.simplefilter("error", UserWarning)
             got, step = weft_losses(str(tmp_path / "plan.json"), 8)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
-        assert step.plan == Named(pp=2, micro=4)
+        assert step.plan == Spec(pp=2, micro=4)
 
     on_ranks(2, job, tmp_path)
 
@@ -254,4 +254,4 @@ def test_shares_that_can_be_dealt(tmp_path: Path) -> None:
 
 def test_a_batch_that_is_not_so_many_pieces(captured: Captured) -> None:
     with pytest.raises(PlanError, match="a batch of 8 is not 3 pieces"):
-        auto.prepare(captured, Named(dp=2, pieces=3))
+        auto.prepare(captured, Spec(dp=2, pieces=3))

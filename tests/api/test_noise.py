@@ -17,7 +17,7 @@ from weft.api.parallelize import parallelize
 from weft.core.errors import PlanError
 from weft.frontend.capture import capture
 from weft.ops.comm import is_comm
-from weft.plan.named import Named
+from weft.plan.spec import Spec
 
 BATCH, STEPS = 24, 60
 
@@ -88,7 +88,7 @@ def test_training_and_check_are_the_same(tmp_path: Path) -> None:
 def test_no_further_collective(plan: str) -> None:
     m = model()
     captured = capture(m, batch(BATCH, 0), loss, torch.optim.AdamW(m.parameters()))
-    plain, told = (auto.prepare(captured, Named.parse(plan), auto.Wish(noise=n)) for n in (False, True))
+    plain, told = (auto.prepare(captured, Spec.parse(plan), auto.Wish(noise=n)) for n in (False, True))
     count = [Counter(n.op.name for n in p.nodes if is_comm(n)) for p in (plain, told)]
     assert count[1] <= count[0]
 
@@ -97,7 +97,7 @@ def test_only_copies_can_tell() -> None:
     m = model()
     captured = capture(m, batch(BATCH, 0), loss, torch.optim.AdamW(m.parameters()))
     with pytest.raises(PlanError, match="noise is told by the copies of a model"):
-        auto.prepare(captured, Named(tp=2), auto.Wish(noise=True))
+        auto.prepare(captured, Spec(tp=2), auto.Wish(noise=True))
 
 
 def test_what_two_numbers_say() -> None:

@@ -362,10 +362,10 @@ def test_a_batch_of_another_shape_is_another_program() -> None:
     ],
 )
 def test_words_that_do_not_go_together(plan: str, match: str) -> None:
-    from weft.plan.named import Named
+    from weft.plan.spec import Spec
 
     with pytest.raises(PlanError, match=match):
-        Named.parse(plan)
+        Spec.parse(plan)
 
 
 # -- other people's models: torch on the whole batch, in one process, is the judge -------------------------------------------------

@@ -22,9 +22,9 @@ from weft.core.layout import R
 from weft.frontend.capture import capture
 from weft.ops.comm import is_comm
 from weft.plan.graph.planner import make_plan, task_of
-from weft.plan.named import Named
 from weft.plan.plan import Plan
 from weft.plan.space import Limits
+from weft.plan.spec import Spec
 from weft.rewrite.engine import same_erased
 
 STEPS, BATCH = 3, 8
@@ -135,7 +135,7 @@ def test_other_types_settings_and_batches_run_the_layouts_of_the_plan(folder: Pa
     for batch in batches:
         model = own.make()[0].to(batch["x"].dtype)
         captured = capture(model, batch, own.loss, adamw(model, betas=(0.5, 0.6), weight_decay=0.3))
-        made = found.placed(captured, Named(dp=2), ())
+        made = found.placed(captured, Spec(dp=2), ())
         assert made is not None and same_erased(captured.program, made)
         assert communication(made) == communication(found.program) and made.text != found.program.text
 
@@ -192,4 +192,4 @@ def test_another_model_is_refused(folder: Path) -> None:
     found = planfile.from_file(str(folder / "plan.json"))
     captured = capture(model, own.batch(0), own.loss, adamw(model))
     with pytest.raises(PlanError, match=r"plan.json is for another model\n\n +needed +0.weight of \[512, 64\]\n +found +\[256, 64\]"):
-        found.held(captured, Named(dp=2))
+        found.held(captured, Spec(dp=2))

@@ -24,10 +24,10 @@ from weft.plan.graph.search import ALL, Way
 from weft.plan.graph.task import Task
 from weft.plan.graph.timing import Placed
 from weft.plan.layouts import OnCluster, choose
-from weft.plan.named import Named
 from weft.plan.plan import Plan
 from weft.plan.rewritten import PRODUCTS, Move, as_products
 from weft.plan.space import Limits
+from weft.plan.spec import Spec
 from weft.plan.substitute import value_rules
 from weft.rewrite.engine import same_erased
 
@@ -188,7 +188,7 @@ def test_a_step_of_another_batch_and_optimizer_is_rewritten_too(tmp_path: Path) 
         step, moves = found.step(captured)
         assert was_rewritten(step.program, XDL) and moves[1].startswith("stack_four_columns at concat 0 of the forward pass")
         with warnings.catch_warnings(record=True) as told:
-            placed = found.placed(step, Named(dp=2, tp=2), ())
+            placed = found.placed(step, Spec(dp=2, tp=2), ())
         assert placed is not None and was_rewritten(placed, XDL)
         assert [f"({alone})" in str(w.message) for w in told] == [True] * bool(alone)
         assert same_erased(step.program, placed)

@@ -42,11 +42,11 @@ def test_every_plan_is_checked_unless_told_not_to() -> None:
 @pytest.mark.parametrize("plan", ["dp2,zero1", "dp2,tp2,sp"])
 def test_a_fused_update_is_derived_too(plan: str) -> None:
     from weft.frontend.capture import capture
-    from weft.plan.named import Named
+    from weft.plan.spec import Spec
 
     w = zoo.small("gpt2", dtype=torch.float64)
     captured = capture(w.model, w.example(8), w.loss, torch.optim.AdamW(w.model.parameters()))
-    report = trust.verified(captured.program, auto.prepare(captured, Named.parse(plan)))
+    report = trust.verified(captured.program, auto.prepare(captured, Spec.parse(plan)))
     assert report is not None and report.evaluated == 0
 
 

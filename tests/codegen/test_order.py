@@ -14,7 +14,7 @@ from weft.codegen import lower
 from weft.codegen.order import is_wire, order
 from weft.frontend.capture import Captured, capture
 from weft.ops.registry import nbytes
-from weft.plan.named import Named
+from weft.plan.spec import Spec
 from weft.runtime import hosts
 
 MESSAGE = 1 << 14
@@ -33,7 +33,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines(captured: Captured, plan: str) -> list[str]:
-    return lower(prepare(captured, Named.parse(plan)), 0, donate=True, far={"dp": MESSAGE}).text.splitlines()
+    return lower(prepare(captured, Spec.parse(plan)), 0, donate=True, far={"dp": MESSAGE}).text.splitlines()
 
 
 def found(text: list[str], pattern: str) -> list[tuple[int, str]]:
@@ -71,7 +71,7 @@ def test_slices_are_updated_and_gathered_while_the_backward_pass_goes_on(capture
 @pytest.mark.usefixtures("apart")
 def test_work_that_feeds_no_sum_gives_way_until_the_link_is_busy(captured: Captured) -> None:
     """The head's share of a tied weight's gradient is ready first and needed last."""
-    program = prepare(captured, Named.parse("dp2"))
+    program = prepare(captured, Spec.parse("dp2"))
     near, far = ([n for n in order(program, to) if n.op.name != "input"] for to in ({}, {"dp": MESSAGE}))
     first = next(n for n in far if is_wire(n) and n.args[0].ndim)
     tied = next(n for n in near if len(n.types) == 1 and n.shape == program.input_names["param.tokens.weight"].shape)
@@ -81,7 +81,7 @@ def test_work_that_feeds_no_sum_gives_way_until_the_link_is_busy(captured: Captu
 
 @pytest.mark.usefixtures("apart")
 def test_slices_are_gathered_a_few_messages_before_they_are_read(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = prepare(captured, Named.parse("dp2,zero3"))
+    program = prepare(captured, Spec.parse("dp2,zero3"))
 
     def under_way(ahead: int) -> float:
         """The most messages' worth that has been started and not been read, when a gather is first read."""
@@ -99,7 +99,7 @@ def test_slices_are_gathered_a_few_messages_before_they_are_read(captured: Captu
 def test_with_clipping_gradients_still_come_early() -> None:
     w = zoo.small("gpt2", dtype=torch.float32)
     clipped = capture(w.model, w.example(4), w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-3), clip=1.0)
-    nodes = order(prepare(clipped, Named.parse("dp1")))
+    nodes = order(prepare(clipped, Spec.parse("dp1")))
     made = [n for n in nodes if n.op.name in ("attention_backward", "layer_norm_backward")]
     weights = {node.shape for name, node in clipped.program.input_names.items() if name.startswith("param.blocks.")}
     early = [n for n in nodes[: nodes.index(made[-1])] if len(n.types) == 1 and n.shape in weights and n.ndim == 2]

@@ -12,9 +12,10 @@ from weft.core.mesh import Mesh
 from weft.core.role import Role
 from weft.core.text import parse
 from weft.frontend.capture import capture
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.place import place
 from weft.plan.plan import step_of
+from weft.plan.spec import Spec
 
 
 class Net(nn.Module):
@@ -48,7 +49,7 @@ def test_a_captured_step_says_what_its_inputs_are_for() -> None:
 def test_roles_are_printed_read_back_and_kept_by_a_plan() -> None:
     program = step()
     assert "%batch.x = input(batch)" in program.text and parse(program.text).text == program.text
-    named = Named.parse("dp2,zero1")
+    named = Spec.parse("dp2,zero1")
     states = {n: "param" + n[n.index(".") :] for n in program.inputs_for(Role.STATE)}
     assert roles(place(program, named.mesh, *input_layouts(program, named, states))) == roles(program)
     assert roles(parse(program.text)) == roles(program)

@@ -12,8 +12,9 @@ from weft import S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture import capture
-from weft.plan.named import Named, input_layouts, tensor_cuts
+from weft.plan.named import input_layouts, tensor_cuts
 from weft.plan.place import place
+from weft.plan.spec import Spec
 
 HEADS, WIDTH = 4, 16
 
@@ -50,7 +51,7 @@ def test_a_shared_projection_is_cut_inside_each_of_its_parts(by: str) -> None:
     cuts = tensor_cuts(program, program.output_names["loss"], parameters(program), 2)
     assert cuts == {"param.qkv.weight": S(0, within=WIDTH), "param.qkv.bias": S(0, within=WIDTH), "param.out.weight": S(1)}
 
-    named = Named(tp=2)
+    named = Spec(tp=2)
     placed = place(program, named.mesh, *input_layouts(program, named, {}))
     given = {f"param.{n}": p.detach() for n, p in model.named_parameters()} | {n: x for n in program.input_names if n.startswith("batch")}
     found = weft.interp.run(placed, given)

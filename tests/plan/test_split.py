@@ -15,8 +15,8 @@ from weft.core.node import Type
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.plan.line import border
-from weft.plan.named import Named
 from weft.plan.recompute import recomputed, regions_of
+from weft.plan.spec import Spec
 from weft.plan.split import Forward, balanced, chosen_cuts, split
 from weft.plan.turns import in_turn
 
@@ -125,6 +125,6 @@ def test_a_border_is_cut_for_the_way() -> None:
 
 def test_plans_print_as_they_are_read() -> None:
     for text in ("dp2,tp2,zero1", "pp4,zero-bubble,micro8", "pp2,interleaved,virtual4,recompute", "micro4", "pp2,dp2,sp"):
-        assert str(Named.parse(str(Named.parse(text)))) == str(Named.parse(text))
-    assert Named.parse("pp2,micro=8") == Named.parse("pp2,micro8,1f1b")
-    assert list(Named.parse("tp2,pp2,dp2").mesh.axes) == ["pp", "dp", "tp"]
+        assert str(Spec.parse(str(Spec.parse(text)))) == str(Spec.parse(text))
+    assert Spec.parse("pp2,micro=8") == Spec.parse("pp2,micro8,1f1b")
+    assert list(Spec.parse("tp2,pp2,dp2").mesh.axes) == ["pp", "dp", "tp"]

@@ -22,12 +22,13 @@ def gpt() -> tuple[Program, Program]:
     """One device, and dp2 x tp2 with the sequence cut between the sums."""
     import weft_zoo as zoo
     from weft.frontend.capture import capture
-    from weft.plan.named import Named, input_layouts
+    from weft.plan.named import input_layouts
     from weft.plan.place import place
+    from weft.plan.spec import Spec
 
     work = zoo.small("gpt3-125m", layers=12, hidden=32, heads=4, device="meta")
     captured = capture(work.model, work.example(4, device="meta"), work.loss, gradients=True)
-    plan = Named.parse("dp2,tp2,sp")
+    plan = Spec.parse("dp2,tp2,sp")
     layouts, options = input_layouts(captured.program, plan, captured.states)
     return captured.program, place(captured.program, plan.mesh, layouts, options)
 

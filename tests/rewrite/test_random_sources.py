@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft import interp
 from weft.api import auto
 from weft.frontend.capture import capture
-from weft.plan.named import Named
+from weft.plan.spec import Spec
 from weft.rewrite.check import check
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,7 +50,7 @@ def test_random_ops_pass_the_check_and_draw_alike(name: str) -> None:
     other = interp.run_global(captured.program, captured.inputs(x, seed=8))
     assert not torch.equal(other["loss"], want["loss"])
     for words in ("dp2", "dp2,zero3", "tp2", "dp2,tp2"):
-        placed = auto.prepare(captured, Named.parse(words))
+        placed = auto.prepare(captured, Spec.parse(words))
         report = check(captured.program, placed)
         assert report.equal, f"{words}: {report}"
         for n, got in interp.run(placed, given).items():

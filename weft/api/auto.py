@@ -33,13 +33,14 @@ from weft.cost.simulate import predict
 from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 from weft.plan.context import ring
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import place
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import moves_of, replayed, rewritten
 from weft.plan.rewritten import Move
 from weft.plan.space import divisors
+from weft.plan.spec import Spec
 from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
@@ -80,8 +81,8 @@ class Decision:
         return rewritten(captured, moves_of({"moves": self.moves}))
 
     @property
-    def named(self) -> Named:
-        return Named.parse(self.words)
+    def named(self) -> Spec:
+        return Spec.parse(self.words)
 
     @cached_property
     def program(self) -> Program:
@@ -115,12 +116,12 @@ class Wish:
     memory: float = 0.0
 
 
-def prepare(captured: Captured, named: Named, wish: Wish = Wish(), device: torch.device = HOST) -> Program:
+def prepare(captured: Captured, named: Spec, wish: Wish = Wish(), device: torch.device = HOST) -> Program:
     """The step under a plan, as it is run on such devices."""
     return scheduled(_placed(captured, named, wish), named, device)
 
 
-def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
+def _placed(captured: Captured, named: Spec, wish: Wish) -> Program:
     shapes = {n: node.shape for n, node in captured.program.inputs_for(Role.PARAMETER).items()}
     held = resolve(wish.pins, shapes, named.mesh.sizes)
     layouts, options = input_layouts(captured.program, named, captured.states, held)
@@ -129,7 +130,7 @@ def _placed(captured: Captured, named: Named, wish: Wish) -> Program:
     return measured(program) if wish.noise else program
 
 
-def scheduled(program: Program, named: Named, device: torch.device = HOST) -> Program:
+def scheduled(program: Program, named: Spec, device: torch.device = HOST) -> Program:
     """Gradients in buckets, sharded updates in one kernel, and keys gathered beside the attention where the plan says so.
 
     Between hosts there is no such kernel: every sum is followed by its own update and gather while the next is under way.
@@ -195,7 +196,7 @@ def with_doubles(where: Cluster) -> Cluster:
     return replace(where, groups=tuple(groups))
 
 
-def words(captured: Captured, world: int) -> Iterator[Named]:
+def words(captured: Captured, world: int) -> Iterator[Spec]:
     """Every plan by name for so many processes; cp and ep where the step has sequences and experts to cut."""
     batch = [n for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim]
     rows = min((n.shape[0] for n in batch), default=1)
@@ -208,7 +209,7 @@ def words(captured: Captured, world: int) -> Iterator[Named]:
                     continue
                 tp = world // dp // cp // ep
                 for zero in (0, 1, 3) if dp > 1 else (0,):  # zero2 is zero1 here: a gradient never outlives its update
-                    yield from (Named(dp, cp, ep, tp, zero, sp) for sp in ((False, True) if tp > 1 else (False,)))
+                    yield from (Spec(dp, cp, ep, tp, zero, sp) for sp in ((False, True) if tp > 1 else (False,)))
 
 
 class _Pool:
@@ -218,23 +219,23 @@ class _Pool:
         self.captured, self.where, self.wish = captured, where, wish
         self.lines = lines if captured.gradients and not wish.noise else None
         self.memory = min(wish.memory or where.device.memory, where.device.memory)
-        self.programs: dict[str, tuple[Named, Program | None]] = {}
+        self.programs: dict[str, tuple[Spec, Program | None]] = {}
         self.options: dict[str, Option] = {}
         self.scheduled: set[str] = set()  # names of programs that are as they will run
         self.moves: dict[str, tuple[Move, ...]] = {}  # by which steps were rewritten
 
     # -- plans of one pass
 
-    def try_named(self, name: str, named: Named, wish: Wish) -> None:
+    def try_named(self, name: str, named: Spec, wish: Wish) -> None:
         try:
             self.add(name, named, _placed(self._of(named), named, wish))
         except (PlanError, LayoutError) as e:
             self._refuse(name, e)
 
-    def _of(self, named: Named) -> Captured:
+    def _of(self, named: Spec) -> Captured:
         return recomputed(self.captured, regions_of(self.captured, named.recompute))
 
-    def add(self, name: str, named: Named, program: Program) -> None:
+    def add(self, name: str, named: Spec, program: Program) -> None:
         seen = predict(program, self.where)
         self.programs[name] = (named, program)
         self.options[name] = Option(name, seen.step_ms, seen.memory_gb, seen.causes_ms)
@@ -244,7 +245,7 @@ class _Pool:
 
     # -- plans in micro-batches
 
-    def try_line(self, named: Named) -> Option:
+    def try_line(self, named: Spec) -> Option:
         assert self.lines is not None
         name = str(named)
         try:
@@ -300,7 +301,7 @@ class _Pool:
             self.add(name, named, made)
             self.scheduled.add(name)
 
-    def _fewest(self, named: Named) -> None:
+    def _fewest(self, named: Spec) -> None:
         """The plan in the fewest micro-batches that fit, if the most do."""
         numbers = self.lines.numbers(named.dp * named.ep) if self.lines is not None else []
         plans = [replace(named, micro=n) for n in (*numbers[-1:], *numbers[:-1])]
@@ -341,7 +342,7 @@ class _Pool:
     def try_layouts(self) -> None:
         """What the layout solver makes of the two best meshes."""
         plans = [named for named, program in (self.programs[o.plan] for o in self.fitting) if program is not None]
-        for named in list(dict.fromkeys(Named(**n.mesh.sizes, recompute=n.recompute) for n in plans))[:2]:
+        for named in list(dict.fromkeys(Spec(**n.mesh.sizes, recompute=n.recompute) for n in plans))[:2]:
             name = f"{SOLVER} {named}"
             try:
                 self.add(name, named, self._solved(named, self._of(named)))
@@ -362,7 +363,7 @@ class _Pool:
             except PlanError as e:
                 self._refuse(name, e)
 
-    def _solved(self, named: Named, captured: Captured) -> Program:
+    def _solved(self, named: Spec, captured: Captured) -> Program:
         from weft.plan.layouts import OnCluster, choose
 
         mesh = named.mesh

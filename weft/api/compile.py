@@ -22,8 +22,9 @@ from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads, as_before, evaluating, holds_traced
 from weft.frontend.capture.step import named_batch
-from weft.plan.named import Named, input_layouts, tensor_cuts
+from weft.plan.named import input_layouts, tensor_cuts
 from weft.plan.place import Placements, place
+from weft.plan.spec import Spec
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
@@ -50,7 +51,7 @@ class Inference:
     """
 
     def __init__(self, model: nn.Module, plan: str, example: Any, device: torch.device, check: bool = True) -> None:
-        self.model, self.device, self.named, self.check = model, device, Named.parse(plan), check
+        self.model, self.device, self.named, self.check = model, device, Spec.parse(plan), check
         self.judged: Verdict | None = None  # of the last program, on rank 0
         if self.named.pp > 1 or self.named.micro or self.named.recompute:
             raise PlanError("inference runs a batch whole", needed="a plan without pp, micro and recompute", found=plan)

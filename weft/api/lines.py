@@ -18,12 +18,13 @@ from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import Micro
 from weft.plan.foresee_line import Foreseen
 from weft.plan.line import Line, lay
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.pieces import Found
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Options, Placements
 from weft.plan.recompute import recomputed_stage, regions_of
 from weft.plan.space import divisors
+from weft.plan.spec import Spec
 from weft.plan.split import Stage, chosen_cuts, split
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Laid:
 
 def laid(
     captured: Captured,
-    plan: Named,
+    plan: Spec,
     pinned: Mapping[str, Placements],
     exact: Mapping[str, Placements] | None = None,
     guard: Guard | None = None,
@@ -65,7 +66,7 @@ def laid(
     return Laid(lay(captured, again, plan, held, options, guard, first), stages, held, options)
 
 
-def foreseen(line: Line, plan: Named, where: Cluster) -> Seen:
+def foreseen(line: Line, plan: Spec, where: Cluster) -> Seen:
     """What is foreseen of stages run in the order of a plan."""
     order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
     return Foreseen(line, order, routes(line.stages), where).seen
@@ -91,7 +92,7 @@ class Lines:
             raise found
         return found
 
-    def foreseen(self, plan: Named, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
+    def foreseen(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
         micro = self.step(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
         return foreseen(laid(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), first=micro.first).line, plan, where)
@@ -101,7 +102,7 @@ class Lines:
         own = self.samples // copies if self.samples % copies == 0 else 1
         return [n for n in divisors(own) if n > 1 and self.fixed in (0, n)]
 
-    def stages(self, world: int, inside: Callable[[int], Iterable[Named]]) -> Iterator[Named]:
+    def stages(self, world: int, inside: Callable[[int], Iterable[Spec]]) -> Iterator[Spec]:
         """Every cut of the processes into stages, each with every plan for the processes of one, in about four micro-batches for every stage."""
         for pp in divisors(world)[1:]:
             for named in inside(world // pp):
@@ -109,12 +110,12 @@ class Lines:
                 if some and not named.sp:
                     yield replace(named, pp=pp, micro=some[-1])
 
-    def halved(self, plan: Named) -> list[Named]:
+    def halved(self, plan: Spec) -> list[Spec]:
         """The same stages in half as many micro-batches, as long as no stage is always idle."""
         half = plan.micro_batches // 2
         return [replace(plan, micro=half)] if half in self.numbers(plan.dp * plan.ep) and half >= plan.pp else []
 
-    def orders(self, plan: Named) -> list[Named]:
+    def orders(self, plan: Spec) -> list[Spec]:
         """The same stages in other orders."""
         others = [s.name for s in SCHEDULES.values() if s.name != plan.schedule and s.may_take(plan.pp, plan.micro_batches)]
         return [replace(plan, schedule=name) for name in others]

@@ -35,8 +35,9 @@ from weft.frontend.capture.batches import leaves
 from weft.frontend.capture.guards import Change, Reads, holds_traced
 from weft.frontend.capture.model import called, capture_step, require_torchs
 from weft.frontend.capture.step import named_batch
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.place import place
+from weft.plan.spec import Spec
 from weft.plan.turns import in_turn
 
 
@@ -56,8 +57,8 @@ def parallelize_module(
     return model
 
 
-def _named(plan: str) -> Named:
-    named = Named.parse(plan)
+def _named(plan: str) -> Spec:
+    named = Spec.parse(plan)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if named.mesh.ranks != world:
         tip = f"weft run -n {named.mesh.ranks} SCRIPT"
@@ -86,7 +87,7 @@ class Passes:
 class Sharded:
     """A module's passes on this rank, and what it calls instead of its own forward."""
 
-    def __init__(self, model: nn.Module, plan: Named, example: Any, device: torch.device, seed: int, check: bool) -> None:
+    def __init__(self, model: nn.Module, plan: Spec, example: Any, device: torch.device, seed: int, check: bool) -> None:
         self.model, self.plan, self.device, self.seed = model, plan, device, seed
         self.example, self.calls = example, 0
         self.signature = inspect.signature(model.forward)

@@ -30,10 +30,10 @@ from weft.frontend.capture.guards import as_before
 from weft.frontend.capture.micro import cut_of
 from weft.frontend.capture.model import require_torchs
 from weft.frontend.capture.optimizers import forget_updates
-from weft.plan.named import Named
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.space import bytes_of
+from weft.plan.spec import Spec
 from weft.runtime import hosts
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -113,7 +113,7 @@ class _Asked:
     noise: bool
     check: bool
     guard: bool  # leave out steps whose loss is no number
-    named: Named | None  # none until one is chosen
+    named: Spec | None  # none until one is chosen
     file: planfile.Followed | None
     forms: Forms
     wish: auto.Wish = field(init=False)
@@ -170,7 +170,7 @@ class _Asked:
 
     def _one(self, captured: Captured, decision: auto.Decision | None) -> Step:
         """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
-        named, file, traced = cast(Named, self.named), self.file, captured.program
+        named, file, traced = cast(Spec, self.named), self.file, captured.program
         captured = file.again(captured, named) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
         chosen = decision or file
         source, moves = chosen.step(captured) if chosen is not None else (captured, ())
@@ -183,7 +183,7 @@ class _Asked:
 
     def _placed(self, captured: Captured) -> Program:
         """The step under the plan: its words and, where a file says how single tensors are held, these."""
-        named, file = cast(Named, self.named), self.file
+        named, file = cast(Spec, self.named), self.file
         followed = file.placed(captured, named, self.wish.pins) if file is not None else None
         if followed is None:
             return auto.prepare(captured, named, self.wish, self.device)
@@ -198,7 +198,7 @@ class _Asked:
         """The step of a plan in micro-batches; none where its program is known."""
         from weft.api.pipelined import pipelined
 
-        named = cast(Named, self.named)
+        named = cast(Spec, self.named)
         if self.noise:
             raise PlanError(f"{named} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
         file = {"held": self.file.held, "found": self.file.found, "part": self.file.part} if self.file is not None else {}
@@ -219,14 +219,14 @@ class _Asked:
         return Lines(steps, samples, self.accumulate if self.accumulate > 1 else 0)
 
 
-def _by_parts(named: Named, accumulate: int) -> Named:
+def _by_parts(named: Spec, accumulate: int) -> Spec:
     """A plan that runs something again, its micro-batches one after another: in one program of them all, the block that repeats is the model."""
     return named if named.micro or accumulate == 1 else replace(named, micro=accumulate)
 
 
-def _named(plan: str, **choices: Any) -> Named:
+def _named(plan: str, **choices: Any) -> Spec:
     """The plan of these words, for as many processes as there are; what only a choice between plans can follow is refused."""
-    named = Named.parse(plan)
+    named = Spec.parse(plan)
     _require_ranks(named, plan)
     for name, value in choices.items():
         if value:
@@ -234,7 +234,7 @@ def _named(plan: str, **choices: Any) -> Named:
     return named
 
 
-def _require_ranks(named: Named, plan: str) -> None:
+def _require_ranks(named: Spec, plan: str) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if named.mesh.ranks != world:
         raise PlanError(

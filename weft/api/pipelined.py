@@ -36,11 +36,12 @@ from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
 from weft.plan.line import Placed, place_stage, spread
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.pieces import Found
 from weft.plan.pins import parse_pin, resolve
 from weft.plan.place import Placements, place
 from weft.plan.schedules import Action
+from weft.plan.spec import Spec
 from weft.plan.split import LOSS_SUM, program_of, split_like
 from weft.plan.update import update
 from weft.runtime.agree import require_same
@@ -59,7 +60,7 @@ def pipelined(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     example: Any,
-    plan: Named,
+    plan: Spec,
     device: torch.device,
     seed: int,
     *,
@@ -67,7 +68,7 @@ def pipelined(
     clip: float | None = None,
     precision: torch.dtype | None = None,
     pins: Sequence[str] = (),
-    held: Callable[[Captured, Named], Mapping[str, Placements]] | None = None,
+    held: Callable[[Captured, Spec], Mapping[str, Placements]] | None = None,
     found: Callable[[Captured], Found] | None = None,
     part: Callable[[Captured], tuple[Captured, tuple[str, ...]]] | None = None,
     mean: bool = False,
@@ -111,7 +112,7 @@ def pipelined(
     return step
 
 
-def _dividing(plan: Named, samples: int) -> Named:
+def _dividing(plan: Spec, samples: int) -> Spec:
     """The plan with fewer micro-batches, where as many as it has are not equal: for a batch of another size than the example, and where it names none."""
     fewer = [n for n in range(plan.micro_batches, 0, -1) if samples % n == 0 and (plan.schedule != "interleaved" or n % plan.pp == 0)]
     return replace(plan, micro=fewer[0]) if fewer and fewer[0] != plan.micro_batches else plan
@@ -179,7 +180,7 @@ class PipelinedStep(Step):
     def __init__(
         self,
         micro: Micro,
-        plan: Named,
+        plan: Spec,
         model: nn.Module,
         loss: Loss,
         optimizer: torch.optim.Optimizer,
@@ -206,7 +207,7 @@ class PipelinedStep(Step):
         self._first = None if micro.first is None else self._before(micro.first)
         self._evaluate: _Evaluation | None = None
 
-    def laid(self, plan: Named) -> Laid:
+    def laid(self, plan: Spec) -> Laid:
         """The same step under another plan of the same mesh: held, cut and run again alike, where it has as many stages."""
         captured, found = self._made_of
         return laid(captured, plan, {}, self.held, found=found, first=self.micro.first)

@@ -20,7 +20,6 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.plan.carried import carried
-from weft.plan.named import Named
 from weft.plan.pieces import Found, Pieces, pieces_of, run_again
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Options, Placements, place
@@ -28,6 +27,7 @@ from weft.plan.plan import Plan, load, step_of
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import moves_of, rewritten
 from weft.plan.rewritten import Move
+from weft.plan.spec import Spec
 
 Held = Mapping[str, Placements]
 
@@ -77,12 +77,12 @@ class Followed:
             _warn(f"of the plan {self.path} this is not followed: {'; '.join(found.told)}")
         return found
 
-    def again(self, captured: Captured, named: Named) -> Captured:
+    def again(self, captured: Captured, named: Spec) -> Captured:
         """The step of one stage, with what runs again by its words or layer by layer; of a placed program that is said of its units."""
         regions = self.found(captured).again if self.program is None else None
         return recomputed(captured, regions_of(captured, named.recompute) if regions is None else regions)
 
-    def held(self, captured: Captured, named: Named) -> dict[str, Placements]:
+    def held(self, captured: Captured, named: Spec) -> dict[str, Placements]:
         """How inputs are held: parameters and optimizer state as in the plan, and of a batch what can be cut as there."""
         if self.program is None:
             return {}
@@ -103,14 +103,14 @@ class Followed:
                 try_="weft plan FILE.py:FUNCTION ... --out plan.json, with a function that makes this model",
             )  # fmt: skip
 
-    def placed(self, captured: Captured, named: Named, pins: Sequence[Pin]) -> Program | None:
+    def placed(self, captured: Captured, named: Spec, pins: Sequence[Pin]) -> Program | None:
         """The step held as the plan says, unless pins say otherwise; None where the plan says nothing of its tensors."""
         if self.program is None:
             return None
         program, again = self._placed(captured, named, pins), self.found(captured).again
         return run_again(program, captured, again) if again else program
 
-    def _placed(self, captured: Captured, named: Named, pins: Sequence[Pin]) -> Program:
+    def _placed(self, captured: Captured, named: Spec, pins: Sequence[Pin]) -> Program:
         assert self.program is not None
         options = Options(gather=frozenset({"dp"} if named.zero == 3 else ()))
         if not pins and not self.unsaid:
@@ -134,7 +134,7 @@ def _said(nodes: Sequence[Node]) -> str:
     return f"{len(nodes)} nodes ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def _divides(shape: tuple[int, ...], node: Any, named: Named) -> bool:
+def _divides(shape: tuple[int, ...], node: Any, named: Spec) -> bool:
     sizes, cuts = named.mesh.sizes, node.layout.placements
     return all(shape[p.dim] % sizes.get(a, 1) == 0 for a, p in cuts.items() if isinstance(p, S))
 

@@ -24,8 +24,8 @@ from weft.core.errors import WeftError
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.ops.registry import nbytes
 from weft.plan.foresee_line import Foreseen, pass_name
-from weft.plan.named import Named
 from weft.plan.schedules import SCHEDULES, Action
+from weft.plan.spec import Spec
 from weft.runtime.trace import Trace, held_bytes, synchronize, traced
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class LineRecorder(Recorder):
             if schedule == plan.schedule:
                 continue
             try:
-                checked = Named.parse(str(other))
+                checked = Spec.parse(str(other))
                 found[str(other)] = foreseen(self.step.laid(checked).line, checked, cluster)
             except WeftError as error:
                 reasons[str(other)] = error.message

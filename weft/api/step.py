@@ -33,8 +33,8 @@ from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads, as_before, evaluating
 from weft.frontend.capture.optimizers import COUNT, note_updates
 from weft.frontend.capture.step import named_batch
-from weft.plan.named import Named
 from weft.plan.place import place
+from weft.plan.spec import Spec
 
 if TYPE_CHECKING:
     from weft.api.auto import Decision
@@ -52,7 +52,7 @@ class Step(Changing):
         self,
         captured: Captured,
         program: Program,
-        plan: Named,
+        plan: Spec,
         model: nn.Module,
         loss: Loss,
         optimizer: torch.optim.Optimizer,

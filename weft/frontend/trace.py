@@ -17,7 +17,7 @@ from weft.ops.source import input_node
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """An input to be: dtype, shape, and what each mesh axis holds (whole where nothing is said)."""
 
     dtype: torch.dtype
@@ -28,27 +28,27 @@ class Spec:
         return Type(self.dtype, Layout.of(mesh, self.shape, dict(self.placements)))
 
 
-def tensor(dtype: str | torch.dtype, *shape: int, **placements: Placement) -> Spec:
+def tensor(dtype: str | torch.dtype, *shape: int, **placements: Placement) -> TensorSpec:
     """`tensor("f32", 1024, dp=P())`: what an input is."""
-    return Spec(dtype_of(dtype), tuple(shape), tuple(placements.items()))
+    return TensorSpec(dtype_of(dtype), tuple(shape), tuple(placements.items()))
 
 
-def f32(*shape: int, **placements: Placement) -> Spec:
+def f32(*shape: int, **placements: Placement) -> TensorSpec:
     """A tensor of 32-bit floats, held whole along every axis that is not named."""
     return tensor("f32", *shape, **placements)
 
 
-def f64(*shape: int, **placements: Placement) -> Spec:
+def f64(*shape: int, **placements: Placement) -> TensorSpec:
     """A tensor of 64-bit floats, held whole along every axis that is not named."""
     return tensor("f64", *shape, **placements)
 
 
-def bf16(*shape: int, **placements: Placement) -> Spec:
+def bf16(*shape: int, **placements: Placement) -> TensorSpec:
     """A tensor of bfloat16, held whole along every axis that is not named."""
     return tensor("bf16", *shape, **placements)
 
 
-def i64(*shape: int, **placements: Placement) -> Spec:
+def i64(*shape: int, **placements: Placement) -> TensorSpec:
     """A tensor of 64-bit whole numbers, held whole along every axis that is not named."""
     return tensor("i64", *shape, **placements)
 
@@ -93,7 +93,7 @@ def _declare(key: str, spec: Any, mesh: Mesh, flat: dict[str, Node]) -> Any:
         return {k: _declare(f"{key}.{k}", s, mesh, flat) for k, s in spec.items()}
     if isinstance(spec, (list, tuple)):
         return [_declare(f"{key}.{i}", s, mesh, flat) for i, s in enumerate(spec)]
-    if not isinstance(spec, Spec):
+    if not isinstance(spec, TensorSpec):
         raise WeftError(
             f"input {key!r} is not described", needed="tensor(dtype, *shape, axis=placement)", found=repr(spec), where=user_line()
         )

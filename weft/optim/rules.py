@@ -13,7 +13,7 @@ from typing import Any
 from weft.core.layout import Mesh, P
 from weft.core.program import Program
 from weft.frontend import lang as w
-from weft.frontend.trace import Spec, tensor, trace
+from weft.frontend.trace import TensorSpec, tensor, trace
 from weft.programs import optimizers
 from weft.schedule import recipes
 
@@ -116,7 +116,7 @@ def _written(rule: Rule, world: int, numbers: Numbers, clip: bool) -> Program:
 def _inputs(rule: Rule, world: int, numbers: Numbers, clip: bool) -> dict[str, Any]:
     n = ELEMENTS * world
     tensors = {s: [tensor("f32", n)] * 2 for s in rule.states}
-    scalars: dict[str, Spec] = {k: tensor("f32") for k in (*rule.scalars, *(["max_norm"] if clip else []))}
+    scalars: dict[str, TensorSpec] = {k: tensor("f32") for k in (*rule.scalars, *(["max_norm"] if clip else []))}
     return {"g": [tensor(numbers.grads, n, dp=P())] * 2, "x": [tensor(_kept(numbers), n)] * 2, **tensors, **scalars}
 
 

@@ -25,10 +25,11 @@ from weft.frontend.capture import Captured
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, flops, nbytes
 from weft.plan.layers import ATTENTION, FFN, WHOLE
-from weft.plan.named import Named, input_layouts, stacked
+from weft.plan.named import input_layouts, stacked
 from weft.plan.place import Placements, placed_with
 from weft.plan.setting import Setting
 from weft.plan.short import FIRST, LAST, LAYER, WAYS, Short, short_of
+from weft.plan.spec import Spec
 from weft.plan.workload import Block, Workload, beside_products
 
 MOST = 4  # samples that are captured; sizes of more follow
@@ -48,7 +49,7 @@ class Placed:
     @cached_property
     def _made(self) -> tuple[Program, Mapping[Node, Node]]:
         s, p = self.setting, self.short.program
-        named = Named(cp=s.cp, ep=s.ep, tp=s.tp, sp=s.sequence_parallel and s.tp > 1)
+        named = Spec(cp=s.cp, ep=s.ep, tp=s.tp, sp=s.sequence_parallel and s.tp > 1)
         held, options = input_layouts(p, named, {})
         told: dict[str, Placements] = {
             f"d.{name}": {a: held.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in held.get(name, {}))}

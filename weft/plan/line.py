@@ -18,8 +18,8 @@ from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import GIVEN
 from weft.ops.comm import send
 from weft.ops.registry import Kind
-from weft.plan.named import Named
 from weft.plan.place import Options, Placements, place
+from weft.plan.spec import Spec
 from weft.plan.split import LOSS_SUM, Stage
 from weft.plan.turns import in_turn
 from weft.plan.update import update
@@ -48,7 +48,7 @@ class Placed:
 class Line:
     """All stages of a training step, what follows the last micro-batch, and where every input is at home."""
 
-    named: Named
+    named: Spec
     stages: tuple[Placed, ...]
     update: Program
     homes: Mapping[str, int | None]
@@ -62,7 +62,7 @@ class Line:
 def lay(
     captured: Captured,
     stages: Sequence[Stage],
-    named: Named,
+    named: Spec,
     held: Held,
     options: Options,
     guard: Callable[[Captured], Captured] | None = None,
@@ -85,11 +85,11 @@ def lay(
     return Line(named, tuple(placed), place(program, named.mesh, inputs, options), homes, program)
 
 
-def at(named: Named, rank: int | None) -> dict[str, Placement]:
+def at(named: Spec, rank: int | None) -> dict[str, Placement]:
     return {"pp": O(rank)} if named.pp > 1 and rank is not None else {}
 
 
-def homes_of(captured: Captured, stages: Sequence[Stage], named: Named) -> dict[str, int | None]:
+def homes_of(captured: Captured, stages: Sequence[Stage], named: Spec) -> dict[str, int | None]:
     """The rank of the pipeline that holds an input: the first that reads a parameter; of other things, None where several do."""
     readers: dict[str, list[int]] = {}
     for stage in stages:
@@ -121,7 +121,7 @@ class _Border:
     way: Layout
 
 
-def place_stage(stage: Stage, named: Named, held: Held, options: Options, laid: dict[str, _Border]) -> Placed:
+def place_stage(stage: Stage, named: Spec, held: Held, options: Options, laid: dict[str, _Border]) -> Placed:
     """The stage on the mesh. `laid` tells of the borders before it and is told of those after."""
     rank = stage.number % named.pp
     here = at(named, rank)
@@ -142,7 +142,7 @@ def place_stage(stage: Stage, named: Named, held: Held, options: Options, laid: 
     return Placed(stage.number, rank, turns, dict(passing), (stage.step, program))
 
 
-def _require_apart(program: Program, stage: Stage, named: Named) -> None:
+def _require_apart(program: Program, stage: Stage, named: Spec) -> None:
     """A stage is run by its own rank of the pipeline alone, at a time of its own: a collective along `pp` inside it would wait for ever."""
     meets = [n for n in program.nodes if n.op.kind is Kind.COMM and n.attr("axis") == "pp" and n.op.wire(named.pp)]
     if meets:
@@ -174,7 +174,7 @@ def _open(program: Program, here: Placements) -> dict[str, Placements]:
     return {n: here for n in program.output_names if n not in state}
 
 
-def _groups(stage: Stage, named: Named) -> list[list[str]]:
+def _groups(stage: Stage, named: Spec) -> list[list[str]]:
     """Outputs by turn: forward; then gradients, those that other stages wait for apart where the schedule says so."""
     forward = list(stage.forward.output_names)
     if stage.step is stage.forward:
@@ -211,7 +211,7 @@ def _cut_evenly(layout: Layout, axis: str) -> Layout:
 # -- gradients -----------------------------------------------------------------------------------------------------------------
 
 
-def _terms(placed: Sequence[Placed], named: Named) -> tuple[dict[str, list[str]], dict[str, Placements]]:
+def _terms(placed: Sequence[Placed], named: Spec) -> tuple[dict[str, list[str]], dict[str, Placements]]:
     """The inputs of the update that hold terms of each gradient, one per stage that has any, and how they and the loss are held."""
     sources: dict[str, list[str]] = {}
     given: dict[str, Placements] = {}

@@ -20,7 +20,7 @@ from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
 from weft.plan.baselines import EVERYTHING
 from weft.plan.models import shape as named_shape
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.pins import Pin, dtensor_pins, resolve
 from weft.plan.place import place
 from weft.plan.plan import Plan
@@ -28,6 +28,7 @@ from weft.plan.planner import Infeasible, Request, make_plan
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
 from weft.plan.space import divisors
+from weft.plan.spec import Spec
 
 LAYERS = 2
 Say = Callable[[str], None]
@@ -49,7 +50,7 @@ class Layers:
         self.shape = named_shape(request.model, **({"seq": request.seq} if request.seq else {}))
         self.request, self.problem = request, request.problem()
         self._captured: dict[int, Captured] = {}
-        self._seconds: dict[tuple[Named, tuple[Pin, ...], int], float] = {}
+        self._seconds: dict[tuple[Spec, tuple[Pin, ...], int], float] = {}
 
     def model(self) -> Any:
         return catalog.get(self.request.model, device="meta", dtype=torch.bfloat16, layers=LAYERS, seq=self.problem.shape.seq)
@@ -63,11 +64,11 @@ class Layers:
 
     def extra(self, s: Setting, pins: Sequence[Pin]) -> float:
         """Seconds a step takes longer with the pins."""
-        named = Named(tp=s.tp, sp=s.sequence_parallel)
+        named = Spec(tp=s.tp, sp=s.sequence_parallel)
         more = self.seconds(named, tuple(pins), s.micro_batch) - self.seconds(named, (), s.micro_batch)
         return more / LAYERS * self.shape.layers / s.pp * s.micro_batches
 
-    def seconds(self, named: Named, pins: tuple[Pin, ...], batch: int) -> float:
+    def seconds(self, named: Spec, pins: tuple[Pin, ...], batch: int) -> float:
         key = (named, pins, batch)
         if key not in self._seconds:
             captured = self.captured(batch)

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.core.errors import WeftError
 from weft.plan.memory import saved
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.place import place
 from weft.plan.plan import Plan
 from weft.plan.planner import EXACT, Request
@@ -17,6 +17,7 @@ from weft.plan.search import Search, describe
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, detail, share
 from weft.plan.space import Limits
+from weft.plan.spec import Spec
 from weft.plan.tailor import blocks_of
 from weft.plan.told import rows
 from weft.plan.workload import Workload
@@ -139,7 +140,7 @@ def _placed(plan: Plan, w: Any) -> dict[str, Any]:
     s = plan.setting
     optimizer = torch.optim.AdamW(w.model.parameters())
     captured = capture(w.model, w.example(s.dp * s.micro_batch, device="meta"), w.loss, optimizer)
-    named = Named(s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel and s.tp > 1)
+    named = Spec(s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel and s.tp > 1)
     program = place(captured.program, named.mesh, *input_layouts(captured.program, named, captured.states))
     mesh = {"pp": s.pp, **named.mesh.sizes} if s.pp > 1 else dict(named.mesh.sizes)
     held = tensors(program, captured.states)

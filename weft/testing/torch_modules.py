@@ -18,7 +18,7 @@ from weft.api import auto
 from weft.api.compiled import Compiled
 from weft.core.errors import CaptureError, LayoutError, NotDifferentiable, PlanError, WeftError
 from weft.frontend.capture import Captured, capture
-from weft.plan.named import Named
+from weft.plan.spec import Spec
 from weft.rewrite.check import check
 from weft.testing.torch_grammar import Module, random_module
 
@@ -139,14 +139,14 @@ def judge(case: Case) -> Verdict:
 
 
 def _compiled(captured: Captured, given: Values) -> Values:
-    program = auto.prepare(captured, Named.parse("dp1"))
+    program = auto.prepare(captured, Spec.parse("dp1"))
     return Compiled(program, donate=True)(_copied(given))
 
 
 def _under(plan: str, captured: Captured, given: Values, want: Values, checked: bool) -> bool:
     """Runs the step on all ranks of a pretended mesh; whether the plan is refused."""
     try:
-        program = auto.prepare(captured, Named.parse(plan))
+        program = auto.prepare(captured, Spec.parse(plan))
     except REFUSALS:
         return True
     compare(interp.run(program, _copied(given), tolerance=1e-6), want, captured)

@@ -25,13 +25,14 @@ from weft.plan.graph.stages import MIXED, NONE, Stager, pipelined
 from weft.plan.graph.task import Task
 from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Unit, Units
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.place import place
 from weft.plan.plan import Plan, parse
 from weft.plan.planner import Request
 from weft.plan.planner import make_plan as plan_of
 from weft.plan.roles import GRADS, PARAMS, Roles
 from weft.plan.space import Limits
+from weft.plan.spec import Spec
 from weft.report import html
 
 FOUR = cluster("2x2xV100")
@@ -236,7 +237,7 @@ def test_a_sum_is_done_before_it_is_repeated() -> None:
 
 
 def test_zero3_gathers_parameters_however_small_the_batch_is() -> None:
-    held, options = input_layouts(normed().program, Named(dp=4, zero=3), normed().states)
+    held, options = input_layouts(normed().program, Spec(dp=4, zero=3), normed().states)
     held |= {f"batch.{k}": {"dp": S(0)} for k in "xy"}
     program = place(normed().program, Mesh(dp=4), held, replace(options, gather=frozenset({"dp"})))
     conv = program.find("conv2d")

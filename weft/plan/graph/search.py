@@ -24,12 +24,13 @@ from weft.plan.graph.task import Task
 from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Unit, Units
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
-from weft.plan.named import Named, input_layouts
+from weft.plan.named import input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run
 from weft.plan.roles import CARRIED, GRADS, PARAMS, VALUES, Roles
 from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.space import divisors
+from weft.plan.spec import Spec
 from weft.rewrite.updates import rules_of
 
 Say = Callable[[str], None]
@@ -121,12 +122,12 @@ class GraphSearch:
         """The best way of every system, or why it has none."""
         n, node = self.cluster.devices, self.cluster.node_size
         inside = [t for t in divisors(node) if n % t == 0 and (not self.is_large or t in (1, node))]
-        spaces: dict[str, Iterator[tuple[Named, frozenset[str]]]] = {
-            "data parallel": iter([(Named(dp=n), frozenset({GRADS}))]),
-            "zero1": iter([(Named(dp=n, zero=1), frozenset({GRADS}))]),
-            "zero3": iter([(Named(dp=n, zero=3), frozenset({GRADS, PARAMS}))]),
-            "megatron": ((Named(dp=n // t, tp=t, zero=z), frozenset({GRADS, PARAMS})) for t in inside for z in (0, 1)),
-            "fsdp+tp": ((Named(dp=n // t, tp=t, zero=3), frozenset({GRADS, PARAMS, VALUES})) for t in inside),
+        spaces: dict[str, Iterator[tuple[Spec, frozenset[str]]]] = {
+            "data parallel": iter([(Spec(dp=n), frozenset({GRADS}))]),
+            "zero1": iter([(Spec(dp=n, zero=1), frozenset({GRADS}))]),
+            "zero3": iter([(Spec(dp=n, zero=3), frozenset({GRADS, PARAMS}))]),
+            "megatron": ((Spec(dp=n // t, tp=t, zero=z), frozenset({GRADS, PARAMS})) for t in inside for z in (0, 1)),
+            "fsdp+tp": ((Spec(dp=n // t, tp=t, zero=3), frozenset({GRADS, PARAMS, VALUES})) for t in inside),
         }
         made = {name: self._best_of(name, ways) for name, ways in spaces.items()}
         return made | ({"tables apart": self._tables_apart()} if self.tables else {})
@@ -162,7 +163,7 @@ class GraphSearch:
                 found[name] = node.shape[-1]
         return found
 
-    def _best_of(self, name: str, ways: Iterator[tuple[Named, frozenset[str]]]) -> Way | str:
+    def _best_of(self, name: str, ways: Iterator[tuple[Spec, frozenset[str]]]) -> Way | str:
         best, why = None, Reasons()
         for named, overlap in ways:
             fixed, needs = self._held_bytes(named), dict[int, float]()  # bytes at the numbers of micro-batches tried
@@ -179,11 +180,11 @@ class GraphSearch:
                 break  # more micro-batches would only do the same in smaller pieces
         return best if best is not None else why.said(self.memory)
 
-    def _least(self, named: Named, rounds: int) -> float:
+    def _least(self, named: Spec, rounds: int) -> float:
         """Bytes that a plan cannot go below: its state, and what lies between units."""
         return self._held_bytes(named) + self.boundary_bytes / rounds / self.cluster.devices
 
-    def _held_bytes(self, named: Named) -> float:
+    def _held_bytes(self, named: Spec) -> float:
         weights = 4 * self.task.params
         held = weights / (named.dp if named.zero == 3 else 1) + (self.task.state_bytes - weights) / (named.dp if named.zero else 1)
         return held / named.tp + RESIDENT
@@ -205,13 +206,13 @@ class GraphSearch:
             return []
         return [r for r in (1, 2, 4, 8, 16, 32, 64) if own % r == 0 and r <= MOST_ROUNDS]
 
-    def _held(self, named: Named, rounds: int) -> Placed | None:
+    def _held(self, named: Spec, rounds: int) -> Placed | None:
         key = named, rounds
         if key not in self._placed:
             self._placed[key] = self._place(named, rounds)
         return self._placed[key]
 
-    def _place(self, named: Named, rounds: int) -> Placed | None:
+    def _place(self, named: Spec, rounds: int) -> Placed | None:
         captured = self.task.captured(rounds)
         held, options = input_layouts(captured.program, named, captured.states)
         held |= self.task.cut_samples("dp")  # type: ignore[arg-type]
