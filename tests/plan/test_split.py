@@ -41,6 +41,31 @@ def _heaviest(weights: list[float], cuts: tuple[int, ...]) -> float:
 @pytest.mark.parametrize(("name", "stages"), [("gpt2", 4), ("mixtral-8x7b", 4), ("mlp", 3), ("resnext50", 3), ("unet", 3)])
 def test_stages_together_are_the_step(name: str, stages: int) -> None:
     cap, batch = captured(name, **({"layers": 4} if name in ("gpt2", "mixtral-8x7b") else {}))
+    _are_the_step(cap, batch, stages)
+
+
+class _Crossed(torch.nn.Module):
+    """Nowhere but at its beginning and end does one value pass alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.linspace(-1, 1, 16).reshape(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x @ self.w
+        for _ in range(3):
+            h = h * (h.sin() + x @ self.w.t())
+        return (h * h.cos()).sum()
+
+
+def test_several_values_pass_where_one_alone_does_not() -> None:
+    model, x = _Crossed().double(), torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
+    cap = capture(model, x, lambda m, b: m(b), torch.optim.AdamW(model.parameters()))
+    assert len(Forward(cap).ends) < 5 and max(map(len, chosen_cuts(cap, 6))) > 1
+    _are_the_step(cap, x, 6)
+
+
+def _are_the_step(cap: Captured, batch: Any, stages: int) -> None:
     values = cap.inputs(batch)
     made = split(cap, stages, chosen_cuts(cap, stages))
     acts: dict[str, Any] = {}

@@ -6,11 +6,13 @@ The state is that of the update program, which every rank has; between two updat
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp
@@ -85,10 +87,10 @@ def pipelined(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
-    plan = plan if known is None and plan.micro else _dividing(plan, cut_of(example)[0])
     moment = Moment.now()
-    micro = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)(plan.micro_batches)
-    captured = micro.captured
+    steps = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)
+    micro = steps(plan.micro_batches) if known is None and plan.micro else _fewer(plan, steps, example)
+    plan, captured = replace(plan, micro=micro.parts), micro.captured
     if known is not None and known(captured):
         return None
     case = Case(model, loss, optimizer, How(clip, 1, precision), device, moment)
@@ -112,20 +114,33 @@ def pipelined(
     return step
 
 
-def _dividing(plan: Spec, samples: int) -> Spec:
-    """The plan with fewer micro-batches, where as many as it has are not equal: for a batch of another size than the example, and where it names none."""
-    fewer = [n for n in range(plan.micro_batches, 0, -1) if samples % n == 0 and (plan.schedule != "interleaved" or n % plan.pp == 0)]
-    return replace(plan, micro=fewer[0]) if fewer and fewer[0] != plan.micro_batches else plan
+def _fewer(plan: Spec, steps: Callable[[int], Micro], example: Any) -> Micro:
+    """The step in as many micro-batches as the plan has, or in fewer: where it names no number, and for a batch of another size than the example.
+
+    Where samples cannot be told apart, or the loss is no sum over them, the whole batch goes through the stages at once."""
+    try:
+        samples, _ = cut_of(example)
+        most = next((n for n in range(plan.micro_batches, 0, -1) if samples % n == 0 and plan.pipeline.may_take(plan.pp, n)), plan.micro_batches)
+        return steps(most)
+    except PlanError as e:
+        if not plan.pipeline.may_take(plan.pp, 1):
+            raise
+        whole = steps(1)
+        if plan.pp > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(f"{plan}: the whole batch goes through the stages at once, which wait for each other ({e.message}: {e.found})", stacklevel=4)
+        return whole
 
 
 def micro_steps(
     model: nn.Module, example: Any, loss: Loss, optimizer: torch.optim.Optimizer, *, mean: bool = False, **settings: Any
 ) -> Callable[[int], Micro]:
     """Gives the step of one of so many micro-batches, derived from the whole batch's or, for the mean over them, captured by itself."""
-    samples, dims = cut_of(example)
     whole = functools.cache(lambda: capture(model, example, loss, optimizer, **settings))
 
     def one(parts: int) -> Micro:
+        if parts == 1:
+            return in_micro_batches(whole(), 1, {})
+        samples, dims = cut_of(example)
         require_parts(samples, parts)
         if mean:
             return _alone(model, example, parts, dims, loss, optimizer, settings)
@@ -203,7 +218,7 @@ class PipelinedStep(Step):
         self.runner = Runner(self.line.stages, order, self.compiled, self.messages, carried=micro.whole is None)
         self._spread = self._spreader(self.line.stages)
         self._batch_types = self._whole_types()
-        self.samples = next(self._batch_types[n].shape[d] for n, d in micro.dims.items())
+        self.samples = next((t.shape[micro.dims.get(n, 0)] for n, t in self._batch_types.items() if t.shape), 1)
         self._first = None if micro.first is None else self._before(micro.first)
         self._evaluate: _Evaluation | None = None
 

@@ -1,8 +1,9 @@
 """A captured training step cut into pipeline stages: its forward pass at values, its backward pass by the chain rule.
 
 Let V_1 ... V_m be sets of values, one behind the other, where the forward pass can be cut: what each repeated block gives or, where no
-block repeats, every value that passes alone. A node stands in the first part whose end needs it; what no end needs (the rest of the
-loss, terms of it that blocks give) stands behind all it reads. `partition` makes the flops of the heaviest stage least.
+block repeats, every value that passes alone or, where these are too few, the few that pass together. A node stands in the first part whose
+end needs it; what no end needs (the rest of the loss, terms of it that blocks give) stands behind all it reads. `partition` makes the flops
+of the heaviest stage least.
 
 What reads no batch or no parameter (masks, casts of weights) is made wherever it is read. The backward pass of a stage is the vjp of its own
 forward pass, so every stage that reads a tied weight has a gradient of it.
@@ -11,7 +12,7 @@ forward pass, so every stage that reads a tied weight has a gradient of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.autodiff import backward
@@ -65,7 +66,7 @@ class Stage:
 def split(captured: Captured, stages: int, cuts: Sequence[Cut] | None = None, again: Sequence[Region] = ()) -> tuple[Stage, ...]:
     """The stages of a step, cut for balance unless told where."""
     forward = Forward(captured)
-    cuts = balanced_cuts(forward, stages) if cuts is None else cuts
+    cuts = chosen_cuts(captured, stages) if cuts is None else cuts
     made = forward.stages(forward.cut_at(cuts), len(cuts) + 1, again)
     return _with_gradients(captured, made) if captured.gradients else tuple(made)
 
@@ -82,14 +83,15 @@ def split_like(captured: Captured, stages: Sequence[Stage]) -> tuple[Stage, ...]
 def chosen_cuts(captured: Captured, stages: int) -> tuple[Cut, ...]:
     """Where stages are parted so that their work is even."""
     forward = Forward(captured)
-    places, what = len(forward.ends), "layers" if forward.repeats else "parts that pass one value on"
-    most = forward.repeats or places + 1
+    if stages > (forward.repeats or len(forward.ends) + 1):
+        forward.cut_anywhere(stages)
+    most = len(forward.ends) + 1
     if stages > most:
         raise PlanError(
             f"{stages} stages are more than the model can be cut into",
-            needed=f"{stages} or more {what}",
+            needed=f"{stages} or more parts",
             found=str(most),
-            try_=f"pp{most}" if most > 1 else "a plan without pp: nowhere does one value alone pass, and no block repeats",
+            try_=f"pp{most}" if most > 1 else "a plan without pp: there is one op alone",
         )
     return balanced_cuts(forward, stages)
 
@@ -124,6 +126,15 @@ class Forward:
         self.blocks = self._blocks()
         self.repeats = len(self.blocks)
         self.ends = [self.given(b) for b in self.blocks] or [(self.main[i],) for i in narrow(self.main, self.active)]
+
+    def cut_anywhere(self, stages: int) -> None:
+        """Ends where several values pass, as few as give so many stages: skip connections and branches cross such a cut."""
+        places = [tuple(n for n in self.main if n in open_) for _, open_ in _open(self.main, self.active, len(self.main)) if _may_pass(open_)]
+        places = list(dict.fromkeys(places))
+        for most in sorted({len(cut) for cut in places}):
+            self.ends = [cut for cut in places if len(cut) <= most]
+            if len(self.ends) >= stages - 1:
+                break
 
     def _blocks(self) -> list[Instance]:
         """Repeated blocks that the loss needs, in the order in which they end: a decoder's may begin before the encoder it reads.
@@ -234,14 +245,22 @@ def _reads(order: Iterable[Node]) -> dict[Node, int]:
 
 def narrow(order: Sequence[Node], active: Collection[Node], kept: Iterable[Node] = ()) -> list[int]:
     """The places of a row of nodes where one active value alone is read later; `kept` are read after the last."""
+    return [i for i, open_ in _open(order, active, 1, kept) if order[i] in open_ and _may_pass(open_)]
+
+
+def _open(order: Sequence[Node], active: Collection[Node], most: int, kept: Iterable[Node] = ()) -> Iterator[tuple[int, set[Node]]]:
+    """The places of a row of nodes at which no more than so many active values are read later, and these."""
     last = {a: i for i, n in enumerate(order) for a in n.args if a in active} | dict.fromkeys(kept, len(order))
-    found, open_ = list[int](), set(last).difference(order)
+    open_ = set(last).difference(order)
     for i, n in enumerate(order[:-1]):
         open_ -= {a for a in n.args if last.get(a) == i}
         open_ |= {n} if n in active else set()
-        if open_ == {n} and len(n.types) == 1:
-            found.append(i)
-    return found
+        if 0 < len(open_) <= most:
+            yield i, set(open_)
+
+
+def _may_pass(values: Iterable[Node]) -> bool:
+    return all(len(n.types) == 1 for n in values)
 
 
 def program_of(name: str, outputs: Mapping[str, Node], like: Program, made: Mapping[Node, Node], inputs: Iterable[Node] = ()) -> Program:
