@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bench._blanks import Blanks, Cells, device_kind, stated_size
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
 from weft.core.errors import UnknownName, WeftError
+from weft.cost.memory import RESIDENT
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, simulate
 from weft.plan.transformer import Shape, workload
@@ -34,6 +36,9 @@ class Row:
     metric: Callable[[Step], float]
     assumed: Mapping[str, str]
     lacks: str = ""  # why there is nothing to compare with
+    faster: bool = False  # whether the measure grows as the step gets shorter
+    held: float = 0.0  # bytes of the fullest device, where they were measured
+    beside: tuple[str, ...] = ()  # what the run had that is not modelled
 
     def predict(self) -> float:
         return self.metric(self.step())
@@ -140,14 +145,33 @@ def _published(cells: Cells, case: str) -> Row:
     heads = b.heads("heads", hidden, tp)
     kv, ffn = b.whole("kv_heads", heads), b.whole("ffn", 4 * hidden)
     vocab, seq = b.whole("vocab", 51200, "Megatron's padded GPT-2 words"), b.whole("seq", 4096 if modern else 2048, "usual of its time")
-    shape = Shape(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern)
-    shape = _of_size(shape, source, b.assumed) if modern else shape
+    shape = Shape(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern, head=b.whole("head_dim", hidden // heads))
+    shape = _with_experts(b, shape) if (cells.get("experts") or "").strip() else _of_size(shape, source, b.assumed) if modern else shape
     setting = _setting(b, _known(dtype, profile, b.assumed), shape, profile, gpus)
     cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(setting.devices, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}x{profile.name}"
     metric = _metric(b.text("metric"), shape, setting, gpus)
     measured, lacks = b.measured("value")
-    return Row(_case(cells, case), group, shape, setting, cluster, measured, metric, b.assumed, lacks)
+    held = b.number("reserved_gib", 0.0) * 2**30 + (RESIDENT if (cells.get("reserved_gib") or "").strip() else 0.0)
+    return Row(
+        _case(cells, case), group, shape, setting, cluster, measured, metric, b.assumed, lacks,
+        faster="iteration" not in b.text("metric"), held=held, beside=tuple(_beside(b)),
+    )  # fmt: skip
+
+
+def _with_experts(b: Blanks, shape: Shape) -> Shape:
+    return dataclasses.replace(
+        shape, experts=b.whole("experts"), chosen=b.whole("experts_per_token", 2), ffn=b.whole("expert_ffn", shape.inner), gated=True, rotary=True,
+        tied=False,
+    )  # fmt: skip
+
+
+def _beside(b: Blanks) -> Iterator[str]:
+    """What of a row is read as something else, or not at all."""
+    yield from (f"{key}: {b.assumed[key]}" for key in ("gpu", "dtype") if key in b.assumed)
+    said = {key: (b.cells.get(key) or "").strip() for key in ("lora_rank", "shared_expert_ffn", "dense_layers", "attention")}
+    yield from (f"{key} {value}" for key, value in said.items() if key != "attention" and value not in ("", "0"))
+    yield from (f"attention: {word}" for word in ("mla", "hybrid", "offload") if word in said["attention"])
 
 
 DTYPES = {
@@ -214,14 +238,16 @@ def _setting(b: Blanks, dtype: str, shape: Shape, profile: Profile, gpus: int) -
     batch = b.batch("global_batch", dp, micro, pp)
     zero = b.text("zero", "1" if modern and dp > 1 else "0", "usual of its time")
     virtual = _virtual(b, shape.layers, pp) if pp > 1 else 1
+    ep = math.gcd(b.whole("ep", 1), dp) if shape.experts else 1
     setting = Setting(
-        batch, micro, dp, tp, pp, cp, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
+        batch, micro, dp, tp, pp, cp, ep, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
         zero=_zero(zero), keep_gathered="without reshard" in zero.lower(),
-        **({"kernels": "compiled", "dtype": dtype} if modern else CLASSIC),
+        **({"kernels": b.text("kernels", "compiled"), "dtype": dtype} if modern else CLASSIC),
     )  # fmt: skip
     if modern:
         setting = _overlapped(setting, assumed)
-        assumed["kernels"] = "attention in one kernel, pointwise chains fused"
+        if "kernels" in assumed:
+            assumed["kernels"] = "attention in one kernel, pointwise chains fused"
         if tp > 1:
             assumed["sequence parallel"] = "yes, usual since 2022"
             setting = dataclasses.replace(setting, sequence_parallel=True)

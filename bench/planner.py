@@ -63,7 +63,7 @@ def pair(model: str, cluster: str) -> Row:
     from weft.plan.planner import Request, make_plan
 
     begun = time.perf_counter()
-    made = make_plan(Request(model, cluster))
+    made = make_plan(Request(model, cluster, fastest=True))
     seconds = round(time.perf_counter() - begun, 1)
     case = f"{model} on {cluster}"
     if not isinstance(made, Plan):

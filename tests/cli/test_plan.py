@@ -22,11 +22,14 @@ def last(result) -> dict:
 
 def test_plan_explain_diff(tmp_path) -> None:
     one, two = str(tmp_path / "a.json"), str(tmp_path / "b.json")
-    made = call("plan", "gpt2", "--cluster", "1x2xA100", "--batch", "8", "--out", one, "--json", "--what-if", "batch=16")
+    made = call("plan", "gpt2", "--cluster", "1x2xA100", "--batch", "8", "--out", one, "--json", "--fastest", "--what-if", "batch=16")
     assert made.exit_code == 0, made.output
     found = last(made)
-    keys = ["model", "cluster", "step_ms", "tokens_per_s", "mfu", "memory_gb", "seconds", "baselines_ms", "infeasible", "plan"]
-    assert list(found) == [*keys, "what_if"] and found["what_if"][0]["what_if"] == "batch=16"
+    figures = ["step_ms", "tokens_per_s", "mfu", "memory_gb"]
+    ends = [f"{name}_{end}" for name in figures for end in ("low", "high")]
+    keys = ["model", "cluster", *figures, *ends, "interval", "fastest_ms", "equal_ms", "seconds", "baselines_ms", "infeasible", "plan"]
+    assert list(found) == [*keys, "what_if"] and found["step_ms_low"] < found["step_ms"] < found["step_ms_high"]
+    assert "80% interval" in found["interval"] and "stragglers" in made.output and found["what_if"][0]["what_if"] == "batch=16"
     assert found["what_if"][0]["plan"]["setting"]["global_batch"] == 16
     assert found["step_ms"] <= min(found["baselines_ms"].values())
     pinned = call("plan", "gpt2", "--cluster", "1x2xA100", "--batch", "8", "--out", two, "--json", "--pin", "recompute=full")

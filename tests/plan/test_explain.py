@@ -15,7 +15,7 @@ from weft.plan.search import CLOSE
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    made = make_plan(Request("gpt2", "1x2xA100", batch=8))
+    made = make_plan(Request("gpt2", "1x2xA100", batch=8, fastest=True))
     assert isinstance(made, Plan)
     return made
 
@@ -38,7 +38,7 @@ def test_what_is_said_to_win_is_decided_so_when_planned_there(plan: Plan) -> Non
     for decision, (words, _, at) in won.items():
         kind, _, size = at.partition(" ")
         asked = {"sequence": {"seq": int(size.replace(",", "")), "batch": 8}, "batch": {"batch": int(size.replace(",", ""))}}[kind]
-        there = make_plan(Request("gpt2", "1x2xA100", **asked))
+        there = make_plan(Request("gpt2", "1x2xA100", **asked, fastest=True))
         assert isinstance(there, Plan) and _said(decision, getattr(there.setting, decision)) == words
     assert all("decided so at" in r.flips for r in found.values() if not r.factor)
 

@@ -102,7 +102,8 @@ def _file(case: str) -> str:
 
 
 def _without(said: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {k: v for k, v in said.items() if k not in names}
+    """All but these, and but the intervals, which follow from the figures (tests/cost/test_interval.py)."""
+    return {k: v for k, v in said.items() if k not in (*names, "interval") and not k.endswith(("_low", "_high"))}
 
 
 def planned(said: Mapping[str, Any]) -> dict[str, Any]:

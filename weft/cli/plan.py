@@ -32,6 +32,7 @@ def plan(
     pin: list[str] = typer.Option([], "--pin", help='A decision, such as tp=4, or a layout, such as "blocks.*.mlp.up=tp:S(0)".'),
     dtensor: str = typer.Option("", "--dtensor", help="A JSON file with a plan for parallelize_module, {module: colwise or rowwise}."),
     what_if: list[str] = typer.Option([], "--what-if", help="Also plan for another cluster=SPEC, batch=N, seq=N or memory=70GB."),
+    fastest: bool = typer.Option(False, "--fastest", help="Take the fastest predicted, even where a simpler plan is as fast within the error of predictions."),
     out: str = typer.Option("", "--out", help="Save the plan to this file."),
     export: str = typer.Option("", "--export", help="Print it as fsdp2, torchtitan, accelerate or huggingface instead."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
@@ -49,7 +50,7 @@ def plan(
 
         known_form(export)
     limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, parse_pins([p for p in pin if not is_layout(p)]))
-    request = Request(model, cluster, batch, seq, objective, limits)
+    request = Request(model, cluster, batch, seq, objective, limits, fastest)
     changes = [changed(request, text) for text in what_if]  # refuse bad ones before the work
     ask = Ask([p for p in pin if is_layout(p)], read_dtensor(dtensor) if dtensor else None, noise)
     with console.status("planning") as status:
@@ -144,6 +145,7 @@ def changed(request: Request, text: str) -> Request:
 
 
 def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[str, Any]:
+    from weft.cost.interval import spread
     from weft.plan.plan import Plan
 
     keys = ("step_ms", "tokens_per_s", "mfu", "memory_gb")
@@ -154,8 +156,10 @@ def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[st
             "model": request.model, "cluster": request.cluster, **empty, "seconds": seconds, "baselines_ms": {}, "infeasible": lacking,
             "plan": None,
         }  # fmt: skip
+    equal = dict(made.foreseen.get("equal_ms", {}))
     return {
-        "model": request.model, "cluster": request.cluster, **{k: made.foreseen[k] for k in keys}, "seconds": seconds,
+        "model": request.model, "cluster": request.cluster, **{k: made.foreseen[k] for k in keys}, **made.bounds(), "interval": str(spread(made.kind)),
+        "fastest_ms": min([made.step_ms, *equal.values()]), "equal_ms": equal, "seconds": seconds,
         "baselines_ms": dict(made.baselines_ms), "infeasible": dict(made.infeasible), "plan": made.data(),
     }  # fmt: skip
 
@@ -164,21 +168,30 @@ def show(plan: Plan, seconds: float | None = None) -> None:
     """The plan as a table a person reads in a minute."""
     from rich.table import Table
 
+    from weft.cost.interval import NOT_MODELLED, equal_within, spread
     from weft.plan.told import rows
 
-    f = plan.foreseen
+    f, b = plan.foreseen, plan.bounds()
     console.print(f"[bold]{plan.model}[/] on {plan.cluster}, {plan.setting.global_batch} samples{f' of {plan.seq}' * (plan.seq > 0)}", highlight=False)
     table = Table("decision", "value", "meaning", box=None)
     for row in rows(plan):
         table.add_row(*row)
     console.print(table)
     console.print(
-        f"step {f['step_ms']:,.1f} ms, {f['tokens_per_s']:,.0f} {'tokens' if plan.seq else 'samples'}/s, "
-        f"utilisation {f['mfu']:.1%}, memory {f['memory_gb']:.1f}{_room(plan)} GB"
+        f"step {f['step_ms']:,.1f} ms ({b['step_ms_low']:,.1f} to {b['step_ms_high']:,.1f}), "
+        f"{f['tokens_per_s']:,.0f} ({b['tokens_per_s_low']:,.0f} to {b['tokens_per_s_high']:,.0f}) {'tokens' if plan.seq else 'samples'}/s, "
+        f"utilisation {f['mfu']:.1%} ({b['mfu_low']:.1%} to {b['mfu_high']:.1%}), "
+        f"memory {f['memory_gb']:.1f} ({b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f}){_room(plan)} GB",
+        highlight=False,
     )
+    console.print(f"in brackets the {spread(plan.kind)}; {NOT_MODELLED}", highlight=False)
     if f.get("causes_ms"):
         parts = sorted(f["causes_ms"].items(), key=lambda item: -item[1])
         console.print("of which " + ", ".join(f"{k} {v:,.1f}" for k, v in parts) + " ms on the busiest stage")
+    if equal := f.get("equal_ms"):
+        console.print(f"the simplest of plans that are equal, as predictions are off by {equal_within():.0%} against each other (--fastest takes the fastest):")
+        for other, ms in equal.items():
+            console.print(f"  {ms:,.1f} ms, {other}", highlight=False)
     for name, ms in sorted(plan.baselines_ms.items(), key=lambda item: item[1]):
         console.print(f"  {name:<14} {ms:>12,.1f} ms  {ms / f['step_ms']:.2f}x", highlight=False)
     for name, reason in plan.infeasible.items():

@@ -48,6 +48,7 @@ def simulate(
 ) -> None:
     """Foresee one training step: time, tokens per second, utilisation, memory, and what to change if it does not fit."""
     from weft.cluster import spec
+    from weft.cost.interval import bounds, kind_of, spread
     from weft.plan.fits import fit
     from weft.plan.models import shape
     from weft.plan.planner import best_dtype
@@ -75,9 +76,11 @@ def simulate(
         _save_trace(step, detail(workload(sizes, setting), setting, place), trace)
     said = f"{setting.dtype}, {many(setting.global_batch, 'sample')} of {sizes.seq} tokens, {_pieces(setting)}"
     console.print(f"[bold]{model}[/] on {cluster} ({many(place.devices, 'device')}): {said}", highlight=False)
-    _show(step, answer)
+    kind = kind_of(setting.kernels, bool(sizes.experts), False)
+    _show(step, answer, kind)
     if json:
-        emit({"model": model, "cluster": cluster, **_result(setting, step, answer), "seconds": time.perf_counter() - began})
+        found = _result(setting, step, answer)
+        emit({"model": model, "cluster": cluster, **found, **bounds(kind, found), "interval": str(spread(kind)), "seconds": time.perf_counter() - began})
 
 
 def _whole(recompute: str) -> str:
@@ -119,8 +122,10 @@ MEANS = {
 }  # fmt: skip
 
 
-def _show(step: Step, answer: Fit) -> None:
+def _show(step: Step, answer: Fit, kind: str) -> None:
     from rich.table import Table
+
+    from weft.cost.interval import NOT_MODELLED, spread
 
     table = Table("the busiest stage", "ms", "share", box=None)
     for cause, seconds in sorted(step.causes.items(), key=lambda item: -item[1]):
@@ -128,15 +133,21 @@ def _show(step: Step, answer: Fit) -> None:
             table.add_row(MEANS.get(cause, cause), f"{seconds * 1e3:,.2f}", f"{seconds / step.seconds:.1%}")
     console.print(table)
     hidden = ", ".join(f"{axis} {v * 1e3:,.1f} ms" for axis, v in step.hidden.items() if v > 1e-6)
-    console.print(f"step {step.seconds * 1e3:,.1f} ms, {step.tokens_per_second:,.0f} tokens/s, utilisation {step.mfu:.1%}")
+    low, high = spread(kind).of(step.seconds * 1e3)
+    told = f"{step.tokens_per_second:,.0f} tokens/s, utilisation {step.mfu:.1%}"
+    console.print(f"step {step.seconds * 1e3:,.1f} ms ({low:,.1f} to {high:,.1f}), {told}", highlight=False)
+    console.print(f"in brackets the {spread(kind)}; {NOT_MODELLED}", highlight=False)
     if hidden:
         console.print(f"hidden beside compute: {hidden}")
     _show_memory(step, answer)
 
 
 def _show_memory(step: Step, answer: Fit) -> None:
+    from weft.cost.interval import memory_spread
+
     parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in step.peak_memory.parts().items() if v > 5e7)
-    console.print(f"memory {answer.needed / 1e9:.1f} of {answer.memory / 1e9:.1f} GB: {parts}")
+    low, high = memory_spread().of(answer.needed / 1e9)
+    console.print(f"memory {answer.needed / 1e9:.1f} ({low:.1f} to {high:.1f}) of {answer.memory / 1e9:.1f} GB: {parts}")
     if answer.fits:
         console.print(f"[green]it fits[/]; so would micro-batches of up to {answer.largest}")
         return

@@ -17,6 +17,7 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fit, flag, number, one_of, short, text, whole, word
 from weft.core.text import parse as parse_program
+from weft.cost.interval import bounds, kind_of
 from weft.ops.source import input_node
 from weft.plan.setting import AGAIN, Setting
 from weft.plan.shares import dealt
@@ -32,7 +33,7 @@ SETTING = Record({
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 _MORE = {
     "causes_ms": TIMES, "memory_parts_gb": TIMES, "batches_ms": TIMES, "noise": number(), "efficiency": number(), "useful_tokens_per_s": number(),
-    "layouts_ms": number(),
+    "layouts_ms": number(), "equal_ms": TIMES,
 }  # fmt: skip
 FORESEEN_OF = Record({**dict.fromkeys(FORESEEN, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
 PLACED = {
@@ -93,6 +94,19 @@ class Plan:
     @property
     def step_ms(self) -> float:
         return float(self.foreseen["step_ms"])
+
+    @property
+    def kind(self) -> str:
+        """Which measured steps it is like, as `cost.interval` knows them."""
+        from weft.plan.models import is_transformer, shape
+
+        captured = "program" in self.layouts
+        experts = self.setting.ep > 1 or (not captured and is_transformer(self.model) and shape(self.model).experts > 0)
+        return kind_of(self.setting.kernels, experts, captured)
+
+    def bounds(self) -> dict[str, float]:
+        """Low and high of every figure that is foreseen."""
+        return bounds(self.kind, self.foreseen)
 
     @property
     def is_stack(self) -> bool:

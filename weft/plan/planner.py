@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
+from weft.cost.interval import equal_within
 from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.blocks import Stack
 from weft.plan.models import is_transformer
 from weft.plan.models import shape as named_shape
 from weft.plan.plan import Plan
-from weft.plan.search import Found, Nothing, Search, describe
+from weft.plan.search import Found, Nothing, Search, describe, plainness
 from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, Problem, divisors
 from weft.plan.stages import Shared, shared, uneven
@@ -27,6 +28,7 @@ HALVES = ("bf16", "fp16")
 TOKENS, MANY_TOKENS, LARGE = 2**22, 2**24, 1e11  # tokens of a step where no batch is given; more for models of LARGE parameters
 EXACT = 4096  # passes of a step up to which all are simulated, not the first rounds alone
 TRIED = 6  # settings whose layers or shares are split unevenly
+OVERLAPPED = ", overlapped"
 Say = Callable[[str], None]
 
 
@@ -40,6 +42,7 @@ class Request:
     seq: int = 0
     objective: str = "time"
     limits: Limits = field(default_factory=Limits)
+    fastest: bool = False  # whether the fastest is taken even where a simpler plan is as fast within what predictions are off
 
     def check(self) -> None:
         """Refuse by name what cannot be asked, before any work."""
@@ -184,9 +187,43 @@ def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
     if not pool:
         return _infeasible(search, request, problem, lacking, least)
     exact = {name: _exactly(search, found) for name, found in pool.items()}
-    best = min(exact, key=lambda n: (*_rank(exact[n], objective), n != "weft"))
+    best, equal = choose(exact := {**exact, **_overlapped(search, exact)}, objective, request.fastest)
     others = {n: _ms(exact[n].seconds) for n in names if n != "weft"}
-    return _record(request, search, exact[best], best, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
+    origin = "weft" if best.endswith(OVERLAPPED) else best
+    made = _record(request, search, exact[best], origin, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
+    told = {describe(exact[n].setting): _ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those alike in words
+    told.pop(describe(exact[best].setting), None)
+    return replace(made, foreseen={**made.foreseen, "equal_ms": dict(reversed(told.items()))}) if told else made
+
+
+def _overlapped(search: Search, exact: Mapping[str, Found | Shared]) -> dict[str, Found | Shared]:
+    """What a system of today does, with what it does not overlap overlapped: as simple, and no slower."""
+    made: dict[str, Found | Shared] = {}
+    for name, found in exact.items():
+        s = replace(found.setting, overlap_grads=True, overlap_params=True, overlap_sends=True)
+        if isinstance(found, Found) and s != found.setting:
+            other = search.price(s, found.layers, found.stages)
+            made |= {f"{name}{OVERLAPPED}": _exactly(search, other)} if other is not None and other.memory <= search.memory else {}
+    return made
+
+
+def choose(pool: Mapping[str, Found | Shared], objective: str, fastest: bool = False) -> tuple[str, list[str]]:
+    """The plan to take, by name, and those that are equal to it.
+
+    Plans whose times differ by less than what two predictions are off against each other are equal, and the simplest wins: equal layers and
+    shares before uneven ones, then `plainness`. Memory is what it is: by that objective nothing is equal.
+    """
+    order = sorted(pool, key=lambda n: (*_rank(pool[n], objective), n != "weft"))
+    if fastest or objective == "memory":
+        return order[0], []
+    near = pool[order[0]].seconds * math.exp(equal_within())
+    equal = [n for n in order if pool[n].seconds <= near]
+    best = min(equal, key=lambda n: (_uneven(pool[n]), plainness(pool[n].setting)))
+    return best, [n for n in equal if n != best]
+
+
+def _uneven(found: Found | Shared) -> bool:
+    return isinstance(found, Shared) or bool(found.layers or found.stages)
 
 
 def _unequal(search: Search, request: Request, pool: dict[str, Found | Shared], say: Say) -> dict[str, Found | Shared]:

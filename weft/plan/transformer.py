@@ -41,10 +41,11 @@ class Shape:
     chosen: int = 1
     moe_every: int = 1
     cross_entropy: bool = True
+    head: int = 0  # width of a head, where it is not hidden / heads
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.head or self.hidden // self.heads
 
     @property
     def kv(self) -> int:

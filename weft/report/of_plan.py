@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import WeftError
+from weft.cost.interval import NOT_MODELLED, spread
 from weft.plan.memory import saved
 from weft.plan.named import input_layouts
 from weft.plan.place import place
@@ -29,14 +30,18 @@ Say = Callable[[str], None]
 
 def figures(plan: Plan) -> list[Figure]:
     """What the plan promises."""
-    f = plan.foreseen
+    f, b = plan.foreseen, plan.bounds()
     best = min(plan.baselines_ms.items(), key=lambda item: item[1], default=None)
     made = [
-        Figure("step, foreseen", ms(f["step_ms"]), f"{plan.setting.global_batch:,} samples" + f" of {plan.seq:,}" * (plan.seq > 0)),
-        Figure("tokens per second" if plan.seq else "samples per second", count(f["tokens_per_s"])),
-        Figure("utilisation (MFU)", percent(f["mfu"])),
-        Figure("memory of a device", f"{f['memory_gb']:.1f} GB", "with allowance"),
-    ]
+        Figure("step, predicted", ms(f["step_ms"]), f"{ms(b['step_ms_low'])} to {ms(b['step_ms_high'])}: the {spread(plan.kind)}"),
+        Figure("samples of a step", f"{plan.setting.global_batch:,}", f"of {plan.seq:,} tokens" * (plan.seq > 0)),
+        Figure(
+            "tokens per second" if plan.seq else "samples per second", count(f["tokens_per_s"]),
+            f"{count(b['tokens_per_s_low'])} to {count(b['tokens_per_s_high'])}",
+        ),
+        Figure("utilisation (MFU)", percent(f["mfu"]), f"{percent(b['mfu_low'])} to {percent(b['mfu_high'])}"),
+        Figure("memory of a device", f"{f['memory_gb']:.1f} GB", f"{b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f} GB, with allowance"),
+    ]  # fmt: skip
     if best is not None:
         made.append(Figure("next best system", ms(best[1]), f"{best[0]}, {best[1] / f['step_ms']:.2f} times as long"))
     return made
@@ -46,7 +51,7 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_m
     """Everything a page tells of a plan."""
     base = Facts(
         title=f"{name_of(plan)} on {plan.cluster}",
-        about=f"A plan by weft: {describe(plan.setting)}. Nothing here was measured; all of it is foreseen.",
+        about=f"A plan by weft: {describe(plan.setting)}. Nothing here was measured; all of it is predicted; {NOT_MODELLED}.",
         figures=figures(plan), plan=list(rows(plan)), mesh=_mesh(plan.setting), alternatives=list(_alternatives(plan)), chosen="this plan",
     )  # fmt: skip
     if not plan.is_stack:
