@@ -204,27 +204,30 @@ def test_a_plan_file_runs(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         got, step = weft_losses(str(tmp_path / "plan.json"), 8)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
-        assert step.plan == Spec(dp=2, zero=1)
+        assert step.plan == Spec(dp=2, zero=1, micro=2)
 
     on_ranks(2, job, tmp_path)
 
 
-def test_what_a_plan_file_asks_and_is_not_done(tmp_path: Path) -> None:
-    saved(tmp_path / "again.json", dp=2, recompute="selective", zero=3, keep_gathered=True)
-    with pytest.warns(UserWarning, match="not followed: parameters gathered once a step: they are gathered for every micro-batch"):
-        again = planfile.from_file(str(tmp_path / "again.json"))
-    assert (again.words, again.micro_batches, again.program) == ("dp2,zero3,recompute:selective", 4, None)
+def test_what_a_plan_file_asks_and_is_not_done_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "again.json", dp=2, recompute="selective", zero=3)
+    assert str(planfile.follow(tmp_path / "again.json").spec) == "dp2,zero3,micro4,recompute:selective"
+    saved(tmp_path / "once.json", dp=2, zero=3, keep_gathered=True)
+    with pytest.raises(PlanError, match="gathered once a step") as e:
+        planfile.follow(str(tmp_path / "once.json"))
+    assert "weft plan ... --pin keep_gathered=false" in str(e.value)
     saved(tmp_path / "stages.json", pp=2, tp=2, micro_batch=1, recompute="full", overlap_tp=True, schedule="zero-bubble-eager")
-    with pytest.warns(UserWarning, match="not followed: collectives of tp beside products"):
-        stages = planfile.from_file(str(tmp_path / "stages.json"))
-    assert (stages.words, stages.micro_batches) == ("tp2,pp2,zero-bubble-eager,micro8,recompute", 1)
+    with pytest.raises(PlanError, match="overlapped with the products") as e:
+        planfile.follow(str(tmp_path / "stages.json"))
+    assert "weft plan ... --pin overlap_tp=false" in str(e.value)
+    assert str(load(tmp_path / "stages.json").spec) == "tp2,pp2,zero-bubble-eager,micro8,async-tp,recompute"
     two = (
         {"kind": "a", "copies": 1, "micro_batch": 6, "micro_batches": 1},
         {"kind": "b", "copies": 1, "micro_batch": 2, "micro_batches": 1},
     )
     saved(tmp_path / "both.json", dp=2, pp=2, shares=two)
     with pytest.raises(PlanError, match="cannot be run by parallelize") as e:
-        planfile.from_file(str(tmp_path / "both.json"))
+        planfile.follow(tmp_path / "both.json")
     assert "equal shares" in str(e.value)
 
 
@@ -247,9 +250,12 @@ def test_shares_that_can_be_dealt(tmp_path: Path) -> None:
         {"kind": "a", "copies": 1, "micro_batch": 8, "micro_batches": 1},
         {"kind": "b", "copies": 1, "micro_batch": 4, "micro_batches": 1},
     )
-    assert saved(tmp_path / "a.json", dp=2, global_batch=12, shares=two).named == "dp2,pieces3"
+    assert saved(tmp_path / "a.json", dp=2, global_batch=12, shares=two).spec.pieces == 3
+    assert str(planfile.follow(tmp_path / "a.json").spec) == "dp2,pieces3"
     three = ({**two[0], "micro_batch": 9}, {**two[1], "micro_batch": 3})
-    assert saved(tmp_path / "b.json", dp=2, global_batch=12, shares=three).named is None
+    assert not saved(tmp_path / "b.json", dp=2, global_batch=12, shares=three).spec.pieces
+    with pytest.raises(PlanError, match=r"torch\.chunk's rule"):
+        planfile.follow(tmp_path / "b.json")
 
 
 def test_a_batch_that_is_not_so_many_pieces(captured: Captured) -> None:

@@ -130,12 +130,12 @@ def communication(program: Any) -> Counter[str]:
 
 
 def test_other_types_settings_and_batches_run_the_layouts_of_the_plan(folder: Path) -> None:
-    own, found = net(folder), planfile.from_file(str(folder / "plan.json"))
+    own, found = net(folder), planfile.follow(str(folder / "plan.json"))
     batches = [as_type(own.batch(0), torch.float64), {k: torch.cat([x, x]) for k, x in own.batch(0).items()}]
     for batch in batches:
         model = own.make()[0].to(batch["x"].dtype)
         captured = capture(model, batch, own.loss, adamw(model, betas=(0.5, 0.6), weight_decay=0.3))
-        made = found.placed(captured, Spec(dp=2), ())
+        made = found.placed(captured, ())
         assert made is not None and same_erased(captured.program, made)
         assert communication(made) == communication(found.program) and made.text != found.program.text
 
@@ -154,32 +154,40 @@ def test_an_optimizer_set_otherwise_keeps_its_settings(folder: Path, tmp_path: P
     on_ranks(2, job, tmp_path)
 
 
-def test_another_structure_and_pins_keep_the_layouts_of_inputs(folder: Path, tmp_path: Path) -> None:
-    want, clipped = torch_losses(folder, torch.float64), torch_losses(folder, torch.float64, clip=0.1)
+def test_what_a_step_does_beyond_the_plan_is_placed_around_it_and_pins_are_refused(folder: Path, tmp_path: Path) -> None:
+    clipped = torch_losses(folder, torch.float64, clip=0.1)
 
     def job(rank: int) -> None:
-        with pytest.warns(
-            UserWarning, match=r"does not say how \d+ nodes \(square, sum, ne, ...\) of the step are held: they are placed around"
-        ):
-            got, step = weft_losses(folder, "plan.json", torch.float64, clip=0.1)
+        got, step = weft_losses(folder, "plan.json", torch.float64, clip=0.1)
         torch.testing.assert_close(got, clipped, rtol=1e-8, atol=1e-8)
         assert held(step) == planned(folder)
-        with pytest.warns(UserWarning, match="since there are pins"):
-            got, step = weft_losses(folder, "plan.json", torch.float64, pins=["2=dp:R"])
-        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
-        assert held(step) == {n: places for n, places in planned(folder).items() if not n.endswith(".2.weight")}
+        with pytest.raises(PlanError, match=r"(?s)says how every tensor is held.*no pins beside it.*leave out pins="):
+            weft_losses(folder, "plan.json", torch.float64, pins=["2=dp:R"])
 
     on_ranks(2, job, tmp_path)
 
 
+def test_a_step_that_is_not_the_planned_one_is_refused(folder: Path) -> None:
+    own, found = net(folder), planfile.follow(folder / "plan.json")
+    model = own.make()[0]
+    other = capture(model, own.batch(0), lambda m, b: (m(b["x"]) - b["y"]).abs().mean(), adamw(model))
+    with pytest.raises(PlanError, match=r"(?s)is for another step.*the plan's \d nodes \(.*none that could be held so.*--save plan.json"):
+        found.placed(other, ())
+    odd = {k: x[:7] for k, x in own.batch(0).items()}
+    captured = capture(model, odd, own.loss, adamw(model))
+    if any("dp:S(0)" in str(x.layout) for n, x in found.program.input_names.items() if n.startswith("batch.")):
+        with pytest.raises(PlanError, match="is for another step"):
+            found.placed(captured, ())
+
+
 def test_stages_hold_their_tensors_as_planned(folder: Path, tmp_path: Path) -> None:
     one = planfile.load(folder / "plan.json")
-    replace(one, setting=replace(one.setting, pp=2, micro_batch=2)).save(folder / "stages.json")
+    replace(one, setting=replace(one.setting, pp=2, micro_batch=2), more=Spec(cuts=("2",))).save(folder / "stages.json")
     want = torch_losses(folder, torch.float64)
 
     def job(rank: int) -> None:
-        with pytest.warns(UserWarning, match="where its stages are cut"):
-            got, step = weft_losses(folder, "stages.json", torch.float64)
+        got, step = weft_losses(folder, "stages.json", torch.float64)
+        assert [{n.split(".")[1] for n in s.forward.input_names if n.startswith("param.")} for s in step.stages] == [{"0"}, {"2", "4"}]
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
         assert held(step) == planned(folder) and step.plan.pp == 2 and step.plan.micro_batches == 2
 
@@ -189,7 +197,7 @@ def test_stages_hold_their_tensors_as_planned(folder: Path, tmp_path: Path) -> N
 def test_another_model_is_refused(folder: Path) -> None:
     own = net(folder)
     model = own.make(256)[0]
-    found = planfile.from_file(str(folder / "plan.json"))
+    found = planfile.follow(str(folder / "plan.json"))
     captured = capture(model, own.batch(0), own.loss, adamw(model))
     with pytest.raises(PlanError, match=r"plan.json is for another model\n\n +needed +0.weight of \[512, 64\]\n +found +\[256, 64\]"):
         found.held(captured, Spec(dp=2))

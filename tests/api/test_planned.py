@@ -15,6 +15,7 @@ import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
+from weft.core.errors import PlanError
 from weft.core.layout import O
 from weft.core.text import parse
 from weft.frontend.capture import capture
@@ -284,12 +285,12 @@ def captured(name: str, **settings: Any) -> Any:
 
 def test_a_model_of_other_layers_is_told(tmp_path: Path) -> None:
     plan = by_hand(tmp_path / "plan.json", (), layers=(3, 4), pp=2, recompute="none")
-    pieces = pieces_of(plan, None)
+    pieces = pieces_of(plan.spec)
     assert pieces is not None
     found = pieces.find(captured("gpt2", layers=4))
     assert found.cuts is None and found.again is None
     assert found.told == ["where its stages are cut: it has 7 layers and this model 4 blocks that repeat"]
-    both = Counted((ROW[:3], ROW[3:]), (), "none", 2).find(captured("gpt2", layers=4))
+    both = Counted((ROW[:3], ROW[3:])).find(captured("gpt2", layers=4))
     assert both.told == ["where its stages are cut and what it runs again: it has 7 layers and this model 4 blocks that repeat"]
 
 
@@ -300,32 +301,28 @@ def test_half_a_layer_where_there_is_none(folder: Path) -> None:
     )
     own = Own(folder)
     step = capture(own.model, own.example(4), own.loss, torch.optim.SGD(own.model.parameters(), lr=0.1))
-    found = Counted(stages, (), "none", 2).find(step)
-    assert found.told == ["where stage 1 of it ends: inside layer 2 no value passes alone, so it ends after layer 2"]
-    assert found.cuts == (tuple(step.blocks[0][1].outputs),) and not found.again
+    found = Counted(stages).find(step)
+    assert found.told == ["where stage 1 of it ends: inside layer 2 no value passes alone"] and found.cuts is None
 
 
 def test_a_part_that_a_layer_does_not_have() -> None:
     stages = ((("first", "none", 1), ("layer", "activation", 2), ("last", "none", 1)),)
-    found = Counted(stages, (), "none", 1).find(captured("mixtral-8x7b", layers=2))
+    found = Counted(stages).find(captured("mixtral-8x7b", layers=2))
     assert found.told == ["recompute activation of layer 1, 2: it has no such part that could run again, and keeps everything"]
     assert found.again == ()
 
 
 def test_a_program_of_other_ops(lean: Plan) -> None:
     program = parse(lean.layouts["program"])
-    pieces = pieces_of(lean, program)
+    pieces = pieces_of(lean.spec, program, lean.layouts["units"])
     assert pieces is not None
     told = "where its stages are cut and what runs again: "
     assert pieces.find(captured("mlp")).told == [f"{told}the step has other ops than the plan's"]
-    older = replace(lean, layouts={k: v for k, v in lean.layouts.items() if k != "units"})
-    assert pieces_of(older, program).find(captured("mlp")).told == [f"{told}the file does not say which values end its units; plan again"]  # type: ignore[union-attr]
+    assert pieces_of(lean.spec, program).find(captured("mlp")).told == [f"{told}the file does not say which values end its units; plan again"]  # type: ignore[union-attr]
 
 
-def test_what_is_told_is_warned_of(tmp_path: Path) -> None:
+def test_what_is_told_is_refused(tmp_path: Path) -> None:
     by_hand(tmp_path / "plan.json", (ROW,))
     w = gpt(layers=2)
-    with pytest.warns(
-        UserWarning, match=r"plan.json this is not followed: what it runs again: it has 7 layers and this model 2 blocks that repeat"
-    ):
+    with pytest.raises(PlanError, match=r"(?s)plan.json cannot be followed on this step.*it has 7 layers and this model 2 blocks that repeat"):
         parallelize(w.model, w.loss, adam(w), w.example(BATCH), plan=str(tmp_path / "plan.json"))

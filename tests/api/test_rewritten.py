@@ -16,6 +16,7 @@ from tests.api.ranks import on_ranks
 from weft.api import auto, planfile, ruled
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
+from weft.core.errors import PlanError
 from weft.core.layout import Mesh, Placement, S
 from weft.core.program import Program
 from weft.frontend.capture import capture
@@ -27,7 +28,6 @@ from weft.plan.layouts import OnCluster, choose
 from weft.plan.plan import Plan
 from weft.plan.rewritten import PRODUCTS, Move, as_products
 from weft.plan.space import Limits
-from weft.plan.spec import Spec
 from weft.plan.substitute import value_rules
 from weft.rewrite.engine import same_erased
 
@@ -158,39 +158,28 @@ def test_state_is_the_models_and_moves_between_plans(tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
-def test_a_move_that_cannot_be_made_is_told_and_the_models_own_step_runs(tmp_path: Path) -> None:
-    plan = UNO.plan()
+def test_a_move_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    plan, work = UNO.plan(), UNO.work()
     odd = [*plan.layouts["moves"], {"rule": "stack_columns", "op": "concat", "at": 40, "way": 0, "places": 1, "forward": False}]
-    files = {
-        saved(plan, tmp_path / "odd.json", moves=odd): r"the rules of the plan .*odd.json are not followed: move 2 of 2 cannot be made: "
-        "stack_columns cannot be used; needed concat 40 of Uno, found",
-        saved(plan, tmp_path / "old.json", moves=None): "since sum_of_concat~ x2 rewrote it and the file does not say where; plan again",
-    }
-    want = torch_losses(UNO)
-
-    def job(rank: int) -> None:
-        for file, said in files.items():
-            with pytest.warns(UserWarning, match=said):
-                step = made(UNO, file)
-            torch.testing.assert_close(losses(step, UNO), want, rtol=1e-8, atol=1e-8)
-            assert not step.moves and not was_rewritten(step.program, UNO)
-
-    on_ranks(2, job, tmp_path)
+    captured = capture(work.model, UNO.batch(0), work.loss, torch.optim.AdamW(work.model.parameters()))
+    said = r"(?s)the rules of the plan .*odd.json cannot be used: move 2 of 2 cannot be made: stack_columns cannot be used.*concat 40 of Uno"
+    with pytest.raises(PlanError, match=said):
+        planfile.follow(saved(plan, tmp_path / "odd.json", moves=odd)).step(captured)
+    with pytest.raises(PlanError, match=r"(?s)does not say where rules rewrote its step.*sum_of_concat~ x2.*plan again"):
+        planfile.follow(saved(plan, tmp_path / "old.json", moves=None))
 
 
 def test_a_step_of_another_batch_and_optimizer_is_rewritten_too(tmp_path: Path) -> None:
     XDL.plan().save(tmp_path / "plan.json")
     work = XDL.work()
-    found = planfile.from_file(str(tmp_path / "plan.json"))
+    found = planfile.follow(str(tmp_path / "plan.json"))
     weights = list(work.model.parameters())
-    for size, optimizer, alone in ((16, torch.optim.AdamW(weights, betas=(0.5, 0.6)), ""), (8, torch.optim.SGD(weights), "sgd")):
+    for size, optimizer in ((16, torch.optim.AdamW(weights, betas=(0.5, 0.6))), (8, torch.optim.SGD(weights))):
         captured = capture(work.model, XDL.batch(0, size), work.loss, optimizer)
         step, moves = found.step(captured)
         assert was_rewritten(step.program, XDL) and moves[1].startswith("stack_four_columns at concat 0 of the forward pass")
-        with warnings.catch_warnings(record=True) as told:
-            placed = found.placed(step, Spec(dp=2, tp=2), ())
+        placed = found.placed(step, ())
         assert placed is not None and was_rewritten(placed, XDL)
-        assert [f"({alone})" in str(w.message) for w in told] == [True] * bool(alone)
         assert same_erased(step.program, placed)
 
 

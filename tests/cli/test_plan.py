@@ -30,10 +30,10 @@ def test_plan_explain_diff(tmp_path) -> None:
     keys = ["model", "cluster", *figures, *ends, "interval", "fastest_ms", "equal_ms", "seconds", "baselines_ms", "infeasible", "plan"]
     assert list(found) == [*keys, "what_if"] and found["step_ms_low"] < found["step_ms"] < found["step_ms_high"]
     assert "80% interval" in found["interval"] and "stragglers" in made.output and found["what_if"][0]["what_if"] == "batch=16"
-    assert found["what_if"][0]["plan"]["setting"]["global_batch"] == 16
+    assert found["what_if"][0]["plan"]["given"]["global_batch"] == 16
     assert found["step_ms"] <= min(found["baselines_ms"].values())
     pinned = call("plan", "gpt2", "--cluster", "1x2xA100", "--batch", "8", "--out", two, "--json", "--pin", "recompute=full")
-    assert last(pinned)["plan"]["setting"]["recompute"] == "full" and " of 85.0 GB" in pinned.output
+    assert last(pinned)["plan"]["spec"]["recompute"] == "full" and " of 85.0 GB" in pinned.output
     assert {"what": "recompute", "a": "none", "b": "full"} in last(call("diff", one, two, "--json"))["differences"]
     assert "recompute" in {d["decision"] for d in last(call("explain", one, "--json"))["decisions"]}
 

@@ -226,7 +226,7 @@ def compare(plan: Path, function: str, want: list[float]) -> None:
 def test_the_plan_of_a_module_runs_as_it_says(tmp_path: Path, function: str, pins: dict[str, str]) -> None:
     made = planned(tmp_path, function, "1x2xA100", 16, pins=pins)
     assert isinstance(made, Plan)
-    made = replace(made, setting=replace(made.setting, keep_gathered=False, overlap_tp=False))  # not done yet, and warned of
+    made = replace(made, setting=replace(made.setting, keep_gathered=False, overlap_tp=False))  # not done yet, and refused
     made.save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json") == made
     want = torch_losses(tmp_path, function)
@@ -253,5 +253,5 @@ def test_units_of_several_blocks_and_blocks_apart_are_found(tmp_path: Path) -> N
     assert (row.period, row.count) == (2, 3) and row.start in (0, 1)
     short = short_of(captured)
     assert short.repeats == 3 and len([n for n in short.program.input_names if n.endswith("qkv.weight")]) == 3
-    pieces = Counted((), (2, 1), "none", 2).find(captured)
+    pieces = Counted(((("layer", "none", 2),), (("layer", "none", 1),))).find(captured)
     assert pieces.cuts is not None and len(pieces.cuts) == 1 and not pieces.told

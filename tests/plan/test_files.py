@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.plan.mutations import mutations
-from weft.api.planfile import from_file
+from weft.api.planfile import follow
 from weft.core.errors import ClusterError, PlanError, WeftError
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.plan.plan import Plan, load, parse
@@ -54,17 +54,16 @@ def stack() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def captured(stack: dict[str, Any]) -> dict[str, Any]:
     """A plan of a captured program."""
-    setting = stack["setting"] | {"dp": 2, "tp": 1, "pp": 1, "virtual": 1, "global_batch": 8, "micro_batch": 4, "schedule": "1f1b"}
-    return stack | {"model": "own.py:make", "cluster": "1x2xA100", "seq": 0, "setting": setting, "layers": [], "stages": [], "layouts": LAYOUTS}
+    given = stack["given"] | {"global_batch": 8}
+    return stack | {"model": "own.py:make", "cluster": "1x2xA100", "seq": 0, "spec": {"dp": 2}, "given": given, "layouts": LAYOUTS}
 
 
 @pytest.fixture(scope="module")
 def shared(stack: dict[str, Any]) -> dict[str, Any]:
     """A plan of unequal shares."""
     kinds = (("A100", 1, 14), ("V100", 2, 5))
-    shares = [{"kind": kind, "copies": n, "micro_batch": much, "micro_batches": 1} for kind, n, much in kinds]
-    setting = stack["setting"] | {"dp": 3, "pp": 1, "tp": 1, "virtual": 1, "global_batch": 24, "micro_batch": 8, "schedule": "1f1b"}
-    return stack | {"cluster": "1x1xA100+1x2xV100", "setting": setting, "layers": [], "stages": [], "shares": shares}
+    shares = [[kind, n, much, 1] for kind, n, much in kinds]
+    return stack | {"cluster": "1x1xA100+1x2xV100", "spec": {"dp": 3, "shares": shares}, "given": stack["given"] | {"global_batch": 24}}
 
 
 @contextmanager
@@ -97,7 +96,7 @@ def planned_text() -> str:
 
 
 _text: list[str] = []
-USES: dict[str, Callable[[Path], Any]] = {"told": told, "run": lambda path: from_file(str(path))}
+USES: dict[str, Callable[[Path], Any]] = {"told": told, "run": lambda path: follow(str(path))}
 
 
 @pytest.mark.parametrize("kind", ["stack", "captured", "shared"])
@@ -122,9 +121,9 @@ def test_a_changed_plan_is_taken_or_refused_in_words(kind: str, tmp_path: Path, 
 
 
 ODD = {
-    "shares of a thousand million copies": ("shared", {"shares": [{"kind": "A100", "copies": 10**9, "micro_batch": 1, "micro_batches": 1}]}, "shares"),
-    "shares of nothing": ("shared", {"shares": [{}]}, r"shares\[0\]"), "shares of a number": ("shared", {"shares": [5]}, r"shares\[0\]"),
-    "shares of other samples": ("shared", {"shares": [{"kind": "A", "copies": 2, "micro_batch": 1, "micro_batches": 1}]}, "do not go with"),
+    "shares of a thousand million copies": ("shared", {"spec": {"dp": 3, "shares": [["A100", 10**9, 1, 1]]}}, "shares"),
+    "shares of nothing": ("shared", {"spec": {"shares": [{}]}}, r"shares\[0\]"), "shares of a number": ("shared", {"spec": {"shares": [5]}}, r"shares\[0\]"),
+    "shares of other samples": ("shared", {"spec": {"dp": 3, "shares": [["A", 2, 1, 1]]}}, "do not go with"),
     "pins that are numbers": ("stack", {"limits": {"max_tp": 0, "memory_gb": 0.0, "pins": {"tp": 4}}}, "limits.pins.tp"),
     "pins of nothing known": ("stack", {"limits": {"max_tp": 0, "memory_gb": 0.0, "pins": {"no": "4"}}}, "cannot pin"),
     "layouts that are numbers": ("stack", {"limits": {"max_tp": 0, "memory_gb": 0.0, "pins": {}, "layouts": [5]}}, r"limits.layouts\[0\]"),
@@ -134,9 +133,10 @@ ODD = {
     "beside, null": ("captured", {"layouts": LAYOUTS | {"beside": None}}, "layouts.beside"),
     "an axis that is a pattern": ("captured", {"layouts": LAYOUTS | {"mesh": {"(a+)+": 2}}}, "a name in layouts.mesh"),
     "a program alone": ("captured", {"layouts": {"program": PROGRAM}}, "layouts of plan cannot be read"),
-    "stages of nothing": ("stack", {"stages": [[], []]}, "a stage of nothing"), "layers of other stages": ("stack", {"layers": [1, 2, 3]}, "do not go with"),
-    "a step of no time": ("stack", {"foreseen": {"step_ms": 0, "tokens_per_s": 1, "mfu": 0, "memory_gb": 1, "gap": 0}}, "foreseen.step_ms"),
-    "causes in words": ("stack", {"foreseen": {"step_ms": 1, "tokens_per_s": 1, "mfu": 0, "memory_gb": 1, "gap": 0, "causes_ms": []}}, "foreseen.causes_ms"),
+    "stages of nothing": ("stack", {"spec": {"pp": 2, "stages": [[], []]}}, "a stage of nothing"),
+    "layers of other stages": ("stack", {"spec": {"pp": 2, "stages": [[["layer", "none", 4]]] * 3}}, "2 words with stage:"),
+    "a step of no time": ("stack", {"predicted": {"step_ms": 0, "tokens_per_s": 1, "mfu": 0, "memory_gb": 1, "gap": 0}}, "predicted.step_ms"),
+    "causes in words": ("stack", {"predicted": {"step_ms": 1, "tokens_per_s": 1, "mfu": 0, "memory_gb": 1, "gap": 0, "causes_ms": []}}, "predicted.causes_ms"),
 }  # fmt: skip
 
 
@@ -147,10 +147,13 @@ def test_what_is_odd_is_named(name: str, request: pytest.FixtureRequest) -> None
         parse(json.dumps(request.getfixturevalue(kind) | change))
 
 
+NOPE = {"dp": 2, "pp": 2, "micro": 2, "stages": [[["nope", "none", 3]], [["nope", "none", 3]]]}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"seq": 0}, "not one of gpt2"), ({"stages": [[["nope", "none", 3]], [["nope", "none", 3]]]}, "no part named 'nope'"),
+        ({"seq": 0}, "not one of gpt2"), ({"spec": NOPE}, "no part named 'nope'"),
         ({"cluster": "1x1xA100"}, "does not fill the cluster"), ({"cluster": "9999999x8xH100"}, "no cluster is that large"), ({"model": "nope"}, "nope"),
         ({"cluster": "a" * 3000}, "this is no cluster"), ({"layouts": LAYOUTS}, "not one of gpt2"),
     ],

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from bench._rows import read
 from bench.foresight import predict, summary
 from weft.cli import app
+from weft.plan.plan import parse
 
 HERE = Path(__file__).parent
 OWN = HERE / "golden_models.py"
@@ -112,10 +114,11 @@ def planned(said: Mapping[str, Any]) -> dict[str, Any]:
     found = _without(said, "model", "cluster", "seconds", "plan")
     if plan is None:
         return found
-    decided = {k: v for k, v in plan["setting"].items() if k == "zero" or v not in (0, 1, False)}
-    stages = [", ".join(f"{n} {block} {again}" for block, again, n in stage) for stage in plan["stages"]]
-    found |= {"origin": plan["origin"], "setting": decided, "layers": plan["layers"], "shares": plan["shares"], "stages": stages}
-    found |= {"causes_ms": plan["foreseen"].get("causes_ms"), "layouts": _layouts(plan["layouts"])}
+    made = parse(json.dumps(plan))
+    decided = {k: v for k, v in asdict(made.setting).items() if k == "zero" or v not in (0, 1, False)}
+    stages = [", ".join(f"{n} {block} {again}" for block, again, n in stage) for stage in made.stages]
+    found |= {"origin": plan["origin"], "setting": decided, "layers": list(made.layers), "shares": list(made.shares), "stages": stages}
+    found |= {"causes_ms": plan["predicted"].get("causes_ms"), "layouts": _layouts(plan["layouts"])}
     return {k: v for k, v in found.items() if v not in ([], {})}
 
 

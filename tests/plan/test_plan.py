@@ -46,9 +46,11 @@ def test_saved_and_loaded(plan: Plan, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"weft_plan": 2}, "another version"), ({"extra": 1}, "unknown extra"), ({"seq": "long"}, "seq of plan is of the wrong kind"),
-        ({"layers": [1.5]}, r"layers\[0\] of plan is of the wrong kind"), ({"setting": {"tp": 2}}, "setting of plan cannot be read"),
-        ({"foreseen": {}}, r"foreseen of plan cannot be read\n\n +needed +step_ms"), ({"layouts": {"rool": []}}, "unknown rool"),
+        ({"weft_plan": 3}, "another version"), ({"extra": 1}, "unknown extra"), ({"seq": "long"}, "seq of plan is of the wrong kind"),
+        ({"spec": {"stages": [1.5]}}, r"spec.stages\[0\] of plan is of the wrong kind"), ({"given": {"dtype": "bf16"}}, "given of plan cannot be read"),
+        ({"spec": {"tp": 2, "open": ["dp"]}}, "leaves decisions open"), ({"spec": {"schedule": "odd"}}, "a schedule of 1f1b"),
+        ({"spec": {"dp": 7}}, "the batch does not divide"), ({"spec": {"pp": 2, "cuts": ["a", "b"]}}, "1 words with cut:"),
+        ({"predicted": {}}, r"predicted of plan cannot be read\n\n +needed +step_ms"), ({"layouts": {"rool": []}}, "unknown rool"),
         ({"layouts": {"rules": "x"}}, "layouts.rules of plan is of the wrong kind"),
         ({"layouts": {"moves": [{"rule": "x"}]}}, r"layouts.moves\[0\] of plan cannot be read\n\n +needed +op, at, way, places, forward"),
         ({"layouts": {"moves": [{**MOVE, "at": "0"}]}}, r"layouts.moves\[0\].at of plan is of the wrong kind"),
@@ -63,8 +65,8 @@ def test_what_is_wrong_is_refused_by_name(plan: Plan, change: dict, says: str) -
 
 def test_a_bad_setting_is_refused(plan: Plan) -> None:
     data = plan.data()
-    with pytest.raises(PlanError, match="no recompute named"):
-        parse(json.dumps({**data, "setting": {**data["setting"], "recompute": "some"}}))
+    with pytest.raises(PlanError, match="recompute of activation, ffn"):
+        parse(json.dumps({**data, "spec": {**data["spec"], "recompute": "some"}}))
     with pytest.raises(PlanError, match="not JSON"):
         parse("{")
     with pytest.raises(PlanError, match="cannot read the plan"):
@@ -73,8 +75,8 @@ def test_a_bad_setting_is_refused(plan: Plan) -> None:
 
 def test_moves_are_read_and_told_and_files_without_them_too(plan: Plan) -> None:
     data = plan.data()
-    told = {"rules": ["stack_columns"], "moves": [MOVE]}
-    new, old = (parse(json.dumps({**data, "layouts": layouts})) for layouts in (told, {"rules": ["stack_columns"]}))
+    moved, rules = {**data["spec"], "moves": [MOVE]}, {"rules": ["stack_columns"]}
+    new, old = (parse(json.dumps({**data, "spec": spec, "layouts": rules})) for spec in (moved, data["spec"]))
     assert new.layouts["moves"] == [MOVE] and parse(new.text()) == new
     assert [next(r for r in rows(p) if r[0] == "rules")[2] for p in (new, old)] == [
         "the step rewritten, and so by parallelize", "the step rewritten; the file does not say where",
@@ -90,7 +92,7 @@ def test_rows_tell_every_degree(plan: Plan) -> None:
 
 def test_differences(plan: Plan) -> None:
     assert not list(differences(plan, plan))
-    other = parse(json.dumps({**plan.data(), "setting": {**plan.data()["setting"], "virtual": 2, "schedule": "interleaved"}}))
+    other = parse(json.dumps({**plan.data(), "spec": {**plan.data()["spec"], "pp": 2, "micro": 8, "dp": 2, "virtual": 2, "schedule": "interleaved"}}))
     assert ("virtual", "1", "2") in list(differences(plan, other))
 
 
@@ -98,8 +100,8 @@ def test_named_words(plan: Plan) -> None:
     from dataclasses import replace
 
     made = replace(plan, setting=Setting(global_batch=8, dp=2, tp=2, zero=1, sequence_parallel=True))
-    assert made.named == "dp2,tp2,zero1,sp"
-    assert replace(plan, setting=Setting(global_batch=8, pp=4)).named == "pp4,1f1b,micro8"
+    assert str(made.spec) == "dp2,tp2,zero1,micro4,sp"
+    assert str(replace(plan, setting=Setting(global_batch=8, pp=4)).spec) == "pp4,micro8"
 
 
 def test_usual_batch() -> None:

@@ -84,5 +84,5 @@ def test_differences_of_stages_and_of_what_is_held(plan: Plan) -> None:
     found = {name: (a, b) for name, a, b in differences(captured(plan, "R"), captured(plan, "S(0)"))}
     assert found == {"batch.x": ("whole", "dp:S(0)")}
     assert not list(differences(plan, plan))
-    other = parse(json.dumps({**plan.data(), "setting": {**plan.data()["setting"], "virtual": 2, "schedule": "interleaved"}}))
+    other = parse(json.dumps({**plan.data(), "spec": {**plan.data()["spec"], "pp": 2, "micro": 8, "virtual": 2, "schedule": "interleaved"}}))
     assert ("virtual", "1", "2") in list(differences(plan, other))

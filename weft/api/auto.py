@@ -140,7 +140,7 @@ def scheduled(program: Program, named: Spec, device: torch.device = HOST) -> Pro
         return program
     if not hosts.share(named.mesh.sizes, "dp"):
         return bucketed(program, "dp", message_bytes(device))
-    one = named.zero in (1, 2) if is_accelerator(device) else native.available()
+    one = named.most_zero in (1, 2) if is_accelerator(device) else native.available()
     return bucketed(fused_update(program, "dp") if one else program, "dp")
 
 

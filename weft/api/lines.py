@@ -59,9 +59,9 @@ def laid(
     held, options = input_layouts(captured.program, plan, captured.states, pinned)
     held |= exact or {}
     found = found or Found()
-    cuts = found.cuts if found.cuts is not None and len(found.cuts) + 1 == plan.stages else chosen_cuts(captured, plan.stages)
+    cuts = found.cuts if found.cuts is not None and len(found.cuts) + 1 == plan.virtual_stages else chosen_cuts(captured, plan.virtual_stages)
     regions = regions_of(captured, plan.recompute) if found.again is None else found.again
-    stages = split(captured, plan.stages, cuts, regions)
+    stages = split(captured, plan.virtual_stages, cuts, regions)
     again = tuple(recomputed_stage(s, plan.pipeline.defers_weights) for s in stages)
     return Laid(lay(captured, again, plan, held, options, guard, first), stages, held, options)
 

@@ -63,7 +63,7 @@ def _named(plan: str) -> Spec:
     if named.mesh.ranks != world:
         tip = f"weft run -n {named.mesh.ranks} SCRIPT"
         raise PlanError(f"plan {plan!r} is for {named.mesh.ranks} processes", needed=f"a plan for {world}", found=str(named), try_=tip)
-    if named.zero in (1, 2) or named.micro_batches > 1:
+    if {named.zero, *dict(named.groups).values()} & {1, 2} or named.micro_batches > 1:
         raise PlanError(
             f"plan {plan!r} needs the optimizer step",
             needed="dp, tp, sp, cp, ep and zero3: what concerns the model alone",

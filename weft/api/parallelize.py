@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ from weft.frontend.capture.micro import cut_of
 from weft.frontend.capture.model import require_torchs
 from weft.frontend.capture.optimizers import forget_updates
 from weft.plan.pins import dtensor_pins, parse_pin
+from weft.plan.plan import Plan
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.space import bytes_of
 from weft.plan.spec import Spec
@@ -44,7 +46,7 @@ def parallelize(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     example: Any,
-    plan: str = "dp1",
+    plan: str | Path | Spec | Plan = "dp1",
     *,
     clip: float | None = None,
     accumulate: int = 1,
@@ -64,8 +66,9 @@ def parallelize(
 ) -> Step:
     """A training step under the plan. `example` is one global batch; `loss(model, batch)` gives a number.
 
-    `plan` is a name such as "dp2,tp2,zero1" whose degrees multiply to the number of processes, a file that `weft plan --out`
-    wrote, or "auto": then `step.decision` says what was chosen and beside what, `memory` ("8GB") is what a rank may hold, and `others`
+    `plan` is a `Spec` or words for one, such as "dp2,tp2,zero1", whose degrees multiply to the number of processes, a plan or the file it was
+    saved to, which is followed exactly or refused, or "auto": then `step.decision` says what was chosen and beside what, `memory` ("8GB") is
+    what a rank may hold, and `others`
     are plans for `parallelize_module`, compared by name. `pins` fix layouts of parameters, as in "layers.*.mlp.w1=tp:S(1)". With
     `noise`, `step.noise.scale` tells the gradient noise scale.
     `check` compares the captured step with torch, and the plan's program with that, before it runs. `on_nan` says what becomes of a step whose
@@ -75,16 +78,16 @@ def parallelize(
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
     hosts.meet()
-    file = planfile.from_file(plan) if planfile.is_file(plan) else None
-    if file is not None:
-        plan, pins, accumulate = file.words, (*file.pins, *pins), accumulate if accumulate > 1 else file.micro_batches
-    named = None if plan == "auto" else _named(plan, memory=memory, others=others)
-    if named is not None and (named.recompute or (file and file.pieces)) and not noise:
-        named = _by_parts(named, accumulate)
+    file = None if plan == "auto" else planfile.follow(plan)
+    named = None if file is None else _for_these(file.spec, memory=memory, others=others)
+    if file is not None and named is not None:
+        pins = (*named.pins, *pins)
+        if (named.recompute or file.pieces) and not noise:
+            named = _by_parts(named, accumulate)
     require_torchs(model, optimizer)
     forget_updates(optimizer)
     where, how = torch.device(device), {"clip": clip, "precision": precision}
-    run = begin_alike(model, optimizer, example, where, plan=plan, **how, accumulate=accumulate, seed=seed, pins=tuple(pins), on_nan=on_nan)
+    run = begin_alike(model, optimizer, example, where, plan=str(named or plan), **how, accumulate=accumulate, seed=seed, pins=tuple(pins), on_nan=on_nan)
     asked = _Asked(
         model, loss, optimizer, example, where, seed, how, accumulate, allow_micro_mean, pins, noise, check, on_nan == "skip", named, file,
         Forms(model, loss, optimizer, example, run),
@@ -171,7 +174,7 @@ class _Asked:
     def _one(self, captured: Captured, decision: auto.Decision | None) -> Step:
         """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
         named, file, traced = cast(Spec, self.named), self.file, captured.program
-        captured = file.again(captured, named) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
+        captured = file.again(captured) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
         chosen = decision or file
         source, moves = chosen.step(captured) if chosen is not None else (captured, ())
         program = decision.program if decision else self._placed(source)
@@ -184,7 +187,7 @@ class _Asked:
     def _placed(self, captured: Captured) -> Program:
         """The step under the plan: its words and, where a file says how single tensors are held, these."""
         named, file = cast(Spec, self.named), self.file
-        followed = file.placed(captured, named, self.wish.pins) if file is not None else None
+        followed = file.placed(captured, self.wish.pins) if file is not None else None
         if followed is None:
             return auto.prepare(captured, named, self.wish, self.device)
         return auto.scheduled(measured(followed) if self.noise else followed, named, self.device)
@@ -224,21 +227,20 @@ def _by_parts(named: Spec, accumulate: int) -> Spec:
     return named if named.micro or accumulate == 1 else replace(named, micro=accumulate)
 
 
-def _named(plan: str, **choices: Any) -> Spec:
-    """The plan of these words, for as many processes as there are; what only a choice between plans can follow is refused."""
-    named = Spec.parse(plan)
-    _require_ranks(named, plan)
+def _for_these(named: Spec, **choices: Any) -> Spec:
+    """A plan for as many processes as there are; what only a choice between plans can follow is refused."""
+    _require_ranks(named)
     for name, value in choices.items():
         if value:
-            raise PlanError(f"{name}= is for a choice between plans", needed='plan="auto"', found=plan, try_=f"leave out {name}=")
+            raise PlanError(f"{name}= is for a choice between plans", needed='plan="auto"', found=str(named), try_=f"leave out {name}=")
     return named
 
 
-def _require_ranks(named: Spec, plan: str) -> None:
+def _require_ranks(named: Spec) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if named.mesh.ranks != world:
         raise PlanError(
-            f"plan {plan!r} is for {named.mesh.ranks} processes",
+            f"plan '{named}' is for {named.mesh.ranks} processes",
             needed=f"{world} processes' worth of degrees",
             found=str(named),
             try_=f"weft run -n {named.mesh.ranks} SCRIPT",

@@ -1,15 +1,15 @@
-"""Plans that `weft plan --out` wrote, as `parallelize` runs them: degrees, order and micro-batches, pins, and layouts of tensors.
+"""Plans as `parallelize` follows them, words, a `Spec` or a plan file alike: exactly, or refused in words.
 
 A plan of a captured model holds its program, and the moves by which proved rules made it of the model's own. The moves are made again on
-the user's step, which is then held as the program is, at its own batch and in its own number types; where it is of another structure, parameters
-and state are held as they are there, and the rest is placed around them.
+the user's step, which is then held as the program is, at its own batch and in its own number types. What a step has beyond the plan's, such
+as clipping, is placed around it.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from weft.api.trust import guard, verified
@@ -21,28 +21,25 @@ from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.plan.carried import carried
 from weft.plan.pieces import Found, Pieces, pieces_of, run_again
-from weft.plan.pins import Pin, resolve
-from weft.plan.place import Options, Placements, place
+from weft.plan.pins import Pin
+from weft.plan.place import Options, Placements
 from weft.plan.plan import Plan, load, step_of
 from weft.plan.recompute import recomputed, regions_of
-from weft.plan.replay import moves_of, rewritten
-from weft.plan.rewritten import Move
+from weft.plan.replay import rewritten
+from weft.plan.setting import MIXED
 from weft.plan.spec import Spec
 
 Held = Mapping[str, Placements]
+FREE = "weft plan ... --pin pp=1"
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What of a plan file is followed. `program` is that of a captured model, on the mesh of one stage."""
+    """A plan to be followed. `program` is that of a captured model, on the mesh of one stage."""
 
     path: str
-    words: str
-    micro_batches: int = 1
-    pins: tuple[str, ...] = ()
+    spec: Spec
     program: Program | None = None
-    moves: tuple[Move, ...] | None = None  # by which it was made of the model's own step; None where it is that
-    unsaid: tuple[str, ...] = ()  # rules that made it, the file does not say where
     pieces: Pieces | None = None  # what its stages are made of
 
     def guarded(self) -> Followed:
@@ -50,45 +47,48 @@ class Followed:
         return replace(self, program=guard(self.program)) if self.program is not None else self
 
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
-        """The step with the plan's moves made, and the words for them; the model's own where they cannot be, which is warned of."""
-        if self.program is None:
-            return captured, ()
-        self._require_same_model(captured)
+        """The step with the plan's moves made, and the words for them."""
+        if self.program is not None:
+            self._require_same_model(captured)
         try:
-            return rewritten(captured, self.moves)
+            return rewritten(captured, self.spec.moves)
         except PlanError as e:
-            _warn(f"the rules of the plan {self.path} are not followed: {e.message}; needed {e.needed}, found {e.found}")
-            return captured, ()
+            raise self._refused(f"the rules of {self.path} cannot be used: {e.message}", e.needed, e.found) from e
 
     def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
         """The same of a micro-batch, whose gradients are added up before they are used: they must follow from its forward pass."""
         made, moves = self.step(captured)
-        if made.gradients:
-            return made, moves
-        _warn(f"the rules of the plan {self.path} are not followed: they change gradients, which micro-batches add up")
-        return captured, ()
+        if moves and not made.gradients:
+            needed = "rules that leave gradients as they are, since micro-batches add them up"
+            raise self._refused(f"the rules of {self.path} cannot be used", needed, ", ".join(moves[:3]))
+        return made, moves
 
     def found(self, captured: Captured) -> Found:
-        """Where the step is cut and what runs again, as far as the plan says so; what of that cannot be is warned of."""
+        """Where the step is cut and what is recomputed, as far as the plan says so."""
         found = self.pieces.find(captured) if self.pieces is not None else Found()
         if found.again and not captured.gradients:
-            found = Found(told=["what it runs again: the model was traced together with its backward pass"])
+            found = Found(told=["what it recomputes: the model was traced together with its backward pass"])
         if found.told:
-            _warn(f"of the plan {self.path} this is not followed: {'; '.join(found.told)}")
+            raise self._refused(f"{self.path} cannot be followed on this step", "a step as it was planned", "; ".join(found.told))
         return found
 
-    def again(self, captured: Captured, named: Spec) -> Captured:
-        """The step of one stage, with what runs again by its words or layer by layer; of a placed program that is said of its units."""
+    def again(self, captured: Captured) -> Captured:
+        """The step of one stage, with what is recomputed by its words or layer by layer; of a placed program that is said of its units."""
         regions = self.found(captured).again if self.program is None else None
-        return recomputed(captured, regions_of(captured, named.recompute) if regions is None else regions)
+        way = "" if self.spec.recompute == MIXED else self.spec.recompute
+        return recomputed(captured, regions_of(captured, way) if regions is None else regions)
 
-    def held(self, captured: Captured, named: Spec) -> dict[str, Placements]:
+    def held(self, captured: Captured, spec: Spec) -> dict[str, Placements]:
         """How inputs are held: parameters and optimizer state as in the plan, and of a batch what can be cut as there."""
         if self.program is None:
             return {}
         own, theirs = captured.program.input_names, self.program.input_names
         self._require_same_model(captured)
-        shared = [n for n in own if n in theirs and theirs[n].ndim == own[n].ndim and _divides(own[n].shape, theirs[n], named)]
+        shared = [n for n in own if n in theirs]
+        odd = next((n for n in shared if theirs[n].ndim != own[n].ndim or not _divides(own[n].shape, theirs[n], spec)), None)
+        if odd is not None:
+            held = ", ".join(f"{a}:{p}" for a, p in theirs[odd].layout.placements.items())
+            raise self._refused(f"{self.path} cannot be followed on this step", f"{odd} to be held as {held}", f"{list(own[odd].shape)}")
         return {n: {a: p for a, p in theirs[n].layout.placements.items() if p != R} for n in shared}
 
     def _require_same_model(self, captured: Captured) -> None:
@@ -98,44 +98,35 @@ class Followed:
         odd = next((n for n in {**theirs, **own} if own.get(n) != theirs.get(n)), None)
         if odd is not None:
             words = [f"{list(shapes[odd])}" if odd in shapes else "none" for shapes in (theirs, own)]
-            raise PlanError(
-                f"the plan {self.path} is for another model", needed=f"{odd.removeprefix('param.')} of {words[0]}", found=words[1],
-                try_="weft plan FILE.py:FUNCTION ... --out plan.json, with a function that makes this model",
-            )  # fmt: skip
+            raise self._refused(f"{self.path} is for another model", f"{odd.removeprefix('param.')} of {words[0]}", words[1])
 
-    def placed(self, captured: Captured, named: Spec, pins: Sequence[Pin]) -> Program | None:
-        """The step held as the plan says, unless pins say otherwise; None where the plan says nothing of its tensors."""
+    def placed(self, captured: Captured, pins: Sequence[Pin]) -> Program | None:
+        """The step held as the plan says; None where it says nothing of single tensors."""
         if self.program is None:
             return None
-        program, again = self._placed(captured, named, pins), self.found(captured).again
+        if pins:
+            raise PlanError(
+                f"{self.path} says how every tensor is held", needed="no pins beside it", found=", ".join(map(str, pins)), try_="leave out pins="
+            )
+        found = carried(self.program, captured.program, Options(gather=frozenset({"dp"} if self.spec.most_zero == 3 else ())))
+        same = bool(found.alone) and _is_same(captured.program, self.program)
+        if found.lost and not same:
+            raise self._refused(f"{self.path} is for another step", f"the plan's {_said(found.lost)}", "none that could be held so")
+        program = self.program if same else found.program
+        again = self.found(captured).again
         return run_again(program, captured, again) if again else program
 
-    def _placed(self, captured: Captured, named: Spec, pins: Sequence[Pin]) -> Program:
-        assert self.program is not None
-        options = Options(gather=frozenset({"dp"} if named.zero == 3 else ()))
-        if not pins and not self.unsaid:
-            found = carried(self.program, captured.program, options)
-            if found.alone and _is_same(captured.program, self.program):
-                return self.program
-            if found.alone:
-                _warn(f"the plan {self.path} does not say how {_said(found.alone)} of the step are held: they are placed around the rest")
-            return found.program
-        held = self.held(captured, named)
-        shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
-        for name, places in resolve(pins, shapes, named.mesh.sizes).items():
-            held |= dict.fromkeys((name, *(s for s, p in captured.states.items() if p == name)), places)
-        why = f"{', '.join(self.unsaid)} rewrote it and the file does not say where; plan again" if self.unsaid else "there are pins"
-        _warn(f"of the plan {self.path} only inputs are held as it says, since {why}")
-        return place(captured.program, named.mesh, held, options)
+    def _refused(self, message: str, needed: str, found: str) -> PlanError:
+        return PlanError(message, needed=needed, found=found, try_="weft plan FILE.py:FUNCTION ... --save plan.json, with a function that makes this step")
 
 
 def _said(nodes: Sequence[Node]) -> str:
-    names = list(dict.fromkeys(n.op.name for n in nodes))
+    names = list(dict.fromkeys(str(n.attr("name") or n.op.name).removeprefix("param.") for n in nodes))
     return f"{len(nodes)} nodes ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def _divides(shape: tuple[int, ...], node: Any, named: Spec) -> bool:
-    sizes, cuts = named.mesh.sizes, node.layout.placements
+def _divides(shape: tuple[int, ...], node: Any, spec: Spec) -> bool:
+    sizes, cuts = spec.mesh.sizes, node.layout.placements
     return all(shape[p.dim] % sizes.get(a, 1) == 0 for a, p in cuts.items() if isinstance(p, S))
 
 
@@ -154,37 +145,39 @@ def _kinds(p: Program) -> dict[str, tuple[object, tuple[int, ...]]]:
     return {name: (n.dtype, n.shape) for name, n in p.input_names.items()} | {f"{name} out": (n.dtype, n.shape) for name, n in p.outputs}
 
 
-def _warn(words: str) -> None:
-    warnings.warn(words, stacklevel=5)
+def follow(plan: str | Path | Spec | Plan) -> Followed:
+    """What is to be followed of words, a spec, a plan, or the path of its file."""
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+        return _of_plan(load(plan), f"the plan {plan}")
+    if isinstance(plan, Plan):
+        return _of_plan(plan, "the plan")
+    spec = plan.checked() if isinstance(plan, Spec) else Spec.parse(plan)
+    return Followed(f"the plan {spec}", runnable(spec, f"the plan {spec}"), pieces=pieces_of(spec))
 
 
-def is_file(plan: str) -> bool:
-    return isinstance(plan, str) and plan.endswith(".json")
-
-
-def from_file(path: str) -> Followed:
-    """A plan that `weft plan --out` wrote; what is not followed is warned of."""
-    plan = load(path)
-    if plan.named is None:
-        raise PlanError(
-            f"the plan {path} cannot be run by parallelize", needed="equal shares, or one stage and shares that torch.chunk's rule deals out",
-            found=f"pp {plan.setting.pp}, {len(plan.shares)} kinds of copies", try_="weft plan ... --pin pp=1",
-        )  # fmt: skip
-    ignored = not_followed(plan)
-    if ignored:
-        warnings.warn(f"of the plan {path} this is not followed: {'; '.join(ignored)}", stacklevel=3)
-    rounds = 1 if plan.shares or plan.setting.pp > 1 else plan.setting.micro_batches
+def _of_plan(plan: Plan, path: str) -> Followed:
     text = plan.layouts.get("program")
-    made = step_of(text) if text else None
-    unsaid = tuple(plan.layouts.get("rules", ())) if "moves" not in plan.layouts else ()
-    pins, moves, words = tuple(plan.limits.get("layouts", ())), moves_of(plan.layouts), plan.named
-    if moves is not None and rounds > 1:  # moves are made on the step of one micro-batch
-        words, rounds = f"{words},micro{rounds}", 1
-    return Followed(path, words, rounds, pins, made, moves, unsaid, pieces_of(plan, made))
+    if text and plan.layouts.get("rules") and "moves" not in plan.layouts:
+        rules = ", ".join(plan.layouts["rules"])
+        raise PlanError(f"{path} does not say where rules rewrote its step", needed="the moves of its rules", found=rules, try_="plan again")
+    program, spec = step_of(text) if text else None, runnable(plan.spec, path)
+    return Followed(path, spec, program, pieces_of(spec, program, plan.layouts.get("units", ())))
 
 
-def not_followed(plan: Plan) -> list[str]:
-    """What of a plan changes time or memory and is not done by `parallelize`."""
-    s = plan.setting
-    found = ["parameters gathered once a step: they are gathered for every micro-batch"] if s.keep_gathered else []
-    return found + (["collectives of tp beside products"] if s.overlap_tp else [])
+def runnable(spec: Spec, path: str) -> Spec:
+    """The spec as weft runs it; refused where it is not all done."""
+    if spec.shares and not (spec.pieces and spec.pp == 1):
+        kinds = f"pp {spec.pp}, {len(spec.shares)} kinds of copies"
+        needed = "equal shares, or one stage and shares that torch.chunk's rule deals out"
+        raise PlanError(f"{path} cannot be run by parallelize", needed=needed, found=kinds, try_=FREE)
+    for asked, words, pin in (
+        (spec.async_tp, "collectives of tp overlapped with the products they belong to", "overlap_tp=false"),
+        (spec.gather_once, "parameters gathered once a step, not for every micro-batch", "keep_gathered=false"),
+    ):
+        if asked:
+            raise PlanError(f"{path} cannot be run by parallelize", needed="what parallelize does", found=words, try_=f"weft plan ... --pin {pin}")
+    if spec.recompute == MIXED and not spec.stages:
+        raise PlanError(f"{path} does not say what it recomputes", needed="its stages, block by block", found=MIXED, try_="plan again")
+    if spec.open:
+        raise PlanError(f"{path} leaves decisions open", needed="a plan", found=", ".join(sorted(spec.open)), try_='plan="auto"')
+    return replace(spec, shares=(), micro=0 if spec.shares else spec.micro)

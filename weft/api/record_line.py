@@ -77,7 +77,7 @@ class LineRecorder(Recorder):
         step, one = self.step, self.step.captured.program
         many = step.plan.micro_batches
         unit, per_step = _taken(one)
-        words = f"{many} micro-batches" + (f" through {step.plan.stages} stages" if step.plan.pp > 1 else "")
+        words = f"{many} micro-batches" + (f" through {step.plan.virtual_stages} stages" if step.plan.pp > 1 else "")
         return {
             "program": hashlib.sha256(step.line.text.encode()).hexdigest()[:16], "unit": unit, "per_step": many * per_step,
             "flops": many * model_flops(one), "tensors": [*_batch(step), *tensors(step.program, step.captured.states)],

@@ -31,3 +31,8 @@ def part(key: object) -> str:
 def original(name: str) -> str:
     """The path that `readable` was given."""
     return _WRITTEN.sub(lambda m: chr(int(m[1], 16)), name)
+
+
+def bare(name: str) -> str:
+    """The name that torch has for the parameter of an input."""
+    return original(name.removeprefix("param."))

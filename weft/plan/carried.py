@@ -25,10 +25,11 @@ Groups = dict[tuple[Op, tuple[Node, ...]], list[Node]]
 
 @dataclass(frozen=True)
 class Carried:
-    """A step as it is held, and those of its nodes that had no pair."""
+    """A step as it is held, those of its nodes that had no pair, and those inputs and nodes of the plan's forward pass that had none."""
 
     program: Program
     alone: tuple[Node, ...]
+    lost: tuple[Node, ...] = ()
 
 
 def carried(placed: Program, step: Program, options: Options | None = None) -> Carried:
@@ -41,7 +42,9 @@ def carried(placed: Program, step: Program, options: Options | None = None) -> C
     ends = {name: made.get(n) for name, n in placed.outputs if meant.get(n) is step.output_names.get(name)}
     outputs = {name: ends.get(name) or n for name, n in around.outputs}
     program = new_program(step.name, placed.mesh, around.inputs, outputs, state=step.state, lines=around.lines)
-    return Carried(program, tuple(n for n in step.nodes if n.args and n not in seeds))
+    ahead = placed.needs(placed.output_names["loss"]) if "loss" in placed.output_names else set[Node]()
+    lost = [n for n in placed.nodes if n not in made and (n in ahead or n.attr("name") in step.input_names)]
+    return Carried(program, tuple(n for n in step.nodes if n.args and n not in seeds), tuple(lost))
 
 
 def _places(node: Node) -> dict[str, Placement]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from weft.core.errors import LayoutError, PlanError
 from weft.core.layout import Layout, O, P, Placement, S
+from weft.core.names import bare
 from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.core.role import Role
@@ -71,8 +72,8 @@ def lay(
     """Every stage placed, and the update, guarded if told how, with the state at the ranks that read it, or at all where `first` does."""
     more = {} if first is None else {n: x for n, x in first.input_names.items() if x.role not in GIVEN}
     homes = {**homes_of(captured, stages, named), **dict.fromkeys(more)}
-    if named.zero >= 2:  # gradients in slices, as the state they go into
-        held = {**held, **{f"d.{param}": held[state] for state, param in captured.states.items() if state in held}}
+    slices = {f"d.{param}": held[state] for state, param in captured.states.items() if state in held and named.zero_of(bare(param)) >= 2}
+    held = {**held, **slices}  # gradients as the state they go into
     placed, laid = list[Placed](), dict[str, _Border]()
     for stage in stages:
         placed.append(place_stage(stage, named, held, options, laid))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from weft.core.errors import LayoutError, PlanError
 from weft.core.layout import Layout, Mesh, Placement, R, S
+from weft.core.names import bare
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.role import Role
@@ -36,13 +37,14 @@ def input_layouts(
         held[name] = {a: p for a, p in {**held.get(name, {}), **places}.items() if p != R}
     for state, param in states.items():
         held[state] = dict(held.get(param, {}))
-    if named.zero and named.dp > 1:
-        sharded = [*states, *(weights if named.zero == 3 else ())]
+    if named.most_zero and named.dp > 1:
+        level = {name: named.zero_of(bare(name)) for name in weights}
+        sharded = [*(s for s, param in states.items() if level.get(param, named.zero)), *(n for n, z in level.items() if z == 3)]
         for name in sharded:
             held[name] = _also_cut(program.input_names[name], held.get(name, {}), named)
     scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
     turn = frozenset({"cp"}) if named.a2a and named.cp > 1 else frozenset()
-    gather = frozenset({"dp"}) if named.zero == 3 and named.dp > 1 else frozenset()
+    gather = frozenset({"dp"}) if named.most_zero == 3 and named.dp > 1 else frozenset()
     return held, Options(scatter, turn=turn, gather=gather)  # type: ignore[return-value]
 
 

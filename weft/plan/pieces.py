@@ -7,21 +7,20 @@ cuts and regions of the step's own nodes, and words for whatever could not be fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from weft.core.names import bare
 from weft.core.node import Node, toposort
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers
-from weft.plan.plan import Plan
 from weft.plan.recompute import recompute
-from weft.plan.setting import MIXED
-from weft.plan.simulate import share
-from weft.plan.split import Cut, Forward, Region
+from weft.plan.spec import Piece, Spec
+from weft.plan.split import Cut, Forward, Region, narrow
 
-Piece = tuple[str, str, int]  # name of a block, what it runs again, how often it comes
 HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 
 
@@ -38,15 +37,14 @@ class Pieces(Protocol):
     def find(self, captured: Captured) -> Found: ...
 
 
-def pieces_of(plan: Plan, program: Program | None) -> Pieces | None:
-    """The pieces of a plan; None where it has one stage in which all layers are alike."""
+def pieces_of(spec: Spec, program: Program | None = None, units: Sequence[int] = ()) -> Pieces | None:
+    """The pieces of a plan, a placed program's by the nodes that end its units; None where it leaves balance and recompute to its words."""
+    if spec.cuts:
+        return Modules(spec.cuts)
     if program is not None:
-        ends = tuple(program.nodes[i] for i in plan.layouts.get("units", ()) if 0 <= i < len(program.nodes))
-        return Units(program, ends, plan.stages) if plan.stages or plan.setting.pp > 1 else None
-    if plan.setting.pp == 1 and not plan.stages:
-        return None
-    s = plan.setting
-    return Counted(plan.stages, plan.layers, "none" if s.recompute == MIXED else s.recompute, s.pp * s.virtual)
+        ends = tuple(program.nodes[i] for i in units if 0 <= i < len(program.nodes))
+        return Units(program, ends, spec.stages) if spec.stages else None
+    return Counted(spec.stages) if spec.stages else None
 
 
 # -- stages counted in layers --------------------------------------------------------------------------------------------------
@@ -54,16 +52,13 @@ def pieces_of(plan: Plan, program: Program | None) -> Pieces | None:
 
 @dataclass(frozen=True)
 class Counted:
-    """Stages made of layers and halves of them, or of so many layers that all run the same again."""
+    """Stages made of layers and halves of them."""
 
     stages: tuple[tuple[Piece, ...], ...]
-    layers: tuple[int, ...]
-    way: str
-    count: int
 
     def find(self, captured: Captured) -> Found:
         layers = Layers(captured)
-        stages = self._in_blocks(layers) or self.stages or self._alike(layers.count)
+        stages = self._in_blocks(layers) or self.stages
         depth = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
         if depth != layers.count:
             lost = ["where its stages are cut"] * (len(stages) > 1) + ["what it runs again"] * self._mixed
@@ -77,11 +72,10 @@ class Counted:
     def _in_blocks(self, layers: Layers) -> tuple[tuple[Piece, ...], ...]:
         """Stages that count units of a row of blocks, counted in blocks; those before and behind the row stand at the ends."""
         row = layers.row
-        stages = self.stages or (self._alike(row.count) if row.count >= self.count else ())
-        units = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
+        units = sum(n * HALVES[name][1] for stage in self.stages for name, _, n in stage if name in HALVES) // 2
         if row.blocks in (0, layers.count) and row.period == 1 or units != row.count:
             return ()
-        made = [[(name, way, n * row.period if name == "layer" else n) for name, way, n in stage] for stage in stages]
+        made = [[(name, way, n * row.period if name == "layer" else n) for name, way, n in stage] for stage in self.stages]
         made[0].insert(0, ("layer", "none", row.start))
         made[-1].append(("layer", "none", layers.count - row.start - row.blocks))
         return tuple(tuple(stage) for stage in made)
@@ -90,24 +84,12 @@ class Counted:
     def _mixed(self) -> bool:
         return any(way != "none" for stage in self.stages for _, way, _ in stage)
 
-    def _alike(self, depth: int) -> tuple[tuple[Piece, ...], ...]:
-        return tuple((("layer", self.way, n),) for n in self.layers or share(depth, self.count))
-
     def _cuts(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> tuple[Cut, ...] | None:
-        """The ends of all stages but the last, each where it is planned or at the nearest place after the one before."""
-        wanted = list(itertools.accumulate(sum(n * HALVES[name][1] for name, _, n in stage if name in HALVES) for stage in stages))
-        wanted[-1] = 2 * layers.count + 1
-        cuts, last = list[Cut](), -1
-        for g, (at, until) in enumerate(itertools.pairwise(wanted), 1):
-            places = [h for h in (at, at + 1, at - 1, at + 2) if last < h < until and layers.end(h)]
-            if not places:
-                told.append("where its stages are cut: no values pass there")
-                return None
-            if places[0] != at:
-                told.append(f"where stage {g} of it ends: {_said(at)} no value passes alone, so it ends {_said(places[0])}")
-            last = places[0]
-            cuts.append(layers.end(last) or ())
-        return tuple(cuts)
+        """The ends of all stages but the last; none where one of them is no place to cut."""
+        ends = itertools.accumulate(sum(n * HALVES[name][1] for name, _, n in stage if name in HALVES) for stage in stages[:-1])
+        cuts = [(at, layers.end(at)) for at in ends]
+        told += [f"where stage {g} of it ends: {_said(at)} no value passes alone" for g, (at, cut) in enumerate(cuts, 1) if not cut]
+        return tuple(cut for _, cut in cuts if cut) if all(cut for _, cut in cuts) else None
 
     def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> Iterator[Region]:
         lost: dict[str, list[str]] = {}
@@ -141,6 +123,50 @@ def _regions(layers: Layers, k: int, way: str, half: int) -> list[Region]:
 def _may(way: str, half: int) -> bool:
     """Whether half a layer should have a part of this kind."""
     return not (half == ATTENTION and way in ("activation", "ffn"))
+
+
+# -- stages that begin with modules --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Stages that begin with these modules, all but the first."""
+
+    paths: tuple[str, ...]
+
+    def find(self, captured: Captured) -> Found:
+        forward = Forward(captured)
+        layers = Layers(captured) if forward.repeats else None
+        halves = (layers.end(h) for h in range(2 * layers.count)) if layers is not None else ()
+        places = {*filter(None, halves), *((forward.main[i],) for i in narrow(forward.main, forward.active)), *forward.ends}
+        ordered = sorted(places, key=lambda cut: -max(forward.at[n] for n in cut))
+        reads = _weights_read(forward)
+        cuts = [_before(path, forward, reads, ordered) for path in self.paths]
+        lost = [path for path, cut in zip(self.paths, cuts, strict=True) if cut is None]
+        told = [f"a stage begins with {path}: no value passes alone right before it" for path in lost]
+        return Found(told=told) if told else Found(tuple(cut for cut in cuts if cut))
+
+
+def _weights_read(forward: Forward) -> dict[Node, set[str]]:
+    """Parameters by name that every active node reads, cast or turned on the way."""
+    made: dict[Node, set[str]] = {}
+    for n in forward.order:
+        own = {bare(str(n.attr("name")))} if n.role is Role.PARAMETER else set[str]()
+        made[n] = own.union(*(made[a] for a in n.args if a in forward.fixed))
+    return {n: names for n, names in made.items() if n in forward.active and names}
+
+
+def _before(path: str, forward: Forward, reads: Mapping[Node, set[str]], places: Sequence[Cut]) -> Cut | None:
+    """The last place before a module, where nothing but it is computed in between."""
+    inside = {n: names for n, names in reads.items() if any(name.startswith(f"{path}.") for name in names)}
+    if not inside:
+        return None
+    first = min(inside, key=forward.at.__getitem__)
+    for cut in places:
+        behind = {n for n, stage in forward.cut_at([cut]).items() if stage}
+        if inside.keys() <= behind:
+            return None if any(n in behind and n in reads and n is not first for n in toposort([first])) else cut
+    return None
 
 
 # -- stages made of a program's units ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 
 from weft.core.errors import PlanError
 from weft.core.layout import Placement, R, S
-from weft.core.names import original
+from weft.core.names import bare
 from weft.plan.place import Placements
 
 EXAMPLE = "layers.*.mlp.w1=tp:S(1)"
@@ -65,10 +65,10 @@ def resolve(pins: Iterable[Pin], parameters: Mapping[str, tuple[int, ...]], size
 
 
 def _named(pin: Pin, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
-    bare = {original(name.removeprefix("param.")): name for name in parameters}
-    found = [full for name, full in bare.items() if fnmatch.fnmatch(name, pin.pattern) or fnmatch.fnmatch(name, f"{pin.pattern}.weight")]
+    named = {bare(name): name for name in parameters}
+    found = [full for name, full in named.items() if fnmatch.fnmatch(name, pin.pattern) or fnmatch.fnmatch(name, f"{pin.pattern}.weight")]
     if not found:
-        near = difflib.get_close_matches(pin.pattern, bare, 3, 0.3)
+        near = difflib.get_close_matches(pin.pattern, named, 3, 0.3)
         raise PlanError(
             f"no parameter is named {pin.pattern!r}", needed="a name or pattern of a parameter or module", found=pin.pattern, try_=near
         )

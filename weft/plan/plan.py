@@ -1,17 +1,23 @@
-"""The plan: what was chosen and what is foreseen of it, as plain data: JSON with a version, parsed strictly, no times of day."""
+"""The plan: what was chosen and what is predicted of it, as plain data: JSON with a version, parsed strictly, no times of day.
+
+A file of version 2 is a Spec, what it was made for (`given`), and where its numbers come from. Files of version 1 had a setting instead.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import PlanError
 from weft.core.files import BYTES, parse_json
+from weft.core.layout import S
+from weft.core.names import bare
 from weft.core.picture import html_of
 from weft.core.program import Program
 from weft.core.role import Role
@@ -19,17 +25,26 @@ from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fi
 from weft.core.text import parse as parse_program
 from weft.cost.interval import bounds, kind_of
 from weft.ops.source import input_node
-from weft.plan.setting import AGAIN, Setting
+from weft.plan.setting import AGAIN, MIXED, Setting
 from weft.plan.shares import dealt
+from weft.plan.spec import DECIDED, Piece, Spec
 
-VERSION = 1
+VERSION = 2
 TIMES = Mapped(number(0.0))
 SHARE = Record({"kind": text(), "copies": whole(1), "micro_batch": whole(1, LARGE), "micro_batches": whole(1, LARGE)})
 MOVE = Record({"rule": text(), "op": text(), "at": whole(), "way": whole(), "places": whole(), "forward": flag})
 LIMITS = Record({"max_tp": whole(), "memory_gb": number(0.0), "pins": Mapped(text(), most=100), "layouts": Listed(text())}, ("layouts",))
-SETTING = Record({
-    f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) if isinstance(f.default, int) else text() for f in fields(Setting)
-})  # fmt: skip
+KINDS = {f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) if isinstance(f.default, int) else text() for f in fields(Setting)}
+MADE_FOR = (
+    "global_batch", "kernels", "dtype", "grad_dtype", "overlap_grads", "overlap_params", "overlap_sends", "batch_first", "master",
+)  # fmt: skip
+STAGES = Listed(Listed(Row((text(), one_of("none", *AGAIN.values()), whole()))), most=4096)
+_SPEC = {
+    **{f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) for f in fields(Spec) if isinstance(f.default, int)},
+    "schedule": text(), "recompute": text(), "groups": Listed(Row((text(), whole(0, 3)))), "stages": STAGES, "cuts": Listed(text(), most=4096),
+    "pins": Listed(text()), "shares": Listed(Row((text(), whole(1), whole(1, LARGE), whole(1, LARGE))), most=4096), "moves": Listed(MOVE),
+    "open": Listed(one_of(*DECIDED)),
+}  # fmt: skip
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 _MORE = {
     "causes_ms": TIMES, "memory_parts_gb": TIMES, "batches_ms": TIMES, "noise": number(), "efficiency": number(), "useful_tokens_per_s": number(),
@@ -41,11 +56,13 @@ PLACED = {
     "micro_batches": whole(1), "beside": Listed(text()), "program": text(BYTES),
 }  # fmt: skip
 LAYOUTS = Record({**PLACED, "moves": Maybe(Listed(MOVE)), "units": Listed(whole())}, (*PLACED, "moves", "units"))
-SCHEMA = Record({
+_FROM = {
     "weft_plan": whole(), "model": text(), "cluster": text(), "seq": whole(0, LARGE), "objective": one_of("time", "memory", "cost", "goodput"),
-    "origin": text(), "setting": SETTING, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "limits": LIMITS,
-    "foreseen": FORESEEN_OF, "baselines_ms": Mapped(number(0.0), most=1000), "infeasible": Mapped(text(), most=1000),
-    "stages": Listed(Listed(Row((text(), one_of("none", *AGAIN.values()), whole()))), most=4096), "layouts": LAYOUTS,
+    "origin": text(), "limits": LIMITS, "baselines_ms": Mapped(number(0.0), most=1000), "infeasible": Mapped(text(), most=1000), "layouts": LAYOUTS,
+}  # fmt: skip
+SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({k: KINDS[k] for k in MADE_FOR}), "predicted": FORESEEN_OF})
+OF_BEFORE = Record({
+    **_FROM, "setting": Record(KINDS), "foreseen": FORESEEN_OF, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
 })  # fmt: skip
 ZERO = ("everything whole on every copy", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
@@ -73,13 +90,43 @@ class Plan:
     infeasible: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[tuple[tuple[str, str, int], ...], ...] = ()
     layouts: Mapping[str, Any] = field(default_factory=dict)
+    depth: int = 0  # layers that stages without `layers` share evenly; 0 where that is not said
+    more: Spec = field(default_factory=Spec)  # its ring, a2a, cuts and groups: a search leaves them to others
+
+    @property
+    def spec(self) -> Spec:
+        """All that is decided."""
+        from weft.plan.replay import moves_of
+
+        s, shares = self.setting, tuple((x["kind"], x["copies"], x["micro_batch"], x["micro_batches"]) for x in self.shares)
+        pieces = (self.pieces if s.pp == 1 else None) or 0
+        more, groups, stages = self.more, self.more.groups or self._groups(), self.stages or self._alike()
+        return replace(
+            Spec.of(s), ring=more.ring, a2a=more.a2a, cuts=more.cuts, pieces=pieces, groups=groups, stages=stages, shares=shares,
+            pins=tuple(self.limits.get("layouts", ())), moves=moves_of(self.layouts),
+        )  # fmt: skip
+
+    def _alike(self) -> tuple[tuple[Piece, ...], ...]:
+        """Stages of layers that all recompute the same."""
+        from weft.plan.simulate import even_layers
+
+        s = self.setting
+        counts = self.layers or (even_layers(self.depth, s.pp * s.virtual) if self.depth else ())
+        return tuple((("layer", "none" if s.recompute == MIXED else s.recompute, n),) for n in counts)
+
+    def _groups(self) -> tuple[tuple[str, int], ...]:
+        """ZeRO of the parameters that a placed program shards otherwise than most."""
+        text = self.layouts.get("program") if self.setting.dp > 1 else None
+        return tuple((bare(n), z) for n, z in zero_levels(step_of(text)).items() if z != self.setting.zero) if text else ()
 
     def data(self) -> dict[str, Any]:
         """The plan in JSON's own types."""
-        own = {"weft_plan": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
-        own |= {"setting": asdict(self.setting), "layers": list(self.layers), "shares": [dict(s) for s in self.shares]}
-        own |= {k: dict(own[k]) for k in ("limits", "foreseen", "baselines_ms", "infeasible", "layouts")}
-        own |= {"stages": [[list(piece) for piece in stage] for stage in self.stages]}
+        own: dict[str, Any] = {"weft_plan": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        own |= {"spec": self.spec.data(), "given": {k: getattr(self.setting, k) for k in MADE_FOR}, "predicted": self.foreseen}
+        own |= {k: dict(own[k]) for k in ("limits", "predicted", "baselines_ms", "infeasible", "layouts")}
+        if own["layouts"].get("moves") is not None:
+            del own["layouts"]["moves"]  # the spec has them, and pins
+        own["limits"].pop("layouts", None)
         return {key: own[key] for key in SCHEMA.of}
 
     def text(self) -> str:
@@ -127,20 +174,6 @@ class Plan:
             )  # fmt: skip
 
     @property
-    def named(self) -> str | None:
-        """The words `parallelize(plan=...)` takes, where they can say it: equal shares, or on one stage such as torch.chunk's rule deals."""
-        s, pieces = self.setting, self.pieces
-        if pieces is None or (pieces and s.pp > 1):
-            return None
-        degrees = {"dp": s.dp // s.ep, "cp": s.cp, "ep": s.ep, "tp": s.tp, "pp": s.pp}  # a setting counts ep among dp
-        words = [f"{a}{n}" for a, n in degrees.items() if n > 1]
-        words += [f"{word}{n}" for word, n in (("zero", s.zero), ("pieces", pieces)) if n]
-        if s.pp > 1:
-            words += [s.schedule, f"micro{s.micro_batches}", *([f"virtual{s.virtual}"] if s.virtual > 1 else [])]
-        words += ["sp"] * s.sequence_parallel + [word for word, way in AGAIN.items() if way == s.recompute]
-        return ",".join(words) or "dp1"
-
-    @property
     def pieces(self) -> int | None:
         """How many equal pieces of the batch give every copy its share, dealt by torch.chunk's rule: 0 of equal shares, None if none."""
         if not self.shares:
@@ -174,15 +207,62 @@ def parse(text: str | bytes, where: str = "plan") -> Plan:
         raise PlanError(f"{where} is not JSON", needed="a plan", found=str(error), try_=TIP) from error
     if not isinstance(data, dict) or "weft_plan" not in data:
         raise PlanError(f"{where} is not a plan", needed='a JSON object with "weft_plan"', found=type(data).__name__)
-    if data["weft_plan"] != VERSION:
+    if data["weft_plan"] not in (1, VERSION) or isinstance(data["weft_plan"], bool):
         raise PlanError(f"{where} is of another version", needed=f"version {VERSION}", found=short(data["weft_plan"]), try_="plan again")
-    fit(SCHEMA, data, where)
-    own = {k: data[k] for k in SCHEMA.of if k not in ("weft_plan", "setting", "layers", "shares", "stages")}
-    stages = tuple(tuple((name, again, n) for name, again, n in stage) for stage in data["stages"])
-    plan = Plan(**own, setting=Setting(**data["setting"]), layers=tuple(data["layers"]), shares=tuple(data["shares"]), stages=stages)
+    plan = _of_before(data, where) if data["weft_plan"] == 1 else _of_data(data, where)
     plan.setting.check()
+    return plan
+
+
+def _normal(spec: Spec) -> Spec:
+    """The spec with what follows from the rest of it said in one way."""
+    virtual = spec.virtual if spec.virtual > 1 else 0
+    return replace(spec, micro=spec.micro_batches if spec.micro_batches > 1 else 0, virtual=virtual, pieces=0 if spec.shares else spec.pieces)
+
+
+def _of_before(data: Mapping[str, Any], where: str) -> Plan:
+    """A plan of version 1."""
+    fit(OF_BEFORE, data, where)
+    warnings.warn(f"{where} is a plan file of version 1, read as version {VERSION}; save it again to keep it", stacklevel=4)
+    own = {k: data[k] for k in (*_FROM, "foreseen") if k != "weft_plan"}
+    stages = tuple(tuple((name.replace(" ", ""), again, n) for name, again, n in stage) for stage in data["stages"])
+    plan = Plan(**own, setting=Setting(**data["setting"]), layers=tuple(data["layers"]), shares=tuple(data["shares"]), stages=stages)
     _check_parts(where, plan)
     return plan
+
+
+def _of_data(data: Mapping[str, Any], where: str) -> Plan:
+    """A plan of version 2."""
+    fit(SCHEMA, data, where)
+    spec = Spec.of_data(data["spec"])
+    spec.checked()
+    if spec.open:
+        raise PlanError(f"{where} leaves decisions open", needed="a plan", found=", ".join(sorted(spec.open)), try_="weft plan, which fills them in")
+    shares = tuple(dict(zip(SHARE.of, share, strict=True)) for share in spec.shares)
+    setting = spec.setting(**data["given"])
+    layers, stages, depth = _layers(spec, setting)
+    own = {k: data[k] for k in _FROM if k != "weft_plan"} | {"foreseen": data["predicted"]}
+    own["layouts"] = {**data["layouts"], **({"moves": [m.data() for m in spec.moves]} if spec.moves is not None else {})}
+    own["limits"] = {**data["limits"], **({"layouts": list(spec.pins)} if spec.pins else {})}
+    groups = spec.groups if not data["layouts"].get("program") else ()
+    more = Spec(ring=spec.ring, a2a=spec.a2a, cuts=spec.cuts, groups=groups)
+    plan = Plan(**own, setting=setting, layers=layers, shares=shares, stages=stages, depth=depth, more=more)
+    _check_parts(where, plan)
+    if _normal(plan.spec) != _normal(spec):
+        raise PlanError(f"spec of {where} does not go with what it was made for", needed=str(plan.spec), found=str(spec), try_="plan again")
+    return plan
+
+
+def _layers(spec: Spec, s: Setting) -> tuple[tuple[int, ...], tuple[tuple[Piece, ...], ...], int]:
+    """Layers and stages as a plan has them, and how many layers are shared evenly: the least that says what the spec does."""
+    from weft.plan.simulate import even_layers
+
+    counts = tuple(sum(n for name, _, n in stage if name == "layer") for stage in spec.stages)
+    way = "none" if s.recompute == MIXED else s.recompute
+    if not spec.stages or spec.stages != tuple((("layer", way, n),) for n in counts):
+        return (() if any(name.startswith("unit") for stage in spec.stages for name, *_ in stage) else counts), spec.stages, 0
+    even = counts == even_layers(sum(counts), len(counts))
+    return (() if even else counts), (), sum(counts) if even else 0
 
 
 def _check_parts(where: str, plan: Plan) -> None:
@@ -214,6 +294,15 @@ def _check_pins(limits: Mapping[str, Any]) -> None:
     parse_pins([f"{name}={value}" for name, value in limits["pins"].items()])
     for pin in limits.get("layouts", ()):
         parse_pin(pin)
+
+
+def zero_levels(program: Program) -> dict[str, int]:
+    """The ZeRO stage of every parameter of a placed step: 3 where it is sharded along dp, 1 where its optimizer state is."""
+    if "dp" not in program.mesh.sizes:
+        return {}
+    cut = {n for n, x in program.input_names.items() if isinstance(x.layout.placement("dp"), S)}
+    states = {n.partition(".")[2] for n in program.inputs_for(Role.STATE) if n in cut}
+    return {n: 3 if n in cut else int(n.removeprefix("param.") in states) for n in program.inputs_for(Role.PARAMETER)}
 
 
 OLD_NAMES = {"param": Role.PARAMETER, "buffer": Role.BUFFER, "constant": Role.CONSTANT, "batch": Role.BATCH, "seed": Role.SEED, "step": Role.SETTING}

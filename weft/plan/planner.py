@@ -294,7 +294,7 @@ def _record(
     layers, stages = (found.layers, found.stages) if isinstance(found, Found) else ((), ())
     return Plan(
         request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, limits, foreseen, others, lacking,
-        stages=stages,
+        stages=stages, depth=p.depth if s.pp > 1 and not layers and not stages else 0,
     )  # fmt: skip
 
 

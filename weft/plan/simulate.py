@@ -147,7 +147,7 @@ class _Simulation:
         ends = cuts == self.work.depth + 2  # one layer each, but for embedding and head, which are stages of their own
         if cuts > self.work.depth and not ends:
             raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(cuts))
-        counts = self.layers or ((0, *[1] * self.work.depth, 0) if ends else share(self.work.depth, cuts))
+        counts = self.layers or even_layers(self.work.depth, cuts)
         if len(counts) != cuts or sum(counts) != self.work.depth:
             raise PlanError("stages do not hold the layers", needed=f"{cuts} counts that sum to {self.work.depth}", found=str(counts))
         stages = [[Part(self.work.layer, n)] if n else [] for n in counts]
@@ -337,6 +337,11 @@ class _Simulation:
                         total[key] = total.get(key, 0.0) + value
         causes["bubble"] = max(0.0, seconds - busy[stage])
         return causes, hidden
+
+
+def even_layers(depth: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk where nothing says otherwise; two chunks more than layers are embedding and head alone."""
+    return (0, *[1] * depth, 0) if chunks == depth + 2 else tuple(share(depth, chunks))
 
 
 def share(layers: int, stages: int) -> list[int]:

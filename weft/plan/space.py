@@ -44,7 +44,7 @@ class Space:
     overlap_sends: bool = True
 
 
-PINNED = ("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual", "sequence_parallel", "overlap_tp")
+PINNED = ("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual", "sequence_parallel", "overlap_tp", "keep_gathered")
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def candidates(problem: Problem, space: Space, limits: Limits) -> Iterator[Setti
                 kernels=problem.kernels, dtype=problem.dtype,
                 overlap_grads=space.overlap_grads, overlap_params=space.overlap_params, overlap_sends=space.overlap_sends,
             )  # fmt: skip
-            yield from (s for s in _choices(problem, space, base) if limits.allows(s, besides=("zero",)))
+            yield from (s for s in _choices(problem, space, base) if limits.allows(s, besides=("zero", "keep_gathered")))
 
 
 def _degrees(problem: Problem, space: Space) -> Iterator[dict[str, int]]:

@@ -1,33 +1,45 @@
 """What a plan decides, as one value, and the words for it: `dp2,tp2,zero1,sp`.
 
-`dp2,pieces3` deals the batch in three equal pieces by torch.chunk's rule, two to the first rank and one to the last: the
-last may then be slower. It is a layout like any other, so the step still equals one process.
-
-`pp4,zero-bubble,micro8` cuts the layers into four stages and the batch into eight micro-batches. `1f1b` is the schedule where none
-is named; `interleaved` gives a rank two runs of layers, or as many as `virtual4` says; `micro8` without `pp` accumulates.
-`recompute` keeps of a repeated block only its inputs, and runs it again before its backward pass; `recompute:activation` and the like
-run a part of it again (`plan.layers`). `cp2,ring` gathers keys in chunks
-beside the attention that reads them; `cp2,a2a` brings heads to the ranks instead of keys.
+Words joined by commas parse into a Spec and print from it; rules' moves alone have no words, a plan file has them. `dp2,pieces3` deals the batch
+in three equal pieces by torch.chunk's rule, two to the first rank and one to the last. `pp4,zero-bubble,micro8` cuts the layers into four
+stages and the batch into eight micro-batches; `micro8` without `pp` accumulates. `recompute` keeps of a repeated block only its inputs,
+`recompute:activation` and the like recompute a part of it (`plan.layers`). `cp2,ring` gathers keys in chunks, overlapped with the attention that
+reads them; `cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `cut:layers.4`
+a module that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is made of, and `?` leaves open whatever no word says.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from weft.core.errors import PlanError
 from weft.core.layout import Mesh
+from weft.plan.pins import parse_pin
+from weft.plan.rewritten import Move
 from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
-from weft.plan.setting import AGAIN
+from weft.plan.setting import AGAIN, MIXED, Setting
+from weft.rewrite.search import Use
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
-WORDS = ("sp", *AGAIN, "ring", "a2a", *SCHEDULES)
+FLAGS = {"sp": "sp", "ring": "ring", "a2a": "a2a", "gather-once": "gather_once", "async-tp": "async_tp"}
+DECIDED = ("dp", "cp", "ep", "tp", "pp", "zero", "micro", "virtual", "schedule", "recompute", "sp", "gather_once", "async_tp")  # by a search
+RECOMPUTE = {**AGAIN, "recompute:none": "", f"recompute:{MIXED}": MIXED}
+WORDS = (*FLAGS, *RECOMPUTE, *SCHEDULES)
+LISTS = ("zero3:PATTERN", "stage:BLOCKS", "cut:MODULE", "pin:PATTERN=tp:S(1)", "share:KIND*COPIES*SAMPLES*TIMES")
+PIECE = re.compile(r"([\w.-]+)(?:/([\w-]+))?(?:\*(\d+))?")
+SHARE = re.compile(r"(.+)\*(\d+)\*(\d+)\*(\d+)")
+Piece = tuple[str, str, int]  # a block, what of it is recomputed, how often it comes
+Share = tuple[str, int, int, int]  # a kind of device, its copies of the model, samples of a micro-batch, micro-batches
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Degrees of parallelism, and what is stored in slices."""
+    """Degrees of parallelism, and what is sharded, recomputed, overlapped and pinned."""
 
     dp: int = 1
     cp: int = 1
@@ -40,38 +52,56 @@ class Spec:
     schedule: str = PLAIN
     micro: int = 0  # micro-batches; twice as many as there are stages where it is 0
     virtual: int = 0  # runs of layers on each rank of the pipeline
-    recompute: str = ""  # what repeated blocks run again, of `setting.AGAIN`
-    ring: bool = False  # keys gathered along cp in chunks, beside the attention
-    a2a: bool = False  # heads cut along cp during the attention
+    recompute: str = ""  # what repeated blocks recompute, of `setting.AGAIN`; `mixed` where `stages` say it block by block
+    ring: bool = False  # keys gathered along cp in chunks, overlapped with the attention
+    a2a: bool = False  # heads sharded along cp during the attention
+    gather_once: bool = False  # under ZeRO-3, parameters gathered and gradients reduced once a step, not for every micro-batch
+    async_tp: bool = False  # collectives of tp overlapped with the products they belong to
+    groups: tuple[tuple[str, int], ...] = ()  # ZeRO of parameters by pattern, where it is not `zero`; the last that fits
+    stages: tuple[tuple[Piece, ...], ...] = ()  # what each virtual stage is made of; balanced where it says nothing
+    cuts: tuple[str, ...] = ()  # modules that begin a stage, all but the first
+    pins: tuple[str, ...] = ()  # layouts of parameters by pattern
+    shares: tuple[Share, ...] = ()  # of the batch, by kind of device, where they are unequal
+    moves: tuple[Move, ...] | None = None  # uses of proved rules that rewrite the step; None where it is not rewritten at all
+    open: frozenset[str] = frozenset()  # decisions that are left to a search
 
     @staticmethod
     def parse(text: str) -> Spec:
         if not isinstance(text, str):
             raise PlanError("this is no plan", needed='words such as "dp2,zero1"', found=repr(text))
-        values: dict[str, int | bool | str] = {}
-        for word in filter(None, re.split(r"[,\s]+", text.strip())):
-            m = re.fullmatch(rf"({'|'.join(NUMBERS)})=?(\d+)|({'|'.join(WORDS)})", word)
-            if m is None:
-                raise PlanError(
-                    f"no plan {text!r}",
-                    needed=f"numbers such as dp2 of {', '.join(NUMBERS)}, and words of {', '.join(WORDS)}, joined by commas",
-                    found=word,
-                )
-            values |= _meant(word) if m[3] else {m[1]: int(m[2])}
-        if int(values.get("zero", 0)) > 3 or any(v == 0 for k, v in values.items() if k != "zero"):
+        values: dict[str, Any] = {}
+        words = [w for w in re.split(r"[,\s]+", text.strip()) if w]
+        for word in words:
+            for name, value in _meant(word, text):
+                values[name] = (*values.get(name, ()), value) if name in TUPLES else value
+        if any(values[k] == 0 for k in NUMBERS if k in values and k != "zero"):
             raise PlanError(f"no plan {text!r}", needed="degrees of 1 or more, and zero0 to zero3", found=text)
-        return Spec(**values)._checked(text, "schedule" in values)  # type: ignore[arg-type]
+        values["open"] = frozenset(DECIDED) - values.keys() if "?" in words else frozenset()
+        return Spec(**values).checked(text, "schedule" in values)
 
-    def _checked(self, text: str, ordered: bool) -> Spec:
-        if self.pp == 1 and ordered:
+    def checked(self, text: str = "", ordered: bool = False) -> Spec:
+        """The same, refused where its parts do not go together; `ordered` where a schedule was asked for."""
+        text = text or str(self)
+        if not 0 <= self.zero <= 3 or any(getattr(self, a) < 1 for a in AXES):
+            raise PlanError(f"no plan {text!r}", needed="degrees of 1 or more, and zero0 to zero3", found=text)
+        if self.schedule not in SCHEDULES or self.recompute not in RECOMPUTE.values():
+            known = f"a schedule of {', '.join(SCHEDULES)}; recompute of {', '.join(filter(None, RECOMPUTE.values()))}"
+            raise PlanError(f"no plan {text!r}", needed=known, found=f"{self.schedule}, {self.recompute or 'none'}")
+        if self.pp == 1 and ordered and "pp" not in self.open:
             raise PlanError(f"no plan {text!r}", needed=f"pp2 or more for {self.schedule}", found="one stage")
-        if self.virtual > 1 and not self.pipeline.takes_chunks:
+        if self.virtual > 1 and not self.pipeline.takes_chunks and "schedule" not in self.open:
             raise PlanError(f"no plan {text!r}", needed=f"{CHUNKED}, where a rank has several runs of layers", found=self.schedule)
-        if not self.pipeline.may_take(self.pp, self.micro_batches):
+        if not self.open and not self.pipeline.may_take(self.pp, self.micro_batches):
             near = -(-self.micro_batches // self.pp) * self.pp
             raise PlanError(
                 f"no plan {text!r}", needed=f"micro-batches in rounds of {self.pp}", found=str(self.micro_batches), try_=f"micro{near}"
             )
+        for name, said in (("stage:", self.stages), ("cut:", self.cuts)):
+            wanted = self.virtual_stages - (name == "cut:")
+            if said and len(said) != wanted:
+                raise PlanError(f"no plan {text!r}", needed=f"{wanted} words with {name} for {self.pp} stages", found=str(len(said)))
+        for pin in self.pins:
+            parse_pin(pin)
         return self
 
     @property
@@ -92,19 +122,130 @@ class Spec:
         return self.virtual or (2 if self.pipeline.takes_chunks else 1)
 
     @property
-    def stages(self) -> int:
+    def virtual_stages(self) -> int:
         return self.pp * self.chunks
 
+    def zero_of(self, parameter: str) -> int:
+        """The ZeRO stage of a parameter, by the last pattern that fits its name."""
+        return next((level for pattern, level in reversed(self.groups) if fnmatch.fnmatch(parameter, pattern)), self.zero)
+
+    @property
+    def most_zero(self) -> int:
+        return max(self.zero, *(level for _, level in self.groups), 0)
+
+    def allows(self, other: Spec) -> bool:
+        """Whether another decides as this one wherever this one is not open."""
+        return all(getattr(self, name) == getattr(other, name) for name in DECIDED if name not in self.open)
+
     def __str__(self) -> str:
-        words = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if f.name in AXES and getattr(self, f.name) > 1]
-        words += [self.schedule] if self.pp > 1 and self.schedule != PLAIN else []
-        numbers = [f"{w}{getattr(self, w)}" for w in ("zero", "pieces", "micro", "virtual") if getattr(self, w)]
-        again = [word for word, way in AGAIN.items() if way == self.recompute]
-        return ",".join(words + numbers + ["sp"] * self.sp + again + [w for w in ("ring", "a2a") if getattr(self, w)]) or "dp1"
+        return ",".join(self._words()) or "dp1"
+
+    def _words(self) -> Iterator[str]:
+        said = {name for name in DECIDED if name not in self.open} if self.open else set[str]()  # where some are open, all others are told
+        yield from (f"{a}{getattr(self, a)}" for a in ("dp", "cp", "ep", "tp", "pp") if getattr(self, a) > 1 or a in said)
+        if (self.schedule != PLAIN and (self.pp > 1 or "pp" in self.open)) or "schedule" in said:
+            yield self.schedule
+        yield from (f"{w}{getattr(self, w)}" for w in ("zero", "pieces", "micro", "virtual") if getattr(self, w))
+        yield from ("zero0" for _ in range("zero" in said and not self.zero))
+        yield from (word if getattr(self, name) else f"no-{word}" for word, name in FLAGS.items() if getattr(self, name) or name in said)
+        if self.recompute or "recompute" in said:
+            yield next((word for word, way in RECOMPUTE.items() if way == self.recompute), f"recompute:{self.recompute}")
+        yield from (f"zero{level}:{pattern}" for pattern, level in self.groups)
+        yield from ("stage:" + "+".join(map(_told_piece, stage)) for stage in self.stages)
+        yield from (f"cut:{path}" for path in self.cuts)
+        yield from (f"pin:{pin.replace(',', '+')}" for pin in self.pins)
+        yield from ("share:" + "*".join(map(str, share)) for share in self.shares)
+        if self.open:
+            yield "?"
+
+    # -- plain data ------------------------------------------------------------------------------------------------------------
+
+    def data(self) -> dict[str, Any]:
+        """What is not as by default, in JSON's own types."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        own |= {"moves": [m.data() for m in self.moves]} if self.moves is not None else {}
+        return own | {k: _listed(own[k]) for k in TUPLES if k in own} | ({"open": sorted(self.open)} if self.open else {})
+
+    @staticmethod
+    def of_data(data: Mapping[str, Any]) -> Spec:
+        """The Spec of data that has the form of `data`."""
+        own = {k: _tupled(v) if k in TUPLES else v for k, v in data.items()}
+        if "moves" in own:
+            own["moves"] = tuple(Move(Use(**{k: v for k, v in m.items() if k != "forward"}), m["forward"]) for m in own["moves"])
+        return Spec(**own | {"open": frozenset(own.get("open", ()))})
+
+    # -- as the simulator takes it ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def of(s: Setting) -> Spec:
+        """The decisions of a setting, which counts ep among dp."""
+        again = "" if s.recompute == "none" else s.recompute
+        return Spec(
+            s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel, 0, s.pp, s.schedule if s.pp > 1 else PLAIN,
+            s.micro_batches if s.pp > 1 or s.micro_batches > 1 else 0, s.virtual if s.virtual > 1 else 0, again,
+            gather_once=s.keep_gathered, async_tp=s.overlap_tp,
+        )  # fmt: skip
+
+    def setting(self, **given: Any) -> Setting:
+        """The decisions with what they are made for: the batch, its number type, kernels."""
+        dp, batch = self.dp * self.ep, int(given["global_batch"])
+        samples, over = divmod(batch, dp * self.micro_batches)
+        if over or not samples:
+            raise PlanError(
+                "the batch does not divide", needed=f"a multiple of dp x micro-batches = {dp * self.micro_batches}", found=str(batch),
+            )  # fmt: skip
+        return Setting(
+            **given, micro_batch=samples, dp=dp, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, virtual=max(1, self.virtual), sequence_parallel=self.sp,
+            zero=self.zero, keep_gathered=self.gather_once, recompute=self.recompute or "none", schedule=self.schedule, overlap_tp=self.async_tp,
+        )  # fmt: skip
 
 
-def _meant(word: str) -> dict[str, bool | str]:
-    """The field a word without a number is about."""
-    if word in SCHEDULES:
-        return {"schedule": word}
-    return {"recompute": AGAIN[word]} if word in AGAIN else {word: True}
+TUPLES = ("groups", "stages", "cuts", "pins", "shares")
+
+
+def _meant(word: str, text: str) -> Iterator[tuple[str, Any]]:
+    """The fields a word is about, and what it says of each."""
+    kind, _, rest = word.partition(":")
+    if found := re.fullmatch(rf"({'|'.join(NUMBERS)})=?(\d+)", word):
+        yield found[1], int(found[2])
+    elif word in SCHEDULES:
+        yield "schedule", word
+    elif word in RECOMPUTE:
+        yield "recompute", RECOMPUTE[word]
+    elif word.removeprefix("no-") in FLAGS:
+        yield FLAGS[word.removeprefix("no-")], not word.startswith("no-")
+    elif kind in ("zero0", "zero1", "zero2", "zero3") and rest:
+        yield "groups", (rest, int(kind[-1]))
+    elif kind == "stage" and all(PIECE.fullmatch(p) for p in rest.split("+")):
+        yield "stages", tuple(_piece(p) for p in rest.split("+"))
+    elif kind == "cut" and rest:
+        yield "cuts", rest
+    elif kind == "pin" and rest:
+        yield "pins", str(parse_pin(rest.replace("+", ",")))
+    elif kind == "share" and (found := SHARE.fullmatch(rest)):
+        yield "shares", (found[1], *map(int, found.groups()[1:]))
+    elif word != "?":
+        raise PlanError(
+            f"no plan {text!r}",
+            needed=f"numbers such as dp2 of {', '.join(NUMBERS)}, and words of {', '.join(WORDS)}, or {', '.join(LISTS)}, joined by commas",
+            found=word,
+        )
+
+
+def _piece(text: str) -> Piece:
+    found = PIECE.fullmatch(text)
+    assert found is not None
+    return found[1], found[2] or "none", int(found[3] or 1)
+
+
+def _told_piece(piece: Piece) -> str:
+    name, way, n = piece
+    return name + (f"/{way}" if way != "none" else "") + (f"*{n}" if n != 1 else "")
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(_tupled(v) for v in value) if isinstance(value, list) else value

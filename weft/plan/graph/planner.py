@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weft.cluster.spec import Cluster
-from weft.core.layout import R, S
-from weft.core.role import Role
+from weft.core.layout import R
 from weft.plan.graph.search import GraphSearch, Way
 from weft.plan.graph.task import Task, example_size
 from weft.plan.graph.units import Units
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, zero_levels
 from weft.plan.schedules import PLAIN
 from weft.plan.setting import MIXED, Setting
 from weft.plan.substitute import joint
@@ -75,12 +75,10 @@ def record(task: Task, limits: Limits, way: Way, others: Mapping[str, float], la
 
 def setting_of(task: Task, way: Way) -> Setting:
     """The degrees of a way in the words of a setting; `layouts` say the rest."""
-    sizes, program = way.mesh.sizes, way.placed.program
+    sizes = way.mesh.sizes
     dp, tp = sizes.get("dp", 1), sizes.get("tp", 1)
-    params = [n.layout.placement("dp") for n in program.inputs_for(Role.PARAMETER).values()] if "dp" in sizes else []
-    cut = sum(isinstance(p, S) for p in params)
-    states = "dp" in sizes and any(isinstance(n.layout.placement("dp"), S) for n in program.inputs_for(Role.STATE).values())
-    zero = 3 if cut * 2 > len(params) > 0 else 1 if states else 0
+    levels = Counter(zero_levels(way.placed.program).values())
+    zero = max(levels, key=lambda z: (levels[z], z), default=0)  # of most parameters; a plan names the others
     own = task.batch // (way.rounds * dp)
     micro = own if own and task.batch % (dp * own) == 0 else 1
     again = way.staged is not None and any(s.again for s in way.staged.stages)
@@ -118,7 +116,7 @@ def _pieces(way: Way) -> list[tuple[tuple[str, str, int], ...]]:
     assert way.staged is not None
     made = []
     for stage in way.staged.stages:
-        kinds = [(f"unit {i}", "full" if i in stage.again else "none", 1) for i in range(stage.first, stage.last)]
+        kinds = [(f"unit{i}", "full" if i in stage.again else "none", 1) for i in range(stage.first, stage.last)]
         made.append(tuple(kinds))
     return made
 
