@@ -118,7 +118,7 @@ def planned(said: Mapping[str, Any]) -> dict[str, Any]:
     decided = {k: v for k, v in asdict(made.setting).items() if k == "zero" or v not in (0, 1, False)}
     stages = [", ".join(f"{n} {block} {again}" for block, again, n in stage) for stage in made.stages]
     found |= {"origin": plan["origin"], "setting": decided, "layers": list(made.layers), "shares": list(made.shares), "stages": stages}
-    found |= {"causes_ms": plan["predicted"].get("causes_ms"), "layouts": _layouts(plan["layouts"])}
+    found |= {"causes_ms": plan["predicted"].get("causes_ms"), "layouts": _layouts(made.layouts)}
     return {k: v for k, v in found.items() if v not in ([], {})}
 
 
