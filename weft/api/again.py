@@ -7,6 +7,8 @@ draws random numbers there, is traced at every call. Programs are kept by what t
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from weft.api.changing import RUNNING
 from weft.api.data import Brought, Shape
+from weft.api.ranges import Range, Unexplained, changing, resized, sizes_of
 from weft.api.together import Together, one_process
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from weft.api.step import Step
 
 MOST = 16  # programs of one step
+MANY, RANGES = 256, 4  # sizes that run by programs of others, and ranges of such sizes
 
 Make = Callable[..., "Step"]  # (example, known, **settings of the capture) to a step
 
@@ -47,6 +51,12 @@ class Form:
     given: frozenset[str]
     attributes: dict[str, Any] = field(repr=False)
     unjudged: Callable[[Any], Any] | None = None  # compares it with torch on an example, where that is yet to be done
+    ranged: bool = False  # whether it runs by code that was compiled for other sizes
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of the whole batches it is for, what it reads."""
+        return {n: t.shape for n, t in self.attributes["_batch_types"].items()}
 
     def fits(self, shapes: Mapping[str, Shape]) -> bool:
         """Whether it is for whole batches of these shapes."""
@@ -60,9 +70,12 @@ class Forms:
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.example = changed("batch", example, lambda _, x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x)
         self.given: frozenset[str] = frozenset()
-        self.impure = False
+        self.impure = self.exact = False
         self.make: Make | None = None
         self.kept: list[Form] = []
+        self.ranges: list[Range] = []
+        self.narrow: set[Any] = set()  # dims whose sizes need a program each
+        self.told: set[str] = set()
         self.times: Counter[str] = Counter()
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}
         self.unlifted: set[str] = set()
@@ -124,10 +137,12 @@ class Forms:
 
     # -- at each call --------------------------------------------------------------------------------------------------
 
-    def choose(self, step: Step, batch: Any) -> None:
-        """Make the step run the program that this call needs."""
+    def choose(self, step: Step, batch: Any, exact: bool = False) -> None:
+        """Make the step run the program that this call needs; with `exact` one that was compiled for its shape, and no other."""
+        self.exact = exact
         fits = self.brought.fits(named_batch(batch), step._batch_types, step.compiled.coords)
-        if self.impure or not (fits and step.reads.hold(batch) and self._settings_hold() and step.captured.given == self.given):
+        other = exact and any(f.ranged and f.attributes["compiled"] is step.compiled for f in self.kept)
+        if self.impure or other or not (fits and step.reads.hold(batch) and self._settings_hold() and step.captured.given == self.given):
             self._again(step, batch, self._shapes(step, batch, fits))
         step.read_anew()
 
@@ -148,11 +163,16 @@ class Forms:
         changes = [*step.reads.changes(batch), *self._settings_changed(step)]
         self.times.update(c.words for c in changes)
         for form in reversed(self.kept):
-            if form.given == self.given and form.fits(shapes) and form.reads.hold(batch):
+            if self._may_be(form) and form.fits(shapes) and form.reads.hold(batch):
                 self._agree(form.program, form.reads, batch, form, step)
                 self._use(step, form.reads, form, batch, shapes)
                 return
+        if not (changes or self.exact):
+            self._widen(step, batch, shapes)
         self._use(step, *self._trace(step, batch, shapes, changes), batch, shapes)
+
+    def _may_be(self, form: Form) -> bool:
+        return form.given == self.given and not (form.ranged and self.exact)
 
     def _trace(
         self, step: Step, batch: Any, shapes: dict[str, Shape], changes: list[Change] | None = None, alone: bool = False
@@ -194,7 +214,7 @@ class Forms:
     def _known(self, captured: Captured, example: Any) -> Form | None:
         """The form that runs this program, for batches like the example, if there is one."""
         shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
-        alike = (f for f in self.kept if f.given == self.given and f.program.outputs == captured.program.outputs)
+        alike = (f for f in self.kept if self._may_be(f) and f.program.outputs == captured.program.outputs)
         return next((f for f in alike if f.fits(shapes)), None)
 
     def _lifted(self, step: Step, batch: Any, example: Any, want: Any, numbers: list[Change], dtype: torch.dtype) -> tuple[Reads, Form] | None:
@@ -228,7 +248,7 @@ class Forms:
             if check is not None and not check(captured):
                 found[:] = [None]
                 return True
-            form = self._known(captured, example)
+            form = self._known(captured, example) or self._ranged(captured, reads, example)
             found[:] = [form] if form is not None else []
             self._agree(captured.program, reads, batch, form, step)
             return bool(found)
@@ -254,8 +274,9 @@ class Forms:
 
     def _keep(self, form: Form, shapes: dict[str, Shape]) -> None:
         """As the last that was used. Of batches that always measure otherwise the oldest program goes; of those that do not, there may be so many."""
-        if form not in self.kept and len(self.kept) >= MOST:
-            others = [f for f in self.kept if not f.fits(shapes)]
+        alike = [f for f in self.kept if f.ranged == form.ranged]
+        if form not in self.kept and len(alike) >= (MANY if form.ranged else MOST):
+            others = [f for f in alike if not f.fits(shapes)]
             self._require_room(others)
             self.kept.remove(others[0])
         self.kept = [*(f for f in self.kept if f is not form), form]
@@ -270,6 +291,93 @@ class Forms:
             found=f"{words} keeps changing",
             try_="pass it as a tensor in the batch",
         )
+
+    # -- programs for many sizes ---------------------------------------------------------------------------------------
+
+    def compiled_for(self) -> str:
+        """The batches that need no compilation, in words."""
+        single = [f for f in self.kept if not f.ranged and not any(r.has(f.shapes) for r in self.ranges)]
+        shapes = (", ".join(f"{n.removeprefix('batch.')} {list(s)}" for n, s in f.shapes.items()) for f in single)
+        return "; ".join([*map(str, self.ranges), *shapes])
+
+    def _ranged(self, captured: Captured, reads: Reads, example: Any) -> Form | None:
+        """The program of a batch whose sizes lie between those of compiled ones."""
+        shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
+        wide = [r for r in self.ranges if r.forms[0].given == self.given and r.has(shapes) and not self.exact]
+        made = next((form for r in wide if (form := r.form(captured, reads, shapes)) is not None), None)
+        return made if wide and all(self.together.answers(made is not None, "whether compiled code fits a batch")) else None
+
+    def _widen(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
+        """Where this is the third size of some dims, compile for the powers of two around, so that no size between them is compiled again."""
+        self.ranges = [r for r in self.ranges if r.forms[0].given == self.given]
+        if any(r.has(shapes) for r in self.ranges):
+            return
+        before = next((r for r in self.ranges if r.is_like(shapes)), None)
+        dims, forms = (before.dims, before.forms) if before is not None else self._like(shapes)
+        key = dims, tuple(shape for shape in resized(shapes, dims, (0,) * len(dims)).values())
+        if not forms or key in self.narrow or min(sizes_of(shapes, dims)) < 2:
+            self._tell(f"a batch of another shape ({_said(shapes, step)}): another program is compiled for it", once="shape")
+            return
+        with self.together.telling():
+            made = self._range(step, batch, shapes, dims, forms)
+        odd = next((words for words in self.together.answers(made if isinstance(made, str) else "", "sizes of a batch") if words), "")
+        if isinstance(made, str) or odd:
+            self.narrow.add(key)
+            self._tell(f"a batch of another shape ({_said(shapes, step)}): each is compiled by itself, since programs differ in {odd}", once=odd)
+            return
+        outside = f"; {_said(shapes, step)} is outside {before}" if before is not None else ""
+        self.ranges = [*(r for r in self.ranges[-RANGES:] if r is not before), made]
+        self._tell(f"compiled for batches of {made}{outside}", once="")
+
+    def _like(self, shapes: dict[str, Shape]) -> tuple[Any, list[Form]]:
+        """Programs of batches that differ from this in the same few dims, of three sizes at least with its own."""
+        groups: dict[Any, list[Form]] = {}
+        for form in self.kept:
+            dims = changing(form.shapes, shapes) if form.given == self.given and not form.ranged else None
+            if dims and len(dims) <= 2:
+                groups.setdefault(dims, []).append(form)
+        came = {dims: [sizes_of(shapes, dims), *(sizes_of(f.shapes, dims) for f in forms)] for dims, forms in groups.items()}
+        found = [(dims, groups[dims]) for dims, at in came.items() if all(len(set(of) - {0, 1}) > 2 for of in zip(*at, strict=True))]
+        return min(found, key=lambda x: len(x[0]), default=((), []))
+
+    def _range(self, step: Step, batch: Any, shapes: dict[str, Shape], dims: Any, forms: list[Form]) -> Range | str:
+        """The range around sizes of some programs and the one that came, or why there is none."""
+        came = [*(sizes_of(f.shapes, dims) for f in forms), sizes_of(shapes, dims)]
+        seen = [at for at in came if min(at) > 1]
+        ends = [{1 << (min(of).bit_length() - 1), 1 << (max(of) - 1).bit_length()} for of in zip(*seen, strict=True)]
+        have = {sizes_of(f.shapes, dims) for f in forms}
+        corners = [at for at in itertools.product(*ends) if at not in have]
+        made = [f for f in forms if sizes_of(f.shapes, dims) in seen]
+        try:
+            made += [self._sample(step, batch, resized(shapes, dims, at)) for at in corners]
+            made += [self._sample(step, batch, shapes)] if len(made) < 3 else []
+            range_ = Range(dims, made)
+            assert range_.parts and range_.traced
+        except Unexplained as e:
+            return str(e)
+        self.kept = [*(f for f in made if f not in self.kept), *self.kept]
+        return range_
+
+    def _sample(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> Form:
+        """A program for batches of other sizes than this one, of which no batch has come."""
+        name = "batch.0" if isinstance(batch, Tensor) else "batch"
+        example = changed(name, batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
+        reads = self._reads(example=example)
+        try:
+            made: Form = self._made(step, batch, example, reads)
+        except RuntimeFault:
+            raise
+        except Exception as e:  # the model takes no such sizes
+            raise Unexplained(f"what sizes they take ({type(e).__name__}: {e})".splitlines()[0]) from e
+        finally:
+            reads.undo()
+        made.attributes["_state"] = {n: x for n, x in made.attributes["_state"].items() if n in made.attributes["captured"].constants}
+        return made
+
+    def _tell(self, words: str, once: str) -> None:
+        if once not in self.told and (one_process() or dist.get_rank() == 0):
+            print(f"weft: {words}", file=sys.stderr)
+        self.told |= {once} if once else set()
 
     # -- what else a program depends on --------------------------------------------------------------------------------
 
@@ -325,6 +433,10 @@ class Forms:
                 found=f"rank {', '.join(map(str, odd[:4]))} traced another program",
                 try_="seed Python's random alike on every rank, and change what the model reads on all of them",
             )
+
+
+def _said(shapes: Mapping[str, Shape], step: Step) -> str:
+    return ", ".join(f"{n.removeprefix('batch.')} {list(shapes[n])}" for n in step._batch_types if n in shapes)
 
 
 def _captured(made: Any) -> Captured:

@@ -52,11 +52,11 @@ class Changing:
     noise: Any
     _missed: dict[str, int]  # steps in which a parameter was not updated, of all that any program updates
 
-    def ready(self, batch: Any) -> None:
-        """Before a call: the program that what Python says now asks for, with tensors kept there as they are now."""
+    def ready(self, batch: Any, exact: bool = False) -> None:
+        """Before a call: the program that what Python says now asks for, with tensors kept there as they are now; `exact`: compiled for this very shape."""
         self.take_written()
         if self.forms is not None:
-            self.forms.choose(self, batch)
+            self.forms.choose(self, batch, exact)
             numbers = self.reads.numbers(batch) if self.reads is not None else {}
             self.forms.together.see({**self._settings(), **numbers})
 

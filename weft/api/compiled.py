@@ -69,7 +69,7 @@ class Compiled:
             **self.code.names,
         }
         names |= {"quick": quick, "by_rows": by_rows, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
-        names |= {name: FusedCall(_plan(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
+        names |= {name: FusedCall(plan_of(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         names["__source__"] = self.code.text  # for whoever looks at a frame of it
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
         self._step = names["step"]
@@ -199,7 +199,7 @@ def _reduction(world: int, op: str, dtype: torch.dtype, spread: bool) -> Any:
     return compile_group(Group(f"{op} of terms", ((out, reduce(terms, op)),)), world, "triton")
 
 
-def _plan(call: Call, coords: Mapping[str, int]) -> Plan:
+def plan_of(call: Call, coords: Mapping[str, int]) -> Plan:
     """A call of codegen's as the runtime's plain data."""
     arguments = {n: k for k, n in enumerate(call.given)}
     tensors = [n for n in call.made if n not in call.fused.numbers]

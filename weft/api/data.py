@@ -6,7 +6,7 @@ A step takes whole batches, or on every rank its part of one. Where a shape is n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,26 +25,30 @@ Shape = tuple[int, ...]
 class Rows(Sampler[list[int]]):
     """The rows of every batch, from batch `start` on, epoch after epoch without end; for `DataLoader(..., batch_sampler=)`.
 
-    Batch k of a run depends on the seed and k alone. What does not fill a batch at the end of an epoch is left out.
+    Batch k of a run depends on the seed and k alone. What does not fill a batch at the end of an epoch is a smaller one, or left out with
+    `drop_last`. `mine` gives this rank's rows of a batch of so many.
     """
 
-    def __init__(self, samples: int, batch: int, mine: torch.Tensor, *, shuffle: bool = True, seed: int = 0, start: int = 0) -> None:
-        if samples < batch:
-            raise RuntimeFault(
-                "the data set is smaller than a batch", needed=f"{batch} samples or more", found=str(samples), try_="a smaller batch"
-            )
-        self.samples, self.batch, self.mine = samples, batch, mine
+    def __init__(
+        self, samples: int, batch: int, mine: Callable[[int], Tensor], *,
+        shuffle: bool = True, seed: int = 0, start: int = 0, drop_last: bool = False,
+    ) -> None:  # fmt: skip
+        if samples < (batch if drop_last else 1):
+            needed = f"{batch} samples or more" if drop_last else "samples"
+            raise RuntimeFault("the data set is smaller than a batch", needed=needed, found=str(samples), try_="a smaller batch")
+        self.samples, self.batch, self.mine, self.drop_last = samples, batch, mine, drop_last
         self.shuffle, self.seed, self.start = shuffle, seed, start
 
     def __iter__(self) -> Iterator[list[int]]:
-        per_epoch, k = self.samples // self.batch, self.start
+        per_epoch, k = self.samples // self.batch if self.drop_last else -(-self.samples // self.batch), self.start
         epoch, order = -1, torch.arange(self.samples)
         while True:
             if k // per_epoch != epoch:
                 epoch = k // per_epoch
                 order = self._order(epoch)
             at = k % per_epoch * self.batch
-            yield order[at : at + self.batch][self.mine].tolist()
+            rows = order[at : at + self.batch]
+            yield rows[self.mine(len(rows))].tolist()
             k += 1
 
     def _order(self, epoch: int) -> torch.Tensor:
@@ -53,11 +57,12 @@ class Rows(Sampler[list[int]]):
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
 
 
-def rows_of(type_: Type, coords: dict[str, int]) -> torch.Tensor:
-    """The rows of a batch that a rank reads."""
-    size = type_.shape[0]
-    along = {a: p for a, p in type_.layout.placements.items() if isinstance(p, S) and p.dim == 0}
-    return interp.take_local(torch.arange(size), Layout.of(type_.layout.mesh, (size,), along), coords)
+def rows_of(type_: Type, coords: dict[str, int], size: int) -> torch.Tensor:
+    """The rows of a batch of so many that a rank reads: all of one that leaves a rank none."""
+    mesh = type_.layout.mesh
+    layout = Layout.of(mesh, (size,), {a: p for a, p in type_.layout.placements.items() if isinstance(p, S) and p.dim == 0})
+    few = any(layout.local_shape(mesh.coords(r)) == (0,) for r in range(mesh.ranks))
+    return torch.arange(size) if few else interp.take_local(torch.arange(size), layout, coords)
 
 
 def beside_rows(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.Tensor | None:
@@ -92,7 +97,7 @@ class Brought:
 
     def agreed(self, batch: Mapping[str, Tensor], types: Mapping[str, Type], known: set[str]) -> dict[str, Shape]:
         """The same where the shape is new: all ranks say what they have. A tensor that all have alike is whole, unless it came in parts so far
-        and is not among those `known` to have measured so when they were whole; any other is in parts."""
+        and is not among those `known` to have measured so when they were whole, nor all others alike; any other is in parts."""
         own = {n: tuple(x.shape) for n, x in batch.items()}
         if one_process():
             return own
@@ -102,7 +107,7 @@ class Brought:
         if odd:
             raise RuntimeFault("ranks were given other batches", needed=", ".join(own), found=", ".join(odd[0]))
         alike = {n for n in own if all(t[n] == theirs[0][n] for t in theirs)}
-        self.parts = {n for n in own if n not in alike or (n in self.parts and n not in known)}
+        self.parts = {n for n in own if n not in alike or (n in self.parts and n not in known and len(alike) < len(own))}
         shapes = [{n: t[n][0] for n in own} for t in theirs]
         return {n: _joined(n, [s[n] for s in shapes], self._axes(n, shapes, types), types) if n in self.parts else s for n, s in own.items()}
 

@@ -319,9 +319,9 @@ class PipelinedStep(Step):
         cut = {n: x.chunk(k, self.micro.dims[n]) if n in self.micro.dims else [x] * k for n, x in given.items()}
         return [{n: xs[j] for n, xs in cut.items()} for j in range(k)]
 
-    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> Rows:
+    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> Rows:
         """All rows of every batch of a data set: a pipeline takes batches whole."""
-        return Rows(samples, self.samples, torch.arange(self.samples), shuffle=shuffle, seed=seed, start=self.steps)
+        return Rows(samples, self.samples, torch.arange, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last)
 
     def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> LineRecorder:
         """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
@@ -348,6 +348,7 @@ class PipelinedStep(Step):
 
     def check(self, batch: Any, tolerance: float = 1e-4) -> float:
         """The largest relative difference between this step, the whole batch on one device, and plain torch; nothing changes."""
+        self.ready(batch, exact=True)
         want = self._on_one_device(batch)
         got = self._step(batch, {n: x.clone() for n, x in self._state.items()})
         found = {name: gathered(node.layout, got.get(name), self.compiled) for name, node in self.program.outputs}

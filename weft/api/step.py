@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -216,10 +217,16 @@ class Step(Changing):
             )
         return part
 
-    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> Rows:
+    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> Rows:
         """This rank's rows of every batch of a data set, from the step reached on: `DataLoader(data, batch_sampler=step.rows(len(data)))`."""
-        type_ = next(t for t in self._batch_types.values() if t.shape)
-        return Rows(samples, type_.shape[0], rows_of(type_, self.compiled.coords), shuffle=shuffle, seed=seed, start=self.steps)
+        type_, coords = next(t for t in self._batch_types.values() if t.shape), self.compiled.coords
+        mine = functools.partial(rows_of, type_, coords)
+        return Rows(samples, type_.shape[0], mine, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last)
+
+    @property
+    def shapes(self) -> str:
+        """The batches that are compiled for, in words."""
+        return self.forms.compiled_for() if self.forms is not None else ""
 
     def _numbers(self) -> dict[str, Tensor]:
         """What changes from step to step by itself: settings of the optimizer, the step count, the seed of dropout."""

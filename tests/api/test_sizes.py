@@ -1,0 +1,141 @@
+"""Batches of other sizes: one compilation for a range of them, the mean of one process for a last small one, and torch's values always."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.api.ranks import on_ranks
+from weft.api.compiled import Compiled
+from weft.api.parallelize import parallelize
+from weft.api.ranges import Unexplained, explained
+
+SIZES = [(4, 6), (4, 9), (4, 7), (4, 11), (4, 5), (4, 20), (3, 6), (1, 9)]
+COMPILES = [False, True, True, False, False, True, True, True]
+
+
+class Words(nn.Module):
+    """A causal model of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            q, k, v = layer(h).chunk(3, -1)
+            h = h + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)[:, 0]
+        return self.out(h)
+
+
+class Odd(Words):
+    """Does something else where the length is odd, and something that is no product of sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(1) * x.shape[1] if x.shape[1] % 2 else super().forward(x)
+
+
+def loss(m: nn.Module, b: Any) -> Tensor:
+    return F.cross_entropy(m(b["x"]).flatten(0, 1), b["y"].flatten())
+
+
+def batch(n: int, length: int, seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, 11, (n, length), generator=draw)
+    y[0, :2] = -100  # so that the mean is not that of the samples' means
+    return {"x": torch.randint(0, 11, (n, length), generator=draw), "y": y}
+
+
+def by_torch(model: nn.Module, sizes: list[tuple[int, int]] = SIZES) -> tuple[list[float], list[Tensor]]:
+    model = copy.deepcopy(model)
+    optimizer, out = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for i, size in enumerate(sizes):
+        optimizer.zero_grad()
+        value = loss(model, batch(*size, i))
+        value.backward()
+        optimizer.step()
+        out.append(value.item())
+    return out, [p.detach() for p in model.parameters()]
+
+
+def made(kind: type[Words]) -> Words:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def trained(
+    kind: type[Words], plan: str, monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, int]] = SIZES
+) -> tuple[list[float], list[Tensor], list[int], Any]:
+    """Losses, parameters, and how many programs were compiled for each step."""
+    model, counts = made(kind), [0]
+    compile_ = Compiled.__init__
+
+    def counted(self: Any, *args: Any, **more: Any) -> None:
+        counts[-1] += 1
+        compile_(self, *args, **more)
+
+    step = parallelize(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batch(*sizes[0], 9), plan=plan)
+    monkeypatch.setattr(Compiled, "__init__", counted)
+    out = []
+    for i, size in enumerate(sizes):
+        out.append(step(batch(*size, i)).item())
+        counts.append(0)
+    monkeypatch.undo()
+    step.sync_model()
+    return out, [p.detach() for p in model.parameters()], counts[:-1], step
+
+
+def test_sizes_between_compiled_ones_are_not_compiled(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    want = by_torch(made(Words))
+    losses, parameters, counts, step = trained(Words, "dp1", monkeypatch)
+    torch.testing.assert_close((losses, parameters), want, rtol=1e-9, atol=1e-9)
+    assert [count > 0 for count in counts] == COMPILES
+    told = capfd.readouterr().err
+    assert "weft: a batch of another shape (x [4, 9], y [4, 9]): another program is compiled for it" in told
+    assert "weft: compiled for batches of x [4, 4 to 16], y [4, 4 to 16]" in told
+    assert "compiled for batches of x [4, 4 to 32], y [4, 4 to 32]; x [4, 20], y [4, 20] is outside x [4, 4 to 16]" in told
+    assert step.shapes.startswith("x [4, 4 to 32], y [4, 4 to 32]; x [3, 6], y [3, 6]; ")
+    step(batch(4, 13, 5))
+    assert step.check(batch(4, 13, 5)) < 1e-9
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2,zero3", "tp2", "pp2"])
+def test_every_plan_takes_other_sizes(plan: str, tmp_path: Path) -> None:
+    want = by_torch(made(Words))
+
+    def job(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            losses, parameters, counts, step = trained(Words, plan, patch)
+        torch.testing.assert_close((losses, parameters), want, rtol=1e-9, atol=1e-9)
+        assert [count > 0 for count in counts] == COMPILES
+        assert step.check(batch(4, 13, 5)) < 1e-9
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_model_that_asks_for_its_sizes_is_traced_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between compiled sizes need not be like them: the trace decides."""
+    sizes = [(4, 6), (4, 10), (4, 8), (4, 12), (4, 11)]
+    losses, parameters, counts, _ = trained(Odd, "dp1", monkeypatch, sizes)
+    torch.testing.assert_close((losses, parameters), by_torch(made(Odd), sizes), rtol=1e-9, atol=1e-9)
+    assert [count > 0 for count in counts] == [False, True, True, False, True]
+
+
+def test_numbers_are_explained_by_sizes() -> None:
+    at = [(4,), (6,), (16,)]
+    assert explained(at, [(8, "a", 5.0), (12, "a", 5.0), (32, "a", 5.0)])((9,)) == (18, "a", 5.0)
+    assert explained(at, [1 / 8, 1 / 12, 1 / 32])((7,)) == 1 / 14
+    two = [(4, 2), (6, 2), (4, 8), (6, 8)]
+    assert explained(two, [a * b + 1 for a, b in two])((5, 3)) == 16
+    with pytest.raises(Unexplained, match="the number 1, then 7"):
+        explained(at, [1, 0, 7])
+    with pytest.raises(Unexplained, match="no whole number"):
+        explained(at, [2, 3, 8])((5,))

@@ -1,0 +1,302 @@
+"""One compilation for many sizes of a batch: programs of a few sizes that differ in numbers alone, each number a function of the sizes.
+
+A size between theirs is traced. Where its trace is what the numbers foretell, it runs by the code at hand: nothing is planned, proved or compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from weft import interp
+from weft.api.compiled import Compiled, plan_of
+from weft.core.layout import Layout
+from weft.core.node import Node, make
+from weft.core.program import Program
+from weft.frontend.capture import Captured
+from weft.frontend.capture.guards import Reads
+from weft.ops.source import input_node
+from weft.runtime.traced import Traced
+
+if TYPE_CHECKING:
+    from weft.api.again import Form
+
+Shapes = Mapping[str, tuple[int, ...]]
+Place = tuple[str, int]  # a tensor of the batch, and a dim of it
+Sizes = tuple[int, ...]  # of the dims that change
+Rule = Callable[[Sizes], Any]
+POWERS = (1, 2, -1, 0)
+NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\w.])")
+
+
+class Unexplained(Exception):
+    """Programs of several sizes that differ in more than numbers, or in numbers that no formula of the sizes gives."""
+
+
+# -- what changes ------------------------------------------------------------------------------------------------------------------
+
+
+def changing(a: Shapes, b: Shapes) -> tuple[tuple[Place, ...], ...] | None:
+    """The dims that differ, those that are alike in both together; None where `b` lacks tensors of `a`."""
+    if not a.keys() <= b.keys() or any(len(a[n]) != len(b[n]) for n in a):
+        return None
+    found: dict[Sizes, list[Place]] = {}
+    for name in a:
+        for dim, pair in enumerate(zip(a[name], b[name], strict=True)):
+            if pair[0] != pair[1]:
+                found.setdefault(pair, []).append((name, dim))
+    return tuple(map(tuple, found.values()))
+
+
+def resized(shapes: Shapes, dims: Sequence[Sequence[Place]], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The shapes with other sizes of the dims that change."""
+    of = {place: size for places, size in zip(dims, sizes, strict=True) for place in places}
+    return {n: tuple(of.get((n, d), size) for d, size in enumerate(shape)) for n, shape in shapes.items()}
+
+
+def sizes_of(shapes: Shapes, dims: Sequence[Sequence[Place]]) -> Sizes:
+    return tuple(shapes[places[0][0]][places[0][1]] for places in dims)
+
+
+# -- numbers as functions of the sizes ------------------------------------------------------------------------------------------------
+
+
+def explained(sizes: Sequence[Sizes], seen: Sequence[Any]) -> Rule:
+    """What gives each of the values at its sizes, whatever they are made of, and others of the kind at others."""
+    first = seen[0]
+    if any(type(x) is not type(first) for x in seen):
+        raise Unexplained(f"{first!r} and other things")
+    if all(x is first or x == first for x in seen):
+        return lambda _: first
+    if isinstance(first, (int, float)) and not isinstance(first, bool):
+        return _formula(sizes, seen)
+    if isinstance(first, (tuple, list)) and len({len(x) for x in seen}) == 1:
+        rules = [explained(sizes, xs) for xs in zip(*seen, strict=True)]
+        return lambda at: type(first)(rule(at) for rule in rules)
+    if isinstance(first, Mapping) and all(x.keys() == first.keys() for x in seen):
+        named = {k: explained(sizes, [x[k] for x in seen]) for k in first}
+        return lambda at: {k: rule(at) for k, rule in named.items()}
+    if isinstance(first, Node):
+        return _node(sizes, seen)
+    if dataclasses.is_dataclass(first):
+        fields = {f.name: explained(sizes, [getattr(x, f.name) for x in seen]) for f in dataclasses.fields(first) if f.init}
+        return lambda at: type(first)(**{name: rule(at) for name, rule in fields.items()})
+    raise Unexplained(f"{first!r} and {seen[-1]!r}"[:200])
+
+
+def _node(sizes: Sequence[Sizes], seen: Sequence[Node]) -> Rule:
+    """A node with operands of its own: what a rank must know of it is its types."""
+    op = seen[0].op
+    if any(n.op is not op for n in seen) or any(len(a.types) != 1 for a in seen[0].args):
+        raise Unexplained(f"{op.name} and another op")
+    types = explained(sizes, [tuple(a.type for a in n.args) for n in seen])
+    attrs = explained(sizes, [dict(n.attrs) for n in seen])
+    return lambda at: make(op, tuple(input_node(f"a{k}", t) for k, t in enumerate(types(at))), attrs(at))
+
+
+def _formula(sizes: Sequence[Sizes], seen: Sequence[float]) -> Rule:
+    """c m + d, where m is a product of powers of the sizes: all numbers follow from two of them."""
+    whole = isinstance(seen[0], int)
+    ys = [Fraction(y) if whole else y for y in seen]
+    for powers in sorted(itertools.product(POWERS, repeat=len(sizes[0])), key=lambda ps: sum(p != 1 for p in ps) - 2 * ps.count(0)):
+        ms = [_product(at, powers) for at in sizes]
+        k = next((k for k, m in enumerate(ms) if m != ms[0]), 0)
+        if not k:
+            continue
+        c = (ys[k] - ys[0]) / (ms[k] - ms[0]) if whole else Fraction(ys[0] / float(ms[0])).limit_denominator(10**6)
+        d = ys[0] - c * ms[0] if whole else Fraction(0)
+        if all((c * m + d if whole else float(c * m)) == y for m, y in zip(ms, ys, strict=True)):
+            return lambda at, c=c, d=d, powers=powers: _number(c * _product(at, powers) + d, whole)  # type: ignore[misc]
+    raise Unexplained(f"the number {seen[0]}, then {seen[-1]}")
+
+
+def _product(at: Sizes, powers: Sequence[int]) -> Fraction:
+    out = Fraction(1)
+    for size, power in zip(at, powers, strict=True):
+        out *= Fraction(size) ** power
+    return out
+
+
+def _number(x: Fraction, whole: bool) -> float:
+    if whole and x.denominator != 1:
+        raise Unexplained(f"{x} is no whole number")
+    return int(x) if whole else float(x)
+
+
+# -- code ------------------------------------------------------------------------------------------------------------------------------
+
+
+class Code:
+    """What one rank runs, for the sizes between those of some compiled programs."""
+
+    def __init__(self, sizes: Sequence[Sizes], made: Sequence[Compiled]) -> None:
+        self.base = made[0]
+        if any(isinstance(c._step, Traced) for c in made):
+            raise Unexplained("a program that is compiled as a whole")
+        text, self.numbers = _common(sizes, [c.code.text for c in made])
+        self.code = compile(text.replace("def step(inputs):", "def step(inputs, n):", 1), f"<weft {self.base.program.name}, of many sizes>", "exec")
+        self.names = explained(sizes, [c.code.names for c in made])
+        fused = [{k: _alike(plan_of(call, c.coords)) for k, call in c.code.calls.items()} for c in made]
+        if any(x != fused[0] for x in fused):
+            raise Unexplained("fused kernels of other sizes")
+        self.shapes = explained(sizes, [{n: shape for n, (_, shape) in c._expected.items()} for c in made])
+        self.layouts = list(_cut_layouts(sizes, [c.program for c in made]))
+
+    def at(self, sizes: Sizes) -> Compiled:
+        if not all(layout(sizes).is_even for layout in self.layouts):
+            raise Unexplained("sizes that ranks do not divide as they do the others")
+        names = {**self.base._step.__globals__, **self.names(sizes)}
+        numbers = tuple(rule(sizes) for rule in self.numbers)
+        exec(self.code, names)  # the text is weft's own
+        made, step = copy.copy(self.base), names["step"]
+        shapes = self.shapes(sizes)
+        made._expected = {n: (node, shapes[n]) for n, (node, _) in self.base._expected.items()}
+        made._step = lambda inputs: step(inputs, numbers)
+        return made
+
+
+def _alike(plan: Any) -> tuple[Any, ...]:
+    """What a fused call says of its tensors: numbers in kernels are not looked into."""
+    return plan.parts, plan.results, plan.spans, plan.numbers, plan.written, plan.given
+
+
+def _common(sizes: Sequence[Sizes], texts: Sequence[str]) -> tuple[str, list[Rule]]:
+    """The text with `n[k]` for every number that changes, and what gives these."""
+    parts = [NUMBER.split(re.sub(r"  # .*", "", text)) for text in texts]
+    if len({len(p) for p in parts}) > 1 or any(p[::2] != parts[0][::2] for p in parts):
+        raise Unexplained("code of another form")
+    out, rules, known = list(parts[0]), list[Rule](), dict[tuple[str, ...], int]()
+    for k in range(1, len(out), 2):
+        seen = tuple(p[k] for p in parts)
+        if len(set(seen)) > 1:
+            if seen not in known:
+                known[seen] = len(rules)
+                rules.append(explained(sizes, [float(x) if "." in x or "e" in x else int(x) for x in seen]))
+            out[k] = f"n[{known[seen]}]"
+    return "".join(out), rules
+
+
+def _cut_layouts(sizes: Sequence[Sizes], programs: Sequence[Program]) -> Iterator[Callable[[Sizes], Layout]]:
+    """Every layout that changes and is cut over ranks, evenly in all the programs."""
+    seen = set()
+    for nodes in zip(*(p.nodes for p in programs), strict=True):
+        for types in zip(*(n.types for n in nodes), strict=True):
+            layouts = tuple(t.layout for t in types)
+            if layouts not in seen and any(x != layouts[0] for x in layouts) and any(atom.cut for dim in layouts[0].dims for atom in dim):
+                seen.add(layouts)
+                if not all(x.is_even for x in layouts):
+                    raise Unexplained("sizes that ranks do not divide")
+                yield explained(sizes, layouts)
+
+
+# -- a step ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Range:
+    """Sizes of some dims of the batch, from the least to the greatest of those that were compiled."""
+
+    dims: tuple[tuple[Place, ...], ...]
+    forms: list[Form]
+
+    @cached_property
+    def sizes(self) -> list[Sizes]:
+        return [sizes_of(f.shapes, self.dims) for f in self.forms]
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        return [(min(of), max(of)) for of in zip(*self.sizes, strict=True)]
+
+    def __str__(self) -> str:
+        said = {p: f"{lo} to {hi}" for places, (lo, hi) in zip(self.dims, self.bounds, strict=True) for p in places}
+        own = self.forms[0].shapes
+        return ", ".join(f"{n.removeprefix('batch.')} [{', '.join(said.get((n, d), str(x)) for d, x in enumerate(own[n]))}]" for n in own)
+
+    def has(self, shapes: Shapes) -> bool:
+        """Whether it is for batches of such shapes."""
+        at = sizes_of(shapes, self.dims) if self.is_like(shapes) else ()
+        return bool(at) and all(lo <= size <= hi for size, (lo, hi) in zip(at, self.bounds, strict=True))
+
+    def is_like(self, shapes: Shapes) -> bool:
+        """Whether shapes differ from its own in the dims that change alone."""
+        own = self.forms[0].shapes
+        return own.keys() <= shapes.keys() and resized(own, self.dims, sizes_of(shapes, self.dims)) == {n: shapes[n] for n in own}
+
+    # -- what is run
+
+    @cached_property
+    def parts(self) -> dict[str, Callable[[Sizes], Any]]:
+        """Of a step, what is another for other sizes."""
+        own = [f.attributes for f in self.forms]
+        if any(x["plan"] != own[0]["plan"] or x.keys() != own[0].keys() for x in own):
+            raise Unexplained("another plan")
+        found: dict[str, Callable[[Sizes], Any]] = {}
+        for key in ("compiled", "_first", "_spread"):
+            if own[0].get(key) is not None:
+                found[key] = Code(self.sizes, [x[key] for x in own]).at
+        if "runner" in own[0]:
+            found["runner"] = self._runner([x["runner"] for x in own])
+        return found | {key: explained(self.sizes, [x[key] for x in own]) for key in ("_batch_types", "_held_as", "samples") if key in own[0]}
+
+    def _runner(self, runners: Sequence[Any]) -> Callable[[Sizes], Any]:
+        turns = {g: [Code(self.sizes, [r.turns[g][k] for r in runners]) for k in range(len(of))] for g, of in runners[0].turns.items()}
+        coming = explained(self.sizes, [r.coming for r in runners])
+
+        def at(sizes: Sizes) -> Any:
+            made = copy.copy(runners[0])
+            made.turns, made.coming = {g: [code.at(sizes) for code in of] for g, of in turns.items()}, coming(sizes)
+            return made
+
+        return at
+
+    def form(self, captured: Captured, reads: Reads, shapes: Shapes) -> Form | None:
+        """The step of a batch of these shapes, whose trace is this; None where it is another than foretold."""
+        sizes, base = sizes_of(shapes, self.dims), self.forms[0]
+        try:
+            if not self._foretells(sizes, captured.program):
+                return None
+            made = {key: at(sizes) for key, at in self.parts.items()}
+        except Unexplained:
+            return None
+        held, coords = made["_held_as"], made["compiled"].coords
+        state = {n: interp.take_local(x, held[n].layout, coords).to(made["compiled"].device) for n, x in captured.constants.items() if n in held}
+        own = {"captured": captured, "traced": captured.program, "reads": reads, "_state": state, "judged": None, "unjudged": None}
+        return dataclasses.replace(base, program=captured.program, reads=reads, attributes={**base.attributes, **made, **own}, unjudged=None, ranged=True)
+
+    def _foretells(self, sizes: Sizes, program: Program) -> bool:
+        """Whether a trace is that of the programs at hand but for numbers, and these as they give."""
+        programs = [f.program for f in self.forms]
+        if [len(p.nodes) for p in programs] != [len(program.nodes)] * len(programs) or program.state != programs[0].state:
+            return False
+        return all(_wiring(p) == _wiring(program) for p in programs) and all(
+            rule(sizes) == _numbers(n) for rule, n in zip(self.traced, program.nodes, strict=True)
+        )
+
+    @cached_property
+    def traced(self) -> list[Rule]:
+        """The numbers of every node of the trace."""
+        known: dict[Any, Rule] = {}
+        out = []
+        for nodes in zip(*(f.program.nodes for f in self.forms), strict=True):
+            seen = tuple(map(_numbers, nodes))
+            if seen not in known:
+                known[seen] = explained(self.sizes, seen)
+            out.append(known[seen])
+        return out
+
+
+def _numbers(n: Node) -> Any:
+    return (n.attrs, n.types if n.op.name == "input" else ())
+
+
+def _wiring(program: Program) -> Any:
+    """A program without its numbers: ops, who reads whom, what is given."""
+    at = {n: k for k, n in enumerate(program.nodes)}
+    return [(n.op.name, *(at[a] for a in n.args)) for n in program.nodes], [(name, at[n]) for name, n in program.outputs]
