@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import copy
 import gc
+import math
 import random
 import sys
 import types
