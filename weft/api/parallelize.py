@@ -123,7 +123,7 @@ class _Asked:
 
     def step(self, others: Mapping[str, Mapping[str, Any]], memory: float) -> Step:
         self.wish = auto.Wish(tuple(map(parse_pin, self.pins)), self.noise, memory)
-        if self.named is not None and self.named.stages * self.named.micro_batches > 1:
+        if self.named is not None and self.named.virtual_stages * self.named.micro_batches > 1:
             return self._line()
         moment = Moment.now()
         captured = self.forms.observed(lambda reads: self._captured(self.example, reads=reads, given=self.forms.given))
@@ -134,7 +134,7 @@ class _Asked:
         if self.named is None:
             decision = auto.agree(captured, self.device, self.wish, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines())
             self.named = decision.named
-        if self.named.stages * self.named.micro_batches > 1:
+        if self.named.virtual_stages * self.named.micro_batches > 1:
             step = self._line()
         else:
             step = self._one(captured, decision)
