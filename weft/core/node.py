@@ -107,6 +107,7 @@ class Op:
     local: Function = None  # what a rank does where it must know which slice it holds
     vjp: Function = None  # cotangents of the operands, in weft ops
     written: Function = None  # it in other ops, by which it is differentiated where it has no vjp
+    across: Function = None  # it in other ops, collectives among them, where a dim that it keeps whole is cut
     sparse_cotangents: bool = False  # whether its vjp takes None for results nobody read
     field: Function = None  # its meaning over integers mod a prime
     normal: Callable[[Attrs], Attrs] = _as_is  # attributes as they are kept

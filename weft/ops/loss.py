@@ -11,7 +11,7 @@ from weft.core.errors import TypeMismatch
 from weft.core.node import Attrs, Node, constant, user_line
 from weft.ops.comm import settle
 from weft.ops.embed import need_index, pick
-from weft.ops.fill import arange, is_cut, stop_gradient
+from weft.ops.fill import indices, is_cut, stop_gradient
 from weft.ops.norm import need_float, softmax, to_dtype, wide, wide_dtype
 from weft.ops.pointwise import cast, eq, exp, log, ne, where
 from weft.ops.reduce import amax, mean, sum_
@@ -52,13 +52,39 @@ def _back_run(ct: torch.Tensor, x: torch.Tensor, target: torch.Tensor, ignore_in
 
 
 def _back_written(ct: Node, x: Node, target: Node, ignore_index: int, smoothing: float) -> Any:
-    """The same in ops, for a gradient of the gradient."""
-    kind = wide_dtype(x.dtype)
-    classes = reshape(arange(x.shape[-1], x.mesh, dtype=target.dtype), (*(1,) * target.ndim, x.shape[-1]))
-    hit = cast(eq(reshape(target, (*target.shape, 1)), classes), dtype=kind)
-    slope = softmax(to_dtype(x, kind)) - ((1 - smoothing) * hit + smoothing / x.shape[-1])
-    kept = where(ne(target, ignore_index), to_dtype(ct, kind), constant(0.0, kind, x.mesh))
+    """The same in ops, for a gradient of the gradient, and where classes are cut: each rank knows which it holds."""
+    w = to_dtype(x, wide_dtype(x.dtype))
+    classes = reshape(indices(x, -1), (*(1,) * target.ndim, x.shape[-1]))
+    hit = cast(eq(to_dtype(reshape(target, (*target.shape, 1)), torch.int64), classes), dtype=w.dtype)
+    slope = _chances(w) - ((1 - smoothing) * hit + smoothing / x.shape[-1])
+    kept = where(ne(target, ignore_index), to_dtype(ct, w.dtype), constant(0.0, w.dtype, x.mesh))
     return to_dtype(slope * reshape(kept, (*kept.shape, 1)), x.dtype)
+
+
+def _chances(w: Node) -> Any:
+    if not is_cut(w, -1):
+        return softmax(w)
+    peak, norm = _peak_and_norm(w)
+    return exp(w - (peak + norm))
+
+
+def _peak_and_norm(w: Node) -> tuple[Any, Any]:
+    """The largest logit and log(sum(exp(w - largest))), one all_reduce each where classes are cut; forward and backward pass share them."""
+    peak = settle(amax(stop_gradient(w), dims=-1, keepdim=True))
+    return peak, log(settle(sum_(exp(w - peak), dims=-1, keepdim=True)))
+
+
+def _token_across(x: Node, target: Node, ignore_index: int, smoothing: float) -> Any:
+    """Cut classes: the maximum, the sum and the target's logit are reduced, each as small as the targets."""
+    w = to_dtype(x, wide_dtype(x.dtype))
+    keep = ne(target, ignore_index)
+    peak, norm = _peak_and_norm(w)
+    picked = settle(pick(w, where(keep, target, constant(0, target.dtype, target.mesh))))
+    top, norm = (reshape(t, target.shape) for t in (peak, norm))
+    loss = norm + (top - picked)
+    if smoothing:
+        loss = (1 - smoothing) * loss + smoothing * (norm + (top - settle(mean(w, -1))))
+    return where(keep, loss, 0.0)
 
 
 _cross_entropy_backward = define(
@@ -69,6 +95,7 @@ _cross_entropy_backward = define(
     dtype=lambda types, attrs: types[1].dtype,
     linear=Linear.FIRST,
     written=_back_written,
+    across=_back_written,
     flops=lambda n: 8.0 * math.prod(n.args[1].type.layout.largest_local),
 )
 
@@ -79,6 +106,7 @@ _cross_entropy = define(
     run=_token_run,
     dtype=lambda types, attrs: wide_dtype(types[0].dtype),
     vjp=lambda n, ct: (_cross_entropy_backward(ct, *n.args, **dict(n.attrs)), None),
+    across=_token_across,
     flops=lambda n: 6.0 * math.prod(n.args[0].type.layout.largest_local),
     doc="the loss of every target, 0 where it is ignored",
 )
@@ -86,17 +114,8 @@ _cross_entropy = define(
 
 def token_losses(logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
     """logits [..., v], target [...] -> losses [...], 0 where ignored; a cut vocabulary costs three small all_reduces."""
-    if not is_cut(logits, -1):
-        return _cross_entropy(logits, target, ignore_index=ignore_index, smoothing=float(label_smoothing))
-    x = to_dtype(logits, wide_dtype(logits.dtype))
-    keep = ne(target, ignore_index)
-    peak = settle(amax(stop_gradient(x), dims=-1, keepdim=True))
-    y = x - peak
-    norm = log(settle(sum_(exp(y), dims=-1)))
-    loss = norm - settle(pick(y, where(keep, target, constant(0, target.dtype, target.mesh))))
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (norm - settle(mean(y, -1)))
-    return where(keep, loss, 0.0)
+    apply = _token_across if is_cut(logits, -1) else _cross_entropy
+    return apply(logits, target, ignore_index=ignore_index, smoothing=float(label_smoothing))
 
 
 def cross_entropy(logits: Any, target: Any, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean") -> Any:

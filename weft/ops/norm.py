@@ -66,16 +66,35 @@ def _log_softmax_backward_run(ct: torch.Tensor, y: torch.Tensor, dim: int) -> to
     return (c - wide(y).exp() * c.sum(dim, keepdim=True)).to(y.dtype)
 
 
+def _softmax_back(ct: Any, y: Any, dim: int) -> Any:
+    c, p = (to_dtype(t, wide_dtype(y.dtype)) for t in (ct, y))
+    return to_dtype(p * (c - settle(sum_(c * p, dims=dim, keepdim=True))), y.dtype)
+
+
+def _log_softmax_back(ct: Any, y: Any, dim: int) -> Any:
+    c, p = to_dtype(ct, wide_dtype(y.dtype)), exp(to_dtype(y, wide_dtype(y.dtype)))
+    return to_dtype(c - p * settle(sum_(c, dims=dim, keepdim=True)), y.dtype)
+
+
 def _backward_of(name: str, run: Any, written: Any) -> Any:
-    return define(name, kind=Kind.WHOLE, equation=_along(name), run=run, linear=Linear.FIRST, written=written)
+    return define(name, kind=Kind.WHOLE, equation=_along(name), run=run, linear=Linear.FIRST, written=written, across=written)
 
 
-_softmax_backward = _backward_of(
-    "softmax_backward", _softmax_backward_run, lambda ct, y, dim: y * (ct - sum_(ct * y, dims=dim, keepdim=True))
-)
-_log_softmax_backward = _backward_of(
-    "log_softmax_backward", _log_softmax_backward_run, lambda ct, y, dim: ct - exp(y) * sum_(ct, dims=dim, keepdim=True)
-)
+_softmax_backward = _backward_of("softmax_backward", _softmax_backward_run, _softmax_back)
+_log_softmax_backward = _backward_of("log_softmax_backward", _log_softmax_backward_run, _log_softmax_back)
+
+
+def _softmax_across(x: Any, dim: int) -> Any:
+    w = to_dtype(x, wide_dtype(x.dtype))
+    e = exp(w - _peak(w, dim))
+    return to_dtype(e / settle(sum_(e, dims=dim, keepdim=True)), x.dtype)
+
+
+def _log_softmax_across(x: Any, dim: int) -> Any:
+    w = to_dtype(x, wide_dtype(x.dtype))
+    y = w - _peak(w, dim)
+    return to_dtype(y - log(settle(sum_(exp(y), dims=dim, keepdim=True))), x.dtype)
+
 
 _softmax = define(
     "softmax",
@@ -83,6 +102,7 @@ _softmax = define(
     equation=_along("softmax"),
     run=lambda x, dim: torch.softmax(x, dim),
     vjp=lambda n, ct: (_softmax_backward(ct, n, dim=n.attr("dim")),),
+    across=_softmax_across,
 )
 _log_softmax = define(
     "log_softmax",
@@ -90,27 +110,20 @@ _log_softmax = define(
     equation=_along("log_softmax"),
     run=lambda x, dim: torch.log_softmax(x, dim),
     vjp=lambda n, ct: (_log_softmax_backward(ct, n, dim=n.attr("dim")),),
+    across=_log_softmax_across,
 )
 
 
 def softmax(x: Any, dim: int = -1) -> Any:
     """exp(x) over its sum along a dim; along a cut dim, with an all_reduce of the maximum and one of the sum."""
     dim = one_dim(dim, x.ndim)
-    if not is_cut(x, dim):
-        return _softmax(x, dim=dim)
-    w = to_dtype(x, wide_dtype(x.dtype))
-    e = exp(w - _peak(w, dim))
-    return to_dtype(e / settle(sum_(e, dims=dim, keepdim=True)), x.dtype)
+    return (_softmax_across if is_cut(x, dim) else _softmax)(x, dim=dim)
 
 
 def log_softmax(x: Any, dim: int = -1) -> Any:
     """log(softmax(x)), computed without overflow."""
     dim = one_dim(dim, x.ndim)
-    if not is_cut(x, dim):
-        return _log_softmax(x, dim=dim)
-    w = to_dtype(x, wide_dtype(x.dtype))
-    y = w - _peak(w, dim)
-    return to_dtype(y - log(settle(sum_(exp(y), dims=dim, keepdim=True))), x.dtype)
+    return (_log_softmax_across if is_cut(x, dim) else _log_softmax)(x, dim=dim)
 
 
 def _peak(x: Node, dim: int) -> Any:

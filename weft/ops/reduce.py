@@ -9,7 +9,7 @@ import torch
 
 from weft.core.errors import TypeMismatch
 from weft.core.layout import Atom, Layout
-from weft.core.node import DTYPE_NAMES, Attrs, Node, op_named
+from weft.core.node import DTYPE_NAMES, Attrs, Node, constant, op_named
 from weft.ops.comm import reshard, settle
 from weft.ops.registry import ONE, Equation, Kind, Linear, Types, define
 from weft.ops.shape import expand_like
@@ -150,12 +150,22 @@ def _logsumexp_vjp(n: Node, ct: Node) -> Any:
     return (back * op_named("exp")(x - total),)
 
 
+def _logsumexp_across(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
+    """By the maximum, or 0 where it is infinite, and the sum."""
+    peak = settle(amax(op_named("stop_gradient")(x), dims=dims, keepdim=True))
+    peak = op_named("where")(op_named("isfinite")(peak), peak, constant(0.0, x.dtype, x.mesh))
+    total = op_named("log")(settle(sum_(op_named("exp")(x - peak), dims=dims, keepdim=True))) + peak
+    gone = norm_dims(dims, x.ndim)
+    return total if keepdim else op_named("reshape")(total, shape=tuple(n for i, n in enumerate(x.shape) if i not in gone))
+
+
 logsumexp = define(
     "logsumexp",
     kind=Kind.WHOLE,
     equation=_along_whole(1),
     run=lambda x, dims=None, keepdim=False: torch.logsumexp(x, norm_dims(dims, x.ndim), keepdim=keepdim),
     vjp=_logsumexp_vjp,
+    across=_logsumexp_across,
     normal=_normal,
     doc="the logarithm of the sum of exp(x) along dims that are whole",
 )

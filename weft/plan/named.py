@@ -1,7 +1,8 @@
 """How the inputs of a training step are held under a plan's degrees; `place` does the rest.
 
 Tensor parallelism is found, not configured: a weight is cut by columns, the cut is followed through the ops that keep it, and
-where it ends in a product with another weight, that one is cut by rows. Where it ends anywhere else the weight stays whole.
+where it ends in a product with another weight, that one is cut by rows. Where it ends anywhere else the weight stays whole, but for
+vocabularies: a table of more rows than columns is cut along them, evenly or not, where they end in lookups, losses and sums.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from weft.core.errors import LayoutError, PlanError
 from weft.core.layout import Layout, Mesh, Placement, R, S
 from weft.core.names import bare
-from weft.core.node import Node
+from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.ops.registry import ONE, Kind, equation_of
+from weft.ops.registry import ONE, Kind, Linear, equation_of
 from weft.plan.place import Options, Placements
 from weft.plan.spec import Spec
 
@@ -102,13 +103,38 @@ def tensor_cuts(program: Program, loss: Node, weights: Mapping[str, Node], n: in
     forward = program.needs(loss)
     names = {node: name for name, node in weights.items()}
     found: dict[Node, S] = {}
-    for start in (_columns, _rows):
+    for start in (_columns, _rows, _vocabulary):
         for node in program.nodes:
-            if node in forward and node.op.kind is Kind.CONTRACT and len(node.args) == 2:
+            if node in forward and (node.op.kind is Kind.CONTRACT and len(node.args) == 2 or start is _vocabulary and _looks_up(node)):
                 for k, w in enumerate(node.args):
                     if w in names and w not in found:
                         found |= start(program, forward, names, found, node, k, n)
     return {names[w]: cut for w, cut in found.items()}
+
+
+def _looks_up(node: Node) -> bool:
+    """Whether it reads rows of a table, as the batch asks for them: what the table lacks adds nothing to the result."""
+    if node.op.kind is not Kind.WHOLE or node.op.linear is not Linear.FIRST or len(node.args) != 2 or node.args[1].dtype.is_floating_point:
+        return False
+    return any(n.role is Role.BATCH for n in toposort([node.args[1]]))
+
+
+def _vocabulary(
+    program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
+) -> dict[Node, S]:
+    """The cuts that follow from cutting a table along its rows, of which it has more than columns: fewer are not worth the reductions."""
+    eq, table = equation_of(node), node.args[k]
+    assert eq is not None
+    rows = [d for d, x in enumerate(eq.ins[k]) if x not in eq.ins[1 - k] and (x in eq.outs[0]) != _looks_up(node)]
+    if table.ndim != 2 or len(rows) != 1 or table.shape[rows[0]] <= max(n, table.shape[1 - rows[0]]):
+        return {}
+    flow = _Flow(program, forward, names, found, n, vocabulary=True)
+    try:
+        flow.require(table, S(rows[0]))
+        flow.follow()
+    except (_Stop, LayoutError):
+        return {}
+    return flow.cuts if flow.ended else {}
 
 
 def _rows(
@@ -153,8 +179,10 @@ def _columns(
 class _Flow:
     """Follows one cut forward to the products that end it, and back to whatever must be cut alike."""
 
-    def __init__(self, program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], n: int) -> None:
-        self.program, self.forward, self.names, self.found = program, forward, names, found
+    def __init__(
+        self, program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], n: int, vocabulary: bool = False
+    ) -> None:
+        self.program, self.forward, self.names, self.found, self.vocabulary = program, forward, names, found, vocabulary
         self.mesh = Mesh(tp=n)
         self.at: dict[Node, S] = {}
         self.cuts: dict[Node, S] = {}
@@ -183,7 +211,7 @@ class _Flow:
 
     def _local(self, node: Node, cut: S) -> Layout | None:
         layout = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within)
-        return layout if layout.is_even else None
+        return layout if layout.is_even or self.vocabulary else None
 
     def _require_operands(self, node: Node, cut: S) -> None:
         if node.op.name == "item":
@@ -237,7 +265,7 @@ class _Flow:
         if eq is None:
             raise _Stop
         label = eq.label(user.args.index(node), cut.dim)
-        if label in eq.whole or label == ONE:
+        if label in eq.whole and not (self.vocabulary and user.op.across) or label == ONE:
             raise _Stop
         for k, d in eq.dims_of(label):
             self.require(user.args[k], S(d, cut.within))
@@ -255,7 +283,7 @@ class _Flow:
             for r in results:
                 if label in out:
                     self._reach(r, S(out.index(label), cut.within))
-                elif user.op.kind is Kind.CONTRACT:
+                elif user.op.kind is Kind.CONTRACT or self.vocabulary and (user.op.across or user.op.kind is Kind.REDUCE or _looks_up(user)):
                     self.ended = True
                 else:
                     raise _Stop

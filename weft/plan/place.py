@@ -21,6 +21,7 @@ from weft.core.node import Node, Type, make
 from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.ops.comm import reshard
+from weft.ops.fill import is_cut
 from weft.ops.registry import ONE, Equation, Kind, arg_sets
 from weft.ops.source import input_held
 from weft.plan.roles import Roles
@@ -115,6 +116,8 @@ class _Placer:
         self.made = dict(made)
         self.home: dict[Node, list[Layout]] = {}  # where the results of an op that was turned belong
         self.alone: set[Node] = set()  # parameters, and what is made of one alone
+        self.done: dict[Node, Node] = {}  # pending sums of the forward pass, and what was made of them: one reader's is everyone's
+        self.forward = program.needs(program.output_names["loss"]) if "loss" in program.output_names else set[Node]()
         self.after = Roles(program).after if options.gather else frozenset[Node]()
 
     def _input(self, node: Node) -> Node:
@@ -142,9 +145,10 @@ class _Placer:
         if len(node.args) == 1 and (node.args[0] in self.alone or node.args[0].role is Role.PARAMETER):
             self.alone.add(node)
             return [self.made[node.args[0]]]
-        if not self.options.gather or node in self.after:
-            return [self.made[a] for a in node.args]
-        return [self._whole(self.made[a]) if a in self.alone or a.role is Role.PARAMETER else self.made[a] for a in node.args]
+        args = [self.made[a] for a in node.args]
+        if self.options.gather and node not in self.after:
+            args = [self._whole(new) if a in self.alone or a.role is Role.PARAMETER else new for a, new in zip(node.args, args, strict=True)]
+        return [self.done.get(a, a) for a in args]
 
     def _whole(self, value: Node) -> Node:
         places = {axis: p for axis, p in value.layout.placements.items() if axis not in self.options.gather}
@@ -162,9 +166,12 @@ class _Placer:
                 return turned
         for ways in self._candidates(node, args):
             try:
-                return make(node.op, tuple(reshard(a, w) for a, w in zip(args, ways, strict=True)), attrs)
+                moved = [reshard(a, w) for a, w in zip(args, ways, strict=True)]
+                new = _applied(node, moved, attrs)
             except (TypeMismatch, LayoutError):
                 continue
+            self.done |= {a: b for old, a, b in zip(node.args, args, moved, strict=True) if old in self.forward and _is_sum(a) and not _is_sum(b)}
+            return new
         raise PlanError(
             f"{node.op.name} cannot be placed",
             needed="a layout its rule accepts",
@@ -222,8 +229,10 @@ class _Placer:
         ways = [_way(tuple(R for _ in args), here, args, axis, n, whole=True)]
         labels = dict.fromkeys(eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S))
         for label in labels:
-            if label not in eq.whole and label != ONE:
+            if label != ONE and (label not in eq.whole or node.op.across):
                 ways.append(_way(_cut_places(eq, label, here, args), here, args, axis, n))
+        if not labels and all(isinstance(h, Replicated) for h in here):
+            ways += [_Way(_cut_places(eq, label, here, args), -1.0) for label in self._wanted(axis, node, eq)]
         pending = frozenset(k for k, p in enumerate(here) if isinstance(p, P))
         for s in arg_sets(node.op.linear, len(args)):
             if s and s <= pending:
@@ -232,6 +241,29 @@ class _Placer:
         if axis in self.options.scatter and pending and not labels:
             ways += self._scattered(eq, pending, here, args, axis, n)
         return sorted(ways, key=lambda w: w.cost)
+
+    def _wanted(self, axis: str, node: Node, eq: Equation) -> list[str]:
+        """A dim of an operand that any rank makes for itself, such as the rows of a table's gradient, cut as the state it leads to is."""
+        free = [k for k, a in enumerate(node.args) if a.op.kind is Kind.SOURCE and a.op.name != "input" and a.ndim]
+        labels = [x for k in free for x in eq.ins[k] if x in eq.outs[0] and x not in eq.whole]
+        home = self._home(node) if labels else None
+        place = home.placement(axis) if home is not None and axis in home.mesh.axes else R
+        return [eq.outs[0][place.dim]] if isinstance(place, S) and place.within is None and eq.outs[0][place.dim] in labels else []
+
+    def _home(self, node: Node) -> Layout | None:
+        """The layout of the state, or of the output, that a gradient ends in, where it goes through values of its own shape alone."""
+        seen, todo, state = {node}, [node], dict(self.program.state)
+        while todo:
+            n = todo.pop()
+            for name in self.program.outputs_of(n):
+                if name in self.outputs:
+                    return Layout.of(self.mesh, node.shape, self.outputs[name])
+                if name in state:
+                    return self.made[self.program.input_names[state[name]]].layout
+            more = [u for u in self.program.users[n] if u not in seen and any(t.shape == node.shape for t in u.types)]
+            seen |= set(more)
+            todo += more
+        return None
 
     def _scattered(
         self, eq: Equation, pending: frozenset[int], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int
@@ -243,6 +275,19 @@ class _Placer:
         label = eq.label(k, dim)
         kept = label not in eq.whole and label != ONE and label in eq.outs[0]
         return [_way(_cut_places(eq, label, here, args), here, args, axis, n)] if kept else []
+
+
+def _applied(node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node:
+    """The op on these operands, or what stands for it where a dim is cut that it keeps whole."""
+    if node.op.across is not None and node.op.equation is not None:
+        eq = node.op.equation(tuple(a.type for a in args), dict(node.attrs))
+        if any(label in eq.whole and is_cut(a, d) for a, labels in zip(args, eq.ins, strict=True) for d, label in enumerate(labels)):
+            return node.op.across(*args, **attrs)  # type: ignore[no-any-return]
+    return make(node.op, tuple(args), attrs)
+
+
+def _is_sum(value: Node) -> bool:
+    return len(value.types) == 1 and any(isinstance(p, P) for _, p in value.layout.held)
 
 
 def _other_labels(eq: Equation, seq: set[str]) -> list[str]:
