@@ -22,7 +22,7 @@ from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.ops.comm import reshard
 from weft.ops.fill import is_cut
-from weft.ops.registry import ONE, Equation, Kind, arg_sets
+from weft.ops.registry import ONE, Equation, Kind, arg_sets, nbytes
 from weft.ops.source import input_held
 from weft.plan.roles import Roles
 
@@ -116,8 +116,9 @@ class _Placer:
         self.made = dict(made)
         self.home: dict[Node, list[Layout]] = {}  # where the results of an op that was turned belong
         self.alone: set[Node] = set()  # parameters, and what is made of one alone
-        self.done: dict[Node, Node] = {}  # pending sums of the forward pass, and what was made of them: one reader's is everyone's
-        self.forward = program.needs(program.output_names["loss"]) if "loss" in program.output_names else set[Node]()
+        self.done: dict[Node, Node] = {}  # pending sums of activations, and what was made of them for one reader: the others take it too
+        batch = [node.attr("name") for node in program.inputs if node.role is Role.BATCH]
+        self.inner = {axis for axis in mesh.axes if not any(isinstance(inputs.get(name, {}).get(axis), S) for name in batch)}
         self.after = Roles(program).after if options.gather else frozenset[Node]()
 
     def _input(self, node: Node) -> Node:
@@ -170,7 +171,7 @@ class _Placer:
                 new = _applied(node, moved, attrs)
             except (TypeMismatch, LayoutError):
                 continue
-            self.done |= {a: b for old, a, b in zip(node.args, args, moved, strict=True) if old in self.forward and _is_sum(a) and not _is_sum(b)}
+            self.done |= {a: b for a, b in zip(args, moved, strict=True) if _pending(a) and _pending(a) <= self.inner and not _pending(b)}
             return new
         raise PlanError(
             f"{node.op.name} cannot be placed",
@@ -231,22 +232,37 @@ class _Placer:
         for label in labels:
             if label != ONE and (label not in eq.whole or node.op.across):
                 ways.append(_way(_cut_places(eq, label, here, args), here, args, axis, n))
-        if not labels and all(isinstance(h, Replicated) for h in here):
-            ways += [_Way(_cut_places(eq, label, here, args), -1.0) for label in self._wanted(axis, node, eq)]
+        wanted = self._wanted(axis, node, eq)
+        ways = [_way(_cut_places(eq, label, here, args), here, args, axis, n) for label in wanted] + ways
+        if wanted or axis in self.options.scatter:
+            ways = [_Way(w.places, w.cost + self._later(w, node, eq, here, n)) for w in ways]
         pending = frozenset(k for k, p in enumerate(here) if isinstance(p, P))
         for s in arg_sets(node.op.linear, len(args)):
             if s and s <= pending:
                 passed = _way(tuple(P() if k in s else R for k in range(len(args))), here, args, axis, n)
-                ways.append(_Way(passed.places, passed.cost + _swollen(node, [args[k] for k in s], n)))
+                ways.append(_Way(passed.places, passed.cost + _swollen(node, [args[k] for k in s], n) + self._due(axis, node, s, args)))
         if axis in self.options.scatter and pending and not labels:
             ways += self._scattered(eq, pending, here, args, axis, n)
         return sorted(ways, key=lambda w: w.cost)
+
+    def _later(self, way: _Way, node: Node, eq: Equation, here: Sequence[Placement], n: int) -> float:
+        """What a way costs further on: a result that is a pending sum is reduced, and weights that were cut on purpose are not gathered."""
+        lost = any(isinstance(p, S) and eq.label(k, p.dim) not in eq.outs[0] for k, p in enumerate(way.places))
+        bared = any(isinstance(h, S) and p != h and (a in self.alone or a.role is Role.PARAMETER)
+                    for h, p, a in zip(here, way.places, node.args, strict=True))  # fmt: skip
+        size = math.prod(node.types[0].shape) * node.types[0].dtype.itemsize
+        return (math.inf if bared else 0.0) + (_move(P(), S(0), size, n) if lost else 0.0)
+
+    def _due(self, axis: str, node: Node, pending: Iterable[int], args: Sequence[Node]) -> float:
+        """What it costs to let sums of activations pass that other readers wait for as well: each would reduce them for itself."""
+        shared = [args[k] for k in pending if axis in self.inner and len(self.program.users[node.args[k]]) > 1]
+        return sum(2 * _move(P(), R, nbytes(a.type), self.mesh.size(axis)) for a in shared)
 
     def _wanted(self, axis: str, node: Node, eq: Equation) -> list[str]:
         """A dim of an operand that any rank makes for itself, such as the rows of a table's gradient, cut as the state it leads to is."""
         free = [k for k, a in enumerate(node.args) if a.op.kind is Kind.SOURCE and a.op.name != "input" and a.ndim]
         labels = [x for k in free for x in eq.ins[k] if x in eq.outs[0] and x not in eq.whole]
-        home = self._home(node) if labels else None
+        home = self._home(node) if labels and len(node.types) == 1 else None
         place = home.placement(axis) if home is not None and axis in home.mesh.axes else R
         return [eq.outs[0][place.dim]] if isinstance(place, S) and place.within is None and eq.outs[0][place.dim] in labels else []
 
@@ -286,8 +302,9 @@ def _applied(node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node:
     return make(node.op, tuple(args), attrs)
 
 
-def _is_sum(value: Node) -> bool:
-    return len(value.types) == 1 and any(isinstance(p, P) for _, p in value.layout.held)
+def _pending(value: Node) -> set[str]:
+    """Axes along which a sum is due."""
+    return {axis for axis, p in value.layout.held if isinstance(p, P)} if len(value.types) == 1 else set()
 
 
 def _other_labels(eq: Equation, seq: set[str]) -> list[str]:
@@ -309,7 +326,7 @@ def _moved(layout: Layout, axis: str, labels: Sequence[str], onto: set[str]) -> 
 def _at_one_root(here: Sequence[Placement], args: Sequence[Node], n: int) -> list[_Way]:
     """What several ranks hold, sent to one of them, or to all."""
     roots = dict.fromkeys(h for h in here if isinstance(h, O))
-    size = [math.prod(a.layout.largest_local) * a.dtype.itemsize if isinstance(h, O) else 0 for h, a in zip(here, args, strict=True)]
+    size = [nbytes(a.type) if isinstance(h, O) else 0 for h, a in zip(here, args, strict=True)]
     ways = [
         _Way(tuple(r if isinstance(h, O) else h for h in here), sum(s for h, s in zip(here, size, strict=True) if h != r)) for r in roots
     ]
@@ -325,7 +342,7 @@ def _cut_places(eq: Equation, label: str, here: Sequence[Placement], args: Seque
 
 def _way(places: tuple[Placement, ...], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int, whole: bool = False) -> _Way:
     """Bytes to bring the operands there, and, as a tie-break, work done on every rank alike when nothing is cut."""
-    cost = sum(_move(h, p, math.prod(a.layout.largest_local) * a.dtype.itemsize, n) for h, p, a in zip(here, places, args, strict=True))
+    cost = sum(_move(h, p, nbytes(a.type), n) for h, p, a in zip(here, places, args, strict=True))
     return _Way(places, cost + (0.01 if whole and any(not isinstance(h, Replicated) for h in here) else 0.0))
 
 
@@ -334,10 +351,10 @@ def _summed(layout: Layout) -> Layout:
 
 
 def _swollen(node: Node, pending: Sequence[Node], n: int) -> float:
-    """Bytes more that a sum still due moves after an op that makes it larger, as `expand` does, than before it."""
-    size = sum(math.prod(a.layout.largest_local) * a.dtype.itemsize for a in pending)
-    grown = max((math.prod(t.shape) for t in node.types), default=0) / max(1, sum(math.prod(a.shape) for a in pending))
-    return _move(P(), R, size * max(0.0, grown - 1), n)
+    """Bytes that a sum still due moves after an op that makes it larger, as `expand` and a cast to a wider dtype do; 0 after others."""
+    before, after = sum(nbytes(a.type) for a in pending), sum(math.prod(t.shape) * t.dtype.itemsize for t in node.types)
+    grown = after / max(1, sum(math.prod(a.shape) * a.dtype.itemsize for a in pending))
+    return _move(P(), R, before * grown, n) if grown > 1 else 0.0
 
 
 def _move(here: Placement, there: Placement, nbytes: float, n: int) -> float:
