@@ -232,7 +232,7 @@ class _Placer:
         for label in labels:
             if label != ONE and (label not in eq.whole or node.op.across):
                 ways.append(_way(_cut_places(eq, label, here, args), here, args, axis, n))
-        wanted = self._wanted(axis, node, eq)
+        wanted = self._wanted(axis, node, eq) if axis in self.inner else []
         ways = [_way(_cut_places(eq, label, here, args), here, args, axis, n) for label in wanted] + ways
         if wanted or axis in self.options.scatter:
             ways = [_Way(w.places, w.cost + self._later(w, node, eq, here, n)) for w in ways]
@@ -240,7 +240,7 @@ class _Placer:
         for s in arg_sets(node.op.linear, len(args)):
             if s and s <= pending:
                 passed = _way(tuple(P() if k in s else R for k in range(len(args))), here, args, axis, n)
-                ways.append(_Way(passed.places, passed.cost + _swollen(node, [args[k] for k in s], n) + self._due(axis, node, s, args)))
+                ways.append(_Way(passed.places, passed.cost + self._swollen(axis, node, [args[k] for k in s]) + self._due(axis, node, s, args)))
         if axis in self.options.scatter and pending and not labels:
             ways += self._scattered(eq, pending, here, args, axis, n)
         return sorted(ways, key=lambda w: w.cost)
@@ -252,6 +252,14 @@ class _Placer:
                     for h, p, a in zip(here, way.places, node.args, strict=True))  # fmt: skip
         size = math.prod(node.types[0].shape) * node.types[0].dtype.itemsize
         return (math.inf if bared else 0.0) + (_move(P(), S(0), size, n) if lost else 0.0)
+
+    def _swollen(self, axis: str, node: Node, pending: Sequence[Node]) -> float:
+        """Bytes that a sum still due moves after an op that makes it larger; 0 after others. A cast to a wider dtype does so too, but to
+        gradients that copies sum, where it says in what they are summed."""
+        inner = axis in self.inner
+        size = [math.prod(t.shape) * (t.dtype.itemsize if inner else 1) for a in (node, *pending) for t in a.types[:1]]
+        grown = size[0] / max(1, sum(size[1:]))
+        return _move(P(), R, sum(nbytes(a.type) for a in pending) * (grown if inner else grown - 1), self.mesh.size(axis)) if grown > 1 else 0.0
 
     def _due(self, axis: str, node: Node, pending: Iterable[int], args: Sequence[Node]) -> float:
         """What it costs to let sums of activations pass that other readers wait for as well: each would reduce them for itself."""
@@ -348,13 +356,6 @@ def _way(places: tuple[Placement, ...], here: Sequence[Placement], args: Sequenc
 
 def _summed(layout: Layout) -> Layout:
     return Layout.of(layout.mesh, layout.shape, {axis: p for axis, p in layout.placements.items() if not isinstance(p, P)})
-
-
-def _swollen(node: Node, pending: Sequence[Node], n: int) -> float:
-    """Bytes that a sum still due moves after an op that makes it larger, as `expand` and a cast to a wider dtype do; 0 after others."""
-    before, after = sum(nbytes(a.type) for a in pending), sum(math.prod(t.shape) * t.dtype.itemsize for t in node.types)
-    grown = after / max(1, sum(math.prod(a.shape) * a.dtype.itemsize for a in pending))
-    return _move(P(), R, before * grown, n) if grown > 1 else 0.0
 
 
 def _move(here: Placement, there: Placement, nbytes: float, n: int) -> float:
