@@ -19,21 +19,24 @@ MANY = 16  # operations per element from which an op is more work than moving wh
 class AlphaBeta:
     """Communication alone: a + b * bytes on the wire, by axis, with a little more for what should lose ties.
 
-    Work is free, but no product may be done twice: every axis must cut it, or hold a term of it.
+    Work is free, but no product may be done twice: every axis must cut it, or hold a term of it. Some kinds of collectives may be banned.
     """
 
     mesh: Mesh
     alpha: Mapping[str, float]
     beta: Mapping[str, float]
+    banned: frozenset[str] = frozenset()
     chained: bool = True
 
     def on(self, mesh: Mesh) -> AlphaBeta:
-        return AlphaBeta(mesh, self.alpha, self.beta)
+        return AlphaBeta(mesh, self.alpha, self.beta, self.banned)
 
     def move(self, move: Move) -> float:
         n = self.mesh.sizes[move.axis]
         if move.kind == "slice" or n == 1:
             return 0.0
+        if move.kind in self.banned:
+            return math.inf
         share, extra = {
             "all_reduce": (2 * (n - 1) / n, 0.01),
             "all_gather": ((n - 1) / n, 0.1),
@@ -48,7 +51,9 @@ class AlphaBeta:
 
 
 def _multiplies(node: Node) -> bool:
-    """A product, or a larger op that is made of products: it does much more than touch each element."""
+    """A product or a convolution, or a larger op that is made of products: it does much more than touch each element."""
+    if node.op.name.startswith("conv"):
+        return True
     if node.op.kind is Kind.WHOLE:
         return flops(node) > MANY * sum(math.prod(x.shape) for x in (*(a.type for a in node.args), *node.types))
     return node.op.kind is Kind.CONTRACT

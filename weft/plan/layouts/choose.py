@@ -17,7 +17,7 @@ from weft.ops.source import input_held
 from weft.plan.assignment import Answer, solve
 from weft.plan.assignment.budget import Budget
 from weft.plan.layouts.alike import Instance
-from weft.plan.layouts.model import COPY, Model, Rates, Tap, build
+from weft.plan.layouts.model import COPY, Allow, Model, Rates, Tap, build
 from weft.plan.layouts.moves import Placements, Prices
 from weft.plan.layouts.ways import Centre, Way, Ways
 from weft.plan.place import remake
@@ -46,6 +46,11 @@ class Chosen:
     def gap(self) -> float:
         return self.answer.gap
 
+    def way(self, node: Node) -> Way:
+        """How a node of the program that was given is computed."""
+        at = self.model.site[node]
+        return self.model.sites[at].ways[int(self.answer.x[at])]  # type: ignore[index]
+
     @cached_property
     def inputs(self) -> dict[str, dict[str, Placement]]:
         """How every input is held, as `place` takes it."""
@@ -70,14 +75,16 @@ def choose(
     gap: float = GAP,
     rates: Rates | None = None,
     at_once: int = AT_ONCE,
+    allow: Allow | None = None,
 ) -> Chosen:
     """The cheapest layouts found within `work`, or the first within `gap` of the cheapest; `memory` is in bytes per device.
 
     `blocks` are repeated parts that shall be laid out alike. `pins` give, by name of input, the layouts it may have. `rates` say what
-    counts for less; `at_once` how many axes are searched together, since the ways of a node grow as a power of their number.
+    counts for less; `at_once` how many axes are searched together, since the ways of a node grow as a power of their number;
+    `allow` which ways of a node may be taken.
     """
     _check_pins(program, pins or {})
-    task = _Task(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap, rates or Rates(), at_once)
+    task = _Task(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap, rates or Rates(), at_once, allow)
     model, answer = task.solve() if len(mesh.axes) <= at_once else task.refine()
     if answer.x is None:
         raise _no_layouts(program, mesh, memory, str(answer.reason))
@@ -101,11 +108,14 @@ class _Task:
     gap: float
     rates: Rates
     at_once: int
+    allow: Allow | None
 
     def solve(self, centres: Mapping[Node, Centre] | None = None) -> tuple[Model, Answer]:
         pins = {name: [_placements(self.mesh, p) for p in options] for name, options in self.pins.items()}
         ways = Ways(self.mesh)
-        model = build(self.program, ways, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres, rates=self.rates)
+        model = build(
+            self.program, ways, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres, rates=self.rates, allow=self.allow
+        )  # fmt: skip
         left = self.budget.work - self.budget.spent
         answer = solve(model.problem, work=left, seconds=self.budget.left, gap=self.gap)
         self.budget.spend(answer.work)

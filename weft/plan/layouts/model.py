@@ -23,6 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
+from weft.core.errors import PlanError
 from weft.core.layout import Mesh, R, S
 from weft.core.node import Node, Type
 from weft.core.program import Program
@@ -37,6 +38,7 @@ from weft.plan.roles import Roles
 
 SELF, COPY, KEPT = "self", "copy", "kept"
 Reader = tuple[Node, int]  # a node, and which of its operands
+Allow = Callable[[Node, Way], bool]
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,13 @@ def build(
     pins: Mapping[str, Sequence[Placements]] | None = None,
     centres: Mapping[Node, Centre] | None = None,
     rates: Rates | None = None,
+    allow: Allow | None = None,
 ) -> Model:
     """The layouts problem of a one-device program on the mesh of `ways`. `pins` are the layouts some inputs may have.
 
-    With `centres`, only ways that differ from a node's own along one axis at most.
+    With `centres`, only ways that differ from a node's own along one axis at most; with `allow`, only those of each node that it allows.
     """
-    builder = _Builder(program, ways, prices, limit, parts(program, blocks), pins or {}, centres or {}, rates or Rates())
+    builder = _Builder(program, ways, prices, limit, parts(program, blocks), pins or {}, centres or {}, rates or Rates(), allow)
     builder.place_nodes()
     builder.join_readers()
     builder.join_outputs()
@@ -141,13 +144,15 @@ class _Builder:
         pins: Mapping[str, Sequence[Placements]],
         centres: Mapping[Node, Centre],
         rates: Rates,
+        allow: Allow | None,
     ) -> None:
         self.program, self.ways, self.prices, self.limit = program, ways, prices, limit
-        self.part, self.pins, self.centres = part, pins, centres
+        self.part, self.pins, self.centres, self.allow = part, pins, centres, allow
         self.routes, self.work = Routes(ways.mesh, prices), Work(program, prices.chained)
         self.lifetimes = Lifetimes(program)
         self.roles, self.rates = Roles(program), rates
         self.forward = self.roles.forward
+        self.offered: dict[int, list[Placements]] = {}  # layouts a part could give its value, allowed or not
         self.sites: list[Site] = []
         self.site: dict[Node, int] = {}
         self.taps: dict[tuple[Node, bool], int] = {}
@@ -187,12 +192,22 @@ class _Builder:
         return [w.results[0] for w in self._ways(node)]
 
     def _ways_of(self, node: Node, waits: Sequence[bool]) -> tuple[Way, ...]:
+        found = self._every_way(node, waits)
+        self.offered[self.part[node]] = list(dict.fromkeys(w.results[0] for w in found))
+        if self.allow is None or node.op.name == "item":
+            return found
+        allowed = tuple(w for w in found if self.allow(node, w))
+        if not allowed:
+            raise PlanError(f"no layout of {node.op.name} is allowed", needed="one that is", found=f"{len(found)}, none of them allowed")
+        return allowed
+
+    def _every_way(self, node: Node, waits: Sequence[bool]) -> tuple[Way, ...]:
         if node in self.program.input_set:
             return self.ways.of_input(node, self.pins.get(node.attr("name")), self.centres.get(node))
         if node.op.name == "item":
             made = dict.fromkeys(w.results[node.attr("index")] for w in self._ways(node.args[0]))
             return tuple(Way((), (layout,), node) for layout in made)
-        return self.ways.of_node(node, waits, [list(dict.fromkeys(self._made(a))) for a in node.args], self.centres.get(node))
+        return self.ways.of_node(node, waits, [self.offered[self.part[a]] for a in node.args], self.centres.get(node))
 
     def _work(self, node: Node) -> Floats:
         """Work by way."""
