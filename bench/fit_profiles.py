@@ -235,8 +235,8 @@ LINK = ("nvlink:launch", "nvlink:low_step", "nvlink:bulk", "nvlink:bulk_step", "
 # beyond which a constant makes no sense
 LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 3e-5, "gemm.tile": 1e-5}
 SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
-STEPS = ("memory.efficiency", "gemm.efficiency", "network:efficiency")
-SERVER = ("gemm.tile", "gemm.misaligned", "kernel.launch", "host.launch")
+STEPS = ("memory.efficiency", "gemm.sustained", "network:efficiency")
+SERVER = ("gemm.launch", "gemm.misaligned", "kernel.launch", "host.launch")
 
 
 def tasks(kind: str, truth: Path) -> list[Task]:

@@ -151,7 +151,8 @@ def _attention(got: Mapping[str, float], peak: float, device: str) -> dict[str, 
     """Shares of the peak with wide heads, and how the rate falls with narrow ones."""
     wide, narrow = got["attention.forward.128"], got["attention.forward.64"]
     tiles = Device("tiles", {"units": Constant(1.0 if device == "cpu" else 2.0, START.origin), "attention.start": START})
-    more = kernels.in_tiles(tiles, measure.KEYS, measure.KEYS, True)
+    met = float(kernels.tiles_of_keys(tiles, measure.KEYS, measure.KEYS, True, 0)[1]) + (0.0 if device == "cpu" else START.value)
+    more = met / (measure.KEYS / kernels.TILE / 2)
     halves = {way: _half(got[f"attention.{way}.64"], got.get(f"attention.{way}.short", 0.0)) for way in ("forward", "backward")}
     shares = {f"attention.{way}": got[f"attention.{way}.128"] / peak * more * (1 + half / measure.LONG) for way, half in halves.items()}
     known = {f"attention.{way}.half": half for way, half in halves.items() if half}

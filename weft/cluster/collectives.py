@@ -1,13 +1,13 @@
 """Time of a collective over ranks that lie in nodes.
 
 Each level l of links moves the wire bytes W of the collective out of every block of the level below, m_{l-1} ranks of which
-send side by side; the levels work as one pipeline. A level offers two ways to send, as NCCL's protocols do:
+send side by side; the levels work as one pipeline. A level offers some ways p to send (low, mid, bulk), as NCCL's protocols do:
 
-    t_l = min(low_l + steps_l * step_l + W / (m_{l-1} * B_l * f_l),   bulk_l + steps_l * bulk_step_l + W / (m_{l-1} * B_l))
+    t_l = min over p of  wait_lp + steps_l * step_lp + W / (m_{l-1} * B_l * share_lp)
     B_l = bandwidth_l * efficiency_l * (1 - small_l / n_l),     t = launch + max_l (bytes part) + sum_l (waiting part)
 
-Few ranks fill fewer channels, hence `small`; `f` is the share of bandwidth the low-latency way reaches. A library may run
-one kind of collective at a lower rate than others, hence `cost.KIND`.
+Few ranks fill fewer channels, hence `small`; `share` is what a way with less waiting reaches of the bandwidth. A library may run one kind
+of collective at another rate than others, hence `cost.KIND`, and start all_to_all, whose messages do not wait for each other, in a time of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from weft.cluster.profile import Device, Link
 from weft.cluster.spec import Cluster
 from weft.core.errors import ClusterError
 
+WAYS = ("low", "mid", "bulk")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "send")
 
 
@@ -49,7 +50,7 @@ def seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks) -> float:
         return 0.0
     used = _levels(cluster.links, ranks.members)
     launch = max(link.get("launch") for link, _, _ in used)
-    return launch + min(_ring(kind, size, ranks.size, used, bulk) for bulk in (False, True))
+    return launch + min(_ring(kind, size, ranks.size, used, way) for way in WAYS)
 
 
 def send_seconds(cluster: Cluster, size: float, stride: int) -> float:
@@ -77,13 +78,16 @@ def _levels(links: Sequence[Link], members: tuple[int, ...]) -> list[Level]:
     return [(link, b, -(-m // b)) for link, m, b in zip(links, members, below, strict=True) if m > b]
 
 
-def _ring(kind: str, size: float, ranks: int, used: list[Level], bulk: bool) -> float:
+def _ring(kind: str, size: float, ranks: int, used: list[Level], asked: str) -> float:
     waiting, moving = 0.0, 0.0
     for link, below, blocks in used:
-        wait, rate = (link.get("bulk"), 1.0) if bulk else (link.get("low"), link.get("low_share"))
-        step = link.get("bulk_step" if bulk else "low_step")
-        waiting += wait + step * _steps(kind, blocks)
-        speed = _bandwidth(link, blocks * below) * rate * _in_switch(kind, link, blocks)
+        way = asked if asked in link.constants else "low"
+        step = link.get(f"{way}_step")
+        if kind == "all_to_all":
+            waiting += link.get("all_to_all", 0.0)
+            step = link.get("all_to_all_step", step)
+        waiting += link.get(way) + step * _steps(kind, blocks)
+        speed = _bandwidth(link, blocks * below) * link.get(f"{way}_share", 1.0) * _in_switch(kind, link, blocks)
         moving = max(moving, _out_of_block(kind, size, ranks, below) * link.get(f"cost.{kind}", 1.0) / speed)
     return waiting + moving
 

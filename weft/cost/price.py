@@ -73,11 +73,9 @@ def on_mesh(cluster: Cluster, mesh: Mesh) -> Costs:
 def device_seconds(device: Device, op: Op) -> float:
     """Time on the device of anything but a collective."""
     if isinstance(op, Gemm):
-        return kernels.product(device, op.m, op.n, op.k, op.batch, op.dtype)
+        return float(kernels.product(device, op.m, op.n, op.k, op.batch, op.dtype, op.aligned))
     if isinstance(op, Attention):
-        rows = op.batch * op.heads * op.queries
-        flops = op.flops * kernels.in_tiles(device, op.queries, op.keys, op.causal)
-        return kernels.attention(device, flops, op.bytes, rows, op.head_dim, op.dtype, op.back, op.launches)
+        return float(kernels.attention(device, op.batch, op.heads, op.queries, op.keys, op.head_dim, op.bytes, op.dtype, op.causal, op.back, op.launches))
     if isinstance(op, Touch):
         size = op.bytes / (device.get(op.walk, 1.0) if op.walk else 1.0)
         return max(kernels.touch(device, size, op.launches), _work(device, op), _by_element(device, op))

@@ -36,10 +36,16 @@ class Gemm:
     weight: bool = True  # the second operand is a parameter; its gradient may be put off
     launches: int = 1
     bias: bool = False
+    loose: str = "m"  # sizes that no tensor of it is contiguous along, as rows of activations: they may be odd
 
     @property
     def flops(self) -> float:
         return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def aligned(self) -> tuple[int, ...]:
+        """Sizes its tensors are contiguous along."""
+        return tuple(size for letter, size in (("m", self.m), ("n", self.n), ("k", self.k)) if letter not in self.loose)
 
     @property
     def bytes(self) -> float:
@@ -219,7 +225,7 @@ def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Ite
         yield from _sent(node)
     elif kind is Kind.CONTRACT:
         m, n, k, batch = product_sizes(node)
-        yield Gemm(m, n, k, batch, dtype_of(node), name)
+        yield Gemm(m, n, k, batch, dtype_of(node), name, loose=_loose(node))
     elif name.startswith("attention") and not _in_one_kernel(node):
         yield from _with_scores(node)
     elif node.op.products is not None:
@@ -321,6 +327,24 @@ def product_sizes(node: Node) -> tuple[int, int, int, int]:
     parts = (left & out - right, right & out - left, left & right - out, left & right & out)
     m, n, k, batch = (math.prod(size[x] for x in part if x != ONE) for part in parts)
     return m, n, k, batch
+
+
+def _loose(node: Node) -> str:
+    """Of m, n and k those that neither an operand nor the result is contiguous along."""
+    eq = equation_of(node)
+    assert eq is not None
+    left, right, out = set(eq.ins[0]), set(eq.ins[-1]), set(eq.outs[0])
+    inner = {labels[_innermost(a)] for a, labels in zip(node.args, eq.ins, strict=True) if labels} | set(eq.outs[0][-1:])
+    parts = {"m": left & out - right, "n": right & out - left, "k": left & right - out}
+    return "".join(letter for letter, part in parts.items() if not part & inner)
+
+
+def _innermost(node: Node) -> int:
+    """The dim a value is contiguous along, seen through transpositions."""
+    eq = equation_of(node) if node.op.kind is Kind.VIEW else None
+    if eq is None or sorted(eq.ins[0]) != sorted(eq.outs[0]):
+        return max(0, node.ndim - 1)
+    return eq.outs[0].index(eq.ins[0][_innermost(node.args[0])])
 
 
 def query_and_key(node: Node) -> tuple[Node, Node]:

@@ -114,7 +114,7 @@ _ADJOINT = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
 def _of_gemm(op: Gemm) -> Iterator[Op]:
     yield replace(op, n=op.k, k=op.n, saved=0, weight=False, bias=False, name=f"{op.name} input gradient")
-    yield replace(op, m=op.k, k=op.m, saved=0, bias=False, name=f"{op.name} weight gradient")
+    yield replace(op, m=op.k, k=op.m, saved=0, bias=False, loose="k", name=f"{op.name} weight gradient")
     if op.bias:
         size = op.m * op.n * WIDTH[op.dtype]
         yield Touch(f"{op.name} bias gradient", size, 0)
