@@ -32,7 +32,8 @@ def kernels(
         raise typer.BadParameter(f"{' or '.join(HALVES)}, not {half!r}")
     found = [row for table in tables(Path(rows)) for row in summary(table.halves()[HALVES.index(half)] if half else table)]
     if not found:
-        raise ClusterError(f"no table of kernels in {rows}", needed="kernels_gemm.csv or another of its kind", found=rows, try_="the folder that holds the CSV files")
+        needed = "a folder with kernels_gemm.csv or another table of its kind"
+        raise ClusterError(f"no table of kernels in {rows}", needed=needed, found=rows, try_="the folder that holds the CSV files")
     from rich.table import Table as Shown
 
     shown = Shown("device", "dtype", "kind", "class", "rows", "median", "p90", "bias")
