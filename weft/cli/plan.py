@@ -34,7 +34,7 @@ def plan(
     what_if: list[str] = typer.Option([], "--what-if", help="Also plan for another cluster=SPEC, batch=N, seq=N or memory=70GB."),
     fastest: bool = typer.Option(False, "--fastest", help="Take the fastest predicted, even where a simpler plan is as fast within the error of predictions."),
     out: str = typer.Option("", "--out", help="Save the plan to this file."),
-    export: str = typer.Option("", "--export", help="Print it as fsdp2, torchtitan, accelerate or huggingface instead."),
+    export: str = typer.Option("", "--export", help="Print it as torchtitan, megatron, fsdp2, accelerate, huggingface or deepspeed instead."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Plan a training step: degrees, sharding, stages, recompute and schedule together, never worse than any baseline."""

@@ -1,26 +1,49 @@
-"""A plan as what people already run: FSDP2 with parallelize_module, torchtitan's settings, accelerate's ParallelismConfig,
-Hugging Face's DistributedConfig.
+"""A plan as what people already run: torchtitan's and FSDP2's Python, Megatron's arguments, accelerate's YAML, Hugging Face's
+TrainingArguments, DeepSpeed's JSON. The FSDP2 code stands alone: it needs torch and a model whose blocks are found by pattern.
 
-Each form says in comments what of the plan it cannot say. The FSDP2 code stands alone: it needs torch and a model whose blocks
-are found by pattern, nothing of weft.
+Every text is read back as `plan.configs` would read anyone's, and each decision that does not come back is named in it as lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
-from weft.core.errors import PlanError
+from weft.core.errors import PlanError, WeftError
+from weft.plan.configs import Read, read
 from weft.plan.plan import Plan
 from weft.plan.search import describe
+from weft.plan.setting import MIXED, Setting
+from weft.plan.simulate import share
 
-TITAN_RECOMPUTE = {"none": "none", "selective": "selective", "per-op": "selective", "full": "full", "mixed": "full"}
-TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
+TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32", "fp8": "bfloat16"}
+TITAN_BASE = {"llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3-405b": "llama3_405b"}
+HALVES = ("attention", "ffn")
+WHY = {
+    ("torchtitan", "schedule"): "torch has no such schedule with one chunk a stage",
+    ("torchtitan", "recompute"): "its selective keeps attention and every second matmul, its full nothing, for all layers alike",
+    ("torchtitan", "zero"): "fully_shard shards all state, and parameters too unless they are never resharded after the forward",
+    ("torchtitan", "dtype"): "give the model_spec a Float8LinearConverter for fp8",
+    ("torchtitan", "batch_first"): "it keeps the batch first, so slices of the sequence are copied",
+    ("megatron", "recompute"): "it recomputes core attention, or whole layers, as many on every stage",
+    ("megatron", "kernels"): "its layers are of fused kernels, whatever is asked",
+    ("accelerate", "micro_batch"): "pass it to the DataLoader", ("accelerate", "global_batch"): "by gradient_accumulation_steps of the Accelerator",
+    ("accelerate", "pp"): "it has no pipeline", ("huggingface", "pp"): "its Trainer has no pipeline",
+    ("deepspeed", "pp"): "PipelineModule cuts the model in code",
+    ("deepspeed", "recompute"): "model.gradient_checkpointing_enable() recomputes whole layers",
+    ("fsdp2", "pp"): "cut the model with torch.distributed.pipelining first",
+}  # fmt: skip
+PIPELINE = ("schedule", "virtual", "layers", "overlap_sends")  # which go with it
 
 
 def export(plan: Plan, form: str) -> str:
-    """The plan in another form."""
+    """The plan in another form, with what is lost named in it."""
     known_form(form)
-    return FORMS[form](plan)
+    made = _write(plan, form, [])
+    return _write(plan, form, [*_about(plan), *(f"not said here: {words}" for words in unsaid(plan, form, made))])
 
 
 def known_form(form: str) -> None:
@@ -28,111 +51,308 @@ def known_form(form: str) -> None:
         raise PlanError(f"no form {form!r}", needed=" or ".join(FORMS), found=form)
 
 
-def unsaid(plan: Plan, form: str) -> list[str]:
-    """What of a plan a form cannot say."""
-    s = plan.setting
+def _about(plan: Plan) -> list[str]:
+    return [f"{plan.model} on {plan.cluster}: {describe(plan.setting)}", f"predicted {plan.step_ms:,.1f} ms a step"]
+
+
+def unsaid(plan: Plan, form: str, text: str = "") -> list[str]:
+    """What of a plan a form cannot say, in words."""
     found = [f"unequal shares of the batch: {', '.join(str(x['kind']) for x in plan.shares)}"] if plan.shares else []
-    found += [f"how {len(held)} tensors are held, each by itself"] if (held := plan.layouts.get("inputs")) else []
+    found += [f"how {len(held)} tensors are sharded, each by itself"] if (held := plan.layouts.get("inputs")) else []
     found += [f"the step rewritten by {', '.join(rules)}"] if (rules := plan.layouts.get("rules")) else []
-    found += ["recompute layer by layer: given as full, which needs no more memory"] if s.recompute == "mixed" else []
-    if form == "fsdp2":
-        found += [f"pp {s.pp} with {s.schedule}: cut the model with torch.distributed.pipelining first"] if s.pp > 1 else []
-        found += [f"{a} {getattr(s, a)}" for a in ("cp", "ep") if getattr(s, a) > 1]
-        found += ["zero1: gradients are sharded too, as in zero2"] if s.zero == 1 else []
-        found += [f"recompute {s.recompute}: every second layer is recomputed whole"] if s.recompute in ("selective", "per-op") else []
-    if form == "torchtitan":
-        found += [f"layers of the stages: {' '.join(map(str, plan.layers))}"] if plan.layers else []
-        found += [f"zero{s.zero}: data_parallel_shard shards all state"] if s.zero in (1, 2) else []
-        found += [s.pipeline.unsaid] if s.pipeline.unsaid and s.pp > 1 else []
-    if form == "accelerate":
-        found += [f"zero{s.zero}: dp_shard_size shards all state"] if s.zero in (1, 2) else []
-        found += [f"pp {s.pp} with {s.schedule}"] if s.pp > 1 else []
-        found += [f"ep {s.ep}"] if s.ep > 1 else []
-        found += [f"recompute {s.recompute}"] if s.recompute not in ("none", "mixed") else []
-        found += ["sequence parallelism beside tp"] if s.sequence_parallel else []
-    if form == "huggingface":
-        found += [f"zero{s.zero}: fsdp_size shards all state"] if s.zero in (1, 2) else []
-        found += [f"zero0: {s.dp} whole copies"] if s.zero == 0 and s.dp > 1 else []
-        found += [f"pp {s.pp}: the order {s.schedule} of {s.micro_batches} micro-batches"] if s.pp > 1 else []
-        found += [f"layers of the stages: {' '.join(map(str, plan.layers))}"] if plan.layers else []
-        found += [f"cp {s.cp}"] if s.cp > 1 else []
-        found += [f"recompute {s.recompute}"] if s.recompute not in ("none", "full") else []
-        found += ["sequence parallelism beside tp"] if s.sequence_parallel else []
-    found += ["collectives of tp beside products"] if s.overlap_tp and form != "torchtitan" else []
-    found += [f"recompute {s.recompute}: given as selective"] if s.recompute == "per-op" and form == "torchtitan" else []
+    if form == "megatron" and plan.setting.kernels != "classic" and set(_ways(plan)) & {"selective", "activation"}:
+        found.append("recompute of the activation beside that of core attention")
+    gone = lost(plan, form, text)
+    for name, (wanted, other) in gone.items():
+        why = WHY.get((form, name), "")
+        if name not in PIPELINE or "pp" not in gone:
+            more = f" ({', '.join(f'{x} {_said(gone[x][0])}' for x in PIPELINE if x in gone)})" if name == "pp" else ""
+            found.append(f"{name} {_said(wanted)}{more}, which reads back as {_said(other)}" + (f": {why}" if why else ""))
     return found
 
 
-def _comments(plan: Plan, form: str) -> str:
-    lines = [f"{plan.model} on {plan.cluster}: {describe(plan.setting)}", f"foreseen {plan.step_ms:,.1f} ms a step"]
-    return "".join(f"# {x}\n" for x in [*lines, *(f"not said here: {u}" for u in unsaid(plan, form))])
+def lost(plan: Plan, form: str, text: str = "") -> dict[str, tuple[Any, Any]]:
+    """Each decision that does not come back from the text of a form, with what comes back."""
+    back = read(text or _write(plan, form, []), form, plan.setting.devices, max(1, plan.seq), depth_of(plan))
+    ours, theirs = decisions(plan.setting, plan.layers, plan.stages, depth_of(plan)), decided(back, depth_of(plan))
+    return {name: (value, theirs.get(name)) for name, value in ours.items() if theirs.get(name) != value}
 
 
-def _torchtitan(plan: Plan) -> str:
-    """Command-line settings of torchtitan."""
-    s = plan.setting
-    options = {
-        "parallelism.data_parallel_replicate_degree": s.dp if s.zero == 0 else 1,
-        "parallelism.data_parallel_shard_degree": 1 if s.zero == 0 else s.dp,
+def decided(found: Read, depth: int) -> dict[str, Any]:
+    return decisions(found.setting, found.layers, found.stages, depth)
+
+
+def decisions(s: Setting, layers: Sequence[float], stages: Sequence[Sequence[tuple[str, str, int]]], depth: int) -> dict[str, Any]:
+    """What is decided, without what does not matter beside it; recompute of each stage where layers differ."""
+    ways = [Counter() for _ in stages]  # type: list[Counter[str]]
+    for ways_of, stage in zip(ways, stages, strict=True):
+        for name, way, n in stage:
+            ways_of[way] += _size(name) * n  # type: ignore[assignment]
+    kinds = {way for stage in ways for way, n in stage.items() if n}
+    again: Any = s.recompute
+    if s.recompute == MIXED:
+        again = min(kinds) if len(kinds) == 1 else tuple(tuple(sorted((w, n) for w, n in stage.items() if n)) for stage in ways)
+    made = {f.name: getattr(_plain(s), f.name) for f in fields(Setting)}
+    return {**made, "recompute": again, "layers": _counts(s, layers, stages, depth)}
+
+
+def _plain(s: Setting) -> Setting:
+    """With what cannot matter as it comes."""
+    base = Setting()
+    free = [(s.tp == 1, ("sequence_parallel", "overlap_tp")), (s.pp == 1, ("virtual", "schedule", "overlap_sends"))]
+    free += [(s.size("data") == 1, ("zero", "overlap_grads", "keep_gathered")), (not s.sequence_parallel or s.tp == 1 or s.micro_batch == 1, ("batch_first",))]
+    free += [(s.zero != 3 or s.micro_batches == 1, ("keep_gathered",)), (s.zero == 0 or s.size("data") == 1, ("overlap_params",))]
+    free += [(s.dtype in ("fp32", "tf32"), ("master", "grad_dtype"))]
+    return replace(s, **{name: getattr(base, name) for off, names in free if off for name in names})
+
+
+def _size(block: str) -> float:
+    return 0.5 if block in HALVES else float(block == "layer")
+
+
+def _counts(s: Setting, layers: Sequence[float], stages: Sequence[Sequence[tuple[str, str, int]]], depth: int) -> tuple[float, ...]:
+    """Layers of each virtual stage; nothing is known of an even cut where the depth is not."""
+    if s.pp == 1:
+        return ()
+    if stages:
+        return tuple(sum(_size(name) * n for name, _, n in stage) for stage in stages)
+    return tuple(map(float, layers or (share(depth, s.pp * s.virtual) if depth else ())))
+
+
+def _whole(counts: Sequence[float]) -> list[int]:
+    """The nearest whole layers that are as many in all."""
+    ends = [round(sum(counts[: i + 1])) for i in range(len(counts))]
+    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return " | ".join(", ".join(f"{way} in {n:g}" for way, n in stage) for stage in value)
+    return " ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else str(value)
+
+
+def depth_of(plan: Plan) -> int:
+    """Layers of the model, 0 where only its module tells."""
+    from weft.plan.models import is_transformer, shape
+
+    counts = _counts(plan.setting, plan.layers, plan.stages, 0) or plan.layers
+    try:
+        return int(sum(counts)) if counts else shape(plan.model).layers if is_transformer(plan.model) else 0
+    except WeftError:
+        return 0
+
+
+def _ways(plan: Plan) -> list[str]:
+    """What each layer recomputes, in order; halves of a layer count for the one they begin."""
+    if plan.setting.recompute != MIXED:
+        return [plan.setting.recompute]
+    found, at = [], 0.0
+    for name, again, n in (piece for stage in plan.stages for piece in stage):
+        for _ in range(n if _size(name) else 0):
+            found += [again] if at == int(at) else []
+            at += _size(name)
+    return found or ["none"]
+
+
+def _one_way(plan: Plan, known: Sequence[str]) -> str:
+    """One way for all layers: theirs where it is one that is known, else the next of the known that keeps no more."""
+    order = ("none", "activation", "selective", "ffn", "per-op", "full")
+    leanest = max(_ways(plan), key=order.index)
+    return next(w for w in order[order.index(leanest) :] if w in known)
+
+
+# --- the forms
+
+
+def _write(plan: Plan, form: str, comments: Sequence[str]) -> str:
+    return FORMS[form](plan, comments)
+
+
+def _hashes(comments: Sequence[str]) -> str:
+    return "".join(f"# {x}\n" for x in comments)
+
+
+def _copies(s: Setting) -> tuple[int, int]:
+    """Whole copies, and ranks that share the state of one."""
+    return (s.dp, 1) if s.zero == 0 and s.ep == 1 else (1, s.dp)
+
+
+def _torchtitan(plan: Plan, comments: Sequence[str]) -> str:
+    """A configuration in Python, as torchtitan has them since it gave up TOML; the options mean the same on its command line."""
+    s, seq = plan.setting, max(1, plan.seq)
+    replicate, shard = _copies(s)
+    options: dict[str, Any] = {
+        "parallelism.data_parallel_replicate_degree": replicate, "parallelism.data_parallel_shard_degree": shard,
         "parallelism.fsdp_reshard_after_forward": "always" if s.zero == 3 and not s.keep_gathered else "never",
-        "parallelism.tensor_parallel_degree": s.tp,
-        "parallelism.context_parallel_degree": s.cp,
-        "parallelism.expert_parallel_degree": s.ep,
-        "parallelism.pipeline_parallel_degree": s.pp,
-        "activation_checkpoint.mode": TITAN_RECOMPUTE[s.recompute],
-        "training.local_batch_size": s.micro_batch * (s.micro_batches if s.pp > 1 else 1),
-        "training.global_batch_size": s.global_batch,
-    }
-    if plan.seq:
-        options["training.seq_len"] = plan.seq
+        "parallelism.tensor_parallel_degree": s.tp, "parallelism.enable_sequence_parallel": s.sequence_parallel,
+        "parallelism.context_parallel_degree": s.cp, "parallelism.expert_parallel_degree": s.ep, "parallelism.pipeline_parallel_degree": s.pp,
+        "training.num_tokens_per_microbatch_per_dp_rank": s.micro_batch * seq, "training.num_tokens_per_train_step": s.global_batch * seq,
+        "training.max_context_length": seq, "training.dtype": "float32" if s.master or s.dtype != "bf16" else "bfloat16",
+        "training.mixed_precision_param": "float32" if s.dtype in ("fp32", "tf32") else "bfloat16",
+        "compile.enable": s.kernels == "compiled", "compile.enable_async_tensor_parallel": s.overlap_tp and s.kernels == "compiled",
+    }  # fmt: skip
     if s.pp > 1:
-        options["parallelism.pipeline_parallel_schedule"] = s.pipeline.titan
-        options["parallelism.pipeline_parallel_microbatch_size"] = s.micro_batch
-    return _comments(plan, "torchtitan") + "".join(f"--{key} {value}\n" for key, value in options.items())
-
-
-def _accelerate(plan: Plan) -> str:
-    s = plan.setting
-    sizes = {
-        "dp_replicate_size": s.dp if s.zero == 0 else 1, "dp_shard_size": 1 if s.zero == 0 else s.dp, "tp_size": s.tp, "cp_size": s.cp,
-    }  # fmt: skip
-    args = ", ".join(f"{k}={v}" for k, v in sizes.items())
-    rounds = s.micro_batches
+        options |= {"parallelism.pipeline_parallel_schedule": s.pipeline.titan, "parallelism.num_pp_microbatches": s.micro_batches}
+        parts = _parts(_whole(_counts(s, plan.layers, plan.stages, depth_of(plan))))
+        options |= {"parallelism.module_fqns_per_model_part": parts} if parts else {}
+    policy = {"none": "None", "per-op": "SelectiveAC.Config()", "full": "FullAC.Config()"}[_one_way(plan, ("none", "per-op", "full"))]
+    base = TITAN_BASE.get(plan.model)
+    where = f"from torchtitan.models.llama3.config_registry import {base} as base" if base else f"from my_configs import base  # what makes {plan.model}"
+    lines = [f"    config.{key} = {value!r}" for key, value in options.items()]
     return (
-        _comments(plan, "accelerate")
-        + "from accelerate import Accelerator\nfrom accelerate.parallelism_config import ParallelismConfig\n\n"
-        + f"config = ParallelismConfig({args})\n"
-        + f"accelerator = Accelerator(parallelism_config=config, gradient_accumulation_steps={rounds})\n"
-        + f"micro_batch = {s.micro_batch}  # samples of one device's loader at a time\n"
+        _hashes(comments) + f"from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC\n{where}\n\n\n"
+        "def planned():\n    config = base()\n" + "\n".join([*lines, f"    config.activation_checkpoint = {policy}", "    return config\n"])
     )
 
 
-def _huggingface(plan: Plan) -> str:
-    s = plan.setting
-    sizes = {"tp_size": s.tp, "fsdp_size": s.dp if s.zero else 1, "pp_size": s.pp, "ep_size": s.ep}
-    args = ", ".join(f"{k}={v}" for k, v in sizes.items() if v > 1)
-    again = "model.gradient_checkpointing_enable()\n" if s.recompute == "full" else ""
-    return (
-        _comments(plan, "huggingface")
-        + "from transformers import AutoModelForCausalLM\nfrom transformers.distributed import DistributedConfig\n\n"
-        + f"config = DistributedConfig({args})\n"
-        + f"model = AutoModelForCausalLM.from_pretrained(MODEL, distributed_config=config)  # MODEL: {plan.model}\n"
-        + again
-        + f"micro_batch, micro_batches = {s.micro_batch}, {s.micro_batches}  # of every copy, each step\n"
-    )
+def _parts(counts: Sequence[int]) -> list[list[str]]:
+    """Modules of each chunk by torchtitan's names."""
+    found, at = [], 0
+    for n in counts:
+        found.append([f"layers.{i}" for i in range(at, at + n)])
+        at += n
+    if found:
+        found[0].insert(0, "tok_embeddings")
+        found[-1] += ["norm", "lm_head"]
+    return found
 
 
-def _fsdp2(plan: Plan) -> str:
+def _megatron(plan: Plan, comments: Sequence[str]) -> str:
+    """Arguments of pretrain_gpt.py, as an array of a shell script."""
     s = plan.setting
-    filled = {
-        "dp": s.dp, "tp": s.tp, "sp": s.sequence_parallel, "replicate": s.zero == 0, "reshard": s.zero == 3 and not s.keep_gathered,
-        "recompute": s.recompute in ("full", "mixed"), "some": s.recompute in ("selective", "per-op"), "dtype": TORCH_DTYPE.get(s.dtype, "bfloat16"),
-        "reduce": TORCH_DTYPE[s.grad_dtype], "micro_batch": s.micro_batch, "rounds": s.micro_batches,
+    options: dict[str, Any] = {
+        "tensor-model-parallel-size": s.tp, "pipeline-model-parallel-size": s.pp, "context-parallel-size": s.cp, "expert-model-parallel-size": s.ep,
+        "micro-batch-size": s.micro_batch, "global-batch-size": s.global_batch,
     }  # fmt: skip
-    text = _CODE
-    for key, value in filled.items():
-        text = text.replace(f"@{key}@", str(value))
-    return _comments(plan, "fsdp2") + text
+    if s.ep > 1:
+        options["expert-tensor-parallel-size"] = s.tp
+    if plan.seq:
+        options["seq-length"] = plan.seq
+    if depth_of(plan):
+        options["num-layers"] = depth_of(plan)
+    if s.pp > 1 and (counts := _whole(_counts(s, plan.layers, plan.stages, depth_of(plan)))):
+        cells = [f"{'E' * (i == 0)}{'t' * n}{'L' * (i == len(counts) - 1)}" for i, n in enumerate(counts)]
+        options["pipeline-model-parallel-layout"] = "'" + "|".join(cells) + "'"
+    elif s.virtual > 1 and s.pp > 1:
+        options["num-virtual-stages-per-pipeline-rank"] = s.virtual
+    flags = {
+        "sequence-parallel": s.sequence_parallel and s.tp > 1, "tp-comm-overlap": s.overlap_tp, "use-distributed-optimizer": s.zero == 1,
+        "use-megatron-fsdp": s.zero >= 2, "overlap-grad-reduce": s.overlap_grads, "overlap-param-gather": s.overlap_params and s.overlap_grads and s.zero > 0,
+        "no-overlap-p2p-communication": not s.overlap_sends and s.virtual > 1, "bf16": s.dtype in ("bf16", "fp8"), "fp16": s.dtype == "fp16",
+        "grad-reduce-in-bf16": s.grad_dtype == "bf16" and s.dtype in ("bf16", "fp8"),
+    }  # fmt: skip
+    if s.zero >= 2:
+        options["data-parallel-sharding-strategy"] = "optim_grads" if s.zero == 2 else "optim_grads_params"
+    if s.dtype == "fp8":
+        options["fp8-format"] = "hybrid"
+    options |= _megatron_recompute(plan)
+    said = [f"--{key} {value}" for key, value in options.items()] + [f"--{key}" for key, on in flags.items() if on]
+    return _hashes(comments) + "PLANNED_ARGS=(\n" + "".join(f"  {x}\n" for x in said) + ")\n"
+
+
+def _megatron_recompute(plan: Plan) -> dict[str, Any]:
+    block = {"recompute-granularity": "full", "recompute-method": "block"}
+    if plan.setting.recompute == MIXED:
+        full = {sum(int(_size(name) * n) for name, again, n in stage if again == "full") for stage in plan.stages}
+        ways = set(_ways(plan))
+        if len(full) == 1 and ways == {"none", "full"} and min(full):
+            return {**block, "recompute-num-layers": min(full)}
+    way = _one_way(plan, ("none", "selective", "full"))
+    if way == "selective":
+        return {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
+    return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1} if way == "full" else {}
+
+
+def _sharded(s: Setting) -> bool:
+    return s.zero > 0 or s.tp > 1 or s.cp > 1  # neither library puts tp or cp beside plain copies
+
+
+def _accelerate(plan: Plan, comments: Sequence[str]) -> str:
+    """A file for accelerate launch --config_file."""
+    s = plan.setting
+    top: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP" if _sharded(s) else "MULTI_GPU",
+        "mixed_precision": {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}.get(s.dtype, "no"), "num_processes": s.devices,
+    }  # fmt: skip
+    if _sharded(s):
+        top["fsdp_config"] = {
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": s.zero == 3 and not s.keep_gathered,
+            "fsdp_activation_checkpointing": _one_way(plan, ("none", "full")) == "full",
+        }  # fmt: skip
+        top["parallelism_config"] = {f"parallelism_config_{k}": v for k, v in _hf_sizes(s).items()}
+    if s.kernels == "compiled":
+        top["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+    return _hashes([*comments, *_by_hand(s)]) + _yaml(top)
+
+
+def _by_hand(s: Setting) -> list[str]:
+    return [f"in the script: batches of {s.micro_batch} a rank, Accelerator(gradient_accumulation_steps={s.micro_batches})"]
+
+
+def _hf_sizes(s: Setting) -> dict[str, int]:
+    replicate, shard = _copies(s) if s.tp == 1 and s.cp == 1 else (1, s.dp)
+    return {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": s.tp, "cp_size": s.cp}
+
+
+def _yaml(data: Mapping[str, Any], indent: str = "") -> str:
+    lines = []
+    for key, value in data.items():
+        text = f"\n{_yaml(value, indent + '  ')}" if isinstance(value, Mapping) else f" {json.dumps(value)}\n"
+        lines.append(f"{indent}{key}:{text}")
+    return "".join(lines)
+
+
+def _huggingface(plan: Plan, comments: Sequence[str]) -> str:
+    s = plan.setting
+    again = _one_way(plan, ("none", "full")) == "full"
+    words: dict[str, Any] = {
+        "per_device_train_batch_size": s.micro_batch, "gradient_accumulation_steps": s.micro_batches, "bf16": s.dtype in ("bf16", "fp8"),
+        "fp16": s.dtype == "fp16", "tf32": s.dtype == "tf32", "torch_compile": s.kernels == "compiled",
+    }  # fmt: skip
+    if _sharded(s):
+        words |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": s.zero == 3 and not s.keep_gathered, "activation_checkpointing": again}}
+    else:
+        words["gradient_checkpointing"] = again
+    sizes = ", ".join(f"{k}={v}" for k, v in _hf_sizes(s).items())
+    config = f"parallelism_config = ParallelismConfig({sizes})\n" if _sharded(s) else ""
+    own = "".join(f"    {k}={v!r},\n" for k, v in words.items()) + "    parallelism_config=parallelism_config,\n" * _sharded(s)
+    return (
+        _hashes(comments) + "from accelerate.parallelism_config import ParallelismConfig\nfrom transformers import TrainingArguments\n\n"
+        + config + f"args = TrainingArguments(\n    output_dir=\"out\",\n{own})\n"
+    )  # fmt: skip
+
+
+def _deepspeed(plan: Plan, comments: Sequence[str]) -> str:
+    s = plan.setting
+    zero = {"stage": s.zero if s.size("data") > 1 else 0, "overlap_comm": s.overlap_params if s.zero == 3 else s.overlap_grads}
+    data: dict[str, Any] = {
+        "_comment": list(comments), "train_batch_size": s.global_batch, "train_micro_batch_size_per_gpu": s.micro_batch,
+        "gradient_accumulation_steps": s.micro_batches, "zero_optimization": zero, "data_types": {"grad_accum_dtype": s.grad_dtype},
+    }  # fmt: skip
+    if s.dtype in ("bf16", "fp16", "fp8"):
+        whole = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True} if s.dtype == "bf16" and not s.master else {}
+        data["fp16" if s.dtype == "fp16" else "bf16"] = {"enabled": True, **whole}
+    if s.tp > 1:
+        data["tensor_parallel"] = {"autotp_size": s.tp}
+    if s.cp > 1:
+        data["sequence_parallel_size"] = s.cp
+    if s.kernels == "compiled":
+        data["compile"] = {"deepcompile": True}
+    return json.dumps({k: v for k, v in data.items() if v != []}, indent=2) + "\n"
+
+
+def _fsdp2(plan: Plan, comments: Sequence[str]) -> str:
+    s, ways = plan.setting, _ways(plan)
+    replicate, _ = _copies(s)
+    known = {"activation": "per-op", "selective": "per-op", "ffn": "full"}
+    again = [known.get(w, w) for w in ways]
+    constants = {
+        "DP": s.dp, "TP": s.tp, "SEQUENCE_PARALLEL": s.sequence_parallel and s.tp > 1, "REPLICATE": replicate > 1,
+        "RESHARD_AFTER_FORWARD": s.zero == 3 and not s.keep_gathered, "KEEP_GATHERED": s.keep_gathered,
+        "RECOMPUTE": again[0] if len(set(again)) == 1 else again, "MICRO_BATCH": s.micro_batch, "MICRO_BATCHES": s.micro_batches,
+        "PARAM_DTYPE": TORCH_DTYPE[s.dtype], "REDUCE_DTYPE": TORCH_DTYPE[s.grad_dtype], "COMPILE": s.kernels == "compiled",
+    }  # fmt: skip
+    return _hashes(comments) + _CODE.replace("@constants@", "\n".join(f"{k} = {v!r}" for k, v in constants.items()))
 
 
 _CODE = '''"""Shard a transformer with FSDP2 and tensor parallelism. Import `parallelize`, or run under torchrun to see the mesh."""
@@ -141,15 +361,13 @@ import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, PrepareModuleOutput
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-DP, TP, SEQUENCE_PARALLEL = @dp@, @tp@, @sp@
-REPLICATE, RESHARD_AFTER_FORWARD = @replicate@, @reshard@
-RECOMPUTE_LAYERS, RECOMPUTE_SOME = @recompute@, @some@
-MICRO_BATCH, MICRO_BATCHES = @micro_batch@, @rounds@
+@constants@
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "w3", "c_fc")
 ROWS = ("o_proj", "down_proj", "wo", "w2")
 NORMS = ("input_layernorm", "post_attention_layernorm", "attention_norm", "ffn_norm", "norm1", "norm2")
@@ -201,18 +419,45 @@ def bring_tokens_together(part: nn.Module, tp: DeviceMesh) -> None:
     part.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def some_kept():
+    """Keep attention and every second matmul, recompute the rest."""
+    seen = {"forward": 0, "again": 0}
+
+    def policy(ctx, op, *args, **kwargs):
+        if "attention" in str(op):
+            return CheckpointPolicy.MUST_SAVE
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.linear.default):
+            run = "again" if ctx.is_recompute else "forward"
+            seen[run] += 1
+            return CheckpointPolicy.MUST_SAVE if seen[run] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def begin_micro_batch(model: nn.Module, last: bool) -> None:
+    """Call it before each of MICRO_BATCHES where KEEP_GATHERED: parameters and gradients stay whole until the last."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and KEEP_GATHERED:
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_reshard_after_backward(last, recurse=False)
+
+
 def parallelize(model: nn.Module, where: DeviceMesh) -> nn.Module:
     """Tensor parallelism, then recompute, then sharding over copies."""
     blocks = blocks_of(model)
-    policy = MixedPrecisionPolicy(param_dtype=torch.@dtype@, reduce_dtype=torch.@reduce@)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, PARAM_DTYPE), reduce_dtype=getattr(torch, REDUCE_DTYPE))
     for i, block in enumerate(blocks):
         if TP > 1:
             parallelize_module(block, where["tp"], tensor_plan(block))
             for name, part in block.named_children():
                 if SEQUENCE_PARALLEL and name in PARTS:
                     bring_tokens_together(part, where["tp"])
-        if RECOMPUTE_LAYERS or RECOMPUTE_SOME and i % 2:  # every second layer where only a part is recomputed
-            blocks[i] = checkpoint_wrapper(block)
+        way = RECOMPUTE if isinstance(RECOMPUTE, str) else RECOMPUTE[i]
+        if way != "none":
+            blocks[i] = checkpoint_wrapper(block, **({"context_fn": some_kept} if way == "per-op" else {}))
+        if COMPILE:
+            blocks[i].compile()
     if TP > 1 and SEQUENCE_PARALLEL:  # tokens are cut before the first block and whole again after the last
         cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
         whole = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
@@ -228,7 +473,7 @@ if __name__ == "__main__":
     print(mesh())
 '''
 
-FORMS: dict[str, Callable[[Plan], str]] = {
-    "fsdp2": _fsdp2, "torchtitan": _torchtitan, "accelerate": _accelerate, "huggingface": _huggingface,
+FORMS: dict[str, Callable[[Plan, Sequence[str]], str]] = {
+    "torchtitan": _torchtitan, "megatron": _megatron, "fsdp2": _fsdp2, "accelerate": _accelerate, "huggingface": _huggingface,
+    "deepspeed": _deepspeed,
 }  # fmt: skip
-

@@ -28,7 +28,7 @@ Order = tuple[Action, ...]
 class Schedule:
     """`warm(later, stages, micro, chunks)` forwards come before the first backward of a stage that so many later stages follow.
 
-    `searched`: whether a planner looks at it. `titan` is torchtitan's name for it, `unsaid` what that one does otherwise.
+    `searched`: whether a planner looks at it. `titan` is torch's name for it, or for the nearest that cuts the model alike.
     """
 
     name: str
@@ -38,7 +38,6 @@ class Schedule:
     takes_chunks: bool = False  # several chunks of layers on a stage, in rounds of as many micro-batches as there are stages
     searched: bool = True
     titan: str = ""
-    unsaid: str = ""
 
     def orders(self, stages: int, micro: int, chunks: int = 1) -> tuple[Order, ...]:
         """What each stage does, in order."""
@@ -62,16 +61,13 @@ SCHEDULES = {
             "interleaved", lambda later, stages, micro, chunks: 2 * later + (chunks - 1) * stages, takes_chunks=True, titan="Interleaved1F1B"
         ),
         Schedule(  # Qi 2024, ZB-H1
-            "zero-bubble", lambda later, stages, micro, chunks: later, defers_weights=True,
-            titan="ZBVZeroBubble", unsaid="zero-bubble of one chunk per stage: ZBVZeroBubble takes two",
+            "zero-bubble", lambda later, stages, micro, chunks: later, defers_weights=True, titan="1F1B",
         ),
         Schedule(
-            "1f1b-eager", lambda later, stages, micro, chunks: 2 * later, hides_sends=True,
-            titan="1F1B", unsaid="1f1b-eager: begins with twice as many forwards",
+            "1f1b-eager", lambda later, stages, micro, chunks: 2 * later, hides_sends=True, titan="1F1B",
         ),
         Schedule(
-            "zero-bubble-eager", lambda later, stages, micro, chunks: 2 * later, defers_weights=True, hides_sends=True,
-            titan="ZBVZeroBubble", unsaid="zero-bubble-eager: begins with twice as many forwards",
+            "zero-bubble-eager", lambda later, stages, micro, chunks: 2 * later, defers_weights=True, hides_sends=True, titan="1F1B",
         ),
     )
 }  # fmt: skip
