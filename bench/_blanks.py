@@ -124,13 +124,13 @@ def stated_size(source: str) -> float | None:
     return None if found is None else float(found.group(1)) * (1e12 if found.group(2) == "T" else 1e9)
 
 
-def device_kind(text: str, other: str, assumed: dict[str, str]) -> Profile:
-    """The profile of the kind a text names, whatever stands around it; `other` where none is known."""
+def device_kind(text: str) -> Profile:
+    """The profile of the kind a text names, whatever stands around it. One that is not known is refused: it is no other device."""
     try:
         return load(text)
     except UnknownName:
         known = sorted(names(), key=len, reverse=True)
     kind = next((n for n in known if n.lower() in text.lower()), None)
     if kind is None:
-        assumed["gpu"] = f"{other} (no profile of {text!r})"
-    return load(kind or other)
+        raise ValueError(f"no profile of the device {text!r}: known are {', '.join(names())}")
+    return load(kind)

@@ -104,7 +104,7 @@ def _iteration(cells: Cells, case: str) -> Row:
 def _iterated_on(b: Blanks, gpus: int) -> Profile:
     """The device of iteration rows: where they name none, A100 of a cluster, or of the server that rows of one node come from."""
     if (b.cells.get("gpu") or "").strip():
-        return _device(b.text("gpu"), "A100", b.assumed)
+        return _device(b.text("gpu"), b.assumed)
     b.assumed |= {"gpu": "A100 of 80 GB", "network": "800 Gb/s per node"}
     alone = gpus <= load("A100").node_size
     if alone:
@@ -138,7 +138,7 @@ def _published(cells: Cells, case: str) -> Row:
     dtype = b.word("dtype", DTYPES, "bf16", "not stated")
     modern = dtype != "fp16"
     usual = "H100" if modern else "A100"
-    profile = _device(b.text("gpu", usual), usual, b.assumed)
+    profile = _device(b.text("gpu", usual), b.assumed)
     profile = _with_network(profile, b.rate("network_gbps_per_gpu", _usual(profile), "usual for this device"))
     if "precision_recipe" not in cells and modern:
         profile = _of_its_time(profile, b.assumed)
@@ -227,12 +227,12 @@ def _usual(profile: Profile) -> float:
     return profile.links[-1].get("bandwidth") * 8 / 1e9
 
 
-def _device(text: str, other: str, assumed: dict[str, str]) -> Profile:
+def _device(text: str, assumed: dict[str, str]) -> Profile:
     """`H100-96 HBM2e 500W`: a kind, and what differs from its profile."""
     try:
         return load(text)
     except UnknownName:
-        profile = device_kind(text, other, assumed)
+        profile = device_kind(text)
     changes: dict[str, Constant] = {}
     if size := re.search(r"(\d+)(?=\s*GB?\b)|(?<=-)\d+", text):
         changes["memory.bytes"] = Constant(float(size.group()) * 1.07e9, "datasheet: memory of the row's device")

@@ -79,7 +79,6 @@ def test_odd_rows_are_predicted_all_the_same(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "cell", "said"),
     [
-        (SC21.replace("A100-80", "Z900"), "gpu", "A100 (no profile of 'Z900')"),
         (SC21.replace("A100-80", ""), "gpu", "A100 (not stated)"),
         (SC21.replace(",1536,80,", ",1536,,"), "layers", "80 (for a size of 1.46e+11)"),
         (SC21.replace(",80,12288,96,", ",80,,,"), "hidden", "12288 (for a size of 1.46e+11)"),
@@ -91,6 +90,11 @@ def test_what_is_not_stated_is_assumed_and_said(tmp_path: Path, line: str, cell:
     assert isinstance(row, Row), row
     assert row.assumed[cell] == said
     assert row.predict() > 0
+
+
+def test_a_device_that_is_not_known_is_no_other_device(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, PUBLISHED + SC21.replace("A100-80", "Z900"))
+    assert not isinstance(row, Row) and "no profile of the device 'Z900'" in row.reason
 
 
 def test_iteration_rows_with_blanks(tmp_path: Path) -> None:
