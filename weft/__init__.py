@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "weft.core.errors": ("WeftError",),
+    "weft.plan.plan": ("Plan",),
+    "weft.plan.spec": ("Spec",),
     "weft.core.layout": ("Layout", "Mesh", "O", "P", "R", "S"),
     "weft.core.program": ("Program",),
     "weft.core.text": ("parse",),
@@ -101,6 +103,9 @@ _PUBLIC = {
     ),
     "weft.frontend.trace": ("bf16", "f32", "f64", "i64", "tensor", "trace"),
 }
+if TYPE_CHECKING:
+    from weft.plan.ask import plan as plan  # the package of that name, which can be called
+
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604

@@ -31,8 +31,6 @@ def explain(
     with console.status("explaining") as status:
         for r in reasons(made, lambda text: status.update(f"what else for {text}"), run_model):
             found.append(r)
-            value = {"True": "yes", "False": "no"}.get(r.value, r.value)
-            console.print(f"[bold]{r.decision.replace('_', ' ')} {value}[/]: next best {r.other}", highlight=False)
-            console.print(f"    {r.ms:+,.1f} ms, {r.gb:+,.1f} GB ({r.why}); {r.flips}", highlight=False)
+            console.print(str(r), highlight=False, markup=False)
     if json:
         emit({"plan": plan, "step_ms": made.step_ms, "decisions": [asdict(r) for r in found], "seconds": time.perf_counter() - began})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -33,11 +31,12 @@ def plan(
     dtensor: str = typer.Option("", "--dtensor", help="A JSON file with a plan for parallelize_module, {module: colwise or rowwise}."),
     what_if: list[str] = typer.Option([], "--what-if", help="Also plan for another cluster=SPEC, batch=N, seq=N or memory=70GB."),
     fastest: bool = typer.Option(False, "--fastest", help="Take the fastest predicted, even where a simpler plan is as fast within the error of predictions."),
-    out: str = typer.Option("", "--out", help="Save the plan to this file."),
+    out: str = typer.Option("", "--save", "--out", help="Save the plan to this file."),
     export: str = typer.Option("", "--export", help="Print it as torchtitan, megatron, fsdp2, accelerate, huggingface or deepspeed instead."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Plan a training step: degrees, sharding, stages, recompute and schedule together, never worse than any baseline."""
+    from weft.plan.ask import Ask
     from weft.plan.pins import is_layout
     from weft.plan.plan import Plan
     from weft.plan.planner import Request
@@ -75,39 +74,6 @@ def plan(
         emit({**result(request, made, seconds), **asked})
     if not isinstance(made, Plan):
         raise typer.Exit(2)
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What is asked beside the request: layouts of tensors, a user's own plan to compare with, a noise scale."""
-
-    pins: Sequence[str] = ()
-    own: Mapping[str, Any] | None = None
-    noise: float = 0.0
-
-    def plan(self, request: Request, say: Callable[[str], None]) -> Plan | Infeasible:
-        from weft.plan.plan import Plan
-
-        made = self._alone(request, say)
-        if self.own is None or not isinstance(made, Plan):
-            return made
-        from weft.plan.tensors import with_baseline
-
-        return with_baseline(made, request, "dtensor", self.own, say)
-
-    def _alone(self, request: Request, say: Callable[[str], None]) -> Plan | Infeasible:
-        if request.objective == "goodput":
-            from weft.plan.goodput import plan_goodput
-
-            return plan_goodput(request, self.noise, say)
-        if self.pins:
-            from weft.plan.pins import parse_pin
-            from weft.plan.tensors import plan_pinned
-
-            return plan_pinned(request, [parse_pin(p) for p in self.pins], say)
-        from weft.plan.planner import make_plan
-
-        return make_plan(request, say)
 
 
 def read_dtensor(path: str) -> dict[str, str]:
@@ -166,51 +132,9 @@ def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[st
 
 def show(plan: Plan, seconds: float | None = None) -> None:
     """The plan as a table a person reads in a minute."""
-    from rich.table import Table
+    from weft.plan.told import told
 
-    from weft.cost.interval import NOT_MODELLED, equal_within, spread
-    from weft.plan.told import rows
-
-    f, b = plan.foreseen, plan.bounds()
-    console.print(f"[bold]{plan.model}[/] on {plan.cluster}, {plan.setting.global_batch} samples{f' of {plan.seq}' * (plan.seq > 0)}", highlight=False)
-    table = Table("decision", "value", "meaning", box=None)
-    for row in rows(plan):
-        table.add_row(*row)
-    console.print(table)
-    console.print(
-        f"step {f['step_ms']:,.1f} ms ({b['step_ms_low']:,.1f} to {b['step_ms_high']:,.1f}), "
-        f"{f['tokens_per_s']:,.0f} ({b['tokens_per_s_low']:,.0f} to {b['tokens_per_s_high']:,.0f}) {'tokens' if plan.seq else 'samples'}/s, "
-        f"utilisation {f['mfu']:.1%} ({b['mfu_low']:.1%} to {b['mfu_high']:.1%}), "
-        f"memory {f['memory_gb']:.1f} ({b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f}){_room(plan)} GB",
-        highlight=False,
-    )
-    console.print(f"in brackets the {spread(plan.kind)}; {NOT_MODELLED}", highlight=False)
-    if f.get("causes_ms"):
-        parts = sorted(f["causes_ms"].items(), key=lambda item: -item[1])
-        console.print("of which " + ", ".join(f"{k} {v:,.1f}" for k, v in parts) + " ms on the busiest stage")
-    if equal := f.get("equal_ms"):
-        console.print(f"the simplest of plans that are equal, as predictions are off by {equal_within():.0%} against each other (--fastest takes the fastest):")
-        for other, ms in equal.items():
-            console.print(f"  {ms:,.1f} ms, {other}", highlight=False)
-    for name, ms in sorted(plan.baselines_ms.items(), key=lambda item: item[1]):
-        console.print(f"  {name:<14} {ms:>12,.1f} ms  {ms / f['step_ms']:.2f}x", highlight=False)
-    for name, reason in plan.infeasible.items():
-        console.print(f"  {name:<14} does not run: {reason}", highlight=False)
-    if seconds is not None:
-        proved = "nothing better in the space" if f["gap"] < 0.004 else f"at most {f['gap']:.1%} may be left"
-        console.print(f"planned in {seconds:.1f} s; {'the best of the ways tried' if plan.layouts else proved}")
-
-
-def _room(plan: Plan) -> str:
-    """What a device has, or may use; nothing where the cluster's file is no longer there."""
-    from weft.cluster.spec import cluster
-    from weft.core.errors import WeftError
-
-    try:
-        has = min(g.profile.device.memory for g in cluster(plan.cluster).groups) / 1e9
-    except WeftError:
-        return ""
-    return f" of {min(has, float(plan.limits.get('memory_gb') or has)):.1f}"
+    console.print(told(plan, seconds), highlight=False, markup=False)
 
 
 def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) -> None:

@@ -1,5 +1,5 @@
-"""Pictures for notebooks. What draws them is the highest part of weft and nothing here may import it: it is asked for through
-the root package, by name, when a notebook wants a picture."""
+"""What a value asks of higher parts of weft, pictures for notebooks and runs of plans: nothing here may import them, so they are asked for
+through the root package, by name, when they are wanted."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ ROOT = __name__.partition(".")[0]
 def html_of(thing: Any) -> str:
     """The thing drawn as HTML, by `report.html` of the root package."""
     return str(sys.modules[ROOT].report.html(thing))
+
+
+def run_by_root(*step: Any, **settings: Any) -> Any:
+    """A training step, by `parallelize` of the root package."""
+    return sys.modules[ROOT].parallelize(*step, **settings)

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ def load(
     spec: Any, *, device: str | torch.device = "meta", dtype: torch.dtype | None = None, seed: int = 0, **settings: Any
 ) -> Workload:
     """A workload from a zoo name, `module.py:function`, `hf:DIRECTORY`, a Hugging Face config, or a model of theirs."""
+    if spec_is_at_hand(spec):
+        return _AT_HAND[spec](device=device, dtype=dtype, **settings)
     if not isinstance(spec, str):
         return hugging_face(spec, device=device, dtype=dtype, seed=seed, **settings)
     if spec.startswith("hf:"):
@@ -33,6 +35,25 @@ def load(
     if colon and path.endswith(".py"):
         return user_function(Path(path), function, device=device, dtype=dtype, **settings)
     return get(spec, device=device, dtype=dtype, seed=seed, **settings)
+
+
+_AT_HAND: dict[str, Callable[..., Workload]] = {}
+
+
+def at_hand(name: str, make: Callable[..., Workload]) -> str:
+    """Let `load` find a model that a program has at hand; `make(device=, dtype=)` gives it."""
+    _AT_HAND[name] = make
+    return name
+
+
+def spec_is_at_hand(spec: Any) -> bool:
+    """Whether this names a module at hand; refused where it did in another program."""
+    if not isinstance(spec, str) or not spec.startswith("module:"):
+        return False
+    if spec not in _AT_HAND:
+        raise UnknownName(f"{spec} is not at hand", needed="the module itself, which no file says how to make", found=spec,
+                          try_="weft.plan(model, loss, optimizer, batch)")  # fmt: skip
+    return True
 
 
 def user_function(
@@ -79,8 +100,13 @@ def _called(path: Path, name: str, device: str | torch.device, dtype: torch.dtyp
             found=type(made).__name__,
         )
     model, loss, batch = made
-    size = _samples(batch, f"{path}:{name}")
-    return Workload(f"{path.stem}:{name}", settings, model, loss, _fields_like(batch, size), size)
+    return Workload(f"{path.stem}:{name}", settings, model, loss, *batch_fields(batch, f"{path}:{name}"))
+
+
+def batch_fields(batch: Any, where: str) -> tuple[Callable[[int], dict[str, Field]], int]:
+    """Fields of batches like an example, and how many samples it has."""
+    size = _samples(batch, where)
+    return _fields_like(batch, size), size
 
 
 def _samples(batch: Any, where: str) -> int:
@@ -205,8 +231,9 @@ def _by_task(transformers: Any, config: Any) -> nn.Module:
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss a Hugging Face model computes from `labels`."""
-    return model(**batch).loss
+    """The loss a Hugging Face model computes from `labels`; keys and values of a training step are kept for no later one."""
+    cached = getattr(model.config, "use_cache", False) and "use_cache" in inspect.signature(model.forward).parameters
+    return model(**batch, **({"use_cache": False} if cached else {})).loss
 
 
 def _hf_fields(model: nn.Module, batch: int, seq: int | None) -> dict[str, Field]:

@@ -41,6 +41,10 @@ class Reason:
     factor: float = 0.0
     setting: Setting | None = None  # of the next best
 
+    def __str__(self) -> str:
+        name, value = self.decision.replace("_", " "), {"True": "yes", "False": "no"}.get(self.value, self.value)
+        return f"{name} {value}: next best {self.other}\n    {self.ms:+,.1f} ms, {self.gb:+,.1f} GB ({self.why}); {self.flips}"
+
 
 @dataclass(frozen=True)
 class _Not(Limits):

@@ -18,7 +18,7 @@ from weft.core.errors import PlanError
 from weft.core.files import BYTES, parse_json
 from weft.core.layout import S
 from weft.core.names import bare
-from weft.core.picture import html_of
+from weft.core.picture import html_of, run_by_root
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fit, flag, number, one_of, short, text, whole, word
@@ -68,6 +68,23 @@ ZERO = ("everything whole on every copy", "optimizer state", "optimizer state an
 
 
 @dataclass(frozen=True)
+class Bound:
+    """The step that a plan was asked for."""
+
+    model: Any
+    loss: Any
+    optimizer: Any
+    batch: Any
+
+
+class Listing(list[Any]):
+    """Rows that print one below the other."""
+
+    def __str__(self) -> str:
+        return "\n".join("  ".join(x) if isinstance(x, tuple) else str(x) for x in self)
+
+
+@dataclass(frozen=True)
 class Plan:
     """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal.
 
@@ -91,6 +108,7 @@ class Plan:
     stages: tuple[tuple[tuple[str, str, int], ...], ...] = ()
     layouts: Mapping[str, Any] = field(default_factory=dict)
     depth: int = 0  # layers that stages without `layers` share evenly; 0 where that is not said
+    bound: Bound | None = field(default=None, repr=False, compare=False)
     more: Spec = field(default_factory=Spec)  # its ring, a2a, cuts and groups: a search leaves them to others
 
     @property
@@ -137,6 +155,42 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return html_of(self)
+
+    def __str__(self) -> str:
+        from weft.plan.told import told
+
+        return told(self)
+
+    def explain(self, run_model: bool = False) -> Listing:
+        """Why it is as it is: for each decision the next best, what that costs, and what would flip it. `run_model` lets a file that the
+        plan names be run."""
+        from weft.plan.explain import explain
+
+        return Listing(explain(self, run_model=run_model or self.model.startswith("module:")))
+
+    def diff(self, other: Plan) -> Listing:
+        """What another plan decides or predicts differently: (what, here, there)."""
+        from weft.plan.told import differences
+
+        return Listing(differences(self, other))
+
+    def export(self, form: str) -> str:
+        """The plan as another system's configuration: torchtitan, megatron, fsdp2, accelerate, huggingface or deepspeed."""
+        from weft.plan.export import export, known_form
+
+        known_form(form)
+        return export(self, form)
+
+    def parallelize(self, model: Any = None, loss: Any = None, optimizer: Any = None, batch: Any = None, **settings: Any) -> Any:
+        """The training step under this plan, by `weft.parallelize`; what is not given is what the plan was asked for."""
+        own = self.bound or Bound(None, None, None, None)
+        given = (model, loss, optimizer, batch)
+        step = [g if g is not None else b for g, b in zip(given, (own.model, own.loss, own.optimizer, own.batch), strict=True)]
+        lacking = [name for name, x in zip(("model", "loss", "optimizer", "batch"), step, strict=True) if x is None]
+        if lacking:
+            needed = ", ".join(f"{n}=" for n in lacking)
+            raise PlanError("a plan alone is no step", needed=needed, found="none", try_="plan.parallelize(model, loss, optimizer, batch)")
+        return run_by_root(*step, plan=self, **settings)
 
     @property
     def step_ms(self) -> float:

@@ -57,7 +57,7 @@ class Request:
 
     def check_layouts_alone(self) -> None:
         """A program in which no block repeats has no degrees to be fixed: layouts are chosen tensor by tensor."""
-        asked = [f"--pin {k}={v}" for k, v in self.limits.pins.items()]
+        asked = [f"--pin {k}={v}" for k, v in self.limits.pins.items() if v != "false"]  # what such a program never does
         asked += [f"--max-tp {self.limits.max_tp}"] * (self.limits.max_tp > 0)
         if asked:
             raise PlanError(

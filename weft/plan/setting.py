@@ -57,6 +57,11 @@ class Setting:
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
+    def copies(self) -> int:
+        """Data-parallel ranks, those among which experts are spread counted once: `dp` as words have it."""
+        return self.dp // self.ep
+
+    @property
     def pipeline(self) -> Schedule:
         return SCHEDULES[self.schedule]
 

@@ -44,7 +44,10 @@ class Space:
     overlap_sends: bool = True
 
 
-PINNED = ("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual", "sequence_parallel", "overlap_tp", "keep_gathered")
+PINNED = (
+    "dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual", "sequence_parallel", "overlap_tp", "keep_gathered",
+    "copies", "micro_batches",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def parse_pins(texts: tuple[str, ...] | list[str]) -> dict[str, str]:
 
 
 def _check_value(key: str, value: str) -> None:
-    kind = {f.name: f.type for f in fields(Setting)}[key]
+    kind = {f.name: f.type for f in fields(Setting)}.get(key, "int")
     known = {"int": value.isdigit(), "bool": value in ("true", "false")}
     if not known.get(str(kind), True):
         raise PlanError(f"cannot pin {key} to {value!r}", needed={"int": "a number", "bool": "true or false"}[str(kind)], found=value)

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from weft.cluster.spec import cluster
+from weft.core.errors import WeftError
 from weft.core.layout import P, S
 from weft.core.program import Program
 from weft.core.role import Role
+from weft.cost.interval import NOT_MODELLED, equal_within, spread
 from weft.plan.plan import FORESEEN, ZERO, Plan, step_of
 from weft.plan.setting import Setting
 
@@ -54,6 +57,47 @@ def _share(share: Mapping[str, Any]) -> str:
 def _in_pieces(samples: int, rounds: int, batch: int) -> Row:
     often = "once" if rounds == 1 else f"{rounds:,} times"
     return "micro-batch", str(samples), f"{'sample' if samples == 1 else 'samples'} at a time, {often} a step for {_times(batch, 'sample')}"
+
+
+def told(plan: Plan, seconds: float | None = None) -> str:
+    """The plan as a text a person reads in a minute, with how long it took to make where that is told."""
+    return "\n".join(_lines(plan, seconds))
+
+
+def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
+    f, b = plan.foreseen, plan.bounds()
+    yield f"{plan.model} on {plan.cluster}, {plan.setting.global_batch} samples{f' of {plan.seq}' * (plan.seq > 0)}"
+    table = [("decision", "value", "meaning"), *rows(plan)]
+    widths = [max(len(row[k]) for row in table) for k in (0, 1)]
+    yield from (f" {name:<{widths[0]}}  {value:<{widths[1]}}  {means}".rstrip() for name, value, means in table)
+    yield (
+        f"step {f['step_ms']:,.1f} ms ({b['step_ms_low']:,.1f} to {b['step_ms_high']:,.1f}), "
+        f"{f['tokens_per_s']:,.0f} ({b['tokens_per_s_low']:,.0f} to {b['tokens_per_s_high']:,.0f}) {'tokens' if plan.seq else 'samples'}/s, "
+        f"utilisation {f['mfu']:.1%} ({b['mfu_low']:.1%} to {b['mfu_high']:.1%}), "
+        f"memory {f['memory_gb']:.1f} ({b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f}){_room(plan)} GB"
+    )
+    yield f"in brackets the {spread(plan.kind)}; {NOT_MODELLED}"
+    if f.get("causes_ms"):
+        parts = sorted(f["causes_ms"].items(), key=lambda item: -item[1])
+        yield "of which " + ", ".join(f"{k} {v:,.1f}" for k, v in parts) + " ms on the busiest stage"
+    if equal := f.get("equal_ms"):
+        yield f"the simplest of plans that are equal, as predictions are off by {equal_within():.0%} against each other (--fastest takes the fastest):"
+        yield from (f"  {ms:,.1f} ms, {other}" for other, ms in equal.items())
+    for name, ms in sorted(plan.baselines_ms.items(), key=lambda item: item[1]):
+        yield f"  {name:<14} {ms:>12,.1f} ms  {ms / f['step_ms']:.2f}x"
+    yield from (f"  {name:<14} does not run: {reason}" for name, reason in plan.infeasible.items())
+    if seconds is not None:
+        proved = "nothing better in the space" if f["gap"] < 0.004 else f"at most {f['gap']:.1%} may be left"
+        yield f"planned in {seconds:.1f} s; {'the best of the ways tried' if plan.layouts else proved}"
+
+
+def _room(plan: Plan) -> str:
+    """What a device has, or may use; nothing where the cluster's file is no longer there."""
+    try:
+        has = min(g.profile.device.memory for g in cluster(plan.cluster).groups) / 1e9
+    except WeftError:
+        return ""
+    return f" of {min(has, float(plan.limits.get('memory_gb') or has)):.1f}"
 
 
 # --- a stack of layers

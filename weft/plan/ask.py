@@ -1,0 +1,160 @@
+"""`weft.plan(model, loss, optimizer, batch, cluster)`: the search of `weft plan`, asked for in Python."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from weft.cluster.here import here
+from weft.core.errors import PlanError
+from weft.frontend.catalog import Workload
+from weft.frontend.source import at_hand, batch_fields, hugging_face
+from weft.plan.plan import Bound, Plan
+from weft.plan.planner import Infeasible, Request, Say, make_plan
+from weft.plan.space import Limits, bytes_of
+from weft.plan.spec import Spec
+
+Loss = Callable[[Any, Any], Tensor]
+RUN = {"overlap_tp": "false", "keep_gathered": "false"}  # what parallelize does not do
+SETTINGS = {"sp": "sequence_parallel", "async_tp": "overlap_tp", "gather_once": "keep_gathered", "dp": "copies", "micro": "micro_batches"}
+_count = itertools.count(1)
+
+
+def plan(
+    model: str | nn.Module | Any,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch: Any = 0,
+    cluster: str | None = None,
+    *,
+    seq: int = 0,
+    objective: str = "time",
+    noise: float = 0.0,
+    memory: str | float | None = None,
+    max_tp: int = 0,
+    fixed: str | Spec = "",
+    pins: Sequence[str] = (),
+    own: Mapping[str, Any] | None = None,
+    fastest: bool = False,
+    runnable: bool | None = None,
+    say: Say = lambda _: None,
+) -> Plan:
+    """The best plan for a training step on a cluster, with what is predicted of it.
+
+    `model` is a module, on `meta` or not, a config of Hugging Face's, the name of a model weft knows, or `FILE.py:FUNCTION`. Of a module `loss`
+    and `batch`, one global batch, are those of `parallelize`; of others `batch` may say how many samples a step has. `cluster` is as
+    `weft plan` takes it, "8x8xH100"; the machine at hand where there is none, and then only what `parallelize` can run is looked at, which
+    `runnable` says otherwise. `fixed` are words of decisions that are made ("tp4,zero1"), `pins` layouts of parameters, `own` is a plan for
+    `parallelize_module` to compare with. Where nothing fits, the refusal says what would.
+    """
+    name, samples, bound = _known(model, loss, optimizer, batch, seq)
+    place = cluster or _here()
+    spec = fixed if isinstance(fixed, Spec) else Spec.parse(f"{fixed},?")
+    only = RUN if (cluster is None if runnable is None else runnable) else {}
+    limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, {**only, **_fixed(spec)})
+    request = Request(name, place, samples, seq if isinstance(model, str) else 0, objective, limits, fastest)
+    made = Ask((*spec.pins, *pins), own, noise).plan(request, say)
+    if isinstance(made, Infeasible):
+        raise PlanError(f"no plan of {name} fits on {place}", needed="a plan that fits", found=made.reason, try_=made.change or None)
+    return replace(made, bound=bound)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked beside the request: layouts of tensors, a user's own plan to compare with, a noise scale."""
+
+    pins: Sequence[str] = ()
+    own: Mapping[str, Any] | None = None
+    noise: float = 0.0
+
+    def plan(self, request: Request, say: Say) -> Plan | Infeasible:
+        made = self._alone(request, say)
+        if self.own is None or not isinstance(made, Plan):
+            return made
+        from weft.plan.tensors import with_baseline
+
+        return with_baseline(made, request, "dtensor", self.own, say)
+
+    def _alone(self, request: Request, say: Say) -> Plan | Infeasible:
+        if request.objective == "goodput":
+            from weft.plan.goodput import plan_goodput
+
+            return plan_goodput(request, self.noise, say)
+        if self.pins:
+            from weft.plan.pins import parse_pin
+            from weft.plan.tensors import plan_pinned
+
+            return plan_pinned(request, [parse_pin(p) for p in self.pins], say)
+        return make_plan(request, say)
+
+
+def _here() -> str:
+    """The processes at hand."""
+    from torch import distributed as dist
+
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return here(world or (torch.accelerator.device_count() if device.type != "cpu" else 1), device).text
+
+
+def _fixed(spec: Spec) -> dict[str, str]:
+    """The decisions of a spec that are not open, as limits name them."""
+    from weft.plan.spec import DECIDED
+
+    said = {SETTINGS.get(name, name): getattr(spec, name) for name in DECIDED if name not in spec.open}
+    usual = {"recompute": said.get("recompute") or "none", "virtual": max(1, said.get("virtual", 1)), "micro_batches": spec.micro_batches}
+    return {name: str(usual.get(name, value)).lower() for name, value in said.items()}
+
+
+def _known(model: Any, loss: Loss | None, optimizer: Any, batch: Any, seq: int) -> tuple[str, int, Bound | None]:
+    """The name the planner finds the model by, the samples of a step where they are said, and what `Plan.parallelize` takes."""
+    if isinstance(model, str):
+        return model, _samples(batch), None
+    kind = f"module:{type(model).__name__}:{next(_count)}"
+    if not isinstance(model, nn.Module) or (loss is None and isinstance(batch, int)):
+        if not hasattr(model, "config") and not hasattr(model, "model_type"):
+            needed = "a module with loss= and batch=, a config of Hugging Face's, a name, or FILE.py:FUNCTION"
+            raise PlanError("this model cannot be planned", needed=needed, found=type(model).__name__)
+        return at_hand(kind, lambda **how: hugging_face(_like(model, how), **how, seq=seq or None)), _samples(batch), None
+    if loss is None or isinstance(batch, int):
+        raise PlanError(f"{type(model).__name__} cannot be planned", needed="loss=, a function loss(model, batch), and batch=, such a batch", found="none")
+    leaves, spec = tree.tree_flatten(batch)
+    given = {f"part{i}": x for i, x in enumerate(leaves)}
+    fields, size = batch_fields({k: x for k, x in given.items() if isinstance(x, Tensor)}, kind)
+    others = {k: x for k, x in given.items() if not isinstance(x, Tensor)}
+
+    def own_loss(m: nn.Module, b: Mapping[str, Tensor]) -> Tensor:
+        return loss(m, tree.tree_unflatten([{**others, **b}[k] for k in given], spec))
+
+    return (
+        at_hand(kind, lambda **how: Workload(kind, {}, _like(model, how), own_loss, fields, size)),
+        size,
+        Bound(model, loss, optimizer, batch),
+    )
+
+
+def _samples(batch: Any) -> int:
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
+        raise PlanError("this is no number of samples", needed="batch=N of a model by name, or 0 for weft to choose", found=repr(type(batch).__name__))
+    return batch
+
+
+def _like(model: Any, how: Mapping[str, Any]) -> Any:
+    """A module without its values, in another number type; what is no module stays."""
+    if not isinstance(model, nn.Module):
+        return model
+    dtype = how.get("dtype")
+    memo: dict[int, Any] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
+        new = torch.empty_like(x, device="meta", dtype=kind)
+        memo[id(x)] = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
+    return copy.deepcopy(model, memo)
