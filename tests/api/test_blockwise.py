@@ -211,15 +211,8 @@ def test_what_stands_around_the_blocks_is_compared(too_large: None) -> None:
 def test_a_wrong_update_is_refused(too_large: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.frontend.capture import optimizers
 
-    plain = optimizers.RULES[torch.optim.AdamW]
-
-    def other(group: Any) -> Any:
-        rule = plain(group)
-        rule.attrs["decay"] = 0.0
-        return rule
-
-    monkeypatch.setitem(optimizers.RULES, torch.optim.AdamW, other)
-    with pytest.raises(CaptureError, match="after the update differs"):
+    monkeypatch.setattr(optimizers, "runs_alike", lambda *_: True)  # so that the first op that is tried, Adam with decay in the gradient, is taken
+    with pytest.raises(CaptureError, match=r"(after the update|exp_avg_sq of .*) differs"):
         judged()
 
 

@@ -8,10 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.harness import Input, case, index, normal, positive
-from weft.core.node import op_named
+from weft.core.layout import Layout, Mesh
+from weft.core.node import Type, op_named
+from weft.core.program import new_program
 from weft.ops import experts as ex
 from weft.ops import opaque, optimizers, order, random, rotary
+from weft.ops import pointwise as w
 from weft.ops.pointwise import uniform_at
+from weft.ops.source import input_node
 
 # -- rotary tables -------------------------------------------------------------------------------------------------------------
 
@@ -96,6 +100,13 @@ def _sgd_plain(*xs: Any) -> Any:
 
 
 _adam_names, _adam_how = ("exp_avg", "exp_avg_sq"), {"betas": (0.9, 0.99), "weight_decay": 0.1}
+def _lion() -> str:
+    """The arithmetic of Lion's update as the text that an `update` has."""
+    x = [input_node(f"x{i}", Type(torch.float64, Layout.of(Mesh(), (2,) if i < 3 else ()))) for i in range(4)]
+    moved = x[0] - w.sign(x[2] * 0.9 + x[1] * 0.1) * x[3]
+    return new_program("update", Mesh(), x, {"y0": moved, "y1": x[2] * 0.99 + x[1] * 0.01}).text
+
+
 _rest = {"smooth": False, "partial": False, "roots": False, "inner": False}
 _plain_sgd = "lr and g are factors of one product each: linear in (p, g) together, which the entry does not claim"
 
@@ -276,23 +287,15 @@ CASES = [
         *THIRD,
         **_rest,
     ),
-    *(
-        case(
-            op.name,
-            lambda *xs, op=op, attrs=attrs: op(*xs, **attrs, eps=1e-8, decay=0.1, sign=1),
-            torch_step(kind, state, eps=1e-8, weight_decay=0.1, **more),
-            normal(3, 4),
-            normal(3, 4),
-            positive(3, 4),
-            positive(3, 4),
-            *THIRD,
-            **_rest,
-        )
-        for op, attrs, kind, state, more in (
-            (optimizers.adamax, {"betas": (0.9, 0.999)}, torch.optim.Adamax, ("exp_avg", "exp_inf"), {}),
-            (optimizers.radam, {"betas": (0.8, 0.7), "decoupled": False}, torch.optim.RAdam, ("exp_avg", "exp_avg_sq"), {"betas": (0.8, 0.7)}),
-            (optimizers.adadelta, {"rho": 0.9}, torch.optim.Adadelta, ("square_avg", "acc_delta"), {}),
-        )
+    case(
+        "update",
+        lambda *xs: optimizers.update(*xs, body=_lion(), numbers=1),
+        lambda p, g, m, lr: (p - lr * (0.9 * m + 0.1 * g).sign(), 0.99 * m + 0.01 * g),
+        normal(3, 4),
+        normal(3, 4),
+        normal(3, 4),
+        THIRD[0],
+        **_rest,
     ),
     case(
         "uniform",

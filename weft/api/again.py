@@ -30,7 +30,7 @@ from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.guards import Change, Place, Reads, holds_traced, is_number
-from weft.frontend.capture.optimizers import COUNT, rule_of
+from weft.frontend.capture.optimizers import COUNT, settings_of
 from weft.frontend.capture.step import named_batch
 
 if TYPE_CHECKING:
@@ -388,27 +388,20 @@ class Forms:
         """Settings that were numbers of the program become inputs; another form of the optimizer is another program, or refused."""
         if self.optimizer is None or self._settings_hold():
             return []
-        groups, rules = self.optimizer.param_groups, step.captured.rules
-        if len(groups) != len(rules) or [len(g["params"]) for g in groups] != [n for n, _ in self._settings]:
+        groups, before = self.optimizer.param_groups, step.captured.groups
+        if len(groups) != len(before) or [len(g["params"]) for g in groups] != [n for n, *_ in self._settings]:
             raise RuntimeFault(
                 "the optimizer has other parameter groups than when the step was made",
-                needed=f"{len(rules)} groups of the same parameters",
+                needed=f"{len(before)} groups of the same parameters",
                 found=f"{len(groups)} groups of {', '.join(str(len(g['params'])) for g in groups)} parameters",
                 try_="add all groups before parallelize",
             )
         found = []
-        for i, (group, was) in enumerate(zip(groups, rules, strict=True)):
-            now = rule_of(self.optimizer, group)
-            if now.state != was.state:
-                raise RuntimeFault(
-                    f"{type(self.optimizer).__name__} of group {i} keeps other state than when the step was made",
-                    needed=", ".join(was.state) or "no state",
-                    found=", ".join(now.state) or "no state",
-                    try_="parallelize again, and take_state of this step",
-                )
-            moved = [k for k, x in now.settings.items() if x != was.settings[k] and k not in self.given]
+        for i, (group, was) in enumerate(zip(groups, before, strict=True)):
+            now = settings_of(group).numbers
+            moved = [k for k, x in now.items() if k != "lr" and x != was.numbers.get(k) and k not in self.given]
             self.given |= set(moved)
-            found += [Change(f"{k} of the optimizer's group {i}", was.settings[k], now.settings[k]) for k in moved]
+            found += [Change(f"{k} of the optimizer's group {i}", was.numbers.get(k), now[k]) for k in moved]
         self._settings = _settings(self.optimizer, self.given)
         return found
 
@@ -475,12 +468,11 @@ def _settings(optimizer: torch.optim.Optimizer | None, given: frozenset[str] = f
     """All of the optimizer's groups that is no input: how many parameters each has, and its settings."""
     if optimizer is None:
         return ()
-    if given - {COUNT}:
-        rules = [rule_of(optimizer, g) for g in optimizer.param_groups]
-        kept = [(r.form, [x for k, x in r.settings.items() if k not in given]) for r in rules]
-        return [(len(g["params"]), settings) for g, settings in zip(optimizer.param_groups, kept, strict=True)]
-    keys = [k for k in optimizer.defaults if k != "lr"]
-    return [(len(g["params"]), [g.get(k) for k in keys]) for g in optimizer.param_groups]
+    found = []
+    for g in optimizer.param_groups:
+        now = settings_of(g)
+        found.append((len(g["params"]), now.form, [x for k, x in now.numbers.items() if k != "lr" and k not in given]))
+    return found
 
 
 def _keeps(change: Change, error: Exception) -> CaptureError:

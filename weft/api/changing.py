@@ -18,7 +18,7 @@ from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.optimizers import COUNT, number, rule_of
+from weft.frontend.capture.optimizers import COUNT, is_given, number, settings_of
 
 if TYPE_CHECKING:
     from weft.api.again import Forms
@@ -105,12 +105,10 @@ class Changing:
 
     def _settings(self) -> dict[str, float]:
         """The optimizer's settings that are inputs, as they are now."""
-        groups = self.optimizer.param_groups
-        found = {f"lr.{i}": number(g["lr"]) for i, g in enumerate(groups)}
-        if self.captured.given - {COUNT}:
-            rules = [rule_of(self.optimizer, g) for g in groups]
-            found |= {f"{k}.{i}": x for i, r in enumerate(rules) for k, x in r.settings.items() if k in self.captured.given}
-        return found
+        groups, given = self.optimizer.param_groups, self.captured.given
+        if not given - {COUNT}:
+            return {f"lr.{i}": number(g["lr"]) for i, g in enumerate(groups) if "lr" in g}
+        return {f"{k}.{i}": x for i, g in enumerate(groups) for k, x in settings_of(g).numbers.items() if is_given(k, given)}
 
     def stepped(self, skipped: bool = False) -> None:
         """After a call: which parameters it did not update. One that was skipped counts for none."""

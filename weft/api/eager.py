@@ -28,7 +28,7 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import micro_batch
 from weft.frontend.capture.modes import ATEN, _twin
-from weft.frontend.capture.optimizers import counted_before
+from weft.frontend.capture.optimizers import counted_before, kept_state, put_state
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.pointwise import uniform_at
 
@@ -258,10 +258,16 @@ def load(captured: Captured, original: nn.Module, pair: Pair, given: Mapping[str
             if n in given:
                 t.copy_(given[n])
     steps = float(given.get("step", torch.tensor(0)))
-    for n, p in captured.states.items() if steps else ():
-        kept = optimizer.state[own[p]]
-        kept[n.partition(".")[0]] = given[n].to(own[p].device, copy=True)
-        kept["step"] = torch.tensor(steps + captured.counts.get(p, 0))
+    for name, update in captured.updates.items() if steps else ():
+        at, before = name.removeprefix("param."), ""
+        if name.startswith("group."):
+            before = f"group_{name.removeprefix('group.')}_"
+            at = next(k for k in captured.states if k.startswith(before)).partition(".")[2]
+        kept = optimizer.param_groups[int(name.removeprefix("group."))] if before else optimizer.state[own[name]]
+        device = torch.device("cpu") if before else own[name].device
+        values = {s: given[k] for s in update.outputs if (k := f"{before}{s}.{at}") in given and s != "param"}
+        values |= {s: torch.tensor(steps + captured.counts.get(name, 0)) for s in update.counted}
+        put_state(kept, update, values, device)
 
 
 def names_of(captured: Captured, model: nn.Module) -> list[str]:
@@ -284,10 +290,19 @@ def _dense(grad: Tensor) -> Tensor:
 
 def _kept(captured: Captured, optimizer: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """The optimizer's state, by the names the program has for it."""
-    states = {n: optimizer.state[own[p]] for n, p in captured.states.items()}
-    out = {n: state.get(n.partition(".")[0]) for n, state in states.items()}
-    counts = {float(state["step"]) - captured.counts.get(captured.states[n], 0) for n, state in states.items() if "step" in state}
+    out: dict[str, Tensor | None] = {}
+    counts = set()
+    for name, update in captured.updates.items():
+        if name.startswith("group."):
+            continue
+        kept = kept_state(optimizer, own[name])
+        out |= {f"{s}.{name.removeprefix('param.')}": _tensor(kept.get(s)) for s in update.outputs if s != "param" and s not in update.counted}
+        counts |= {float(kept[s]) - captured.counts.get(name, 0) for s in update.counted if s in kept}
     return {**out, **({"step": torch.tensor(int(max(counts)))} if counts else {})}
+
+
+def _tensor(x: Any) -> Tensor | None:
+    return x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
 def on(batch: Any, device: torch.device) -> Any:

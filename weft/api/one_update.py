@@ -14,11 +14,14 @@ from weft.api import afford, eager
 from weft.api.apart import Apart, allowed, compared
 from weft.api.blockwise import random_of, valued
 from weft.api.cut_blocks import cut_at, program_of
-from weft.core.node import Node
+from weft.core.node import Node, toposort
 from weft.core.role import Role
 from weft.frontend.capture import Captured
+from weft.frontend.capture.optimizers import kept_state
 from weft.ops.registry import nbytes
 from weft.ops.source import input_node
+
+GRADIENT = "batch.gradient"
 
 if TYPE_CHECKING:
     from weft.api.judge import Case
@@ -28,27 +31,37 @@ def updates(captured: Captured, case: Case) -> dict[str, Apart]:
     """How far the updates of some parameters from random gradients are from torch's."""
     out: dict[str, Apart] = {}
     names = {id(p): n for n, p in captured.parameters.items()}
-    for group, rule in zip(case.optimizer.param_groups, captured.rules, strict=True):
-        made = {n: _made_by(captured, n) for n in (names[id(p)] for p in group["params"] if id(p) in names)}
-        made = {n: x for n, x in made.items() if x is not None and x.op is rule.op}
+    for group in case.optimizer.param_groups:
+        made = {n: _gradient(captured, n) for n in (names[id(p)] for p in group["params"] if id(p) in names) if n in captured.updates}
+        made = {n: x for n, x in made.items() if x is not None}
         smallest = {captured.parameters[n].dtype: n for n in sorted(made, key=lambda n: -captured.parameters[n].numel())}
         for name in smallest.values():
-            if 8 * nbytes(made[name].types[0]) <= afford.SHARE * afford.free(case.device):
+            if 8 * nbytes(captured.program.input_names[name].type) <= afford.SHARE * afford.free(case.device):
                 out |= _compared(captured, case, group, name, made[name])
     return out
 
 
-def _made_by(captured: Captured, name: str) -> Node | None:
-    """What makes a parameter's next value."""
-    node = captured.program.output_names.get(name)
-    return node.args[0] if node is not None and node.op.name == "item" else node
+def _gradient(captured: Captured, name: str) -> Node | None:
+    """The gradient that a parameter's update reads; None where that reads others too."""
+    homes = {name, *(s for s, p in captured.states.items() if p == name)}
+    result = captured.program.output_names[name]
+    whose = [n for n in toposort([result]) if n.op.unfold is not None and n.args[0].attr("name") in homes]
+    if len(whose) != 1:
+        return None
+    found = cut_at([result], {whose[0].args[1]: _stand_in(whose[0].args[1])})[result]
+    others = [n for n in toposort([found]) if n.role in (Role.BATCH, Role.PARAMETER) and n.attr("name") not in (name, GRADIENT)]
+    return None if others else whose[0].args[1]
 
 
-def _compared(captured: Captured, case: Case, group: dict[str, Any], name: str, update: Node) -> dict[str, Apart]:
-    random, given = torch.Generator().manual_seed(0), update.args[1]
-    states = {n: p for n, p in captured.states.items() if p == name}
-    outputs = {n: captured.program.output_names[n] for n in (name, *states)}
-    made = cut_at(outputs.values(), {given: input_node("batch.gradient", given.type, Role.BATCH)})
+def _stand_in(gradient: Node) -> Node:
+    return input_node(GRADIENT, gradient.type, Role.BATCH)
+
+
+def _compared(captured: Captured, case: Case, group: dict[str, Any], name: str, given: Node) -> dict[str, Apart]:
+    random = torch.Generator().manual_seed(0)
+    states = {n: p for n, p in captured.states.items() if p == name and not n.startswith("group_")}
+    outputs = {n: captured.program.output_names[n] for n in (name, *states) if n in captured.program.output_names}
+    made = cut_at(outputs.values(), {given: _stand_in(given)})
     program = program_of({n: made[x] for n, x in outputs.items()}, name)
     p = valued(captured.parameters[name], case.device, random)
     gradient = random_of(p.shape, p.dtype, case.device, random)
@@ -56,7 +69,8 @@ def _compared(captured: Captured, case: Case, group: dict[str, Any], name: str, 
     alone = replace(captured, program=program, parameters={name: p.detach().clone()}, buffers={}, constants={}, states=states, begun=begun)
     values = {n: x.to(case.device) for n, x in alone.inputs({"gradient": gradient}).items()}
     limit = allowed(program)
-    return compared(program, values, _torchs(captured, case, group, name, p, gradient, states), case.device, limit.update, limit.digit)
+    want = {n: x for n, x in _torchs(captured, case, group, name, p, gradient, states).items() if n in outputs}
+    return compared(program, values, want, case.device, limit.update, limit.digit)
 
 
 def _torchs(
@@ -71,4 +85,5 @@ def _torchs(
     optimizer.state = defaultdict(dict, {p: {k: x.to(case.device) if isinstance(x, Tensor) and x.ndim else x for k, x in copy.deepcopy(before).items()}})
     with eager.unnoticed(case.moment, case.device):
         type(optimizer).step(optimizer)
-    return {name: p.detach(), **{n: optimizer.state[p].get(n.partition(".")[0]) for n in states}}
+    kept = kept_state(optimizer, p)
+    return {name: p.detach(), **{n: x if isinstance(x := kept.get(n.removesuffix(name.removeprefix("param"))), Tensor) else None for n in states}}

@@ -32,7 +32,7 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads, as_before, evaluating
-from weft.frontend.capture.optimizers import COUNT, note_updates
+from weft.frontend.capture.optimizers import COUNT, note_updates, put_state
 from weft.frontend.capture.step import named_batch
 from weft.plan.place import place
 from weft.plan.spec import Spec
@@ -303,15 +303,22 @@ class Step(Changing):
     def sync_optimizer(self) -> torch.optim.Optimizer:
         """The user's optimizer with the state that the steps have led to, as torch keeps it; every rank must ask."""
         own = dict(self.model.named_parameters())
-        kinds = {id(p): rule for g, rule in zip(self.optimizer.param_groups, self.captured.rules, strict=True) for p in g["params"]}
         updates: dict[Tensor, int] = {}
-        for name, of in self.captured.states.items():
-            p = own[original(of.removeprefix("param."))]
-            self.optimizer.state[p][name.removesuffix(f".{of.removeprefix('param.')}")] = self.full(name).to(p.device).clone()
-            if kinds[id(p)].counts:
-                updates[p] = self.steps - self.skipped - self.missed.get(of, 0)
-                taken = self.captured.counts.get(of, 0) + updates[p]
-                self.optimizer.state[p]["step"] = torch.tensor(float(taken), dtype=torch.float32)
+        for name, update in self.captured.updates.items():
+            if name.startswith("group."):
+                first = next(k for k in self.captured.states if k.startswith(f"group_{name.removeprefix('group.')}_"))
+                at, before = first.partition(".")[2], f"group_{name.removeprefix('group.')}_"
+                values = {s: self.full(f"{before}{s}.{at}") for s in update.outputs}
+                put_state(self.optimizer.param_groups[int(name.removeprefix("group."))], update, values, torch.device("cpu"))
+                continue
+            p = own[original(name.removeprefix("param."))]
+            values = {s: self.full(f"{s}.{name.removeprefix('param.')}") for s in update.outputs if s != "param" and s not in update.counted}
+            taken = self.steps - self.skipped - self.missed.get(name, 0)
+            if update.counted:
+                updates[p] = taken
+                values |= {s: torch.tensor(float(self.captured.counts.get(name, 0) + taken)) for s in update.counted}
+            if values:
+                put_state(self.optimizer.state[p], update, values, p.device)
         note_updates(self.optimizer, updates)
         self.optimizer_state.remember()
         return self.optimizer

@@ -7,23 +7,31 @@ changed once. What depends on these numbers alone is computed in float64, as tor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
 
-from weft.core.node import Attrs, Node
+from weft.core.layout import Layout, Mesh
+from weft.core.node import Attrs, Node, Type, constant, make, remade, toposort
+from weft.core.program import Program, new_program
+from weft.core.text import parse
 from weft.ops import pointwise as w
+from weft.ops.fill import full
 from weft.ops.norm import to_dtype
 from weft.ops.registry import Equation, Kind, Types, define
+from weft.ops.source import input_node
 
 Values = tuple[Any, ...]
-Body = Callable[..., Values]
+Arithmetic = Callable[..., Values]
 
 
 def _numbers(attrs: Mapping[str, Any]) -> int:
-    """How many numbers stand last among the operands: settings that change, the learning rate, the step."""
-    return 2 + len(attrs.get("given", ()))
+    """How many numbers stand last among the operands: settings that change, the learning rate, the step; or as many as a body has."""
+    return attrs["numbers"] if "numbers" in attrs else 2 + len(attrs.get("given", ()))
 
 
 def _equation(types: Types, attrs: Attrs) -> Equation:
@@ -128,36 +136,7 @@ def _rmsprop(k: Any, p: Any, g: Any, v: Any, *rest: Any,
     return (p - b * rate, v, b, *mean)
 
 
-def _adamax(k: Any, p: Any, g: Any, m: Any, top: Any, lr: Any, step: Any, *, betas: Any, eps: Any, decay: Any) -> Values:
-    """Adam by the largest gradient of late instead of the mean square."""
-    _, g = _decayed(k, p, g, lr, decay, False)
-    m = m + (g - m) * k.to(1.0 - betas[0], p.dtype)
-    top = k.maximum(top * k.to(betas[1], p.dtype), k.abs(g) + k.to(eps, p.dtype))
-    return p - k.to(lr / (1.0 - k.power(betas[0], step)), p.dtype) * (m / top), m, top
-
-
-def _radam(k: Any, p: Any, g: Any, m: Any, v: Any, lr: Any, step: Any, *, betas: Any, eps: Any, decay: Any, decoupled: bool) -> Values:
-    """Liu 2020: momentum alone while the second moment has seen too few steps, then Adam by a factor for its variance."""
-    p, g = _decayed(k, p, g, lr, decay, decoupled)
-    m = m + (g - m) * k.to(1.0 - betas[0], p.dtype)
-    v = v * k.to(betas[1], p.dtype) + (g * g) * k.to(1.0 - betas[1], p.dtype)
-    kept = k.power(betas[1], step)
-    most = 2.0 / (1.0 - betas[1]) - 1.0
-    length = most - step * 2.0 * kept / (1.0 - kept)
-    factor = k.sqrt((length - 4.0) * (length - 2.0) * most / (length * ((most - 4.0) * (most - 2.0)))) * k.sqrt(1.0 - kept)
-    move = k.where(length > 5.0, m * (k.to(factor, p.dtype) / (k.sqrt(v) + k.to(eps, p.dtype))), m)
-    return p - move * k.to(lr / (1.0 - k.power(betas[0], step)), p.dtype), m, v
-
-
-def _adadelta(k: Any, p: Any, g: Any, v: Any, moved: Any, lr: Any, _: Any, *, rho: Any, eps: Any, decay: Any) -> Values:
-    _, g = _decayed(k, p, g, lr, decay, False)
-    kept, new, eps = (k.to(x, p.dtype) for x in (rho, 1.0 - rho, eps))
-    v = v * kept + (g * g) * new
-    move = k.sqrt(moved + eps) / k.sqrt(v + eps) * g
-    return p - move * k.to(lr, p.dtype), v, moved * kept + (move * move) * new
-
-
-def _stepped(k: Any, body: Body, xs: Any, attrs: Mapping[str, Any]) -> Values:
+def _stepped(k: Any, body: Arithmetic, xs: Any, attrs: Mapping[str, Any]) -> Values:
     """The body on wide elements and float64 numbers; results as parameter and state are kept."""
     last = _numbers(attrs)
     tensors, numbers = xs[:-last], [k.to(x, torch.float64) for x in xs[-last:]]
@@ -176,7 +155,7 @@ def put_setting(attrs: dict[str, Any], name: str, value: Any) -> None:
     attrs[key] = tuple(value if i == int(at) else x for i, x in enumerate(attrs[key])) if at else value
 
 
-def _update(name: str, body: Body, **choices: Any) -> Any:
+def _update(name: str, body: Arithmetic, **choices: Any) -> Any:
     """`choices` are values of its settings that rules about it are tried with."""
 
     def run(*xs: torch.Tensor, **attrs: Any) -> Any:
@@ -199,6 +178,194 @@ adam = _update("adam", _adam, betas=((0.9, 0.99),), eps=(1e-8,), decay=(0.1,), d
 sgd = _update("sgd", _sgd, momentum=(0.9,), damping=(0.0,), nesterov=(False, True), decay=(0.1,))
 adagrad = _update("adagrad", _adagrad, decay=(0.1,), lr_decay=(0.1,), eps=(1e-10,))
 rmsprop = _update("rmsprop", _rmsprop, alpha=(0.9,), eps=(1e-8,), decay=(0.1,), momentum=(0.9,))
-adamax = _update("adamax", _adamax, betas=((0.9, 0.99),), eps=(1e-8,), decay=(0.1,))
-radam = _update("radam", _radam, betas=((0.9, 0.99),), eps=(1e-8,), decay=(0.1,), decoupled=(True, False))
-adadelta = _update("adadelta", _adadelta, rho=(0.9,), eps=(1e-6,), decay=(0.1,))
+
+
+# -- an update of which no more is known than that it treats each element alone ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Body:
+    """The arithmetic of one element, as a program's text over `x0` (the parameter), `x1` (its gradient), state, and then numbers."""
+
+    text: str
+    numbers: tuple[Node, ...]  # what stands for those numbers where it was traced
+
+
+def body_of(inputs: Mapping[str, Node], outputs: Mapping[str, Node], states: Sequence[str]) -> Body | None:
+    """The body of an update, if it treats each element alone: all but numbers is pointwise, and of the parameter's own shape."""
+    param = inputs["param"]
+    big = [param, inputs["grad"], *(inputs[s] for s in states if s in inputs and inputs[s].shape == param.shape)]
+    results = [outputs["param"], *(outputs[s] for s in states if outputs[s].shape == param.shape)]
+    if not param.shape or len(big) != len(results) + 1:
+        return None
+    made: dict[Node, Node] = {n: _one(f"x{i}", n.dtype, (2,)) for i, n in enumerate(big)}
+    numbers: dict[Node, Node] = {}
+    of_elements = {*big}
+    for n in toposort(results):
+        if n in made:
+            continue
+        of_elements |= {n} if any(a in of_elements for a in n.args) else set()
+        if n not in of_elements and n.shape == ():
+            continue
+        if n.shape != param.shape:
+            return None
+        if n.op.name == "full":
+            made[n] = constant(n.attr("value"), n.dtype, n.mesh) if not isinstance(n.attr("value"), str) else full((), n.attr("value"), n.mesh, n.dtype)
+        elif n.op.name == "expand" and n.args[0].shape == ():
+            made[n] = _number(n.args[0], numbers, len(big))
+        elif n.op.kind is not Kind.POINTWISE:
+            return None
+        else:
+            made[n] = make(n.op, tuple(made[a] if a in made else _number(a, numbers, len(big)) for a in n.args), dict(n.attrs))
+    if any(made[n].shape != (2,) for n in results):
+        return None
+    named = {f"y{i}": made[n] for i, n in enumerate(results)}
+    return Body(new_program("update", param.mesh, [*(made[n] for n in big), *numbers.values()], named).text, tuple(numbers))
+
+
+def _one(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Node:
+    return input_node(name, Type(dtype, Layout.of(Mesh(), shape)))
+
+
+def _number(n: Node, numbers: dict[Node, Node], first: int) -> Node:
+    """A number that the body reads: itself if it is a constant, else an operand."""
+    if n.op.name == "const":
+        return n
+    return numbers.setdefault(n, _one(f"x{first + len(numbers)}", n.dtype, ()))
+
+
+@lru_cache(maxsize=1024)
+def _parsed(body: str) -> Program:
+    return parse(body)
+
+
+def _run_body(*xs: torch.Tensor, body: str, numbers: int) -> Any:
+    program = _parsed(body)
+    found: dict[Node, torch.Tensor] = {n: xs[int(n.attr("name")[1:])] for n in program.inputs}
+    for n in program.nodes:
+        if n.op.name == "const":
+            found[n] = torch.full((), n.attr("value"), dtype=n.dtype, device=xs[0].device)
+        elif n not in found:
+            found[n] = n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
+    out = tuple(found[n] for _, n in program.outputs)
+    return out[0] if len(out) == 1 else out
+
+
+def _unfold_body(n: Node) -> Values:
+    program = _parsed(n.attr("body"))
+    swap = {x: n.args[int(x.attr("name")[1:])] for x in program.inputs}
+    swap |= {x: constant(x.attr("value"), x.dtype, n.mesh) for x in program.nodes if x.op.name == "const"}
+    made = remade([y for _, y in program.outputs], swap)
+    return tuple(made[y] for _, y in program.outputs)
+
+
+update = define(
+    "update",
+    kind=Kind.POINTWISE,
+    equation=_equation,
+    dtype=_dtypes,
+    run=_run_body,
+    unfold=_unfold_body,
+    flops=lambda n: float(len(_parsed(n.attr("body")).nodes)) * math.prod(n.types[0].layout.largest_local),
+    doc="an optimizer's update that treats each element alone, as its own step() says",
+)
+
+
+def aligned(gradient: Node, state: Node) -> Node:
+    """A gradient held as the state that it meets is: an update that is not of each element alone reads it in pieces, or sums it, from there."""
+    if gradient.shape != state.shape or gradient.dtype != state.dtype or not gradient.shape:
+        return gradient
+    made: Node = update(state, gradient, body=_identity(gradient.dtype), numbers=0)
+    return made
+
+
+@lru_cache(maxsize=16)
+def _identity(dtype: torch.dtype) -> str:
+    x, y = _one("x0", dtype, (2,)), _one("x1", dtype, (2,))
+    return new_program("update", Mesh(), [x, y], {"y0": y}).text
+
+
+# -- which of the updates above one is -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """An update that has an op: the state it keeps, and the settings of a group that its attributes are."""
+
+    op: Any
+    states: tuple[str, ...]
+    settings: Mapping[str, str]  # attribute -> key of the group
+    flags: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # attributes that only trying tells
+
+    def fits(self, group: Mapping[str, Any]) -> bool:
+        return "lr" in group and all(key in group for key in self.settings.values())
+
+    def attributes(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        numbers = {a: tuple(map(float, x)) if isinstance(x := group[key], (tuple, list)) else float(x) for a, key in self.settings.items()}
+        for chosen in product(*self.flags.values()):
+            for sign in (1, -1):
+                yield {**numbers, **dict(zip(self.flags, chosen, strict=True)), "sign": sign}
+
+    def given(self, names: Collection[str]) -> dict[str, str]:
+        """Those attributes that are operands, and the settings they are."""
+        keys = {key: a for a, key in self.settings.items()}
+        split = {n: n.partition("_at_") for n in names}
+        return {f"{keys[k]}{sep}{at}": n for n, (k, sep, at) in split.items() if k in keys}
+
+    def with_given(self, attrs: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """The attributes where some settings are operands; their values here would be others tomorrow."""
+        mine, out = self.given(names), dict(attrs)
+        for a in mine:
+            put_setting(out, a, 0.0)
+        return {**out, "given": tuple(mine)} if mine else out
+
+
+_ADAM = {"betas": "betas", "eps": "eps", "decay": "weight_decay"}
+_SGD = {"momentum": "momentum", "damping": "dampening", "decay": "weight_decay"}
+_RMSPROP = {"alpha": "alpha", "eps": "eps", "decay": "weight_decay", "momentum": "momentum"}
+KNOWN = (
+    Known(adam, ("exp_avg", "exp_avg_sq"), _ADAM, {"decoupled": (False, True)}),
+    Known(adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), _ADAM, {"decoupled": (False, True)}),
+    Known(sgd, (), _SGD, {"nesterov": (False,)}),
+    Known(sgd, ("momentum_buffer",), _SGD, {"nesterov": (False, True)}),
+    Known(adagrad, ("sum",), {"decay": "weight_decay", "lr_decay": "lr_decay", "eps": "eps"}),
+    Known(rmsprop, ("square_avg",), _RMSPROP),
+    Known(rmsprop, ("square_avg", "momentum_buffer"), _RMSPROP),
+    Known(rmsprop, ("square_avg", "grad_avg"), _RMSPROP, {"centered": (True,)}),
+    Known(rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), _RMSPROP, {"centered": (True,)}),
+)
+
+
+def computes(nodes: Sequence[Node], values: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
+    """What nodes are where inputs have these values."""
+    found = dict(values)
+    for n in toposort(nodes):
+        if n not in found:
+            found[n] = n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
+    return [found[n] for n in nodes]
+
+
+def runs_alike(known: Known, attrs: Mapping[str, Any], body: Body, settings: Mapping[Node, tuple[str, float]], counts: Mapping[Node, int]) -> bool:
+    """Whether a body in float64 gives what the op gives: on numbers of either sign, zeros among them, in the first update and later.
+
+    `settings` are inputs of its numbers, with the names and values they have; `counts` are those that say which update it is, this or the one before.
+    """
+    random = torch.Generator().manual_seed(0)
+    program = _parsed(body.text)
+    many = len(program.inputs) - len(body.numbers)
+    given = known.given([name for name, _ in settings.values()])
+    by_name = dict(settings.values())
+    for count in (1.0, 2.0, 7.0, 1000.0):
+        p, g = (torch.randn(16, generator=random, dtype=torch.float64) for _ in range(2))
+        g[:3] = 0
+        states = [torch.rand(16, generator=random, dtype=torch.float64) + (1.0 if k == 0 else 0.0) for k in range(many - 2)]
+        values = {n: torch.tensor(x, dtype=n.dtype) for n, (_, x) in settings.items()} | {n: torch.tensor(count + k, dtype=n.dtype) for n, k in counts.items()}
+        numbers = computes(body.numbers, {**values})
+        got = _run_body(p, g, *states, *numbers, body=body.text, numbers=len(numbers))
+        operands = [torch.tensor(by_name[name], dtype=torch.float64) for name in given.values()]
+        rate, step = torch.tensor(by_name["lr"], dtype=torch.float64), torch.tensor(count)
+        want = known.op.run(p, g, *states, *operands, rate, step, **known.with_given(attrs, list(given.values())))
+        pairs = zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,), strict=True)
+        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-13, equal_nan=True) for a, b in pairs):
+            return False
+    return True

@@ -72,7 +72,9 @@ def lay(
     """Every stage placed, and the update, guarded if told how, with the state at the ranks that read it, or at all where `first` does."""
     more = {} if first is None else {n: x for n, x in first.input_names.items() if x.role not in GIVEN}
     homes = {**homes_of(captured, stages, named), **dict.fromkeys(more)}
-    slices = {f"d.{param}": held[state] for state, param in captured.states.items() if state in held and named.zero_of(bare(param)) >= 2}
+    shapes = {n: x.shape for n, x in captured.program.input_names.items()}
+    alike = [(s, p) for s, p in captured.states.items() if s in held and shapes[s] == shapes[p]]
+    slices = {f"d.{param}": held[state] for state, param in alike if named.zero_of(bare(param)) >= 2}
     held = {**held, **slices}  # gradients as the state they go into
     placed, laid = list[Placed](), dict[str, _Border]()
     for stage in stages:

@@ -7,10 +7,11 @@ vocabularies: a table of more rows than columns is cut along them, evenly or not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from weft.core.errors import LayoutError, PlanError
-from weft.core.layout import Layout, Mesh, Placement, R, S
+from weft.core.layout import Layout, Mesh, O, Placement, R, S
 from weft.core.names import bare
 from weft.core.node import Node, toposort
 from weft.core.program import Program
@@ -37,16 +38,43 @@ def input_layouts(
     for name, places in (pins or {}).items():
         held[name] = {a: p for a, p in {**held.get(name, {}), **places}.items() if p != R}
     for state, param in states.items():
-        held[state] = dict(held.get(param, {}))
+        held[state] = dict(as_state(program.input_names[state], program.input_names[param], held.get(param, {})))
     if named.most_zero and named.dp > 1:
         level = {name: named.zero_of(bare(name)) for name in weights}
         sharded = [*(s for s, param in states.items() if level.get(param, named.zero)), *(n for n, z in level.items() if z == 3)]
+        owners = owned(program, states, named.dp)
         for name in sharded:
-            held[name] = _also_cut(program.input_names[name], held.get(name, {}), named)
+            owner = {**held.get(name, {}), "dp": O(owners[states[name]])} if states.get(name) in owners else None
+            held[name] = owner or _also_cut(program.input_names[name], held.get(name, {}), named)
     scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
     turn = frozenset({"cp"}) if named.a2a and named.cp > 1 else frozenset()
     gather = frozenset({"dp"}) if named.most_zero == 3 and named.dp > 1 else frozenset()
     return held, Options(scatter, turn=turn, gather=gather)  # type: ignore[return-value]
+
+
+def as_state(state: Node, param: Node, places: Placements) -> Placements:
+    """How an optimizer's tensor is held beside its parameter: cut alike along the dims that it shares with it."""
+    shared = [d for d, n in enumerate(state.shape) if d < param.ndim and n == param.shape[d]]
+    return {a: p for a, p in places.items() if not isinstance(p, S) or p.dim in shared}
+
+
+def owned(program: Program, states: Mapping[str, str], ranks: int) -> dict[str, int]:
+    """Parameters whose update multiplies matrices of their state, as Muon's does, and the copy that has all of it: each as many bytes as others.
+
+    The owner sums the gradient, updates alone, and tells the others; in slices, every product would gather what the others have."""
+    after: dict[Node, bool] = {}
+    for n in program.nodes:
+        after[n] = any(after[a] for a in n.args) or (n.role is Role.STATE and n.ndim == 2)
+    many = {n for n in program.nodes if after[n] and n.op.kind is Kind.CONTRACT}
+    if not many:
+        return {}
+    whole = set(toposort(many))
+    found = {p for s, p in states.items() if program.input_names[s] in whole and program.input_names[s].shape == program.input_names[p].shape}
+    load, out = [0] * ranks, {}
+    for p in sorted(found, key=lambda p: -math.prod(program.input_names[p].shape)):
+        out[p] = load.index(min(load))
+        load[out[p]] += math.prod(program.input_names[p].shape)
+    return out
 
 
 def _batch(node: Node, named: Spec) -> dict[str, Placement]:

@@ -332,11 +332,11 @@ def _moved(layout: Layout, axis: str, labels: Sequence[str], onto: set[str]) -> 
 
 
 def _at_one_root(here: Sequence[Placement], args: Sequence[Node], n: int) -> list[_Way]:
-    """What several ranks hold, sent to one of them, or to all."""
+    """What several ranks hold, or have still to sum, sent to one of them, or to all."""
     roots = dict.fromkeys(h for h in here if isinstance(h, O))
-    size = [nbytes(a.type) if isinstance(h, O) else 0 for h, a in zip(here, args, strict=True)]
+    size = [0 if isinstance(h, Replicated) else nbytes(a.type) for h, a in zip(here, args, strict=True)]
     ways = [
-        _Way(tuple(r if isinstance(h, O) else h for h in here), sum(s for h, s in zip(here, size, strict=True) if h != r)) for r in roots
+        _Way(tuple(h if isinstance(h, Replicated) else r for h in here), sum(s for h, s in zip(here, size, strict=True) if h != r)) for r in roots
     ]
     return sorted([*ways, _Way(tuple(R for _ in here), sum(size) * (n - 1))], key=lambda w: w.cost)
 

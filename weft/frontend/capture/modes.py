@@ -224,7 +224,7 @@ class Below(TorchDispatchMode):
             return self._foreach(func, args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(func, args[0])
-        out = _lying(func, args, kwargs)
+        out, args, kwargs = _lying(func, args, kwargs)
         if any_complex(args, kwargs, out):
             return self._complex(func, out, args, kwargs)
         if func in VIEWS:
@@ -253,6 +253,8 @@ class Below(TorchDispatchMode):
                 ),
                 where=user_line(),
             )
+        if known is None and self.recorder.computed is not None:
+            return self.recorder.computed(self.recorder.node(tensor))
         return func(tensor) if known is None else known
 
     def _foreach(self, func: Any, args: Any) -> Any:
@@ -412,11 +414,20 @@ def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> 
 _TRAINED = {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}  # what torch calls where gradients are on
 
 
-def _lying(func: Any, args: Any, kwargs: Any) -> Any:
-    """What torch makes of fake tensors. To copy as a view, torch 2.11 asks there for a tensor that could be viewed; none is needed."""
+def _lying(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """What torch makes of fake tensors, and what it was given, numbers that are computed as nodes of the dtype it computes in.
+    To copy as a view, torch 2.11 asks there for a tensor that could be viewed; none is needed."""
     if func is torch.ops.aten.view_copy.default:
-        args = (args[0].contiguous(), *args[1:])
-    return func(*args, **kwargs)
+        return func(args[0].contiguous(), *args[1:], **kwargs), args, kwargs
+    leaves, spec = tree_flatten((args, kwargs))
+    if not any(isinstance(x, torch.SymFloat) for x in leaves):
+        return func(*args, **kwargs), args, kwargs
+    given, named = tree_unflatten([1.0 if isinstance(x, torch.SymFloat) else x for x in leaves], spec)
+    out = func(*given, **named)
+    kinds = [t.dtype for t in (*_tensors(out), *leaves) if isinstance(t, Tensor) and t.dtype.is_floating_point]
+    dtype = kinds[0] if kinds else torch.get_default_dtype()
+    given, named = tree_unflatten([to_dtype(x.node.node, dtype) if isinstance(x, torch.SymFloat) else x for x in leaves], spec)
+    return out, given, named
 
 
 @aten("as_strided.default", "as_strided_copy.default", tensors=True)

@@ -1,165 +1,119 @@
-"""Which update each torch optimizer makes, with which settings and state; one that weft does not know is refused.
+"""The update that an optimizer makes, captured from its own `step()`.
 
-Optimizers are never traced. The learning rate of each group and the step count are inputs of the program, so schedulers keep working; so is any
-other setting that has changed once.
+It is run on stand-ins: of every kind of parameter two, whose values, gradients, state and settings are inputs. What the first update gives and
+what later ones give are both traced, and joined where they differ. Parameters of one kind share one update; where one reads another's
+gradient, all are traced together. An update that weft has an op for, as Adam's, is recognised by what it computes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from weft.core.errors import CaptureError
-from weft.ops.optimizers import adadelta, adagrad, adam, adamax, put_setting, radam, rmsprop, sgd
+from weft.core.errors import CaptureError, WeftError
+from weft.core.node import Node, remade, toposort
+from weft.core.role import Role
+from weft.frontend.capture.guards import unheard
+from weft.frontend.capture.modes import listening_to_torch, to_dtype
+from weft.frontend.capture.numbers import WIDE, Number, Questions, Value, asking, evaluate, number_of
+from weft.frontend.capture.recorder import Recorder
+from weft.ops import pointwise as w
+from weft.ops.optimizers import KNOWN, Body, Known, body_of, runs_alike
+from weft.ops.source import input_op
 
 COUNT = "count"  # among the settings that are inputs: each parameter counts its own updates
+HOW = {"foreach": False, "fused": False, "capturable": False}  # which of torch's own forms of an update is run
+_SKIPPED = {"params", "param_names", *HOW}
+
+
+# -- settings --------------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How a torch optimizer's group updates one parameter: the op, its attributes, the names of its state tensors.
+class Settings:
+    """A parameter group without its parameters: numbers by the names they have as inputs, and all the rest, with which it is another program."""
 
-    `settings` says which of the attributes are numbers that may change from step to step, by the names of inputs they would have.
-    """
-
-    op: Any
-    attrs: dict[str, Any]
-    state: tuple[str, ...]
-    settings: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def counts(self) -> bool:
-        """Whether torch keeps a count of steps beside the state."""
-        return self.op is not sgd
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """All of it but the numbers: with another form it is another program."""
-        return self.op.name, tuple((k, v) for k, v in self.attrs.items() if k not in _changing(self.settings)), self.state
-
-    def with_given(self, given: Collection[str]) -> dict[str, Any]:
-        """The attributes where some settings are operands; their values here would be others tomorrow."""
-        mine = tuple(k for k in self.settings if k in given)
-        attrs = dict(self.attrs)
-        for name in mine:
-            put_setting(attrs, name, 0.0)
-        return {**attrs, "given": mine} if mine else attrs
-
-
-def _changing(settings: Mapping[str, float]) -> set[str]:
-    return {name.partition("_at_")[0] for name in settings}
+    numbers: dict[str, float]
+    form: tuple[Any, ...]
 
 
 def number(x: Any) -> float:
     """A setting, which torch also takes as a tensor, as a number."""
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, Tensor):
         with _disable_current_modes():
             return float(x.detach())
     return float(x)
 
 
-def _rule(op: Any, group: Mapping[str, Any], state: tuple[str, ...], settings: Mapping[str, str], **fixed: Any) -> Rule:
-    """`settings` maps attributes of the op to keys of the group."""
-    attrs: dict[str, Any] = {}
-    changing: dict[str, float] = {}
-    for name, key in settings.items():
-        value = group[key]
-        if isinstance(value, (tuple, list)):
-            attrs[name] = tuple(number(x) for x in value)
-            changing |= {f"{name}_at_{i}": x for i, x in enumerate(attrs[name])}
-        else:
-            attrs[name] = changing[name] = number(value)
-    return Rule(op, {**attrs, **fixed, "sign": -1 if group.get("maximize") else 1}, state, changing)
+def _is_number(x: Any) -> bool:
+    return (isinstance(x, (int, float)) and not isinstance(x, bool)) or (isinstance(x, Tensor) and x.numel() == 1)
 
 
-def _adam_rule(group: Mapping[str, Any], decoupled: bool) -> Rule:
-    state = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
-    decoupled = bool(group.get("decoupled_weight_decay", decoupled) or decoupled)
-    return _rule(adam, group, state, {"betas": "betas", "eps": "eps", "decay": "weight_decay"}, decoupled=decoupled)
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    numbers: dict[str, float] = {}
+    form = []
+    for key, x in group.items():
+        if key in _SKIPPED:
+            continue
+        several = isinstance(x, (tuple, list)) and bool(x) and all(map(_is_number, x))
+        numbers |= {f"{key}_at_{i}": number(v) for i, v in enumerate(x)} if several else {key: number(x)} if _is_number(x) else {}
+        form.append((key, str(x.dtype) if isinstance(x, Tensor) else len(x) if several else None if _is_number(x) else repr(x)))
+    return Settings(numbers, tuple(form))
 
 
-def _sgd_rule(group: Mapping[str, Any]) -> Rule:
-    settings = {"momentum": "momentum", "damping": "dampening", "decay": "weight_decay"}
-    return _rule(sgd, group, ("momentum_buffer",) if group["momentum"] else (), settings, nesterov=bool(group["nesterov"]))
+def is_given(name: str, given: Collection[str]) -> bool:
+    return name == "lr" or name in given
 
 
-def _adagrad_rule(group: Mapping[str, Any]) -> Rule:
-    return _rule(adagrad, group, ("sum",), {"decay": "weight_decay", "lr_decay": "lr_decay", "eps": "eps"})
+# -- what is refused -------------------------------------------------------------------------------------------------------------------------
 
 
-def _rmsprop_rule(group: Mapping[str, Any]) -> Rule:
-    state = ("square_avg",) + (("momentum_buffer",) if group["momentum"] > 0 else ()) + (("grad_avg",) if group["centered"] else ())
-    settings = {"alpha": "alpha", "eps": "eps", "decay": "weight_decay", "momentum": "momentum"}
-    return _rule(rmsprop, group, state, settings, **({"centered": True} if group["centered"] else {}))
+def require_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what one call of `step()` does not say: a closure that it calls, hooks around it, methods put into the object."""
+    from torch.optim import optimizer as torchs
 
-
-def _adamax_rule(group: Mapping[str, Any]) -> Rule:
-    return _rule(adamax, group, ("exp_avg", "exp_inf"), {"betas": "betas", "eps": "eps", "decay": "weight_decay"})
-
-
-def _radam_rule(group: Mapping[str, Any]) -> Rule:
-    settings = {"betas": "betas", "eps": "eps", "decay": "weight_decay"}
-    return _rule(radam, group, ("exp_avg", "exp_avg_sq"), settings, decoupled=bool(group["decoupled_weight_decay"]))
-
-
-def _adadelta_rule(group: Mapping[str, Any]) -> Rule:
-    return _rule(adadelta, group, ("square_avg", "acc_delta"), {"rho": "rho", "eps": "eps", "decay": "weight_decay"})
-
-
-RULES: dict[type, Callable[[Mapping[str, Any]], Rule]] = {
-    torch.optim.SGD: _sgd_rule,
-    torch.optim.Adam: lambda group: _adam_rule(group, False),
-    torch.optim.AdamW: lambda group: _adam_rule(group, True),
-    torch.optim.Adagrad: _adagrad_rule,
-    torch.optim.RMSprop: _rmsprop_rule,
-    torch.optim.Adamax: _adamax_rule,
-    torch.optim.RAdam: _radam_rule,
-    torch.optim.Adadelta: _adadelta_rule,
-}
-
-
-def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:
-    """The update of one parameter group; an optimizer weft does not know is refused."""
-    base = next((t for t in type(optimizer).__mro__ if t in RULES), None)
     name = type(optimizer).__name__
-    if base is None or not _steps_as(optimizer, base):
+    wants = [p.name for p in list(inspect.signature(_plain(type(optimizer).step)).parameters.values())[1:] if p.default is p.empty and p.kind < 2]
+    if wants:
         raise CaptureError(
-            f"weft does not know how {name} updates a parameter",
-            needed=", ".join(f"torch.optim.{t.__name__}" for t in RULES),
-            found=name if base is None else f"{name}, which overrides {', '.join(_overrides(optimizer, base))} of {base.__name__}",
-            try_="add a Rule to weft.frontend.capture.optimizers.RULES",
+            f"{name} computes the loss itself, as often as it likes",
+            needed="an optimizer whose step() takes nothing: its update follows from gradients that are there",
+            found=f"{name}.step({', '.join(wants)})",
+            try_="torch.optim.AdamW(model.parameters())",
         )
-    if group.get("differentiable"):
+    own = [k for k in ("step", "_init_group") if k in vars(optimizer) and not _harmless(vars(optimizer)[k])]
+    if own:
+        raise CaptureError(
+            f"{name} has a method of its own in place of its class's",
+            needed="methods in the class: class Mine(torch.optim.Optimizer): def step(self): ...",
+            found=f"optimizer.{own[0]} = {getattr(vars(optimizer)[own[0]], '__qualname__', '...')}",
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
         raise CaptureError(
             f"{name} shall be differentiated through", needed="differentiable=False", found="differentiable=True", try_="leave it out"
         )
-    return RULES[base](group)
-
-
-_HARMLESS = {"__module__", "__doc__", "__qualname__", "__init__", "__repr__", "__annotations__", "__firstlineno__", "__static_attributes__",
-             "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__"}  # fmt: skip
-
-
-def _steps_as(optimizer: torch.optim.Optimizer, base: type) -> bool:
-    """Whether a subclass, or an optimizer with methods of its own, still steps as the torch optimizer it comes from."""
-    return not _overrides(optimizer, base)
-
-
-def _overrides(optimizer: torch.optim.Optimizer, base: type) -> list[str]:
-    classes = type(optimizer).__mro__[: type(optimizer).__mro__.index(base)]
-    found = [k for c in classes if c not in RULES for k in vars(c) if k not in _HARMLESS and not (k == "step" and _plain(c) is _plain(base))]
-    own = [k for k, f in vars(optimizer).items() if hasattr(type(optimizer), k) and callable(f) and not _harmless(f)]
-    return list(dict.fromkeys([*found, *own]))
-
-
-def _plain(kind: Any) -> Any:
-    """A class's step without the profiler's mark, which torch puts around it."""
-    return getattr(kind.step, "__wrapped__", kind.step)
+    mine = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    everyones = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    hooks = [h for k in mine for h in getattr(optimizer, k, {}).values()] + [h for k in everyones for h in getattr(torchs, k, {}).values()]
+    if hooks:
+        raise CaptureError(
+            f"{name} has hooks that run around its step",
+            needed="an optimizer without step hooks",
+            found=", ".join(getattr(h, "__qualname__", type(h).__name__) for h in hooks),
+            try_="call what they do in the training loop, after step(batch)",
+        )
 
 
 def _harmless(f: Any) -> bool:
@@ -167,45 +121,447 @@ def _harmless(f: Any) -> bool:
     return bool(getattr(f, "_wrapped_by_lr_sched", False) or getattr(f, "of_weft", False))
 
 
-def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Python that torch would run around the optimizer's step is not run by weft's."""
-    from torch.optim import optimizer as torchs
-
-    own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    everyones = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    hooks = [h for k in own for h in getattr(optimizer, k, {}).values()] + [h for k in everyones for h in getattr(torchs, k, {}).values()]
-    if hooks:
-        raise CaptureError(
-            f"{type(optimizer).__name__} has hooks that run around its step",
-            needed="an optimizer without step hooks",
-            found=", ".join(getattr(h, "__qualname__", type(h).__name__) for h in hooks),
-            try_="call what they do in the training loop, after step(batch)",
-        )
+def _plain(step: Any) -> Any:
+    """A step without what torch puts around it: profiling, hooks, no_grad."""
+    while hasattr(step, "__wrapped__") and step.__code__.co_filename.endswith(("torch/optim/optimizer.py", "torch/utils/_contextlib.py")):
+        step = step.__wrapped__
+    return step
 
 
-# -- what an optimizer has already -------------------------------------------------------------------------------------
+# -- stand-ins -------------------------------------------------------------------------------------------------------------------------------
 
 
-def kept_state(optimizer: torch.optim.Optimizer, p: torch.Tensor, rule: Rule) -> dict[str, torch.Tensor]:
-    """The state tensors of a parameter, as a run before this one, or the optimizer itself, left them."""
-    mine = optimizer.state.get(p, {})
-    return {s: mine[s] for s in rule.state if isinstance(mine.get(s), torch.Tensor)}
+class _Kept(dict[Any, Any]):
+    """State of a parameter, or a group's settings: what is put there for the first time is what the state begins with."""
+
+    begin: Any = None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, self.begin(key, value) if self.begin is not None and key not in self else value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for k, x in dict(*args, **kwargs).items():
+            self[k] = x
 
 
-def steps_taken(optimizer: torch.optim.Optimizer, p: torch.Tensor, rule: Rule) -> int:
-    """How many updates a parameter had before the step; momentum of SGD, which counts none, starts where there is no buffer."""
-    mine = optimizer.state.get(p, {})
-    if "step" not in mine:
-        return int(rule.op is sgd and bool(kept_state(optimizer, p, rule)))
-    return counted_before(optimizer, p)
+Leaf = tuple[str, str]  # (whose, which): `p3`, a parameter by its number, or `group0`
 
 
-def counted_before(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
+@dataclass
+class _Stood:
+    """An optimizer on stand-ins for some parameters: runs its step, and tells what becomes of them."""
+
+    optimizer: torch.optim.Optimizer
+    params: Sequence[tuple[int, Tensor, torch.dtype]]  # (group, parameter, dtype of its gradient)
+    given: Collection[str]
+    dtype: torch.dtype | None = None  # in which floats are tried, where not in their own
+    recorder: Recorder = field(default_factory=lambda: Recorder(computed=number_of))
+    initial: dict[Leaf, Node] = field(default_factory=dict)
+    late: set[Leaf] = field(default_factory=set)  # state whose first value is made of gradients
+    trees: dict[str, dict[Any, Any]] = field(default_factory=dict)  # of each parameter or group: key -> (how it is nested, what its leaves are)
+    owner: dict[Node, str] = field(default_factory=dict)
+    group_keys: list[set[str]] = field(default_factory=list)  # numbers of a group that the step changes
+
+    def __post_init__(self) -> None:
+        groups = self.optimizer.param_groups
+        self.settings = [settings_of(g) for g in groups]
+        values = {f"{k}.{i}": x for i, s in enumerate(self.settings) for k, x in s.numbers.items() if is_given(k, self.given)}
+        self.questions = Questions(values)
+        self.group_keys = self.group_keys or [set() for _ in groups]
+        for k, (_, p, _) in enumerate(self.params):
+            self._note(f"p{k}", self.optimizer.state.get(p, {}))
+        for i, keys in enumerate(self.group_keys):
+            self._note(f"group{i}", {key: groups[i][key] for key in keys if key in groups[i]})
+
+    def _note(self, who: str, state: Mapping[Any, Any]) -> None:
+        self.trees[who] = {key: self._tree(x) for key, x in state.items()}
+
+    def _tree(self, x: Any) -> tuple[Any, list[Any]]:
+        leaves, spec = tree_flatten(x)
+        return spec, [self._kind(leaf) for leaf in leaves]
+
+    def _kind(self, x: Any) -> Any:
+        """What a leaf of the state is: a tensor's shape and dtype, a kind of number, or itself."""
+        if isinstance(x, Tensor):
+            return tuple(x.shape), self._as(x.dtype)
+        if isinstance(x, torch.SymFloat):
+            return float
+        return type(x) if _is_number(x) else ("fixed", x)
+
+    def _as(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+    def input(self, who: str, which: str, shape: Any, dtype: torch.dtype, role: Role | None = None) -> Node:
+        name = f"{which}.{who}"
+        node = self.recorder.inputs.get(name)
+        if node is None:
+            node = self.recorder.declare(name, shape, dtype, role)
+            self.owner[node] = who
+        return node
+
+    def _stand_in(self, who: str, key: Any) -> Any:
+        """State that is there, as inputs, nested as it is."""
+        spec, kinds = self.trees[who][key]
+        leaves = []
+        for which, kind in zip(_leaf_names(key, len(kinds)), kinds, strict=True):
+            if kind in (int, float):
+                leaves.append(Number(Value(self.input(who, which, (), WIDE, Role.STATE))))
+            elif kind[0] == "fixed":
+                leaves.append(kind[1])
+            else:
+                leaves.append(self.recorder.wrap(self.input(who, which, *kind, Role.STATE)))
+        return tree_unflatten(leaves, spec)
+
+    def _begin(self, who: str, key: Any, value: Any) -> Any:
+        """What is put where nothing was: an input from here on, if it can be told without a gradient."""
+        leaves, spec = tree_flatten(value)
+        if leaves:
+            self.trees[who].setdefault(key, self._tree(value))
+        made = []
+        for which, leaf in zip(_leaf_names(key, len(leaves)), leaves, strict=True):
+            kind = self._kind(leaf)
+            node = leaf.node.node if isinstance(leaf, torch.SymFloat) else self.recorder.ref(leaf).read() if isinstance(leaf, Tensor) else None
+            if kind in (int, float) and node is None:
+                node = self.recorder.number(leaf, WIDE)
+            if node is None:
+                made.append(leaf)
+            elif any(n.op is input_op and not n.attr("name").startswith("param.") for n in toposort([node])):
+                self.late.add((who, which))
+                made.append(leaf)
+            else:
+                self.initial[who, which] = node
+                now = self.input(who, which, node.shape, node.dtype, Role.STATE)
+                if isinstance(leaf, Tensor):
+                    self.recorder.ref(leaf).write(now)
+                made.append(leaf if isinstance(leaf, Tensor) else Number(Value(now)))
+        return tree_unflatten(made, spec)
+
+    def _setting(self, i: int, key: str, x: Any) -> Any:
+        """A setting as the step sees it: an input if it is given, else as it is."""
+        if key in HOW:
+            return HOW[key]
+        if isinstance(x, (tuple, list)) and x and all(map(_is_number, x)):
+            return type(x)(self._setting(i, f"{key}_at_{j}", v) for j, v in enumerate(x))
+        if not _is_number(x) or not is_given(key, self.given):
+            return number(x) if isinstance(x, Tensor) and x.numel() == 1 and self.dtype is not None else x
+        node = self.input(f"{i}", key, (), WIDE, Role.SETTING)
+        self.owner[node] = ""
+        if not isinstance(x, Tensor):
+            return Number(Value(node))
+        return self.recorder.wrap(to_dtype(node, self._as(x.dtype))).reshape(x.shape)
+
+    def run(self, fresh: bool) -> dict[Leaf, Node]:
+        """The step once: the next value of every parameter and all its state. `fresh` state is not there yet."""
+        mine: Any = object.__new__(type(self.optimizer))
+        mine.__dict__.update(self.optimizer.__dict__)
+        mine.__dict__.pop("step", None)
+        stood, states, groups = [], defaultdict[Any, Any](_Kept), []
+        for i, group in enumerate(self.optimizer.param_groups):
+            kept = _Kept({k: self._setting(i, k, x) for k, x in group.items() if k != "params" and k not in self.group_keys[i]})
+            kept |= {k: self._stand_in(f"group{i}", k) for k in self.group_keys[i] if k in self.trees[f"group{i}"] and (k in group or not fresh)}
+            kept["params"] = kept_params = list[Tensor]()
+            kept.begin = functools.partial(self._begin, f"group{i}")
+            groups.append(kept)
+            for k, (at, p, dtype) in enumerate(self.params):
+                if at == i:
+                    who = f"p{k}"
+                    stand = self.recorder.wrap(self.input(who, "param", p.shape, self._as(p.dtype), Role.PARAMETER), p)
+                    stand.grad = self.recorder.wrap(self.input(who, "grad", p.shape, self._as(dtype)), stand)
+                    stand.__dict__.update({n: x for n, x in vars(p).items() if n not in stand.__dict__})
+                    there = self.trees[who] if p in self.optimizer.state or not fresh else {}
+                    states[stand] = state = _Kept({key: self._stand_in(who, key) for key in there})
+                    state.begin = functools.partial(self._begin, who)
+                    stood.append((who, stand))
+                    kept_params.append(stand)
+        mine.param_groups, mine.state = groups, states
+        before = dict(mine.__dict__)
+        with torch.no_grad():
+            _plain(type(self.optimizer).step)(mine)
+        changed = [k for k, x in mine.__dict__.items() if k not in before or (x is not before[k] and x != before[k])]
+        if changed or len(states) != len(stood):
+            raise CaptureError(
+                f"{type(mine).__name__} keeps state outside of its parameters' own",
+                needed="what steps hand on in self.state[p] or in the parameter groups",
+                found=f"self.{changed[0]}" if changed else "state of something else than a parameter",
+            )
+        out = {(who, "param"): self.recorder.ref(t).read() for who, t in stood}
+        for who, t in stood:
+            out |= self._left(who, states[t])
+        for i, group in enumerate(groups):
+            out |= self._left_in_group(i, group)
+        return out
+
+    def _left(self, who: str, state: Mapping[Any, Any]) -> dict[Leaf, Node]:
+        out: dict[Leaf, Node] = {}
+        for key, x in state.items():
+            leaves, _ = tree_flatten(x)
+            if leaves:
+                self.trees[who].setdefault(key, self._tree(x))
+            for which, leaf in zip(_leaf_names(key, len(leaves)), leaves, strict=True):
+                if isinstance(leaf, torch.SymFloat):
+                    out[who, which] = leaf.node.node
+                elif isinstance(leaf, Tensor):
+                    out[who, which] = self.recorder.ref(leaf).read()
+                elif _is_number(leaf):
+                    out[who, which] = self.recorder.number(leaf, WIDE)
+        return out
+
+    def _left_in_group(self, i: int, now: Mapping[str, Any]) -> dict[Leaf, Node]:
+        """Numbers of a group that the step has changed are state too; those it had not been known to change are learnt."""
+        before = self.optimizer.param_groups[i]
+        fixed = [k for k in now if k not in self.group_keys[i] and k not in HOW and k != "params"]
+        moved = [k for k in fixed if k not in before or (_is_number(now[k]) and not isinstance(now[k], (torch.SymFloat, Tensor)) and now[k] != before[k])]
+        moved += [k for k in fixed if isinstance(now[k], torch.SymFloat) and now[k].node.node.op is not input_op]
+        if moved:
+            raise _GroupChanges(i, set(moved))
+        return self._left(f"group{i}", {k: now[k] for k in self.group_keys[i] if k in now})
+
+    # -- both runs -------------------------------------------------------------------------------------------------------------------------
+
+    def traced(self) -> dict[Leaf, Node]:
+        """The step for the first time, and later: one program of both."""
+        with listening_to_torch(self.recorder), asking(self.questions):
+            out = self._both_ways(True)
+            if len(out) > len(self.params) and not all(p in self.optimizer.state for _, p, _ in self.params):
+                later = self._both_ways(False)
+                for leaf in out.keys() | later.keys():
+                    a, b = out.get(leaf, later.get(leaf)), later.get(leaf, out.get(leaf))
+                    assert a is not None and b is not None
+                    out[leaf] = a if a is b else _where(w.lt(self.input("", COUNT, (), WIDE), 1.5), a, b)
+                self.owner[self.input("", COUNT, (), WIDE)] = ""
+            if "seed" in self.recorder.inputs:
+                raise CaptureError(
+                    f"{type(self.optimizer).__name__} draws random numbers as it updates", needed="an update without randomness", found="a draw"
+                )
+            return out
+
+    def _both_ways(self, fresh: bool) -> dict[Leaf, Node]:
+        out = self.questions.joined(lambda: self.run(fresh), self._join)
+        if isinstance(out, Exception):
+            raise out
+        return out  # type: ignore[no-any-return]
+
+    def _join(self, condition: Node, a: dict[Leaf, Node], b: dict[Leaf, Node]) -> dict[Leaf, Node]:
+        def there(out: dict[Leaf, Node], other: dict[Leaf, Node], leaf: Leaf) -> Node:
+            return out.get(leaf) or self.recorder.inputs.get(f"{leaf[1]}.{leaf[0]}") or other[leaf]
+
+        return {leaf: x if (x := there(a, b, leaf)) is (y := there(b, a, leaf)) else _where(condition, x, y) for leaf in {**a, **b}}
+
+
+class _GroupChanges(Exception):
+    """A step changes numbers of a group, which are state then."""
+
+
+def _where(condition: Node, a: Node, b: Node) -> Node:
+    return w.where(condition, a, to_dtype(b, a.dtype))  # type: ignore[no-any-return]
+
+
+def _leaf_names(key: Any, n: int) -> list[str]:
+    return [str(key)] if n == 1 else [f"{key}_{i}" for i in range(n)]
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, nobody else listens to torch."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unheard())
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        yield
+
+
+# -- updates ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Update:
+    """How a parameter is updated. Inputs are those of the trace: `param`, `grad` and every state by its name."""
+
+    inputs: Mapping[str, Node]
+    outputs: Mapping[str, Node]  # `param` and the state's next values
+    initial: Mapping[str, Node]  # what state begins with, where it can be told
+    nest: Mapping[Any, Any]  # how the optimizer keeps state: key -> (how its leaves are nested, their names, what each is)
+    counted: tuple[str, ...] = ()  # state that counts updates
+    known: tuple[Known, dict[str, Any]] | None = None  # the op that it is, with its attributes
+    body: Body | None = None  # its arithmetic, where it treats each element alone
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What one call of an optimizer's step does, of every parameter by its number, and of groups where their numbers change."""
+
+    of: Sequence[Update]
+    groups: Mapping[int, Update]
+    settings: Mapping[str, Node]  # `lr.0` and others that are inputs
+    count: Node | None  # which update it is, where that matters beside state that counts
+    guards: Mapping[Node, bool]  # questions about settings, and the answers it holds for
+    apart: bool = True  # no parameter reads another's
+
+
+def captured_updates(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tensor, torch.dtype]], given: Collection[str]) -> Updates:
+    """The updates of these parameters: (group, parameter, dtype of its gradient)."""
+    require_own_step(optimizer)
+    with _alone():
+        return _captured(optimizer, params, given)
+
+
+def _captured(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tensor, torch.dtype]], given: Collection[str]) -> Updates:
+    kinds: dict[Any, list[int]] = {}
+    for j, (i, p, dtype) in enumerate(params):
+        kinds.setdefault((i, tuple(p.shape), p.dtype, dtype, _signature(optimizer, p)), []).append(j)
+    some = [j for members in kinds.values() for j in members[:2]]
+    stood, out = _traced(optimizer, [params[j] for j in some], given, both=False)
+    made = {j: _update(stood, out, f"p{k}") for k, j in enumerate(some)}
+    if not _apart(stood, out) or not all(_alike(made[m[0]], made[m[1]]) for m in kinds.values() if len(m) > 1):
+        stood, out = _traced(optimizer, params, given)
+        return _updates([stood], out, [_update(stood, out, f"p{j}") for j in range(len(params))], _apart(stood, out))
+    tried = [stood]
+    for m in kinds.values() if stood.questions.open else ():  # each kind by itself, so that answers do not multiply
+        alone, what = _traced(optimizer, [params[m[0]]], given)
+        made[m[0]], tried = _update(alone, what, "p0"), [*tried, alone]
+    full = {m[0]: _recognised(optimizer, params[m[0]], made[m[0]], given) for m in kinds.values()}
+    shared = {j: full[m[0]] for m in kinds.values() for j in m}
+    return _updates(tried, out, [shared[j] for j in range(len(params))], True)
+
+
+def _traced(
+    optimizer: torch.optim.Optimizer, params: Any, given: Any, dtype: torch.dtype | None = None, both: bool = True
+) -> tuple[_Stood, dict[Leaf, Node]]:
+    keys: list[set[str]] = [set() for _ in optimizer.param_groups]
+    while True:
+        stood = _Stood(optimizer, params, given, dtype, group_keys=keys)
+        stood.questions.both = both
+        try:
+            return stood, stood.traced()
+        except _GroupChanges as change:
+            i, more = change.args
+            keys[i] |= more
+        except WeftError:
+            raise
+        except Exception as error:
+            if not both:  # not on this way: perhaps on the other
+                return _traced(optimizer, params, given, dtype)
+            name = type(optimizer).__name__
+            raise CaptureError(
+                f"{name}.step() cannot be followed",
+                needed="an update that torch makes of dense gradients, in ops on tensors",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            ) from error
+
+
+def _signature(optimizer: torch.optim.Optimizer, p: Tensor) -> Any:
+    """What else may tell two parameters apart: the state there is, and marks that the user put on one."""
+    state = optimizer.state.get(p, {})
+    marks = tuple((k, repr(x)) for k, x in vars(p).items() if isinstance(x, (bool, int, float, str)))
+    return tuple((str(k), tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_flatten(v)[0])) for k, v in state.items()), marks
+
+
+def _update(stood: _Stood, out: Mapping[Leaf, Node], who: str) -> Update:
+    outputs = {which: n for (at, which), n in out.items() if at == who}
+    inputs = {n.attr("name").removesuffix(f".{who}"): n for n, at in stood.owner.items() if at == who}
+    initial = {which: n for (at, which), n in stood.initial.items() if at == who}
+    nest = {key: (spec, _leaf_names(key, len(leaves)), leaves) for key, (spec, leaves) in stood.trees[who].items()}
+    counted = tuple(s for s, n in outputs.items() if s != "param" and _counts(inputs.get(s), n, initial.get(s))) if not who.startswith("group") else ()
+    return Update(inputs, outputs, initial, nest, counted)
+
+
+def _counts(before: Node | None, after: Node, initial: Node | None) -> bool:
+    """Whether a state goes up by one with every update, from 0 on where it is new."""
+    if before is None or before.shape != () or after.op.name != "add" or before not in after.args:
+        return False
+    one = next((a for a in after.args if a is not before), before)
+    return one.op.name == "const" and one.attr("value") == 1 and (initial is None or evaluate(initial, {}) == 0)
+
+
+def _apart(stood: _Stood, out: Mapping[Leaf, Node]) -> bool:
+    """Whether what becomes of a parameter depends on its own inputs, settings and its group's numbers alone."""
+    shared = {"", *(f"group{i}" for i in range(len(stood.group_keys)))}
+    return all(stood.owner[n] in {who, *shared} for (who, _), root in out.items() for n in toposort([root]) if n.op is input_op)
+
+
+def _alike(a: Update, b: Update) -> bool:
+    """Whether two updates are one, over other inputs."""
+    if a.inputs.keys() != b.inputs.keys() or a.outputs.keys() != b.outputs.keys():
+        return False
+    there = remade(b.outputs.values(), {n: a.inputs[k] for k, n in b.inputs.items()})
+    return all(there[n] is a.outputs[k] for k, n in b.outputs.items())
+
+
+def _updates(tried: Sequence[_Stood], out: Mapping[Leaf, Node], of: Sequence[Update], apart: bool) -> Updates:
+    groups = {i: _update(tried[0], out, f"group{i}") for i, keys in enumerate(tried[0].group_keys) if keys}
+    inputs = {n: x for stood in tried for n, x in stood.recorder.inputs.items()}
+    settings = {n: x for n, x in inputs.items() if x.role is Role.SETTING}
+    return Updates(of, groups, settings, inputs.get(f"{COUNT}."), {k: x for stood in tried for k, x in stood.questions.guards.items()}, apart)
+
+
+def _recognised(optimizer: torch.optim.Optimizer, param: tuple[int, Tensor, torch.dtype], update: Update, given: Collection[str]) -> Update:
+    """The update with the arithmetic of one element, and the op that computes the same, where there are such."""
+    tensors = [s for s in update.outputs if s != "param" and s not in update.counted]
+    body = body_of(update.inputs, update.outputs, tensors)
+    if body is None:
+        return update
+    group = optimizer.param_groups[param[0]]
+    for known in KNOWN:
+        if set(known.states) != set(tensors) or not known.fits(group):
+            continue
+        stood, out = _traced(optimizer, [param], given, WIDE)
+        tried = _update(stood, out, "p0")
+        same = body_of(tried.inputs, tried.outputs, known.states)
+        inputs, values = stood.recorder.inputs, stood.questions.settings
+        settings = {inputs[n]: (n.rpartition(".")[0], x) for n, x in values.items() if n in inputs and n.endswith(f".{param[0]}")}
+        counts = {tried.inputs[s]: -1 for s in tried.counted} | {n: 0 for name, n in inputs.items() if name == f"{COUNT}."}
+        for attrs in known.attributes(group) if same is not None else ():
+            if runs_alike(known, attrs, same, settings, counts):
+                return replace(update, known=(known, attrs), body=body)
+    return replace(update, body=body)
+
+
+# -- what an optimizer has already -------------------------------------------------------------------------------------------------------------
+
+
+def kept_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Any]:
+    """The state of a parameter as a run before this one, or the optimizer itself, left it, leaf by leaf."""
+    state = optimizer.state.get(p, {})
+    leaves = {key: tree_flatten(x)[0] for key, x in state.items()}
+    return {which: x for key, found in leaves.items() for which, x in zip(_leaf_names(key, len(found)), found, strict=True)}
+
+
+def steps_taken(optimizer: torch.optim.Optimizer, p: Tensor, update: Update) -> int:
+    """How many updates a parameter had before the step; what counts none has had one where there is state."""
+    state = kept_state(optimizer, p)
+    if update.counted:
+        return counted_before(optimizer, p, update.counted[0]) if update.counted[0] in state else 0
+    return int(bool(state))
+
+
+def counted_before(optimizer: torch.optim.Optimizer, p: Tensor, key: str = "step") -> int:
     """What the optimizer counts of a parameter's updates, but for those that a step made itself."""
-    return int(number(optimizer.state[p]["step"])) - _of_step.get(optimizer, {}).get(id(p), 0)
+    return int(number(kept_state(optimizer, p)[key])) - _of_step.get(optimizer, {}).get(id(p), 0)
 
 
-def note_updates(optimizer: torch.optim.Optimizer, updates: Mapping[torch.Tensor, int]) -> None:
+def put_state(kept: dict[Any, Any], update: Update, values: Mapping[str, Tensor], device: torch.device) -> None:
+    """Write state where the optimizer keeps it, nested and of the kinds that it has there."""
+    for key, (spec, names, kinds) in update.nest.items():
+        leaves = [_as_kept(values.get(name), kind, device) for name, kind in zip(names, kinds, strict=True)]
+        if all(name in values or kind[0] == "fixed" for name, kind in zip(names, kinds, strict=True) if kind not in (int, float)):
+            kept[key] = tree_unflatten(leaves, spec)
+
+
+def _as_kept(x: Tensor | None, kind: Any, device: torch.device) -> Any:
+    if kind in (int, float):
+        return None if x is None else kind(x) if float(x).is_integer() else float(x)
+    if kind[0] == "fixed":
+        return kind[1]
+    return None if x is None else x.to(device if kind[0] else "cpu", kind[1], copy=True).reshape(kind[0])
+
+
+def note_updates(optimizer: torch.optim.Optimizer, updates: Mapping[Tensor, int]) -> None:
     """How many of the updates that the optimizer counts a step made itself and wrote there: programs of that step count them already."""
     _of_step.setdefault(optimizer, {}).update({id(p): n for p, n in updates.items()})
 

@@ -49,6 +49,7 @@ class Recorder:
     capacity: float | None = None  # of experts; None drops no token
     joint: bool = False  # autograd runs too, so it stops gradients itself
     given: frozenset[str] = frozenset()  # settings of the optimizer that are inputs
+    computed: Callable[[Node], Any] | None = None  # stands for a number that Python asks for and the program computes
     reads: Reads | None = None  # notes what is read from Python
     own: dict[int, Tensor] = field(default_factory=dict)  # a parameter's or buffer's id -> what stands for it
 
@@ -149,8 +150,10 @@ class Recorder:
         self.reads.read_anew[name] = place
         return self.declare(name, tensor.shape, tensor.dtype, Role.CONSTANT)
 
-    def number(self, value: float, dtype: torch.dtype) -> Node:
-        """A 0-d constant; an infinite one is a fill, which can be printed."""
+    def number(self, value: Any, dtype: torch.dtype) -> Node:
+        """A 0-d constant; an infinite one is a fill, which can be printed. One that is computed is its node."""
+        if isinstance(value, Node):
+            return value if value.dtype == dtype else cast(value, dtype=DTYPE_NAMES[dtype])
         if isinstance(value, float) and not math.isfinite(value):
             return full((), value, self.mesh, dtype)
         return constant(value, dtype, self.mesh)

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.autodiff import backward
 from weft.core.errors import CaptureError
 from weft.core.names import readable
-from weft.core.node import Node, constant, toposort, user_line
+from weft.core.node import Node, constant, remade, toposort, user_line
 from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.frontend.capture.batches import tensors
@@ -22,13 +22,27 @@ from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.guards import Reads, unheard
 from weft.frontend.capture.joint import OwnGradient, asking_modules, refuse_graph, run_after_gradient
+from weft.frontend.capture.known import unheard as real
 from weft.frontend.capture.modes import function
-from weft.frontend.capture.optimizers import COUNT, Rule, kept_state, number, require_no_hooks, rule_of, steps_taken
+from weft.frontend.capture.optimizers import (
+    COUNT,
+    Settings,
+    Update,
+    Updates,
+    captured_updates,
+    kept_state,
+    require_own_step,
+    settings_of,
+    steps_taken,
+)
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.tape import Tape
 from weft.frontend.capture.values import TAG
 from weft.ops import pointwise as w
 from weft.ops.fill import zeros_like
+from weft.ops.norm import to_dtype as cast_to
+from weft.ops.optimizers import aligned, computes
+from weft.ops.optimizers import update as update_op
 from weft.ops.source import input_op
 
 
@@ -51,7 +65,9 @@ class Captured:
     states: Mapping[str, str] = field(default_factory=dict)  # `exp_avg.NAME` -> `param.NAME`
     rates: tuple[float, ...] = ()
     gradients: Mapping[str, Node] = field(default_factory=dict)  # `param.NAME` -> its gradient before clipping, where vjps made it
-    rules: tuple[Rule, ...] = ()  # of every parameter group, as it was captured
+    groups: tuple[Settings, ...] = ()  # the optimizer's, as they were captured
+    updates: Mapping[str, Update] = field(default_factory=dict)  # `param.NAME`, or `group.0` -> how it is updated
+    guards: Mapping[Node, bool] = field(default_factory=dict)  # what the optimizer asked about its settings, and the answers the program is for
     given: frozenset[str] = frozenset()  # settings of the groups that are inputs
     begun: Mapping[str, Tensor] = field(default_factory=dict)  # state the optimizer had already, by input name
     counts: Mapping[str, int] = field(default_factory=dict)  # updates a parameter had before, where it had some
@@ -63,12 +79,16 @@ class Captured:
         """A value for every input: the module's tensors, the batch, zeros for a new optimizer's state."""
         values = {**self.parameters, **self.buffers, **self.constants, **named_batch(batch)}
         values = {k: v.detach() for k, v in values.items()}
-        values |= {k: self.begun.get(k, torch.zeros_like(self.parameters[p].detach())) for k, p in self.states.items()}
+        values |= {k: self.begun[k] if k in self.begun else self._zeros(k) for k in self.states if k in self.program.input_names}
+        values |= {f"{k}.{i}": torch.tensor(x, dtype=torch.float64) for i, group in enumerate(self.groups) for k, x in group.numbers.items()}
         values |= {f"lr.{i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(rates or self.rates)}
-        values |= {f"{k}.{i}": torch.tensor(x, dtype=torch.float64) for i, rule in enumerate(self.rules) for k, x in rule.settings.items()}
         values |= {f"{COUNT}.{p.removeprefix('param.')}": torch.tensor(step) for p in self.states.values()}
         values |= {"seed": torch.tensor(seed), "step": torch.tensor(step), **self.numbers(batch)}
         return {name: values[name] for name in self.program.input_names}
+
+    def _zeros(self, state: str) -> Tensor:
+        node, param = self.program.input_names[state], self.parameters[self.states[state]]
+        return torch.zeros(node.shape, dtype=node.dtype, device=param.device)
 
     def numbers(self, batch: Any) -> dict[str, Tensor]:
         """Inputs that are numbers in Python, as they are now."""
@@ -117,7 +137,9 @@ class Step:
         self.states: dict[str, Node] = {}  # optimizer state by input name, its value now
         self.owners: dict[str, str] = {}
         self.rates: list[float] = []
-        self.rules: list[Rule] = []
+        self.groups: list[Settings] = []
+        self.updates: dict[str, Update] = {}
+        self.guards: Mapping[Node, bool] = {}
         self.begun: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.noted: dict[str, Node] = {}
@@ -164,35 +186,66 @@ class Step:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """optimizer.step(): the next value of every parameter that has a gradient, by one op each."""
-        require_no_hooks(optimizer)
+        """optimizer.step(): the next value of every parameter that has a gradient, and of the optimizer's state, as its own step makes them."""
         names = {id(t): name for name, t in self.tape.parameters.items()}
-        self.rules = [rule_of(optimizer, group) for group in optimizer.param_groups]
-        self.rates = [number(group["lr"]) for group in optimizer.param_groups]
-        step = self.states["step"] = w.add(self._held("step", (), torch.int64), 1)
-        for i, (group, rule) in enumerate(zip(optimizer.param_groups, self.rules, strict=True)):
-            given = [self._held(f"{k}.{i}", (), torch.float64) for k in rule.settings if k in self.recorder.given]
-            rate = self._held(f"lr.{i}", (), torch.float64)
+        moving: list[tuple[int, Tensor, Tensor]] = []
+        for i, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 traced = self.tape.traced.get(id(p))
                 if traced is not None and traced.grad is not None:
-                    name = names[id(traced)]
-                    self._take_over(name, p, rule, optimizer)
-                    self._update_one(name, traced, rule, [*given, rate, self._count(name, step) if rule.state else step])
+                    moving.append((i, p, traced))
                 elif traced is None and id(p) in self.recorder.outside:
-                    raise CaptureError(
-                        "the optimizer trains a tensor that is no parameter of the module",
-                        needed="parameters that model.parameters() has",
-                        found=f"one of shape {tuple(p.shape)} in group {i}",
-                        try_="register it, as in self.weight = nn.Parameter(...), or in an nn.ParameterList",
-                    )
+                    raise _no_parameter(i, p)
+        grads = [self.recorder.ref(t.grad).read() for _, _, t in moving]
+        with unheard():
+            made = captured_updates(optimizer, [(i, p, g.dtype) for (i, p, _), g in zip(moving, grads, strict=True)], self.recorder.given)
+            self.groups, self.guards = [settings_of(group) for group in optimizer.param_groups], made.guards
+            self.rates = [group.numbers.get("lr", 0.0) for group in self.groups]
+            self._apply(optimizer, made, [(i, names[id(t)], p, t) for i, p, t in moving], grads)
 
-    def _take_over(self, name: str, p: Tensor, rule: Rule, optimizer: torch.optim.Optimizer) -> None:
-        """State that the optimizer has already: of a run that was loaded, or what it starts with."""
-        self.begun |= {f"{s}.{name.removeprefix('param.')}": x for s, x in kept_state(optimizer, p, rule).items()}
-        before = steps_taken(optimizer, p, rule)
-        if before:
-            self.counts[name] = before
+    def _apply(self, optimizer: torch.optim.Optimizer, made: Updates, moving: Sequence[tuple[int, str, Tensor, Tensor]], grads: Sequence[Node]) -> None:
+        step = self.states["step"] = w.add(self._held("step", (), torch.int64), 1)
+        swap = {n: self._held(name, (), torch.float64) for name, n in made.settings.items()}
+        for i, group in made.groups.items():
+            first = next(name for at, name, _, _ in moving if at == i)
+            swap |= self._state_of(group, first, f"group_{i}_", {k: x for k, x in optimizer.param_groups[i].items() if k in group.nest}, None)
+            self.updates[f"group.{i}"] = group
+        swaps = []
+        for (_, name, p, traced), update, grad in zip(moving, made.of, grads, strict=True):
+            before = steps_taken(optimizer, p, update)
+            if before:
+                self.counts[name] = before
+            count = self._count(name, step) if len(update.outputs) > 1 else step
+            own = {update.inputs["param"]: self.recorder.ref(traced).read(), update.inputs["grad"]: grad}
+            own |= {update.inputs[s]: cast_to(w.sub(count, 1), update.inputs[s].dtype) for s in update.counted if s in update.inputs}
+            own |= {made.count: cast_to(count, made.count.dtype)} if made.count is not None else {}
+            own |= self._state_of(update, name, "", kept_state(optimizer, p), p)
+            self.updates[name] = update
+            swaps.append((own, count))
+        for own, _ in swaps if not made.apart else ():
+            swap |= own
+        for (i, name, _, traced), update, (own, count) in zip(moving, made.of, swaps, strict=True):
+            self._update_one(i, name, traced, update, {**swap, **own}, count)
+        for i, group in made.groups.items():
+            first = next(name for at, name, _, _ in moving if at == i)
+            found = remade(group.outputs.values(), {**swap, **(swaps[0][0] if made.count is not None else {})})
+            self.states |= {f"group_{i}_{s}.{first.removeprefix('param.')}": found[n] for s, n in group.outputs.items()}
+
+    def _state_of(self, update: Update, name: str, before: str, kept: Mapping[str, Any], p: Tensor | None) -> dict[Node, Node]:
+        """State as inputs of the program; what the optimizer has of it already, or begins with, is noted."""
+        out: dict[Node, Node] = {}
+        for s in update.outputs:
+            if s == "param" or s in update.counted:
+                continue
+            key, inside = f"{before}{s}.{name.removeprefix('param.')}", update.inputs.get(s, update.outputs[s])
+            held = self._held(key, inside.shape, inside.dtype, Role.STATE)
+            self.owners[key] = name
+            out |= {update.inputs[s]: held} if s in update.inputs else {}
+            with real():
+                value = kept[s] if s in kept else _begins(update, s, p)
+                if value is not None:
+                    self.begun[key] = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=inside.dtype)
+        return out
 
     def _count(self, name: str, step: Node) -> Node:
         """Which update of the parameter this is: the step, or where parameters count apart its own number, and what it had before."""
@@ -206,16 +259,30 @@ class Step:
             self.states[name] = self.recorder.declare(name, shape, dtype, role)
         return self.states[name]
 
-    def _update_one(self, name: str, traced: Tensor, rule: Rule, numbers: Sequence[Node]) -> None:
-        ref, grad = self.recorder.ref(traced), self.recorder.ref(traced.grad).read()
-        keys = [f"{s}.{name.removeprefix('param.')}" for s in rule.state]
-        held = [self._held(key, traced.shape, traced.dtype, Role.STATE) for key in keys]
-        with unheard():
-            made = rule.op(ref.read(), grad, *held, *numbers, **rule.with_given(self.recorder.given))
-            new, *states = [made] if len(made.types) == 1 else list(made)
+    def _update_one(self, group: int, name: str, traced: Tensor, update: Update, swap: Mapping[Node, Node], count: Node) -> None:
+        """One op where the update treats each element alone; else as it was traced, the gradient held as the state is."""
+        ref, inputs, outputs = self.recorder.ref(traced), update.inputs, update.outputs
+        states = [s for s in outputs if s != "param" and s not in update.counted]
+        found = {s: outputs[s] for s in states if update.body is None or outputs[s].shape != outputs["param"].shape}
+        if update.known is not None:
+            known, attrs = update.known
+            numbers = [self.states[f"{key}.{group}"] for key in known.given(self.recorder.given).values()]
+            rate = self.states[f"lr.{group}"]
+            made = known.op(*(swap[inputs[s]] for s in ("param", "grad", *known.states)), *numbers, rate, count, **known.with_given(attrs, self.recorder.given))
+            states = list(known.states)
+        elif update.body is not None:
+            states = [s for s in states if s not in found]
+            numbers = [remade(update.body.numbers, swap)[n] for n in update.body.numbers]
+            made = update_op(*(swap[inputs[s]] for s in ("param", "grad", *states)), *numbers, body=update.body.text, numbers=len(numbers))
+        else:
+            like = next((swap[inputs[s]] for s in states if s in inputs and inputs[s].shape == inputs["param"].shape), swap[inputs["param"]])
+            swap = {**swap, inputs["grad"]: aligned(swap[inputs["grad"]], like)}
+            states, made, found = [], remade([outputs["param"]], swap)[outputs["param"]], {s: outputs[s] for s in states}
+        new, *next_ = [made] if len(made.types) == 1 else list(made)
         ref.write(new)
-        self.states |= dict(zip(keys, states, strict=True))
-        self.owners |= dict.fromkeys(keys, name)
+        bare = name.removeprefix("param.")
+        self.states |= {f"{s}.{bare}": n for s, n in zip(states, next_, strict=True)}
+        self.states |= {f"{s}.{bare}": n for s, n in zip(found, [remade([n], swap)[n] for n in found.values()], strict=True)}
 
     def zero_grad(self) -> None:
         for tensor in self.tape.parameters.values():
@@ -225,8 +292,7 @@ class Step:
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, the optimizer's own methods are this step's."""
         mine = {"step": lambda closure=None: self.update(optimizer), "zero_grad": lambda set_to_none=True: self.zero_grad()}
-        for group in optimizer.param_groups:
-            rule_of(optimizer, group)
+        require_own_step(optimizer)
         for method in mine.values():
             method.of_weft = True  # type: ignore[attr-defined]
         kept = {k: optimizer.__dict__[k] for k in mine if k in optimizer.__dict__}
@@ -267,9 +333,33 @@ class Step:
         return Captured(
             program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
-            self.noted, tuple(self.rules), frozenset(recorder.given), self.begun, self.counts, recorder.reads,
+            self.noted, tuple(self.groups), self.updates, self.guards, frozenset(recorder.given), self.begun, self.counts, recorder.reads,
             tuple(tape.blocks.calls.noted), recorder.joint,
         )  # fmt: skip
+
+
+def _begins(update: Update, state: str, p: Tensor | None) -> Any:
+    """What a state begins with, if that is not zeros."""
+    node = update.initial.get(state)
+    if node is None:
+        return None
+    inputs = [n for n in toposort([node]) if n.op is input_op]
+    if inputs:
+        assert p is not None
+        return computes([node], dict.fromkeys(inputs, p.detach()))[0]
+    if node.op.name in ("full", "const") and not isinstance(node.attr("value"), str):
+        value = node.attr("value")
+        return None if value == 0 else torch.full((), value, dtype=node.dtype).expand(node.shape)
+    return computes([node], {})[0]
+
+
+def _no_parameter(group: int, p: Tensor) -> CaptureError:
+    return CaptureError(
+        "the optimizer trains a tensor that is no parameter of the module",
+        needed="parameters that model.parameters() has",
+        found=f"one of shape {tuple(p.shape)} in group {group}",
+        try_="register it, as in self.weight = nn.Parameter(...), or in an nn.ParameterList",
+    )
 
 
 @function(Tensor.backward, tensors=True)

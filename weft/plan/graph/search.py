@@ -24,7 +24,7 @@ from weft.plan.graph.task import Task
 from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Unit, Units
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
-from weft.plan.named import input_layouts
+from weft.plan.named import as_state, input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run
 from weft.plan.roles import CARRIED, GRADS, PARAMS, VALUES, Roles
@@ -141,7 +141,8 @@ class GraphSearch:
         pins: dict[str, list[Mapping[str, Placement]]]
         pins = {name: [{}] for name in captured.program.inputs_for(Role.PARAMETER)}
         pins |= {name: [{"tp": S(1)}] for name in self.tables}
-        pins |= {state: pins[param] for state, param in captured.states.items()}
+        inputs = captured.program.input_names
+        pins |= {s: [as_state(inputs[s], inputs[p], places) for places in pins[p]] for s, p in captured.states.items()}
         pins |= {name: [places] for name, places in self.task.cut_samples("dp", "tp").items()}
         try:
             made = choose(as_run(captured.program, 1), mesh, OnCluster(self.cluster, mesh), pins=pins, work=EFFORT)

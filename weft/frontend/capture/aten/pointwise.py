@@ -77,13 +77,13 @@ def _add(r: Recorder, a: Any, b: Any, alpha: float = 1) -> Node:
     x, y = promoted(r, a, b)
     if x.dtype == torch.bool:
         return w.logical_or(x, y)
-    return improved(r, w.add(x, y if alpha == 1 else _times(r, y, alpha)))
+    return improved(r, w.add(x, _times(r, y, alpha)))
 
 
 @aten("sub.Tensor", "sub.Scalar")
 def _sub(r: Recorder, a: Any, b: Any, alpha: float = 1) -> Node:
     x, y = promoted(r, a, b)
-    return w.sub(x, y if alpha == 1 else _times(r, y, alpha))
+    return w.sub(x, _times(r, y, alpha))
 
 
 @aten("rsub")
@@ -91,8 +91,9 @@ def _rsub(r: Recorder, a: Any, b: Any, alpha: float = 1) -> Node:
     return _sub(r, b, a, alpha)
 
 
-def _times(r: Recorder, x: Node, number: float) -> Node:
-    return w.mul(x, r.number(number, x.dtype))
+def _times(r: Recorder, x: Node, number: Any) -> Node:
+    """By a number, or by one that is computed."""
+    return x if not isinstance(number, Node) and number == 1 else w.mul(x, r.number(number, x.dtype))
 
 
 @aten("div")
@@ -103,6 +104,8 @@ def _div(r: Recorder, a: Any, b: Any, rounding_mode: str | None = None) -> Node:
 @aten("pow.Tensor_Scalar")
 def _pow(r: Recorder, a: Node, e: float) -> Node:
     x = promoted(r, a, e)[0]
+    if isinstance(e, Node):
+        return w.pow_(x, as_node(r, e, x.dtype))
     if e == 1:
         return x
     if e == 2:
@@ -176,6 +179,9 @@ def _masked_fill(r: Recorder, x: Node, mask: Node, value: Any) -> Node:
 @aten("clamp.default", "clamp_min.default")
 def _clamp(r: Recorder, x: Node, min: Any = None, max: Any = None) -> Node:
     bounds = [v for v in (min, max) if v is not None]
+    if any(isinstance(v, Node) for v in bounds):  # numbers that are computed
+        x = x if min is None else w.maximum(x, as_node(r, min, x.dtype))
+        return x if max is None else w.minimum(x, as_node(r, max, x.dtype))
     if result_dtype(x, *bounds) != x.dtype or not all(math.isfinite(v) for v in bounds):
         return NotImplemented
     kind = float if x.dtype.is_floating_point else int
@@ -183,6 +189,25 @@ def _clamp(r: Recorder, x: Node, min: Any = None, max: Any = None) -> Node:
 
 
 aten("clamp_max.default")(lambda r, x, high: _clamp(r, x, None, high))
+
+
+@aten("lerp.Scalar", "lerp.Tensor")
+def _lerp(r: Recorder, a: Node, b: Node, weight: Any) -> Node:
+    """As torch does it: from the nearer end, where the weight is a number."""
+    if not isinstance(weight, Node) and abs(weight) >= 0.5:
+        return w.sub(b, w.mul(w.sub(b, a), r.number(1.0 - weight, a.dtype)))
+    return w.add(a, w.mul(w.sub(b, a), as_node(r, weight, a.dtype)))
+
+
+@aten("addcmul.default")
+def _addcmul(r: Recorder, x: Node, a: Node, b: Node, value: Any = 1) -> Node:
+    return _add(r, x, w.mul(*promoted(r, a, b)), alpha=value)
+
+
+@aten("addcdiv.default")
+def _addcdiv(r: Recorder, x: Node, a: Node, b: Node, value: Any = 1) -> Node:
+    top, bottom = promoted(r, a, b, float_=True)
+    return w.add(*promoted(r, x, w.div(_times(r, top, value), bottom)))
 
 
 
