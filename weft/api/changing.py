@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # what belongs to the run, whichever program it runs
 RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
-                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate", "own", "optimizer_state", "_synced_at"})  # fmt: skip
+                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate", "own", "optimizer_state", "_synced_at", "listeners"})  # fmt: skip
 
 
 class Changing:
@@ -50,6 +50,8 @@ class Changing:
     _batch_types: Mapping[str, Type]
     _probe: Any
     noise: Any
+    grad_norm: Tensor | None
+    listeners: list[Callable[[int, dict[str, float]], Any]] = []  # noqa: RUF012 - replaced, never added to
     _missed: dict[str, int]  # steps in which a parameter was not updated, of all that any program updates
 
     def ready(self, batch: Any, exact: bool = False) -> None:
@@ -110,9 +112,22 @@ class Changing:
             return {f"lr.{i}": number(g["lr"]) for i, g in enumerate(groups) if "lr" in g}
         return {f"{k}.{i}": x for i, g in enumerate(groups) for k, x in settings_of(g).numbers.items() if is_given(k, given)}
 
+    def on_step(self, tell: Callable[[int, dict[str, float]], Any]) -> None:
+        """Call `tell(step, values)` after every step, on rank 0: loss, gradient norm and rates, as W&B, TensorBoard and others take them."""
+        self.listeners = [*self.listeners, tell]
+
+    def tell(self, loss: Tensor) -> None:
+        """The values of the step just taken, to all who listen."""
+        if self.listeners and (not dist.is_initialized() or dist.get_rank() == 0):
+            rates = {f"lr.{i}" if i else "lr": number(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
+            norm = {} if self.grad_norm is None else {"grad_norm": float(self.grad_norm)}
+            for listener in self.listeners:
+                listener(self.steps, {"loss": float(loss), **norm, **rates})
+
     def stepped(self, skipped: bool = False) -> None:
         """After a call: which parameters it did not update. One that was skipped counts for none."""
         self.synced = False
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers ask, to warn of a loop without updates
         mine = set(self.captured.states.values())
         for p in self._missed if not skipped else ():
             self._missed[p] += p not in mine

@@ -5,6 +5,7 @@ A step takes whole batches, or on every rank its part of one. Where a shape is n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -85,8 +86,11 @@ class Brought:
         self.parts: set[str] = set()  # what comes in parts; the example came whole
 
     def fits(self, batch: Mapping[str, Tensor], types: Mapping[str, Type], coords: dict[str, int]) -> bool:
-        """Whether a program of these types takes this batch, brought as those before."""
+        """Whether a program of these types takes this batch, brought as those before. Where a rank has none of it, another's part is the whole:
+        then all are asked."""
         known = [(n, x, types[n]) for n, x in batch.items() if n in types]
+        if any(_leaves_none(t) for _, _, t in known):
+            return False
         return all(_is_part(x, t, coords) if n in self.parts else tuple(x.shape) == t.shape for n, x, t in known)
 
     def shapes(self, batch: Mapping[str, Tensor], types: Mapping[str, Type]) -> dict[str, Shape]:
@@ -118,6 +122,13 @@ class Brought:
         rows = [s[name][:1] for s in shapes]
         alike = (n for n in self.parts if n in types and [s[n][:1] for s in shapes] == rows)
         return next((_cut_rows(n, types[n]) for n in alike), ())
+
+
+@functools.cache
+def _leaves_none(type_: Type) -> bool:
+    """Whether some rank has no row of it."""
+    mesh = type_.layout.mesh
+    return bool(type_.shape and type_.shape[0]) and any(type_.layout.local_shape(mesh.coords(r))[0] == 0 for r in range(mesh.ranks))
 
 
 def _is_part(x: Tensor, type_: Type, coords: dict[str, int]) -> bool:

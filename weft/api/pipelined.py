@@ -279,6 +279,7 @@ class PipelinedStep(Step):
         self.losses.see(out["loss"], self.grad_norm, self.steps, named_batch(batch))
         self.stepped(self.skipped > skipped)
         self._state |= before if self.skipped > skipped else {}
+        self.tell(out["loss"])
         return out["loss"]
 
     def _step(self, batch: Any, state: Values) -> Values:

@@ -130,6 +130,7 @@ class Step(Changing):
         self.grad_norm, skipped = out.get("grad_norm"), self.skipped
         self.losses.see(out["loss"], self.grad_norm, self.steps, given)
         self.stepped(self.skipped > skipped)
+        self.tell(out["loss"])
         return out["loss"]
 
     def trust(self, on_nan: str, deterministic: bool) -> None:
