@@ -1,8 +1,6 @@
-"""Where a step of the Tree-LSTM of `bench.gpu_dynamic` spends its time: floors below any way, and each round of a resident kernel."""
+"""Where a step of the Tree-LSTM of `bench.gpu_dynamic` spends its time: floors below any way."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -25,52 +23,6 @@ def gemm_limit(s: dynamic.Structure, hidden: int) -> float:
     leaves = int((s.arity == 0).sum())
     calls = products(leaves, s.vertices - leaves, hidden, DEVICE)
     return on_device(in_graph(lambda: [call() for call in calls]))
-
-
-def by_round(net: dynamic.Model) -> dict[str, Any]:
-    """Microseconds until each round is done, in the kernel that runs them all, forward and back."""
-    (templates,) = net._templates.values()
-    batch = [c for c in templates.kept if c.way.tiles is not None][-1].batch
-    table = batch.index["round"]
-    rounds = int(table[0])
-    spans = table[1 : 1 + 5 * rounds].view(rounds, 5)
-    found: dict[str, Any] = {"rows": (spans[:, 2] - spans[:, 1]).tolist()}
-    for phase, kernel in batch._resident.items():
-        until, replay = [], in_graph(kernel.launch)
-        for n in range(1, rounds + 1):  # the table is read on the device
-            table[0] = n
-            until.append(round(on_device(replay, 4) * 1e3, 1))
-        found[phase] = until
-    table[0] = rounds
-    return found
-
-
-def meeting_us() -> float:
-    """Microseconds of one meeting of all programs."""
-    from weft.dynamic.emit_rounds import MEET
-    from weft.runtime import modules, replay
-
-    text = f"""import triton
-import triton.language as tl
-
-
-{MEET}
-
-@triton.jit
-def meets(count, N):
-    for i in range(0, N):
-        w_meet(count, (i + 1) * tl.num_programs(0))
-"""
-    kernel, programs = modules.load(text).meets, replay.processors(DEVICE)
-    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-
-    def run(n: int) -> None:
-        count.zero_()
-        kernel[(programs,)](count, n, num_warps=8, launch_cooperative_grid=True)
-
-    run(10)
-    per = (on_device(lambda: run(1000), 5) - on_device(lambda: run(1), 5)) / 999
-    return round(per * 1e3, 2)
 
 
 def products_us() -> dict[str, float]:

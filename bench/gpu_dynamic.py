@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,17 +28,10 @@ from bench._gpu_time import in_a_row, kernels_of, milliseconds
 from bench._trees import Levels, level_by_level, recursion, sst_like_batch
 from examples.dynamic.tree_lstm import ChildSum, model
 from weft import dynamic
-from weft.dynamic import choice
-from weft.dynamic.choice import Way
-from weft.dynamic.emit_rounds import Tiles
 
 DEVICE = torch.device("cuda")
 HIDDEN, TREES = 512, 256
 CLOSE = 2e-5  # relative, of values and gradients, to the recursion in float64
-TILES = [  # to choose from here: more than weft tries by itself
-    Tiles(rows=32, lanes=16, inner=64, warps=4, per_processor=2), Tiles(rows=64, lanes=16, inner=32, warps=4),
-    Tiles(rows=32, lanes=16, inner=64, warps=4), Tiles(rows=16, lanes=32, inner=64, warps=4),
-]  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -49,21 +41,15 @@ def register(app: typer.Typer) -> None:
 def tree_lstm(seconds: float = typer.Option(95.0, help="After so many no further part begins."), json: bool = _gpu.JSON) -> None:
     """A Tree-LSTM's training step on a GPU against the level-batched version and its limits."""
     _gpu.need_gpu()
-    choice.to_try = widely
     run = Run(seconds)
-    worst = {
-        name: run.attempt(f"check {name}", lambda r=r: check(r))
-        for name, r in {"launched": False, "resident": widely("highest")[0]}.items()
-    }
+    worst = run.attempt("check", check)
     cases = {precision: Case(precision) for precision in ("highest", "high")}
     shares = {"highest": 0.75 * seconds, "high": seconds - 5}
     rows = [run.attempt(p, lambda p=p: time_case(run, cases[p].begin(), shares[p])) for p in cases]
     for case in cases.values():
-        run.attempt("inside", lambda case=case: look_inside(run, case.begin()), seconds - 4)
         run.attempt("products", lambda case=case: run.say(products_us=inside.products_us(), precision=case.begin().precision), seconds - 5)
-    run.attempt("meetings", lambda: run.say(meeting_us=inside.meeting_us()), seconds - 5)
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    done = {"stage": "", "ranks": 1, "status": "ok" if all(worst.values()) and all(rows) else "failed", "errors_of_small_trees": worst}
+    done = {"stage": "", "ranks": 1, "status": "ok" if worst is not None and all(rows) else "failed", "error_of_small_trees": worst}
     _gpu.report("gpu-dynamic", [{**done, "rows": [{"machine": machine}, *(row for row in rows if row)]}], json)
 
 
@@ -92,14 +78,7 @@ class Run:
             return None
 
 
-def widely(precision: str) -> list[Way]:
-    """All rounds in one kernel, or those after the first large ones, with several sizes of tiles."""
-    tiles = [replace(t, precision="tf32x3" if precision == "highest" else "tf32") for t in TILES]
-    some = [Way(tiles[3], 160), Way(tiles[3], 60), Way(tiles[0], 60)]
-    return some if precision == "highest" else [*some, *(Way(t, 160) for t in tiles[:3]), Way(tiles[1])]
-
-
-def check(resident: bool | Way, hidden: int = 64) -> float:
+def check(hidden: int = 64) -> float:
     """weft on the GPU against the recursion in float64 on the CPU: values and gradients, over several batches and templates."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
@@ -107,7 +86,6 @@ def check(resident: bool | Way, hidden: int = 64) -> float:
     cell, exact = ChildSum(hidden, hidden).to(DEVICE), ChildSum(hidden, hidden).double()
     exact.load_state_dict({k: v.double().cpu() for k, v in cell.state_dict().items()})
     net = model(cell, hidden)
-    net.resident = resident
     for count in (12, 5, 12, 16):
         trees = sst_like_batch(count, rng)
         x = torch.randn(1000, hidden, dtype=torch.float64, requires_grad=True)
@@ -157,22 +135,18 @@ class Case:
         worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(mine, grads, strict=True))
         return float((out.detach().double() - value).abs().max()), worst
 
-    def net(self, resident: bool | Way | None, split_products: bool | None = None) -> dynamic.Model:
+    def net(self, split_products: bool | None = None) -> dynamic.Model:
         out = model(self.cell, HIDDEN)
-        out.resident, out.split_products = resident, split_products
+        out.split_products = split_products
         return out
 
     def warm(self, net: dynamic.Model, batches: int, deadline: float) -> Any:
-        """Run until the model has chosen its way, so many batches at most, and the template of that way has grown to its size."""
-        for i in range(batches):
-            self.step(net(self.fresh(1)[0], self.x))
-            (templates,) = net._templates.values()
-            if i >= min(batches - 1, 12) and all(c.decided for c in templates._choices.values()) or time.monotonic() > deadline:
-                break
-        for known in templates._choices.values():
-            known.settle()
-        for s in self.fresh(6):
+        """Run until the template has grown to its size, so many batches at most."""
+        for s in self.fresh(batches):
             self.step(net(s, self.x))
+            if time.monotonic() > deadline:
+                break
+        (templates,) = net._templates.values()
         return templates
 
     def run(self, net: dynamic.Model, warm: int, count: int, deadline: float = float("inf")) -> dict[str, Any]:
@@ -188,12 +162,9 @@ class Case:
         few, rest = self.prepared[: count // 4], self.prepared[count // 4 :]
         alone = statistics.median(milliseconds(lambda s=s: self.step(net(s, self.x))) for s in few)  # type: ignore[misc]
         ms = in_a_row(lambda i: self.step(net(rest[i], self.x)), len(rest))
-        seen = templates.choice(few[0])
         return {
             "ms": round(ms, 3), "alone_ms": round(alone, 3), "errors": [f"{e:.1e}" for e in errors], "construction_ms": round(construction, 3),
-            "warm_s": round(warmed, 1), "templates": len(templates.kept), "chosen": str(seen.now()),
-            "ways": {str(w): round(statistics.median(t), 3) for w, t in seen.times.items() if t},
-            "refused": {str(w): why[:300] for w, why in seen.refused.items()},
+            "warm_s": round(warmed, 1), "templates": len(templates.kept),
         }  # fmt: skip
 
     def level_ms(self) -> float:
@@ -205,11 +176,11 @@ class Case:
 
 
 def time_case(run: Run, case: Case, until: float) -> dict[str, Any]:
-    """Steps launched one by one, with torch's products, and as weft chooses; the peer, and what bounds them all."""
-    nets = {"launched": case.net(False), "torch's products": case.net(False, split_products=False), "as it comes": case.net(None)}
+    """Steps as they come and with torch's products; the peer, and what bounds them all."""
+    nets = {"as it comes": case.net(), "torch's products": case.net(split_products=False)}
     found: dict[str, dict[str, Any]] = {}
     kernels: dict[str, int] = {}
-    for name, warm, count in (("launched", 24, 32), ("torch's products", 13, 32), ("as it comes", 60, 64)):
+    for name, warm, count in (("as it comes", 24, 64), ("torch's products", 13, 32)):
         limits = warm, count, run.start + until - 4
         found[name] = run.attempt(name, lambda n=name, limits=limits: case.run(nets[n], *limits), until) or {}
         run.say(name=name, precision=case.precision, **found[name])
@@ -218,15 +189,14 @@ def time_case(run: Run, case: Case, until: float) -> dict[str, Any]:
     run.say(products=inside.chosen_products())
     floors = {name: round(inside.launch_floor(count), 3) for name, count in kernels.items()}
     level, limit = case.level_ms(), inside.gemm_limit(case.fresh(1)[0], HIDDEN)
-    best, launched, plain = found["as it comes"] or found["launched"], found["launched"], found["torch's products"]
-    bound = max(limit, floors.get("as it comes") or floors["launched"])
+    best, plain = found["as it comes"], found["torch's products"]
+    bound = max(limit, floors["as it comes"])
     return {
         "case": f"tree-lstm h{HIDDEN} b{TREES} sst-like, fp32 {case.precision}", "weft_ms": best["ms"], "weft_alone_ms": best["alone_ms"],
         "peers_ms": {"level-batched torch": round(level, 3)}, "ratios": {"level-batched torch": round(level / best["ms"], 2)},
         "limit_ms": round(bound, 3), "times_limit": round(best["ms"] / bound, 2), "gemm_limit_ms": round(limit, 3), "launch_floor_ms": floors,
-        "kernels": kernels, "chosen": best["chosen"], "ms_by_way": best["ways"], "construction_ms": best["construction_ms"],
+        "kernels": kernels, "construction_ms": best["construction_ms"],
         "correct": f"from float64: outputs {best['errors'][0]}, gradients {best['errors'][1]}",
-        "launched_ms": launched.get("ms"), "launched_errors": launched.get("errors"),
         "with_torchs_products_ms": plain.get("ms"), "with_torchs_products_errors": plain.get("errors"),
     }  # fmt: skip
 
@@ -237,17 +207,6 @@ def profile(run: Run, case: Case, name: str, net: dynamic.Model) -> int:
     count, busy = sum(k[1] for k in found), sum(k[2] for k in found)
     run.say(profile=name, precision=case.precision, kernels=count, busy_us=round(busy), top=found[:18])
     return count
-
-
-def look_inside(run: Run, case: Case) -> None:
-    """Where a resident kernel spends its time."""
-    for way in dict.fromkeys(Way(w.tiles) for w in widely(case.precision)[:4]):
-        net, name = case.net(way), str(way)
-        timed = run.attempt(name, lambda net=net: case.run(net, 5, 8))
-        if timed:
-            run.say(name=name, precision=case.precision, **timed)
-            run.attempt("by round", lambda net=net, name=name: run.say(by_round=name, **inside.by_round(net)))
-            run.attempt("profile", lambda net=net, name=name: profile(run, case, name, net))
 
 
 if __name__ == "__main__":

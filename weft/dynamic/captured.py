@@ -7,33 +7,28 @@ has room a wider template is recorded, so after a few batches of a kind all fit.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.dynamic.choice import Choice, Way, ways
 from weft.dynamic.engine import Batch, Plan
-from weft.dynamic.layout import Bulk, Layout, Template, bulk, padded, template
+from weft.dynamic.layout import Layout, Template, padded, template
 from weft.dynamic.native import Ints
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
 from weft.runtime import replay
 
-KEPT = 4  # templates per way
-TURNS, IN_A_ROW = 5, 4  # of each way, and steps in each, when ways are compared
+KEPT = 4  # templates
 
 
 class Captured:
     """One template, recorded."""
 
-    def __init__(
-        self, plan: Plan, t: Template | Bulk, s: Schedule, layout: Layout, device: torch.device, sizes: Mapping[str, Tensor], way: Way,
-    ) -> None:  # fmt: skip
-        self.template, self.plan, self.device, self.way, self.busy = t, plan, device, way, False
+    def __init__(self, plan: Plan, t: Template, s: Schedule, layout: Layout, device: torch.device, sizes: Mapping[str, Tensor]) -> None:
+        self.template, self.plan, self.device, self.busy = t, plan, device, False
         kinds = s.structure.kinds
         self.rows = {name: _room(len(x)) for name, x in sizes.items()}
         self.inputs = {n: torch.zeros((self.rows[n] + 1, *x.shape[1:]), dtype=x.dtype, device=device) for n, x in sizes.items()}
@@ -42,7 +37,7 @@ class Captured:
         self._host = replay.pinned(len(layout.packed), torch.int64, device)
         self._device = torch.empty(len(self._host), dtype=torch.int64, device=device)
         self._copied = replay.mark(device)
-        self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights], way.tiles, True)
+        self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights], True)
         self._weights_at = [w.data_ptr() for w in plan.weights]
         self._forward = self._backward = None
         self._pieces: list[Callable[[], None]] = []
@@ -62,8 +57,6 @@ class Captured:
         if self._forward is None:
             self._forward = replay.record(self._run_forward, self.device)
             self._forward()
-            if self.way.tiles is not None and self.plan.backward:  # whether it runs here must be known before it is relied on
-                self._backward = replay.record(self._run_backward, self.device)
         else:
             self._forward()
         return [out[: self.counts[n]].clone() for n, out in zip(self.plan.outputs, self._outputs, strict=True)]
@@ -99,24 +92,6 @@ class Captured:
         for handle in pending:
             handle.wait()
         return found
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of a step is recorded."""
-        return self._forward is not None and bool(not self.plan.backward or self._backward or self._pieces)
-
-    @torch.no_grad()
-    def time(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> float:
-        """Milliseconds of a step among several of this batch in a row, host and device together; nothing of them is handed on."""
-        replay.mark(self.device)()
-        start = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            self._load(layout, inputs, wanted)
-            for recorded in (self._forward, *((self._backward,) if self._backward else self._pieces)):
-                assert recorded is not None
-                recorded()
-        replay.mark(self.device)()
-        return (time.perf_counter() - start) / IN_A_ROW * 1e3
 
     def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
         if not self._wanted:
@@ -159,94 +134,40 @@ class Captured:
 
 
 class Templates:
-    """The recorded templates of one plan on one device, in every way that is still in the running."""
+    """The recorded templates of one plan on one device."""
 
-    def __init__(self, plan: Plan, device: torch.device, resident: bool | Way | None = None) -> None:
-        self.plan, self.device, self.resident, self.kept = plan, device, resident, list[Captured]()
-        self._choices: dict[tuple[str, ...], Choice] = {}
-
-    def choice(self, s: Schedule) -> Choice:
-        """What is known about the ways to run graphs with these types of vertices."""
-        kinds = s.structure.kinds
-        if kinds not in self._choices:
-            self._choices[kinds] = Choice(ways(self.plan, kinds, self.device, self.resident))
-        return self._choices[kinds]
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device, self.kept = plan, device, list[Captured]()
 
     def take(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> tuple[Captured, Layout]:
         """A free template with room for the schedule, the smallest there is, or a new one."""
-        choice = self.choice(s)
-        if choice.due:
-            self._compare(choice, s, inputs, wanted)
-        way = self._way(s)
-        choice.runs(way)
-        captured = self._fitting(s, inputs, wanted, way) or self._new(s, inputs, way)
+        free = [c for c in self.kept if not c.busy and c.has_room(inputs, wanted) and _holds(s, c.template) is not None]
+        captured = min(free, key=lambda c: c.template.cost(), default=None) or self._new(s, inputs)
         return captured, self._padded(s, captured.template)
-
-    def _fitting(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], way: Way) -> Captured | None:
-        free = [c for c in self._of(way) if not c.busy and c.has_room(inputs, wanted) and _holds(s, c.template) is not None]
-        return min(free, key=lambda c: c.template.cost(), default=None)
-
-    def _compare(self, choice: Choice, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
-        """Run this batch in every way in turn and keep the fastest. Where one has no room for it, that one runs it first."""
-        ready = {way: self._fitting(s, inputs, wanted, way) for way in choice.left}
-        for way, captured in ready.items():
-            if captured is None or not captured.complete:
-                return choice.wait_for(way)
-        for _ in range(TURNS):
-            for way, captured in ready.items():
-                assert captured is not None
-                choice.saw(way, captured.time(self._padded(s, captured.template), inputs, wanted))
-        choice.settle()
-        self.kept = [c for c in self.kept if c.busy or c.way == choice.left[0]]
-        return None
 
     def fit(self, s: Schedule) -> None:
         """Put the schedule into the rows of the template that `take` would choose, ahead of time."""
-        fitting = [c for c in self._of(self._way(s)) if _holds(s, c.template) is not None]
+        fitting = [c for c in self.kept if _holds(s, c.template) is not None]
         if fitting:
             self._padded(s, min(fitting, key=lambda c: c.template.cost()).template)
 
-    def refuse(self, s: Schedule, captured: Captured, why: Exception) -> None:
-        """Give up a way that failed when it was recorded; without another there is nothing to fall back to."""
-        if captured.way.tiles is None or self.resident:
-            raise why
-        self.choice(s).refuse(captured.way, f"{type(why).__name__}: {why}")
-        self.kept = [c for c in self.kept if c.way != captured.way]
-
-    def _way(self, s: Schedule) -> Way:
-        """A kernel for all rounds needs rows of every class it was written for."""
-        way = self.choice(s).now()
-        codes = [self.plan.resident_code(phase, s.structure.kinds) for phase in ("rounds", "back")] if way.tiles else []
-        return way if all(set(c.classes) <= set(s.blocks) for c in codes if c is not None) else Way()
-
-    def _of(self, way: Way) -> list[Captured]:
-        return [c for c in self.kept if c.way == way]
-
-    def _padded(self, s: Schedule, t: Template | Bulk) -> Layout:
+    def _padded(self, s: Schedule, t: Template) -> Layout:
         return s.keep(("padded", t), lambda: padded(s, t, _holds(s, t) or [], self.plan.sent))
 
-    def _new(self, s: Schedule, inputs: Mapping[str, Tensor], way: Way) -> Captured:
+    def _new(self, s: Schedule, inputs: Mapping[str, Tensor]) -> Captured:
         """Record a template wider than the last one, or one of its own where the two do not join."""
-        kept = self._of(way)
-        wider = _wider(s, kept[-1].template if kept else None, way)
-        made = Captured(self.plan, wider, s, self._padded(s, wider), self.device, inputs, way)
-        idle = [c for c in kept if not c.busy]
-        if len(kept) >= KEPT and idle:
+        wider = template(s, self.kept[-1].template if self.kept else None)
+        wider = wider if wider.holds(s) is not None else template(s)
+        made = Captured(self.plan, wider, s, self._padded(s, wider), self.device, inputs)
+        idle = [c for c in self.kept if not c.busy]
+        if len(self.kept) >= KEPT and idle:
             self.kept.remove(idle[0])
         self.kept.append(made)
         return made
 
 
-def _holds(s: Schedule, t: Template | Bulk) -> list[int] | None:
+def _holds(s: Schedule, t: Template) -> list[int] | None:
     return s.keep(("holds", t), lambda: t.holds(s))
-
-
-def _wider(s: Schedule, before: Template | Bulk | None, way: Way) -> Template | Bulk:
-    if way.tiles is not None:
-        joined = bulk(s, before if isinstance(before, Bulk) and len(before.lead) <= len(s.rounds) else None, way.above)
-        return joined if joined.holds(s) is not None else bulk(s, None, way.above)
-    wider = template(s, before if isinstance(before, Template) else None)
-    return wider if wider.holds(s) is not None else template(s)
 
 
 def _room(size: int) -> int:

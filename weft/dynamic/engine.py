@@ -7,19 +7,17 @@ gradient at the end, in one product over all vertices of a class.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft.dynamic import emit_rounds
 from weft.dynamic.cell import Cell
 from weft.dynamic.frame import Compiled, Frame
 from weft.dynamic.layout import Layout
-from weft.dynamic.phases import BACKWARD, FORWARD, PER_ROUND
-from weft.dynamic.resident import Resident
+from weft.dynamic.phases import BACKWARD, FORWARD
 from weft.dynamic.store import Home, Key
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
@@ -41,30 +39,16 @@ class Plan:
     backward: bool
     triton: bool  # what the kernels are written in
     in_parts: bool = False  # float32 products as several of fewer bits, where torch is told to keep full precision
-    resident: dict[tuple[str, tuple[str, ...]], emit_rounds.Code | None] = field(default_factory=dict)
-
-    def resident_code(self, phase: str, kinds: tuple[str, ...]) -> emit_rounds.Code | None:
-        """One kernel for all rounds of a phase, if there can be one."""
-        if (phase, kinds) not in self.resident:
-            cells = {2 * kinds.index(name) + has: cell for (name, has), cell in self.cells.items() if name in kinds}
-            self.resident[phase, kinds] = emit_rounds.build(cells, phase)
-        return self.resident[phase, kinds]
-
-    def can_stay(self, kinds: tuple[str, ...]) -> bool:
-        """Whether all rounds can run in one launch, forward and back."""
-        return all(self.resident_code(phase, kinds) is not None for phase in (("rounds", "back") if self.backward else ("rounds",)))
 
 
 class Batch:
     """Buffers and bound steps for one layout. `load` gives it graphs, then it runs forward and, once, backward."""
 
     def __init__(
-        self, plan: Plan, layout: Layout, kinds: tuple[str, ...], workspace: Workspace, weights: list[Tensor],
-        tiles: emit_rounds.Tiles | None = None, ends_in_zeros: bool = False,
-    ) -> None:  # fmt: skip
-        self.plan, self.layout, self.workspace, self.tiles = plan, layout, workspace, tiles
+        self, plan: Plan, layout: Layout, kinds: tuple[str, ...], workspace: Workspace, weights: list[Tensor], ends_in_zeros: bool = False
+    ) -> None:
+        self.plan, self.layout, self.workspace = plan, layout, workspace
         self.ends_in_zeros = ends_in_zeros  # the last row of every input, so that row -1 is one of zeros
-        self._resident: dict[str, Resident] = {}
         self.index: dict[str, Tensor] = {}
         self.frames: dict[int, Frame] = {}
         self.kinds = kinds
@@ -115,26 +99,15 @@ class Batch:
             frame.whole("after")
 
     def _rounds(self, phase: str) -> None:
-        """Round by round, or those after the first ones in one launch; backwards the other way round."""
-        back, layout = phase == "back", self.layout
-        launched = layout.rounds if self.tiles is None else layout.rounds[: layout.lead]
-        if self.tiles is not None and back:
-            self._resident[phase].launch()
-        for r in reversed(launched) if back else launched:
+        """Round by round; backwards the other way round."""
+        for r in reversed(self.layout.rounds) if phase == "back" else self.layout.rounds:
             self.frames[r.klass].run(phase, r.span)
-        if self.tiles is not None and not back:
-            self._resident[phase].launch()
 
     def _bind(self, phases: Iterable[str]) -> None:
         """Before a forward run is recorded: it also makes the copies of weights that kernels of these phases read."""
         for phase in phases:
-            if self.tiles is not None and phase in PER_ROUND and phase not in self._resident:
-                code = self.plan.resident_code(phase, self.kinds)
-                assert code is not None, "asked to stay where it cannot"
-                self._resident[phase] = Resident(code, self.frames, self.index["round"], self.tiles)
-            if self.tiles is None or self.layout.lead or phase not in PER_ROUND:
-                for frame in self.frames.values():
-                    frame.bind(phase)
+            for frame in self.frames.values():
+                frame.bind(phase)
 
     def _weight_gradients(self, ready: Callable[[Tensor], Any] | None) -> dict[Source | int, Tensor]:
         """One weight after the other, each complete when it is handed to `ready`; so its reduction runs beside the next ones."""

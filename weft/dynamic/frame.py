@@ -247,15 +247,6 @@ class Frame:
 
         return step
 
-    def matrix(self, node: fx.Node, split: bool) -> tuple[Tensor, Tensor]:
-        """A matrix without rows, its columns in one piece as tensor cores read them: its halves, or twice the weight itself or a copy."""
-        if split:
-            return self.halves(node).high, self.halves(node).low
-        value = self.fetch(node, self.span)
-        if base(node).op != "placeholder" or value.stride(0) != 1:
-            value = self.constants.setdefault(node, value.t().contiguous().t())
-        return value, value
-
     def argument(self, pointer: Pointer) -> Tensor:
         """What a kernel gets for a pointer."""
         if pointer.kind == "index":

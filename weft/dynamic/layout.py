@@ -29,7 +29,6 @@ class Layout:
     arrays: dict[str, Ints]
     place: Ints
     gaps: frozenset[int]  # classes in which some row has no input
-    lead: int = 0  # rounds before those of which a table on the device says which rows they have
 
     @cached_property
     def packed(self) -> Ints:
@@ -111,65 +110,6 @@ class Template:
         return blocks, rounds, np.array([blocks[rounds[at].klass].start + rounds[at].start for at in taken], np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class Bulk:
-    """Rooms for the first rounds, as in a template; of the others only how many rows and edges a class may have, and how many there may be.
-
-    Enough for a kernel that reads from a table which rows each round has. Rows to spare belong to the first such round of their class.
-    """
-
-    lead: tuple[Room, ...]
-    rooms: tuple[Room, ...]
-    rounds: int
-    slots: int
-
-    def holds(self, s: Schedule) -> list[int] | None:
-        """An empty list, or None if the schedule does not fit."""
-        first, rest = s.rounds[: len(self.lead)], s.rounds[len(self.lead) :]
-        need, known = _sums(rest), {room.klass: room for room in self.rooms}
-        fits = len(first) == len(self.lead) and len(rest) <= self.rounds and len(s.slot_child) <= self.slots and set(need) == set(known)
-        fits = fits and all(room.holds(r) for room, r in zip(self.lead, first, strict=True))
-        return [] if fits and all(_fits(known[k], *need[k]) for k in known) else None
-
-    def cost(self) -> int:
-        return sum(room.rows for room in (*self.lead, *self.rooms))
-
-    def seat(self, s: Schedule, taken: list[int]) -> tuple[dict[int, Block], list[Round], Ints]:
-        rounds, used = _after_each_other(self.lead)
-        _, total = _after_each_other([*self.lead, *self.rooms])
-        blocks, rest = _blocks(total), s.rounds[len(self.lead) :]
-        starts = [blocks[r.klass].start + r.start for r in rounds]
-        need, at = _sums(rest), dict[int, tuple[int, int]]()
-        for r in rest:
-            k = r.klass
-            low = at.get(k, used.get(k, (0, 0)))
-            row, edge = at[k] if k in at else (total[k][0] - need[k][0], total[k][1] - need[k][1])  # to spare: before these
-            at[k] = row + r.stop - r.start, edge + r.edge_stop - r.edge_start
-            starts.append(blocks[k].start + row)
-            rounds.append(Round(k, low[0], at[k][0], low[1], at[k][1]))
-        return blocks, rounds, np.array(starts, np.int64)
-
-    def table(self, rounds: Sequence[Round]) -> Ints:
-        """The number of rounds after the first ones, then class, rows and edges of each."""
-        rest = rounds[len(self.lead) :]
-        flat = [n for r in rest for n in (r.klass, *r.span)]
-        return np.array([len(rest), *flat, *[0] * (5 * (self.rounds - len(rest)))], np.int64)
-
-
-def _fits(room: Room, rows: int, edges: int) -> bool:
-    """Whether the room has the rows and edges, and rows enough to take the spare edges."""
-    return room.rows >= rows and 0 <= room.edges - edges <= 8 * (room.rows - rows)
-
-
-def _sums(rounds: Sequence[Round]) -> dict[int, tuple[int, int]]:
-    """Rows and edges of each class."""
-    out: dict[int, tuple[int, int]] = {}
-    for r in rounds:
-        rows, edges = out.get(r.klass, (0, 0))
-        out[r.klass] = rows + r.stop - r.start, edges + r.edge_stop - r.edge_start
-    return out
-
-
 def _after_each_other(rooms: Sequence[Room]) -> tuple[list[Round], dict[int, tuple[int, int]]]:
     """Rounds that fill their rooms, and the rows and edges each class has then."""
     rounds, used = list[Round](), dict[int, tuple[int, int]]()
@@ -187,24 +127,6 @@ def _blocks(used: dict[int, tuple[int, int]]) -> dict[int, Block]:
         blocks[k] = Block(k // 2, bool(k % 2), at, used[k][0], edge, used[k][1])
         at, edge = at + used[k][0], edge + used[k][1]
     return blocks
-
-
-def bulk(s: Schedule, before: Bulk | None = None, above: int | None = None) -> Bulk:
-    """Room for this schedule, others like it, and all that fitted `before`. First rounds of more rows than `above` get rooms."""
-    count = len(before.lead) if before is not None else next((i for i, r in enumerate(s.rounds) if r.stop - r.start <= (above or 0)), 0)
-    count = 0 if above is None else count
-    lead = [Room(r.klass, _more(r.stop - r.start, 0.12), _more(r.edge_stop - r.edge_start, 0.12)) for r in s.rounds[:count]]
-    slack = 0.2 if lead else 0.05
-    rooms = {k: Room(k, _more(rows, slack), _more(edges, slack)) for k, (rows, edges) in _sums(s.rounds[count:]).items()}
-    if before is not None:
-        lead = [_wider(a, b) for a, b in zip(lead, before.lead, strict=True)] if len(lead) == count else lead
-        rooms |= {room.klass: _wider(rooms.get(room.klass, room), room) for room in before.rooms}
-    rounds = max(_more(len(s.rounds) - count, 0.25) + 8, before.rounds if before else 0)
-    return Bulk(tuple(lead), tuple(rooms.values()), rounds, max(len(s.slot_child), before.slots if before else 0))
-
-
-def _wider(a: Room, b: Room) -> Room:
-    return Room(a.klass, max(a.rows, b.rows), max(a.edges, b.edges))
 
 
 def template(s: Schedule, before: Template | None = None, slack: float = 0.12) -> Template:
@@ -238,7 +160,7 @@ def _join(a: list[Room], b: list[Room]) -> list[Room]:
     return out
 
 
-def padded(s: Schedule, t: Template | Bulk, taken: list[int], sent: set[Key]) -> Layout:
+def padded(s: Schedule, t: Template, taken: list[int], sent: set[Key]) -> Layout:
     """The schedule in the rows of a template."""
     blocks, rounds, starts = t.seat(s, taken)
     rows, edges = sum(b.count for b in blocks.values()), sum(b.edge_count for b in blocks.values())
@@ -259,10 +181,7 @@ def padded(s: Schedule, t: Template | Bulk, taken: list[int], sent: set[Key]) ->
         if k < len(s.slot_child):
             arrays[f"slot{k}"][new[:-1]] = new[s.slot_child[k]]
     arrays |= _readers(arrays, rows, sent)
-    if isinstance(t, Bulk):
-        arrays["round"] = t.table(rounds)
-    lead = len(t.lead) if isinstance(t, Bulk) else 0
-    out = Layout(blocks, rounds, rows, edges, arrays, new[s.place], frozenset(blocks), lead)
+    out = Layout(blocks, rounds, rows, edges, arrays, new[s.place], frozenset(blocks))
     out.packed  # noqa: B018 - worked out now, ahead of the run
     return out
 

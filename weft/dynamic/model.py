@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from weft.core import native
 from weft.core.errors import StructureError
 from weft.dynamic.captured import Templates
-from weft.dynamic.choice import Way
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
@@ -36,8 +35,7 @@ class Model(nn.Module):
     """Vertex functions batched over graphs.
 
     `functions` is one function (type "vertex") or several by type; a function is anything called with a Vertex, modules
-    included. `states` gives the row shape of what vertices scatter to their parents. `resident` says whether all rounds run in one
-    kernel that stays on the device (True), each step is launched (False), or the faster way is found on the first batches (None).
+    included. `states` gives the row shape of what vertices scatter to their parents.
     `split_products` says whether float32 products run on tensor cores, as several of fewer bits with the error of float32; None: on a GPU.
     """
 
@@ -50,7 +48,6 @@ class Model(nn.Module):
         fuse: bool | None = None,
         replay: bool | None = None,
         target: str | None = None,
-        resident: bool | Way | None = False,
         split_products: bool | None = None,
     ) -> None:
         super().__init__()
@@ -59,7 +56,7 @@ class Model(nn.Module):
         self.cells = nn.ModuleDict({k: f for k, f in named.items() if isinstance(f, nn.Module)})
         self.states = {k: (n,) if isinstance(n, int) else tuple(n) for k, n in states.items()}
         self.policy = policy
-        self.fuse, self.replay, self.target, self.resident, self.split_products = fuse, replay, target, resident, split_products
+        self.fuse, self.replay, self.target, self.split_products = fuse, replay, target, split_products
         self.ready: Ready = None
         self._variants: dict[Any, Variant] = {}
         self._pools: dict[torch.device, Pool] = {}
@@ -163,7 +160,7 @@ class Model(nn.Module):
     def _templates_of(self, variant: Variant, plan: Plan) -> Templates:
         key = id(plan), torch.get_float32_matmul_precision()  # a recording multiplies as it did when it was made
         if key not in self._templates:
-            self._templates[key] = Templates(plan, variant.device, self.resident)
+            self._templates[key] = Templates(plan, variant.device)
         return self._templates[key]
 
 

@@ -25,7 +25,6 @@ from weft.dynamic.vertex import Source
 
 FORWARD = ("weights", "eager", "rounds", "late")
 BACKWARD = ("before", "back", "after", "sums")
-PER_ROUND = ("rounds", "back")
 
 VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,

@@ -54,20 +54,12 @@ class Again:
     """A batch that replays a template."""
 
     def __init__(self, templates: Templates, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
-        self.templates, self.schedule, self.plan = templates, s, templates.plan
-        self._take(inputs, wanted)
-
-    def _take(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
-        self.captured, self.layout = self.templates.take(self.schedule, inputs, wanted)
+        self.plan = templates.plan
+        self.captured, self.layout = templates.take(s, inputs, wanted)
         self._held = self.captured.busy = True
 
     def forward(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
-        try:
-            return self.captured.forward(self.layout, inputs, wanted)
-        except Exception as why:  # a kernel that this device has no room for says so in its compiler's own way
-            self.templates.refuse(self.schedule, self.captured, why)
-        self._take(inputs, wanted)
-        return self.forward(inputs, wanted, weights)
+        return self.captured.forward(self.layout, inputs, wanted)
 
     def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
         return self.captured.backward(grads, ready)
