@@ -6,7 +6,7 @@ a stage are alike, so a step on any number of devices costs as much to simulate 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -224,15 +224,30 @@ class _Simulation:
         direction = "input" if split and kind == "backward" else kind
         gather = self.copies > 1 and s.zero == 3 and not s.keep_gathered and kind != "weight"
         ends = kind == ("weight" if split else "backward")
-        reduce = self.copies > 1 and ends and s.overlap_grads and s.zero >= 2 and not s.keep_gathered
+        reduce = self.copies > 1 and ends and s.zero >= 2 and not s.keep_gathered
         return replace(self.how, direction=direction, gather=gather, reduce=self.how.reduce if reduce else "")
 
     def _phase(self, g: int, how: Pass) -> Phase:
         costs = self.costs[g % self.setting.pp]
         key = (tuple((id(p.block), p.count) for p in self.parts[g]), id(costs), how)
         if key not in self._phases:
-            self._phases[key] = phase(costs, self.parts[g], how)
+            self._phases[key] = self._reducing(g, how) if how.reduce else phase(costs, self.parts[g], how)
         return self._phases[key]
+
+    def _reducing(self, g: int, how: Pass) -> Phase:
+        """A pass that reduces gradients: layer by layer beside what follows, or all of them after it, whichever is sooner."""
+        costs, parts = self.costs[g % self.setting.pp], self.parts[g]
+        seconds = self._at_once(costs, parts)
+        after = phase(costs, parts, replace(how, reduce="")) + Phase(seconds, {"dp": seconds})
+        return min(phase(costs, parts, how), after, key=lambda p: p.seconds) if self.setting.overlap_grads else after
+
+    def _at_once(self, costs: Costs, parts: Sequence[Part]) -> float:
+        """Reduction of the gradients of some layers in one collective for each axis."""
+        sizes: dict[str, float] = {}
+        for part in parts:
+            for op in reductions(part.block, self.how):
+                sizes[op.axis] = sizes.get(op.axis, 0.0) + op.bytes * part.count
+        return sum(costs.seconds(Collective(self.how.reduce, size, axis)) for axis, size in sizes.items())
 
     def _beyond(self, stage: int, plain: Pass, fuller: Pass) -> Phase:
         """What the fuller pass over all chunks of a stage costs more than the plain one."""
@@ -294,12 +309,8 @@ class _Simulation:
         """Reduction left when the backward is done, and the word gradients that first and last stage share."""
         s, costs = self.setting, self.costs[stage]
         seconds = 0.0
-        if self.copies > 1 and not s.overlap_grads:
-            sizes: dict[str, float] = {}
-            for part in self.stage_parts(stage):
-                for op in reductions(part.block, self.how):
-                    sizes[op.axis] = sizes.get(op.axis, 0.0) + op.bytes * part.count
-            seconds = sum(costs.seconds(Collective(self.how.reduce, size, axis)) for axis, size in sizes.items())
+        if self.copies > 1 and not s.overlap_grads and (s.zero < 2 or s.keep_gathered):  # else in each pass
+            seconds = self._at_once(costs, self.stage_parts(stage))
         if s.pp > 1 and stage in (0, s.pp - 1) and self.work.shared:
             seconds += 2 * costs.send(self.work.shared * self.how.grad_bytes)
         return seconds
