@@ -406,11 +406,15 @@ class Stack:
         return self._works[n, cut]
 
     def _grown(self, s: Setting, n: int) -> Workload:
-        """Every size is a constant plus a multiple of the samples, so two numbers of samples tell all others."""
+        """Every size is a constant plus a multiple of the samples, so two numbers of samples tell all others; where a few are placed in
+        another way than twice as many, these and twice as many again."""
         few = s.ep * max(1, MOST // 2 // s.ep)
-        one, two = (self._captured(s, m) for m in (few, 2 * few))
-        made = grown(replace(one, tokens=1), replace(two, tokens=1), few, n)
-        return self._captured(s, n) if made is None else replace(made, tokens=s.micro_batch)
+        for m in (few, 2 * few):
+            one, two = (self._captured(s, k) for k in (m, 2 * m))
+            made = grown(replace(one, tokens=1), replace(two, tokens=1), m, n)
+            if made is not None:
+                return replace(made, tokens=s.micro_batch)
+        return self._captured(s, n)
 
     def _made(self, placed: Placed) -> Workload:
         s = placed.setting

@@ -127,6 +127,7 @@ def test_packed_sequences_are_told_apart_where_torch_does(use_cache):
     captured = same_as_torch(model, words, given, 1e-6)
     masked = [len(n.args) > 3 for n in captured.program.find_all("attention")]
     assert masked == [not use_cache] * 2
+    assert {"attention", "silu"} <= {n.op.name for n in captured.blocks[0][0].nodes}  # a whole layer is traced once, with a cache or without
 
 
 def test_a_cache_that_is_read_is_kept():
