@@ -79,7 +79,8 @@ class Forms:
         self.times: Counter[str] = Counter()
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}
         self.unlifted: set[str] = set()
-        self._settings = _settings(optimizer)
+        self._keys = [set(g) for g in optimizer.param_groups] if optimizer is not None else []  # what a scheduler adds later is its own
+        self._settings = self._settings_now()
         self.together = Together(run)
         self.brought = Brought(self.together)
 
@@ -132,6 +133,9 @@ class Forms:
     def adopt(self, step: Step, make: Make) -> Step:
         """The first program of the step."""
         self.make, step.forms = make, self
+        for i, keys in enumerate(self._keys):  # numbers of a group that its own step changes are state
+            keys -= step.captured.updates[f"group.{i}"].nest.keys() if f"group.{i}" in step.captured.updates else set()
+        self._settings = self._settings_now()
         self.kept.append(Form(step.traced, step.reads, self.given, _own(step)))
         return step
 
@@ -142,7 +146,8 @@ class Forms:
         self.exact = exact
         fits = self.brought.fits(named_batch(batch), step._batch_types, step.compiled.coords)
         other = exact and any(f.ranged and f.attributes["compiled"] is step.compiled for f in self.kept)
-        if self.impure or other or not (fits and step.reads.hold(batch) and self._settings_hold() and step.captured.given == self.given):
+        same = self._settings_hold() and step.captured.given == self.given and _answers_hold(step, step.captured)
+        if self.impure or other or not (fits and same and step.reads.hold(batch)):
             self._again(step, batch, self._shapes(step, batch, fits))
         step.read_anew()
 
@@ -163,7 +168,7 @@ class Forms:
         changes = [*step.reads.changes(batch), *self._settings_changed(step)]
         self.times.update(c.words for c in changes)
         for form in reversed(self.kept):
-            if self._may_be(form) and form.fits(shapes) and form.reads.hold(batch):
+            if self._may_be(form) and form.fits(shapes) and form.reads.hold(batch) and _answers_hold(step, form.attributes["captured"]):
                 self._agree(form.program, form.reads, batch, form, step)
                 self._use(step, form.reads, form, batch, shapes)
                 return
@@ -248,6 +253,7 @@ class Forms:
             if check is not None and not check(captured):
                 found[:] = [None]
                 return True
+            _require_same_state(step, captured)
             form = self._known(captured, example) or self._ranged(captured, reads, example)
             found[:] = [form] if form is not None else []
             self._agree(captured.program, reads, batch, form, step)
@@ -382,7 +388,15 @@ class Forms:
     # -- what else a program depends on --------------------------------------------------------------------------------
 
     def _settings_hold(self) -> bool:
-        return self.optimizer is None or _settings(self.optimizer, self.given) == self._settings
+        return self.optimizer is None or self._settings_now() == self._settings
+
+    def _settings_now(self) -> Any:
+        """All of the optimizer's groups that is no input: how many parameters each has, and its settings."""
+        found = []
+        for i, g in enumerate(self.optimizer.param_groups) if self.optimizer is not None else ():
+            now = settings_of({k: x for k, x in g.items() if i >= len(self._keys) or k in self._keys[i]})
+            found.append((len(g["params"]), now.form, [x for k, x in now.numbers.items() if k != "lr" and k not in self.given]))
+        return found
 
     def _settings_changed(self, step: Step) -> list[Change]:
         """Settings that were numbers of the program become inputs; another form of the optimizer is another program, or refused."""
@@ -398,11 +412,11 @@ class Forms:
             )
         found = []
         for i, (group, was) in enumerate(zip(groups, before, strict=True)):
-            now = settings_of(group).numbers
+            now = settings_of({k: x for k, x in group.items() if k in self._keys[i]}).numbers
             moved = [k for k, x in now.items() if k != "lr" and x != was.numbers.get(k) and k not in self.given]
             self.given |= set(moved)
             found += [Change(f"{k} of the optimizer's group {i}", was.numbers.get(k), now[k]) for k in moved]
-        self._settings = _settings(self.optimizer, self.given)
+        self._settings = self._settings_now()
         return found
 
     def _example_of(self, batch: Any, shapes: dict[str, Shape]) -> Any:
@@ -464,15 +478,24 @@ def _may_lift(c: Change) -> bool:
     return is_number(c.before) and type(c.before) is type(c.now) and (c.place is not None or c.words.endswith(" of the batch"))
 
 
-def _settings(optimizer: torch.optim.Optimizer | None, given: frozenset[str] = frozenset()) -> Any:
-    """All of the optimizer's groups that is no input: how many parameters each has, and its settings."""
-    if optimizer is None:
-        return ()
-    found = []
-    for g in optimizer.param_groups:
-        now = settings_of(g)
-        found.append((len(g["params"]), now.form, [x for k, x in now.numbers.items() if k != "lr" and k not in given]))
-    return found
+def _answers_hold(step: Step, captured: Captured) -> bool:
+    """Whether what the optimizer asked about its settings has the same answers now."""
+    return not captured.guards or captured.holds(step._settings())
+
+
+def _require_same_state(step: Step, captured: Captured) -> None:
+    """Refuse another form of the optimizer that keeps other state of a parameter than the step has."""
+    for name, now in captured.updates.items():
+        was = step.captured.updates.get(name, now)
+        if now.outputs.keys() != was.outputs.keys():
+            kept = [", ".join(s for s in u.outputs if s != "param") or "no state" for u in (was, now)]
+            group = next(i for i, g in enumerate(step.optimizer.param_groups) if any(p is captured.parameters.get(name) for p in g["params"]))
+            raise RuntimeFault(
+                f"{type(step.optimizer).__name__} of group {group} keeps other state than when the step was made",
+                needed=kept[0],
+                found=kept[1],
+                try_="parallelize again, and take_state of this step",
+            )
 
 
 def _keeps(change: Change, error: Exception) -> CaptureError:

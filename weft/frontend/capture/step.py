@@ -24,6 +24,7 @@ from weft.frontend.capture.guards import Reads, unheard
 from weft.frontend.capture.joint import OwnGradient, asking_modules, refuse_graph, run_after_gradient
 from weft.frontend.capture.known import unheard as real
 from weft.frontend.capture.modes import function
+from weft.frontend.capture.numbers import evaluate
 from weft.frontend.capture.optimizers import (
     COUNT,
     Settings,
@@ -94,6 +95,10 @@ class Captured:
         """Inputs that are numbers in Python, as they are now."""
         lifted = self.reads.lifted if self.reads is not None else {}
         return {n: torch.tensor(x, dtype=lifted[n][1]) for n, x in self.reads.numbers(batch).items()} if self.reads is not None and lifted else {}
+
+    def holds(self, settings: Mapping[str, float]) -> bool:
+        """Whether the optimizer, asked the same of its settings now, would answer the same."""
+        return all(bool(evaluate(question, settings)) == answer for question, answer in self.guards.items())
 
     def report(self) -> str:
         """What a user should know: ops weft does not know, with the lines that would teach them, and what was assumed."""
