@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ class Changing:
             if before is None or name in fixed:
                 known |= {name: state[name]} if name in state else {}
             elif before.layout != type_.layout:
-                whole = gathered(before.layout, self._state.get(name), self.compiled)
+                whole = gathered(before, self._state.get(name), self.compiled)
                 present = type_.layout.present(form["compiled"].coords)
                 known |= {name: interp.take_local(whole, type_.layout, form["compiled"].coords).clone()} if present else {}
         form["_state"] = {n: x for n, x in state.items() if n in fixed}
@@ -203,12 +204,19 @@ class Changing:
         return self.__dict__.setdefault("_read_versions", {})  # type: ignore[no-any-return]
 
 
-def gathered(layout: Any, local: Tensor | None, compiled: Any) -> Tensor:
+def gathered(type_: Type, local: Tensor | None, compiled: Any) -> Tensor:
     """A value whole on every rank, from what each holds, if anything."""
+    layout = type_.layout
     everywhere = all(layout.where_cut(a) is None for a in layout.mesh.axes) and not layout.held
     if local is not None and (not dist.is_initialized() or everywhere):
         return local
-    parts: list[Any] = [None] * layout.mesh.ranks
-    dist.all_gather_object(parts, None if local is None else local.cpu())
-    some = next(x for x in parts if x is not None)
-    return interp.denote(parts, Type(some.dtype, layout), tolerance=1e-5).to(compiled.device)
+    shapes = [layout.local_shape(at) if layout.present(at) else None for at in layout.mesh.places()]
+    size = type_.dtype.itemsize
+    most = max(math.prod(s) for s in shapes if s is not None) * size
+    mine = torch.zeros(most, dtype=torch.uint8, device="cpu" if dist.get_backend() == "gloo" else compiled.device)
+    if local is not None:
+        mine[: local.numel() * size] = local.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = [torch.empty_like(mine) for _ in shapes]
+    dist.all_gather(flat, mine)
+    parts = [None if s is None else x[: math.prod(s) * size].view(type_.dtype).reshape(s) for x, s in zip(flat, shapes, strict=True)]
+    return interp.denote(parts, type_, tolerance=1e-5).to(compiled.device)

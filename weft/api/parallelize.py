@@ -24,6 +24,7 @@ from weft.api.noise import measured
 from weft.api.step import Step
 from weft.api.together import begin_alike
 from weft.api.trust import guarded, seen_by_first, verified
+from weft.api.weights import begin_with
 from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
@@ -57,6 +58,7 @@ def parallelize(
     others: Mapping[str, Mapping[str, Any]] | None = None,
     memory: str | float | None = None,
     noise: bool = False,
+    weights: str | Path | None = None,
     record: str | None = None,
     progress: bool | None = None,
     check: bool = True,
@@ -75,6 +77,8 @@ def parallelize(
     loss is no number: "raise", "skip" (nothing changes, `step.skipped` counts them) or "ignore". `deterministic` gives the same bits on every run.
     A step in micro-batches (`pp`, `micro`, `accumulate`) has the whole batch's loss and gradients, or is refused; `allow_micro_mean` takes
     the mean over what the micro-batches give by themselves instead, as batch norm and contrastive losses need.
+    A module without values (made in `with torch.device("meta")`) gets them from `weights`, a Hugging Face folder or a safetensors file, or by its
+    own initialisation under `seed`; each rank reads or keeps its slices alone.
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
     hosts.meet()
@@ -86,6 +90,7 @@ def parallelize(
             named = _by_parts(named, accumulate)
     require_torchs(model, optimizer)
     forget_updates(optimizer)
+    begin_with(model, weights, seed)
     where, how = torch.device(device), {"clip": clip, "precision": precision}
     run = begin_alike(model, optimizer, example, where, plan=str(named or plan), **how, accumulate=accumulate, seed=seed, pins=tuple(pins), on_nan=on_nan)
     asked = _Asked(

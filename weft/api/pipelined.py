@@ -352,7 +352,7 @@ class PipelinedStep(Step):
         self.ready(batch, exact=True)
         want = self._on_one_device(batch)
         got = self._step(batch, {n: x.clone() for n, x in self._state.items()})
-        found = {name: gathered(node.layout, got.get(name), self.compiled) for name, node in self.program.outputs}
+        found = {name: gathered(node.type, got.get(name), self.compiled) for name, node in self.program.outputs}
         own = self._close(found, want, tolerance, lambda: self._on_one_device(batch, moved))
         whole = self.micro.whole
         return own if whole is None else max(own, self._against_torch(whole, batch, self._inputs(batch)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from weft.api.noise import INPUT, Noise, Probe
 from weft.api.own_values import OptimizerState, own_of
 from weft.api.trust import Losses, exactly, require_exact, seen_by_first
 from weft.api.watch import watch
+from weft.api.weights import SHARD, files_for, weights_of, write_folder, write_index
 from weft.core.errors import RuntimeFault
 from weft.core.layout import R
 from weft.core.names import original
@@ -93,10 +95,12 @@ class Step(Changing):
     def _initial_state(self) -> dict[str, Tensor]:
         """This rank's part of parameters, buffers, constants and fresh optimizer state."""
         values = {**self.captured.parameters, **self.captured.buffers, **self.captured.constants}
-        out = {}
-        for name, node in self.program.input_names.items():
-            if not node.layout.present(self.compiled.coords):
-                continue  # another stage of the pipeline has it
+        here = {n: x for n, x in self.program.input_names.items() if x.layout.present(self.compiled.coords)}  # the rest another stage has
+        unread = {n: (x.layout, x.dtype) for n, x in here.items() if n in values and values[n].is_meta}
+        out = weights_of(self.model).locals(unread, self.compiled.coords, self.compiled.device) if unread else {}
+        for name, node in here.items():
+            if name in out:
+                continue
             shape = node.layout.local_shape(self.compiled.coords)
             if name in self.captured.begun:
                 out[name] = self._local(name, self.captured.begun[name].detach()).clone()
@@ -108,8 +112,6 @@ class Step(Changing):
 
     def _local(self, name: str, value: Tensor) -> Tensor:
         held = self._held_as[name]
-        if value.is_meta:
-            return torch.empty(held.layout.local_shape(self.compiled.coords), dtype=held.dtype, device=self.compiled.device)
         return interp.take_local(value, held.layout, self.compiled.coords).to(self.compiled.device)
 
     # -- running ---------------------------------------------------------------------------------------------------------------
@@ -258,13 +260,49 @@ class Step(Changing):
 
     def full(self, name: str) -> Tensor:
         """A state tensor whole, on every rank. Every rank must ask."""
-        return gathered(self._held_as[name].layout, self._state.get(name), self.compiled)
+        return gathered(self._held_as[name], self._state.get(name), self.compiled)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
+        self._meet("state_dict()")
         names = [n for n in self.state_names if n not in self.captured.constants]
         counts = {"steps": self.steps, "skipped": self.skipped, **{f"missed.{p}": k for p, k in self.missed.items() if k}}
         return {n: self.full(n) for n in names} | {n: torch.tensor(k) for n, k in counts.items()}
+
+    def save_pretrained(self, folder: str | Path, size: int = SHARD) -> None:
+        """Write the model as Hugging Face does: its config, safetensors files of at most `size` bytes, an index. Every rank must ask, and writes
+        some of the files; none holds more than one tensor whole."""
+        self._meet("save_pretrained()")
+        where, mine = Path(folder), {id(t): n for n, t in (*self.captured.parameters.items(), *self.captured.buffers.items())}
+        kept: dict[str, tuple[str, Tensor]] = {}  # by the names in the files: the state's name, and the module's own tensor
+        for name, t in self.model.state_dict(keep_vars=True).items():
+            if isinstance(t, Tensor) and not any(t is other for _, other in kept.values()):
+                kept[name] = mine.get(id(t), ""), t
+        lost = [n for n, (of, t) in kept.items() if not of and t.is_meta]
+        if lost:
+            raise RuntimeFault("tensors of the module have no values", needed="tensors that the step reads", found=", ".join(lost[:3]))
+        files = files_for({n: (t.dtype, tuple(t.shape)) for n, (_, t) in kept.items()}, size)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        where.mkdir(parents=True, exist_ok=True)
+        write_folder(where, files, lambda n: self.full(kept[n][0]) if kept[n][0] else kept[n][1], rank, world)
+        if rank == 0:
+            write_index(where, files)
+            for config in (getattr(self.model, "config", None), getattr(self.model, "generation_config", None)):
+                if hasattr(config, "save_pretrained"):
+                    config.save_pretrained(where)
+        self._meet("the end of save_pretrained()")
+
+    def _meet(self, what: str) -> None:
+        """Refuse what only some ranks ask for, after waiting for the others: it takes all."""
+        if self.forms is None:
+            return
+        try:
+            self.forms.together.answers(None, what)
+        except RuntimeFault as error:
+            raise RuntimeFault(
+                f"not every rank has called {what}", needed=f"step.{what.split()[-1]} on all ranks: each has a part of the state", found=error.message,
+                try_="call it outside of `if rank == 0:`, and use the result there",
+            ) from error  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         missing = [n for n in self._state if n not in self.captured.constants and n not in state]
@@ -292,7 +330,13 @@ class Step(Changing):
 
     def sync_model(self) -> nn.Module:
         """The user's module with the trained values in it; every rank must ask."""
+        self._meet("sync_model()")
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        if any(t.is_meta for t in own.values()):
+            raise RuntimeFault(
+                "the module has no room for values", needed="a module with values", found='one made in `with torch.device("meta")`',
+                try_="step.save_pretrained(folder)",
+            )  # fmt: skip
         with torch.no_grad():
             for name in self.state_names:
                 if name in self.captured.parameters or name in self.captured.buffers:
@@ -303,6 +347,7 @@ class Step(Changing):
 
     def sync_optimizer(self) -> torch.optim.Optimizer:
         """The user's optimizer with the state that the steps have led to, as torch keeps it; every rank must ask."""
+        self._meet("sync_optimizer()")
         own = dict(self.model.named_parameters())
         updates: dict[Tensor, int] = {}
         for name, update in self.captured.updates.items():
@@ -339,7 +384,7 @@ class Step(Changing):
         want = interp.run_global(self.captured.program, {n: inputs[n] for n in names})
         copies = {n: x.clone() for n, x in self._state.items()}
         got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
-        found = {name: gathered(node.layout, got[name], self.compiled) for name, node in self.program.outputs if name in want}
+        found = {name: gathered(node.type, got[name], self.compiled) for name, node in self.program.outputs if name in want}
         own = self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: moved(inputs[n]) for n in names}))
         return max(own, self._against_torch(self.captured, batch, inputs))
 
