@@ -22,7 +22,7 @@ ORDER = (
 )  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 SOLVERS = {"highspy", "scipy", "z3", "egglog", "transformers", "networkx", "yaml", "hypothesis", "pytest"}
-MAY_NEED_SOLVERS = ("weft.plan.layouts", "weft.plan.stages", "weft.rewrite.prove", "weft.rewrite.discover", "weft.api.trainer")  # the last is transformers' own, changed
+MAY_NEED_SOLVERS = ("weft.plan.layouts", "weft.plan.stages", "weft.rewrite.prove", "weft.rewrite.discover", "weft.api.trainer")
 MAY_NAME_HARDWARE = ("codegen", "runtime", "cluster", "cli.doctor")
 HARDWARE = re.compile(
     r"(?<![a-wyz])(cuda|nvidia|nvlink|nvswitch|infiniband|rocm|tensor_?cores?|[vahb][1-3]00(?!\d)|sm_\d\d)", re.I
