@@ -42,8 +42,8 @@ PIPELINE = ("schedule", "virtual", "layers", "overlap_sends")  # which go with i
 def export(plan: Plan, form: str) -> str:
     """The plan in another form, with what is lost named in it."""
     known_form(form)
-    made = _write(plan, form, [])
-    return _write(plan, form, [*_about(plan), *(f"not said here: {words}" for words in unsaid(plan, form, made))])
+    made = write(plan, form)
+    return write(plan, form, [*_about(plan), *(f"not said here: {words}" for words in unsaid(plan, form, made))])
 
 
 def known_form(form: str) -> None:
@@ -73,7 +73,7 @@ def unsaid(plan: Plan, form: str, text: str = "") -> list[str]:
 
 def lost(plan: Plan, form: str, text: str = "") -> dict[str, tuple[Any, Any]]:
     """Each decision that does not come back from the text of a form, with what comes back."""
-    back = read(text or _write(plan, form, []), form, plan.setting.devices, max(1, plan.seq), depth_of(plan))
+    back = read(text or write(plan, form), form, plan.setting.devices, max(1, plan.seq), depth_of(plan))
     ours, theirs = decisions(plan.setting, plan.layers, plan.stages, depth_of(plan)), decided(back, depth_of(plan))
     return {name: (value, theirs.get(name)) for name, value in ours.items() if theirs.get(name) != value}
 
@@ -164,7 +164,8 @@ def _one_way(plan: Plan, known: Sequence[str]) -> str:
 # --- the forms
 
 
-def _write(plan: Plan, form: str, comments: Sequence[str]) -> str:
+def write(plan: Plan, form: str, comments: Sequence[str] = ()) -> str:
+    """The text of a form, under some comments."""
     return FORMS[form](plan, comments)
 
 

@@ -1,17 +1,22 @@
 """Will it fit: the answer, the largest micro-batch that does, and changes that were tried and help.
 
-Changes are tried one at a time, then two and three together, and the fewest that help are told; where none does, more nodes are.
+Of a setting, changes are tried one at a time, then two and three together, and the fewest that help are told; where none does, more nodes
+are. Of a model alone, settings are tried from the simplest on: ZeRO before recompute before tensor parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.cluster.spec import Cluster
+from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import WeftError
+from weft.plan.memory import Memory
 from weft.plan.setting import RECOMPUTE, Setting
-from weft.plan.simulate import Step, held, simulate
+from weft.plan.simulate import Step, held, memory_of, simulate
+from weft.plan.sizes import STATE, Model
+from weft.plan.space import divisors
 from weft.plan.transformer import Shape, workload
 
 TOGETHER = 3  # changes at once
@@ -47,14 +52,14 @@ def fit(shape: Shape, setting: Setting, cluster: Cluster, step: Step | None = No
     return Fit(ok, needed, memory, _largest(shape, setting, cluster, memory), changes)
 
 
-def _fits(shape: Shape, setting: Setting, cluster: Cluster, memory: float) -> bool:
+def _fits(shape: Shape | Model, setting: Setting, cluster: Cluster, memory: float) -> bool:
     try:
-        return held(workload(shape, setting), setting, cluster) <= memory
+        return held(shape.work(setting), setting, cluster) <= memory
     except WeftError:
         return False
 
 
-def _largest(shape: Shape, setting: Setting, cluster: Cluster, memory: float) -> int:
+def _largest(shape: Shape | Model, setting: Setting, cluster: Cluster, memory: float) -> int:
     """By doubling, then halving the span in between; the number of micro-batches stays."""
 
     def fits(size: int) -> bool:
@@ -129,3 +134,81 @@ def said(a: Setting, b: Setting) -> str:
             flag = "--" + name.replace("_", "-")
             words.append(flag if value is True else f"{flag} {value}")
     return " ".join([*words, *([f"--batch {b.global_batch}"] if b.global_batch != a.global_batch else [])])
+
+
+# --- of a model alone
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The simplest setting that fits, or the leanest where none does; its bytes, the largest batch, and changes that would do."""
+
+    fits: bool
+    setting: Setting
+    memory: Memory
+    has: float
+    largest: int
+    changes: tuple[str, ...] = ()
+
+
+def will_fit(model: Model, cluster: Cluster, batch: int, dtype: str, others: Sequence[str] = ()) -> Answer:
+    """Whether some way of training fits. `others` are kinds of devices that may be named as a change."""
+    found = _simplest(model, cluster, batch, dtype)
+    if found.fits:
+        return found
+    return replace(found, changes=tuple(_near(model, cluster, batch, dtype, others)))
+
+
+def _simplest(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
+    has = min(g.profile.device.memory for g in cluster.groups)
+    least: Answer | None = None
+    for s in _ways(model, cluster, batch, dtype):
+        memory = memory_of(model.work(s), s, cluster)
+        if memory.total <= has:
+            size = _largest(model, s, cluster, has)
+            wide = max(n for n in divisors(s.global_batch // s.dp) if n <= size)
+            s = replace(s, micro_batch=wide)
+            return Answer(True, s, memory_of(model.work(s), s, cluster), has, size * s.dp)
+        if least is None or memory.total < least.memory.total:
+            least = Answer(False, s, memory, has, 0)
+    assert least is not None
+    return least
+
+
+def _ways(model: Model, cluster: Cluster, batch: int, dtype: str) -> Iterator[Setting]:
+    n = cluster.devices
+    for tp in (t for t in divisors(cluster.node_size) if n % t == 0 and model.may_cut(t)):
+        dp = n // tp
+        for again in model.recompute:
+            for zero in range(4) if dp > 1 else (0,):
+                yield Setting(-(-batch // dp) * dp, 1, dp, tp, zero=zero, recompute=again, dtype=dtype, sequence_parallel=tp > 1)
+
+
+def _near(model: Model, cluster: Cluster, batch: int, dtype: str, others: Sequence[str]) -> Iterator[str]:
+    """One change each: adapters, a leaner optimizer, shorter sequences, more devices, larger ones."""
+
+    def fits(changed: Model, where: Cluster = cluster) -> bool:
+        return _simplest(changed, where, batch, dtype).fits
+
+    if not model.how.lora and fits(replace(model, how=replace(model.how, lora=16))):
+        yield "--lora 16"
+    leaner = [name for name in ("muon", "adamw8bit", "sgd") if STATE[name] < model.how.state]
+    yield from (f"--optimizer {name}" for name in leaner if fits(replace(model, how=replace(model.how, state=STATE[name]))))
+    length = model.seq if isinstance(model.seq, int) else 0
+    shorter = (length // n for n in (2, 4, 8, 16) if length // n >= 128)
+    yield from (f"--seq {n}" for n in shorter if fits(model.with_seq(n)))
+    for times in MORE:
+        more = _more(cluster, times)
+        if fits(model, more):
+            yield f"--gpus {more.devices}"
+            break
+    for kind in others:
+        if fits(model, read_cluster(f"{cluster.devices}x{kind}")):
+            yield f"--gpu {kind}"
+            break
+
+
+def _more(cluster: Cluster, times: int) -> Cluster:
+    """As many times the devices: nodes filled first."""
+    profile = cluster.groups[0].profile
+    return read_cluster(f"{cluster.devices * times}x{profile.name}")

@@ -67,13 +67,18 @@ class _State:
         expert = sum(p.block.expert_params * p.count for p in parts)
         width = _width(setting)
 
-        def over(sharded: bool) -> float:
+        def over(sharded: bool, dense: float, expert: float) -> float:
             return dense / (setting.size("data") if sharded else 1) + expert / (setting.size("edp") if sharded else 1)
 
-        adam = 12 if setting.master and width < 4 else 8
+        copy = 4 if setting.master and width < 4 else 0
         whole = setting.keep_gathered
-        grads = over(setting.zero >= 2 and not whole) * WIDTH[setting.grad_dtype]
-        return _State(over(setting.zero == 3 and not whole) * width, grads, over(setting.zero >= 1) * adam)
+        some = [p for p in parts if p.block.trained is not None]
+        trained = dense + sum(((p.block.trained or 0.0) - p.block.params) * p.count for p in some)
+        learnt = expert - sum(p.block.expert_params * p.count for p in some)
+        state = max((p.block.state for p in parts), default=8.0)
+        grads = over(setting.zero >= 2 and not whole, trained, learnt) * WIDTH[setting.grad_dtype]
+        params = over(setting.zero == 3 and not whole, dense + sum((p.block.trained or 0.0) * p.count for p in some), expert)
+        return _State(params * width, grads, over(setting.zero >= 1, trained, learnt) * (state + copy))
 
 
 def _width(setting: Setting) -> float:
@@ -112,5 +117,6 @@ def _buffers(setting: Setting, parts: Sequence[Part]) -> float:
         return 0.0
     largest = max(p.block.params + p.block.expert_params for p in parts)
     gathered = 2 * largest * _width(setting) if setting.zero == 3 else 0.0
-    leaving = largest * WIDTH[setting.grad_dtype] if setting.zero >= 2 else 0.0
+    trained = any(p.block.trained is None for p in parts)
+    leaving = largest * WIDTH[setting.grad_dtype] if setting.zero >= 2 and trained else 0.0
     return gathered + leaving

@@ -65,8 +65,13 @@ def simulate(work: Workload, setting: Setting, cluster: Cluster, layers: tuple[i
 
 def held(work: Workload, setting: Setting, cluster: Cluster) -> float:
     """Bytes of the fullest device alone, which takes no walk through the step."""
+    return memory_of(work, setting, cluster).total
+
+
+def memory_of(work: Workload, setting: Setting, cluster: Cluster) -> Memory:
+    """What the fullest device holds."""
     _check(setting, cluster)
-    return max(m.total for m in _Simulation(work, setting, cluster).memory)
+    return max(_Simulation(work, setting, cluster).memory, key=lambda m: m.total)
 
 
 def _check(setting: Setting, cluster: Cluster) -> None:

@@ -29,6 +29,8 @@ class Block:
     again: str = ""  # what this layer recomputes, where layers of one setting differ
     back: tuple[Op, ...] | None = None  # of the backward, where it is not derived from the forward
     waiting: float | None = None  # bytes kept for it, likewise
+    trained: float | None = None  # parameters that are, where not all; the others have no gradients and no state
+    state: float = 8.0  # bytes of the optimizer for each of them, beside the copy in fp32
 
     @property
     def saved(self) -> float:

@@ -1,0 +1,105 @@
+"""`weft fits CONFIG --gpu KIND`: whether a model can be trained there, what takes the memory, and what would make it fit."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from weft.cli.output import console, emit, many
+
+if TYPE_CHECKING:
+    from weft.plan.fits import Answer
+    from weft.plan.sizes import Model
+
+KINDS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("fits")(fits)
+
+
+def fits(
+    model: str = typer.Argument(..., help="A config.json of Hugging Face, a folder with one, or a known name."),
+    gpu: str = typer.Option(..., "--gpu", help="The kind of device; an unknown one is answered with those that are known."),
+    gpus: int = typer.Option(1, "--gpus", help="How many of them."),
+    lora: int = typer.Option(0, "--lora", help="Train adapters of this rank on every linear layer of the blocks, all else frozen."),
+    seq: int = typer.Option(0, "--seq", help="Sequence length; the longest the model takes if not given."),
+    batch: int = typer.Option(0, "--batch", help="Samples of a step over all devices; one each if not given."),
+    optimizer: str = typer.Option("adamw", "--optimizer", help="adamw, muon, sgd, momentum, lion, adafactor, adamw8bit and others."),
+    json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
+) -> None:
+    """Say whether training fits: yes or no, bytes by kind, the plan that fits, the largest batch or the nearest change."""
+    from dataclasses import replace
+
+    from weft.cluster.profile import load
+    from weft.cluster.spec import cluster
+    from weft.core.errors import PlanError
+    from weft.plan.fits import will_fit
+    from weft.plan.planner import best_dtype
+    from weft.plan.sizes import STATE, Trained, model_of
+
+    began = time.perf_counter()
+    for name, value, least in (("--gpus", gpus, 1), ("--lora", lora, 0), ("--seq", seq, 0), ("--batch", batch, 0)):
+        if value < least:
+            raise PlanError(f"{name} is {value}", needed=f"{least} or more", found=str(value))
+    if optimizer.lower() not in STATE:
+        raise PlanError(f"no optimizer named {optimizer!r}", needed=" or ".join(STATE), found=optimizer)
+    kind = load(gpu)  # refused with the known ones
+    place = cluster(f"{gpus}x{kind.name}")
+    asked = replace(model_of(model, seq), how=Trained(STATE[optimizer.lower()], lora))
+    answer = will_fit(asked, place, batch or gpus, best_dtype(place), _larger(kind.device.memory))
+    _show(model, asked, answer, place.text)
+    if json:
+        emit({**_result(model, asked, answer), "gpu": gpu, "gpus": gpus, "optimizer": optimizer, "lora": lora, "seconds": time.perf_counter() - began})
+    if not answer.fits:
+        raise typer.Exit(2)
+
+
+def _larger(memory: float) -> list[str]:
+    """Kinds of devices with more memory, the least first."""
+    from weft.cluster.profile import load, names
+
+    found = {name: load(name).device.memory for name in names()}
+    return sorted((n for n, has in found.items() if has > memory * 1.05 and "-" not in n), key=lambda n: found[n])
+
+
+def _bytes(answer: Answer) -> dict[str, float]:
+    parts = answer.memory.parts()
+    named = {word: parts.pop(part) for part, word in KINDS.items()}
+    return {**named, "workspace": sum(parts.values())}
+
+
+def _result(name: str, model: Model, answer: Answer) -> dict[str, Any]:
+    from weft.cost.interval import memory_spread
+    from weft.plan.search import describe
+
+    low, high = memory_spread().of(answer.memory.total / 1e9)
+    s = answer.setting
+    return {
+        "model": name, "params": model.params, "seq": model.seq, "fits": answer.fits, "memory_gb": answer.memory.total / 1e9, "memory_gb_low": low,
+        "memory_gb_high": high, "device_memory_gb": answer.has / 1e9, "bytes_gb": {k: v / 1e9 for k, v in _bytes(answer).items()},
+        "plan": {"text": describe(s), "dp": s.dp, "tp": s.tp, "zero": s.zero, "recompute": s.recompute, "micro_batch": s.micro_batch,
+                 "micro_batches": s.micro_batches, "dtype": s.dtype},
+        "global_batch": s.global_batch, "largest_batch": answer.largest, "changes": list(answer.changes),
+    }  # fmt: skip
+
+
+def _show(name: str, model: Model, answer: Answer, place: str) -> None:
+    from weft.cost.interval import memory_spread
+    from weft.plan.search import describe
+
+    low, high = memory_spread().of(answer.memory.total / 1e9)
+    length = f", sequences of {model.seq:,}" if model.seq else ""
+    console.print(f"[bold]{name}[/] on {place}: {model.params / 1e9:,.2f}B parameters{length}", highlight=False)
+    said = "[green]it fits[/]" if answer.fits else "[red]it does not fit[/]"
+    needs = f"{answer.memory.total / 1e9:.1f} ({low:.1f} to {high:.1f}) of {answer.has / 1e9:.1f} GB"
+    console.print(f"{said}: {needs} with {describe(answer.setting)}", highlight=False)
+    console.print(", ".join(f"{k} {v / 1e9:.1f}" for k, v in _bytes(answer).items()) + " GB", highlight=False)
+    if answer.fits:
+        console.print(f"the largest batch at a time is {many(answer.largest, 'sample')} over all devices", highlight=False)
+    elif not answer.changes:
+        console.print("no single change was found that does, up to 64 times the devices", highlight=False)
+    for change in answer.changes:
+        console.print(f"  fits with {change}", highlight=False)

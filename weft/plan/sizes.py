@@ -1,0 +1,250 @@
+"""Models for a question of memory alone: by the sizes of a Hugging Face config where its kind is known, else built on `meta` and watched.
+
+Of a model that is watched, one sample runs forward without values: what torch keeps for the backward is counted block by block, each tensor
+once, parameters apart. It is cut into copies and shards only, since nothing is known of how its products could be shared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import PlanError, UnknownName
+from weft.plan.setting import Setting
+from weft.plan.transformer import Shape
+from weft.plan.workload import Block, Workload
+
+STATE = {  # bytes a parameter beside its copy in fp32
+    "adamw": 8.0, "adam": 8.0, "adamax": 8.0, "nadam": 8.0, "radam": 8.0, "adamw8bit": 2.0, "muon": 4.0, "lion": 4.0, "momentum": 4.0, "rmsprop": 4.0,
+    "adagrad": 4.0, "adadelta": 8.0, "sgd": 0.0, "adafactor": 0.01,
+}  # fmt: skip
+LLAMA = {"gated": True, "rotary": True, "bias": False}
+KINDS: dict[str, dict[str, Any]] = {  # what the sizes of a config do not say
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "mixtral", "qwen3_moe", "ministral"), LLAMA),
+    "gpt2": {"gated": False, "rotary": False, "bias": True},
+}  # fmt: skip
+NAMES = {
+    "layers": ("num_hidden_layers", "n_layer"), "hidden": ("hidden_size", "n_embd"), "heads": ("num_attention_heads", "n_head"), "vocab": ("vocab_size",),
+    "kv_heads": ("num_key_value_heads",), "ffn": ("moe_intermediate_size", "intermediate_size", "n_inner"), "head": ("head_dim",),
+    "experts": ("num_local_experts", "num_experts"), "chosen": ("num_experts_per_tok",), "seq": ("max_position_embeddings", "n_positions"),
+}  # fmt: skip
+NEEDED = ("layers", "hidden", "heads", "vocab")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How it is trained: the optimizer's bytes, and the rank of adapters where only these learn."""
+
+    state: float = 8.0
+    lora: int = 0
+
+    def on(self, block: Block, wide: float) -> Block:
+        """`wide`: inputs and outputs of the products of a block, which adapters of rank r have r times."""
+        block = replace(block, state=self.state)
+        return replace(block, trained=self.lora * wide) if self.lora else block
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model by its sizes."""
+
+    shape: Shape
+    how: Trained = field(default_factory=Trained)
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
+
+    @property
+    def params(self) -> float:
+        return self.shape.params
+
+    @property
+    def seq(self) -> int:
+        return self.shape.seq
+
+    def with_seq(self, seq: int) -> Sized:
+        return replace(self, shape=replace(self.shape, seq=seq))
+
+    def may_cut(self, tp: int) -> bool:
+        return self.shape.may_cut(tp, 1)
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        return ("none", "selective", "full")
+
+    def work(self, s: Setting) -> Workload:
+        made, sh = self.shape.work(s), self.shape
+        heads = (sh.heads + sh.kv) * sh.head_dim
+        wide = 4 * sh.hidden + 2 * heads + (0 if sh.experts else (3 if sh.gated else 2) * (sh.hidden + sh.inner))
+        runs = sh.moe_every if sh.experts else 1
+        return replace(made, first=self.how.on(made.first, 0), layer=self.how.on(made.layer, wide * runs / s.tp), last=self.how.on(made.last, 0))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a model that was watched: parameters, bytes kept for the backward of one sample, bytes that go in, the largest tensor, widths of products."""
+
+    name: str
+    params: float
+    kept: float
+    entered: float
+    largest: float
+    wide: float = 0.0
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A model by what it was seen to keep."""
+
+    name: str
+    parts: tuple[Part, ...]
+    seq: int
+    remake: Any = None  # with another length
+    how: Trained = field(default_factory=Trained)
+
+    @property
+    def params(self) -> float:
+        return sum(p.params for p in self.parts)
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        return ("none", "full")
+
+    def with_seq(self, seq: int) -> Watched:
+        made: Watched = self.remake(seq)
+        return replace(made, how=self.how)
+
+    def may_cut(self, tp: int) -> bool:
+        return tp == 1
+
+    def work(self, s: Setting) -> Workload:
+        n = s.micro_batch
+        blocks = tuple(
+            (self.how.on(Block(p.name, (), p.params, kept=n * p.entered, work=n * p.largest, back=(), waiting=n * p.kept), p.wide), 1) for p in self.parts
+        )
+        empty = Block("nothing", ())
+        return Workload(self.name, empty, empty, len(blocks), empty, n, 0.0, self.params, 0.0, stages=(blocks,))
+
+
+Model = Sized | Watched
+
+
+def model_of(source: str, seq: int = 0) -> Model:
+    """A config.json, a folder with one, or a name that is known."""
+    path = Path(source.removeprefix("hf:"))
+    if path.is_dir() or path.suffix == ".json":
+        return _of_config(path / "config.json" if path.is_dir() else path, seq)
+    from weft.plan.models import is_transformer, shape
+
+    try:
+        known = is_transformer(source)
+    except UnknownName as error:
+        needed = "a config.json of Hugging Face, a folder with one, or a known name such as llama3-8b"
+        raise UnknownName(f"no config and no model named {source!r}", needed=needed, found=repr(source), try_="download the config.json first") from error
+    if known:
+        return Sized(shape(source, **({"seq": seq} if seq else {})))
+    return _watched_source(source, seq)
+
+
+def _of_config(path: Path, seq: int) -> Model:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UnknownName(f"no Hugging Face config at {path}", needed="a config.json", found=str(error).splitlines()[0]) from error
+    if not isinstance(config, Mapping) or "model_type" not in config:
+        raise UnknownName(f"{path} is no config of Hugging Face", needed="a config.json with a model_type", found=type(config).__name__)
+    made = shape_of(config, seq)
+    return Sized(made) if made is not None else _watched_source(f"hf:{path.parent}", seq)
+
+
+def shape_of(config: Mapping[str, Any], seq: int = 0) -> Shape | None:
+    """The sizes of a config whose kind is known by them; nothing of any other."""
+    flags = KINDS.get(str(config["model_type"]))
+    found = {ours: next((config[n] for n in names if config.get(n)), 0) for ours, names in NAMES.items()}
+    odd = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1 or config.get("quantization_config")
+    if flags is None or odd or not all(found[name] for name in NEEDED) or not (found["ffn"] or flags["bias"]):
+        return None
+    tied = config.get("tie_word_embeddings", not flags["gated"])
+    sizes: dict[str, Any] = {k: int(v) for k, v in found.items()}
+    longest = sizes.pop("seq") or 2048
+    if not sizes["experts"]:
+        sizes.pop("chosen")
+    return replace(Shape(1, 1, 1, 1, seq or longest, tied=bool(tied), name=str(config["model_type"]), **flags), **sizes)
+
+
+# --- models that are watched
+
+
+def _watched_source(source: str, seq: int) -> Watched:
+    import torch
+
+    from weft.frontend.source import load
+
+    settings = {"seq": seq} if seq and source.startswith("hf:") else {}
+    work = load(source, device="meta", dtype=torch.bfloat16, **settings)
+    length = seq or int(getattr(work.settings, "max_position_embeddings", 0) or 0)
+    return watch(work.name, work.model, work.loss, work.example(1, device="meta"), length, lambda n: _watched_source(source, n))
+
+
+def watch(name: str, model: Any, loss: Any, batch: Any, seq: int = 0, remake: Any = None) -> Watched:
+    """Run one sample forward on `meta` and count what is kept, block by block."""
+    import torch
+
+    blocks = _blocks(model)
+    inside: list[str] = ["the rest"]
+    seen = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
+    alive: list[Any] = []
+    kept = dict.fromkeys([*blocks, "the rest"], 0.0)
+    entered, largest = dict(kept), dict(kept)
+
+    def pack(x: Any) -> Any:
+        storage = x.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            alive.append(x)
+            kept[inside[-1]] += storage.nbytes()
+            largest[inside[-1]] = max(largest[inside[-1]], float(storage.nbytes()))
+        return x
+
+    def enter(module: Any, args: Any, kwargs: Any, block: str) -> None:
+        inside.append(block)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.requires_grad]
+        entered[block] += sum(x.numel() * x.element_size() for x in tensors)
+
+    hooks = []
+    for block, module in blocks.items():
+        hooks.append(module.register_forward_pre_hook(lambda m, a, k, b=block: enter(m, a, k, b), with_kwargs=True))
+        hooks.append(module.register_forward_hook(lambda m, a, o: inside.pop() and None))
+    model.train()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            alive.append(loss(model, batch))
+    except Exception as error:
+        raise PlanError(
+            f"{name} does not run without values", needed="a forward pass whose shapes do not depend on values", found=str(error).splitlines()[0][:200],
+            try_=f"weft plan {name} --cluster SPEC, which captures it",
+        ) from error  # fmt: skip
+    finally:
+        for hook in hooks:
+            hook.remove()
+    own = {block: sum(p.numel() for p in module.parameters()) for block, module in blocks.items()}
+    wide = {block: sum(sum(p.shape) for p in module.parameters() if p.ndim == 2) for block, module in blocks.items()}
+    rest = sum(p.numel() for p in model.parameters()) - sum(own.values())
+    parts = [Part(b, own[b], kept[b], entered[b], largest[b], wide[b]) for b in blocks]
+    return Watched(name, (*parts, Part("the rest", rest, kept["the rest"], 0.0, largest["the rest"])), seq, remake)
+
+
+def _blocks(model: Any) -> dict[str, Any]:
+    """Modules of the outermost lists, which is what is recomputed and gathered at a time."""
+    from torch import nn
+
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        listed = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+        if listed and not any(name.startswith(f"{outer}.") for outer in found):
+            found |= {f"{name}.{i}" if name else str(i): m for i, m in enumerate(module) if any(True for _ in m.parameters())}
+    return found
