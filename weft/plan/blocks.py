@@ -20,6 +20,7 @@ from weft.core.errors import WeftError
 from weft.core.layout import R, S
 from weft.core.node import Node, toposort
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.cost.work import MATH, Attention, Collective, Gemm, Op, Touch, dtype_of, of_node, query_and_key
 from weft.frontend.capture import Captured
 from weft.ops.comm import is_comm
@@ -30,7 +31,7 @@ from weft.plan.place import Placements, placed_with
 from weft.plan.setting import Setting
 from weft.plan.short import FIRST, LAST, LAYER, WAYS, Short, short_of
 from weft.plan.spec import Spec
-from weft.plan.workload import Block, Workload, beside_products
+from weft.plan.workload import Block, Workload, beside_products, odd_of
 
 MOST = 4  # samples that are captured; sizes of more follow
 MANY = 4  # flops for each element it touches, beyond which an op does more than move memory
@@ -413,7 +414,7 @@ class Stack:
             one, two = (self._captured(s, k) for k in (m, 2 * m))
             made = grown(replace(one, tokens=1), replace(two, tokens=1), m, n)
             if made is not None:
-                return replace(made, tokens=s.micro_batch)
+                return replace(made, tokens=s.micro_batch)  # type: ignore[no-any-return]
         return self._captured(s, n)
 
     def _made(self, placed: Placed) -> Workload:
@@ -429,6 +430,13 @@ class Stack:
     @cached_property
     def params(self) -> float:
         return float(sum(x.numel() for x in self.at(1).parameters.values()))
+
+    @cached_property
+    def odd(self) -> int:
+        """A size of tables before and behind the blocks that is worth padding."""
+        short = self.short(1)
+        ends = {a for n in short.program.nodes if short.part[n] != LAYER for a in n.args if a.role is Role.PARAMETER and a.ndim == 2}
+        return odd_of(size for a in ends for size in a.shape)
 
     @cached_property
     def flops_per_token(self) -> float:

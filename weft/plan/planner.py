@@ -18,15 +18,17 @@ from weft.plan.blocks import Stack
 from weft.plan.models import is_transformer
 from weft.plan.models import shape as named_shape
 from weft.plan.plan import Plan
-from weft.plan.search import Found, Nothing, Search, describe, plainness
+from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
 from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, Problem, divisors
 from weft.plan.stages import Shared, shared, uneven
+from weft.plan.workload import rounded
 
 OBJECTIVES = ("time", "memory", "cost")  # goodput, which chooses the batch too, is `plan.goodput`
 HALVES = ("bf16", "fp16")
 TOKENS, MANY_TOKENS, LARGE = 2**22, 2**24, 1e11  # tokens of a step where no batch is given; more for models of LARGE parameters
 EXACT = 4096  # passes of a step up to which all are simulated, not the first rounds alone
+WORTH = 0.02  # of a step that a padded size must save to be named
 TRIED = 6  # settings whose layers or shares are split unevenly
 OVERLAPPED = ", overlapped"
 Say = Callable[[str], None]
@@ -193,7 +195,24 @@ def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
     made = _record(request, search, exact[best], origin, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
     told = {describe(exact[n].setting): _ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those alike in words
     told.pop(describe(exact[best].setting), None)
-    return replace(made, foreseen={**made.foreseen, "equal_ms": dict(reversed(told.items()))}) if told else made
+    more = {"equal_ms": dict(reversed(told.items()))} if told else {}
+    return replace(made, foreseen={**made.foreseen, **more, **_advice(search, exact, exact[best])})
+
+
+def _advice(search: Search, exact: Mapping[str, Found | Shared], best: Found | Shared) -> dict[str, Any]:
+    """The fastest of the plans found, were an odd size of the model's tables padded: what its user may do, and nobody else for them."""
+    odd = search.problem.shape.odd
+    if not odd:
+        return {}
+    other = Padded(search.problem, search.limits)
+    tried = [other.price(f.setting, f.layers, f.stages) for f in exact.values() if isinstance(f, Found)]
+    fits = [_exactly(other, t) for t in tried if t is not None and t.memory <= other.memory]
+    found = min(fits, key=lambda f: (f.seconds, plainness(f.setting)), default=None)
+    if found is None or found.seconds > (1 - WORTH) * best.seconds:
+        return {}
+    near = [f for f in fits if f.seconds <= found.seconds * math.exp(equal_within())]
+    found = min(near, key=lambda f: (_uneven(f), plainness(f.setting)))
+    return {"padded_ms": {f"pad the vocabulary {odd} -> {rounded(odd)}, with {describe(found.setting)}": _ms(found.seconds)}}
 
 
 def _overlapped(search: Search, exact: Mapping[str, Found | Shared]) -> dict[str, Found | Shared]:

@@ -32,7 +32,7 @@ from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.simulate import Step, share, simulate
 from weft.plan.space import Limits, Problem, Space, candidates, shardings
 from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, least_more, stage_devices
-from weft.plan.workload import Block, Workload, split_weight
+from weft.plan.workload import Block, Workload, padded, split_weight
 
 STEADY = 2  # rounds of micro-batches after which a pipeline repeats itself
 CLOSE = 0.003  # a bound this near the best found is not followed further
@@ -355,6 +355,16 @@ class Search:
             return stage_memory(s, [[*chunks[0], Part(work.last, 1)]], FORWARD).total
         first = stage_memory(s, chunks, (Action("forward", s.virtual - 1, 0),) * alive).total
         return max(first, stage_memory(s, [[Part(work.layer, chunk * s.virtual - less), Part(work.last, 1)]], FORWARD).total)
+
+
+class Padded(Search):
+    """The same with an odd size of the model's tables padded."""
+
+    def work(self, s: Setting) -> Workload:
+        key = _work_key(s)
+        if key not in self._works:
+            self._works[key] = padded(super().work(s), self.problem.shape.odd, s.tp)
+        return self._works[key]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from weft.core.errors import PlanError
 from weft.cost.work import Attention, Collective, Gemm, Op, Touch
 from weft.plan.setting import Setting
 from weft.plan.style import STYLES, Style
-from weft.plan.workload import Block, Workload, beside_products
+from weft.plan.workload import Block, Workload, beside_products, odd_of
 
 LEAST_SLICE = 512  # tokens of a sequence that one rank of cp keeps at least
 
@@ -69,6 +69,11 @@ class Shape:
         """Norms and biases of a layer."""
         biases = (2 * self.hidden + self.inner + (self.heads + 2 * self.kv) * self.head_dim) if self.bias else 0
         return self.hidden * (4 if self.bias else 2) + biases
+
+    @property
+    def odd(self) -> int:
+        """A vocabulary that is worth padding."""
+        return odd_of([self.vocab])
 
     @property
     def embedding_params(self) -> int:
@@ -198,7 +203,7 @@ class _Builder:
     def first(self) -> Block:
         """Look up words and positions."""
         s, t = self.shape, self.setting
-        table = s.vocab // t.tp * s.hidden * self.width
+        table = -(-s.vocab // t.tp) * s.hidden * self.width
         n, b = self.style.embed
         lookup = Touch("embedding", n * self.stream, b * self.stream + table, *self.style.embed_launches)
         cut = (self.meet("reduce_scatter" if t.sequence_parallel else "all_reduce"),) if t.tp > 1 else ()
@@ -207,7 +212,7 @@ class _Builder:
     def last(self) -> Block:
         """Final norm, logits and loss."""
         s, t = self.shape, self.setting
-        columns = s.vocab // t.tp
+        columns = -(-s.vocab // t.tp)
         logits = self.tokens * columns * self.width
         f, b = self.style.loss
         loss = Touch("cross entropy", f * logits, b * logits, *self.style.loss_launches, saved=self.style.loss_saved * logits)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from weft.cluster.kernels import WIDTH
 from weft.cost.work import Attention, Collective, Gemm, Op, Touch
 
+ROUND = 128  # a size padded to a multiple of it is aligned for any device, on up to 16 of them
+
 
 @dataclass(frozen=True)
 class Block:
@@ -76,6 +78,27 @@ class Workload:
     shared: float = 0  # parameters that first and last stage both hold
     halves: tuple[Block, ...] = ()  # of a layer, where it may be cut in two
     stages: tuple[tuple[tuple[Block, int], ...], ...] = ()  # blocks of each stage in order, where stages are not runs of equal layers
+
+
+def padded(work: Workload, odd: int, shared_by: int) -> Workload:
+    """The work with a table of so many rows or columns padded, which `shared_by` devices share: its products then load whole vectors."""
+    size, to = -(-odd // shared_by), -(-rounded(odd) // shared_by)
+
+    def grow(ops: Iterable[Op]) -> tuple[Op, ...]:
+        made = ((op, {x: to for x in ("n", "k", "m") if getattr(op, x) == size}) if isinstance(op, Gemm) else (op, {}) for op in ops)
+        return tuple(replace(op, **sizes) if sizes else op for op, sizes in made)
+
+    ends = (replace(b, forward=grow(b.forward), back=None if b.back is None else grow(b.back)) for b in (work.first, work.last))
+    return replace(work, **dict(zip(("first", "last"), ends, strict=True)))
+
+
+def rounded(size: int) -> int:
+    return -(-size // ROUND) * ROUND
+
+
+def odd_of(sizes: Iterable[int]) -> int:
+    """The largest size that products would rather have padded; 0 where there is none. Small ones are not worth it."""
+    return max((size for size in sizes if size % ROUND and size > 8 * ROUND), default=0)
 
 
 def per_op(ops: Iterable[Op]) -> Iterator[Op]:
