@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from weft.plan import told as words
 from weft.plan.plan import Plan, parse
 from weft.plan.planner import Request, make_plan
 from weft.plan.setting import Setting
@@ -86,3 +87,13 @@ def test_differences_of_stages_and_of_what_is_held(plan: Plan) -> None:
     assert not list(differences(plan, plan))
     other = parse(json.dumps({**plan.data(), "spec": {**plan.data()["spec"], "pp": 2, "micro": 8, "virtual": 2, "schedule": "interleaved"}}))
     assert ("virtual", "1", "2") in list(differences(plan, other))
+
+
+def test_an_odd_vocabulary_is_no_reason_to_share_products_and_padding_it_is_offered(plan: Plan) -> None:
+    """50257 is odd; 50257 // 2 is divided by eight, but no device holds half a row less."""
+    assert plan.setting.tp == 1
+    (advice, ms), = plan.foreseen["padded_ms"].items()
+    assert advice.startswith("pad the vocabulary 50257 -> 50304, with dp4")
+    assert ms < 0.95 * plan.step_ms
+    assert f"you may {advice}: {ms:,.1f} ms" in words.told(plan)
+    assert "padded_ms" not in make_plan(Request("llama3-1b", "1x4xA100", batch=8)).foreseen  # 128256 is a multiple of 128

@@ -84,7 +84,7 @@ def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
         yield f"the simplest of plans that are equal, as predictions are off by {equal_within():.0%} against each other (--fastest takes the fastest):"
         yield from (f"  {ms:,.1f} ms, {other}" for other, ms in equal.items())
     for words, ms in f.get("padded_ms", {}).items():
-        yield f"you may {words}: {ms:,.1f} ms ({ms / f['step_ms'] - 1:+.0%}); rows that no token names change nothing, and weft leaves the model as it is"
+        yield f"you may {words}: {ms:,.1f} ms ({ms / f['step_ms'] - 1:+.0%}); weft leaves the model as it is"
     for name, ms in sorted(plan.baselines_ms.items(), key=lambda item: item[1]):
         yield f"  {name:<14} {ms:>12,.1f} ms  {ms / f['step_ms']:.2f}x"
     yield from (f"  {name:<14} does not run: {reason}" for name, reason in plan.infeasible.items())

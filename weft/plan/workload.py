@@ -85,11 +85,11 @@ def padded(work: Workload, odd: int, shared_by: int) -> Workload:
     size, to = -(-odd // shared_by), -(-rounded(odd) // shared_by)
 
     def grow(ops: Iterable[Op]) -> tuple[Op, ...]:
-        made = ((op, {x: to for x in ("n", "k", "m") if getattr(op, x) == size}) if isinstance(op, Gemm) else (op, {}) for op in ops)
-        return tuple(replace(op, **sizes) if sizes else op for op, sizes in made)
+        fit = {size: to}
+        return tuple(replace(op, m=fit.get(op.m, op.m), n=fit.get(op.n, op.n), k=fit.get(op.k, op.k)) if isinstance(op, Gemm) else op for op in ops)
 
-    ends = (replace(b, forward=grow(b.forward), back=None if b.back is None else grow(b.back)) for b in (work.first, work.last))
-    return replace(work, **dict(zip(("first", "last"), ends, strict=True)))
+    first, last = (replace(b, forward=grow(b.forward), back=None if b.back is None else grow(b.back)) for b in (work.first, work.last))
+    return replace(work, first=first, last=last)
 
 
 def rounded(size: int) -> int:
