@@ -13,17 +13,22 @@ from bench._netns import Hosts
 from tests.api.test_two_hosts import finish, namespaces
 
 SCRIPT = """
-import os, sys, time
+import ctypes, os, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 from weft.runtime.peers import connect
+from weft.api.watch import watch
 peers = connect()
 for turn in range(1000):
     if turn == 20 and rank == 1:
         if sys.argv[1] == "die": os.kill(os.getpid(), 9)
         if sys.argv[1] == "raise": raise ValueError("a bug of my own")
         if sys.argv[1] == "hang": time.sleep(1000)
+    if turn == 20 and sys.argv[1] == "native":  # a call that keeps the interpreter to itself, on every rank
+        watch()
+        time.sleep(2)
+        ctypes.PyDLL(None).sleep(1000)
     if turn == 40 and sys.argv[1] == "well": break
     peers.barrier("the meeting")
 sys.stdout.write(f"ended {rank}\\n")  # one write: two ranks share the pipe
@@ -36,7 +41,7 @@ def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "PYTHONPATH": str(root), "WEFT_TIMEOUT": "3" if how == "hang" else "60"}
+    env = {**os.environ, "PYTHONPATH": str(root), "WEFT_TIMEOUT": "3" if how in ("hang", "native") else "60"}
     return subprocess.run(
         [sys.executable, "-m", "weft", "run", "-n", "2", str(script), how], capture_output=True, text=True, timeout=100, env=env
     )
@@ -48,6 +53,7 @@ def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
         ("die", "rank 1 ended with SIGKILL at the meeting"),
         ("raise", "rank 1 ended with status 1"),
         ("hang", "rank 1 did not reach the meeting"),
+        ("native", "rank 0, 1 no longer runs"),
     ],
 )
 def test_a_failed_run_says_which_rank_and_where(how: str, said: str, tmp_path: Path) -> None:

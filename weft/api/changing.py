@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft import interp
 from weft.api.own_values import OptimizerState, Own, digest
+from weft.api.watch import launched
 from weft.core.errors import RuntimeFault
 from weft.core.layout import Layout
 from weft.core.names import original
@@ -127,6 +128,7 @@ class Changing:
 
     def stepped(self, skipped: bool = False) -> None:
         """After a call: which parameters it did not update. One that was skipped counts for none."""
+        launched(f"step {self.steps} of {self.captured.program.name}", self.compiled.device)
         self.synced = False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers ask, to warn of a loop without updates
         mine = set(self.captured.states.values())

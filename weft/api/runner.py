@@ -12,7 +12,8 @@ from weft.core.errors import PlanError
 from weft.plan.line import Placed
 from weft.plan.schedules import Action, Order
 from weft.plan.split import LOSS_SUM
-from weft.runtime.messages import Messages, Spec
+from weft.runtime.messages import Messages, Rehearsal, Spec
+from weft.runtime.trace import synchronize
 
 Values = dict[str, Tensor]
 Call = Callable[[int, Action, Compiled, Values], Values]  # runs a pass of a stage
@@ -60,6 +61,7 @@ class Runner:
     def __init__(
         self, stages: Sequence[Placed], orders: Sequence[Order], like: Compiled, messages: Messages | None, carried: bool = False
     ) -> None:
+        self.messages: Messages | Rehearsal | None
         self.stages, self.orders, self.like, self.messages, self.carried = stages, orders, like, messages, carried
         self.me = like.coords.get("pp", 0)
         self.turns = {s.number: [self._compiled(p) for p in s.turns] for s in stages if s.rank == self.me}
@@ -68,6 +70,7 @@ class Runner:
         require_an_end(self.routes, orders)
         self._buffers, self._summed = Sums(), frozenset[str]()
         self.coming = self._expected()
+        self._rehearsed = False
         self._here: dict[Hashable, list[Tensor]] = {}  # messages between two stages of this rank
         self.call: Call = lambda _g, _action, step, given: step(given)  # what a recorder may put itself in the place of
         self.alive: dict[str, Any] = {}  # what is held between two passes
@@ -129,6 +132,21 @@ class Runner:
     def run(self, state: Values, inputs: Callable[[int], Values], summed: Collection[str] = ()) -> tuple[Values, Values]:
         """All micro-batches: gradients and losses added up, by the names the update knows them by, and the new buffers, those of `summed`
         added up too. Where `state` is to be `carried`, every micro-batch begins with the buffers the last one left."""
+        if self.messages is not None and self.messages.on_device and not self._rehearsed:
+            self._rehearse(state, inputs, summed)
+        return self._run(state, inputs, summed)
+
+    def _rehearse(self, state: Values, inputs: Callable[[int], Values], summed: Collection[str]) -> None:
+        """All passes once without a message, for nothing but their kernels: none is to be compiled or loaded while a message waits."""
+        messages, self.messages = self.messages, Rehearsal(self.like.device)
+        try:
+            self._run(dict(state), inputs, summed)
+            synchronize(self.like.device)
+        finally:
+            self.messages = messages
+        self._rehearsed = True
+
+    def _run(self, state: Values, inputs: Callable[[int], Values], summed: Collection[str]) -> tuple[Values, Values]:
         if self.messages is not None:
             self.messages.expect(self.coming)
         sums, kept = Sums(), dict[tuple[int, int], Values]()

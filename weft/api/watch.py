@@ -1,7 +1,8 @@
 """A watchdog for hangs: within a bounded time it says which rank did not come, and to which op, and ends the run.
 
-One thread per process looks at where the main thread is. A rank that has waited at one line of its program for too long asks the
-others, through the store the processes met at, where they are. `WEFT_TIMEOUT` sets the limit in seconds; 0 turns it off.
+One thread per process looks at where the main thread is, and whether the device is done with the step it was given. A rank that has
+waited at one line of its program for too long asks the others, through the store the processes met at, where they are. `WEFT_TIMEOUT`
+sets the limit in seconds; 0 turns it off. That the thread itself can run is told to the launcher, if there is one.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from weft.core.errors import RuntimeFault
 from weft.runtime import faults
 from weft.runtime.board import world_board
+from weft.runtime.replay import is_accelerator, reached
 
+SLOWER = 5  # times the longest step so far that a device may take for one
 ALARM, VERDICT = "weft.watch.alarm", "weft.watch.verdict"
 
 
@@ -39,8 +43,8 @@ class Place:
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """The innermost line of a program, else of the user's own code."""
-    user = ""
+    """The innermost line of a program, else where weft waits for other ranks, else the innermost line of the user's own code."""
+    user, waits = "", None
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith("<weft "):
@@ -48,10 +52,13 @@ def place_of(frame: FrameType | None) -> Place:
             line = lines[frame.f_lineno - 1].strip() if frame.f_lineno <= len(lines) else f"line {frame.f_lineno}"
             return Place(name[6:-1], line)
         home = str(frame.f_globals.get("__name__", ""))
+        if waits is None and home in faults.WAITS:
+            told = ", ".join(f"{k} {frame.f_locals[k]}" for k in ("source", "key", "to", "what") if k in frame.f_locals)
+            waits = Place(faults.WAITS[home], f"{frame.f_code.co_name}: {told}" if told else frame.f_code.co_name)
         if not user and not home.startswith(("weft.", "torch.", "threading")):
             user = f"{os.path.basename(name)}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
-    return Place("", user or "no code of its own")
+    return waits or Place("", user or "no code of its own")
 
 
 class Watchdog:
@@ -62,6 +69,10 @@ class Watchdog:
         self.pause = min(5.0, timeout / 4)
         self._main = threading.main_thread().ident
         self._seen, self._since = Place("", ""), time.monotonic()
+        self._given: tuple[Callable[[], bool], str, float] | None = (
+            None  # whether the device is done with a step, the step, when it was given
+        )
+        self._longest = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="weft-watchdog", daemon=True)
         self._thread.start()
@@ -75,13 +86,30 @@ class Watchdog:
     def where(self) -> Place:
         """Where the main thread is, and since when it has not moved."""
         now = place_of(sys._current_frames().get(self._main or 0))
+        given = self._given
+        if not now.inside and given is not None and time.monotonic() - given[2] > SLOWER * self._longest and not self._done():
+            return Place("the device", given[1], time.monotonic() - given[2])
         if (now.inside, now.line) != (self._seen.inside, self._seen.line):
             self._seen, self._since = now, time.monotonic()
         return Place(now.inside, now.line, time.monotonic() - self._since)
 
+    def launched(self, step: str, device: torch.device) -> None:
+        """The device was given a step. Only the oldest it is not done with is watched."""
+        if self._done():
+            self._given = (reached(device), step, time.monotonic())
+
+    def _done(self) -> bool:
+        if self._given is not None and self._given[0]():
+            self._longest = max(self._longest, time.monotonic() - self._given[2])
+            self._given = None
+        return self._given is None
+
     def _watch(self) -> None:
+        board = world_board()
         try:
             while not self._stop.wait(self.pause):
+                if board is not None:
+                    board.beat()
                 self._look()
         except (RuntimeError, OSError):  # the store went away with the process that kept it: the run is over
             return
@@ -150,6 +178,12 @@ def verdict(told: Mapping[int, Place], world: int, timeout: float) -> RuntimeFau
 
 
 _watchdog: Watchdog | None = None
+
+
+def launched(step: str, device: torch.device) -> None:
+    """Watch over a step that the device was given."""
+    if _watchdog is not None and is_accelerator(device):
+        _watchdog.launched(step, device)
 
 
 def watch() -> Watchdog | None:

@@ -22,6 +22,7 @@ PAGE = 4096
 NOTE = struct.Struct("=IIIId")  # at byte 256 of a page: pid, op, barriers entered by then, whether it waits, since when
 NAMES, NAME = 512, 128  # op names each rank can leave for its peers, and bytes of one
 SIZE = PAGE + NAMES * NAME
+BEAT = struct.Struct("=d")  # at byte 384: when this rank could last run any thread of its own; 0 where none is there to say so
 POSTS = struct.Struct("=9I")  # at byte 512: calls announced so far, and the last eight of them
 WORDS = (1024, 3072)  # where on the first page the last word stands, and how long it may be
 
@@ -66,6 +67,16 @@ class Board:
         """Process, op, whether it waits, and since when, as `rank` last said; a rank that said nothing has process 0."""
         pid, op, _, waiting, since = NOTE.unpack_from(self.pages[rank], 256)
         return pid, self.op_name(op) if op else None, bool(waiting), since
+
+    def beat(self) -> None:
+        """Say that threads of this rank can run."""
+        assert self.mine is not None
+        BEAT.pack_into(self.pages[self.mine], 384, time.monotonic())
+
+    def silent(self, rank: int) -> float:
+        """For how many seconds no thread of a rank could run, as far as it is known."""
+        (at,) = BEAT.unpack_from(self.pages[rank], 384)
+        return time.monotonic() - at if at else 0.0
 
     def last_op(self, rank: int) -> str | None:
         """The op for which `rank` last waited in memory, or what it noted since."""

@@ -8,6 +8,11 @@ from typing import Any
 
 from weft.core.errors import RuntimeFault
 
+WAITS = {
+    "weft.runtime.messages": "the pipeline",
+    "weft.runtime.agree": "the set-up",
+    "weft.runtime.cuda": "the sharing of memory",
+}  # for others
 LOST_A_PEER = 75  # exit status of a rank that could not go on because of another one
 
 

@@ -151,6 +151,10 @@ class Watch:
         limit = faults.timeout_s() + 5  # ranks that meet in memory notice first, and say more
         while not self._stop.wait(0.5):
             notes = {r: self.board.noted(r) for r in self.ranks.here}
+            stuck = [r for r, note in notes.items() if note[0] and self.board.silent(r) > limit]
+            if stuck:
+                self._stop_all(notes, self._stuck(stuck, notes))
+                return
             waited = {r: time.monotonic() - since for r, (pid, _, waits, since) in notes.items() if pid and waits}
             late = max(waited, key=waited.__getitem__) if waited else None
             if late is None or waited[late] <= limit:
@@ -165,13 +169,27 @@ class Watch:
         return [r for r, note in notes.items() if note[1] != op or not note[2]]
 
     def _end(self, notes: Mapping[int, Any], missing: Sequence[int], op: str | None) -> None:
-        self.verdict = RuntimeFault(
+        verdict = RuntimeFault(
             f"{_named(missing) if missing else 'a rank of another host'} did not reach {op}",
             needed=f"every rank at {op} within {faults.timeout_s():g} s",
             found="; ".join(f"rank {r} at {notes[r][1] or 'nothing yet'}" for r in missing[:8])
             or f"all ranks of host {self.ranks.host} there",
             try_="look for a rank that branches differently or waits for input; WEFT_TIMEOUT sets the limit in seconds",
         )
+        self._stop_all(notes, verdict)
+
+    @staticmethod
+    def _stuck(ranks: Sequence[int], notes: Mapping[int, Any]) -> RuntimeFault:
+        """Of ranks in which no thread of Python's runs any more: a call of a library keeps the interpreter to itself."""
+        return RuntimeFault(
+            f"{_named(ranks)} no longer runs",
+            needed=f"a sign of life within {faults.timeout_s():g} s",
+            found="; ".join(f"rank {r} at {notes[r][1] or 'nothing yet'}, in a call of a library that does not return" for r in ranks[:8]),
+            try_="look for a call that waits and keeps Python's lock; WEFT_TIMEOUT sets the limit in seconds",
+        )
+
+    def _stop_all(self, notes: Mapping[int, Any], verdict: RuntimeFault) -> None:
+        self.verdict = verdict
         for pid, *_ in notes.values():
             if pid:
                 with contextlib.suppress(ProcessLookupError):

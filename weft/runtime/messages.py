@@ -4,10 +4,14 @@ Two ranks agree on the order of the messages from one to the other beforehand, s
 ranks has a group of its own, and what goes to lower ones: a message never waits for one that goes the other way, whatever the backend.
 Some backends join two ranks only when both speak to each other for the first time, and wait for it; so all pairs are joined when the
 groups are made, in one order that every rank keeps to. A backend that takes no tensors of the device is given copies on the host.
+
+NCCL's messages are kernels that wait on the device, and CUDA loads a kernel that runs for the first time only when none is running.
+So there a receive is asked for when it is needed and not before, and a `Rehearsal` loads all kernels before the first message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -19,7 +23,8 @@ from weft.core.errors import RuntimeFault
 from weft.runtime.comm import reach
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of one tensor of a message
-AHEAD = 1  # messages asked for before they are needed
+Order = Mapping[int, Sequence[tuple[Hashable, Sequence[Spec]]]]  # what comes from each rank, in the order it is sent
+AHEAD = 1  # messages on the host asked for before they are needed
 
 
 class Messages:
@@ -30,6 +35,9 @@ class Messages:
         self.rank, self.device = dist.get_rank(), device
         self._up, self._down = (dist.new_subgroups_by_enumeration([list(line) for line in lines])[0] for _ in range(2))
         self._place = reach(self._up, device)
+        self.on_device = self._place.type == "cuda"
+        self._ahead = 0 if self.on_device else AHEAD
+        self._side = torch.cuda.Stream(device) if self.on_device else None  # receives do not wait there for what is being computed
         for group in (self._up, self._down):
             self._join(group, next(line for line in lines if self.rank in line))
         self._expected: dict[int, list[tuple[Hashable, Sequence[Spec]]]] = {}
@@ -44,11 +52,11 @@ class Messages:
                 pass_on = dist.send if self.rank == (low if group is self._up else high) else dist.recv
                 pass_on(word, high if self.rank == low else low, group=group)
 
-    def expect(self, order: Mapping[int, Sequence[tuple[Hashable, Sequence[Spec]]]]) -> None:
-        """What will come from each rank, in the order it is sent."""
+    def expect(self, order: Order) -> None:
+        """What will come."""
         self._expected = {source: list(messages) for source, messages in order.items()}
         for source in self._expected:
-            self._ask(source, AHEAD)
+            self._ask(source, self._ahead)
 
     def send(self, to: int, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; the tensors are kept until they are gone."""
@@ -67,19 +75,45 @@ class Messages:
         tensors = []
         for work, x in self._asked.pop(key):
             work.wait()
+            if self._side is not None:
+                x.record_stream(torch.cuda.current_stream(self.device))
             tensors.append(x.to(self.device))
-        self._ask(source, AHEAD)
+        self._ask(source, self._ahead)
         return tensors
 
     def _ask(self, source: int, count: int) -> None:
         waiting, self._expected[source] = self._expected[source][:count], self._expected[source][count:]
         for key, specs in waiting:
             group = self._up if source < self.rank else self._down
-            buffers = [torch.empty(shape, dtype=dtype, device=self._place) for shape, dtype in specs]
-            self._asked[key] = [(dist.irecv(x, source, group=group), x) for x in buffers]
+            with torch.cuda.stream(self._side) if self._side is not None else contextlib.nullcontext():
+                buffers = [torch.empty(shape, dtype=dtype, device=self._place) for shape, dtype in specs]
+                self._asked[key] = [(dist.irecv(x, source, group=group), x) for x in buffers]
 
     def finish(self) -> None:
         """Wait until all that was sent is gone."""
         for work, _ in self._sent:
             work.wait()
         self._sent = []
+
+
+class Rehearsal:
+    """In the place of messages: nothing is sent, and zeros come."""
+
+    on_device = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._coming: dict[Hashable, Sequence[Spec]] = {}
+
+    def expect(self, order: Order) -> None:
+        self._coming = {key: specs for messages in order.values() for key, specs in messages}
+
+    def send(self, to: int, tensors: Sequence[torch.Tensor]) -> None:
+        for x in tensors:
+            x.contiguous()
+
+    def receive(self, source: int, key: Hashable) -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._coming[key]]
+
+    def finish(self) -> None:
+        """Nothing is under way."""

@@ -68,6 +68,13 @@ def mark(device: torch.device) -> Callable[[], None]:
     return event.synchronize
 
 
+def reached(device: torch.device) -> Callable[[], bool]:
+    """A function that says, without waiting, whether all work given to the device so far is done."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.query
+
+
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory from which copies to the device need not wait."""
     return torch.empty(size, dtype=dtype, pin_memory=is_accelerator(device))
