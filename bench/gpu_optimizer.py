@@ -10,6 +10,7 @@ The limit is the bytes a step moves over the rate at which all ranks together co
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ import typer
 
 from bench import _gpu
 from bench._gpu_rank import Call, Rank, rounded, timed_row
+from weft.frontend import lang
+from weft.optim import FusedOptimizer
+from weft.optim.base import body_of
+from weft.optim.rules import NESTEROV, Numbers, Rule
 
 MIXED = [int(2 ** (10 + 12 * (k * 37 % 100) / 100)) + k for k in range(100)]
 CASES = {**{f"2^{k}": [1 << k] for k in (16, 20, 22, 24, 26)}, "100 mixed": MIXED}
 CHECKED = [1 << 16, 1000, 37, 100003, 5]  # sizes that divide badly
 HYPER: dict[str, Any] = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1}
-RULES = ("adamw", "adamw_clip", "lamb")
+RULES = ("adamw", "adamw_clip", "lamb", "lion", "adan", "nesterov")
 MOST = 1.0  # the norm that clipping leaves
 
 
@@ -55,6 +60,42 @@ def copy_rate(me: Rank) -> float:
     return me.world * 2 * n / (ms / 1e3)
 
 
+# -- updates of a user's own, as functions of one element ------------------------------------------------------------------------
+
+
+def lion(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    way = lang.sign(h["beta1"] * s["m"] + (1.0 - h["beta1"]) * g)
+    return x * (1.0 - h["lr"] * h["weight_decay"]) - h["lr"] * way, {"m": h["beta2"] * s["m"] + (1.0 - h["beta2"]) * g}
+
+
+def adan(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    by = g - s["last"]
+    m, v = h["beta1"] * s["m"] + (1.0 - h["beta1"]) * g, h["beta2"] * s["v"] + (1.0 - h["beta2"]) * by
+    n = 0.9 * s["n"] + 0.1 * ((g + h["beta2"] * by) * (g + h["beta2"] * by))
+    step = h["lr"] * (m + h["beta2"] * v) / (lang.sqrt(n) + h["eps"])
+    return (x - step) / (1.0 + h["lr"] * h["weight_decay"]), {"m": m, "v": v, "n": n, "last": g}
+
+
+OWN = {
+    "lion": Rule("lion", lion, {"m": "m"}, ("lr", "beta1", "beta2", "weight_decay")),
+    "adan": Rule("adan", adan, {s: s for s in ("m", "v", "n", "last")}, ("lr", "beta1", "beta2", "eps", "weight_decay")),
+    "nesterov": NESTEROV,
+}
+MORE = {"beta1": 0.9, "beta2": 0.99, "momentum": 0.9, "fresh": 1.0}
+
+
+class Users(FusedOptimizer):
+    def __init__(self, params: Any, rule: Rule) -> None:
+        self._rule = rule
+        super().__init__(params, {k: {**HYPER, **MORE}[k] for k in rule.scalars})
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return self._rule
+
+    def scalars(self, group: dict[str, Any], step: int) -> dict[str, float]:
+        return {k: group[k] for k in self._rule.scalars}
+
+
 # -- weft ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -65,8 +106,11 @@ class Fused:
         from weft import optim
 
         self.params = [torch.nn.Parameter(x) for x in values(me, 0, sizes)]
-        kind = optim.Lamb if rule == "lamb" else optim.AdamW
-        self.optimizer = kind(self.params, **HYPER, **({"max_norm": MOST} if rule == "adamw_clip" else {}))
+        if rule in OWN:
+            self.optimizer: Any = Users(self.params, OWN[rule])
+        else:
+            kind = optim.Lamb if rule == "lamb" else optim.AdamW
+            self.optimizer = kind(self.params, **HYPER, **({"max_norm": MOST} if rule == "adamw_clip" else {}))
         (self.bank,) = self.optimizer._banks
         for p, home, grad in zip(self.params, self.bank.grad_views, values(me, 1 + me.rank, sizes), strict=True):
             p.grad = home.copy_(grad)
@@ -80,7 +124,8 @@ class Fused:
         numbers = [x for group, _, expand in told for x in expand(self.optimizer.scalars(group, 1))]
         if launch is not None:
             places = range(len(self.params))
-            rows, spans = [self.bank.row(k, 0) for k in places], [self.bank.span(k) for k in places]
+            names = body_of(self.optimizer.rule(self.optimizer.param_groups[0]), self.bank.peers.world, Numbers(), False)[1]
+            rows, spans = [self.bank.row(k, 0, names) for k in places], [self.bank.span(k) for k in places]
             kernel = DeviceKernel(kernel._kernel, rows, self.bank.peers, launch, spans)
         kernel.scalars[: len(numbers)].copy_(torch.tensor(numbers, dtype=kernel.scalars.dtype))
         return kernel
@@ -116,6 +161,10 @@ def stepped(rule: str, start: list[torch.Tensor], grads: list[list[torch.Tensor]
     params = [torch.nn.Parameter(x.double()) for x in start]
     for p, *terms in zip(params, *grads, strict=True):
         p.grad = torch.stack(terms).double().mean(0)
+    if rule in OWN:
+        own, words = OWN[rule].update, {"lang": torch}
+        h, start = {**HYPER, **MORE}, {k: torch.zeros(()) for k in OWN[rule].states}
+        return [FunctionType(own.__code__, words)(p.grad, p.detach(), start, h)[0] for p in params]  # type: ignore[arg-type]
     if rule == "lamb":
         return [lamb(p.detach(), p.grad) for p in params if p.grad is not None]
     if rule == "adamw_clip":

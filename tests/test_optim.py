@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torch import nn
 from tests.ranks import run_ranks
 from weft import optim
 from weft.core.errors import KernelError
+from weft.frontend import lang
 from weft.optim.bank import UNIT, Slices
+from weft.optim.base import body_of
+from weft.optim.rules import Numbers, Rule
 
 PAIRS: dict[str, tuple[Any, Any]] = {
     "adamw": (lambda p: optim.AdamW(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
@@ -142,6 +146,93 @@ def test_lamb_scales_every_tensor_by_its_own_norms(tmp_path: Path) -> None:
             torch.testing.assert_close(p.double(), q, rtol=1e-4, atol=1e-6)
 
     run_ranks(3, job, tmp_path)
+
+
+def lion(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The new parameter does not read the new state."""
+    way = lang.sign(h["beta1"] * s["m"] + (1.0 - h["beta1"]) * g)
+    return x * (1.0 - h["lr"] * h["decay"]) - h["lr"] * way, {"m": h["beta2"] * s["m"] + (1.0 - h["beta2"]) * g}
+
+
+def adan(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """One state is the gradient itself."""
+    by = g - s["last"]
+    m, v = h["beta1"] * s["m"] + (1.0 - h["beta1"]) * g, h["beta2"] * s["v"] + (1.0 - h["beta2"]) * by
+    n = 0.9 * s["n"] + 0.1 * ((g + h["beta2"] * by) * (g + h["beta2"] * by))
+    return (x - h["lr"] * (m + h["beta2"] * v) / (lang.sqrt(n) + 1e-3)) / (1.0 + h["lr"] * h["decay"]), {"m": m, "v": v, "n": n, "last": g}
+
+
+def averaged(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """One state reads the new parameter, another the old one and no gradient."""
+    new = x - h["lr"] * g
+    return new, {"mean": h["beta1"] * s["mean"] + (1.0 - h["beta1"]) * new, "old": 0.5 * x + 0.5 * s["old"]}
+
+
+def alone(g: Any, x: Any, s: dict[str, Any], h: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return x - h["lr"] * g, {"by_itself": s["by_itself"] * 0.5}
+
+
+class Users(optim.FusedOptimizer):
+    """An optimizer of a user's own."""
+
+    HYPER: ClassVar = {"lr": 1e-2, "beta1": 0.8, "beta2": 0.95, "decay": 0.1}
+
+    def __init__(self, params: Any, update: Any, states: tuple[str, ...], **more: Any) -> None:
+        self.own = Rule(update.__name__, update, {s: s for s in states}, tuple(self.HYPER))
+        super().__init__(params, dict(self.HYPER), **more)
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return self.own
+
+    def scalars(self, group: dict[str, Any], step: int) -> dict[str, float]:
+        return {k: group[k] for k in self.HYPER}
+
+
+class Torchs:
+    """The words an update is written in, as torch has them."""
+
+    sign, sqrt = staticmethod(torch.sign), staticmethod(torch.sqrt)
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("over", ["peers", "group"])
+def test_a_users_own_update_whatever_state_and_parameter_read(over: str, master: bool, tmp_path: Path) -> None:
+    """The same function on averaged gradients, run by torch in float64."""
+    cases = [(lion, ("m",)), (adan, ("m", "v", "n", "last")), (averaged, ("mean", "old"))]
+
+    def job(rank: int) -> None:
+        for update, states in cases:
+            a = model().to(torch.bfloat16 if master else torch.float32)
+            ours = Users(a.parameters(), update, states, master_weights=master, over=over)
+            want = [p.detach().double() for p in a.parameters()]
+            kept = [{s: torch.zeros_like(x) for s in states} for x in want]
+            by_torch = FunctionType(update.__code__, {"lang": Torchs})
+            for step in range(4):
+                gen = torch.Generator().manual_seed(100 * step + rank)
+                grads = [torch.randn(p.shape, generator=gen).to(p.dtype) for p in a.parameters()]
+                for p, g in zip(a.parameters(), grads, strict=True):
+                    p.grad = g.clone()
+                    ours._rehome(p)
+                ours.step()
+                for k, g in enumerate(grads):
+                    mean = g.double()
+                    dist.all_reduce(mean)
+                    want[k], kept[k] = by_torch(mean / dist.get_world_size(), want[k], kept[k], Users.HYPER)
+            for k, p in enumerate(a.parameters()):
+                bound, exact = 1e-2 if master else 2e-6, 1e-2 if master and over == "group" else 2e-6  # which sums in bfloat16
+                torch.testing.assert_close(
+                    p.detach().double(), want[k], rtol=bound, atol=bound, msg=lambda m, u=update: f"{u.__name__}: {m}"
+                )
+                held = ours.state_dict()["state"][k]
+                for s in states:
+                    torch.testing.assert_close(held[s].double(), kept[k][s], rtol=exact, atol=exact, msg=lambda m, s=s: f"{s}: {m}")
+
+    run_ranks(2, job, tmp_path)
+
+
+def test_state_that_meets_nothing_is_refused() -> None:
+    with pytest.raises(KernelError, match=r"alone has state of its own(.|\n)*by_itself(.|\n)*scalars\(\)"):
+        body_of(Rule("alone", alone, {"by_itself": "by_itself"}, ("lr",)), 2, Numbers(), False)
 
 
 def test_low_precision_parameters_with_a_master_copy(tmp_path: Path) -> None:

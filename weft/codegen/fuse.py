@@ -86,7 +86,9 @@ class _Lowering:
         lost = [n for n in self.outputs if is_scalar(n) and not any(n in own for own in self.numbers)]
         if lost:
             raise NotFusable(
-                f"group {self.group.name} gives a number made of tensors it stores nothing of", needed="totals of what is stored", found=lost[0].op.name
+                f"group {self.group.name} gives a number made of tensors it stores nothing of",
+                needed="totals of what is stored",
+                found=lost[0].op.name,
             )
         self.sums = self._sums_of_totals()
         kinds: dict[Any, list[tuple[list[Node], list[Node]]]] = {}
@@ -340,7 +342,9 @@ class _Component:
         """The mask is drawn from the element's number in the whole tensor, as everywhere."""
         x, seed, *part = n.args
         if part:
-            raise NotFusable("dropout in a part of the batch", needed="a mask by the element's number in the tensor", found="in the whole batch")
+            raise NotFusable(
+                "dropout in a part of the batch", needed="a mask by the element's number in the tensor", found="in the whole batch"
+            )
         if n.shape != self.domain.shape:
             raise NotFusable("dropout of another shape than its group", needed=str(list(self.domain.shape)), found=str(list(n.shape)))
         numbers = self.slot(self._stored(self.outputs[0]), "index")
@@ -467,13 +471,22 @@ COMPOUND: dict[str, Callable[..., Value]] = {
 }
 
 
+# what generated code calls things of its own: a slot of such a name gets another
+TAKEN = {
+    "all", "at", "block", "count", "even", "first", "i", "inside", "j", "k", "lane", "last", "meet", "more", "n", "new", "op", "own", "pads",
+    "part", "piece", "pieces", "r", "rank", "real", "row", "rows", "run", "s", "scalars", "start", "stop", "sum", "sums", "sums_of", "t",
+    "table", "theirs", "tile", "tl", "total", "totals", "triton", "uniform", "weft", "which", "whole", "work", "world",
+}  # fmt: skip
+
+
 def _readable(nodes: list[Node], program: Program) -> list[str]:
     """A name for each slot after the input or output it is, without the numbers that tell parts apart."""
     names: list[str] = []
     for k, n in enumerate(nodes):
         given = n.attr("name") if n.op.name == "input" else next(iter(program.outputs_of(n)), "x")
         base = "".join(c if c.isalnum() else "_" for c in str(given)).strip("_0123456789") or "x"
-        names.append(base if base not in names and base.isidentifier() else f"{base}{k}")
+        usable = base.isidentifier() and not keyword.iskeyword(base) and base not in TAKEN | set(names)
+        names.append(base if usable else f"{base}{k}_" if base in TAKEN or keyword.iskeyword(base) else f"{base}{k}")
     return names
 
 

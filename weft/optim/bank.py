@@ -6,7 +6,7 @@ kernel on a GPU every tensor is cut by itself: there all ranks have the same pie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,15 +101,15 @@ class Bank:
         lo, hi = self.slices.runs[k][self.peers.rank]
         return self.states[name][self._kept_at[k] : self._kept_at[k] + hi - lo]
 
-    def row(self, k: int, scalars: int) -> Row:
-        """Parameter `k` as a row of the fused kernel."""
+    def row(self, k: int, scalars: int, names: Mapping[str, str]) -> Row:
+        """Parameter `k` as a row of the fused kernel, whose slots have names of their own."""
         lo, hi = self.slices.runs[k][self.peers.rank]
         size = self.dtype.itemsize
         offset = (self.slices.starts[k] + lo) * size
         values = [a + offset for a in self.values.addresses]
         at: dict[str, Any] = {"g": [a + offset for a in self.grads.addresses], "low" if self.master else "x": values}
         at |= {name: flat.data_ptr() + 4 * self._kept_at[k] for name, flat in self.states.items()}
-        return Row(hi - lo, at, scalars)
+        return Row(hi - lo, {slot: at[name] for slot, name in names.items()}, scalars)
 
     def span(self, k: int) -> int:
         """The longest run of parameter `k` any rank has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -152,8 +152,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         peers = self._banks[self._home[members[0][0]][0]].peers
         name = f"{rule.name} step of {len(members)} {dtype} parameters"
         numbers, clip = Numbers(dtype, dtype, master), self._max_norm is not None
+        body, names = body_of(rule, peers.world, numbers, clip)
         if peers.target == "group":
-            return self._bind_unfused(body_of(rule, peers.world, numbers, clip), members, peers, name)
+            return self._bind_unfused(body, names, members, peers, name)
         kernel = kernel_of(rule, peers.world, numbers, clip, peers.target)
         places: dict[Any, int] = {}
         rows, spans, scalars = [], [], []
@@ -164,11 +165,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 places[where] = len(places)
                 scalars.append((group, p, expand))
             bank, k = self._home[p]
-            rows.append(self._banks[bank].row(k, places[where]))
+            rows.append(self._banks[bank].row(k, places[where], names))
             spans.append(self._banks[bank].span(k))
         return bind(kernel, rows, peers, spans, name=name), scalars
 
-    def _bind_unfused(self, body: Group, members: list[tuple[Tensor, dict[str, Any]]], peers: GroupPeers, name: str) -> Any:
+    def _bind_unfused(
+        self, body: Group, names: Mapping[str, str], members: list[tuple[Tensor, dict[str, Any]]], peers: GroupPeers, name: str
+    ) -> Any:
         places: dict[Any, int] = {}
         rows, scalars = [], []
         clip = {} if self._max_norm is None else {"max_norm": self._max_norm}
@@ -179,7 +182,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 scalars.append((group, p, lambda h: ({**h, **clip},)))
             bank, k = self._home[p]
             rows.append((self._banks[bank], k, places[where]))
-        return Unfused(body, rows, peers, name), scalars
+        return Unfused(body, names, rows, peers, name), scalars
 
     def _expander(self, kernel: Kernel) -> Callable[[dict[str, float]], tuple[float, ...]]:
         """From a group's hyper-parameters to the numbers the kernel wants."""
@@ -235,15 +238,22 @@ def _number(params: list[Tensor], p: Tensor) -> int:
 
 
 @functools.cache
-def body_of(rule: Rule, world: int, numbers: Numbers, clip: bool) -> Group:
-    """What the scheduled program of a step does to one element."""
+def body_of(rule: Rule, world: int, numbers: Numbers, clip: bool) -> tuple[Group, Mapping[str, str]]:
+    """What the scheduled program of a step does to one element, and what each of its slots is of the rule."""
     program = step_program(rule, world, numbers, clip)
     spend = frozenset(n.attr("name") for n in program.inputs if n.attr("name").startswith("g."))
-    (fused,) = fuse_group(program, program.groups[0], 0, donate=True, spend=spend)
-    return fused.body
+    fused = fuse_group(program, program.groups[0], 0, donate=True, spend=spend)
+    if len(fused) > 1:
+        raise KernelError(
+            f"{rule.name} has state of its own", needed="every state to meet the gradient, the parameter or another state that does",
+            found=", ".join(slot.name for slot, _ in fused[1].body.stores), try_="work out what depends on the step alone in scalars()",
+        )  # fmt: skip
+    nodes = {slot: place.node for slot, place in fused[0].parts[0].places.items()}
+    given = {slot: n.attr("name") if n.op.name == "input" else program.outputs_of(n)[0] for slot, n in nodes.items()}
+    return fused[0].body, {slot: name.rsplit(".", 1)[0] for slot, name in given.items()}
 
 
 @functools.cache
 def kernel_of(rule: Rule, world: int, numbers: Numbers, clip: bool, target: str) -> Kernel:
     """The kernel that comes out of the scheduled program of a step."""
-    return compile_group(body_of(rule, world, numbers, clip), world, target)
+    return compile_group(body_of(rule, world, numbers, clip)[0], world, target)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.core.layout import Mesh, P
+from weft.core.errors import InvalidTransform
+from weft.core.layout import Mesh, P, S
 from weft.core.program import Program
 from weft.frontend import lang as w
 from weft.frontend.trace import TensorSpec, tensor, trace
@@ -94,30 +95,45 @@ class Numbers:
 
 def step_program(rule: Rule, world: int, numbers: Numbers, clip: bool) -> Program:
     """One step over a list of tensors, fused: the gradients are averaged over `world` ranks, each updates its slice."""
-    whole = recipes.zero1(_written(rule, world, numbers, clip), "dp", params="" if numbers.master else "x")
+    try:
+        whole = recipes.zero1(_written(rule, world, numbers, clip), "dp", params="" if numbers.master else "x")
+    except InvalidTransform:  # some state does not come from the gradients, so nothing says how it is cut
+        whole = _written(rule, world, numbers, clip, sliced=True)
     return recipes.one_kernel(whole)
 
 
-def _written(rule: Rule, world: int, numbers: Numbers, clip: bool) -> Program:
+def _written(rule: Rule, world: int, numbers: Numbers, clip: bool, sliced: bool = False) -> Program:
+    """As on one device or, for an update that treats each element alone, on slices from the beginning."""
+
     def step(g: Sequence[Any], x: Sequence[Any], **rest: Any) -> dict[str, Any]:
         h = {k: rest[k] for k in rule.scalars}
-        g = [_wide(w.all_reduce(gi, "dp"), numbers.grads) * (1.0 / world) for gi in g]
+        sums = [w.reduce_scatter(gi, "dp", 0) if sliced else w.all_reduce(gi, "dp") for gi in g]
+        g = [_wide(gi, numbers.grads) * (1.0 / world) for gi in sums]
+        x = [w.slice(xi, "dp", 0) if sliced and not numbers.master else xi for xi in x]
         if clip:
             g = _clipped(g, rest["max_norm"])
         states = [{s: rest[s][k] for s in rule.states} for k in range(len(x))]
         new = [rule.update(gi, _wide(xi, _kept(numbers)), s, h) for gi, xi, s in zip(g, x, states, strict=True)]
         out: dict[str, Any] = {"x": [w.cast(a, numbers.params) if _kept(numbers) != "f32" else a for a, _ in new]}
         out |= {"low": [w.cast(a, numbers.params) for a, _ in new]} if numbers.master else {}
+        shown = "low" if numbers.master else "x"
+        out |= {shown: [w.all_gather(a, "dp") for a in out[shown]]} if sliced else {}
         return out | {s: [b[s] for _, b in new] for s in rule.states}
 
-    return trace(step, Mesh(dp=world), name=rule.name, **_inputs(rule, world, numbers, clip))
+    return trace(step, Mesh(dp=world), name=rule.name, **_inputs(rule, world, numbers, clip, sliced))
 
 
-def _inputs(rule: Rule, world: int, numbers: Numbers, clip: bool) -> dict[str, Any]:
+def _inputs(rule: Rule, world: int, numbers: Numbers, clip: bool, sliced: bool) -> dict[str, Any]:
     n = ELEMENTS * world
-    tensors = {s: [tensor("f32", n)] * 2 for s in rule.states}
+    cut = {"dp": S(0)} if sliced else {}
+    tensors = {s: [tensor("f32", n, **cut)] * 2 for s in rule.states}
     scalars: dict[str, TensorSpec] = {k: tensor("f32") for k in (*rule.scalars, *(["max_norm"] if clip else []))}
-    return {"g": [tensor(numbers.grads, n, dp=P())] * 2, "x": [tensor(_kept(numbers), n)] * 2, **tensors, **scalars}
+    return {
+        "g": [tensor(numbers.grads, n, dp=P())] * 2,
+        "x": [tensor(_kept(numbers), n, **(cut if numbers.master else {}))] * 2,
+        **tensors,
+        **scalars,
+    }
 
 
 def _kept(numbers: Numbers) -> str:

@@ -5,7 +5,7 @@ It reads the very expressions the kernel is generated from, so it is the kernel'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class GroupPeers:
 class Unfused:
     """A step over the rows (bank, place) of some parameters. Called with one dict of hyper-parameters per set of scalars."""
 
-    def __init__(self, body: Group, rows: Sequence[tuple[Any, int, int]], peers: GroupPeers, name: str) -> None:
-        self.body, self.rows, self.peers, self.name = body, list(rows), peers, name
+    def __init__(self, body: Group, names: Mapping[str, str], rows: Sequence[tuple[Any, int, int]], peers: GroupPeers, name: str) -> None:
+        self.body, self.names, self.rows, self.peers, self.name = body, names, list(rows), peers, name
         self.values = list(ordered(v for _, v in body.stores))
 
     def __call__(self, scalars: Sequence[dict[str, float]]) -> None:
@@ -80,8 +80,8 @@ class Unfused:
 
     def _place(self, bank: Any, k: int, slot: str) -> Tensor:
         """Where a slot of a row is kept on this rank."""
-        if slot in bank.states:
-            return bank.state(k, slot)  # type: ignore[no-any-return]
+        if self.names[slot] in bank.states:
+            return bank.state(k, self.names[slot])  # type: ignore[no-any-return]
         return bank.run_of(bank.params[k].data, k)  # type: ignore[no-any-return]
 
     def _evaluate(self, sums: dict[int, Tensor], scalars: Sequence[dict[str, float]]) -> list[dict[Value, Tensor]]:

@@ -179,14 +179,22 @@ def fuse_compute(p: Program) -> Program:
     return fuse(p, [*after, *scalars])
 
 
+def _beside(p: Program, terms: set[Node], last: str) -> list[Node]:
+    """What the next values of state are computed by from the sums, from state or from both, without the gathers."""
+    next_values = [p.output_names[out] for out, _ in p.state]
+    found = [n for end in next_values if not is_scalar(end) and not any(n.op.name == last for n in p.needs(end)) for n in p.needs(end)]
+    return [n for n in dict.fromkeys(found) if n not in terms and n.args and not is_scalar(n) and n.op.kind in FUSIBLE]
+
+
 def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gather") -> Program:
-    """Everything from the scatter to the gathers in one kernel; several scatters, or gathers, are merged first."""
+    """Everything from the scatter to the gathers in one kernel, and the state that is updated beside them; several scatters, or gathers,
+    are merged first."""
     for op in (first, last):
         nodes = [n for n in p.find_all(op) if not is_scalar(n)]
         if len(nodes) > 1:
             p = merge(p, *nodes)
-    members = dict.fromkeys(p.between(first, last))
     terms = set().union(*(p.needs(n) for n in p.find_all(first)))
+    members = dict.fromkeys([*p.between(first, last), *_beside(p, terms, last)])
     for n in reversed(p.nodes):  # what only the kernel reads is computed inside it, but for the terms it sums
         inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
         if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op.name == "slice"):
