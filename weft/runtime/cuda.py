@@ -1,4 +1,9 @@
-"""Peers on GPUs: torch's symmetric memory feeds the same tables that shared host memory does on CPUs."""
+"""Peers on GPUs: torch's symmetric memory feeds the same tables that shared host memory does on CPUs.
+
+torch numbers the meetings at which memory is shared by process, whatever group meets, and ranks find each other under equal numbers only.
+Groups that are not of all ranks share their memory at different times, so that they would wait for each other or take what an
+earlier meeting left: these hand out CUDA's own handles instead.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +36,9 @@ class DevicePeers:
 
     def empty(self, nbytes: int) -> PeerBuffer:
         """A new buffer on every rank. All ranks ask for the same size in the same order."""
-        mine = self._symm_mem.empty(-(-max(nbytes, 1) // 16) * 16, dtype=torch.uint8, device=self.device)
+        size = -(-max(nbytes, 1) // 16) * 16
         try:
-            handle = self._symm_mem.rendezvous(mine, self.group)
+            return PeerBuffer(self.rank, self._of_all(size) if self.world == dist.get_world_size() else self._of_some(size))
         except RuntimeError as error:
             raise RuntimeFault(
                 "ranks cannot map each other's device memory",
@@ -41,9 +46,21 @@ class DevicePeers:
                 found=str(error).splitlines()[0],
                 try_="run the unfused form, which uses torch.distributed collectives",
             ) from None
+
+    def _of_all(self, size: int) -> tuple[torch.Tensor, ...]:
+        mine = self._symm_mem.empty(size, dtype=torch.uint8, device=self.device)
+        handle = self._symm_mem.rendezvous(mine, self.group)
         self._handles.append(handle)
-        parts = (mine if r == self.rank else handle.get_buffer(r, mine.shape, torch.uint8) for r in range(self.world))
-        return PeerBuffer(self.rank, tuple(parts))
+        return tuple(mine if r == self.rank else handle.get_buffer(r, mine.shape, torch.uint8) for r in range(self.world))
+
+    def _of_some(self, size: int) -> tuple[torch.Tensor, ...]:
+        mine = torch.empty(size, dtype=torch.uint8, device=self.device)
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, mine.untyped_storage()._share_cuda_()[1:], group=self.group)
+        self._handles.append(mine)  # whoever maps it may outlive whoever asked for it
+        opened = [None if r == self.rank else torch.UntypedStorage._new_shared_cuda(self.device.index, *how) for r, how in enumerate(told)]
+        dist.barrier(self.group)
+        return tuple(mine if s is None else torch.empty(0, dtype=torch.uint8, device=self.device).set_(s) for s in opened)
 
     def barrier(self, op: str = "barrier") -> None:
         """Wait, on the host, until every rank's work so far is done."""
