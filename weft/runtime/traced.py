@@ -6,6 +6,7 @@ state is left out of it: that is one fused call already. State keeps its address
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ class Traced:
         self._plain, self._compute, self._update, self._device = plain, compute, update, device
         self._state = dict(state)
         self._compiled: Callable[..., Any] | None = None
+        self._parts: Parts | None = None
         homes = self._state
         self._recorder = Recorder(self._once, {*homes.values(), *stays}, homes) if record and device.type == "cuda" else None
 
@@ -50,9 +52,10 @@ class Traced:
             return "not yet called"
         if self._compiled is self._plain:
             return "node by node"
+        kernels = "Inductor's kernels" if self._parts is None else f"Inductor's kernels, apart from {self._parts.apart}"
         if self._recorder is not None and self._recorder.recorded:
-            return "a CUDA graph of Inductor's kernels"
-        return "Inductor's kernels" + (f", not recorded: {self._recorder.why}" if self._recorder is not None and self._recorder.why else "")
+            return f"a CUDA graph of {kernels}"
+        return kernels + (f", not recorded: {self._recorder.why}" if self._recorder is not None and self._recorder.why else "")
 
     def _once(self, inputs: Mapping[str, Tensor]) -> Values:
         if self._compiled is None:
@@ -85,7 +88,12 @@ class Traced:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = _prepared(make_fx(flat, tracing_mode="fake")(*given), given, self._device)
-            return inductor(graph, given, options=_options(graph))  # type: ignore[no-any-return]
+            try:
+                return inductor(graph, given, options=_options(graph))  # type: ignore[no-any-return]
+            except Exception as error:
+                self._parts, why = in_parts(graph, error), _short(error)
+        warnings.warn(f"the step is compiled in parts, around {self._parts.around}: Inductor refused the whole ({why})", stacklevel=2)
+        return self._parts
 
 
 def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device) -> GraphModule:
@@ -96,6 +104,74 @@ def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device)
     if _goes_back_over_images(graph) and replay.is_accelerator(device) and images.quicker_turned(graph, device):
         return images.channels_last(graph, given)
     return graph
+
+
+def in_parts(graph: GraphModule, error: Exception) -> Parts:
+    """A graph that Inductor refused whole: collectives, and the op it named, run by themselves, and what lies between is compiled. Where
+    there is neither, the refusal stands."""
+    named = re.search(r"target: (\S+)", str(error))
+    refused = named.group(1) if named else ""
+    if not any(_is_apart(n, refused) for n in graph.graph.nodes):
+        raise error
+    return Parts(graph, refused)
+
+
+def _is_apart(node: Any, refused: str) -> bool:
+    return node.op == "call_function" and (str(node.target).startswith(WIRES) or str(node.target) == refused)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+class Parts:
+    """A graph cut around some of its ops. Each part between them is compiled when it is first called, or runs op by op if it cannot be."""
+
+    def __init__(self, graph: GraphModule, refused: str) -> None:
+        from torch.fx.passes.split_module import split_module
+
+        numbers, number, last = dict[Any, int](), 0, False
+        for node in graph.graph.nodes:
+            now = _is_apart(node, refused)
+            number, last = number + (now != last), now
+            numbers[node] = number
+        self.around = refused or "its collectives"
+        self._whole = split_module(graph, None, numbers.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+        self._parts = [Part(m) for name, m in self._whole.named_children() if int(name.rsplit("_", 1)[1]) % 2 == 0]
+        for part in self._parts:
+            part.stand_in(self._whole)
+
+    def __call__(self, *given: Tensor) -> Any:
+        return self._whole(*given)
+
+    @property
+    def apart(self) -> str:
+        """What is not compiled."""
+        return ", ".join(dict.fromkeys([self.around, *(p.refused for p in self._parts if p.refused)]))
+
+
+class Part(torch.nn.Module):
+    """One stretch of a graph."""
+
+    def __init__(self, graph: torch.nn.Module) -> None:
+        super().__init__()
+        self.graph, self.refused = graph, ""
+        self._run: Callable[..., Any] | None = None
+
+    def stand_in(self, whole: torch.nn.Module) -> None:
+        name = next(name for name, m in whole.named_children() if m is self.graph)
+        setattr(whole, name, self)
+
+    def forward(self, *given: Tensor) -> Any:
+        if self._run is None:
+            from torch._inductor import compile as inductor
+
+            try:
+                self._run = inductor(self.graph, list(given), options=_options(self.graph))  # type: ignore[arg-type]
+            except Exception as error:
+                named = re.search(r"target: (\S+)", str(error))
+                self.refused, self._run = named.group(1) if named else _short(error), self.graph
+        return self._run(*given)
 
 
 def _goes_back_over_images(graph: GraphModule) -> bool:
