@@ -21,6 +21,7 @@ from weft.api.eager import How, Moment
 from weft.api.judge import Case, Verdict, judge
 from weft.api.lines import Lines
 from weft.api.noise import measured
+from weft.api.room import require_room
 from weft.api.step import Step
 from weft.api.together import begin_alike
 from weft.api.trust import guarded, seen_by_first, verified
@@ -183,11 +184,17 @@ class _Asked:
         chosen = decision or file
         source, moves = chosen.step(captured) if chosen is not None else (captured, ())
         program = decision.program if decision else self._placed(source)
+        require_room(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
         report = verified(source.program, program) if self.check else None
         step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.seed)
         step.report, step.source, step.moves, step.traced = report, source.program, moves, traced
         step.how, step.checked = self._how, self.check
         return step
+
+    def _priced(self, traced: Program, captured: Captured, other: Spec) -> Program:
+        """The step under another plan, as far as memory goes."""
+        again = recomputed(replace(captured, program=traced), regions_of(captured, other.recompute))
+        return auto.prepare(again, other, self.wish, self.device)
 
     def _placed(self, captured: Captured) -> Program:
         """The step under the plan: its words and, where a file says how single tensors are held, these."""

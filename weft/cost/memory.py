@@ -25,11 +25,16 @@ def peak_bytes(program: Program) -> int:
     return max(live_bytes(program), default=0)
 
 
-def live_bytes(program: Program) -> list[int]:
+def least_bytes(program: Program) -> int:
+    """What the busiest rank holds at the least, however well elementwise ops are fused: of these, only what others read."""
+    return max(live_bytes(program, fused=True), default=0)
+
+
+def live_bytes(program: Program, fused: bool = False) -> list[int]:
     """What the busiest rank holds while each node runs: inputs throughout, every other value from its making to its last use.
 
     Of what one kernel makes only that is held which others read, and the next value of a state is written over the last."""
-    place, free = {n: i for i, n in enumerate(program.nodes)}, _never_held(program)
+    place, free = {n: i for i, n in enumerate(program.nodes)}, _never_held(program) | (_passed_on(program) if fused else set())
     outputs = {n for _, n in program.outputs}
     dies: dict[int, list[Node]] = {}
     for node in program.nodes:
@@ -53,3 +58,10 @@ def _never_held(program: Program) -> set[Node]:
         inside = set(group.nodes) if group.kind == "fuse" else set()
         found |= {n for n in inside if n in state or (n not in outputs and all(u in inside for u in program.users[n]))}
     return found
+
+
+def _passed_on(program: Program) -> set[Node]:
+    """Elementwise values that only elementwise ops read."""
+    outputs = {n for _, n in program.outputs}
+    alone = {n for n in program.nodes if n.op.kind is Kind.POINTWISE and n not in outputs}
+    return {n for n in alone if all(u.op.kind is Kind.POINTWISE for u in program.users[n])}
