@@ -7,7 +7,9 @@
 
 unfused      the collective and the product one after the other, over the same symmetric memory
 gemm_alone   the product without its collective
-torch_fused  torch's own fused op over symmetric memory, called; all else is replayed from graphs
+torch_fused  torch's own fused op over symmetric memory
+
+All are replayed from graphs. Beside them weft's fastest way and torch's op called from Python, in turn: `called_ms`.
 """
 
 from __future__ import annotations
@@ -123,9 +125,10 @@ def fastest(me: Rank, op: str, shape: Shape) -> Any:
             tried |= rounded(ms)
     unfused = ms.get("unfused") or min(t for way, t in ms.items() if way != "gemm_alone" and way.chunks == 1)
     how = str(best[0]) if ms[best[0]] < unfused else "left alone"
-    times = {"weft": min(ms[best[0]], unfused), "unfused": unfused, "gemm_alone": ms["gemm_alone"], **torch_fused(case)}
+    peer, called = torch_fused(case, best[0])
+    times = {"weft": min(ms[best[0]], unfused), "unfused": unfused, "gemm_alone": ms["gemm_alone"], **peer}
     correct = f"largest relative error {error:.1e}"
-    me.say(**timed_row(f"{op} {shape}".replace("_", " "), times, way=how, tried=tried, correct=correct))
+    me.say(**timed_row(f"{op} {shape}".replace("_", " "), times, way=how, called_ms=called, tried=tried, correct=correct))
     return best[0]
 
 
@@ -157,8 +160,8 @@ def unfused_gather(case: Case) -> Tensor:
     return gathered.view(-1, x.shape[1]) @ w.T
 
 
-def torch_fused(case: Case) -> dict[str, float]:
-    """torch's own fused op, where there is one."""
+def torch_fused(case: Case, way: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """torch's own fused op replayed from a graph, where there is one; and it and weft's way called."""
     assert dist.group.WORLD is not None
     (x, w), group, ops = case.operands, dist.group.WORLD.group_name, torch.ops.symm_mem
     calls: dict[str, Callable[[], Any]] = {
@@ -167,8 +170,9 @@ def torch_fused(case: Case) -> dict[str, float]:
     }
     call = calls.get(case.op)
     if call is None or case.me.tried(f"torch's {case.op}", call) is None:
-        return {}
-    return case.me.time_calls({"torch_fused": call}, rounds=3, calls=10)
+        return {}, {}
+    ways: dict[Any, Call] = {"weft": functools.partial(case.run, way), "torch_fused": call}
+    return case.me.time_graphs({"torch_fused": call}), rounded(case.me.time_calls(ways, rounds=5, calls=20))
 
 
 def check_carrying(me: Rank) -> None:

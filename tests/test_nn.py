@@ -141,3 +141,27 @@ def test_chunks_taper_and_none_is_empty():
     assert shrinking == sorted(shrinking, reverse=True) and growing == sorted(growing)
     assert min(_tapered(5, 8, 0.1)) == 1 and len(_tapered(5, 8, 0.1)) == 5
     assert _tapered(0, 4, 1.0) == [0]
+
+
+def test_odd_columns_are_padded_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of results begin on 16 bytes; what comes back has the columns that were asked for."""
+    from weft.nn import over_peers
+    from weft.nn.ways import Way
+
+    monkeypatch.setattr(over_peers, "_pays", lambda space: True)
+
+    def job(rank: int) -> None:
+        gen = torch.Generator().manual_seed(0)
+        xs, ws = torch.randn(2, 8, 6, generator=gen), torch.randn(2, 5, 6, generator=gen)
+        assert over_peers._aligned(ws[0], over_peers.space_of(None, torch.device("cpu"))).shape == (8, 6)
+        want = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
+        for chunks in (1, 2):
+            way = Way("peers", chunks=chunks)
+            torch.testing.assert_close(over_peers.product_all_reduce(xs[rank], ws[rank], None, way), want)
+            torch.testing.assert_close(over_peers.product_reduce_scatter(xs[rank], ws[rank], None, way), want[4 * rank : 4 * rank + 4])
+            got, rows = over_peers.gather_product(xs[rank], ws[rank], None, way)
+            torch.testing.assert_close(got, xs.flatten(0, 1) @ ws[rank].T)
+            torch.testing.assert_close(rows, xs.flatten(0, 1))
+            assert got.is_contiguous()
+
+    run_ranks(2, job, tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.codegen.expr import Group, Slot, load, reduce
@@ -119,9 +120,24 @@ def space_of(group: dist.ProcessGroup | None, device: torch.device) -> Space:
     return _spaces[key]
 
 
+def _aligned(w: Tensor, space: Space) -> Tensor:
+    """The weight with as many more outputs as it takes for rows of results to begin on 16 bytes: a GPU's products of others are far slower."""
+    more = -w.shape[0] % (16 // w.element_size())
+    return F.pad(w, (0, 0, 0, more)) if more and _pays(space) else w
+
+
+def _pays(space: Space) -> bool:
+    return bool(space.peers.target == "triton")
+
+
+def _as_asked(out: Tensor, n: int) -> Tensor:
+    return out if out.shape[1] == n else out[:, :n].contiguous()
+
+
 def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     """x @ w.T summed over the ranks, each keeping its slice of the rows."""
     space = space_of(group, x.device)
+    asked, w = w.shape[0], _aligned(w, space)
     world, rank, n = space.peers.world, space.peers.rank, w.shape[0]
     rows = x.shape[0] // (world * way.chunks)
     parts = space.buffer("scatter", (way.chunks, world, rows, n), x.dtype)
@@ -138,12 +154,13 @@ def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor
     with space.side.work():
         space.meet()  # nobody writes its terms again before all have read them
     space.side.main_after()
-    return out.view(way.chunks * rows, n)
+    return _as_asked(out.view(way.chunks * rows, n), asked)
 
 
 def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     """x @ w.T summed over the ranks: each sums its share of a chunk, and takes the others' shares from them."""
     space = space_of(group, x.device)
+    asked, w = w.shape[0], _aligned(w, space)
     world, rank, n = space.peers.world, space.peers.rank, w.shape[0]
     rows = x.shape[0] // (world * way.chunks)
     parts = space.buffer("reduce", (way.chunks, world, rows, n), x.dtype)
@@ -162,7 +179,7 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     with space.side.work():
         space.meet()
     space.side.main_after()
-    return out.view(x.shape[0], n)
+    return _as_asked(out.view(x.shape[0], n), asked)
 
 
 def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -172,6 +189,7 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
     Rows that already lie in `Space.rows`, peer memory, are read by the others from there.
     """
     space = space_of(group, x.device)
+    asked, w = w.shape[0], _aligned(w, space)
     world, rank, (rows, k) = space.peers.world, space.peers.rank, x.shape
     shards = space.rows(rows, k, x.dtype)
     gathered = torch.empty(world, rows, k, dtype=x.dtype, device=x.device)
@@ -179,7 +197,7 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
     order = [(rank + turn) % world for turn in range(1, world)]
     if way.by == "product" and world > 1 and space.peers.target == "triton" and carry.can_multiply(x, w):
         _each_brings_the_next(space, x, w, gathered, out, keep)
-        return out.view(world * rows, -1), gathered.view(world * rows, k) if keep else None
+        return _as_asked(out.view(world * rows, -1), asked), gathered.view(world * rows, k) if keep else None
     space.side.after_main()
     with space.side.work():
         if x.data_ptr() != shards[rank].data_ptr():
@@ -200,7 +218,7 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
     space.second.main_after()
     rest()
     space.side.main_after()
-    return out.view(world * rows, -1), gathered.view(world * rows, k) if keep else None
+    return _as_asked(out.view(world * rows, -1), asked), gathered.view(world * rows, k) if keep else None
 
 
 def _each_brings_the_next(space: Space, x: Tensor, w: Tensor, gathered: Tensor, out: Tensor, keep: bool) -> None:
