@@ -82,7 +82,7 @@ def parallelize(
     own initialisation under `seed`; each rank reads or keeps its slices alone.
     `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
     """
-    hosts.meet()
+    hosts.meet(torch.device(device))
     file = None if plan == "auto" else planfile.follow(plan)
     named = None if file is None else _for_these(file.spec, memory=memory, others=others)
     if file is not None and named is not None:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import RuntimeFault
+from weft.runtime import hosts
 from weft.runtime.peers import PeerBuffer
-from weft.runtime.shm import host_identity
 
 
 class DevicePeers:
@@ -30,8 +30,9 @@ class DevicePeers:
         self.global_ranks = [dist.get_global_rank(self.group, r) for r in range(self.world)]
         self._handles: list[object] = []
         here: list[Any] = [None] * self.world
-        dist.all_gather_object(here, (host_identity(), str(torch.cuda.get_device_properties(self.device).uuid)), group=group)
-        self._sharing = here.count(here[self.rank])
+        dist.all_gather_object(here, hosts.place(self.device), group=group)
+        # with ranks of other groups too: blocks that wait for each other must all have room at once
+        self._sharing = max(here.count(here[self.rank]), hosts.sharing(here[self.rank]))
         _require_one_host([host for host, _ in here], self.global_ranks, self.rank)
 
     def empty(self, nbytes: int) -> PeerBuffer:
@@ -76,8 +77,8 @@ class DevicePeers:
         return self.multiprocessors() - 1
 
 
-def _require_one_host(hosts: list[str], ranks: list[int], mine: int) -> None:
-    others = [rank for rank, host in zip(ranks, hosts, strict=True) if host != hosts[mine]]
+def _require_one_host(names: list[str], ranks: list[int], mine: int) -> None:
+    others = [rank for rank, host in zip(ranks, names, strict=True) if host != names[mine]]
     if others:
         raise RuntimeFault(
             "ranks on several hosts cannot map each other's device memory",

@@ -1,4 +1,4 @@
-"""Which ranks share a host, told once by every rank to all: what is shared there need not be sent."""
+"""Which ranks share a host, and which a GPU of it, told once by every rank to all: what is shared there need not be sent."""
 
 from __future__ import annotations
 
@@ -6,19 +6,33 @@ import math
 from collections.abc import Mapping
 from itertools import product
 
+import torch
 import torch.distributed as dist
 
 from weft.runtime.shm import host_identity
 
 _hosts: list[str] = []
+_places: list[tuple[str, str]] = []
 
 
-def meet() -> None:
-    """Learn every rank's host. All ranks call it together."""
-    global _hosts
-    _hosts = [""] * dist.get_world_size() if dist.is_initialized() else []
-    if _hosts:
-        dist.all_gather_object(_hosts, host_identity())
+def meet(device: torch.device) -> None:
+    """Learn every rank's host and device. All ranks call it together."""
+    global _hosts, _places
+    _places = [("", "")] * dist.get_world_size() if dist.is_initialized() else []
+    if _places:
+        dist.all_gather_object(_places, place(device))
+    _hosts = [host for host, _ in _places]
+
+
+def place(device: torch.device) -> tuple[str, str]:
+    """This rank's host, and which GPU of it."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return host_identity(), gpu
+
+
+def sharing(where: tuple[str, str]) -> int:
+    """How many of the ranks that were met are at a place."""
+    return _places.count(where)
 
 
 def share(sizes: Mapping[str, int], axis: str) -> bool:
