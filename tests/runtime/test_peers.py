@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from weft.core.errors import RuntimeFault
+from weft.runtime import hosts
 from weft.runtime.shm import Segment
 
 
@@ -120,3 +121,10 @@ def test_more_ranks_than_cores_still_run(tmp_path: Path) -> None:
     start = time.monotonic()
     run_ranks(8, job, tmp_path)
     assert time.monotonic() - start < 50
+
+
+def test_all_ranks_of_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other groups too: blocks that wait for each other must all have room at once."""
+    monkeypatch.setattr(hosts, "_places", [("here", "gpu 0"), ("here", "gpu 0"), ("here", "gpu 1"), ("there", "gpu 0")])
+    assert [hosts.sharing(place) for place in hosts._places] == [2, 2, 1, 1]
+    assert hosts.place(torch.device("cpu"))[1] == ""

@@ -49,7 +49,8 @@ def put(x: Tensor, index: Tensor, rows: Tensor, *, dim: int) -> Tensor:
     held = rows.numel()
     flat = index.reshape(-1)
     x = x.reshape(*x.shape[:dim], flat.numel(), *x.shape[dim + index.ndim :])
-    at = torch.searchsorted(rows.clone(), flat.contiguous()).clamp(max=max(held - 1, 0))  # Inductor cannot search a view
+    searched = rows.clone() if isinstance(rows, FakeTensor) else rows  # Inductor cannot search a view
+    at = torch.searchsorted(searched, flat.contiguous()).clamp(max=max(held - 1, 0))
     hit = (rows[at] == flat) if held else torch.zeros_like(flat, dtype=torch.bool)
     x = torch.where(hit.reshape(-1, *(1,) * (x.ndim - 1 - dim)), x, torch.zeros((), dtype=x.dtype, device=x.device))
     return x.new_zeros(*x.shape[:dim], held, *x.shape[dim + 1 :]).index_add_(dim, at, x)
