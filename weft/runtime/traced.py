@@ -156,6 +156,8 @@ class Part(torch.nn.Module):
     def __init__(self, graph: torch.nn.Module) -> None:
         super().__init__()
         self.graph, self.refused = graph, ""
+        (out,) = [n for n in graph.graph.nodes if n.op == "output"]  # type: ignore[union-attr]
+        self._alone = not isinstance(out.args[0], (tuple, list))
         self._run: Callable[..., Any] | None = None
 
     def stand_in(self, whole: torch.nn.Module) -> None:
@@ -171,7 +173,8 @@ class Part(torch.nn.Module):
             except Exception as error:
                 named = re.search(r"target: (\S+)", str(error))
                 self.refused, self._run = named.group(1) if named else _short(error), self.graph
-        return self._run(*given)
+        out = self._run(*given)
+        return out[0] if self._alone and isinstance(out, (tuple, list)) else out  # compiled code gives a list of one
 
 
 def _goes_back_over_images(graph: GraphModule) -> bool:
