@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from weft.core.errors import WeftError
@@ -454,17 +454,33 @@ def _beside(block: Block) -> Block:
 
 def grown(one: Any, two: Any, few: int, n: int) -> Any:
     """What `one` and `two`, of `few` samples and twice as many, say of n; None where they differ in more than sizes."""
-    if type(one) is not type(two):
+    kind = type(one)
+    if kind is not type(two):
         return None
-    if isinstance(one, (bool, str, type(None))):
-        return one if one == two else None
-    if isinstance(one, (int, float)):
+    if kind is float or kind is int:
         made = one + (two - one) * (n - few) / few
-        return round(made) if isinstance(one, int) else made
-    if isinstance(one, tuple):
-        parts = [grown(a, b, few, n) for a, b in zip(one, two, strict=False)]
-        return (
-            tuple(parts) if len(one) == len(two) and not any(p is None and a is not None for p, a in zip(parts, one, strict=True)) else None
-        )
-    found = {f.name: grown(getattr(one, f.name), getattr(two, f.name), few, n) for f in fields(one)}
-    return None if any(v is None and getattr(one, k) is not None for k, v in found.items()) else replace(one, **found)
+        return made if kind is float else round(made)
+    if kind is bool or kind is str or one is None:
+        return one if one == two else None
+    if kind is tuple:
+        parts = _grown_all(one, two, few, n) if len(one) == len(two) else None
+        return None if parts is None else tuple(parts)
+    names = _names(kind)  # type: ignore[arg-type]
+    parts = _grown_all([getattr(one, x) for x in names], [getattr(two, x) for x in names], few, n)
+    return None if parts is None else kind(*parts)
+
+
+def _grown_all(ones: Sequence[Any], twos: Sequence[Any], few: int, n: int) -> list[Any] | None:
+    found = []
+    for a, b in zip(ones, twos, strict=True):
+        made = grown(a, b, few, n)
+        if made is None and a is not None:
+            return None
+        found.append(made)
+    return found
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    """Fields of a record, in the order it is made of them."""
+    return tuple(f.name for f in fields(kind))
