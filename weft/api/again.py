@@ -282,7 +282,7 @@ class Forms:
         """As the last that was used. Of batches that always measure otherwise the oldest program goes; of those that do not, there may be so many."""
         alike = [f for f in self.kept if f.ranged == form.ranged]
         if form not in self.kept and len(alike) >= (MANY if form.ranged else MOST):
-            others = [f for f in alike if not f.fits(shapes)]
+            others = [f for f in alike if not f.fits(shapes) or f.reads.asked]
             self._require_room(others)
             self.kept.remove(others[0])
         self.kept = [*(f for f in self.kept if f is not form), form]
@@ -420,8 +420,8 @@ class Forms:
         return found
 
     def _example_of(self, batch: Any, shapes: dict[str, Shape]) -> Any:
-        """A batch as it is traced: of one process as it came; else of the shapes all ranks' parts make, with the numbers and flags of now."""
-        if one_process():
+        """A batch as it is traced: as it came, where it is whole; else of the shapes all ranks' parts make, with the numbers and flags of now."""
+        if one_process() or all(tuple(x.shape) == shapes[n] for n, x in named_batch(batch).items()):
             return batch
         name = "batch.0" if isinstance(batch, Tensor) else "batch"
         return changed(name, batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)

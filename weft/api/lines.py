@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from weft.api.runner import routes
 from weft.cluster.spec import Cluster
-from weft.core.errors import PlanError
+from weft.core.errors import CaptureError, PlanError
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import Micro
@@ -79,15 +79,17 @@ class Lines:
     capture: Callable[[int], Micro]
     samples: int
     fixed: int = 0
-    _found: dict[int, Micro | PlanError] = field(default_factory=dict)
+    _found: dict[int, Micro | PlanError | CaptureError] = field(default_factory=dict)
 
     def step(self, micro: int) -> Micro:
         if micro not in self._found:
             try:
                 self._found[micro] = self.capture(micro)
-            except PlanError as e:
+            except (PlanError, CaptureError) as e:
                 self._found[micro] = e
         found = self._found[micro]
+        if isinstance(found, CaptureError):
+            raise PlanError(found.message, needed=found.needed, found=found.found, where=found.where)
         if isinstance(found, PlanError):
             raise found
         return found

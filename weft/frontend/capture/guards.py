@@ -26,9 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from weft.core.errors import RuntimeFault
+from weft.core.node import Node, toposort
 from weft.frontend.capture.alike import PLAIN
-from weft.frontend.capture.batches import leaves
+from weft.frontend.capture.batches import leaves, tensors
 
 DEPTH, MOST = 6, 50_000  # how deep containers and objects are followed, and how many places are kept at most
 _TENSORS = ("_parameters", "_buffers", "_modules")
@@ -118,6 +121,40 @@ def _unchanged(now: Any, before: Any) -> bool:
     return now is before or (type(now) is type(before) and (_plain(before)) and bool(now == before))
 
 
+@dataclass
+class Asked:
+    """A number that the batch alone decides and Python asked for: the trace serves batches that give the same."""
+
+    node: Node
+    held: dict[Node, Tensor]  # constants it reads
+    words: str
+    value: Any = None
+
+    def of(self, batch: Mapping[str, Tensor]) -> Any:
+        found = dict(self.held)
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for n in toposort([self.node]):
+                if n not in found:
+                    found[n] = _whole(n, batch) if n.op.name == "input" else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
+            return found[self.node].item()
+
+    def holds(self, batch: Mapping[str, Tensor]) -> bool:
+        now = self.of(batch)
+        return bool(now == self.value or (now != now and self.value != self.value))
+
+
+def _whole(n: Node, batch: Mapping[str, Tensor]) -> Tensor:
+    x = batch[n.attr("name")]
+    if tuple(x.shape) != n.shape:
+        raise RuntimeFault(
+            "Python asks for a number that the whole batch decides",
+            needed=f"the whole batch on every rank: {n.attr('name').removeprefix('batch.')} {list(n.shape)}",
+            found=f"{list(x.shape)}, a part of it",
+            try_="give every rank the whole batch",
+        )
+    return x.detach().cpu()
+
+
 class Reads:
     """All that one trace may have read, and what it left changed."""
 
@@ -134,6 +171,7 @@ class Reads:
         self.read_anew: dict[str, Place] = {}  # inputs of the program that are tensors found at a place
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}  # inputs that are numbers: at a place, or of the batch by name
         self.fixed: list[tuple[Place, int]] = []  # tensors in Python that may not change
+        self.asked: list[Asked] = []
         self.left: list[Change] = []  # what the trace changed
         self.drew = False  # whether it drew random numbers in Python
         self.shared = True  # layers alike are traced once
@@ -427,7 +465,11 @@ class Reads:
         if any(not np.array_equal(a, copy, equal_nan=a.dtype.kind == "f") for a, copy, _ in self.arrays):
             return False
         now = _environment()
-        return all(now[k] == x for k, x in self._environment.items()) and self._batch_holds(batch)
+        return all(now[k] == x for k, x in self._environment.items()) and self._batch_holds(batch) and self._answers_hold(batch)
+
+    def _answers_hold(self, batch: Any) -> bool:
+        given = tensors("batch.0" if isinstance(batch, Tensor) else "batch", batch) if self.asked else {}
+        return all(asked.holds(given) for asked in self.asked)
 
     @functools.cached_property
     def _flat(self) -> list[tuple[Any, Any, Any]]:

@@ -29,7 +29,7 @@ from weft.core.node import DTYPE_NAMES, Node, constant, user_line
 from weft.frontend.capture.complexes import PARTS, any_complex, of_pairs, parts_of, refuse_complex
 from weft.frontend.capture.guards import unheard
 from weft.frontend.capture.joint import enter
-from weft.frontend.capture.known import drawn, number, through
+from weft.frontend.capture.known import asked, drawn, number, through
 from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
 from weft.frontend.capture.values import TAG, Ref, Step, view
@@ -206,6 +206,17 @@ def _places_on_cpu(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 _MOVES = {getattr(Tensor, n) for n in dir(Tensor) if hasattr(getattr(torch, n, None), "is_available")}
 
 
+_CHOOSES = (torch.bool, torch.uint8)
+
+
+def _counts(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op's result is as large as values say."""
+    aten = torch.ops.aten
+    if func is aten.index.Tensor:
+        return any(i is not None and i.dtype in _CHOOSES for i in args[1])
+    return func in (aten.nonzero.default, aten.masked_select.default) or func is aten.repeat_interleave.Tensor and not kwargs.get("output_size")
+
+
 class Below(TorchDispatchMode):
     """Hears ATen ops and keeps fake tensors and nodes in step."""
 
@@ -224,6 +235,8 @@ class Below(TorchDispatchMode):
             return self._foreach(func, args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(func, args[0])
+        if _counts(func, args, kwargs):
+            return self._counted(func, args, kwargs)
         out, args, kwargs = _lying(func, args, kwargs)
         if any_complex(args, kwargs, out):
             return self._complex(func, out, args, kwargs)
@@ -253,9 +266,31 @@ class Below(TorchDispatchMode):
                 ),
                 where=user_line(),
             )
+        if known is None:
+            known = asked(self.recorder, through(self.recorder, self.recorder.node(tensor), look=True))
         if known is None and self.recorder.computed is not None:
             return self.recorder.computed(self.recorder.node(tensor))
         return func(tensor) if known is None else known
+
+    def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op that makes as many elements as the batch says: the number is asked for, and the shape is known."""
+        aten = torch.ops.aten
+        with self:
+            if func is aten.nonzero.default:
+                return aten.nonzero_static.default(args[0], size=self._count(func, args[0].ne(0)))
+            if func is aten.masked_select.default:
+                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+                return aten.index.Tensor(aten.expand.default(args[0], shape), [aten.expand.default(args[1], shape)])
+            if func is aten.repeat_interleave.Tensor:
+                return func(args[0], output_size=self._count(func, args[0]))
+            places = [c for i in args[1] for c in (aten.nonzero.default(i).unbind(1) if i is not None and i.dtype in _CHOOSES else (i,))]
+            return func(args[0], places)
+
+    def _count(self, func: Any, x: Tensor) -> int:
+        try:
+            return int(self._number(torch.ops.aten._local_scalar_dense.default, x.sum()))
+        except DataDependentOutputException:
+            raise DynamicOutputShapeException(func) from None
 
     def _foreach(self, func: Any, args: Any) -> Any:
         """An op over lists is the op on each; lists beside the first go along with it."""

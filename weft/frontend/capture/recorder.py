@@ -51,6 +51,7 @@ class Recorder:
     given: frozenset[str] = frozenset()  # settings of the optimizer that are inputs
     computed: Callable[[Node], Any] | None = None  # stands for a number that Python asks for and the program computes
     reads: Reads | None = None  # notes what is read from Python
+    batch: dict[str, Tensor] = field(default_factory=dict)  # the example's tensors, where they have values
     own: dict[int, Tensor] = field(default_factory=dict)  # a parameter's or buffer's id -> what stands for it
 
     # -- tensors to nodes ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.jit import ScriptModule
 from torch.nn.modules import transformer
@@ -52,6 +53,8 @@ class Tape:
 
     def _leaf(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
+            if not (value.is_meta or isinstance(value, FakeTensor)):
+                self.recorder.batch[name] = value
             return self.recorder.fresh_input(name, value, Role.BATCH, moves=value.requires_grad)
         lifted = self.recorder.reads.lifted if self.recorder.reads is not None else {}
         return self.recorder.fresh_input(name, torch.empty((), dtype=lifted[name][1]), Role.BATCH) if name in lifted else value
@@ -94,6 +97,7 @@ def tracing(
         stack.enter_context(heard(tape.blocks))
         if reads is not None:
             reads.read_anew.clear()
+            reads.asked.clear()
             stack.enter_context(_lifted(reads, recorder))
             stack.enter_context(reads.listening())
         stack.enter_context(listening_to_torch(recorder))
