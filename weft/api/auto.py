@@ -140,7 +140,8 @@ def scheduled(program: Program, named: Spec, device: torch.device = HOST) -> Pro
         return program
     if not hosts.share(named.mesh.sizes, "dp"):
         return bucketed(program, "dp", message_bytes(device))
-    one = named.most_zero in (1, 2) if is_accelerator(device) else native.available()
+    # one kernel reads all gradients at the end: under ZeRO-3, which is there to hold few of them, each is summed and let go as it is made
+    one = named.most_zero in (1, 2) if is_accelerator(device) else native.available() and named.most_zero < 3
     return bucketed(fused_update(program, "dp") if one else program, "dp")
 
 

@@ -2,8 +2,9 @@
 
 A collective starts as soon as its operands are there, one of inputs a little ahead of its first reader. The backward pass is done as soon
 as it can be, so that the sums of gradients have the rest of it to hide behind. What only finishes such a sum (the update, the
-gather after it) waits as long as possible: until a few later sums are under way where it has something to send itself, else until all
-computation is done; in both cases in the order in which the sums were started, so that the link is never idle.
+gather after it) waits as long as possible: until a few later sums are under way where it has something to send itself or lets go of a whole
+gradient for a slice of it, else until all computation is done; in both cases in the order in which the sums were started, so that the link is
+never idle.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _late(
         if n in tail:
             k = last[n] = max(last[a] for a in n.args if a in last)
             later = bisect_left(messages, messages[k] + LAG)
-            soon = n in sends and later < len(roots)
+            soon = later < len(roots) and (n in sends or roots[k].op.name == "reduce_scatter")
             base, depth = at[roots[later]] if soon else (float(len(nodes)), float(k))
             late[n] = base, depth + 0.1
     return late
