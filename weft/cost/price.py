@@ -43,6 +43,10 @@ class Costs:
         """What the host needs to issue it."""
         return op.launches * self.device.get("host.launch")
 
+    def alone(self, op: Op) -> float:
+        """What it takes in a row of ops whose host never runs ahead: a small one is done before the next is issued."""
+        return max(self.seconds(op), self.host(op))
+
     def ranks(self, axis: str) -> Ranks:
         if axis not in self._ranks:
             self._ranks[axis] = Ranks(self.cluster.members(*self.place(axis)))

@@ -22,6 +22,7 @@ from weft.plan.workload import Workload
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage, where a schedule takes several
+MOST = 64  # samples of a micro-batch
 LARGEST = {"tp": 64, "cp": 64, "pp": 32}
 CUT_TO_MEASURE = Measure()
 
@@ -191,10 +192,8 @@ def _inside(sizes: Mapping[str, int], node: int, space: Space) -> bool:
 
 
 def _micro_batches(problem: Problem, dp: int) -> list[int]:
-    """Powers of two that divide the samples of a copy, and those samples whole."""
-    own = problem.batch // dp
-    powers = [m for m in (1, 2, 4, 8, 16, 32, 64) if own % m == 0]
-    return powers if own in powers or own > 64 else [*powers, own]
+    """Whatever divides the samples of a copy, up to MOST."""
+    return [m for m in divisors(problem.batch // dp) if m <= MOST]
 
 
 def _choices(problem: Problem, space: Space, base: Setting) -> Iterator[Setting]:

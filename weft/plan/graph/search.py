@@ -42,6 +42,7 @@ LARGE = 1500  # nodes from which fewer meshes are tried
 EFFORT = 1e8  # work of one ILP
 MOST_ROUNDS = 64
 OWN_SCHEDULES = tuple(s.name for s in SCHEDULES.values() if s.searched and not s.takes_chunks)
+HOST = 0.02  # share of a step spent waiting for the host from which layouts are also priced by what it issues
 FINALISTS = 4  # spots that are laid out at several prices
 
 
@@ -178,12 +179,15 @@ class GraphSearch:
                     why.least = min(why.least, needs.get(rounds, least))
                     continue
                 best = made if best is None or made.seconds < best.seconds else best
-                break  # more micro-batches would only do the same in smaller pieces
+                if made.staged is None:
+                    break  # nothing runs again: more micro-batches would only do the same in smaller pieces
         return best if best is not None else why.said(self.memory)
 
     def _least(self, named: Spec, rounds: int) -> float:
-        """Bytes that a plan cannot go below: its state, and what lies between units."""
-        return self._held_bytes(named) + self.boundary_bytes / rounds / self.cluster.devices
+        """Bytes that a plan cannot go below: its state; of a large program, whose placing takes long, also what lies between units, which
+        it keeps unless its backward pass reads little of it."""
+        between = self.boundary_bytes / rounds / self.cluster.devices if self.is_large else 0.0
+        return self._held_bytes(named) + between
 
     def _held_bytes(self, named: Spec) -> float:
         weights = 4 * self.task.params
@@ -253,10 +257,10 @@ class GraphSearch:
             tps = [t for t in tps if t & (t - 1) == 0 or t == self.cluster.node_size or t % 32 == 0]
         return [Mesh(dp=devices // t, **({"tp": t} if t > 1 else {})) for t in tps] or [Mesh(dp=1)]
 
-    def chosen(self, captured: Captured, part: Cluster, mesh: Mesh, rates: Rates, limit: float) -> Chosen | None:
-        key = id(captured), part.devices, mesh, rates, limit
+    def chosen(self, captured: Captured, part: Cluster, mesh: Mesh, rates: Rates, limit: float, issued: bool = False) -> Chosen | None:
+        key = id(captured), part.devices, mesh, rates, limit, issued
         if key not in self._chosen:
-            prices = OnCluster(part, mesh)
+            prices = OnCluster(part, mesh, issued)
             try:
                 self._chosen[key] = choose(captured.program, mesh, prices, blocks=captured.blocks, memory=limit, rates=rates, work=EFFORT)
             except PlanError:
@@ -298,7 +302,23 @@ class GraphSearch:
         for _, spot in sorted(own, key=lambda item: item[0])[: 1 if few else FINALISTS]:
             for hide in HIDES[1:2] if few else HIDES[1:]:
                 yield from self._ways(spot, hide)
+            yield from self._issued(spot)
+            yield from self._in_more_rounds(spot)
         yield from self._as_used(sorted(without, key=lambda item: item[0]))
+
+    def _issued(self, spot: Spot, restricted: bool = False) -> Iterator[Way]:
+        """Layouts priced with what the host needs to issue each op, where a step waits for it."""
+        if any(w.causes.get("host", 0.0) > HOST * w.seconds for w in self._ways(spot, 1.0, restricted)):
+            yield from self._ways(spot, 1.0, restricted, issued=True)
+
+    def _in_more_rounds(self, spot: Spot) -> Iterator[Way]:
+        """The same in more micro-batches, for as long as something runs again."""
+        made = list(self._ways(spot, 1.0))
+        for rounds in (r for r in self.rounds(spot.mesh.sizes["dp"]) if r > spot.rounds and spot.pp == 1):
+            if not made or all(w.staged is None for w in made):
+                return
+            made = list(self._ways(replace(spot, rounds=rounds, captured=self.task.captured(rounds)), 1.0))
+            yield from made
 
     def _as_used(self, spots: Sequence[tuple[float, Spot]]) -> Iterator[Way]:
         for whole in (True, False):  # of unity-like one stage and one micro-batch alone
@@ -307,7 +327,7 @@ class GraphSearch:
                 alone = spot.pp == spot.rounds == 1
                 if bound > best or (whole and not alone):
                     continue
-                for way in self._ways(spot, 1.0, restricted=True):
+                for way in itertools.chain(self._ways(spot, 1.0, restricted=True), self._issued(spot, restricted=True)):
                     if (way.name == "unity-like") == whole:
                         best = min(best, way.seconds)
                         yield way
@@ -337,7 +357,9 @@ class GraphSearch:
         least = 1 if pp == 1 else 4 * pp
         options = [r for r in self.rounds(1) if r >= least]
         fits = [r for r in options if self.boundary_bytes / r / self.cluster.devices * min(r, pp) < left]
-        return fits[: 1 if self.is_large or pp > 1 or fits[:1] == [1] else 2]
+        if self.is_large or pp > 1 or fits[:1] == [1]:
+            return fits[:1]
+        return [r for r in options if fits and r in (fits[0] // 2, *fits[:2])]  # one fewer may fit where the backward pass reads little
 
     @cached_property
     def is_large(self) -> bool:
@@ -349,14 +371,14 @@ class GraphSearch:
         units = Units(Placed(self.task.captured().program, self.cluster), NOTHING).all
         return sum(u.sent for u in units) + max(u.saved for u in units)
 
-    def _ways(self, spot: Spot, hide: float, restricted: bool = False) -> Iterator[Way]:
+    def _ways(self, spot: Spot, hide: float, restricted: bool = False, issued: bool = False) -> Iterator[Way]:
         part, mesh, rounds, pp = spot.part, spot.mesh, spot.rounds, spot.pp
         captured = spot.captured if restricted else self.own(spot.captured, rounds)
         own = room(self.memory)
         rates = Rates(hide, rounds, restricted)
-        made = self.chosen(captured, part, mesh, rates, own * pp)
+        made = self.chosen(captured, part, mesh, rates, own * pp, issued)
         if made is None and pp == 1:  # what does not fit may fit when parts are run again
-            made = self.chosen(captured, part, mesh, rates, math.inf)
+            made = self.chosen(captured, part, mesh, rates, math.inf, issued)
         if made is None:
             return
         placed = Placed(made.program if restricted else as_run(made.program, rounds), part, made.again)

@@ -104,13 +104,17 @@ def _size(mesh: Mesh, here: list[Placement], i: int, kind: str, size: float) -> 
 
 @dataclass(frozen=True)
 class OnCluster:
-    """Prices of a cluster whose devices the mesh covers, last axis innermost."""
+    """Prices of a cluster whose devices the mesh covers, last axis innermost; with `issued`, of ops whose host does not run ahead."""
 
     cluster: Cluster
     mesh: Mesh
+    issued: bool = False
 
     def on(self, mesh: Mesh) -> OnCluster:
-        return OnCluster(self.cluster, mesh)
+        return OnCluster(self.cluster, mesh, self.issued)
+
+    def _seconds(self, op: Op) -> float:
+        return self._costs.alone(op) if self.issued else self._costs.seconds(op)
 
     @property
     def chained(self) -> bool:
@@ -121,10 +125,10 @@ class OnCluster:
         return on_mesh(self.cluster, self.mesh)
 
     def move(self, move: Move) -> float:
-        return SLICE if move.kind == "slice" else self._costs.seconds(Collective(move.kind, move.size, move.axis))
+        return SLICE if move.kind == "slice" else self._seconds(Collective(move.kind, move.size, move.axis))
 
     def work(self, ops: Sequence[Op], node: Node) -> float:
-        own = sum(map(self._costs.seconds, ops))
+        own = sum(map(self._seconds, ops))
         if node.op.parts is None:
             return own
-        return min(own, sum(self._costs.seconds(op) for part in node.op.parts(node) for op in of_node(part)))  # run as it is, or as what defines it
+        return min(own, sum(self._seconds(op) for part in node.op.parts(node) for op in of_node(part)))  # run as it is, or as what defines it
