@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import typer
 
+MODULES = {  # functions of bench/_planner_modules.py, and where they are planned
+    "llama": "1x8xH100", "gpt2": "1x8xA100", "qwen3": "2x8xH100", "bert": "1x8xA100", "vit": "1x8xH100", "opt": "2x8xA100", "convnext": "1x4xA100",
+    "resnet50": "1x4xA100", "vgg16": "1x4xV100", "mixer": "1x8xA100", "efficientnet": "1x4xA100", "vit_b16": "1x8xH100",
+}  # fmt: skip
+HERE = Path(__file__).parent / "_planner_modules.py"
 MODELS = ("gpt-39b", "llama3-8b", "llama3-70b", "mixtral-8x7b", "wide-resnet", "dlrm")
 CLUSTERS = ("8xp3.16xlarge", "16x8xH100")
 SEVEN = ("dlrm", "mlp", "xdl", "candle-uno", "inception-v3", "bert-large", "resnext50")
@@ -24,10 +30,12 @@ def register(app: typer.Typer) -> None:
     def planner(
         model: list[str] = typer.Option(list(MODELS), "--model", help="Models by name."),
         cluster: list[str] = typer.Option(list(CLUSTERS), "--cluster", help="Clusters."),
+        modules: bool = typer.Option(True, "--modules/--no-modules", help="And twelve modules as a user brings them."),
         json: bool = typer.Option(False, "--json", help="print one JSON object as the last line"),
     ) -> None:
-        """Plan every pair and compare with the best baseline that fits."""
+        """Plan every pair, and modules of Hugging Face, torchvision's and timm's kinds, and compare the fastest plan with the best baseline that fits."""
         rows = [pair(m, c) for m in model for c in cluster]
+        rows += [pair(f"{HERE}:{m}", c) for m, c in MODULES.items()] if modules else []
         gains = [r["gain"] for r in rows if r["gain"] is not None]
         _finish("planner", rows, json, median_gain=statistics.median(gains) if gains else None, worst_gain=min(gains, default=None))
 
@@ -65,7 +73,7 @@ def pair(model: str, cluster: str) -> Row:
     begun = time.perf_counter()
     made = make_plan(Request(model, cluster, fastest=True))
     seconds = round(time.perf_counter() - begun, 1)
-    case = f"{model} on {cluster}"
+    case = f"{model.rsplit(':', 1)[-1]} on {cluster}"
     if not isinstance(made, Plan):
         console.print(f"{case}: nothing fits ({made.reason})", highlight=False)
         return {"case": case, "weft_ms": None, "peers_ms": {}, "ratios": {}, "limit_ms": None, "correct": True, "gain": None,
