@@ -17,9 +17,12 @@ from bench._blanks import Blanks, Cells, device_kind, stated_size
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
 from weft.core.errors import UnknownName, WeftError
+from weft.cost.grouping import COMPILED
 from weft.cost.memory import RESIDENT
+from weft.plan.planner import captured_stack
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, simulate
+from weft.plan.space import Model
 from weft.plan.transformer import Shape, workload
 
 
@@ -44,7 +47,17 @@ class Row:
         return self.metric(self.step())
 
     def step(self) -> Step:
-        return simulate(workload(self.shape, self.setting), self.setting, self.cluster)
+        return simulate(model_of(self.shape, self.setting).work(self.setting), self.setting, self.cluster)
+
+
+def model_of(shape: Shape, s: Setting) -> Model:
+    """What a row ran: captured from a module of its sizes where its kernels are such as a compiler makes, else by the tables of that system."""
+    if s.kernels != COMPILED or shape.experts or shape.head_dim != shape.hidden // shape.heads:
+        return shape
+    sizes = {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "vocab": shape.vocab, "ffn": shape.inner, "tied": shape.tied}
+    if shape.gated:
+        return captured_stack("llama3-8b", s.dtype, shape.seq, kv_heads=shape.kv, **sizes)[0]
+    return captured_stack("gpt2", s.dtype, shape.seq, dropout=0.0, **sizes)[0]
 
 
 @dataclass(frozen=True)

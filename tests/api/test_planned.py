@@ -21,10 +21,9 @@ from weft.core.text import parse
 from weft.frontend.capture import capture
 from weft.plan.graph.planner import make_plan as plan_program
 from weft.plan.graph.planner import task_of
-from weft.plan.models import shape
 from weft.plan.pieces import Counted, pieces_of
 from weft.plan.plan import Plan, load
-from weft.plan.planner import Request, make_plan
+from weft.plan.planner import Request, captured_stack, make_plan
 from weft.plan.setting import Setting
 from weft.plan.space import Limits, Problem
 
@@ -41,7 +40,7 @@ class Small(Request):
     """GPT-2 at the size of a test."""
 
     def problem(self) -> Problem:
-        return Problem(shape("gpt2", **SIZES), cluster(self.cluster), self.batch, "fp32")
+        return Problem(captured_stack("gpt2", "fp32", **SIZES)[0], cluster(self.cluster), self.batch, "fp32")
 
 
 @pytest.fixture(scope="module")

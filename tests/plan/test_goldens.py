@@ -41,7 +41,7 @@ SIMULATED = {
 PLANNED = {
     "gpt2 4xA100": "gpt2 --cluster 1x4xA100 --batch 32",
     "gpt2 16xV100": "gpt2 --cluster 2x8xV100 --batch 64",
-    "gpt2 in little memory": "gpt2 --cluster 1x2xA100 --batch 8 --memory 3GB",
+    "gpt2 in little memory": "gpt2 --cluster 1x2xA100 --batch 8 --memory 3.4GB",
     "llama3-8b 8xH100": "llama3-8b --cluster 1x8xH100 --batch 64",
     "llama3-8b 16xA100": "llama3-8b --cluster 2x8xA100 --batch 64",
     "llama3-1b least memory": "llama3-1b --cluster 1x8xB200 --batch 64 --objective memory",

@@ -93,4 +93,4 @@ def test_every_way_frees_what_it_says(search: Search) -> None:
 def test_pieces_name_known_blocks(search: Search) -> None:
     work = search.work(setting(search))
     made = blocks_of(work, [[("first", "none", 1), ("layer", "full", 2), ("attention", "none", 1)]])
-    assert [(b.name, b.again, n) for b, n in made.stages[0]] == [("embedding", "none", 1), ("layer", "full", 2), ("attention", "none", 1)]
+    assert [(b.name, b.again, n) for b, n in made.stages[0]] == [("first", "none", 1), ("layer", "full", 2), ("attention", "none", 1)]

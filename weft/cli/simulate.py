@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from weft.plan.simulate import Step
 
 
+CLASSIC = "classic"  # kernels of another system, known by tables
+
+
 def register(app: typer.Typer) -> None:
     app.command("simulate")(simulate)
 
@@ -37,7 +40,7 @@ def simulate(
     zero: int = typer.Option(0, "--zero", help="What is sharded over copies: 1 optimizer, 2 gradients, 3 parameters too."),
     recompute: str = typer.Option("none", "--recompute", help="What is run again: none, selective (attention), per-op (all but some products) or full."),
     schedule: str = typer.Option("", "--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager or zero-bubble-eager."),
-    kernels: str = typer.Option("compiled", "--kernels", help="classic, eager or compiled."),
+    kernels: str = typer.Option("compiled", "--kernels", help="compiled (a kernel for a chain of ops), eager (one for each) or classic (Megatron of 2021)."),
     dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16 or fp8; the faster 16-bit kind if not given."),
     sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Cut tokens over tp between the products."),
     overlap: bool = typer.Option(True, help="Gradients and parameters travel beside compute."),
@@ -51,17 +54,15 @@ def simulate(
     from weft.cost.interval import bounds, kind_of, spread
     from weft.plan.fits import fit
     from weft.plan.models import shape
-    from weft.plan.planner import best_dtype
+    from weft.plan.planner import best_dtype, captured_stack
     from weft.plan.schedules import CHUNKED, PLAIN
     from weft.plan.setting import Setting
     from weft.plan.simulate import detail
     from weft.plan.simulate import simulate as run
-    from weft.plan.transformer import workload
 
     began = time.perf_counter()
     writable(trace)
     place = spec.cluster(cluster)
-    sizes = shape(model, **({"seq": seq} if seq else {}))
     copies = dp or max(1, place.devices // max(1, tp * pp * cp))
     setting = Setting(
         global_batch=batch or copies * max(1, micro_batch) * (4 * pp if pp > 1 else 1), micro_batch=micro_batch,
@@ -70,13 +71,15 @@ def simulate(
         sequence_parallel=sequence_parallel, overlap_grads=overlap, overlap_params=overlap, overlap_tp=overlap_tp, keep_gathered=keep_gathered,
     )  # fmt: skip
     setting.check()
-    step = run(workload(sizes, setting), setting, place)
-    answer = fit(sizes, setting, place, step)
+    stack = shape(model, **({"seq": seq} if seq else {})) if kernels == CLASSIC else captured_stack(model, setting.dtype, seq)[0]
+    step = run(stack.work(setting), setting, place)
+    answer = fit(stack, setting, place, step)
     if trace:
-        _save_trace(step, detail(workload(sizes, setting), setting, place), trace)
-    said = f"{setting.dtype}, {many(setting.global_batch, 'sample')} of {sizes.seq} tokens, {_pieces(setting)}"
+        _save_trace(step, detail(stack.work(setting), setting, place), trace)
+    of = f" of {stack.seq} tokens" if stack.seq else ""
+    said = f"{setting.dtype}, {many(setting.global_batch, 'sample')}{of}, {_pieces(setting)}"
     console.print(f"[bold]{model}[/] on {cluster} ({many(place.devices, 'device')}): {said}", highlight=False)
-    kind = kind_of(setting.kernels, bool(sizes.experts), False)
+    kind = kind_of(setting.kernels, bool(stack.experts), False)
     _show(step, answer, kind)
     if json:
         found = _result(setting, step, answer)

@@ -114,6 +114,7 @@ class Op:
     choices: Mapping[str, Any] | None = None  # values of attributes that rules about it are tried with
     flops: Function = None  # of the busiest rank
     products: Function = None  # of an op made of products: (m, n, k, how often) of each, on the busiest rank
+    attends: int | None = None  # of attention and its backward: the operand that is the query, which the key follows
     traffic: Function = None  # bytes the busiest rank moves, where it does not read every operand whole
     beside: int = 0  # small kernels before the one that moves most
     streams: frozenset[str] = frozenset()  # labels along which it can be computed chunk by chunk

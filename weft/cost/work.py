@@ -226,7 +226,7 @@ def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Ite
     elif kind is Kind.CONTRACT:
         m, n, k, batch = product_sizes(node)
         yield Gemm(m, n, k, batch, dtype_of(node), name, loose=_loose(node))
-    elif name.startswith("attention") and not _in_one_kernel(node):
+    elif node.op.attends is not None and not _in_one_kernel(node):
         yield from _with_scores(node)
     elif node.op.products is not None:
         products = [Gemm(m, n, k, often, dtype_of(node), name) for m, n, k, often in node.op.products(node)]
@@ -234,8 +234,8 @@ def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Ite
         yield Touch(f"rows of {name}", 2.0 * sum(p.batch * p.m * p.n for p in products) * WIDTH[dtype_of(node)], 0, 2 * len(products))  # between them
     else:
         share = "gemm.efficiency"
-        if name.startswith("attention"):
-            share = "attention.backward" if "backward" in name else "attention.forward"
+        if node.op.attends is not None:
+            share = "attention.backward" if node.op.attends else "attention.forward"
         edge = node if all(enters) and leaves else _outside(node, enters, leaves)
         yield Touch(
             name, float(memory_traffic(edge)), 0, leaves + node.op.beside, flops=flops(node) if kind is Kind.WHOLE else 0.0,
@@ -348,20 +348,30 @@ def _innermost(node: Node) -> int:
 
 
 def query_and_key(node: Node) -> tuple[Node, Node]:
-    """Of attention, or of its backward, where they follow the cotangents."""
-    at = {"attention": 0, "attention_backward": 1}.get(node.op.name, 2)
+    """Of attention, or of its backward."""
+    at = node.op.attends or 0
     return node.args[at], node.args[at + 1]
+
+
+def attention_of(node: Node) -> Attention:
+    """Attention as the one kernel of a library, whatever it masks."""
+    q, k = query_and_key(node)
+    *lead, rows, width = q.type.layout.largest_local
+    batch, *groups, keys, _ = k.type.layout.largest_local
+    heads, back = math.prod(lead) // max(1, batch), bool(node.op.attends)
+    causal, kind = bool(node.attr("causal")), dtype_of(node)
+    return Attention(batch, heads, math.prod(groups), rows, keys, width, causal, kind, node.op.name, back=back, launches=2 if back else 1)
 
 
 def _keys(node: Node) -> int:
     """Keys attention is over; 0 of any other op."""
-    return int(query_and_key(node)[1].type.layout.largest_local[-2]) if node.op.name.startswith("attention") else 0
+    return int(query_and_key(node)[1].type.layout.largest_local[-2]) if node.op.attends is not None else 0
 
 
 def _in_one_kernel(node: Node) -> bool:
     """Whether a library's kernel does it: one that drops nothing, and that finds all rows and keys where a mask is causal."""
     q, k = query_and_key(node)
-    if node.attr("window") or node.attr("offset") or node.attr("p") or k.ndim != 4 or node.op.name not in ("attention", "attention_backward"):
+    if node.attr("window") or node.attr("offset") or node.attr("p") or k.ndim != 4 or (node.op.attends or 0) > 1:
         return False
     return not node.attr("causal") or q.shape[3] == k.shape[2] and not any(a.cut for a in q.type.layout.dims[3])
 
@@ -371,7 +381,7 @@ def _with_scores(node: Node) -> Iterator[Op]:
     q, k = query_and_key(node)
     *heads, rows, width = q.type.layout.largest_local
     keys = math.prod(k.type.layout.largest_local[2:-1])
-    back = node.op.name != "attention"
+    back = bool(node.op.attends)
     for _ in range(5 if back else 2):
         yield Gemm(rows, keys, width, math.prod(heads), dtype_of(node), node.op.name)
     scores = float(math.prod(heads) * rows * keys)

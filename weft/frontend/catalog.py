@@ -145,6 +145,26 @@ def resized(model: Entry, changes: Mapping[str, Any]) -> Any:
     return dataclasses.replace(model.settings, **changes)
 
 
+@dataclass(frozen=True)
+class Few:
+    """A stack of layers by name made of few of them: settings that make it so, how many of them it has, and tokens of a sample."""
+
+    settings: Mapping[str, Any]
+    layers: int
+    of: int
+    tokens: int
+
+
+def few_layers(name: str, **changes: Any) -> Few | None:
+    """A named model with as few layers as at test size and all other sizes its own; None of what is no stack of layers known by name."""
+    found = entry(name) if ":" not in name else None
+    if found is None or found.shape is None:
+        return None
+    settings = resized(found, changes)
+    few = min(settings.layers, found.small["layers"])
+    return Few({**changes, "layers": few}, few, settings.layers, found.shape(settings)["seq"])
+
+
 @contextmanager
 def _without_values():
     """Skip weight initialisation: on `meta` there is nothing to fill, and filling is most of the time of building."""

@@ -272,6 +272,7 @@ def _define_backward(name: str, first: str, results: Any, finish: Any, dtype: in
         dtype=lambda types, attrs: types[dtype].dtype,
         linear=linear,
         flops=lambda n: _score_flops(n, cts, 5.0),
+        attends=cts,
     )
 
 
@@ -315,6 +316,7 @@ _attention = define(
     vjp=_vjp,
     normal=_normal,
     flops=lambda n: _score_flops(n, 0, 2.0),
+    attends=0,
     sparse_cotangents=True,
     streams=frozenset({"t"}),  # keys may come piece by piece: partial results merge by log-sum-exp
 )

@@ -19,11 +19,10 @@ from weft.plan.search import Found, Search, describe
 from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, Problem
 from weft.plan.stages import Shared, shared
-from weft.plan.transformer import Shape
 
 DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
 FACTORS = (2, 4, 8, 16)
-LONGER, LARGER, SLOWER = (2, 4, 16), (4,), (4.0, 0.25)  # the changes that are asked for
+LONGER, LARGER, SLOWER = (4,), (4,), (4.0, 0.25)  # the changes that are asked for
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,7 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
 
 
 def _problem(plan: Plan) -> Problem:
-    request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq)
-    return replace(request.problem(), dtype=plan.setting.dtype)
+    return Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype).problem()
 
 
 def _reason(search: Search, asked: _Asked, decision: str, value: str, chosen: Found, found: Found) -> Reason:
@@ -137,10 +135,9 @@ class Change:
 
 
 def changes(p: Problem) -> Iterator[Change]:
-    shape = p.shape
-    if isinstance(shape, Shape):  # the length of a captured model is that of its example
+    if p.shape.resized is not None:  # the length of a user's model is that of its example
         for n in LONGER:
-            yield Change(f"from sequence {shape.seq * n:,}", n, replace(p, shape=replace(shape, seq=shape.seq * n)))
+            yield Change(f"from sequence {p.shape.seq * n:,}", n, replace(p, shape=p.shape.resized(p.shape.seq * n)))
     for n in LARGER:
         yield Change(f"from batch {p.batch * n:,}", n, replace(p, batch=p.batch * n))
     for rate in SLOWER:

@@ -16,8 +16,8 @@ from weft.plan.memory import Memory
 from weft.plan.setting import RECOMPUTE, Setting
 from weft.plan.simulate import Step, held, memory_of, simulate
 from weft.plan.sizes import STATE, Model
+from weft.plan.space import Model as Planned
 from weft.plan.space import divisors
-from weft.plan.transformer import Shape, workload
 
 TOGETHER = 3  # changes at once
 FLAGS = ("tp", "pp", "cp", "dp", "zero", "recompute", "micro_batch", "sequence_parallel")
@@ -43,23 +43,23 @@ class Fit:
     changes: tuple[Change, ...]
 
 
-def fit(shape: Shape, setting: Setting, cluster: Cluster, step: Step | None = None) -> Fit:
+def fit(shape: Planned, setting: Setting, cluster: Cluster, step: Step | None = None) -> Fit:
     """Whether a setting fits the smallest memory of the cluster."""
-    needed = step.peak_memory.total if step is not None else held(workload(shape, setting), setting, cluster)
+    needed = step.peak_memory.total if step is not None else held(shape.work(setting), setting, cluster)
     memory = min(g.profile.device.memory for g in cluster.groups)
     ok = needed <= memory
     changes = () if ok else tuple(sorted(_helpful(shape, setting, cluster, memory), key=lambda c: c.step.seconds))
     return Fit(ok, needed, memory, _largest(shape, setting, cluster, memory), changes)
 
 
-def _fits(shape: Shape | Model, setting: Setting, cluster: Cluster, memory: float) -> bool:
+def _fits(shape: Planned | Model, setting: Setting, cluster: Cluster, memory: float) -> bool:
     try:
         return held(shape.work(setting), setting, cluster) <= memory
     except WeftError:
         return False
 
 
-def _largest(shape: Shape | Model, setting: Setting, cluster: Cluster, memory: float) -> int:
+def _largest(shape: Planned | Model, setting: Setting, cluster: Cluster, memory: float) -> int:
     """By doubling, then halving the span in between; the number of micro-batches stays."""
 
     def fits(size: int) -> bool:
@@ -81,7 +81,7 @@ def _largest(shape: Shape | Model, setting: Setting, cluster: Cluster, memory: f
 # --- what to change
 
 
-def _helpful(shape: Shape, setting: Setting, cluster: Cluster, memory: float) -> Iterator[Change]:
+def _helpful(shape: Planned, setting: Setting, cluster: Cluster, memory: float) -> Iterator[Change]:
     """The fewest changes that help; more nodes, begun with the most that can be saved, where none does."""
     found, where = _nearest(shape, setting, cluster, memory), cluster
     for times in MORE:
@@ -91,10 +91,10 @@ def _helpful(shape: Shape, setting: Setting, cluster: Cluster, memory: float) ->
         found = _nearest(shape, _leanest(setting, times), where, memory)
     words = [] if where is cluster else [f"--cluster {where.text}"]
     for s in found:
-        yield Change(" ".join([*words, said(setting, s)]), s, simulate(workload(shape, s), s, where), where)
+        yield Change(" ".join([*words, said(setting, s)]), s, simulate(shape.work(s), s, where), where)
 
 
-def _nearest(shape: Shape, setting: Setting, cluster: Cluster, memory: float) -> list[Setting]:
+def _nearest(shape: Planned, setting: Setting, cluster: Cluster, memory: float) -> list[Setting]:
     """Settings that fit, as few changes away as any."""
     tried: set[Setting] = set()
     latest = [setting]

@@ -18,9 +18,8 @@ from typing import Any
 
 from weft.core.errors import PlanError
 from weft.plan.baselines import EVERYTHING
-from weft.plan.models import is_transformer
 from weft.plan.plan import Plan
-from weft.plan.planner import Infeasible, Request, make_plan
+from weft.plan.planner import Infeasible, Request, is_stack, make_plan
 from weft.plan.search import Found, Search
 
 MOST = 40  # doublings of the batch that may be looked at
@@ -52,8 +51,8 @@ def plan_goodput(request: Request, noise: float, say: Callable[[str], None] = la
         raise PlanError("no noise scale", needed="a number of samples above 0, as `step.noise.scale` tells it", found=str(noise), try_="--noise 500")
     if request.batch:
         raise PlanError("goodput chooses the batch", needed="no --batch", found=f"--batch {request.batch}", try_="--objective time")
-    if not is_transformer(request.model):
-        raise PlanError("goodput is planned of transformers", needed="such as llama3-8b", found=request.model, try_="--objective time")
+    if not is_stack(request.model, request.cluster):
+        raise PlanError("goodput is planned of stacks of blocks", needed="such as llama3-8b", found=request.model, try_="--objective time")
     timed = Request(request.model, request.cluster, 0, request.seq, "time", request.limits)
     unit = _odd(timed.problem().cluster.devices)
 

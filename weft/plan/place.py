@@ -201,6 +201,9 @@ class _Placer:
 
     def _candidates(self, node: Node, args: Sequence[Node]) -> Iterable[list[Layout]]:
         """Layouts to bring the operands to, the likeliest first, all whole last."""
+        if all(isinstance(p, Replicated) for a in args for p in a.layout.placements.values()):
+            yield [a.layout for a in args]
+            return
         if node.op.equation is not None:
             eq = node.op.equation(tuple(a.type for a in args), dict(node.attrs))
             per_axis = [self._ways(axis, node, eq, args) for axis in self.mesh.axes]
@@ -227,6 +230,8 @@ class _Placer:
         here = [a.type.on(axis) for a in args]
         if any(isinstance(h, O) for h in here):
             return _at_one_root(here, args, n)
+        if all(isinstance(h, Replicated) for h in here):
+            return [_Way(tuple(here), 0.0)]
         ways = [_way(tuple(R for _ in args), here, args, axis, n, whole=True)]
         labels = dict.fromkeys(eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S))
         for label in labels:

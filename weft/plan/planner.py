@@ -14,9 +14,7 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.cost.interval import equal_within
 from weft.plan.baselines import BASELINES, EVERYTHING
-from weft.plan.blocks import Stack
-from weft.plan.models import is_transformer
-from weft.plan.models import shape as named_shape
+from weft.plan.blocks import FEW, Stack
 from weft.plan.plan import Plan
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
 from weft.plan.setting import MIXED, Setting
@@ -45,6 +43,7 @@ class Request:
     objective: str = "time"
     limits: Limits = field(default_factory=Limits)
     fastest: bool = False  # whether the fastest is taken even where a simpler plan is as fast within what predictions are off
+    dtype: str = ""  # the faster 16-bit kind where none is said
 
     def check(self) -> None:
         """Refuse by name what cannot be asked, before any work."""
@@ -54,7 +53,7 @@ class Request:
         if self.objective not in OBJECTIVES:
             known = " or ".join((*OBJECTIVES, "goodput"))
             raise PlanError(f"no objective {self.objective!r}", needed=known, found=self.objective)
-        if self.seq and not is_transformer(self.model):
+        if self.seq and ":" in self.model:
             raise PlanError(f"{self.model} has the length of its example", needed="--seq of a model by name", found=f"--seq {self.seq}", try_="without --seq")
 
     def check_layouts_alone(self) -> None:
@@ -70,11 +69,9 @@ class Request:
     def problem(self) -> Problem:
         self.check()
         place = read_cluster(self.cluster)
-        if not is_transformer(self.model):
-            stack, own = captured_stack(self.model, best_dtype(place))
-            return Problem(stack, place, self.batch or own * place.devices, best_dtype(place))
-        sizes = named_shape(self.model, **({"seq": self.seq} if self.seq else {}))
-        return Problem(sizes, place, self.batch or usual_batch(sizes.params, sizes.seq), best_dtype(place))
+        dtype = self.dtype or best_dtype(place)
+        stack, own = captured_stack(self.model, dtype, self.seq)
+        return Problem(stack, place, self.batch or (usual_batch(stack.params, stack.seq) if stack.seq else own * place.devices), dtype)
 
 
 @dataclass(frozen=True)
@@ -98,24 +95,29 @@ def best_dtype(cluster: Cluster) -> str:
 
 
 @cache
-def captured_stack(model: str, dtype: str) -> tuple[Stack, int]:
-    """A model that was captured, in the dtype it is computed in, and the samples of its example; refused where it is no stack of blocks."""
+def captured_stack(model: str, dtype: str, seq: int = 0, **sizes: Any) -> tuple[Stack, int]:
+    """A model that was captured, in the dtype it is computed in, and the samples of its example; refused where it is no stack of blocks.
+
+    Of one known by name, with some sizes changed, a few blocks are captured, and its settings say how many it has."""
     import torch
 
     from weft.frontend.capture import capture
+    from weft.frontend.catalog import few_layers
     from weft.frontend.source import load
 
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    work = load(model, device="meta", dtype=kinds[dtype])
-    stack = Stack(model, cache(lambda n: capture(work.model, work.example(n, device="meta"), work.loss)))
-    stack.short(1)
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+    few = few_layers(model, **sizes, **({"seq": seq} if seq else {}))
+    work = load(model, device="meta", dtype=kinds[dtype], **(few.settings if few else sizes))
+    stack = Stack(model, cache(lambda n: capture(work.model, work.example(n, device="meta"), work.loss)), dtype)
+    if few:
+        stack.seq, stack.repeats = few.tokens, stack.depth * few.of // few.layers
+        stack.resized = lambda tokens: captured_stack(model, dtype, tokens, **sizes)[0]
+    stack.short(FEW)
     return stack, int(work.batch)
 
 
 def is_stack(model: str, cluster: str) -> bool:
-    """Whether a model is planned as a stack of equal blocks: known by its sizes, or captured and found to repeat one."""
-    if is_transformer(model):
-        return True
+    """Whether a model is planned as a stack of equal blocks: captured and found to repeat one."""
     try:
         captured_stack(model, best_dtype(read_cluster(cluster)))
     except PlanError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
@@ -24,6 +24,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage, where a schedule takes several
 MOST = 64  # samples of a micro-batch
 LARGEST = {"tp": 64, "cp": 64, "pp": 32}
+NODE = 8  # devices that share a product even where nodes have fewer
 CUT_TO_MEASURE = Measure()
 
 
@@ -130,6 +131,8 @@ class Model(Protocol):
     def flops_per_token(self) -> float: ...
     @property
     def odd(self) -> int: ...
+    @property
+    def resized(self) -> Callable[[int], Model] | None: ...
     def may_cut(self, tp: int, cp: int) -> bool: ...
     def work(self, s: Setting) -> Workload: ...
 
@@ -158,7 +161,7 @@ class Problem:
 
 def candidates(problem: Problem, space: Space, limits: Limits) -> Iterator[Setting]:
     """Every setting of the space that divides, in a fixed order; what copies share is left to `shardings`."""
-    for degrees in _degrees(problem, space):
+    for degrees in _degrees(problem, space, "tp" in limits.pins):
         for micro in _micro_batches(problem, degrees["dp"]):
             base = Setting(
                 global_batch=problem.batch, micro_batch=micro, **degrees,  # type: ignore[arg-type]
@@ -168,11 +171,13 @@ def candidates(problem: Problem, space: Space, limits: Limits) -> Iterator[Setti
             yield from (s for s in _choices(problem, space, base) if limits.allows(s, besides=("zero", "keep_gathered")))
 
 
-def _degrees(problem: Problem, space: Space) -> Iterator[dict[str, int]]:
+def _degrees(problem: Problem, space: Space, pinned: bool) -> Iterator[dict[str, int]]:
+    """Degrees that divide; tp leaves a node of eight or more only where a user pins it."""
     n, shape = problem.cluster.devices, problem.shape
+    largest = {**LARGEST, "tp": LARGEST["tp"] if pinned else min(LARGEST["tp"], max(NODE, problem.cluster.node_size))}
     for tp, pp, cp in itertools.product(divisors(n), repeat=3):
         rest, over = divmod(n, tp * pp * cp)
-        if over or not rest or not _cuts(problem, tp, pp, cp) or problem.batch % rest:
+        if over or not rest or not _cuts(problem, largest, tp=tp, pp=pp, cp=cp) or problem.batch % rest:
             continue
         sizes = {"dp": rest, "tp": tp, "pp": pp, "cp": cp}
         for ep in divisors(shape.experts) if shape.experts else [1]:
@@ -180,9 +185,9 @@ def _degrees(problem: Problem, space: Space) -> Iterator[dict[str, int]]:
                 yield {**sizes, "ep": ep}
 
 
-def _cuts(problem: Problem, tp: int, pp: int, cp: int) -> bool:
-    small = all(size <= LARGEST[axis] for axis, size in (("tp", tp), ("cp", cp), ("pp", pp)))
-    return small and pp <= problem.depth and problem.shape.may_cut(tp, cp)
+def _cuts(problem: Problem, largest: Mapping[str, int], tp: int, pp: int, cp: int) -> bool:
+    small = tp <= largest["tp"] and pp <= min(largest["pp"], problem.depth) and cp <= largest["cp"]
+    return small and problem.shape.may_cut(tp, cp)
 
 
 def _inside(sizes: Mapping[str, int], node: int, space: Space) -> bool:
@@ -216,7 +221,8 @@ def _tensor_ways(space: Space, base: Setting) -> list[tuple[bool, bool]]:
     if base.tp == 1:
         return [(False, False)]
     best = max(space.overlap_tp)  # a collective in pieces beside its product is never later than one before it
-    return [(sp, sp and best) for sp in space.sequence_parallel]
+    ways = space.sequence_parallel if base.cp == 1 else space.sequence_parallel[-1:]  # where tokens are cut anyway, they are between products too
+    return [(sp, sp and best) for sp in ways]
 
 
 def _schedules(problem: Problem, space: Space, base: Setting) -> Iterator[tuple[str, int]]:

@@ -16,10 +16,10 @@ import torch
 from weft.core.errors import LayoutError, PlanError
 from weft.core.role import Role
 from weft.cost.simulate import predict
-from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
+from weft.frontend.catalog import few_layers
+from weft.frontend.source import load
 from weft.plan.baselines import EVERYTHING
-from weft.plan.models import shape as named_shape
 from weft.plan.named import input_layouts
 from weft.plan.pins import Pin, dtensor_pins, resolve
 from weft.plan.place import place
@@ -30,7 +30,6 @@ from weft.plan.setting import Setting
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
 
-LAYERS = 2
 Say = Callable[[str], None]
 
 
@@ -44,16 +43,16 @@ class Pinned:
 
 
 class Layers:
-    """Two layers of a model, captured once for every micro-batch that is asked for."""
+    """A few layers of a model, captured once for every micro-batch that is asked for."""
 
     def __init__(self, request: Request) -> None:
-        self.shape = named_shape(request.model, **({"seq": request.seq} if request.seq else {}))
         self.request, self.problem = request, request.problem()
+        self.few = few_layers(request.model, seq=self.problem.shape.seq)
         self._captured: dict[int, Captured] = {}
         self._seconds: dict[tuple[Spec, tuple[Pin, ...], int], float] = {}
 
     def model(self) -> Any:
-        return catalog.get(self.request.model, device="meta", dtype=torch.bfloat16, layers=LAYERS, seq=self.problem.shape.seq)
+        return load(self.request.model, device="meta", dtype=torch.bfloat16, **(self.few.settings if self.few else {}))
 
     def captured(self, batch: int) -> Captured:
         if batch not in self._captured:
@@ -66,7 +65,7 @@ class Layers:
         """Seconds a step takes longer with the pins."""
         named = Spec(tp=s.tp, sp=s.sequence_parallel)
         more = self.seconds(named, tuple(pins), s.micro_batch) - self.seconds(named, (), s.micro_batch)
-        return more / LAYERS * self.shape.layers / s.pp * s.micro_batches
+        return more * (self.few.of / self.few.layers if self.few else 1) / s.pp * s.micro_batches
 
     def seconds(self, named: Spec, pins: tuple[Pin, ...], batch: int) -> float:
         key = (named, pins, batch)
@@ -97,9 +96,9 @@ class Layers:
         return min(found, key=lambda p: (p.seconds, p.tp)) if found else "; ".join(reasons) or "no degree of tp above 1 divides the devices"
 
     def _degrees(self) -> list[int]:
-        limits, shape = self.request.limits, self.shape
+        limits, model = self.request.limits, self.problem.shape
         asked = limits.pins.get("tp")
-        fit = [t for t in divisors(self.problem.cluster.devices) if t > 1 and shape.heads % t == 0 and t <= (limits.max_tp or 64)]
+        fit = [t for t in divisors(self.problem.cluster.devices) if 1 < t <= (limits.max_tp or 64) and model.may_cut(t, 1)]
         return [t for t in fit if asked is None or str(t) == asked]
 
 

@@ -6,6 +6,7 @@ where sequence parallel), experts over ep, vocabulary over tp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -91,6 +92,11 @@ class Shape:
     def work(self, setting: Setting) -> Workload:
         """What one device does for one micro-batch."""
         return workload(self, setting)
+
+    @property
+    def resized(self) -> Callable[[int], Shape]:
+        """The same with so many tokens."""
+        return lambda seq: replace(self, seq=seq)
 
     @property
     def moe_layers(self) -> int:

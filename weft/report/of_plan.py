@@ -105,22 +105,17 @@ def _alternatives(plan: Plan) -> Iterator[dict[str, Any]]:
 
 def _model(plan: Plan) -> dict[str, Any]:
     """Tensors of the model and how they are held, placed as the plan says: of one known by its sizes two layers, since all are alike."""
-    from weft.frontend import catalog
+    from weft.frontend.catalog import few_layers
     from weft.frontend.source import load
-    from weft.plan.models import shape
 
-    if ":" in plan.model:
-        layers = few = _search(plan).problem.depth
-        made = load(plan.model, device="meta")
-    else:
-        sizes = shape(plan.model, seq=plan.seq)
-        layers, few = sizes.layers, 2 * (sizes.moe_every if sizes.experts else 1)
-        made = catalog.get(plan.model, layers=few, seq=plan.seq)
+    sizes = few_layers(plan.model, seq=plan.seq)
+    made = load(plan.model, device="meta", **(sizes.settings if sizes else {}))
+    layers, few = (sizes.of, sizes.layers) if sizes else (1, 1)
     try:
         placed = _placed(plan, made)
     except WeftError as error:
         return {"says": [f"The layouts of single tensors are not drawn: {error.message}."]}
-    stages = _stages(plan, layers) if plan.setting.pp > 1 else []
+    stages = _stages(plan, _search(plan).problem.depth) if plan.setting.pp > 1 else []
     return {**placed, "repeats": layers / few, "stages": stages}
 
 
@@ -177,9 +172,9 @@ def _step(plan: Plan) -> dict[str, Any]:
 
 
 def _search(plan: Plan) -> Search:
-    request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq)
+    request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype)
     limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
-    return Search(replace(request.problem(), dtype=plan.setting.dtype), limits)
+    return Search(request.problem(), limits)
 
 
 def _sizes(plan: Plan, work: Workload, s: Setting) -> list[float]:

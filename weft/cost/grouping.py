@@ -1,0 +1,125 @@
+"""How the nodes of a program join into kernels, and what each kernel does.
+
+`compiled`: ops that only move memory join the chain they stand in, up to the next product, attention, lookup or collective, as Inductor joins
+them; a chain touches what enters and leaves it, and a product adds its bias. `eager`: every op is a kernel, as torch runs it by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.cost.work import MATH, Attention, Op, Touch, Work, attention_of, of_node
+from weft.ops.registry import Kind, flops, nbytes
+
+COMPILED, EAGER = "compiled", "eager"
+KERNELS = (COMPILED, EAGER)
+MANY = 4  # flops for each element it touches, beyond which an op does more than move memory
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """The kernels of a program, in order. Nodes of which `apart` says different things never share one; those of `once` are not run here."""
+
+    program: Program
+    apart: Callable[[Node], object]
+    once: Collection[Node] = ()
+    style: str = COMPILED
+
+    @cached_property
+    def all(self) -> list[tuple[Node, ...]]:
+        level: dict[Node, int] = {}
+        joined: dict[Node, list[Node]] = {}
+        order: list[list[Node]] = []
+        for n in self.program.nodes:
+            if n in self.once or n.op.kind is Kind.SOURCE:
+                level[n] = 0
+                continue
+            level[n] = max((level[a] + (not self.moves(a)) for a in n.args), default=0)
+            if (n.op.kind is Kind.VIEW and len(n.args) == 1) or self._work.is_done_by_product(n):
+                continue
+            chain = next((joined[b] for a in n.args if (b := self.base(a)) in joined and self._joins(b, n, level)), None)
+            if chain is None:
+                order.append(chain := [])
+            chain.append(n)
+            if self.style == COMPILED and self.moves(n):
+                joined[n] = chain
+        return [tuple(chain) for chain in order]
+
+    @cached_property
+    def _work(self) -> Work:
+        return Work(self.program)
+
+    @cached_property
+    def _known(self) -> dict[Node, bool]:
+        return {}
+
+    def moves(self, n: Node) -> bool:
+        """Whether an op only moves memory, element by element or row by row."""
+        if n not in self._known:
+            self._known[n] = self._moves(n)
+        return self._known[n]
+
+    def _moves(self, n: Node) -> bool:
+        if n.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.SOURCE):
+            return not self._work.is_done_by_product(n)
+        if n.op.kind is not Kind.WHOLE:
+            return False
+        size = sum(math.prod(t.layout.largest_local) for t in (*n.types, *(t for a in n.args for t in a.types)))
+        floats = all(t.dtype.is_floating_point for a in n.args[:1] for t in a.types)
+        return floats and flops(n) <= MANY * size
+
+    def _joins(self, a: Node, n: Node, level: Mapping[Node, int]) -> bool:
+        return self.moves(n) and level[a] == level[n] and self.apart(a) == self.apart(n)
+
+    def base(self, node: Node) -> Node:
+        """What a view is of, and what a product adds its bias to."""
+        while True:
+            if node.op.kind is Kind.VIEW and len(node.args) == 1:
+                node = node.args[0]
+            elif self._work.is_done_by_product(node):
+                node = next(a for a in node.args if a.op.kind is Kind.CONTRACT)
+            else:
+                return node
+
+    # -- what a kernel does
+
+    def records(self, nodes: Sequence[Node]) -> Iterator[Op]:
+        """Of one kernel."""
+        if len(nodes) == 1 and nodes[0].op.attends is not None:
+            yield attention_of(nodes[0])
+        elif len(nodes) == 1 and (self.style == EAGER or not self.moves(nodes[0])):
+            yield from of_node(nodes[0])
+        else:
+            yield from self._chain(nodes)
+
+    def _chain(self, nodes: Sequence[Node]) -> Iterator[Touch]:
+        inside = set(nodes)
+        read = {b: min(held(b), *(nbytes(a.type) for n in nodes for a in n.args if self.base(a) is b)) for n in nodes for x in n.args
+                if (b := self.base(x)) not in inside and b.op.kind is not Kind.SOURCE}  # fmt: skip
+        moved = sum(read.values()) + sum(held(n) for n in nodes if self._is_read_outside(n, inside))
+        hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in nodes if n.op.name.startswith(MATH))
+        made = Touch(" ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
+        if moved:  # a rate of its own has an op alone
+            yield replace(made, kind=made.name, elements=float(_widest(nodes[0]))) if len(nodes) == 1 else made
+
+    def _is_read_outside(self, n: Node, inside: Collection[Node]) -> bool:
+        users = self.program.users[n]
+        return bool(self.program.outputs_of(n)) or any((u.op.kind is Kind.VIEW and self._is_read_outside(u, inside)) or
+                                                       (u.op.kind is not Kind.VIEW and u not in inside) for u in users)  # fmt: skip
+
+
+def held(node: Node) -> int:
+    """Bytes of all its values on the busiest rank."""
+    return sum(nbytes(t) for t in node.types)
+
+
+def _widest(node: Node) -> int:
+    return max(math.prod(t.layout.largest_local) for t in node.types)
+
+
+__all__ = ["COMPILED", "EAGER", "KERNELS", "Attention", "Kernels", "held"]
