@@ -298,6 +298,15 @@ def _item(r: Recorder, x: Tensor) -> Any:
     return Number(found.node) if isinstance(found, torch.SymFloat) else found
 
 
+@function(Tensor.__bool__, tensors=True)
+def _truth(r: Recorder, x: Tensor) -> bool:
+    """`if x.norm() > 1`: a question as any other, where such questions may be asked."""
+    if r.computed is None or x.numel() != 1 or all(n.op.name != "input" for n in toposort([r.node(x)])):
+        return Tensor.__bool__(x)
+    node = reshape(r.node(x), ())
+    return _decide(node if node.dtype == torch.bool else w.ne(node, constant(0, node.dtype, node.mesh)))
+
+
 def _tensor(plain: Any) -> Any:
     def made(r: Recorder, data: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(data, torch.SymFloat):
