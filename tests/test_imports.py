@@ -18,7 +18,7 @@ PACKAGE = Path(weft.__file__).parent
 # Lower in the list may import higher, never the reverse.
 ORDER = (
     "core", "ops", "interp", "autodiff", "frontend", "rewrite", "schedule", "programs", "cluster", "cost", "plan",
-    "codegen", "runtime", "tune", "dynamic", "optim", "nn", "api", "report", "cli",
+    "codegen", "runtime", "tune", "dynamic", "optim", "nn", "transform", "passes", "api", "report", "cli",
 )  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 SOLVERS = {"highspy", "scipy", "z3", "egglog", "transformers", "networkx", "yaml", "hypothesis", "pytest"}

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from tests.api.ranks import on_ranks
 from weft.api import auto
-from weft.api.noise import Noise
 from weft.api.parallelize import parallelize
 from weft.core.errors import PlanError
 from weft.frontend.capture import capture
 from weft.ops.comm import is_comm
 from weft.plan.spec import Spec
+from weft.transform.noise import Noise
 
 BATCH, STEPS = 24, 60
 

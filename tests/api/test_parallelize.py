@@ -73,7 +73,7 @@ def test_losses_equal_one_process_between_hosts(tmp_path: Path, monkeypatch: pyt
     """Ranks that take each other for hosts of their own send every byte, in many messages."""
     want = torch_losses("gpt2")
     monkeypatch.setattr("weft.runtime.comm.message_bytes", lambda device: 1 << 13)
-    monkeypatch.setattr("weft.api.auto.message_bytes", lambda device: 1 << 13)
+    monkeypatch.setattr("weft.passes.message_bytes", lambda device: 1 << 13)
 
     def job(rank: int) -> None:
         for module in ("hosts", "peers"):

@@ -29,7 +29,7 @@ def captured() -> Captured:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_hosts", ["here", "there"])
-    monkeypatch.setattr("weft.api.auto.message_bytes", lambda device: MESSAGE)
+    monkeypatch.setattr("weft.passes.message_bytes", lambda device: MESSAGE)
 
 
 def lines(captured: Captured, plan: str) -> list[str]:

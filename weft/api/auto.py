@@ -11,19 +11,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from weft import passes
 from weft.api.lines import Lines
-from weft.api.noise import measured
 from weft.api.ruled import SPELLED, promising
-from weft.api.schedule import bucketed, fused_update
 from weft.cluster.here import here
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
-from weft.core import native
 from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
 from weft.core.role import Role
@@ -32,23 +30,17 @@ from weft.cost.memory import peak_bytes
 from weft.cost.simulate import predict
 from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
-from weft.plan.context import ring
-from weft.plan.named import input_layouts
+from weft.passes import HOST, Draft
 from weft.plan.pins import Pin, resolve
-from weft.plan.place import place
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import moves_of, replayed, rewritten
 from weft.plan.rewritten import Move
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
-from weft.rewrite.updates import by_definition, by_rows
-from weft.runtime import hosts
-from weft.runtime.comm import message_bytes
-from weft.runtime.replay import is_accelerator
+from weft.transform.noise import measured
 
 FINALISTS = 6  # placed plans whose buckets and kernels are made too before they are compared
 REORDERED = 2  # pipelines that are tried in every order
-HOST = torch.device("cpu")
 SOLVER = "layouts"  # the name of what the layout solver chooses
 Others = Mapping[str, Sequence[Pin]]
 
@@ -118,31 +110,16 @@ class Wish:
 
 def prepare(captured: Captured, named: Spec, wish: Wish = Wish(), device: torch.device = HOST) -> Program:
     """The step under a plan, as it is run on such devices."""
-    return scheduled(_placed(captured, named, wish), named, device)
+    return passes.prepare(captured, named, wish.pins, wish.noise, device)
 
 
 def _placed(captured: Captured, named: Spec, wish: Wish) -> Program:
-    shapes = {n: node.shape for n, node in captured.program.inputs_for(Role.PARAMETER).items()}
-    held = resolve(wish.pins, shapes, named.mesh.sizes)
-    layouts, options = input_layouts(captured.program, named, captured.states, held)
-    source = captured.program if wish.noise else by_rows(captured.program)  # noise is told by sums of whole gradients
-    program = by_definition(place(source, named.mesh, layouts, options))
-    return measured(program) if wish.noise else program
+    return cast(Program, passes.run(Draft(captured, named, pins=wish.pins, noise=wish.noise), after="stages", until="noise").program)
 
 
-def scheduled(program: Program, named: Spec, device: torch.device = HOST) -> Program:
-    """Gradients in buckets, sharded updates in one kernel, and keys gathered beside the attention where the plan says so.
-
-    Between hosts there is no such kernel: every sum is followed by its own update and gather while the next is under way.
-    """
-    program = ring(program, "cp") if named.ring and named.cp > 1 else program
-    if named.dp == 1:
-        return program
-    if not hosts.share(named.mesh.sizes, "dp"):
-        return bucketed(program, "dp", message_bytes(device))
-    # one kernel reads all gradients at the end: under ZeRO-3, which is there to hold few of them, each is summed and let go as it is made
-    one = named.most_zero in (1, 2) if is_accelerator(device) else native.available() and named.most_zero < 3
-    return bucketed(fused_update(program, "dp") if one else program, "dp")
+def scheduled(captured: Captured, program: Program, named: Spec) -> Program:
+    """A placed program with its buckets and kernels."""
+    return cast(Program, passes.run(Draft(captured, named, program=program), after="noise").program)
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------------------
@@ -297,7 +274,7 @@ class _Pool:
         """With its buckets and kernels, which may hold less, where that fits."""
         named, program = self.programs[name]
         assert program is not None
-        made = scheduled(program, named)
+        made = scheduled(self.captured, program, named)
         if peak_bytes(made) <= self.memory:
             self.add(name, named, made)
             self.scheduled.add(name)
@@ -372,7 +349,7 @@ class _Pool:
         pins = {n: [p] for n, p in resolve(self.wish.pins, shapes, mesh.sizes).items()}
         prices = OnCluster(self.where, mesh)
         program = choose(captured.program, mesh, prices, memory=self.memory, blocks=captured.blocks, pins=pins).program
-        return scheduled(measured(program) if self.wish.noise else program, named)
+        return scheduled(captured, measured(program) if self.wish.noise else program, named)
 
     def decision(self) -> Decision:
         best = self.fitting[0]

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.api.noise import Noise, listen
 from weft.api.step import Step
 from weft.core.errors import PlanError
 from weft.plan.goodput import pick
+from weft.transform.noise import Noise, listen
 
 TRIES = 3  # steps at a batch before it counts as timed; the first of them, which loads kernels, is left out
 RECENT = 20  # steps whose median is the time of a batch

@@ -6,64 +6,26 @@ hold less and take longer, so the fewest that fit are the best.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from weft.api.runner import routes
 from weft.cluster.spec import Cluster
 from weft.core.errors import CaptureError, PlanError
-from weft.core.program import Program
-from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import Micro
+from weft.passes import cut, laid
 from weft.plan.foresee_line import Foreseen
-from weft.plan.line import Line, lay
-from weft.plan.named import input_layouts
-from weft.plan.pieces import Found
+from weft.plan.line import Line
 from weft.plan.pins import Pin, resolve
-from weft.plan.place import Options, Placements
-from weft.plan.recompute import recomputed_stage, regions_of
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
-from weft.plan.split import Stage, chosen_cuts, split
 
 if TYPE_CHECKING:
     from weft.cost.timeline import Seen
 from weft.plan.schedules import SCHEDULES
 
-Guard = Callable[[Captured], Captured]
 MOST = 4  # micro-batches for every stage, where the batch has so many
-
-
-@dataclass(frozen=True)
-class Laid:
-    """The stages on the mesh and as they were cut, and how inputs are held."""
-
-    line: Line
-    stages: tuple[Stage, ...]
-    held: Mapping[str, Placements]
-    options: Options
-
-
-def laid(
-    captured: Captured,
-    plan: Spec,
-    pinned: Mapping[str, Placements],
-    exact: Mapping[str, Placements] | None = None,
-    guard: Guard | None = None,
-    found: Found | None = None,
-    first: Program | None = None,
-) -> Laid:
-    """The captured step of one micro-batch under a plan. State of `pinned` parameters follows them; `exact` inputs are held as told;
-    where the stages are cut and what runs again is as `found`, or for balance and as the plan's words say. `first` runs before them."""
-    held, options = input_layouts(captured.program, plan, captured.states, pinned)
-    held |= exact or {}
-    found = found or Found()
-    cuts = found.cuts if found.cuts is not None and len(found.cuts) + 1 == plan.virtual_stages else chosen_cuts(captured, plan.virtual_stages)
-    regions = regions_of(captured, plan.recompute) if found.again is None else found.again
-    stages = split(captured, plan.virtual_stages, cuts, regions)
-    again = tuple(recomputed_stage(s, plan.pipeline.defers_weights) for s in stages)
-    return Laid(lay(captured, again, plan, held, options, guard, first), stages, held, options)
 
 
 def foreseen(line: Line, plan: Spec, where: Cluster) -> Seen:
@@ -97,7 +59,8 @@ class Lines:
     def foreseen(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
         micro = self.step(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
-        return foreseen(laid(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), first=micro.first).line, plan, where)
+        stages = cut(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes))
+        return foreseen(laid(micro.captured, plan, stages, first=micro.first).line, plan, where)
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every copy whole samples, the fewest first."""

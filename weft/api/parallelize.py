@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft import passes
 from weft.api import auto, planfile
 from weft.api.again import Forms
 from weft.api.eager import How, Moment
 from weft.api.judge import Case, Verdict, judge
 from weft.api.lines import Lines
-from weft.api.noise import measured
 from weft.api.room import require_room
 from weft.api.step import Step
 from weft.api.together import begin_alike
-from weft.api.trust import guarded, seen_by_first, verified
+from weft.api.trust import seen_by_first, verified
 from weft.api.weights import begin_with
 from weft.core.errors import PlanError
 from weft.core.program import Program
@@ -33,6 +33,7 @@ from weft.frontend.capture.guards import as_before
 from weft.frontend.capture.micro import cut_of
 from weft.frontend.capture.model import require_torchs
 from weft.frontend.capture.optimizers import forget_updates
+from weft.passes import Draft
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.plan import Plan
 from weft.plan.recompute import recomputed, regions_of
@@ -134,16 +135,15 @@ class _Asked:
         moment = Moment.now()
         captured = self.forms.observed(lambda reads: self._captured(self.example, reads=reads, given=self.forms.given))
         judged = self._judged(captured, self.example, moment)
-        if self.guard:
-            captured, self.file = guarded(captured), self.file and self.file.guarded()
+        draft, self.file = self._begun(captured), self.file and self.file.guarded() if self.guard else self.file
         decision = None
         if self.named is None:
-            decision = auto.agree(captured, self.device, self.wish, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines())
+            decision = auto.agree(draft.step, self.device, self.wish, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines())
             self.named = decision.named
         if self.named.virtual_stages * self.named.micro_batches > 1:
             step = self._line()
         else:
-            step = self._one(captured, decision)
+            step = self._one(draft, decision)
             step.judged = judged
             self.forms.adopt(step, self.again)
         step.decision = decision
@@ -155,10 +155,10 @@ class _Asked:
         """The step of what Python says now; none where its program is known."""
         moment = Moment.now()
         captured = self._captured(batch, **settings)
-        ready = guarded(captured) if self.guard else captured
-        if known(ready):
+        draft = self._begun(captured)
+        if known(draft.step):
             return None
-        step = self._one(ready, None)
+        step = self._one(draft, None)
         step.unjudged = lambda example: self._judged(captured, example, moment)
         return step
 
@@ -177,17 +177,21 @@ class _Asked:
     def _how(self) -> How:
         return How(self.how["clip"], self.accumulate if self.mean else 1, self.how["precision"])
 
-    def _one(self, captured: Captured, decision: auto.Decision | None) -> Step:
+    def _begun(self, captured: Captured) -> Draft:
+        """The step as far as it is the same under every plan."""
+        asked = Draft(captured, self.named or Spec(), pins=self.wish.pins, noise=self.noise, guard=self.guard, device=self.device)
+        return passes.run(asked, until="guard")
+
+    def _one(self, draft: Draft, decision: auto.Decision | None) -> Step:
         """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
-        named, file, traced = cast(Spec, self.named), self.file, captured.program
-        captured = file.again(captured) if file is not None else recomputed(captured, regions_of(captured, named.recompute))
-        chosen = decision or file
-        source, moves = chosen.step(captured) if chosen is not None else (captured, ())
-        program = decision.program if decision else self._placed(source)
+        named, traced = cast(Spec, self.named), draft.step.program
+        draft = passes.run(replace(draft, spec=named, plan=self.file, decided=decision), after="guard", until="recompute")
+        captured, draft = draft.step, passes.run(draft, after="recompute")
+        source, program = cast(Captured, draft.source).program, cast(Program, draft.program)
         require_room(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
-        report = verified(source.program, program) if self.check else None
+        report = verified(source, program) if self.check else None
         step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.seed)
-        step.report, step.source, step.moves, step.traced = report, source.program, moves, traced
+        step.report, step.source, step.moves, step.traced = report, source, draft.moves, traced
         step.how, step.checked = self._how, self.check
         return step
 
@@ -195,14 +199,6 @@ class _Asked:
         """The step under another plan, as far as memory goes."""
         again = recomputed(replace(captured, program=traced), regions_of(captured, other.recompute))
         return auto.prepare(again, other, self.wish, self.device)
-
-    def _placed(self, captured: Captured) -> Program:
-        """The step under the plan: its words and, where a file says how single tensors are held, these."""
-        named, file = cast(Spec, self.named), self.file
-        followed = file.placed(captured, self.wish.pins) if file is not None else None
-        if followed is None:
-            return auto.prepare(captured, named, self.wish, self.device)
-        return auto.scheduled(measured(followed) if self.noise else followed, named, self.device)
 
     # -- in micro-batches ------------------------------------------------------------------------------------------------------------
 
@@ -216,10 +212,9 @@ class _Asked:
         named = cast(Spec, self.named)
         if self.noise:
             raise PlanError(f"{named} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
-        file = {"held": self.file.held, "found": self.file.found, "part": self.file.part} if self.file is not None else {}
-        asked = {**self.how, "mean": self.mean, "accumulate": self.accumulate, "pins": self.pins, "guard": self.guard, "check": self.check}
+        asked = {"followed": self.file, "mean": self.mean, "accumulate": self.accumulate, "pins": self.pins, "guard": self.guard, "check": self.check}
         return pipelined(
-            self.model, self.loss, self.optimizer, batch, named, self.device, self.seed, **asked, **file, known=known, **settings
+            self.model, self.loss, self.optimizer, batch, named, self.device, self.seed, **self.how, **asked, known=known, **settings
         )
 
     def _lines(self) -> Lines | None:

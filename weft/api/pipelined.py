@@ -9,23 +9,23 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft import interp
+from weft import interp, passes
 from weft.api.apart import moved
 from weft.api.changing import gathered
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
 from weft.api.judge import Case, Verdict, judge
-from weft.api.lines import Laid, laid
 from weft.api.runner import Runner, Values
 from weft.api.step import Step
-from weft.api.trust import exactly, guarded, seen_by_first, verified
+from weft.api.trust import exactly, seen_by_first, verified
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout, S
 from weft.core.node import Type
@@ -37,10 +37,10 @@ from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, m
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
+from weft.passes import Draft, Follows, Laid, cut, laid
 from weft.plan.line import Placed, place_stage, spread
 from weft.plan.named import input_layouts
-from weft.plan.pieces import Found
-from weft.plan.pins import parse_pin, resolve
+from weft.plan.pins import parse_pin
 from weft.plan.place import Placements, place
 from weft.plan.schedules import Action
 from weft.plan.spec import Spec
@@ -70,17 +70,15 @@ def pipelined(
     clip: float | None = None,
     precision: torch.dtype | None = None,
     pins: Sequence[str] = (),
-    held: Callable[[Captured, Spec], Mapping[str, Placements]] | None = None,
-    found: Callable[[Captured], Found] | None = None,
-    part: Callable[[Captured], tuple[Captured, tuple[str, ...]]] | None = None,
+    followed: Follows | None = None,
     mean: bool = False,
     guard: bool = False,
     check: bool = True,
     known: Callable[[Captured], bool] | None = None,
     **settings: Any,
 ) -> PipelinedStep | None:
-    """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `held` how inputs are held, `found` how
-    stages are made, `part` how rules rewrite the step, `mean` that the loss is the mean over what micro-batches give by themselves;
+    """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `followed` what it says
+    beyond its words, `mean` that the loss is the mean over what micro-batches give by themselves;
     `settings` go to the capture. Of a step that was made before, `known` tells programs that need not be made again."""
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
@@ -89,8 +87,11 @@ def pipelined(
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
     moment = Moment.now()
     steps = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)
-    micro = steps(plan.micro_batches) if known is None and plan.micro else _fewer(plan, steps, example)
-    plan, captured = replace(plan, micro=micro.parts), micro.captured
+    take = partial(steps, plan.micro_batches) if known is None and plan.micro else partial(_fewer, plan, steps, example)
+    draft = passes.run(
+        Draft(None, plan, followed, pins=tuple(map(parse_pin, pins)), guard=guard, device=device, derive=take), until="micro-batch"
+    )
+    micro, captured = cast(Micro, draft.micro), draft.captured
     if known is not None and known(captured):
         return None
     case = Case(model, loss, optimizer, How(clip, 1, precision), device, moment)
@@ -100,14 +101,9 @@ def pipelined(
             return _judged(micro, case, batch)
 
     judged = look(example) if check and known is None else None
-    source, moves = part(captured) if part is not None else (captured, ())
-    shapes = {n: tuple(x.shape) for n, x in captured.parameters.items()}
-    pinned = resolve(map(parse_pin, pins), shapes, plan.mesh.sizes)
-    exact = {} if held is None else {n: p for n, p in held(source, plan).items() if n not in pinned}
-    step = PipelinedStep(
-        replace(micro, captured=source), plan, model, loss, optimizer, device, seed, pinned, exact, guard, found and found(source)
-    )
-    step.captured, step.traced, step.moves, step.judged, step.how = captured, captured.program, moves, judged, case.how
+    draft = passes.run(draft, after="micro-batch")
+    step = PipelinedStep(replace(micro, captured=draft.step), draft, model, loss, optimizer, seed)
+    step.captured, step.traced, step.moves, step.judged, step.how = captured, captured.program, draft.moves, judged, case.how
     step.unjudged, step.checked = look if check and known is not None else None, check
     if check:
         step.report = step.verify()
@@ -192,25 +188,11 @@ class PipelinedStep(Step):
 
     lifts = False
 
-    def __init__(
-        self,
-        micro: Micro,
-        plan: Spec,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        seed: int,
-        pinned: Mapping[str, Placements] | None = None,
-        exact: Mapping[str, Placements] | None = None,
-        guard: bool = False,
-        found: Found | None = None,
-    ) -> None:
-        self.micro, captured = micro, micro.captured
+    def __init__(self, micro: Micro, draft: Draft, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        self.micro, captured, made, plan, device = micro, micro.captured, cast(Laid, draft.laid), draft.spec, draft.device
         self._ahead = captured.program.inputs_for(Role.AHEAD)
-        made = laid(captured, plan, pinned or {}, exact, guarded if guard else None, found, micro.first)
         self.line, self.stages, self.held, self.options = made.line, made.stages, made.held, made.options
-        self._made_of = captured, found
+        self._draft = draft
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)
         self.messages = Messages(plan.mesh.groups("pp"), device) if plan.pp > 1 else None
@@ -224,8 +206,8 @@ class PipelinedStep(Step):
 
     def laid(self, plan: Spec) -> Laid:
         """The same step under another plan of the same mesh: held, cut and run again alike, where it has as many stages."""
-        captured, found = self._made_of
-        return laid(captured, plan, {}, self.held, found=found, first=self.micro.first)
+        found = self._draft.plan.found(self._draft.step) if self._draft.plan is not None else None
+        return laid(self._draft.step, plan, cut(self._draft.step, plan, {}, self.held, found), first=self.micro.first)
 
     def _whole_types(self) -> dict[str, Type]:
         """How a whole batch is held: every micro-batch as the stages hold it, one behind the other."""

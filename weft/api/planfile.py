@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.api.trust import guard, verified
+from weft.api.trust import verified
 from weft.core.errors import PlanError
 from weft.core.layout import R, S
 from weft.core.node import Node
@@ -28,6 +28,7 @@ from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import rewritten
 from weft.plan.setting import MIXED
 from weft.plan.spec import Spec
+from weft.transform.guard import guard
 
 Held = Mapping[str, Placements]
 FREE = "weft plan ... --pin pp=1"

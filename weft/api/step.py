@@ -21,7 +21,6 @@ from weft.api.data import Rows, beside_rows, rows_of
 from weft.api.eager import How
 from weft.api.judge import Case, Verdict, judge, judge_now
 from weft.api.judge_pass import LossCase
-from weft.api.noise import INPUT, Noise, Probe
 from weft.api.own_values import OptimizerState, own_of
 from weft.api.trust import Losses, exactly, require_exact, seen_by_first
 from weft.api.watch import watch
@@ -38,6 +37,7 @@ from weft.frontend.capture.optimizers import COUNT, note_updates, put_state
 from weft.frontend.capture.step import named_batch
 from weft.plan.place import place
 from weft.plan.spec import Spec
+from weft.transform.noise import INPUT, Noise, Probe
 
 if TYPE_CHECKING:
     from weft.api.auto import Decision

@@ -6,21 +6,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.api.schedule import is_update, unfold_updates, updated
 from weft.core.errors import PlanError, RuleError, RuntimeFault, WeftError
 from weft.core.layout import Layout
-from weft.core.program import Program, new_program
-from weft.frontend.capture import Captured
-from weft.ops.pointwise import isfinite, logical_and, where
+from weft.core.program import Program
 from weft.ops.source import input_held
 from weft.runtime.replay import is_accelerator, mark, pinned
+from weft.transform.updates import is_update, unfold_updates, updated
 
 if TYPE_CHECKING:
     from weft.rewrite.check import Report
@@ -85,21 +82,6 @@ def _without_more(single: Program, sharded: Program) -> Program:
 
 
 # -- losses that are no number ---------------------------------------------------------------------------------------------------------
-
-
-def guarded(captured: Captured) -> Captured:
-    """The step that leaves all state as it was where the loss, or the norm of the gradient, is no number."""
-    return replace(captured, program=guard(captured.program))
-
-
-def guard(p: Program) -> Program:
-    """The same of its program, or of that as it is placed."""
-    ok = isfinite(p.output_names["loss"])
-    if "grad_norm" in p.output_names:
-        ok = logical_and(ok, isfinite(p.output_names["grad_norm"]))
-    state = dict(p.state)
-    outputs = {name: where(ok, n, p.input_names[state[name]]) if name in state else n for name, n in p.outputs}
-    return new_program(p.name, p.mesh, p.inputs, outputs, state=p.state, lines=p.lines)
 
 
 class Losses:

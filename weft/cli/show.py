@@ -1,25 +1,33 @@
-"""`weft show`: a program as text, before and after a schedule."""
+"""`weft show`: a program as text, before and after a schedule; or a model's step after the passes of a plan."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from weft.passes import Draft
 
 
 def register(app: typer.Typer) -> None:
     @app.command()
     def show(
-        name: Annotated[str | None, typer.Argument(help="an example; without one, the list")] = None,
+        name: Annotated[str | None, typer.Argument(help="an example; without one, the list. With --plan, a model, or FILE.py:FUNCTION")] = None,
         schedule: Annotated[str | None, typer.Option(help="one of its schedules")] = None,
         diff: Annotated[bool, typer.Option(help="what the schedule changed")] = False,
         code: Annotated[bool, typer.Option(help="the generated per-rank code")] = False,
         history: Annotated[bool, typer.Option(help="the steps of the schedule")] = False,
+        plan: Annotated[str | None, typer.Option(help="words of a plan, or its file: show the training step of a model under it")] = None,
+        passes: Annotated[bool, typer.Option(help="the passes it goes through, with nodes before and after each")] = False,
     ) -> None:
-        """Print a program, after one of its schedules if asked, or what the schedule changed."""
+        """Print a program, after one of its schedules if asked, or what the schedule changed; or what a plan makes of a model's step."""
         from weft.programs.catalog import example, scheduled
 
+        if passes or plan is not None:
+            _planned(name, plan or "dp1", passes)
+            return
         if name is None:
             _list()
             return
@@ -35,6 +43,44 @@ def register(app: typer.Typer) -> None:
             typer.echo(program.text)
         if history:
             typer.echo("\n".join(f"# {step}" for step in program.history))
+
+
+def _planned(name: str | None, plan: str, passes: bool) -> None:
+    """A model's training step under a plan, or the passes that it goes through; without a model, what they are for."""
+    from weft.passes import PASSES
+
+    if name is None:
+        typer.echo("\n".join(f"{p.name:<15} {p.why}" for p in PASSES))
+        return
+    draft = _drafted(name, plan)
+    if passes:
+        why = {p.name: p.why for p in PASSES}
+        typer.echo(f"{'pass':<15} {'before':>8} {'after':>8}  nodes of {name} under {draft.spec}")
+        typer.echo("\n".join(f"{name:<15} {before:>8,} {after:>8,}  {why[name]}" for name, before, after in draft.trail))
+        return
+    programs = [draft.program] if draft.laid is None else [*(p for s in draft.laid.line.stages for p in s.turns), draft.laid.line.update]
+    typer.echo("\n\n".join(p.text for p in programs if p is not None))
+
+
+def _drafted(name: str, plan: str) -> Draft:
+    """A model's step after all passes. Nothing runs: its example is on `meta`."""
+    import torch
+
+    from weft.api.pipelined import micro_steps
+    from weft.api.planfile import follow
+    from weft.frontend.capture import capture
+    from weft.frontend.source import load
+    from weft.passes import Draft, run
+
+    followed, work = follow(plan), load(name, device="meta")
+    spec = followed.spec
+    copies = spec.dp * spec.ep * spec.micro_batches
+    example = work.example(-(-work.batch // copies) * copies, device="meta")
+    optimizer = torch.optim.AdamW(work.model.parameters())
+    captured = capture(work.model, example, work.loss, optimizer)
+    several = spec.virtual_stages * spec.micro_batches > 1
+    steps = micro_steps(work.model, example, work.loss, optimizer)
+    return run(Draft(captured, spec, followed, derive=(lambda: steps(spec.micro_batches)) if several else None))
 
 
 def _list() -> None:

@@ -1,0 +1,263 @@
+"""THE list: every pass from a captured training step to the programs that ranks run, in order, each with its name and reason.
+
+`parallelize` runs this list and nothing else; `weft show MODEL --plan WORDS --passes` prints it with the nodes before and after each.
+A step of one program and a step in stages or micro-batches go through the same list; each pass says what it does to either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from weft.core import native
+from weft.core.program import Program
+from weft.core.role import Role
+from weft.frontend.capture import Captured
+from weft.frontend.capture.micro import Micro
+from weft.plan.context import ring
+from weft.plan.line import Line, lay
+from weft.plan.named import input_layouts
+from weft.plan.pieces import Found
+from weft.plan.pins import Pin, resolve
+from weft.plan.place import Options, Placements, place
+from weft.plan.recompute import recomputed, recomputed_stage, regions_of
+from weft.plan.spec import Spec
+from weft.plan.split import Stage, chosen_cuts, split
+from weft.rewrite.updates import by_definition, by_rows
+from weft.runtime import hosts
+from weft.runtime.comm import message_bytes
+from weft.runtime.replay import is_accelerator
+from weft.transform.guard import guarded
+from weft.transform.noise import measured
+from weft.transform.updates import BUCKET, bucketed, fused_update
+
+HOST = torch.device("cpu")
+
+
+class Follows(Protocol):
+    """What a plan says beyond its spec; `program` where it says how every tensor is held."""
+
+    @property
+    def program(self) -> Program | None: ...
+    def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
+    def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
+    def found(self, captured: Captured) -> Found: ...
+    def again(self, captured: Captured) -> Captured: ...
+    def held(self, captured: Captured, spec: Spec) -> Mapping[str, Placements]: ...
+    def placed(self, captured: Captured, pins: Sequence[Pin]) -> Program | None: ...
+
+
+class Decided(Protocol):
+    """A choice between plans, with the program that was priced."""
+
+    @property
+    def program(self) -> Program: ...
+    def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A step cut into stages: as they were cut, as they run with what they recompute, and how inputs are held."""
+
+    cut: tuple[Stage, ...]
+    run: tuple[Stage, ...]
+    held: Mapping[str, Placements]
+    options: Options
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The stages on the mesh and as they were cut, and how inputs are held."""
+
+    line: Line
+    stages: tuple[Stage, ...]
+    held: Mapping[str, Placements]
+    options: Options
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A training step on its way: what is asked of it, and what has been made of it so far."""
+
+    captured: Captured | None  # none before a micro-batch that is captured by itself
+    spec: Spec
+    plan: Follows | None = None
+    decided: Decided | None = None
+    pins: tuple[Pin, ...] = ()
+    noise: bool = False
+    guard: bool = False
+    device: torch.device = HOST
+    derive: Callable[[], Micro] | None = None  # gives the step of one micro-batch, where the plan has stages or several of them
+    micro: Micro | None = None
+    source: Captured | None = None  # the step that is placed, which the placed program is checked against
+    moves: tuple[str, ...] = ()  # of rules, in words
+    stages: Stages | None = None
+    laid: Laid | None = None
+    program: Program | None = None
+    trail: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # passes, and nodes before and after each
+
+    @property
+    def step(self) -> Captured:
+        assert self.captured is not None
+        return self.captured
+
+    @property
+    def nodes(self) -> int:
+        if self.laid is not None:
+            line = self.laid.line
+            return sum(len(p.nodes) for s in line.stages for p in s.turns) + len(line.update.nodes)
+        if self.stages is not None:
+            return sum(len(s.step.nodes) for s in self.stages.run)
+        program = self.program or (self.captured.program if self.captured is not None else None)
+        return len(program.nodes) if program is not None else 0
+
+
+@dataclass(frozen=True)
+class Pass:
+    name: str
+    why: str
+    run: Callable[[Draft], Draft]
+
+
+# -- what each does ------------------------------------------------------------------------------------------------------------
+
+
+def _micro_batch(d: Draft) -> Draft:
+    if d.derive is None:
+        return d
+    micro = d.derive()
+    return replace(d, micro=micro, captured=micro.captured, spec=replace(d.spec, micro=micro.parts))
+
+
+def _guard(d: Draft) -> Draft:
+    return replace(d, captured=guarded(d.step)) if d.guard and d.micro is None else d  # of stages the update is, once it is made
+
+
+def _recompute(d: Draft) -> Draft:
+    if d.micro is not None:
+        return d  # every stage its own, once they are cut
+    again = d.plan.again(d.step) if d.plan is not None else recomputed(d.step, regions_of(d.step, d.spec.recompute))
+    return replace(d, captured=again)
+
+
+def _rules(d: Draft) -> Draft:
+    chosen = d.decided or d.plan
+    if chosen is None:
+        return replace(d, source=d.step)
+    source, moves = d.plan.part(d.step) if d.micro is not None and d.plan is not None else chosen.step(d.step)
+    return replace(d, captured=source, source=source, moves=moves)
+
+
+def _stages(d: Draft) -> Draft:
+    if d.micro is None:
+        return d
+    pinned = _pinned(d)
+    exact = {n: p for n, p in d.plan.held(d.step, d.spec).items() if n not in pinned} if d.plan is not None else {}
+    found = d.plan.found(d.step) if d.plan is not None else None
+    return replace(d, stages=cut(d.step, d.spec, pinned, exact, found))
+
+
+def cut(
+    captured: Captured, spec: Spec, pinned: Mapping[str, Placements], exact: Mapping[str, Placements] | None = None, found: Found | None = None
+) -> Stages:
+    """The captured step of one micro-batch in the stages of a spec. State of `pinned` parameters follows them; `exact` inputs are held as told;
+    where the stages are cut and what is recomputed is as `found`, or for balance and as the spec's words say."""
+    held, options = input_layouts(captured.program, spec, captured.states, pinned)
+    found = found or Found()
+    known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
+    cuts = found.cuts if known else chosen_cuts(captured, spec.virtual_stages)
+    regions = regions_of(captured, spec.recompute) if found.again is None else found.again
+    stages = split(captured, spec.virtual_stages, cuts, regions)
+    run = tuple(recomputed_stage(s, spec.pipeline.defers_weights) for s in stages)
+    return Stages(stages, run, {**held, **(exact or {})}, options)
+
+
+def laid(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> Laid:
+    """The stages placed, and the update behind them; `first` runs before them."""
+    line = lay(captured, stages.run, spec, stages.held, stages.options, guarded if guard else None, first)
+    return Laid(line, stages.cut, stages.held, stages.options)
+
+
+def _sparse(d: Draft) -> Draft:
+    """Noise is told by sums of whole gradients, and micro-batches add them up; a plan's program has its own updates."""
+    kept = d.stages is not None or d.noise or d.decided is not None or (d.plan is not None and d.plan.program is not None)
+    source = d.source or d.step
+    return replace(d, source=source) if kept else replace(d, source=source, captured=replace(d.step, program=by_rows(d.step.program)))
+
+
+def _place(d: Draft) -> Draft:
+    if d.stages is not None and d.micro is not None:
+        return replace(d, laid=laid(d.step, d.spec, d.stages, d.guard, d.micro.first))
+    if d.decided is not None:
+        return replace(d, program=d.decided.program)
+    followed = d.plan.placed(d.step, d.pins) if d.plan is not None else None
+    if followed is not None:
+        return replace(d, program=followed)
+    layouts, options = input_layouts((d.source or d.step).program, d.spec, d.step.states, _pinned(d))
+    return replace(d, program=by_definition(place(d.step.program, d.spec.mesh, layouts, options)))
+
+
+def _pinned(d: Draft) -> dict[str, Placements]:
+    shapes = {n: node.shape for n, node in d.step.program.inputs_for(Role.PARAMETER).items()}
+    return resolve(d.pins, shapes, d.spec.mesh.sizes)
+
+
+def _noise(d: Draft) -> Draft:
+    return _with(d, measured) if d.noise else d
+
+
+def _ring(d: Draft) -> Draft:
+    return _with(d, lambda p: ring(p, "cp")) if d.spec.ring and d.spec.cp > 1 else d
+
+
+def _fused_update(d: Draft) -> Draft:
+    """Between hosts there is no such kernel: every sum is followed by its own update and gather while the next is under way. Nor is there under
+    ZeRO-3, which is there to hold few gradients: each is summed and let go as it is made, where one kernel reads all at the end."""
+    one = d.spec.most_zero in (1, 2) if is_accelerator(d.device) else native.available() and d.spec.most_zero < 3
+    near = d.spec.dp > 1 and hosts.share(d.spec.mesh.sizes, "dp")
+    return _with(d, lambda p: fused_update(p, "dp")) if one and near else d
+
+
+def _buckets(d: Draft) -> Draft:
+    near = d.spec.dp == 1 or hosts.share(d.spec.mesh.sizes, "dp")
+    return _with(d, lambda p: bucketed(p, "dp", BUCKET if near else message_bytes(d.device))) if d.spec.dp > 1 else d
+
+
+def _with(d: Draft, change: Callable[[Program], Program]) -> Draft:
+    """The placed program changed; one that was chosen as it runs is not."""
+    return replace(d, program=change(d.program)) if d.program is not None and d.decided is None else d
+
+
+PASSES = (
+    Pass("micro-batch", "the step of one micro-batch is derived from the whole batch's, so that gradients add up to that one's", _micro_batch),
+    Pass("guard", "a step whose loss is no number leaves all state as it was, where that is asked for", _guard),
+    Pass("recompute", "what the plan does not keep of the forward pass runs again before its backward pass", _recompute),
+    Pass("rules", "the moves of proved rules that the plan names, or that a choice between plans found", _rules),
+    Pass("stages", "the forward pass is cut where few values pass; backward passes follow by the chain rule, each recomputing its own", _stages),
+    Pass("sparse updates", "tables of which a step reads few rows are updated by these rows alone", _sparse),
+    Pass("place", "every tensor gets a layout on the mesh, and collectives stand where layouts change", _place),
+    Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
+    Pass("ring", "keys of context parallelism are gathered in chunks, overlapped with the attention that reads them", _ring),
+    Pass("fused update", "sums of gradients, the updates they lead to and the gathers after them are one kernel where peers share memory", _fused_update),
+    Pass("buckets", "sums of small gradients travel in a few messages, in the order the backward pass makes them", _buckets),
+)
+NAMES = [p.name for p in PASSES]
+
+
+def run(draft: Draft, after: str = "", until: str = "") -> Draft:
+    """The draft after all passes, or those after and up to the named ones."""
+    first, last = NAMES.index(after) + 1 if after else 0, NAMES.index(until) + 1 if until else len(PASSES)
+    for step in PASSES[first:last]:
+        before, draft = draft.nodes, step.run(draft)
+        draft = replace(draft, trail=(*draft.trail, (step.name, before, draft.nodes)))
+    return draft
+
+
+def prepare(captured: Captured, spec: Spec, pins: tuple[Pin, ...] = (), noise: bool = False, device: torch.device = HOST) -> Program:
+    """A step that is rewritten and recomputes already, as one program under a spec, as it is run on such devices."""
+    program = run(Draft(captured, spec, pins=pins, noise=noise, device=device), after="stages").program
+    assert program is not None
+    return program
