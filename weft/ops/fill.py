@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -18,11 +20,24 @@ from weft.ops.shape import one_dim, reshape
 Cuts: TypeAlias = tuple[tuple[str, int, Within], ...]
 
 
+_AS_CUT: ContextVar[bool] = ContextVar("as_cut", default=False)
+
+
+@contextmanager
+def as_cut() -> Iterator[None]:
+    """Ops are written as where a dim is cut that they keep whole, whether it is or not."""
+    token = _AS_CUT.set(True)
+    try:
+        yield
+    finally:
+        _AS_CUT.reset(token)
+
+
 def is_cut(x: Node, dim: int) -> bool:
     """Whether any axis cuts the dim."""
     if not -x.ndim <= dim < x.ndim:
         raise TypeMismatch(f"no dim {dim} in a tensor of {x.ndim} dims", needed=f"{abs(dim)} dims or more", found=str(x.type), where=user_line())
-    return any(atom.cut for atom in x.layout.dims[dim])
+    return _AS_CUT.get() or any(atom.cut for atom in x.layout.dims[dim])
 
 
 def cuts_of(x: Node, dims: Iterable[int] | None = None) -> Cuts:

@@ -172,6 +172,7 @@ def _erased(node: Node, args: list[Node]) -> Node:
     if node.op.name == "item" and args[0].op.name == "together":
         return args[0].args[int(node.attr("index"))]
     attrs = {k: LAYOUT_ATTRS.get(k, v) for k, v in node.attrs}
+    attrs = {k: v for k, v in attrs.items() if args or k not in LAYOUT_ATTRS or v != ()}  # of what is made of nothing no cuts are none said
     if "mesh" in attrs:
         attrs["mesh"] = _ALONE.key
     return make(node.op, tuple(args), attrs)
