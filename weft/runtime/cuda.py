@@ -56,6 +56,7 @@ class DevicePeers:
 
     def _of_some(self, size: int) -> tuple[torch.Tensor, ...]:
         mine = torch.empty(size, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(self.device)  # what this memory was before may still be in use here, and peers do not wait for that
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, mine.untyped_storage()._share_cuda_()[1:], group=self.group)
         self._handles.append(mine)  # whoever maps it may outlive whoever asked for it
