@@ -46,7 +46,7 @@ def test_what_is_said_to_win_is_decided_so_when_planned_there(plan: Plan) -> Non
 def test_changes_are_problems_of_their_own() -> None:
     problem = Request("gpt2", "2x2xA100@400", batch=32).problem()
     made = {c.when: c for c in changes(problem)}
-    assert made["from sequence 2,048"].problem.shape.seq == 2048 and made["from batch 128"].problem.batch == 128
+    assert made["from sequence 4,096"].problem.shape.seq == 4096 and made["from batch 128"].problem.batch == 128
     slow = made["on a network 4 times slower"].problem.cluster
     assert slow.links[-1].get("bandwidth") == problem.cluster.links[-1].get("bandwidth") / 4 and slow.links[0] == problem.cluster.links[0]
 

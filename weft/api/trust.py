@@ -15,7 +15,6 @@ from torch import Tensor
 from weft.core.errors import PlanError, RuleError, RuntimeFault, WeftError
 from weft.core.layout import Layout
 from weft.core.program import Program
-from weft.ops.fill import as_cut
 from weft.ops.source import input_held
 from weft.runtime.replay import is_accelerator, mark, pinned
 from weft.transform.updates import is_update, unfold_updates, updated
@@ -35,7 +34,7 @@ def verified(single: Program, sharded: Program) -> Report | None:
 
     def look() -> Report:
         try:
-            return equal_or_raise(_as_written(_as_updated(_with_inputs(single, sharded), sharded), sharded), _without_more(single, sharded))
+            return equal_or_raise(_as_updated(_with_inputs(single, sharded), sharded), _without_more(single, sharded))
         except RuleError as e:
             raise PlanError(
                 "the plan changes what the model computes", needed="the same loss and the same updates", found=str(e),
@@ -67,14 +66,6 @@ def _as_updated(single: Program, sharded: Program) -> Program:
     """The captured program, its updates in simpler ops where the other's are."""
     whole = {updated(n) for n in sharded.nodes if is_update(n)}
     return unfold_updates(single, [n for n in single.nodes if is_update(n) and updated(n) in whole])
-
-
-def _as_written(single: Program, sharded: Program) -> Program:
-    """The captured program, with ops in others where the other program has none of them, since a dim that they keep whole is cut there."""
-    left = {n.op for n in sharded.nodes}
-    with as_cut():
-        swap = {n: n.op.across(*n.args, **dict(n.attrs)) for n in single.nodes if n.op.across is not None and n.op not in left}
-    return single.rewrite(swap, "written across a cut") if swap else single
 
 
 def _with_inputs(single: Program, sharded: Program) -> Program:

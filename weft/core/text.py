@@ -97,7 +97,7 @@ def excerpt(program: Program, marked: Node, around: int = 3) -> str:
 # -- reading -------------------------------------------------------------------------------------------------------------
 
 _HEAD = re.compile(r"program\s+([\w.\-]+)\s*\((.*)\)\s*$")
-_NODE = re.compile(r"(%[\w.]+)\s*=\s*(\w+)\((.*?)\)\s{2,}(.*)$")
+_NODE = re.compile(r"(%[\w.]+)\s*=\s*(\w+)\((.*)\)\s{2,}(.*)$")
 _GROUP = re.compile(r"(fuse|overlap)\s+([\w.\-]+)(?:\((.*)\))?:\s*(.*)$")
 _TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?:\s+\w+:\S+)*)")
 _PLACE = re.compile(r"(?P<letter>R|P|S(?=\()|O(?=\())(?:\((?P<what>\w+)(?:\.(?P<atom>\d+))?\))?")

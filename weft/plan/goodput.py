@@ -74,12 +74,15 @@ def _odd(n: int) -> int:
     return n // (n & -n)
 
 
+ENOUGH = 4  # batches in a row that fit nowhere
+
+
 def climb(start: int, cost: Callable[[int], float]) -> int:
     """Where a function that falls and then rises is lowest, from `start` on."""
     known = {start: cost(start)}
     for step in (1, -1):
         at = min(known, key=lambda k: (known[k], k))
-        while 0 <= at + step <= MOST and at + step not in known:
+        while 0 <= at + step <= MOST and at + step not in known and list(known.values())[-ENOUGH:] != [math.inf] * ENOUGH:
             known[at + step] = cost(at + step)
             if known[at + step] >= known[at] and known[at] < math.inf:
                 break

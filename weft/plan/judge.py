@@ -11,11 +11,13 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.cost.interval import bounds, equal_within, kind_of, spread
 from weft.plan.baselines import EVERYTHING
+from weft.plan.blocks import Stack
 from weft.plan.configs import Read, keys_of, read
 from weft.plan.export import unsaid, write
 from weft.plan.models import is_transformer
 from weft.plan.models import shape as named_shape
 from weft.plan.plan import Plan
+from weft.plan.planner import captured_stack
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import Setting
 from weft.plan.sizes import Sized, model_of
@@ -53,7 +55,8 @@ def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0
     if not model and "vocab" not in found.model:
         found = replace(found, assumed={**found.assumed, "vocab-size": f"{VOCAB} (the tokenizer's, which is not read)"})
     setting = _batched(found.setting, batch, place)
-    search = Search(Problem(shape, place, setting.global_batch, setting.dtype, setting.kernels))
+    priced = _priced(model, shape, setting)
+    search = Search(Problem(priced, place, setting.global_batch, setting.dtype, setting.kernels))
     setting.check()
     step = search.step(setting, found.layers, found.stages)
     figures = {"step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu, "memory_gb": step.peak_memory.total / 1e9}
@@ -62,7 +65,14 @@ def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0
         replace(found, setting=setting), model or shape.name, place.text, describe(setting), figures, bounds(kind, figures), str(spread(kind)), fits,
         search.memory, better,
     )  # fmt: skip
-    return _with_better(made, shape, place, setting) if better else made
+    return _with_better(made, priced, place, setting) if better else made
+
+
+def _priced(model: str, shape: Shape, setting: Setting) -> Shape | Stack:
+    """A model known by name as its captured blocks, as `weft plan` and `weft simulate` have it; any other by its sizes."""
+    if not model or model.endswith(".json") or not is_transformer(model) or setting.kernels == "classic":
+        return shape
+    return captured_stack(model, setting.dtype, shape.seq)[0]
 
 
 def _shape(model: str, found: Read, seq: int) -> Shape:
@@ -90,7 +100,7 @@ def _batched(s: Setting, batch: int, place: Cluster) -> Setting:
     return replace(s, global_batch=batch) if batch else s
 
 
-def _with_better(made: Judged, shape: Shape, place: Cluster, setting: Setting) -> Judged:
+def _with_better(made: Judged, shape: Shape | Stack, place: Cluster, setting: Setting) -> Judged:
     """The searched plan with the same batch, where it gains more than predictions are off against each other, or fits where this does not."""
     dtype = setting.dtype if setting.dtype in ("bf16", "fp16") else "bf16"
     found = Search(Problem(shape, place, setting.global_batch, dtype)).best(EVERYTHING)
@@ -107,7 +117,7 @@ def _with_better(made: Judged, shape: Shape, place: Cluster, setting: Setting) -
     return replace(made, better=better, changes=changes(made.read, plan))
 
 
-def _plan(made: Judged, shape: Shape, found: Found) -> Plan:
+def _plan(made: Judged, shape: Shape | Stack, found: Found) -> Plan:
     limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
     figures = {"step_ms": found.seconds * 1e3, "tokens_per_s": 0.0, "mfu": 0.0, "memory_gb": 0.0, "gap": 0.0}
     return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, found.layers, (), limits, figures, stages=found.stages)

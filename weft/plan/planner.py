@@ -27,6 +27,7 @@ HALVES = ("bf16", "fp16")
 TOKENS, MANY_TOKENS, LARGE = 2**22, 2**24, 1e11  # tokens of a step where no batch is given; more for models of LARGE parameters
 EXACT = 4096  # passes of a step up to which all are simulated, not the first rounds alone
 WORTH = 0.02  # of a step that a padded size must save to be named
+CROWDED = 0.9  # of the memory, beyond which a plan may not fit after all
 TRIED = 6  # settings whose layers or shares are split unevenly
 OVERLAPPED = ", overlapped"
 Say = Callable[[str], None]
@@ -53,11 +54,16 @@ class Request:
         if self.objective not in OBJECTIVES:
             known = " or ".join((*OBJECTIVES, "goodput"))
             raise PlanError(f"no objective {self.objective!r}", needed=known, found=self.objective)
-        if self.seq and ":" in self.model:
+        if ":" in self.model:
+            self._check_length()
+
+    def _check_length(self) -> None:
+        if self.seq:
             raise PlanError(f"{self.model} has the length of its example", needed="--seq of a model by name", found=f"--seq {self.seq}", try_="without --seq")
 
     def check_layouts_alone(self) -> None:
         """A program in which no block repeats has no degrees to be fixed: layouts are chosen tensor by tensor."""
+        self._check_length()
         asked = [f"--pin {k}={v}" for k, v in self.limits.pins.items() if v != "false"]  # what such a program never does
         asked += [f"--max-tp {self.limits.max_tp}"] * (self.limits.max_tp > 0)
         if asked:
@@ -191,7 +197,7 @@ def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
     if not pool:
         return _infeasible(search, request, problem, lacking, least)
     exact = {name: _exactly(search, found) for name, found in pool.items()}
-    best, equal = choose(exact := {**exact, **_overlapped(search, exact)}, objective, request.fastest)
+    best, equal = choose(exact := {**exact, **_overlapped(search, exact)}, objective, request.fastest, search.memory)
     others = {n: _ms(exact[n].seconds) for n in names if n != "weft"}
     origin = "weft" if best.endswith(OVERLAPPED) else best
     made = _record(request, search, exact[best], origin, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
@@ -228,18 +234,19 @@ def _overlapped(search: Search, exact: Mapping[str, Found | Shared]) -> dict[str
     return made
 
 
-def choose(pool: Mapping[str, Found | Shared], objective: str, fastest: bool = False) -> tuple[str, list[str]]:
+def choose(pool: Mapping[str, Found | Shared], objective: str, fastest: bool = False, room: float = math.inf) -> tuple[str, list[str]]:
     """The plan to take, by name, and those that are equal to it.
 
-    Plans whose times differ by less than what two predictions are off against each other are equal, and the simplest wins: equal layers and
-    shares before uneven ones, then `plainness`. Memory is what it is: by that objective nothing is equal.
+    Plans whose times differ by less than what two predictions are off against each other are equal, and the simplest wins: those that do not
+    nearly fill the memory there is `room` for before those that do, equal layers and shares before uneven ones, then `plainness`. Memory is what
+    it is: by that objective nothing is equal.
     """
     order = sorted(pool, key=lambda n: (*_rank(pool[n], objective), n != "weft"))
     if fastest or objective == "memory":
         return order[0], []
     near = pool[order[0]].seconds * math.exp(equal_within())
     equal = [n for n in order if pool[n].seconds <= near]
-    best = min(equal, key=lambda n: (_uneven(pool[n]), plainness(pool[n].setting)))
+    best = min(equal, key=lambda n: (pool[n].memory > CROWDED * room, _uneven(pool[n]), plainness(pool[n].setting)))
     return best, [n for n in equal if n != best]
 
 

@@ -23,6 +23,7 @@ from weft.core.node import Node, Type, make, op_named, toposort
 from weft.core.program import Program, new_program
 from weft.core.text import node_lines
 from weft.ops.comm import is_comm
+from weft.ops.fill import as_cut
 from weft.ops.registry import Kind
 from weft.ops.shape import reshape
 from weft.ops.source import input_node
@@ -70,7 +71,7 @@ class Report:
 def check(single: Program, sharded: Program, *, run: bool = True, seed: int = 0) -> Report:
     """Whether `sharded` gives every output of `single`. Layouts of inputs and outputs may differ, shapes and dtypes may not."""
     start = time.perf_counter()
-    odd = _interface(single, sharded)
+    odd, single = _interface(single, sharded), _as_written(single, sharded)
     if odd:
         return Report(False, len(single.outputs), 0, 0, 0, None, time.perf_counter() - start, odd)
     here, there = erase_nodes(single), erase_nodes(sharded)
@@ -81,6 +82,14 @@ def check(single: Program, sharded: Program, *, run: bool = True, seed: int = 0)
         first = _first_stray(single, sharded, open_, tidy, seed)
     derived = len(single.outputs) - len(open_)
     return Report(first is None, len(single.outputs), derived, len(open_), kinds, first, time.perf_counter() - start)
+
+
+def _as_written(single: Program, sharded: Program) -> Program:
+    """The single program with ops in others where the sharded one has none of them: it cuts a dim there that they keep whole."""
+    left = {n.op for n in sharded.nodes}
+    with as_cut():
+        swap = {n: n.op.across(*n.args, **dict(n.attrs)) for n in single.nodes if n.op.across is not None and n.op not in left}
+    return single.rewrite(swap, "written across a cut") if swap else single
 
 
 def _interface(a: Program, b: Program) -> tuple[str, ...]:

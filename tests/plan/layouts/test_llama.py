@@ -54,7 +54,7 @@ def test_a_large_batch_gives_data_parallelism_with_sharded_state() -> None:
 
 def test_wide_layers_and_few_samples_give_tensor_and_sequence_parallelism() -> None:
     found = chosen("llama3-70b", 16, 8192)
-    assert sum(isinstance(cuts(n, 1, "tp"), S) for n in products(found)) >= 5
+    assert sum(isinstance(cuts(n, 1, "tp"), S) for n in products(found)) >= 4
     norms = [n for n in found.program.nodes if n.op.name == "rms_norm"]
     assert any(n.type.on("tp") == S(1) for n in norms) or any(cuts(n, 0, "tp") == S(1) for n in products(found))
 
