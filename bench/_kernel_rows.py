@@ -114,7 +114,9 @@ def _rates(rows: list[Cells]) -> Iterator[Table]:
 
 
 def _rate(profile: Profile, rows: Sequence[Cells], dtype: str) -> Any:
-    return np.array([kernels.product(profile.device, *(int(r[c]) for c in ("m", "n", "k", "b")), dtype) for r in rows])
+    """Single calls, with the gap before each."""
+    gap = profile.device.get("kernel.launch")
+    return np.array([gap + kernels.product(profile.device, *(int(r[c]) for c in ("m", "n", "k", "b")), dtype) for r in rows])
 
 
 def _of_rate(row: Cells) -> float:

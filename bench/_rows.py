@@ -17,12 +17,10 @@ from bench._blanks import Blanks, Cells, device_kind, stated_size
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
 from weft.core.errors import UnknownName, WeftError
-from weft.cost.grouping import COMPILED
 from weft.cost.memory import RESIDENT
-from weft.plan.planner import captured_stack
+from weft.plan.planner import sized_stack
 from weft.plan.setting import Setting
 from weft.plan.simulate import Step, simulate
-from weft.plan.space import Model
 from weft.plan.transformer import Shape, workload
 
 
@@ -47,17 +45,7 @@ class Row:
         return self.metric(self.step())
 
     def step(self) -> Step:
-        return simulate(model_of(self.shape, self.setting).work(self.setting), self.setting, self.cluster)
-
-
-def model_of(shape: Shape, s: Setting) -> Model:
-    """What a row ran: captured from a module of its sizes where its kernels are such as a compiler makes, else by the tables of that system."""
-    if s.kernels != COMPILED or shape.experts or shape.head_dim != shape.hidden // shape.heads:
-        return shape
-    sizes = {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "vocab": shape.vocab, "ffn": shape.inner, "tied": shape.tied}
-    if shape.gated:
-        return captured_stack("llama3-8b", s.dtype, shape.seq, kv_heads=shape.kv, **sizes)[0]
-    return captured_stack("gpt2", s.dtype, shape.seq, dropout=0.0, **sizes)[0]
+        return simulate(sized_stack(self.shape, self.setting.kernels, self.setting.dtype).work(self.setting), self.setting, self.cluster)
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,7 @@ def _iteration(cells: Cells, case: str) -> Row:
     shape = Shape(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.whole("sequence length", 2048), dropout=True)
     setting = Setting(b.batch("global batch", dp, micro, pp), micro, dp, tp, pp, **CLASSIC)
     profile = _iterated_on(b, gpus)
-    if gpus > profile.node_size:
+    if gpus > profile.node_size or setting.tp > 1:
         shape = dataclasses.replace(shape, vocab=_padded(WORDS, setting.tp))
         b.assumed["vocab"] = f"{WORDS} padded to a multiple of 128 x tp: {shape.vocab}"
     else:

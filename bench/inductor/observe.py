@@ -19,6 +19,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.inductor.padding import loose
 from weft.cluster.profile import Device
 from weft.cost.price import device_seconds
 from weft.cost.work import Attention, Gemm, Op, Touch
@@ -303,12 +304,12 @@ def _dtype(t: torch.Tensor) -> str:
 
 def _mm(name: str, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
     a, b = args[-2:] if name != "addmm" else args[1:3]
-    yield Gemm(a.shape[0], b.shape[1], a.shape[1], 1, _dtype(a), name)
+    yield Gemm(a.shape[0], b.shape[1], a.shape[1], 1, _dtype(a), name, loose=loose(a, b))
 
 
 def _bmm(name: str, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
     a, b = args[-2:] if name != "baddbmm" else args[1:3]
-    yield Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], _dtype(a), name)
+    yield Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], _dtype(a), name, loose=loose(a, b))
 
 
 def _scaled(name: str, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
@@ -330,7 +331,7 @@ def _convolution(name: str, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
     if wanted[0]:
         yield Gemm(m, k, n, groups, _dtype(x), f"{name} of input")
     if wanted[1]:
-        yield Gemm(n, k, m, groups, _dtype(x), f"{name} of weight")
+        yield Gemm(n, k, m, groups, _dtype(x), f"{name} of weight", loose="k")
 
 
 def _whole_loads(channels: int, x: torch.Tensor) -> int:

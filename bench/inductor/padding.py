@@ -6,6 +6,7 @@ view of a wider one. So padding also costs memory: what is copied cannot be writ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.fx import GraphModule, Node
 
 from weft.cluster import kernels
 from weft.cluster.profile import Device
+from weft.cost.price import device_seconds
+from weft.cost.work import Gemm
 
 ALIGNED = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}  # elements of a 16-byte load
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -44,6 +47,12 @@ def _sizes(a: Node, b: Node) -> tuple[int, int, int, int]:
     return x.shape[-2], y.shape[-1], x.shape[-1], x.shape[0] if x.dim() == 3 else 1
 
 
+def loose(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Of [m, k] x [k, n] the sizes that neither operand nor the result is contiguous along."""
+    inner = {"k" if a.stride(-1) == 1 else "m", "n" if b.stride(-1) == 1 else "k", "n"}
+    return "".join(letter for letter in "mnk" if letter not in inner)
+
+
 def _more(size: int, unit: int) -> int:
     """Elements to add; a dim of one is none."""
     return -size % unit if size > 1 else 0
@@ -55,15 +64,14 @@ def _gains(device: Device, a: Node, b: Node) -> bool:
     dm, dn, dk = (_more(x, unit) for x in (m, n, k))
     if not dm + dn + dk:
         return False
-    dtype = NAMES[a.meta["val"].dtype]
-    now = kernels.product(device, m, n, k, batch, dtype)
-    then = kernels.product(device, m + dm, n + dn, k + dk, batch, dtype)
+    now = Gemm(m, n, k, batch, NAMES[a.meta["val"].dtype], loose=loose(a.meta["val"], b.meta["val"]))
+    then = device_seconds(device, replace(now, m=m + dm, n=n + dn, k=k + dk))
     for operand, changed in ((a, dm + dk), (b, dk + dn)):
         if changed and not _free(operand):
             value = operand.meta["val"]
             turned = 1 if value.is_contiguous() else TURN
             then += kernels.touch(device, 2.0 * turned * value.numel() * value.element_size(), 1)
-    return now > GAIN * then
+    return device_seconds(device, now) > GAIN * then
 
 
 def _free(operand: Node) -> bool:

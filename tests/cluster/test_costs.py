@@ -16,7 +16,19 @@ from weft.cost.work import Gemm
 MIB = 2**20
 
 
-# aiconfigurator's table for H100, bf16: m, n, k and microseconds; few, odd and many rows.
+# openxla's table for H100, bf16: m, n, k and TFLOP/s of single calls.
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rate"), [(4096, 4096, 4096, 780), (2048, 2048, 4096, 752), (1024, 1024, 4096, 473), (4096, 4096, 1024, 685)]
+)
+def test_single_calls_near_a_table(m: int, n: int, k: int, rate: float) -> None:
+    # the table times bursts; training runs at the clocks the power limit leaves
+    constants = {**load("H100").device.constants, "gemm.sustained": Constant(1.0, "assumed: a burst")}
+    device = Device("H100", constants)
+    seconds = kernels.product(device, m, n, k, 1, "bf16") + device.get("kernel.launch")
+    assert 2e-12 * m * n * k / seconds == pytest.approx(rate, rel=0.15)
+
+
+# aiconfigurator's table for H100, bf16, replayed from graphs: m, n, k and microseconds; few, odd and many rows.
 @pytest.mark.parametrize(
     ("m", "n", "k", "us"),
     [(2048, 2048, 4096, 43.5), (8192, 8192, 4096, 795.9), (2049, 4096, 7168, 150.1), (4097, 1024, 8192, 84.8), (4097, 32, 16384, 53.5), (1, 3072, 7168, 18.7)],
@@ -24,7 +36,7 @@ MIB = 2**20
 def test_products_near_the_table(m: int, n: int, k: int, us: float) -> None:
     # the table times bursts; training runs at the clocks the power limit leaves
     constants = {**load("H100").device.constants, "gemm.sustained": Constant(1.0, "assumed: a burst")}
-    assert 1e6 * kernels.product(Device("H100", constants), m, n, k, 1, "bf16") == pytest.approx(us, rel=0.25)
+    assert 1e6 * kernels.product(Device("H100", constants), m, n, k, 1, "bf16") == pytest.approx(us, rel=0.15)
 
 
 def test_one_more_row_costs_nothing_to_speak_of() -> None:
@@ -62,10 +74,11 @@ def test_cached_passes_are_faster_where_the_cache_is_known() -> None:
     assert per_byte[1] > 64 * per_byte[0]
 
 
-# All-reduce over 8 x A100 in microseconds (ml-engineering): size in MiB.
-@pytest.mark.parametrize(("size", "us"), [(64, 685), (256, 2421), (1024, 8204)])
+# All-reduce over 8 x A100 in microseconds, each call issued and waited for (ml-engineering): size in MiB.
+@pytest.mark.parametrize(("size", "us"), [(16, 277), (64, 685), (256, 2421), (1024, 8204)])
 def test_collectives_near_a_table(size: int, us: float) -> None:
-    seconds = collectives.seconds(cluster("8xA100"), "all_reduce", size * MIB, Ranks((8, 8)))
+    place = cluster("8xA100")
+    seconds = collectives.seconds(place, "all_reduce", size * MIB, Ranks((8, 8))) + place.device.get("host.launch")
     assert seconds * 1e6 == pytest.approx(us, rel=0.2)
 
 

@@ -398,7 +398,8 @@ def _megatron_model(k: Keys) -> dict[str, Any]:
     found = {ours: k.get(theirs, 0) for theirs, ours in MODEL_KEYS.items() if theirs in k.of}
     flags = {"gated": _flag(k, "swiglu"), "bias": not _flag(k, "disable-bias-linear"), "tied": not _flag(k, "untie-embeddings-and-output-weights")}
     rotary = str(k.get("position-embedding-type", "learned_absolute")) == "rope" or _flag(k, "use-rotary-position-embeddings")
-    return {**found, **flags, "rotary": rotary} if {"layers", "hidden", "heads"} <= set(found) else {}
+    dropout = k.get("hidden-dropout", 0.1) > 0  # Megatron's default
+    return {**found, **flags, "rotary": rotary, "dropout": dropout} if {"layers", "hidden", "heads"} <= set(found) else {}
 
 
 def _accelerate(k: Keys) -> Read:

@@ -11,17 +11,16 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.cost.interval import bounds, equal_within, kind_of, spread
 from weft.plan.baselines import EVERYTHING
-from weft.plan.blocks import Stack
 from weft.plan.configs import Read, keys_of, read
 from weft.plan.export import unsaid, write
 from weft.plan.models import is_transformer
 from weft.plan.models import shape as named_shape
 from weft.plan.plan import Plan
-from weft.plan.planner import captured_stack
+from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import Setting
 from weft.plan.sizes import Sized, model_of
-from weft.plan.space import Problem
+from weft.plan.space import Model, Problem
 from weft.plan.transformer import Shape
 
 VOCAB = 51200  # Megatron's padded words of GPT-2, where arguments leave them to a tokenizer
@@ -68,10 +67,10 @@ def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0
     return _with_better(made, priced, place, setting) if better else made
 
 
-def _priced(model: str, shape: Shape, setting: Setting) -> Shape | Stack:
-    """A model known by name as its captured blocks, as `weft plan` and `weft simulate` have it; any other by its sizes."""
+def _priced(model: str, shape: Shape, setting: Setting) -> Model:
+    """Captured blocks, as `weft plan` and `weft simulate` have it: of the model by that name, else of one with these sizes."""
     if not model or model.endswith(".json") or not is_transformer(model) or setting.kernels == "classic":
-        return shape
+        return sized_stack(shape, setting.kernels, setting.dtype)
     return captured_stack(model, setting.dtype, shape.seq)[0]
 
 
@@ -100,7 +99,7 @@ def _batched(s: Setting, batch: int, place: Cluster) -> Setting:
     return replace(s, global_batch=batch) if batch else s
 
 
-def _with_better(made: Judged, shape: Shape | Stack, place: Cluster, setting: Setting) -> Judged:
+def _with_better(made: Judged, shape: Model, place: Cluster, setting: Setting) -> Judged:
     """The searched plan with the same batch, where it gains more than predictions are off against each other, or fits where this does not."""
     dtype = setting.dtype if setting.dtype in ("bf16", "fp16") else "bf16"
     found = Search(Problem(shape, place, setting.global_batch, dtype)).best(EVERYTHING)
@@ -117,7 +116,7 @@ def _with_better(made: Judged, shape: Shape | Stack, place: Cluster, setting: Se
     return replace(made, better=better, changes=changes(made.read, plan))
 
 
-def _plan(made: Judged, shape: Shape | Stack, found: Found) -> Plan:
+def _plan(made: Judged, shape: Model, found: Found) -> Plan:
     limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
     figures = {"step_ms": found.seconds * 1e3, "tokens_per_s": 0.0, "mfu": 0.0, "memory_gb": 0.0, "gap": 0.0}
     return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, found.layers, (), limits, figures, stages=found.stages)

@@ -12,14 +12,16 @@ from typing import Any
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
+from weft.cost.grouping import COMPILED
 from weft.cost.interval import equal_within
 from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.blocks import FEW, Stack
 from weft.plan.plan import Plan
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
 from weft.plan.setting import MIXED, Setting
-from weft.plan.space import Limits, Problem, divisors
+from weft.plan.space import Limits, Model, Problem, divisors
 from weft.plan.stages import Shared, shared, uneven
+from weft.plan.transformer import Shape
 from weft.plan.workload import rounded
 
 OBJECTIVES = ("time", "memory", "cost")  # goodput, which chooses the batch too, is `plan.goodput`
@@ -120,6 +122,16 @@ def captured_stack(model: str, dtype: str, seq: int = 0, **sizes: Any) -> tuple[
         stack.resized = lambda tokens: captured_stack(model, dtype, tokens, **sizes)[0]
     stack.short(FEW)
     return stack, int(work.batch)
+
+
+def sized_stack(shape: Shape, kernels: str, dtype: str) -> Model:
+    """A transformer known by its sizes alone: captured from a module of these sizes where its kernels are a compiler's, else by tables."""
+    if kernels != COMPILED or shape.experts or shape.head_dim != shape.hidden // shape.heads:
+        return shape
+    sizes = {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "vocab": shape.vocab, "ffn": shape.inner, "tied": shape.tied}
+    if shape.gated:
+        return captured_stack("llama3-8b", dtype, shape.seq, kv_heads=shape.kv, **sizes)[0]
+    return captured_stack("gpt2", dtype, shape.seq, dropout=0.1 if shape.dropout else 0.0, **sizes)[0]
 
 
 def is_stack(model: str, cluster: str) -> bool:

@@ -117,9 +117,10 @@ def test_a_compiler_pads_odd_rows_where_that_is_faster() -> None:
     device = load("H200").device
     odd, even = (observe_compiled(head(n), device=device) for n in (8191, 8192))
     sizes = {(op.m, op.n, op.k) for op in odd.ops if isinstance(op, Gemm)}
-    assert sizes == {(4096, 8192, 1024), (8191, 1024, 4096), (4096, 1024, 8192)}  # rows of a weight's gradient may be odd
+    assert sizes == {(4096, 8192, 1024), (8192, 1024, 4096), (4096, 1024, 8192)}
     assert seconds(odd, device) < seconds(observe_compiled(head(8191)), device)
-    assert odd.peak > even.peak  # padded copies
+    # the weight's gradient reads the product's gradient by columns, so that is copied once more, before both results are there
+    assert odd.peak - even.peak > 0.4 * 4096 * 8192 * 2
 
 
 def test_nothing_is_padded_where_the_copy_costs_more() -> None:
