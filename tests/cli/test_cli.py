@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from weft.cli import COMMANDS, Group, app, bench, doctor
-from weft.cli.output import console, emit
+from weft.cli.output import console, emit, results
 from weft.core.errors import PlanError
 
 runner = CliRunner()
@@ -71,12 +71,47 @@ def _app_with(error: Exception) -> typer.Typer:
 
 
 def test_emit_is_one_line_and_last(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print("a table")
+    console.print("a notice")
     emit({"name": "wéft\n", "rows": [{"count": 3, "ms": 1.5}], "ok": True, "none": None})
     out, err = capsys.readouterr()
-    assert err == "a table\n"
+    assert err == "a notice\n"
     assert out.count("\n") == 1
     assert json.loads(out) == {"name": "wéft\n", "rows": [{"count": 3, "ms": 1.5}], "ok": True, "none": None}
+
+
+def test_results_go_to_stdout_unless_it_carries_json(capsys: pytest.CaptureFixture[str]) -> None:
+    results().print("word " * 60)
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1 and err == "", "where no terminal is, lines are not broken"
+    made = runner.invoke(app, ["diff", "--help"])
+    assert made.exit_code == 0
+    table = runner.invoke(app, ["doctor"])
+    assert "python" in table.stdout and table.stderr == ""
+    table = runner.invoke(app, ["doctor", "--json"])
+    assert "python" in table.stderr and table.stdout.count("\n") == 1
+
+
+def test_version_and_bare_command() -> None:
+    import weft
+
+    assert runner.invoke(app, ["--version"]).stdout == f"weft {weft.__version__}\n"
+    bare = runner.invoke(app, [])
+    assert bare.exit_code == 0 and "Usage" in bare.stdout
+    assert "--install-completion" in runner.invoke(app, ["--help"], env={"COLUMNS": "200"}).stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_of_one_style(name: str) -> None:
+    """Sentences begin with a capital letter, and `--json` has one wording."""
+    import typer as t
+
+    command = t.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    for p in command.params:
+        words = getattr(p, "help", "") or ""
+        odd = words and not (words[0].isupper() or words.startswith(("torchtitan", "fp32", "adamw", "compiled")))
+        assert not odd and (not words or words.rstrip("].").__len__() > 3), (name, p.name, words)
+        if p.name == "json":
+            assert words == "Print the result as one JSON object."
 
 
 @pytest.mark.parametrize("three", [3, np.int64(3), torch.tensor(3), np.array(3)])
@@ -156,9 +191,8 @@ def test_a_failed_check_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(doctor, "CHECKS", (lambda: doctor.Finding("python", "fail", "3.6", "use [3.11]"),))
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert result.stdout == ""
-    assert result.stderr.splitlines()[0] == "fail  python         3.6"
-    assert result.stderr.splitlines()[1].strip() == "-> use [3.11]"
+    assert result.stdout.splitlines()[0] == "fail  python         3.6"
+    assert result.stdout.splitlines()[1].strip() == "-> use [3.11]"
 
 
 def test_doctor_knows_packages_that_are_absent_broken_or_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_name_is_planned_as_by_the_command() -> None:
     plan = weft.plan("gpt2", batch=8, cluster="1x2xA100")
     same = make_plan(Request("gpt2", "1x2xA100", 8))
     assert isinstance(same, Plan) and plan.text() == same.text()
-    assert str(plan).startswith("gpt2 on 1x2xA100, 8 samples of 1024") and "<table" in plan._repr_html_()
+    assert str(plan).startswith("gpt2 on 1x2xA100, global batch 8 x 1,024 tokens") and "<table" in plan._repr_html_()
     other = weft.plan("gpt2", batch=8, cluster="1x2xA100", fixed="recompute,dp1")
     assert "recompute  none  full" in str(plan.diff(other)) and other.spec.recompute == "full"
     assert "nn" in plan.export("fsdp2")

@@ -171,9 +171,9 @@ def test_what_is_read_back_is_the_plan_but_for_what_is_named(form: str) -> None:
         back = read(text, "", made.setting.devices, made.seq, DEPTH)
         assert back.form == form and not back.unused, back.unused
         ours, theirs = decisions(made.setting, made.layers, made.stages, DEPTH), decisions(back.setting, back.layers, back.stages, DEPTH)
-        pipeline = {"virtual", "schedule", "layers", "overlap_sends"} if "not said here: pp " in text else set()
+        pipeline = {"virtual", "schedule", "layers", "overlap_sends"} if "not expressed here: pp " in text else set()
         for name, value in ours.items():
-            if name not in pipeline and f"not said here: {name} " not in text:
+            if name not in pipeline and f"not expressed here: {name} " not in text:
                 assert theirs[name] == value, (name, made.setting, text)
         if made.setting.pp == 1 or "pp" in ALWAYS[form]:
             assert not ALWAYS[form] & set(lost(made, form)), text
@@ -185,14 +185,14 @@ def test_what_was_written_wrongly_once() -> None:
               (("layer", "none", 8), ("attention", "none", 1)), (("ffn", "none", 1), ("layer", "none", 6), ("last", "none", 1)))  # fmt: skip
     made = replace(plan(pp=4, dp=1, global_batch=32, recompute="mixed"), model="llama3-8b", seq=8192, stages=halves, layers=(8, 8, 8, 6))
     text = export(made, "torchtitan")
-    assert "not said here: layers 8.5 8.5 8.5 6.5, which reads back as 8 9 9 6" in text, "no layer is dropped"
+    assert "not expressed here: layers 8.5 8.5 8.5 6.5, which reads back as 8 9 9 6" in text, "no layer is dropped"
     assert "config.activation_checkpoint = None" in text, "a mix in which nothing is recomputed is no recompute"
     assert read(text, seq=8192).layers == (8, 9, 9, 6)
     other = export(replace(plan(tp=2, overlap_tp=True, sequence_parallel=True, recompute="selective", micro_batch=4), model="llama3-8b"), "torchtitan")
     assert "config.compile.enable = True" in other and "config.compile.enable_async_tensor_parallel = True" in other
-    assert "not said here: recompute selective, which reads back as per-op" in other
+    assert "not expressed here: recompute selective, which reads back as per-op" in other
     some = replace(made, stages=tuple(tuple((n, "full" if i == 1 else w, c) for i, (n, w, c) in enumerate(s)) for s in halves))
-    assert "not said here: recompute" in export(some, "torchtitan") and "not said here: recompute" in export(some, "megatron")
+    assert "not expressed here: recompute" in export(some, "torchtitan") and "not expressed here: recompute" in export(some, "megatron")
 
 
 def test_megatron_layout_as_its_own_parser_reads_it() -> None:
@@ -252,7 +252,7 @@ def test_what_a_program_has_beside_degrees_is_listed() -> None:
     made = replace(plan(tp=2), layouts=layouts, seq=0)
     for form in FORMS:
         assert {"how 2 tensors are sharded, each by itself", "the step rewritten by stack_columns"} <= set(unsaid(made, form))
-        assert "not said here: how 2 tensors" in export(made, form)
+        assert "not expressed here: how 2 tensors" in export(made, form)
 
 
 def test_unknown_form() -> None:

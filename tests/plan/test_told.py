@@ -37,21 +37,21 @@ def staged(plan: Plan) -> Plan:
 
 def test_half_layers_count(plan: Plan) -> None:
     made = told(staged(plan))
-    assert made["layers"] == ("2.5 1.5", "of each stage; half a layer is attention or feed-forward")
-    assert made["recompute"] == ("mixed", "the whole layer in 1.5 layers, the activation in 1 layer, nothing in 1.5 layers")
-    assert made["sharded"] == ("nothing", "there is one copy of the model")
+    assert made["layers"] == ("2.5 1.5", "of each stage; half a layer is attention or MLP")
+    assert made["recompute"] == ("mixed", "the full layer in 1.5 layers, the MLP's activation in 1 layer, nothing in 1.5 layers")
+    assert made["sharded"] == ("nothing", "one replica")
     whole = replace(plan, setting=Setting(global_batch=8, pp=2), layers=(6, 6))
-    assert told(whole)["layers"] == ("6 6", "of each stage") and told(whole)["recompute"] == ("none", "nothing is run again")
+    assert told(whole)["layers"] == ("6 6", "of each stage") and told(whole)["recompute"] == ("none", "all activations kept")
 
 
 def test_one_is_one(plan: Plan) -> None:
     once = told(replace(plan, setting=Setting(global_batch=4, dp=4, zero=1)))
-    assert once["micro-batch"] == ("1", "sample at a time, once a step for 4 samples")
-    assert once["sharded"] == ("zero1", "copies share optimizer state")
+    assert once["micro-batch"] == ("1", "samples per device at a time, 1 micro-batch per step, global batch 4")
+    assert once["sharded"] == ("zero1", "optimizer state sharded over replicas")
     share = {"kind": "A100", "copies": 1, "micro_batches": 1, "micro_batch": 2}
-    assert told(replace(plan, shares=(share,)))["share"] == ("A100", "1 copy takes 1 micro-batch of 2")
+    assert told(replace(plan, shares=(share,)))["share"] == ("A100", "1 replica takes 1 micro-batch of 2")
     more = {**share, "copies": 3, "micro_batches": 4}
-    assert told(replace(plan, shares=(more,)))["share"] == ("A100", "3 copies take 4 micro-batches of 2 each")
+    assert told(replace(plan, shares=(more,)))["share"] == ("A100", "3 replicas take 4 micro-batches of 2 each")
 
 
 PROGRAM = """program m(dp=4, tp=2)
@@ -72,18 +72,18 @@ def captured(plan: Plan, dp: str) -> Plan:
 def test_axes_of_a_program_say_what_they_cut(plan: Plan) -> None:
     """Devices that all do the same work are no copies of the model, and a batch that is not cut is taken whole."""
     made = told(captured(plan, "R"))
-    assert made["dp"] == ("4", "groups of devices that all do the same work: cutting it further is not faster")
-    assert made["tp"] == ("2", "devices that share 1 of 2 parameters")
+    assert made["dp"] == ("4", "replicated: more devices do not make this batch faster")
+    assert made["tp"] == ("2", "1 of 2 parameters sharded")
     assert made["micro-batch"][0] == "32" and "tensor" not in made and "sharded" not in made
     cut = told(captured(plan, "S(0)"))
-    assert cut["dp"] == ("4", "copies of the model") and cut["micro-batch"][0] == "8"
+    assert cut["dp"] == ("4", "data-parallel replicas") and cut["micro-batch"][0] == "8"
 
 
 def test_differences_of_stages_and_of_what_is_held(plan: Plan) -> None:
     found = {name: (a, b) for name, a, b in differences(plan, staged(plan))}
-    assert found["layers"] == ("all on one stage", "2.5 1.5") and found["run again"][1].startswith("the whole layer in 1.5")
+    assert found["layers"] == ("all on one stage", "2.5 1.5") and found["recompute by layer"][1].startswith("the full layer in 1.5")
     found = {name: (a, b) for name, a, b in differences(captured(plan, "R"), captured(plan, "S(0)"))}
-    assert found == {"batch.x": ("whole", "dp:S(0)")}
+    assert found == {"batch.x": ("replicated", "dp:S(0)")}
     assert not list(differences(plan, plan))
     other = parse(json.dumps({**plan.data(), "spec": {**plan.data()["spec"], "pp": 2, "micro": 8, "virtual": 2, "schedule": "interleaved"}}))
     assert ("virtual", "1", "2") in list(differences(plan, other))
@@ -95,5 +95,5 @@ def test_an_odd_vocabulary_is_no_reason_to_share_products_and_padding_it_is_offe
     (advice, ms), = plan.foreseen["padded_ms"].items()
     assert advice.startswith("pad the vocabulary 50257 -> 50304, with dp4")
     assert ms < 0.95 * plan.step_ms
-    assert f"you may {advice}: {ms:,.1f} ms" in words.told(plan)
+    assert f"tip: {advice}: {ms:,.1f} ms" in words.told(plan)
     assert "padded_ms" not in make_plan(Request("llama3-1b", "1x4xA100", batch=8)).foreseen  # 128256 is a multiple of 128

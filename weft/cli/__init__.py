@@ -22,6 +22,7 @@ COMMANDS = (
     "discover",
     "doctor",
     "explain",
+    "export",
     "fits",
     "fuzz",
     "plan",
@@ -71,16 +72,28 @@ def _abandon_output() -> None:
 
 app = typer.Typer(
     cls=Group,
-    help="Plan computation and communication of distributed PyTorch programs together.",
-    no_args_is_help=True,
-    add_completion=False,
+    help="Find the fastest way to train a PyTorch model on a cluster, run it, and check that it equals one device.",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from weft import __version__
+
+        typer.echo(f"weft {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    """Keep sub-commands named even while there is only one."""
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 for _name in COMMANDS:

@@ -16,7 +16,9 @@ FOLDER = Path(weft.__file__).parent.parent / "bench"
 
 
 def register(app: typer.Typer) -> None:
-    app.add_typer(typer.Typer(cls=Benches, no_args_is_help=True), name="bench", help="Time weft against its peers.")
+    app.add_typer(
+        typer.Typer(cls=Benches, no_args_is_help=True), name="bench", help="Run a benchmark or an accuracy check of the repository."
+    )
 
 
 class Benches(TyperGroup):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from weft.cli.output import console, emit, writable
+from weft.cli.output import console, emit, results, writable
 
 MOST_RANKS = 1024
 
@@ -14,13 +14,13 @@ def register(app: typer.Typer) -> None:
 
 
 def calibrate(
-    out: str = typer.Option("profile.json", "--out", help="Where to write the profile."),
-    name: str = typer.Option("", "--name", help="What to call the device; its own name if not given."),
-    device: str = typer.Option("", "--device", help="What to measure; the accelerator if there is one, else the processor."),
-    ranks: str = typer.Option("", "--ranks", help="Numbers of processes to time collectives between, as in 2,4."),
+    out: str = typer.Option("profile.json", "-o", "--out", help="Where to write the profile."),
+    name: str = typer.Option("", "--name", help="Name of the device [default: its own]."),
+    device: str = typer.Option("", "--device", help="Device to measure [default: the accelerator if there is one, else the CPU]."),
+    ranks: str = typer.Option("", "--ranks", help="Group sizes to time collectives with, such as 2,4."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Time products, attention, memory, launches and collectives here; write a profile in which each number says its origin."""
+    """Time matmuls, attention, memory, kernel launches and collectives here, and write them as a profile for --cluster."""
     import json as text
     import time
     from pathlib import Path
@@ -42,7 +42,7 @@ def calibrate(
     Path(out).write_text(text.dumps(dump(found), indent=1) + "\n")
     for key, constant in found.constants():
         if not constant.origin.startswith(("datasheet", "table", "assumed")):
-            console.print(f"  {key:28} {constant.value:<12.4g} {constant.origin}", markup=False, highlight=False)
+            results().print(f"  {key:28} {constant.value:<12.4g} {constant.origin}", markup=False, highlight=False)
     console.print(f"written to {out}; use it as --cluster {out}", markup=False)
     if json:
         taken = time.perf_counter() - began

@@ -8,24 +8,23 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli.output import read_text
+from weft.cli.output import emit, read_text, results
 
 
 def register(app: typer.Typer) -> None:
     @app.command()
     def check(
-        single: Annotated[str, typer.Argument(help="a program as text in a file, or an example's name")],
-        sharded: Annotated[str, typer.Argument(help="another; `name:schedule` is an example under a schedule")],
-        json: Annotated[bool, typer.Option("--json", help="one object on the last line")] = False,
+        single: Annotated[str, typer.Argument(help="A program as text in a file, or the name of an example.")],
+        sharded: Annotated[str, typer.Argument(help="Another; NAME:SCHEDULE is an example under a schedule.")],
+        json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     ) -> None:
-        """Decide whether two whole programs give the same outputs, and name the first op that differs."""
-        from weft.cli.output import console, emit
+        """Check whether two programs compute the same outputs, and name the first op that differs."""
         from weft.rewrite.check import Report, check
 
         a, b = _load(single), _load(sharded)
         bad = next((x for x in (a, b) if not hasattr(x, "nodes")), None)
         report = Report(False, 0, 0, 0, 0, bad) if bad is not None else check(a, b)
-        console.print(str(report), highlight=False, markup=False, soft_wrap=True)
+        results().print(str(report), highlight=False, markup=False, soft_wrap=True)
         if json:
             first = report.first
             emit({

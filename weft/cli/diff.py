@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from weft.cli.output import console, emit
+from weft.cli.output import emit, results
 
 
 def register(app: typer.Typer) -> None:
@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
 
 def diff(
     a: str = typer.Argument(..., help="A saved plan."),
-    b: str = typer.Argument(..., help="Another one."),
+    b: str = typer.Argument(..., help="Another saved plan."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Compare two plans."""
@@ -26,6 +26,6 @@ def diff(
     table = Table("", a, b, box=None)
     for row in found:
         table.add_row(*row)
-    console.print(table if found else "no difference")
+    results().print(table if found else "no difference")
     if json:
         emit({"a": a, "b": b, "differences": [{"what": what, "a": x, "b": y} for what, x, y in found]})

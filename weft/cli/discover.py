@@ -12,16 +12,16 @@ import typer
 def register(app: typer.Typer) -> None:
     @app.command()
     def discover(
-        max_ops: Annotated[int, typer.Option(help="ops per expression", min=1, max=6)] = 3,
-        state: Annotated[Path | None, typer.Option(help="a file of verdicts, so that a stopped search goes on")] = None,
-        out: Annotated[Path | None, typer.Option(help="write the rules with their certificates, and the pairs, to this file")] = None,
-        world: Annotated[list[str] | None, typer.Option(help="only these worlds")] = None,
-        json: Annotated[bool, typer.Option("--json", help="one object on the last line")] = False,
+        max_ops: Annotated[int, typer.Option(help="Most ops in an expression.", min=1, max=6)] = 3,
+        state: Annotated[Path | None, typer.Option(help="File of verdicts, so that an interrupted search resumes.")] = None,
+        out: Annotated[Path | None, typer.Option(help="Write the rules with their certificates to this file.")] = None,
+        world: Annotated[list[str] | None, typer.Option(help="Only these groups of ops.")] = None,
+        json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     ) -> None:
-        """Enumerate, group by fingerprint, generalise, keep the fewest, prove."""
+        """Discover rewrite rules from the ops alone: enumerate, group by fingerprint, generalise, minimise, prove."""
         import torch
 
-        from weft.cli.output import console, emit, writable
+        from weft.cli.output import console, emit, results, writable
         from weft.rewrite.discover.run import discover
 
         torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
         general = sum(r.rung == 3 for r in found.rules)
         for r in found.rules:
             tell(f"rung {r.rung}  {r.schema}")
-        console.print(f"{len(found.pairs)} pairs, {len(found.rules)} rules, {general} for all sizes, {found.seconds:.0f} s")
+        results().print(f"{len(found.pairs)} pairs, {len(found.rules)} rules, {general} for all sizes, {found.seconds:.0f} s")
         if json:
             emit({
                 "max_ops": max_ops, "ops": len(found.ops), "expressions": found.expressions, "pairs": len(found.pairs),

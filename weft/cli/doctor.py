@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import typer
 
-from weft.cli.output import console, emit
+from weft.cli.output import emit, results
 
 Status = Literal["ok", "warn", "fail"]
 GIB = 2**30
@@ -41,8 +41,8 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
 
-def doctor(json: bool = typer.Option(False, "--json", help="Print the findings as one JSON object.")) -> None:
-    """Look at this machine and say what weft can use and what to change."""
+def doctor(json: bool = typer.Option(False, "--json", help="Print the result as one JSON object.")) -> None:
+    """Check this machine: what weft can use and what to change."""
     findings = [check() for check in CHECKS]
     counts = {status: sum(f.status == status for f in findings) for status in ("ok", "warn", "fail")}
     _show(findings)
@@ -56,10 +56,10 @@ def _show(findings: list[Finding]) -> None:
     colour = {"ok": "green", "warn": "yellow", "fail": "red"}
     for f in findings:
         line = f"[{colour[f.status]}]{f.status:<4}[/]  {f.name:<14} "
-        console.print(line, end="")
-        console.print(f.found, markup=False, highlight=False, soft_wrap=True)
+        results().print(line, end="")
+        results().print(f.found, markup=False, highlight=False, soft_wrap=True)
         if f.advice:
-            console.print(f"{'':<6}{'':<14} -> {f.advice}", markup=False, highlight=False, soft_wrap=True)
+            results().print(f"{'':<6}{'':<14} -> {f.advice}", markup=False, highlight=False, soft_wrap=True)
 
 
 # --- software

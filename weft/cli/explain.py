@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import typer
 
-from weft.cli.output import console, emit
+from weft.cli.output import console, emit, results
 
 
 def register(app: typer.Typer) -> None:
@@ -16,21 +16,23 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     plan: str = typer.Argument(..., help="A plan saved by `weft plan --out`."),
-    run_model: bool = typer.Option(False, "--run-model", help="Run the Python file that the plan names as its model: only for plans you know."),
+    run_model: bool = typer.Option(
+        False, "--run-model", help="Run the Python file named by the plan as its model. Only for plans you trust."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Say why a plan is as it is."""
+    """Explain a plan: for each decision the next best choice, what it would cost, and what would change the decision."""
     from weft.cli.plan import show
     from weft.plan.explain import explain as reasons
     from weft.plan.plan import load
 
     began = time.perf_counter()
     made = load(plan)
-    show(made)
+    show(made, None, results())
     found = []
     with console.status("explaining") as status:
         for r in reasons(made, lambda text: status.update(f"what else for {text}"), run_model):
             found.append(r)
-            console.print(str(r), highlight=False, markup=False)
+            results().print(str(r), highlight=False, markup=False)
     if json:
         emit({"plan": plan, "step_ms": made.step_ms, "decisions": [asdict(r) for r in found], "seconds": time.perf_counter() - began})

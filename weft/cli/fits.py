@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import console, emit, many
+from weft.cli.output import emit, many, results
 
 if TYPE_CHECKING:
     from weft.plan.fits import Answer
@@ -21,16 +21,18 @@ def register(app: typer.Typer) -> None:
 
 
 def fits(
-    model: str = typer.Argument(..., help="A config.json of Hugging Face, a folder with one, or a known name."),
-    gpu: str = typer.Option(..., "--gpu", help="The kind of device; an unknown one is answered with those that are known."),
-    gpus: int = typer.Option(1, "--gpus", help="How many of them."),
-    lora: int = typer.Option(0, "--lora", help="Train adapters of this rank on every linear layer of the blocks, all else frozen."),
-    seq: int = typer.Option(0, "--seq", help="Sequence length; the longest the model takes if not given."),
-    batch: int = typer.Option(0, "--batch", help="Samples of a step over all devices; one each if not given."),
-    optimizer: str = typer.Option("adamw", "--optimizer", help="adamw, muon, sgd, momentum, lion, adafactor, adamw8bit and others."),
+    model: str = typer.Argument(..., help="A Hugging Face config.json, a folder that has one, or a known name such as llama3-8b."),
+    gpu: str = typer.Option(..., "--gpu", help="Device kind; an unknown one lists those that are known."),
+    gpus: int = typer.Option(1, "--gpus", help="Number of devices."),
+    lora: int = typer.Option(0, "--lora", help="Train LoRA adapters of this rank on every linear layer of the blocks, all else frozen."),
+    seq: int = typer.Option(0, "--seq", help="Sequence length [default: the longest the model takes]."),
+    batch: int = typer.Option(0, "--batch", help="Global batch in samples [default: one per device]."),
+    optimizer: str = typer.Option(
+        "adamw", "--optimizer", help="adamw, muon, sgd, momentum, lion, adafactor, adamw8bit; an unknown one lists all."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Say whether training fits: yes or no, bytes by kind, the plan that fits, the largest batch or the nearest change."""
+    """Predict whether training fits in memory: bytes by kind, the plan that fits, the largest batch, or what to change."""
     from dataclasses import replace
 
     from weft.cluster.profile import load
@@ -52,7 +54,16 @@ def fits(
     answer = will_fit(asked, place, batch or gpus, best_dtype(place), _larger(kind.device.memory))
     _show(model, asked, answer, place.text)
     if json:
-        emit({**_result(model, asked, answer), "gpu": gpu, "gpus": gpus, "optimizer": optimizer, "lora": lora, "seconds": time.perf_counter() - began})
+        emit(
+            {
+                **_result(model, asked, answer),
+                "gpu": gpu,
+                "gpus": gpus,
+                "optimizer": optimizer,
+                "lora": lora,
+                "seconds": time.perf_counter() - began,
+            }
+        )
     if not answer.fits:
         raise typer.Exit(2)
 
@@ -92,14 +103,14 @@ def _show(name: str, model: Model, answer: Answer, place: str) -> None:
 
     low, high = memory_spread().of(answer.memory.total / 1e9)
     length = f", sequences of {model.seq:,}" if model.seq else ""
-    console.print(f"[bold]{name}[/] on {place}: {model.params / 1e9:,.2f}B parameters{length}", highlight=False)
+    results().print(f"[bold]{name}[/] on {place}: {model.params / 1e9:,.2f}B parameters{length}", highlight=False)
     said = "[green]it fits[/]" if answer.fits else "[red]it does not fit[/]"
     needs = f"{answer.memory.total / 1e9:.1f} ({low:.1f} to {high:.1f}) of {answer.has / 1e9:.1f} GB"
-    console.print(f"{said}: {needs} with {describe(answer.setting)}", highlight=False)
-    console.print(", ".join(f"{k} {v / 1e9:.1f}" for k, v in _bytes(answer).items()) + " GB", highlight=False)
+    results().print(f"{said}: {needs} with {describe(answer.setting)}", highlight=False)
+    results().print(", ".join(f"{k} {v / 1e9:.1f}" for k, v in _bytes(answer).items()) + " GB", highlight=False)
     if answer.fits:
-        console.print(f"the largest batch at a time is {many(answer.largest, 'sample')} over all devices", highlight=False)
+        results().print(f"largest batch at a time: {many(answer.largest, 'sample')} over all devices", highlight=False)
     elif not answer.changes:
-        console.print("no single change was found that does, up to 64 times the devices", highlight=False)
+        results().print("no single change that fits was found, up to 64 times the devices", highlight=False)
     for change in answer.changes:
-        console.print(f"  fits with {change}", highlight=False)
+        results().print(f"  fits with {change}", highlight=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli.output import console, emit
+from weft.cli.output import console, emit, results
 
 
 def register(app: typer.Typer) -> None:
@@ -15,27 +15,27 @@ def register(app: typer.Typer) -> None:
 
 
 def fuzz(
-    programs: Annotated[int, typer.Option(help="How many programs to make.", min=1)] = 200,
-    seed: Annotated[int, typer.Option(help="Where to start; the same seed makes the same programs.")] = 0,
-    torch: Annotated[bool, typer.Option("--torch", help="Make torch modules, and let plain torch judge a step of each.")] = False,
+    programs: Annotated[int, typer.Option(help="Number of programs.", min=1)] = 200,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    torch: Annotated[bool, typer.Option("--torch", help="Generate torch modules, and compare a step of each with plain torch.")] = False,
     stop_at: Annotated[int, typer.Option(help="Stop after so many mismatches.", min=1)] = 10,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Make random programs, schedule each by random verbs, and compare its meaning on every rank with what it meant before.
+    """Test random programs: apply random schedules, and compare every rank's results with the unscheduled program.
 
-    With `--torch`, make random torch modules instead, and compare one step of each, by the interpreter, compiled, and under three plans,
-    with that of plain torch. What differs is printed as a script that repeats it, and the command ends with status 1.
+    With `--torch`, generate random torch modules instead and compare one step of each (interpreted, compiled, and under three plans) with
+    plain torch. A mismatch is printed as a script that reproduces it, and the command exits with 1.
     """
     tally = _run(_torch if torch else _schedules, programs, seed, stop_at)
     for script in tally.scripts:
-        console.print(script, markup=False, highlight=False, soft_wrap=True)
+        results().print(script, markup=False, highlight=False, soft_wrap=True)
     if json:
         emit(tally.as_dict())
     elif torch:
         _show_torch(tally)
     else:
         _show(tally.applied, tally.refused)
-        console.print(f"{tally.programs} programs, {sum(tally.applied.values())} steps, {tally.mismatches} mismatches")
+        results().print(f"{tally.programs} programs, {sum(tally.applied.values())} steps, {tally.mismatches} mismatches")
     raise typer.Exit(1 if tally.mismatches else 0)
 
 
@@ -61,9 +61,9 @@ def _run(run: Callable[..., Any], programs: int, seed: int, stop_at: int) -> Any
 
 def _show_torch(tally: Any) -> None:
     told = tally.as_dict()
-    console.print(", ".join(f"{told[k]} {k}" for k in ("programs", "equal", "refused", "wrong", "crash", "unstable")))
+    results().print(", ".join(f"{told[k]} {k}" for k in ("programs", "equal", "refused", "wrong", "crash", "unstable")))
     for words, count in told["refused_by"].items():
-        console.print(f"  refused {count} times: {words}", markup=False, highlight=False)
+        results().print(f"  refused {count} times: {words}", markup=False, highlight=False)
 
 
 def _show(applied: dict[str, int], refused: dict[str, int]) -> None:
@@ -72,4 +72,4 @@ def _show(applied: dict[str, int], refused: dict[str, int]) -> None:
     table = Table("verb", "applied", "refused")
     for verb in sorted({*applied, *refused}):
         table.add_row(verb, str(applied.get(verb, 0)), str(refused.get(verb, 0)))
-    console.print(table)
+    results().print(table)

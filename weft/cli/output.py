@@ -1,17 +1,29 @@
-"""Where output goes: words and tables to stderr, one JSON object on one line as the last of stdout."""
+"""Where output goes: results to stdout, progress and notices to stderr. With `--json` stdout has one line of JSON and nothing else."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 
 console = Console(stderr=True)
+_click = import_module(typer.Context.__bases__[0].__module__.removesuffix(".core") + ".globals")  # newer typer has a copy of its own
+
+
+def results() -> Console:
+    """Where a command prints its result: stdout, or stderr while stdout carries JSON. Lines are broken on a terminal only."""
+    context = _click.get_current_context(silent=True)
+    as_json = context is not None and bool(context.params.get("json"))
+    terminal = (sys.stderr if as_json else sys.stdout).isatty()
+    return Console(stderr=as_json, soft_wrap=not terminal, width=None if terminal or "COLUMNS" in os.environ else 140)
 
 
 def emit(obj: Mapping[str, Any]) -> None:
@@ -31,8 +43,6 @@ def writable(path: str, make: bool = False) -> None:
 
     Nothing is asked of an empty path.
     """
-    import os
-
     from weft.core.errors import WeftError
 
     if not path:
@@ -41,7 +51,9 @@ def writable(path: str, make: bool = False) -> None:
     while make and not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise WeftError(f"cannot write {path}", needed="a file in a folder that is there", found=f"no folder {folder}", try_=f"mkdir -p {folder}")
+        raise WeftError(
+            f"cannot write {path}", needed="a file in a folder that is there", found=f"no folder {folder}", try_=f"mkdir -p {folder}"
+        )
     if Path(path).is_dir():
         raise WeftError(f"cannot write {path}", needed="the name of a file", found="a folder")
     if not os.access(path if Path(path).exists() else folder, os.W_OK):

@@ -1,4 +1,4 @@
-"""`weft plan MODEL --cluster SPEC`: the best way found to run a training step, beside what other systems would do."""
+"""`weft plan MODEL --cluster SPEC`: the best strategy found for a training step, next to what other systems would do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import console, emit, writable
+from weft.cli.output import console, emit, results, writable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from weft.plan.plan import Plan
     from weft.plan.planner import Infeasible, Request
 
@@ -19,23 +21,42 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    model: str = typer.Argument(..., help="A model of the zoo by name, or FILE.py:FUNCTION that returns your (model, loss, batch)."),
-    cluster: str = typer.Option(..., "--cluster", help="NODESxDEVICESxKIND (nodes, devices of each, their kind), `+` between unequal groups, or a YAML file."),
-    batch: int = typer.Option(0, "--batch", help="Samples of a step; else about 4 million tokens, or of your own model its batch on every device."),
-    seq: int = typer.Option(0, "--seq", help="Sequence length, if not the model's own."),
-    objective: str = typer.Option("time", "--objective", help="time of a step, memory, cost (device time per token), or goodput."),
-    noise: float = typer.Option(0.0, "--noise", help="Gradient noise scale in samples, as step.noise.scale tells it; for goodput."),
-    max_tp: int = typer.Option(0, "--max-tp", help="Devices that may share a product at most."),
-    memory: str = typer.Option("", "--memory", help="Memory of a device that may be used, such as 70GB."),
-    pin: list[str] = typer.Option([], "--pin", help='A decision, such as tp=4, or a layout, such as "blocks.*.mlp.up=tp:S(0)".'),
-    dtensor: str = typer.Option("", "--dtensor", help="A JSON file with a plan for parallelize_module, {module: colwise or rowwise}."),
-    what_if: list[str] = typer.Option([], "--what-if", help="Also plan for another cluster=SPEC, batch=N, seq=N or memory=70GB."),
-    fastest: bool = typer.Option(False, "--fastest", help="Take the fastest predicted, even where a simpler plan is as fast within the error of predictions."),
-    out: str = typer.Option("", "--save", "--out", help="Save the plan to this file."),
-    export: str = typer.Option("", "--export", help="Print it as torchtitan, megatron, fsdp2, accelerate, huggingface or deepspeed instead."),
+    model: str = typer.Argument(
+        ...,
+        help="A known name such as llama3-8b, hf:FOLDER with a Hugging Face config.json, or FILE.py:FUNCTION that returns (model, loss, batch).",
+    ),
+    cluster: str = typer.Option(
+        ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
+    ),
+    batch: int = typer.Option(
+        0, "--batch", help="Global batch in samples [default: about 4M tokens; for FILE.py:FUNCTION its batch on every device]."
+    ),
+    seq: int = typer.Option(0, "--seq", help="Sequence length [default: the model's]."),
+    objective: str = typer.Option(
+        "time", "--objective", help="Minimise time (step time), memory or cost (device time per token), or maximise goodput."
+    ),
+    noise: float = typer.Option(0.0, "--noise", help="Gradient noise scale in samples (step.noise.scale), for goodput."),
+    max_tp: int = typer.Option(0, "--max-tp", help="Largest tensor-parallel degree to consider."),
+    memory: str = typer.Option("", "--memory", help="Memory of a device that may be used, such as 70GB [default: all]."),
+    pin: list[str] = typer.Option(
+        [], "--pin", help='Fix a decision, such as tp=4, or a layout, such as "blocks.*.mlp.up=tp:S(0)". Repeatable.'
+    ),
+    dtensor: str = typer.Option(
+        "", "--dtensor", help="JSON file {module: colwise or rowwise}, as for torch's parallelize_module, that fixes layouts."
+    ),
+    what_if: list[str] = typer.Option(
+        [], "--what-if", help="Also plan with cluster=SPEC, batch=N, seq=N or memory=70GB changed. Repeatable."
+    ),
+    fastest: bool = typer.Option(
+        False, "--fastest", help="Take the fastest prediction even if a simpler plan is equal within the prediction error."
+    ),
+    out: str = typer.Option("", "-o", "--out", "--save", help="Save the plan to this file."),
+    export: str = typer.Option(
+        "", "--export", help="Print the plan as the configuration of torchtitan, megatron, fsdp2, accelerate, huggingface or deepspeed."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Plan a training step: degrees, sharding, stages, recompute and schedule together, never worse than any baseline."""
+    """Find the fastest plan of a training step: parallel degrees, sharding, recompute and pipeline schedule, searched together."""
     from weft.plan.ask import Ask
     from weft.plan.pins import is_layout
     from weft.plan.plan import Plan
@@ -57,12 +78,12 @@ def plan(
         others = [(text, ask.plan(other, status.update)) for text, other in zip(what_if, changes, strict=True)]
     seconds = time.perf_counter() - began
     if isinstance(made, Plan):
-        show(made, seconds)
+        show(made, seconds, console if export else results())
         if out:
             made.save(out)
             console.print(f"saved to {out}")
     else:
-        console.print(f"[red]infeasible[/]: {made.reason}\n  nearest: {made.change}", highlight=False)
+        results().print(f"[red]infeasible[/]: {made.reason}\n  nearest: {made.change}", highlight=False)
     for text, other_made in others:
         _show_other(text, made, other_made)
     if export and isinstance(made, Plan):
@@ -70,7 +91,11 @@ def plan(
 
         print(write(made, export), end="")
     if json:
-        asked = {"what_if": [{"what_if": text, **result(r, m, seconds)} for (text, m), r in zip(others, changes, strict=True)]} if what_if else {}
+        asked = (
+            {"what_if": [{"what_if": text, **result(r, m, seconds)} for (text, m), r in zip(others, changes, strict=True)]}
+            if what_if
+            else {}
+        )
         emit({**result(request, made, seconds), **asked})
     if not isinstance(made, Plan):
         raise typer.Exit(2)
@@ -130,11 +155,11 @@ def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[st
     }  # fmt: skip
 
 
-def show(plan: Plan, seconds: float | None = None) -> None:
+def show(plan: Plan, seconds: float | None, to: Console) -> None:
     """The plan as a table a person reads in a minute."""
     from weft.plan.told import told
 
-    console.print(told(plan, seconds), highlight=False, markup=False)
+    to.print(told(plan, seconds), highlight=False, markup=False)
 
 
 def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) -> None:
@@ -142,8 +167,8 @@ def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) ->
     from weft.plan.search import describe
 
     if not isinstance(other, Plan):
-        console.print(f"what if {text}: infeasible, {other.reason}\n  nearest: {other.change}", highlight=False)
+        results().print(f"what if {text}: infeasible, {other.reason}\n  nearest: {other.change}", highlight=False)
         return
     ratio = f" ({other.step_ms / made.step_ms:.2f}x)" if isinstance(made, Plan) else ""
     rate = f"{other.foreseen['tokens_per_s']:,.0f} {'tokens' if other.seq else 'samples'}/s"
-    console.print(f"what if {text}: {other.step_ms:,.1f} ms{ratio}, {rate}, {describe(other.setting)}", highlight=False)
+    results().print(f"what if {text}: {other.step_ms:,.1f} ms{ratio}, {rate}, {describe(other.setting)}", highlight=False)

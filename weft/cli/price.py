@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import console, emit, many, read_text
+from weft.cli.output import emit, many, read_text, results
 
 if TYPE_CHECKING:
     from weft.plan.judge import Judged
@@ -20,15 +20,19 @@ def register(app: typer.Typer) -> None:
 
 def price(
     ctx: typer.Context,
-    config: str = typer.Argument(..., help="A torchtitan TOML or Python file, Megatron arguments, a DeepSpeed JSON or an accelerate YAML."),
-    cluster: str = typer.Option(..., "--cluster", help="NODESxDEVICESxKIND, `+` between unequal groups, or a YAML file."),
-    model: str = typer.Option("", "--model", help="A model of the zoo by name, or a Hugging Face config.json; Megatron arguments may say it themselves."),
+    config: str = typer.Argument(
+        ..., help="Configuration of torchtitan (TOML or Python), Megatron (arguments), DeepSpeed (JSON) or accelerate (YAML)."
+    ),
+    cluster: str = typer.Option(
+        ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
+    ),
+    model: str = typer.Option("", "--model", help="A known name or a Hugging Face config.json, where the configuration does not say it."),
     seq: int = typer.Option(0, "--seq", help="Sequence length, where the configuration has none."),
-    batch: int = typer.Option(0, "--batch", help="Samples of a step, where the configuration has none."),
-    better: bool = typer.Option(True, help="Also search for what would be better."),
+    batch: int = typer.Option(0, "--batch", help="Global batch in samples, where the configuration has none."),
+    better: bool = typer.Option(True, help="Also search for a better configuration."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Price a configuration: time, tokens per second, utilisation and memory of a step, and what to change."""
+    """Predict the step time and memory of an existing configuration, and which keys to change for a better one."""
     from weft.plan.judge import judge
 
     began = time.perf_counter()
@@ -50,25 +54,25 @@ def _result(found: Judged) -> dict[str, Any]:
 
 def _show(found: Judged) -> None:
     f, b = found.figures, found.bounds
-    console.print(f"[bold]{found.read.form}[/], {found.model} on {found.cluster}: {found.text}", highlight=False)
-    console.print(
-        f"step {f['step_ms']:,.1f} ms ({b['step_ms_low']:,.1f} to {b['step_ms_high']:,.1f}), {f['tokens_per_s']:,.0f} tokens/s, utilisation {f['mfu']:.1%}, "
+    results().print(f"[bold]{found.read.form}[/], {found.model} on {found.cluster}: {found.text}", highlight=False)
+    results().print(
+        f"predicted step {f['step_ms']:,.1f} ms ({b['step_ms_low']:,.1f} to {b['step_ms_high']:,.1f}), {f['tokens_per_s']:,.0f} tokens/s, MFU {f['mfu']:.1%}, "
         f"memory {f['memory_gb']:.1f} ({b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f}) of {found.has / 1e9:.1f} GB: "
         + ("[green]it fits[/]" if found.fits else "[red]it does not fit[/]"),
         highlight=False,
     )  # fmt: skip
     for name, value in found.read.assumed.items():
-        console.print(f"  assumed: {name} = {value}", highlight=False)
+        results().print(f"  assumed: {name} = {value}", highlight=False)
     for words in found.read.unmodelled:
-        console.print(f"  not modelled: {words}", highlight=False)
+        results().print(f"  not modelled: {words}", highlight=False)
     if found.read.unused:
-        console.print(f"  {many(len(found.read.unused), 'key')} not used: {', '.join(found.read.unused)}", highlight=False)
+        results().print(f"  {many(len(found.read.unused), 'key')} not used: {', '.join(found.read.unused)}", highlight=False)
     if found.better is None:
-        console.print("nothing simpler or faster was found" if found.searched else "no better one was looked for")
+        results().print("nothing better was found" if found.searched else "no search for a better one")
         return
     gain = f"{found.better['gain']:.2f}x" if found.fits else "and it fits"
-    console.print(f"better: {found.better['step_ms']:,.1f} ms, {gain}, with {found.better['setting']}", highlight=False)
+    results().print(f"better: {found.better['step_ms']:,.1f} ms, {gain}, with {found.better['setting']}", highlight=False)
     for change in found.changes:
-        console.print(f"  {change['key']}: {change['now']} -> {change['then']}", highlight=False)
+        results().print(f"  {change['key']}: {change['now']} -> {change['then']}", highlight=False)
     for words in found.better["not_said"]:
-        console.print(f"  its keys do not say: {words}", highlight=False)
+        results().print(f"  not expressed by its keys: {words}", highlight=False)

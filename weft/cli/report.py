@@ -14,19 +14,23 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    source: str = typer.Argument(..., help="A plan saved by `weft plan --out`, or the folder of a run recorded while training."),
-    out: str = typer.Option("", "--out", help="Where to write the page; beside the source if not given."),
-    explain: bool = typer.Option(True, help="Also say why each decision of a plan is as it is; takes as long as planning."),
-    run_model: bool = typer.Option(False, "--run-model", help="Run the Python file that the plan names as its model: only for plans you know."),
+    source: str = typer.Argument(..., help="A plan saved by `weft plan --out`, or the folder of a run (`record=` of parallelize)."),
+    out: str = typer.Option("", "-o", "--out", help="Where to write the page [default: next to the source]."),
+    explain: bool = typer.Option(True, help="Include the runner-up of each decision; takes as long as planning."),
+    run_model: bool = typer.Option(
+        False, "--run-model", help="Run the Python file named by the plan as its model. Only for plans you trust."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Write a page that shows a plan or a run: decisions, layouts, timeline, memory, alternatives, proofs."""
+    """Write a self-contained HTML report of a plan or a run: decisions, layouts, timeline, memory, alternatives."""
     from weft.report import report as write
 
     began = time.perf_counter()
     writable(out, make=True)
     with console.status("reading") as status:
         page, trace = write(source, out, explain, lambda text: status.update(f"drawing {text}"), run_model)
-    console.print(f"the page is at {page}, {page.stat().st_size / 1e3:,.0f} kB; a trace for Perfetto at {trace}", markup=False, highlight=False)
+    console.print(
+        f"the page is at {page}, {page.stat().st_size / 1e3:,.0f} kB; a trace for Perfetto at {trace}", markup=False, highlight=False
+    )
     if json:
         emit({"page": str(page), "trace": str(trace), "bytes": page.stat().st_size, "seconds": time.perf_counter() - began})

@@ -14,15 +14,19 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     @app.command()
     def show(
-        name: Annotated[str | None, typer.Argument(help="an example; without one, the list. With --plan, a model, or FILE.py:FUNCTION")] = None,
-        schedule: Annotated[str | None, typer.Option(help="one of its schedules")] = None,
-        diff: Annotated[bool, typer.Option(help="what the schedule changed")] = False,
-        code: Annotated[bool, typer.Option(help="the generated per-rank code")] = False,
-        history: Annotated[bool, typer.Option(help="the steps of the schedule")] = False,
-        plan: Annotated[str | None, typer.Option(help="words of a plan, or its file: show the training step of a model under it")] = None,
-        passes: Annotated[bool, typer.Option(help="the passes it goes through, with nodes before and after each")] = False,
+        name: Annotated[
+            str | None, typer.Argument(help="An example [default: list them]; with --plan a model or FILE.py:FUNCTION.")
+        ] = None,
+        schedule: Annotated[str | None, typer.Option(help="One of its schedules.")] = None,
+        diff: Annotated[bool, typer.Option(help="Print what the schedule changed.")] = False,
+        code: Annotated[bool, typer.Option(help="Print the generated per-rank code.")] = False,
+        history: Annotated[bool, typer.Option(help="Print the steps of the schedule.")] = False,
+        plan: Annotated[
+            str | None, typer.Option(help="A plan such as dp2,zero1 or a plan file: print a model's training step under it.")
+        ] = None,
+        passes: Annotated[bool, typer.Option(help="Print the compiler passes, with the number of nodes before and after each.")] = False,
     ) -> None:
-        """Print a program, after one of its schedules if asked, or what the schedule changed; or what a plan makes of a model's step."""
+        """Print a program, before or after a schedule, or a model's training step under a plan."""
         from weft.programs.catalog import example, scheduled
 
         if passes or plan is not None:
@@ -86,10 +90,10 @@ def _drafted(name: str, plan: str) -> Draft:
 def _list() -> None:
     from rich.table import Table
 
-    from weft.cli.output import console
+    from weft.cli.output import results
     from weft.programs.catalog import line_counts
 
     table = Table("example", "lines", "schedule", "lines", "verbs", title="Programs and their schedules")
     for name, lines, schedule, sched_lines, steps in line_counts():
         table.add_row(name, str(lines), schedule, str(sched_lines), str(steps))
-    console.print(table)
+    results().print(table)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import console, emit, many, writable
+from weft.cli.output import console, emit, many, results, writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,30 +26,40 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
-    model: str = typer.Argument(..., help="A model of the zoo by name."),
-    cluster: str = typer.Option(..., "--cluster", help="NODESxDEVICESxKIND, `+` between unequal groups, or a YAML file."),
-    batch: int = typer.Option(0, "--batch", help="Samples of a step over all devices; one micro-batch each if not given."),
-    micro_batch: int = typer.Option(1, "--micro-batch", help="Samples a device takes at a time."),
-    seq: int = typer.Option(0, "--seq", help="Sequence length, if not the model's own."),
-    dp: int = typer.Option(0, "--dp", help="Copies of the model; what is left of the devices if not given."),
-    tp: int = typer.Option(1, "--tp", help="Devices that share each product."),
+    model: str = typer.Argument(..., help="A known name such as llama3-8b, or hf:FOLDER with a Hugging Face config.json."),
+    cluster: str = typer.Option(
+        ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
+    ),
+    batch: int = typer.Option(0, "--batch", help="Global batch in samples [default: one micro-batch per replica]."),
+    micro_batch: int = typer.Option(1, "--micro-batch", help="Samples per device at a time."),
+    seq: int = typer.Option(0, "--seq", help="Sequence length [default: the model's]."),
+    dp: int = typer.Option(0, "--dp", help="Data-parallel degree [default: all remaining devices]."),
+    tp: int = typer.Option(1, "--tp", help="Tensor-parallel degree."),
     pp: int = typer.Option(1, "--pp", help="Pipeline stages."),
-    cp: int = typer.Option(1, "--cp", help="Devices that share a sequence."),
-    ep: int = typer.Option(1, "--ep", help="Devices that share the experts."),
-    virtual: int = typer.Option(1, "--virtual", help="Chunks of layers per stage, for the interleaved schedule."),
-    zero: int = typer.Option(0, "--zero", help="What is sharded over copies: 1 optimizer, 2 gradients, 3 parameters too."),
-    recompute: str = typer.Option("none", "--recompute", help="What is run again: none, selective (attention), per-op (all but some products) or full."),
-    schedule: str = typer.Option("", "--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager or zero-bubble-eager."),
-    kernels: str = typer.Option("compiled", "--kernels", help="compiled (a kernel for a chain of ops), eager (one for each) or classic (Megatron of 2021)."),
-    dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16 or fp8; the faster 16-bit kind if not given."),
-    sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Cut tokens over tp between the products."),
-    overlap: bool = typer.Option(True, help="Gradients and parameters travel beside compute."),
-    overlap_tp: bool = typer.Option(False, "--overlap-tp", help="Collectives of tp run beside the products they belong to."),
-    keep_gathered: bool = typer.Option(False, "--keep-gathered", help="Under ZeRO-3, parameters stay whole from their first use in a step to the last."),
-    trace: str = typer.Option("", "--trace", help="Write the timeline for Chrome or Perfetto to this file."),
+    cp: int = typer.Option(1, "--cp", help="Context-parallel degree."),
+    ep: int = typer.Option(1, "--ep", help="Expert-parallel degree."),
+    virtual: int = typer.Option(1, "--virtual", help="Virtual stages per device, for the interleaved schedule."),
+    zero: int = typer.Option(0, "--zero", help="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters (FSDP)."),
+    recompute: str = typer.Option(
+        "none", "--recompute", help="Activation checkpointing: none, selective (attention), per-op (all but some matmuls) or full."
+    ),
+    schedule: str = typer.Option(
+        "", "--schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager or zero-bubble-eager."
+    ),
+    kernels: str = typer.Option(
+        "compiled", "--kernels", help="compiled (fused, as torch.compile), eager (one kernel per op) or classic (Megatron of 2021)."
+    ),
+    dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16 or fp8 [default: the device's faster 16-bit type]."),
+    sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Shard activations between TP regions along the sequence."),
+    overlap: bool = typer.Option(True, help="Overlap communication of gradients and parameters with compute."),
+    overlap_tp: bool = typer.Option(False, "--overlap-tp", help="Overlap tensor-parallel collectives with their matmuls (async TP)."),
+    keep_gathered: bool = typer.Option(
+        False, "--keep-gathered", help="With ZeRO-3, gather parameters once per step instead of for every use."
+    ),
+    trace: str = typer.Option("", "--trace", help="Write the timeline for Perfetto to this file."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Foresee one training step: time, tokens per second, utilisation, memory, and what to change if it does not fit."""
+    """Predict one training step: time, tokens/s, MFU, memory, and what to change if it does not fit."""
     from weft.cluster import spec
     from weft.cost.interval import bounds, kind_of, spread
     from weft.plan.fits import fit
@@ -78,12 +88,21 @@ def simulate(
         _save_trace(step, detail(stack.work(setting), setting, place), trace)
     of = f" of {stack.seq} tokens" if stack.seq else ""
     said = f"{setting.dtype}, {many(setting.global_batch, 'sample')}{of}, {_pieces(setting)}"
-    console.print(f"[bold]{model}[/] on {cluster} ({many(place.devices, 'device')}): {said}", highlight=False)
+    results().print(f"[bold]{model}[/] on {cluster} ({many(place.devices, 'device')}): {said}", highlight=False)
     kind = kind_of(setting.kernels, bool(stack.experts), False)
     _show(step, answer, kind)
     if json:
         found = _result(setting, step, answer)
-        emit({"model": model, "cluster": cluster, **found, **bounds(kind, found), "interval": str(spread(kind)), "seconds": time.perf_counter() - began})
+        emit(
+            {
+                "model": model,
+                "cluster": cluster,
+                **found,
+                **bounds(kind, found),
+                "interval": str(spread(kind)),
+                "seconds": time.perf_counter() - began,
+            }
+        )
 
 
 def _whole(recompute: str) -> str:
@@ -92,13 +111,13 @@ def _whole(recompute: str) -> str:
     from weft.plan.setting import MIXED, RECOMPUTE
 
     if recompute == MIXED:
-        tip = "weft plan, which mixes as each stage's memory allows"
-        raise PlanError("one setting has no mixed recompute", needed=" or ".join(RECOMPUTE), found=recompute, try_=tip)
+        tip = "weft plan, which chooses recompute layer by layer"
+        raise PlanError("mixed recompute is for plans, not for one setting", needed=" or ".join(RECOMPUTE), found=recompute, try_=tip)
     return recompute
 
 
 def _pieces(s: Setting) -> str:
-    return f"{many(s.micro_batches, 'micro-batch')} of {s.micro_batch}" + (f" on each of {s.dp} copies" if s.dp > 1 else "")
+    return f"{many(s.micro_batches, 'micro-batch')} of {s.micro_batch}" + (f" on each of {s.dp} replicas" if s.dp > 1 else "")
 
 
 def _result(setting: Setting, step: Step, answer: Fit) -> dict[str, Any]:
@@ -120,8 +139,8 @@ def _result(setting: Setting, step: Step, answer: Fit) -> dict[str, Any]:
 
 AXES = ("tp", "cp", "dp", "ep", "pp")
 MEANS = {
-    "compute": "the device computes", "host": "it waits for the host to issue", "bubble": "it waits for other stages",
-    "optimizer": "the optimizer", **{axis: f"it waits for communication along {axis}" for axis in AXES},
+    "compute": "compute", "host": "kernel launch overhead", "bubble": "pipeline bubble",
+    "optimizer": "optimizer", **{axis: f"exposed communication, {axis}" for axis in AXES},
 }  # fmt: skip
 
 
@@ -134,14 +153,14 @@ def _show(step: Step, answer: Fit, kind: str) -> None:
     for cause, seconds in sorted(step.causes.items(), key=lambda item: -item[1]):
         if seconds > 1e-6:
             table.add_row(MEANS.get(cause, cause), f"{seconds * 1e3:,.2f}", f"{seconds / step.seconds:.1%}")
-    console.print(table)
+    results().print(table)
     hidden = ", ".join(f"{axis} {v * 1e3:,.1f} ms" for axis, v in step.hidden.items() if v > 1e-6)
     low, high = spread(kind).of(step.seconds * 1e3)
-    told = f"{step.tokens_per_second:,.0f} tokens/s, utilisation {step.mfu:.1%}"
-    console.print(f"step {step.seconds * 1e3:,.1f} ms ({low:,.1f} to {high:,.1f}), {told}", highlight=False)
-    console.print(f"in brackets the {spread(kind)}; {NOT_MODELLED}", highlight=False)
+    rates = f"{step.tokens_per_second:,.0f} tokens/s, MFU {step.mfu:.1%}"
+    results().print(f"predicted step {step.seconds * 1e3:,.1f} ms ({low:,.1f} to {high:,.1f}), {rates}", highlight=False)
+    results().print(f"in brackets the {spread(kind)}; {NOT_MODELLED}", highlight=False)
     if hidden:
-        console.print(f"hidden beside compute: {hidden}")
+        results().print(f"communication overlapped with compute: {hidden}")
     _show_memory(step, answer)
 
 
@@ -150,17 +169,17 @@ def _show_memory(step: Step, answer: Fit) -> None:
 
     parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in step.peak_memory.parts().items() if v > 5e7)
     low, high = memory_spread().of(answer.needed / 1e9)
-    console.print(f"memory {answer.needed / 1e9:.1f} ({low:.1f} to {high:.1f}) of {answer.memory / 1e9:.1f} GB: {parts}")
+    results().print(f"memory {answer.needed / 1e9:.1f} ({low:.1f} to {high:.1f}) of {answer.memory / 1e9:.1f} GB: {parts}")
     if answer.fits:
-        console.print(f"[green]it fits[/]; so would micro-batches of up to {answer.largest}")
+        results().print(f"[green]it fits[/]; largest micro-batch that fits: {answer.largest}")
         return
-    largest = f"as it is, micro-batches of {answer.largest} would" if answer.largest else "not even one sample at a time would"
-    console.print(f"[red]it does not fit[/]; {largest}", highlight=False)
+    largest = f"micro-batches of {answer.largest} would" if answer.largest else "nor does a micro-batch of 1"
+    results().print(f"[red]it does not fit[/]; {largest}", highlight=False)
     if not answer.changes:
-        console.print("  found nothing that does, up to 64 times the nodes", highlight=False)
+        results().print("  no change that fits was found, up to 64 times the nodes", highlight=False)
     for change in answer.changes[:5]:
         made = f"{change.step.peak_memory.total / 1e9:.1f} GB, {change.step.seconds * 1e3:,.0f} ms"
-        console.print(f"  with {change.says}: fits, {made}", highlight=False)
+        results().print(f"  with {change.says}: fits, {made}", highlight=False)
 
 
 def _save_trace(step: Step, layers: Mapping[str, Timeline], path: str) -> None:
@@ -172,4 +191,4 @@ def _save_trace(step: Step, layers: Mapping[str, Timeline], path: str) -> None:
     for n, (title, line) in enumerate(layers.items(), 1):
         made["traceEvents"] += line.chrome(n, title)["traceEvents"]
     Path(path).write_text(json.dumps(made))
-    console.print(f"timeline written to {path}; open it in Perfetto or chrome://tracing")
+    console.print(f"timeline written to {path}; open it in ui.perfetto.dev")

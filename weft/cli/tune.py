@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from weft.cli.output import read_text
+from weft.cli.output import console, emit, read_text, results
 
 
 def register(app: typer.Typer) -> None:
@@ -15,18 +15,17 @@ def register(app: typer.Typer) -> None:
 
 def tune(
     program: str = typer.Argument(..., help="An example's name (see `weft show`), or a file of program text."),
-    json: bool = typer.Option(False, "--json", help="Print one JSON object as the last line."),
-    limit: int = typer.Option(12, "--limit", min=1, help="Candidates to measure, besides the program as it is."),
-    again: bool = typer.Option(False, "--again", help="Forget earlier measurements of this program."),
+    json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
+    limit: int = typer.Option(12, "--limit", min=1, help="Candidates to measure, in addition to the unscheduled program."),
+    again: bool = typer.Option(False, "--again", help="Discard earlier measurements of this program."),
     show: bool = typer.Option(False, "--show", help="Print the chosen program."),
 ) -> None:
-    """Search schedules, measure them on the ranks of the program's mesh, and keep the fastest. A stopped search goes on."""
-    from weft.cli.output import console, emit
+    """Measure schedules of a program on real ranks and keep the fastest. An interrupted search resumes."""
 
     report = search(read(program), limit, again)
     table(report)
     if show:
-        console.print(report["program"], markup=False, highlight=False)
+        results().print(report["program"], markup=False, highlight=False)
     if json:
         emit(
             {
@@ -61,7 +60,6 @@ def search(program: Any, limit: int, again: bool) -> dict[str, Any]:
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from weft.cli.output import console
     from weft.core.errors import RuntimeFault
 
     worker = Path(__file__).with_name("tune_worker.py")
@@ -92,18 +90,18 @@ def search(program: Any, limit: int, again: bool) -> dict[str, Any]:
                     bar.update(task, advance=1, total=said["of"], description=f"{said['tried']}: {said['ms']:.3f} ms")
             _, errors = ranks.communicate()
         if ranks.returncode or not out.exists():
-            raise RuntimeFault(f"the ranks that were to tune {program.name} failed", needed="ranks that end well", found=errors.strip()[-2000:])
+            raise RuntimeFault(
+                f"the ranks that were to tune {program.name} failed", needed="ranks that exit with 0", found=errors.strip()[-2000:]
+            )
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
 def table(report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from weft.cli.output import console
-
-    shown = Table("schedule", "ms", "against as it is", title="what was tried")
+    shown = Table("schedule", "ms", "speedup", title="schedules measured")
     base = report["times"]["as it is"]
     for name, ms in sorted(report["times"].items(), key=lambda item: item[1]):
         mark = "[bold green]" if name == report["choice"] else ""
         shown.add_row(f"{mark}{name}", f"{ms:.3f}", f"{base / ms:.2f}x")
-    console.print(shown)
+    results().print(shown)

@@ -7,23 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli.output import read_text
+from weft.cli.output import console, emit, read_text, results
 
 
 def register(app: typer.Typer) -> None:
     @app.command()
     def verify(
-        rules: Annotated[Path | None, typer.Option(help="a file of rules: weft text, or TASO/FlexFlow JSON")] = None,
-        full: Annotated[bool, typer.Option(help="prove all from nothing instead of checking certificates")] = False,
-        write: Annotated[bool, typer.Option(help="with --full: write the certificates of the built-in rules anew")] = False,
-        seed: Annotated[int | None, typer.Option(help="of the fresh numbers, and printed; if left out drawn, for rules of a file 0")] = None,
-        workers: Annotated[int, typer.Option(help="processes")] = 2,
-        json: Annotated[bool, typer.Option("--json", help="one object on the last line")] = False,
+        rules: Annotated[
+            Path | None, typer.Option(help="File of rules: weft text, or TASO/FlexFlow JSON [default: the built-in rules].")
+        ] = None,
+        full: Annotated[bool, typer.Option(help="Prove all rules from scratch instead of checking certificates.")] = False,
+        write: Annotated[bool, typer.Option(help="With --full, rewrite the certificates of the built-in rules.")] = False,
+        seed: Annotated[int | None, typer.Option(help="Seed of the test values, printed [default: random; 0 for rules of a file].")] = None,
+        workers: Annotated[int, typer.Option(help="Number of processes.")] = 2,
+        json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     ) -> None:
-        """Say of each rule: proved, proved up to size, refuted with a counterexample, or ill-typed."""
+        """Verify rewrite rules: each is proved, proved up to a size, refuted with a counterexample, or ill-typed."""
         import torch
-
-        from weft.cli.output import console, emit
 
         torch.set_num_threads(1)
         if write:
@@ -32,10 +32,10 @@ def register(app: typer.Typer) -> None:
         found = _of_file(rules, seed or 0, workers) if rules is not None else _of_weft(full, seed, workers, console)
         for name, status, example in found.verdicts:
             if example or rules is not None:
-                console.print(f"[bold]{name}[/]: {status}", highlight=False)
-                console.print(example, highlight=False, markup=False, soft_wrap=True)
+                results().print(f"[bold]{name}[/]: {status}", highlight=False)
+                results().print(example, highlight=False, markup=False, soft_wrap=True)
         counts = {k: getattr(found, k) for k in ("rules", "pairs", "general", "bounded", "refuted")}
-        console.print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
+        results().print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
         if json:
             emit({**counts, "seconds": round(found.seconds, 2)})
         if found.refuted:

@@ -141,7 +141,7 @@ def changes(p: Problem) -> Iterator[Change]:
     for n in LARGER:
         yield Change(f"from batch {p.batch * n:,}", n, replace(p, batch=p.batch * n))
     for rate in SLOWER:
-        words = f"{rate:g} times slower" if rate > 1 else f"{1 / rate:g} times faster"
+        words = f"{rate:g}x slower" if rate > 1 else f"{1 / rate:g}x faster"
         yield Change(f"on a network {words}", rate, replace(p, cluster=scaled(p.cluster, 1 / rate)))
 
 
@@ -166,7 +166,7 @@ def _flips(problem: Problem, asked: _Asked, decision: str, chosen: Setting) -> t
         best = asked.best(change)
         if best is not None and getattr(best.setting, decision) != getattr(chosen, decision):
             return f"{_said(decision, getattr(best.setting, decision))} wins {change.when}", change.factor
-    return f"decided so at sequences {LONGER[-1]} times as long, batches {LARGER[-1]} times as large, networks {SLOWER[0]:g} times slower or faster", 0.0
+    return f"unchanged for sequence x{LONGER[-1]}, batch x{LARGER[-1]}, network x1/{SLOWER[0]:g} to x{SLOWER[0]:g}", 0.0
 
 
 def _said(decision: str, value: object) -> str:
@@ -210,7 +210,7 @@ def explain_shares(search: Search, plan: Plan, say: Callable[[str], None] = lamb
 
 
 def said_shares(found: Shared) -> str:
-    return " and ".join(f"{s.samples} samples on {s.copies} copies of {s.kind}" for s in found.shares)
+    return " and ".join(f"{s.samples} samples on {s.copies} replicas of {s.kind}" for s in found.shares)
 
 
 def _of_shares(search: Search, decision: str, value: str, chosen: Shared, other: Shared | Found, text: str) -> Reason:

@@ -15,9 +15,9 @@ from typing import Any
 from weft.core.errors import PlanError, WeftError
 from weft.plan.configs import Read, read
 from weft.plan.plan import Plan
-from weft.plan.search import describe
 from weft.plan.setting import MIXED, Setting
 from weft.plan.simulate import share
+from weft.plan.told import summary
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32", "fp8": "bfloat16"}
 TITAN_BASE = {"llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3-405b": "llama3_405b"}
@@ -43,16 +43,12 @@ def export(plan: Plan, form: str) -> str:
     """The plan in another form, with what is lost named in it."""
     known_form(form)
     made = write(plan, form)
-    return write(plan, form, [*_about(plan), *(f"not said here: {words}" for words in unsaid(plan, form, made))])
+    return write(plan, form, [*summary(plan), *(f"not expressed here: {words}" for words in unsaid(plan, form, made))])
 
 
 def known_form(form: str) -> None:
     if form not in FORMS:
         raise PlanError(f"no form {form!r}", needed=" or ".join(FORMS), found=form)
-
-
-def _about(plan: Plan) -> list[str]:
-    return [f"{plan.model} on {plan.cluster}: {describe(plan.setting)}", f"predicted {plan.step_ms:,.1f} ms a step"]
 
 
 def unsaid(plan: Plan, form: str, text: str = "") -> list[str]:

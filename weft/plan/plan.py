@@ -64,7 +64,7 @@ SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({
 OF_BEFORE = Record({
     **_FROM, "setting": Record(KINDS), "foreseen": FORESEEN_OF, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
 })  # fmt: skip
-ZERO = ("everything whole on every copy", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
+ZERO = ("everything replicated", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A plan in words: the table a person reads in a minute, and what two plans decide differently.
+"""A plan as text: the table a person reads in a minute, and the differences between two plans.
 
-Of a transformer the degrees say what is shared. Of a captured program the layouts do: what an axis of its mesh cuts is read off the placed
-program, so that devices which all do the same work are said to.
+For a transformer the degrees say what is sharded. For a captured program the layouts do: what an axis of its mesh shards is read off the
+placed program, so that devices which only repeat each other's work are reported as such.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from weft.plan.plan import FORESEEN, ZERO, Plan, step_of
 from weft.plan.setting import Setting
 
 DEGREES = {
-    "dp": "copies of the model", "tp": "devices that share each product", "pp": "pipeline stages",
-    "cp": "devices that share a sequence", "ep": "devices that share the experts",
+    "dp": "data-parallel replicas", "tp": "tensor parallelism", "pp": "pipeline stages",
+    "cp": "context parallelism (sequences sharded)", "ep": "expert parallelism",
 }  # fmt: skip
 AGAIN = {
-    "none": "nothing", "activation": "the activation", "ffn": "the feed-forward up to its activation", "selective": "attention and the activation",
-    "per-op": "all but attention and every second product", "full": "the whole layer",
+    "none": "nothing", "activation": "the MLP's activation", "ffn": "the MLP up to its activation", "selective": "attention and the MLP's activation",
+    "per-op": "all but attention and every second matmul", "full": "the full layer",
 }  # fmt: skip
 HALVES = ("attention", "ffn")  # blocks that are half a layer each
 
@@ -37,64 +37,76 @@ def rows(plan: Plan) -> Iterator[Row]:
     s = plan.setting
     yield from _captured(plan) if plan.layouts.get("program") else _stack(plan)
     if plan.layouts.get("rules"):
-        told = ", and so by parallelize" if "moves" in plan.layouts else "; the file does not say where"
-        yield "rules", ", ".join(plan.layouts["rules"]), f"the step rewritten{told}"
+        where = ", also by parallelize" if "moves" in plan.layouts else "; the file does not record where"
+        yield "rules", ", ".join(plan.layouts["rules"]), f"algebraic rewrites of the step{where}"
     for share in plan.shares:
         yield "share", str(share["kind"]), _share(share).partition(": ")[2]
-    yield "dtype", s.dtype, f"gradients summed in {s.grad_dtype}"
+    yield "dtype", s.dtype, f"gradients reduced in {s.grad_dtype}"
 
 
 def _times(n: int, noun: str) -> str:
-    many = {"copy": "copies", "micro-batch": "micro-batches"}.get(noun, noun + "s")
+    many = {"micro-batch": "micro-batches"}.get(noun, noun + "s")
     return f"{n:,} {noun if n == 1 else many}"
 
 
 def _share(share: Mapping[str, Any]) -> str:
     copies, much = int(share["copies"]), f"{_times(share['micro_batches'], 'micro-batch')} of {share['micro_batch']}"
-    return f"{share['kind']}: " + (f"1 copy takes {much}" if copies == 1 else f"{_times(copies, 'copy')} take {much} each")
+    return f"{share['kind']}: " + (f"1 replica takes {much}" if copies == 1 else f"{_times(copies, 'replica')} take {much} each")
 
 
 def _in_pieces(samples: int, rounds: int, batch: int) -> Row:
-    often = "once" if rounds == 1 else f"{rounds:,} times"
-    return "micro-batch", str(samples), f"{'sample' if samples == 1 else 'samples'} at a time, {often} a step for {_times(batch, 'sample')}"
+    return "micro-batch", str(samples), f"samples per device at a time, {_times(rounds, 'micro-batch')} per step, global batch {batch:,}"
 
 
 def told(plan: Plan, seconds: float | None = None) -> str:
-    """The plan as a text a person reads in a minute, with how long it took to make where that is told."""
+    """The plan as text a person reads in a minute, with the seconds planning took where they are given."""
     return "\n".join(_lines(plan, seconds))
 
 
-def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
+def summary(plan: Plan) -> Iterator[str]:
+    """The decisions and the predicted figures."""
     f, b = plan.foreseen, plan.bounds()
-    yield f"{plan.model} on {plan.cluster}, {plan.setting.global_batch} samples{f' of {plan.seq}' * (plan.seq > 0)}"
+    yield f"{plan.model} on {plan.cluster}, global batch {plan.setting.global_batch:,}{f' x {plan.seq:,} tokens' * (plan.seq > 0)}"
     table = [("decision", "value", "meaning"), *rows(plan)]
     widths = [max(len(row[k]) for row in table) for k in (0, 1)]
     yield from (f" {name:<{widths[0]}}  {value:<{widths[1]}}  {means}".rstrip() for name, value, means in table)
     yield (
-        f"step {f['step_ms']:,.1f} ms ({b['step_ms_low']:,.1f} to {b['step_ms_high']:,.1f}), "
+        f"predicted step {f['step_ms']:,.1f} ms ({b['step_ms_low']:,.1f} to {b['step_ms_high']:,.1f}), "
         f"{f['tokens_per_s']:,.0f} ({b['tokens_per_s_low']:,.0f} to {b['tokens_per_s_high']:,.0f}) {'tokens' if plan.seq else 'samples'}/s, "
-        f"utilisation {f['mfu']:.1%} ({b['mfu_low']:.1%} to {b['mfu_high']:.1%}), "
+        f"MFU {f['mfu']:.1%} ({b['mfu_low']:.1%} to {b['mfu_high']:.1%}), "
         f"memory {f['memory_gb']:.1f} ({b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f}){_room(plan)} GB"
     )
+
+
+def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
+    f = plan.foreseen
+    yield from summary(plan)
     yield f"in brackets the {spread(plan.kind)}; {NOT_MODELLED}"
     if f.get("causes_ms"):
         parts = sorted(f["causes_ms"].items(), key=lambda item: -item[1])
-        yield "of which " + ", ".join(f"{k} {v:,.1f}" for k, v in parts) + " ms on the busiest stage"
+        yield "busiest stage: " + ", ".join(f"{k} {v:,.1f}" for k, v in parts) + " ms"
     if equal := f.get("equal_ms"):
-        yield f"the simplest of plans that are equal, as predictions are off by {equal_within():.0%} against each other (--fastest takes the fastest):"
-        yield from (f"  {ms:,.1f} ms, {other}" for other, ms in equal.items())
+        yield f"the simplest of the plans within {equal_within():.0%}, the error between two predictions (--fastest takes the fastest):"
+        yield from (f"  {other:<44} {ms:>12,.1f} ms" for other, ms in sorted(equal.items(), key=lambda item: item[1]))
     for words, ms in f.get("padded_ms", {}).items():
-        yield f"you may {words}: {ms:,.1f} ms ({ms / f['step_ms'] - 1:+.0%}); weft leaves the model as it is"
+        yield f"tip: {words}: {ms:,.1f} ms ({ms / f['step_ms'] - 1:+.0%}); weft does not change the model"
+    if plan.baselines_ms or plan.infeasible:
+        yield "other systems, each with the best settings found for it:"
     for name, ms in sorted(plan.baselines_ms.items(), key=lambda item: item[1]):
-        yield f"  {name:<14} {ms:>12,.1f} ms  {ms / f['step_ms']:.2f}x"
-    yield from (f"  {name:<14} does not run: {reason}" for name, reason in plan.infeasible.items())
+        yield f"  {name:<14} {ms:>12,.1f} ms  {_against(ms / f['step_ms'])}"
+    yield from (f"  {name:<14} does not fit: {reason}" for name, reason in plan.infeasible.items())
     if seconds is not None:
-        proved = "nothing better in the space" if f["gap"] < 0.004 else f"at most {f['gap']:.1%} may be left"
-        yield f"planned in {seconds:.1f} s; {'the best of the ways tried' if plan.layouts else proved}"
+        proved = "nothing better in the search space" if f["gap"] < 0.004 else f"at most {f['gap']:.1%} from the best in the search space"
+        yield f"planned in {seconds:.1f} s; {'the best of the candidates tried' if plan.layouts else proved}"
+
+
+def _against(ratio: float) -> str:
+    """How much slower or faster than the plan."""
+    return "the same" if abs(ratio - 1) < 0.005 else f"{ratio - 1:.0%} slower" if ratio > 1 else f"{1 - ratio:.0%} faster"
 
 
 def _room(plan: Plan) -> str:
-    """What a device has, or may use; nothing where the cluster's file is no longer there."""
+    """The memory of a device, or its limit; empty where the cluster's file is gone."""
     try:
         has = min(g.profile.device.memory for g in cluster(plan.cluster).groups) / 1e9
     except WeftError:
@@ -111,10 +123,10 @@ def _stack(plan: Plan) -> Iterator[Row]:
     yield _in_pieces(s.micro_batch, s.micro_batches, s.global_batch)
     yield _sharded(s)
     if s.tp > 1:
-        between = "tokens cut between the products" if s.sequence_parallel else "tokens whole between the products"
-        yield "tensor", "sp" if s.sequence_parallel else "plain", between + (", collectives beside products" if s.overlap_tp else "")
-    again = {"none": "nothing is run again", "full": "whole layers are run again", "mixed": _mixed(plan)}
-    yield "recompute", s.recompute, again.get(s.recompute, f"{AGAIN[s.recompute]} is run again" if s.recompute in AGAIN else "")
+        between = "activations between TP regions sharded along the sequence" if s.sequence_parallel else "activations between TP regions replicated"
+        yield "tensor", "sp" if s.sequence_parallel else "plain", between + (", collectives overlapped with matmuls (async TP)" if s.overlap_tp else "")
+    again = {"none": "all activations kept", "full": "full layers recomputed in backward", "mixed": _mixed(plan)}
+    yield "recompute", s.recompute, again.get(s.recompute, f"{AGAIN[s.recompute]} recomputed in backward" if s.recompute in AGAIN else "")
     if s.pp > 1:
         yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"
         yield "layers", *_layers(plan)
@@ -122,18 +134,18 @@ def _stack(plan: Plan) -> Iterator[Row]:
 
 def _sharded(s: Setting) -> Row:
     if s.size("data") == 1:
-        return "sharded", "nothing", "there is one copy of the model"
-    told = f"copies share {ZERO[s.zero]}" if s.zero else ZERO[0]
-    return "sharded", f"zero{s.zero}", told + (", gathered once a step" if s.keep_gathered else "")
+        return "sharded", "nothing", "one replica"
+    means = f"{ZERO[s.zero]} sharded over replicas{' (FSDP)' if s.zero == 3 else ''}" if s.zero else ZERO[0]
+    return "sharded", f"zero{s.zero}", means + (", parameters gathered once per step" if s.keep_gathered else "")
 
 
 def _layers(plan: Plan) -> tuple[str, str]:
-    """Of each stage in the order of the model; half a layer is its attention or its feed-forward."""
+    """Layers of each stage in the order of the model; half a layer is its attention or its MLP."""
     each = "of each chunk, in the model's order" if plan.setting.virtual > 1 else "of each stage"
     if not plan.stages:
         return " ".join(map(str, plan.layers)) or "even", each
     counts = [sum(_size(name) * n for name, _, n in stage) for stage in plan.stages]
-    return " ".join(f"{c:g}" for c in counts), each + ("; half a layer is attention or feed-forward" if any(c % 1 for c in counts) else "")
+    return " ".join(f"{c:g}" for c in counts), each + ("; half a layer is attention or MLP" if any(c % 1 for c in counts) else "")
 
 
 def _size(block: str) -> float:
@@ -141,7 +153,7 @@ def _size(block: str) -> float:
 
 
 def _mixed(plan: Plan) -> str:
-    """In how many layers what is run again, the most work first."""
+    """What is recomputed in how many layers, the most work first."""
     counts: dict[str, float] = {}
     for name, again, n in (piece for stage in plan.stages for piece in stage):
         counts[again] = counts.get(again, 0.0) + _size(name) * n
@@ -165,24 +177,24 @@ def _captured(plan: Plan) -> Iterator[Row]:
         yield _sharded(s)
     units = [piece for stage in plan.stages for piece in stage]
     again = sum(n for _, what, n in units if what != "none")
-    yield "recompute", s.recompute, f"{again} of {len(units)} units of the forward pass are run again" if again else "nothing is run again"
+    yield "recompute", s.recompute, f"{again} of {len(units)} units of the forward pass recomputed in backward" if again else "all activations kept"
     if s.pp > 1:
         yield "schedule", s.schedule, "one chunk of units per stage"
         yield "units", " ".join(str(len(stage)) for stage in plan.stages), "of the forward pass on each stage"
 
 
 def _shared(placed: Any, axis: str) -> str:
-    """What the devices along an axis share, by how the program is placed."""
+    """What is sharded along an axis, by how the program is placed."""
     program = step_of(placed["program"])
     if axis not in program.mesh.sizes or not any(isinstance(t.on(axis), (S, P)) for n in program.nodes for t in n.types):
-        return "groups of devices that all do the same work: cutting it further is not faster"
+        return "replicated: more devices do not make this batch faster"
     params = program.inputs_for(Role.PARAMETER).values()
     cut = sum(isinstance(n.type.on(axis), S) for n in params)
     samples = _cuts_batch(program, axis)
     if samples and not cut:
-        return "copies of the model"
+        return DEGREES["dp"]
     parts = [*(["the samples"] if samples else []), *([f"{cut} of {len(params)} parameters"] if cut else [])]
-    return f"devices that share {' and '.join(parts) or 'what is computed between'}"
+    return f"{' and '.join(parts) or 'intermediate values'} sharded"
 
 
 def _cuts_batch(program: Program, axis: str) -> bool:
@@ -191,7 +203,7 @@ def _cuts_batch(program: Program, axis: str) -> bool:
 
 
 def _cuts_samples(placed: Any) -> int:
-    """Into how many parts the batch is cut among copies, by its first axis that cuts it."""
+    """Into how many parts the batch is sharded over replicas."""
     return next((int(n) for axis, n in placed["mesh"].items() if axis == "dp" and _cuts_batch(step_of(placed["program"]), axis)), 1)
 
 
@@ -199,18 +211,18 @@ def _cuts_samples(placed: Any) -> int:
 
 
 def differences(a: Plan, b: Plan) -> Iterator[Row]:
-    """What two plans decide or foresee differently."""
+    """What two plans decide or predict differently."""
     for name in ("model", "cluster", "seq", "objective", "origin"):
         yield from _apart(name, str(getattr(a, name)), str(getattr(b, name)))
     yield from _apart("rules", *(", ".join(p.layouts.get("rules", ())) or "none" for p in (a, b)))
     for f in fields(Setting):
         yield from _apart(f.name, str(getattr(a.setting, f.name)), str(getattr(b.setting, f.name)))
     yield from _apart("layers", *(_layers(p)[0] if p.setting.pp > 1 and not p.layouts else "all on one stage" for p in (a, b)))
-    yield from _apart("run again", *(_mixed(p) if p.setting.recompute == "mixed" and not p.layouts else p.setting.recompute for p in (a, b)))
+    yield from _apart("recompute by layer", *(_mixed(p) if p.setting.recompute == "mixed" and not p.layouts else p.setting.recompute for p in (a, b)))
     yield from _apart("shares", *(", ".join(map(_share, p.shares)) or "equal" for p in (a, b)))
     x, y = (p.layouts.get("inputs", {}) for p in (a, b))
     for name in sorted({**x, **y}):
-        yield from _apart(name, *(" ".join(f"{axis}:{place}" for axis, place in held.get(name, {}).items()) or "whole" for held in (x, y)))
+        yield from _apart(name, *(" ".join(f"{axis}:{place}" for axis, place in held.get(name, {}).items()) or "replicated" for held in (x, y)))
     for key in FORESEEN:
         if a.foreseen[key] != b.foreseen[key]:
             yield key, f"{a.foreseen[key]:,.4g}", f"{b.foreseen[key]:,.4g}"

@@ -59,7 +59,7 @@ def _plan(run: Run) -> Any:
     yield from _passes(run, words)
     level = next((int(w[4:]) for w in words if w.startswith("zero")), None)
     if level is not None:
-        yield "sharded", f"zero{level}", f"{ZERO[level]} cut over the copies"
+        yield "sharded", f"zero{level}", f"{ZERO[level]} sharded over replicas"
     if "sp" in words:
         yield "sequence parallel", "sp", "tokens cut between the products"
     if rules := run.rules:
@@ -84,7 +84,7 @@ def _passes(run: Run, words: Sequence[str]) -> Any:
     if micro:
         yield "forward passes", str(micro), "of the first stage in a step: micro-batches, each as often as the stage has chunks of layers"
     for word in (w for w in words if w in AGAIN):
-        kept = "a block's inputs are kept, the rest is run again" if AGAIN[word] == "full" else "run again, part of every block"
+        kept = "only the inputs of blocks are kept, the rest is recomputed" if AGAIN[word] == "full" else "recomputed, part of every block"
         yield "recompute", "blocks" if AGAIN[word] == "full" else AGAIN[word], kept
 
 
