@@ -21,9 +21,10 @@ from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measur
 from weft.api.runner import Values
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
+from weft.cost.pipeline import pass_name
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.ops.registry import nbytes
-from weft.plan.foresee_line import Foreseen, pass_name
+from weft.plan.foresee_line import Foreseen
 from weft.plan.schedules import SCHEDULES, Action
 from weft.plan.spec import Spec
 from weft.runtime.trace import Trace, held_bytes, synchronize, traced

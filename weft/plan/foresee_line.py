@@ -7,6 +7,7 @@ first on; and what the pass at work makes beyond that.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,12 @@ from weft.cluster.spec import Cluster
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.memory import peak_bytes
+from weft.cost.pipeline import passes, waiting
 from weft.cost.simulate import predict, root_of, send_seconds
 from weft.cost.timeline import Seen, Task, Timeline, run
 from weft.ops.registry import nbytes
 from weft.plan.line import Line, Placed
-from weft.plan.schedules import Action, Order
+from weft.plan.schedules import Order
 
 Routes = Mapping[tuple[int, str], Mapping[int, Sequence[str]]]  # (stage, kind of pass) to the stages that read of it, and what
 PASSES = ("forward", "backward", "weight")  # the turns of a stage
@@ -38,9 +40,6 @@ class Foreseen:
     def ranks(self) -> int:
         return len(self.orders)
 
-    def number(self, rank: int, action: Action) -> int:
-        return action.chunk * self.ranks + rank
-
     def turn(self, stage: Placed, kind: str) -> Program | None:
         at = PASSES.index(kind)
         return stage.turns[at] if at < len(stage.turns) else None
@@ -55,38 +54,18 @@ class Foreseen:
         """What follows the last micro-batch, on every rank of the pipeline."""
         return [predict(self.line.update, self.cluster, rank if self.ranks > 1 else None) for rank in range(self.ranks)]
 
-    def travel(self, size: float) -> float:
-        """Seconds of a message to the next stage."""
-        return send_seconds(self.cluster, size, self.ranks)
-
     # --- in time
 
     @cached_property
     def timeline(self) -> Timeline:
-        keys = [(a.kind, self.number(r, a), a.micro) for r, order in enumerate(self.orders) for a in order]
-        index: dict[tuple[str, int, int], int] = {key: i for i, key in enumerate(keys)}
-        after: list[set[int]] = [set() for _ in keys]
-        links: list[Task] = []
-        for (kind, g, j), i in index.items():
-            after[i] |= {index[before, g, j] for before in _before(kind)}
-            for dst, names in self.routes[g, kind].items():
-                reader = index[kind, dst, j]
-                if dst % self.ranks == g % self.ranks:
-                    after[reader].add(i)
-                    continue
-                size = sum(nbytes(self.line.stages[dst].types[n]) for n in names)
-                after[reader].add(len(keys) + len(links))
-                links.append(Task("message", f"stage {g % self.ranks} to stage {dst % self.ranks}", self.travel(size), (i,), "pp"))
-        passes = [self._task(key, after[i]) for i, key in enumerate(keys)]
-        ends = [tuple(i for i, (_, g, _) in enumerate(keys) if g % self.ranks == r) for r in range(self.ranks)]
-        done = tuple(end[-1] for end in ends if end)
-        updates = [Task("update", f"stage {r}", u.step_ms / 1e3, done, "optimizer") for r, u in enumerate(self.updates)]
-        return run([*passes, *links, *updates])
+        def sent(g: int, kind: str) -> dict[int, float]:
+            sizes = {dst: sum(nbytes(self.line.stages[dst].types[n]) for n in names) for dst, names in self.routes[g, kind].items()}
+            return {dst: send_seconds(self.cluster, size, self.ranks) for dst, size in sizes.items()}
 
-    def _task(self, key: tuple[str, int, int], after: set[int]) -> Task:
-        kind, g, j = key
-        name = pass_name(kind, j, g // self.ranks, len(self.line.stages) > self.ranks)
-        return Task(name, f"stage {g % self.ranks}", self.seconds[g, kind], tuple(after), kind)
+        made = passes(self.orders, lambda g, kind: self.seconds[g, kind], sent)
+        ends = itertools.accumulate(len(order) for order in self.orders)
+        done = tuple(end - 1 for end, order in zip(ends, self.orders, strict=True) if order)
+        return run([*made, *(Task("update", f"stage {r}", u.step_ms / 1e3, done, "optimizer") for r, u in enumerate(self.updates))])
 
     @cached_property
     def busiest(self) -> int:
@@ -122,21 +101,19 @@ class Foreseen:
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """(seconds, bytes) over the step, on one rank of the pipeline."""
-        line, now = self.timeline, self.state(rank)
-        points, seen = [(0.0, now)], set[int]()
+        line, order = self.timeline, self.orders[rank]
+        state = now = self.state(rank)
+        points, gradients = [(0.0, now)], dict[int, float]()
+        kept = [self.kept(s) if len(s.turns) > 1 else 0.0 for s in self.line.stages[rank :: self.ranks]]
         own = sorted((i for i in line.on(f"stage {rank}") if line.tasks[i].cause in PASSES), key=line.start.__getitem__)
-        for i, action in zip(own, self.orders[rank], strict=True):
-            g = self.number(rank, action)
-            stage = self.line.stages[g]
+        for i, action, waits in zip(own, order, waiting(order, kept), strict=True):
+            stage = self.line.stages[action.chunk * self.ranks + rank]
             program = self.turn(stage, action.kind)
             work = max(0.0, peak_bytes(program) - sum(nbytes(n.type) for n in program.inputs)) if program is not None else 0.0
             points.append((line.start[i], now + work))
-            if action.kind == "forward":
-                now += self.kept(stage) if len(stage.turns) > 1 else 0.0
-            elif action.kind == PASSES[len(stage.turns) - 1]:
-                now -= self.kept(stage)
-                now += 0.0 if g in seen else self.gradients(stage)
-                seen.add(g)
+            if action.kind == PASSES[len(stage.turns) - 1]:
+                gradients[action.chunk] = self.gradients(stage)
+            now = state + waits + sum(gradients.values())
             points.append((line.end[i], now))
         return [*points, (line.seconds, now)]
 
@@ -149,12 +126,3 @@ class Foreseen:
         memory = self.memory(self.fullest)
         causes = {k: v * 1e3 for k, v in self.causes.items() if v > 0}
         return Seen(self.timeline.seconds * 1e3, max(b for _, b in memory) / 1e9, causes, self.timeline, memory)
-
-
-def pass_name(kind: str, micro: int, chunk: int, several: bool) -> str:
-    return f"{kind} {micro}" + (f" of chunk {chunk}" if several else "")
-
-
-def _before(kind: str) -> tuple[str, ...]:
-    """The pass of the same stage and micro-batch that comes first."""
-    return {"forward": (), "backward": ("forward",), "weight": ("backward",)}[kind]

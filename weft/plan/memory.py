@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from weft.cluster.kernels import WIDTH
 from weft.cost.memory import needed
+from weft.cost.pipeline import waiting
 from weft.plan.phase import Part
 from weft.plan.schedules import Order
 from weft.plan.setting import Setting
@@ -94,15 +95,7 @@ def saved(setting: Setting, block: Block) -> float:
 
 def _peak_activations(setting: Setting, chunks: Sequence[Sequence[Part]], order: Order) -> float:
     sizes = [sum(saved(setting, p.block) * p.count for p in chunk) for chunk in chunks]
-    frees = "weight" if any(a.kind == "weight" for a in order) else "backward"
-    most = now = 0.0
-    for action in order:
-        if action.kind == "forward":
-            now += sizes[action.chunk]
-        elif action.kind == frees:
-            now -= sizes[action.chunk]
-        most = max(most, now)
-    return most
+    return max(waiting(order, sizes), default=0.0)
 
 
 def _passing(setting: Setting, block: Block) -> float:

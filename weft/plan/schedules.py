@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from weft.cost.pipeline import waiting
+
 Kind = Literal["forward", "backward", "weight"]
 
 
@@ -89,16 +91,7 @@ def _in_flight(schedule: Schedule, stages: int, micro: int, chunks: int) -> tupl
     few = min(micro, (2 if chunks == 1 else 3) * stages)
     plan = schedule.orders(stages, few - few % stages if chunks > 1 else few, chunks)
     warm = (min(micro * chunks, schedule.warm(stages - s - 1, stages, micro, chunks) + 1) for s in range(stages))
-    return tuple(max(_most_kept(order), n) for order, n in zip(plan, warm, strict=True))
-
-
-def _most_kept(order: Order) -> int:
-    frees = "weight" if any(a.kind == "weight" for a in order) else "backward"
-    most = now = 0
-    for action in order:
-        now += (action.kind == "forward") - (action.kind == frees)
-        most = max(most, now)
-    return most
+    return tuple(max(*map(int, waiting(order, [1] * chunks)), n) for order, n in zip(plan, warm, strict=True))
 
 
 def _paired(forward: list[tuple[int, int]], backward: list[tuple[int, int]], warm: int) -> list[Action]:

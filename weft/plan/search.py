@@ -23,7 +23,9 @@ from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
 from weft.cost.memory import room
+from weft.cost.pipeline import STEADY, repeated
 from weft.cost.price import Costs
+from weft.cost.timeline import Timeline
 from weft.cost.work import Collective, Op
 from weft.plan.memory import stage_memory
 from weft.plan.phase import Part, Pass, gathers, reductions
@@ -34,7 +36,6 @@ from weft.plan.space import Limits, Problem, Space, candidates, shardings
 from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, least_more, stage_devices
 from weft.plan.workload import Block, Workload, padded, split_weight
 
-STEADY = 2  # rounds of micro-batches after which a pipeline repeats itself
 CLOSE = 0.003  # a bound this near the best found is not followed further
 WORK = 40_000  # tasks of all simulations of one space; what is then left unproved is told as the gap
 FORWARD = (Action("forward", 0, 0),)
@@ -211,15 +212,14 @@ class Search:
         return Found(setting, seconds, memory, layers, stages) if seconds < math.inf else None
 
     def _foresee(self, s: Setting, layers: tuple[int, ...], stages: Stages) -> tuple[float, float]:
-        m = s.micro_batches
-        few = STEADY * s.pp + m % s.pp
-        more = few + s.pp
-        if more >= m:
-            step = self.step(s, layers, stages)
-            return step.seconds, step.peak_memory.total
-        a, b = (self.step(replace(s, global_batch=s.dp * s.micro_batch * n), layers, stages) for n in (few, more))
-        period = max(b.seconds - a.seconds, *(b.busy(i) - a.busy(i) for i in range(s.pp)))  # no stage can be done sooner than it is busy
-        return b.seconds + period * (m - more) / s.pp, b.peak_memory.total
+        step = None
+
+        def at(micro: int) -> Timeline:
+            nonlocal step
+            step = self.step(replace(s, global_batch=s.dp * s.micro_batch * micro), layers, stages)
+            return step.timeline
+
+        return repeated(at, s.pp, s.micro_batches), step.peak_memory.total if step else math.inf
 
     def step(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> Step:
         """The whole simulation."""

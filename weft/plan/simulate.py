@@ -6,7 +6,7 @@ a stage are alike, so a step on any number of devices costs as much to simulate 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,13 +14,14 @@ from weft.cluster.kernels import WIDTH
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
+from weft.cost.pipeline import neighbours, passes
 from weft.cost.price import Costs
 from weft.cost.timeline import Task, Timeline, run
 from weft.cost.walk import Phase, minus
 from weft.cost.work import Collective, Touch
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.phase import Part, Pass, gathers, phase, reductions, walk
-from weft.plan.schedules import Action, Order
+from weft.plan.schedules import Order
 from weft.plan.setting import Setting
 from weft.plan.workload import Workload
 
@@ -117,6 +118,7 @@ class _Simulation:
     cluster: Cluster
     layers: tuple[int, ...] = ()
     _phases: dict[object, Phase] = field(default_factory=dict)
+    _links: list[Task] = field(default_factory=list)  # what travels beside passes
 
     def step(self) -> Step:
         s = self.setting
@@ -125,9 +127,10 @@ class _Simulation:
                 "the step has too many passes to be walked one by one", needed=f"stages x micro-batches of at most {PASSES:,}",
                 found=f"{s.pp * s.virtual * s.micro_batches:,}", try_=f"--micro-batch {s.micro_batch * 2} or more, or a smaller --batch",
             )  # fmt: skip
-        pieces = list(self._passes())
-        pieces += self._finish(pieces)
-        line = run(self._with_links([p.task for p in pieces]))
+        pieces = self._passes()
+        ends = self._finish(pieces)
+        line = run([*(p.task for p in pieces), *self._links, *(p.task for p in ends)])
+        pieces += ends
         causes, hidden = self._busiest(pieces, line.seconds)
         tokens = self.work.tokens * s.dp * s.micro_batches
         peak = sum(costs.device.peak(s.dtype) for costs in self.costs) * s.devices / s.pp
@@ -193,34 +196,18 @@ class _Simulation:
         reduce = "all_reduce" if s.zero == 0 else "reduce_scatter"
         return Pass("forward", s.recompute, param_bytes=width, grad_bytes=float(WIDTH[s.grad_dtype]), reduce=reduce)
 
-    def _passes(self) -> Iterator[_Piece]:
-        s = self.setting
-        heads = [self._head(stage) for stage in range(s.pp)]
-        yield from heads
-        keys = [(a.kind, a.chunk * s.pp + stage, a.micro) for stage, order in enumerate(self.orders) for a in order]
-        index: dict[tuple[str, int, int], int] = {key: i for i, key in enumerate(keys, len(heads))}
+    def _passes(self) -> list[_Piece]:
+        s, stages, first = self.setting, len(self.parts), self.setting.pp
         send = self.costs[0].send(self.work.boundary) if s.pp > 1 else 0.0
-        for stage, order in enumerate(self.orders):
-            for action in order:
-                g = action.chunk * s.pp + stage
-                made = self._phase(g, self._way(action.kind))
-                blocked = 0.0 if s.overlap_sends or not self._sends(action.kind, g) else send
-                name = f"{action.kind} {action.micro}" + (f" of chunk {action.chunk}" if s.virtual > 1 else "")
-                after = self._after(action, g, index)
-                yield _Piece(stage, Task(name, f"stage {stage}", made.seconds + blocked, after, action.kind), made)
 
-    def _after(self, action: Action, g: int, index: Mapping[tuple[str, int, int], int]) -> tuple[int, ...]:
-        j = action.micro
-        if action.kind == "forward":
-            return (index["forward", g - 1, j],) if g else ()
-        if action.kind == "weight":
-            return (index["backward", g, j],)
-        later = (index["backward", g + 1, j],) if g + 1 < len(self.parts) else ()
-        return (*later, index["forward", g, j])
+        def seconds(g: int, kind: str) -> float:
+            return self._phase(g, self._way(kind)).seconds
 
-    def _sends(self, kind: str, g: int) -> bool:
-        """Whether the result of a pass goes to another stage."""
-        return self.setting.pp > 1 and {"forward": g + 1 < len(self.parts), "backward": g > 0}.get(kind, False)
+        made = passes(self.orders, seconds, neighbours(stages, s.pp, lambda g: send), s.overlap_sends, first)
+        stage = [(i, self._phase(a.chunk * s.pp + i, self._way(a.kind))) for i, order in enumerate(self.orders) for a in order]
+        pieces = [_Piece(i, task, phase) for (i, phase), task in zip(stage, made, strict=False)]
+        self._links = made[len(pieces) :]
+        return [self._head(i) for i in range(s.pp)] + pieces
 
     def _way(self, kind: str) -> Pass:
         """How a pass is made in the middle of the step. Sharded parameters are gathered and gradients reduced in each."""
@@ -273,30 +260,12 @@ class _Simulation:
             return Phase(0.0)
         return self._beyond(stage, way, replace(way, reduce=self.how.reduce))
 
-    def _with_links(self, tasks: list[Task]) -> list[Task]:
-        """Put each send that may overlap on its own link, so that it runs beside the next pass."""
-        s = self.setting
-        if not s.overlap_sends or s.pp == 1:
-            return tasks
-        send = self.costs[0].send(self.work.boundary)
-        made, carried = list(tasks), {}  # type: tuple[list[Task], dict[tuple[int, str], int]]
-        for i, task in enumerate(tasks):
-            for j in task.after:
-                source = tasks[j]
-                if source.stream != task.stream and source.cause in ("forward", "backward") and source.cause == task.cause:
-                    carried[i, source.stream] = len(made)
-                    made.append(Task(source.name, f"{source.stream} to {task.stream}", send, (j,), "pp"))
-        for i, task in enumerate(tasks):
-            after = tuple(carried.get((i, tasks[j].stream), j) for j in task.after)
-            made[i] = replace(task, after=after)
-        return made
-
     # --- the end of the step
 
-    def _finish(self, passes: list[_Piece]) -> list[_Piece]:
+    def _finish(self, pieces: list[_Piece]) -> list[_Piece]:
         """Gradients that were not hidden, then the optimizer once every stage is done, since it needs the norm."""
-        s, base = self.setting, len(passes)
-        last = {p.stage: i for i, p in enumerate(passes)}
+        s, base = self.setting, len(pieces) + len(self._links)
+        last = {p.stage: i for i, p in enumerate(pieces)}
         everyone = tuple(range(base, base + s.pp))
         reduced = [self._piece(st, "reduce gradients", self._reduced(st), (last[st],), "dp") for st in range(s.pp)]
         updated = [self._piece(st, "optimizer", self._optimizer(st), everyone, "optimizer") for st in range(s.pp)]

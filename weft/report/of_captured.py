@@ -15,9 +15,10 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.memory import needed, room
-from weft.cost.timeline import Task, Timeline
+from weft.cost.pipeline import STEADY
+from weft.cost.timeline import Timeline
 from weft.ops.registry import nbytes
-from weft.plan.graph.stages import FULL, MIXED, STEADY, Stage, Stager, passes
+from weft.plan.graph.stages import FULL, MIXED, Stage, Stager, timeline
 from weft.plan.graph.timing import Placed
 from weft.plan.graph.units import Units
 from weft.plan.layouts.lifetimes import Lifetimes
@@ -149,8 +150,7 @@ class _Known:
         count = len(self.stages)
         few = min(self.rounds, (STEADY + 1) * count)
         schedule = self.plan.setting.schedule
-        line = passes(self.stages, self.cluster, few, schedule, bool(self.overlap))
-        line = _with_updates(line, self.stages)
+        line = timeline(self.stages, self.cluster, few, schedule, bool(self.overlap))
         note = f"The first {few} of {self.rounds} micro-batches; the rest repeats them." if few < self.rounds else ""
         ops = self.placed.run(self.overlap, once=False)
         ops.run()
@@ -185,17 +185,6 @@ def _causes(line: Timeline, stages: int) -> dict[str, float]:
     for k in line.on(f"stage {busiest}"):
         found[line.tasks[k].cause] += line.tasks[k].seconds * 1e3
     return {**found, "bubble": line.seconds * 1e3 - sum(found.values())}
-
-
-def _with_updates(line: Timeline, stages: Sequence[Stage]) -> Timeline:
-    """Each stage's sums of gradients and update after its last pass."""
-    tasks, start, end = list(line.tasks), list(line.start), list(line.end)
-    for i, stage in enumerate(stages):
-        at = max(line.end[k] for k in line.on(f"stage {i}"))
-        tasks.append(Task("gradients and update", f"stage {i}", stage.total.once, (), "optimizer"))
-        start.append(at)
-        end.append(at + stage.total.once)
-    return Timeline(tuple(tasks), tuple(start), tuple(end))
 
 
 def _held(known: _Known) -> dict[str, Any]:

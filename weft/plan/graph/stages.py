@@ -16,13 +16,13 @@ from functools import cached_property
 from weft.cluster import collectives
 from weft.cluster.spec import Cluster
 from weft.cost.memory import needed
+from weft.cost.pipeline import neighbours, passes, repeated
 from weft.cost.timeline import Task, Timeline, run
 from weft.plan.graph.units import Unit
 from weft.plan.partition import partition
 from weft.plan.schedules import PLAIN, SCHEDULES
 
 NONE, FULL, MIXED = "none", "full", "mixed"
-STEADY = 3  # rounds of micro-batches after which a pipeline repeats itself
 
 
 @dataclass(frozen=True)
@@ -114,69 +114,18 @@ class Stager:
 
 
 def pipelined(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
-    """Seconds of a step; of a long row of micro-batches the beginning is simulated and the rest repeats."""
-    count = len(stages)
-    few, more = STEADY * count, (STEADY + 1) * count
-    if rounds <= more:
-        return _simulated(stages, cluster, rounds, schedule, beside)
-    a, b = (_simulated(stages, cluster, n, schedule, beside) for n in (few, more))
-    period = max((b - a) / count, *(s.seconds for s in stages))  # no stage can be done sooner than it is busy
-    return b + period * (rounds - more)
+    """Seconds of a step."""
+    return repeated(lambda n: timeline(stages, cluster, n, schedule, beside), len(stages), rounds)
 
 
-def _simulated(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
-    line = passes(stages, cluster, rounds, schedule, beside)
-    return max(max(line.end[i] for i in line.on(f"stage {s}")) + stage.total.once for s, stage in enumerate(stages))
-
-
-def passes(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> Timeline:
-    """Every pass of every stage in time, and what travels between them; what is done once a step comes after."""
+def timeline(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> Timeline:
+    """Every pass of every stage in time, what travels between them, and each stage's gradients and update after its last."""
     count, how = len(stages), SCHEDULES[schedule]
-    plan = how.orders(count, rounds)
-    index: dict[tuple[str, int, int], int] = {
-        (a.kind, s, a.micro): i for i, (s, a) in enumerate((s, a) for s, order in enumerate(plan) for a in order)
-    }
     sends = [collectives.send_seconds(cluster, st.total.sent, cluster.devices // count) for st in stages]
-    tasks: list[Task] = []
-    links: list[Task] = []
-    for s, order in enumerate(plan):
-        total = stages[s].total
-        weight = total.weight if how.defers_weights else 0.0
-        seconds = {"forward": total.forward, "backward": total.backward + stages[s].more - weight, "weight": weight}
-        for a in order:
-            blocked = 0.0 if beside else _sent(a.kind, s, count, sends)
-            after = _after(a.kind, s, a.micro, count, index)
-            tasks.append(Task(f"{a.kind} {a.micro}", f"stage {s}", seconds[a.kind] + blocked, after, a.kind))
-    if beside:
-        tasks = _with_links(tasks, links, sends, index, count)
-    return run([*tasks, *links])
 
+    def seconds(s: int, kind: str) -> float:
+        total, weight = stages[s].total, stages[s].total.weight if how.defers_weights else 0.0
+        return {"forward": total.forward, "backward": total.backward + stages[s].more - weight, "weight": weight}[kind]
 
-def _sent(kind: str, stage: int, count: int, sends: Sequence[float]) -> float:
-    if kind == "forward" and stage + 1 < count:
-        return sends[stage]
-    return sends[stage - 1] if kind == "backward" and stage else 0.0
-
-
-def _after(kind: str, stage: int, micro: int, count: int, index: dict[tuple[str, int, int], int]) -> tuple[int, ...]:
-    if kind == "forward":
-        return (index["forward", stage - 1, micro],) if stage else ()
-    if kind == "weight":
-        return (index["backward", stage, micro],)
-    later = (index["backward", stage + 1, micro],) if stage + 1 < count else ()
-    return (*later, index["forward", stage, micro])
-
-
-def _with_links(
-    tasks: list[Task], links: list[Task], sends: Sequence[float], index: dict[tuple[str, int, int], int], count: int
-) -> list[Task]:
-    """Each send a task of its own on the link between two stages."""
-    made = list(tasks)
-    for (kind, s, micro), i in index.items():
-        source = {"forward": s - 1, "backward": s + 1}.get(kind, -1)
-        if 0 <= source < count and kind != "weight":
-            j = index[kind, source, micro]
-            links.append(Task("send", f"stage {source} to stage {s}", sends[min(source, s)], (j,), "pp"))
-            after = tuple(len(tasks) + len(links) - 1 if k == j else k for k in tasks[i].after)
-            made[i] = Task(tasks[i].name, tasks[i].stream, tasks[i].seconds, after, tasks[i].cause)
-    return made
+    made = passes(how.orders(count, rounds), seconds, neighbours(count, count, sends.__getitem__), beside)
+    return run([*made, *(Task("gradients and update", f"stage {s}", st.total.once, (), "optimizer") for s, st in enumerate(stages))])
