@@ -7,30 +7,30 @@ too, and since they are summed the result is then a pending sum, as for a matrix
 import torch
 
 import weft
-from weft import S
+from weft import S, lang
 from weft.ops.registry import Kind
 
-distances = weft.define(
+distances = lang.define(
     "distances",
     kind=Kind.CONTRACT,
     equation="i d, j d -> i j",
     run=lambda x, y: (x[:, None] - y).square().sum(-1),
-    vjp=lambda n, ct: (pull(ct, n.args[0], n.args[1]), pull(weft.transpose(ct), n.args[1], n.args[0])),
+    vjp=lambda n, ct: (pull(ct, n.args[0], n.args[1]), pull(lang.transpose(ct), n.args[1], n.args[0])),
 )
 
 
 def pull(ct, x, y):
     """2 sum_j ct[i, j] (x[i] - y[j])"""
-    return 2.0 * (weft.sum(ct, dims=1, keepdim=True) * x - ct @ y)
+    return 2.0 * (lang.sum(ct, dims=1, keepdim=True) * x - ct @ y)
 
 
 def nearest(x, y):
     """The sum over x of the distance to the nearest of y; the coordinates are cut over tp, hence the all_reduce."""
-    return weft.sum(weft.amin(weft.all_reduce(distances(x, y), "tp"), dims=1))
+    return lang.sum(lang.amin(lang.all_reduce(distances(x, y), "tp"), dims=1))
 
 
 mesh = weft.Mesh(dp=2, tp=2)
-program = weft.grad(weft.trace(nearest, mesh, x=weft.f64(7, 8, dp=S(0), tp=S(1)), y=weft.f64(5, 8, tp=S(1))))
+program = lang.grad(weft.trace(nearest, mesh, x=lang.f64(7, 8, dp=S(0), tp=S(1)), y=lang.f64(5, 8, tp=S(1))))
 
 
 def check():

@@ -32,9 +32,9 @@ def test_what_is_no_shape_is_refused(shape):
 
 
 def test_python_may_not_ask_a_value():
-    refused(TypeMismatch, lambda x: x if x > 0.0 else -x, "weft.where", x=weft.f32(4))
-    refused(TypeMismatch, lambda x: weft.where(x == 0.0, x, -x), "weft.eq(x, 0.0)", x=weft.f32(4))
-    refused(TypeMismatch, lambda x: weft.where(x != 0.0, x, -x), "weft.ne", x=weft.f32(4))
+    refused(TypeMismatch, lambda x: x if x > 0.0 else -x, "weft.lang.where", x=weft.f32(4))
+    refused(TypeMismatch, lambda x: weft.where(x == 0.0, x, -x), "weft.lang.eq(x, 0.0)", x=weft.f32(4))
+    refused(TypeMismatch, lambda x: weft.where(x != 0.0, x, -x), "weft.lang.ne", x=weft.f32(4))
     assert weft.trace(lambda x: weft.where(weft.eq(x, 0.0), x, abs(x)), MESH, x=weft.f32(4)).find("eq")
 
 

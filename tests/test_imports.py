@@ -17,7 +17,7 @@ PACKAGE = Path(weft.__file__).parent
 
 # Lower in the list may import higher, never the reverse.
 ORDER = (
-    "core", "ops", "interp", "autodiff", "frontend", "rewrite", "schedule", "programs", "cluster", "cost", "plan",
+    "core", "ops", "interp", "autodiff", "frontend", "lang", "rewrite", "schedule", "programs", "cluster", "cost", "plan",
     "codegen", "runtime", "tune", "dynamic", "optim", "nn", "transform", "passes", "api", "report", "cli",
 )  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(ORDER)}
@@ -138,7 +138,21 @@ def test_every_public_name_is_there() -> None:
 
 def test_no_public_name_hides_a_part() -> None:
     """Importing weft.plan would replace a function `weft.plan`, or not, depending on the order."""
-    assert not [name for name in weft.__all__ if _exists(f"weft.{name}")]
+    assert [name for name in weft.__all__ if _exists(f"weft.{name}")] == ["lang", "plan", "schedule"]  # parts; `plan` can be called
+
+
+def test_type_checkers_see_the_names_that_are_loaded() -> None:
+    tree = ast.parse(Path(weft.__file__).read_text())
+    seen = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names if alias.asname}
+    assert seen - {"dynamic", "interp", "nn", "optim"} == set(weft.__all__) - {"__version__"}
+    assert len(weft._HOME) < 20
+
+
+def test_names_that_moved_say_where() -> None:
+    with pytest.warns(DeprecationWarning, match="weft.all_reduce is now weft.lang.all_reduce"):
+        assert weft.all_reduce is weft.lang.all_reduce
+    with pytest.warns(DeprecationWarning, match=r"weft.split is now weft.schedule.split"):
+        assert weft.split is weft.schedule.split
 
 
 def test_a_part_is_loaded_when_asked_for() -> None:

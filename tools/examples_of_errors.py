@@ -3,21 +3,21 @@
 EXAMPLES = {
     "LayoutError": """
 import weft
-from weft import P, S
+from weft import P, S, lang, schedule
 
 try:
-    weft.trace(lambda x: x + 1.0, weft.Mesh(dp=2), x=weft.f32(4, dp=S(1)))
+    weft.trace(lambda x: x + 1.0, weft.Mesh(dp=2), x=lang.f32(4, dp=S(1)))
 except weft.WeftError as e:
     print(e)
 """,
     "TypeMismatch": """
 try:
-    weft.trace(lambda x: weft.relu(x), weft.Mesh(dp=2), x=weft.f32(4, dp=P()))
+    weft.trace(lambda x: lang.relu(x), weft.Mesh(dp=2), x=lang.f32(4, dp=P()))
 except weft.WeftError as e:
     print(e)
 """,
     "InvalidProgram": """
-p = weft.trace(lambda a, b: a + b, weft.Mesh(dp=2), a=weft.f32(4), b=weft.f32(4))
+p = weft.trace(lambda a, b: a + b, weft.Mesh(dp=2), a=lang.f32(4), b=lang.f32(4))
 try:
     weft.interp.run(p, {})
 except weft.WeftError as e:
@@ -25,19 +25,19 @@ except weft.WeftError as e:
 """,
     "ParseError": """
 try:
-    weft.parse("program p(dp=2)\\n  %x = input()   f32[4] dp:Q\\n  return out=%x")
+    lang.parse("program p(dp=2)\\n  %x = input()   f32[4] dp:Q\\n  return out=%x")
 except weft.WeftError as e:
     print(e)
 """,
     "InvalidTransform": """
-p = weft.trace(lambda g: weft.relu(weft.all_reduce(g, "dp")), weft.Mesh(dp=2), g=weft.f32(4, dp=P()))
+p = weft.trace(lambda g: lang.relu(lang.all_reduce(g, "dp")), weft.Mesh(dp=2), g=lang.f32(4, dp=P()))
 try:
-    weft.delay(p, "all_reduce")
+    schedule.delay(p, "all_reduce")
 except weft.WeftError as e:
     print(e)
 """,
     "AmbiguousPlace": """
-p = weft.trace(lambda x: weft.exp(weft.exp(x)), weft.Mesh(dp=2), x=weft.f32(4))
+p = weft.trace(lambda x: lang.exp(lang.exp(x)), weft.Mesh(dp=2), x=lang.f32(4))
 try:
     p.find("exp")
 except weft.WeftError as e:
@@ -45,7 +45,7 @@ except weft.WeftError as e:
 """,
     "UnknownName": """
 try:
-    weft.tensor("float", 4)
+    lang.tensor("float", 4)
 except weft.WeftError as e:
     print(e)
 """,
@@ -53,14 +53,14 @@ except weft.WeftError as e:
 from weft.ops.registry import Kind
 
 try:
-    weft.define("twice", kind=Kind.POINTWISE, run=lambda x: 2 * x)
+    lang.define("twice", kind=Kind.POINTWISE, run=lambda x: 2 * x)
 except weft.WeftError as e:
     print(e)
 """,
     "NotDifferentiable": """
-p = weft.trace(lambda x: weft.sum(weft.cast(x > 0.0, "i64")), weft.Mesh(dp=2), x=weft.f32(4))
+p = weft.trace(lambda x: lang.sum(lang.cast(x > 0.0, "i64")), weft.Mesh(dp=2), x=lang.f32(4))
 try:
-    weft.grad(p)
+    lang.grad(p)
 except weft.WeftError as e:
     print(e)
 """,
@@ -111,7 +111,7 @@ except weft.WeftError as e:
 """,
     "NoSuchMethod": """
 try:
-    weft.trace(lambda x: x.exp(), weft.Mesh(dp=2), x=weft.f32(4))
+    weft.trace(lambda x: x.exp(), weft.Mesh(dp=2), x=lang.f32(4))
 except weft.WeftError as e:
     print(e)
 """,

@@ -19,31 +19,39 @@ from weft.core.program import Program
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 TITLES = {  # the home of public names, and what they are for
+    "weft.plan.ask": "Plan",
+    "weft.plan.plan": "Plan",
+    "weft.plan.spec": "Plan",
+    "weft.plan.fits": "Plan",
     "weft.api.parallelize": "Train",
+    "weft.api.options": "Train",
     "weft.api.module": "Your own loop",
-    "weft.api.compile": "Run a program",
-    "weft.frontend.capture": "Capture",
-    "weft.frontend.trace": "Write a program",
-    "weft.frontend.lang": "The language",
-    "weft.core.layout": "Layouts",
+    "weft.api.compile": "Programs",
+    "weft.frontend.capture": "Programs",
+    "weft.frontend.trace": "Programs",
     "weft.core.program": "Programs",
-    "weft.core.text": "Text",
-    "weft.schedule": "Verbs",
-    "weft.autodiff": "Gradients",
-    "weft.ops.registry": "Ops of your own",
+    "weft.core.layout": "Layouts",
     "weft.core.errors": "Errors",
 }
+PUBLIC = {"weft.plan.ask": ("plan",), **weft._PUBLIC}
 GIVEN = {"weft.api.parallelize": ("Step",)}  # what public functions give
-MODULES = {"weft.interp": ("run", "run_global", "run_ranks"), "weft.optim": None, "weft.nn": None, "weft.dynamic": None}
+MODULES = {
+    "weft.lang": None,
+    "weft.schedule": None,
+    "weft.interp": ("run", "run_global", "run_ranks"),
+    "weft.optim": None,
+    "weft.nn": None,
+    "weft.dynamic": None,
+}
 HEAD = "# API reference\n\nMade by `make docs` from docstrings; do not edit. Every name below is reached as `weft.NAME` unless its heading says otherwise.\n"
 
 
 def page() -> str:
-    homes = [*(h for h in TITLES if h in weft._PUBLIC), *(h for h in weft._PUBLIC if h not in TITLES)]
-    parts = [HEAD]
-    for home in homes:
-        parts += [f"## {TITLES.get(home, home)}\n", *(entry(n, getattr(weft, n)) for n in weft._PUBLIC[home])]
-        parts += [entry(n, getattr(import_module(home), n)) for n in GIVEN.get(home, ())]
+    parts, title = [HEAD], ""
+    for home, heading in TITLES.items():
+        parts += [] if heading == title else [f"## {heading}\n"]
+        title = heading
+        parts += [entry(n, getattr(import_module(home), n)) for n in (*PUBLIC[home], *GIVEN.get(home, ()))]
     for name, chosen in MODULES.items():
         module = import_module(name)
         parts += [f"## {name}\n", f"{summary(module)}\n"]
@@ -66,6 +74,7 @@ def signature(value: Any) -> str:
         text = str(inspect.signature(value))
     except (TypeError, ValueError):
         return ""
+    text = re.sub(r"<(?:function|factory|object)[^>]*>+", "...", text)
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)  # annotations are kept as text
     return re.sub(r"\b(?:typing|collections\.abc|torch\.nn\.modules\.module)\.", "", text).replace("(self, ", "(").replace("(self)", "()")
 

@@ -1,124 +1,81 @@
-"""weft plans computation and communication of distributed PyTorch programs together.
+"""weft finds the fastest way to train a PyTorch model on a cluster, runs it, and checks that it equals one device.
 
-Public names are loaded when first used, so `import weft` costs next to nothing and never loads a solver.
+Public names are loaded when first used, so `import weft` costs next to nothing and never loads a solver. The language of programs is
+`weft.lang`, the transformations of programs are `weft.schedule`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+# What type checkers see; the same names are loaded on first use below.
+if TYPE_CHECKING:
+    from weft import dynamic as dynamic
+    from weft import interp as interp
+    from weft import lang as lang
+    from weft import nn as nn
+    from weft import optim as optim
+    from weft import schedule as schedule
+    from weft.api.compile import compile as compile
+    from weft.api.module import parallelize_module as parallelize_module
+    from weft.api.options import Options as Options
+    from weft.api.parallelize import parallelize as parallelize
+    from weft.core.errors import WeftError as WeftError
+    from weft.core.layout import Mesh as Mesh
+    from weft.core.layout import O as O
+    from weft.core.layout import P as P
+    from weft.core.layout import R as R
+    from weft.core.layout import S as S
+    from weft.core.program import Program as Program
+    from weft.frontend.capture import capture as capture
+    from weft.frontend.trace import trace as trace
+    from weft.plan.ask import plan as plan
+    from weft.plan.fits import fits as fits
+    from weft.plan.plan import Plan as Plan
+    from weft.plan.spec import Spec as Spec
 
 _PUBLIC = {
-    "weft.core.errors": ("WeftError",),
     "weft.plan.plan": ("Plan",),
     "weft.plan.spec": ("Spec",),
-    "weft.core.layout": ("Layout", "Mesh", "O", "P", "R", "S"),
-    "weft.core.program": ("Program",),
-    "weft.core.text": ("parse",),
-    "weft.ops.registry": ("Linear", "define"),
-    "weft.frontend.lang": (
-        "abs",
-        "all_gather",
-        "all_reduce",
-        "all_to_all",
-        "amax",
-        "amin",
-        "attention",
-        "broadcast",
-        "cast",
-        "clamp",
-        "concat",
-        "cos",
-        "cross_entropy",
-        "dropout",
-        "einsum",
-        "embedding",
-        "eq",
-        "erf",
-        "exp",
-        "expand",
-        "floor",
-        "gelu",
-        "isfinite",
-        "layer_norm",
-        "log",
-        "log_softmax",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "matmul",
-        "maximum",
-        "mean",
-        "minimum",
-        "narrow",
-        "ne",
-        "norm",
-        "pad",
-        "permute",
-        "reduce",
-        "reduce_scatter",
-        "relu",
-        "reshape",
-        "reshard",
-        "rms_norm",
-        "rsqrt",
-        "send",
-        "settle",
-        "sigmoid",
-        "sign",
-        "silu",
-        "sin",
-        "slice",
-        "softmax",
-        "sqrt",
-        "square",
-        "sum",
-        "tanh",
-        "transpose",
-        "where",
-    ),
-    "weft.autodiff": ("grad", "vjp"),
-    "weft.frontend.capture": ("capture",),
-    "weft.api.module": ("parallelize_module",),
+    "weft.plan.fits": ("fits",),
     "weft.api.parallelize": ("parallelize",),
+    "weft.api.options": ("Options",),
+    "weft.api.module": ("parallelize_module",),
     "weft.api.compile": ("compile",),
-    "weft.schedule": (
-        "bucket",
-        "by_hierarchy",
-        "cut",
-        "delay",
-        "drop_dead",
-        "fuse",
-        "hoist",
-        "merge",
-        "overlap",
-        "shard_state",
-        "sink",
-        "split",
-        "turn",
-        "undo",
-    ),
-    "weft.frontend.trace": ("bf16", "f32", "f64", "i64", "tensor", "trace"),
+    "weft.frontend.capture": ("capture",),
+    "weft.frontend.trace": ("trace",),
+    "weft.core.program": ("Program",),
+    "weft.core.layout": ("Mesh", "R", "S", "P", "O"),
+    "weft.core.errors": ("WeftError",),
 }
-if TYPE_CHECKING:
-    from weft.plan.ask import plan as plan  # the package of that name, which can be called
-
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+_MOVED = ("weft.lang", "weft.schedule")  # where names went that were found here up to 0.1
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = ["__version__", "lang", "plan", "schedule", *_HOME]  # noqa: PLE0604
 
+if not TYPE_CHECKING:  # a type checker that sees this takes every misspelt name for Any
 
-def __getattr__(name: str) -> Any:
-    """Load a public name from its home, or a part of weft (`weft.optim`), when first asked for (PEP 562)."""
-    if name in _HOME:
-        value = globals()[name] = getattr(import_module(_HOME[name]), name)
-        return value
-    if not name.startswith("_") and find_spec(f"weft.{name}"):
-        return import_module(f"weft.{name}")
-    raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    def __getattr__(name):
+        """Load a public name, or a part of weft (`weft.optim`), when first asked for (PEP 562)."""
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        if name in _HOME:
+            value = globals()[name] = getattr(import_module(_HOME[name]), name)
+            return value
+        if name.startswith("_"):
+            raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        if find_spec(f"weft.{name}"):
+            return import_module(f"weft.{name}")
+        for home in map(import_module, _MOVED):
+            if name in home.__all__:
+                import warnings
+
+                warnings.warn(f"weft.{name} is now {home.__name__}.{name}", DeprecationWarning, stacklevel=2)
+                return getattr(home, name)
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

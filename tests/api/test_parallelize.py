@@ -181,3 +181,29 @@ def test_inference_under_tensor_parallelism(tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
     on_ranks(2, job, tmp_path)
+
+
+def test_a_device_mesh_names_a_plan() -> None:
+    """By torch's names of dims; one whose ranks or dims are in another order than weft's is refused."""
+    from types import SimpleNamespace
+
+    from weft.api.options import spec_of
+
+    def mesh(names, *sizes, ranks=None):
+        n = int(torch.tensor(sizes).prod())
+        return SimpleNamespace(mesh_dim_names=names, mesh=(torch.arange(n) if ranks is None else torch.tensor(ranks)).reshape(sizes))
+
+    assert str(spec_of(mesh(("dp", "tp"), 2, 2))) == "dp2,tp2"
+    assert str(spec_of(mesh(("fsdp",), 4))) == "dp4,zero3"
+    assert str(spec_of(mesh(("pp", "dp_replicate", "dp_shard", "tp"), 2, 1, 4, 1))) == "dp4,pp2,zero3"
+    for bad in (mesh(("tp", "dp"), 2, 2), mesh(("dp",), 2, ranks=(1, 0)), mesh(("rows",), 2), mesh(None, 2), mesh(("dp_replicate", "dp_shard"), 2, 2)):  # hybrid sharding
+        with pytest.raises(PlanError, match="this DeviceMesh names no plan"):
+            spec_of(bad)
+
+
+def test_options_are_one_object_or_keywords() -> None:
+    from weft import Options
+
+    assert Options.of(Options(clip=1.0), {"seed": 3}) == Options(clip=1.0, seed=3)
+    with pytest.raises(PlanError, match=r"parallelize has no option nonsense(.|\n)*clip"):
+        Options.of(None, {"nonsense": True})

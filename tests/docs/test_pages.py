@@ -116,9 +116,10 @@ def test_every_refusal_says_what_was_needed_and_found() -> None:
 
 def test_every_public_name_is_described() -> None:
     text = reference.page()
-    nameless = [n for n in weft._HOME if f"### {n}\n" not in text and f"**`{n}`**" not in text]
+    names = {*weft._HOME, *weft.lang.__all__, *weft.schedule.__all__}
+    nameless = [n for n in names if f"### {n}\n" not in text and f"**`{n}`**" not in text]
     assert not nameless
-    assert all(f"### {n}\n" in reference.PAGE.read_text() or f"**`{n}`**" in reference.PAGE.read_text() for n in weft._HOME), "make docs"
+    assert all(f"### {n}\n" in reference.PAGE.read_text() or f"**`{n}`**" in reference.PAGE.read_text() for n in names), "make docs"
 
 
 def test_a_table_is_made_of_what_a_benchmark_printed(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft import passes
 from weft.api import auto, planfile
@@ -21,6 +22,7 @@ from weft.api.again import Forms
 from weft.api.eager import How, Moment
 from weft.api.judge import Case, Verdict, judge
 from weft.api.lines import Lines
+from weft.api.options import Options, Settings, device_for, spec_of
 from weft.api.room import require_room
 from weft.api.step import Step
 from weft.api.together import begin_alike
@@ -49,60 +51,53 @@ def parallelize(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     example: Any,
-    plan: str | Path | Spec | Plan = "dp1",
+    plan: str | Path | Spec | Plan | DeviceMesh = "dp1",
     *,
-    clip: float | None = None,
-    accumulate: int = 1,
-    precision: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    seed: int = 0,
-    pins: Sequence[str] = (),
-    others: Mapping[str, Mapping[str, Any]] | None = None,
-    memory: str | float | None = None,
-    noise: bool = False,
-    weights: str | Path | None = None,
-    record: str | None = None,
-    progress: bool | None = None,
-    check: bool = True,
-    on_nan: str = "raise",
-    deterministic: bool = False,
-    allow_micro_mean: bool = False,
+    device: str | torch.device | None = None,
+    options: Options | None = None,
+    **settings: Unpack[Settings],
 ) -> Step:
-    """A training step under the plan. `example` is one global batch; `loss(model, batch)` gives a number.
+    """A training step of `model` that runs on all processes under a plan. `step(batch)` does forward, backward and update.
 
-    `plan` is a `Spec` or words for one, such as "dp2,tp2,zero1", whose degrees multiply to the number of processes, a plan or the file it was
-    saved to, which is followed exactly or refused, or "auto": then `step.decision` says what was chosen and beside what, `memory` ("8GB") is
-    what a rank may hold, and `others`
-    are plans for `parallelize_module`, compared by name. `pins` fix layouts of parameters, as in "layers.*.mlp.w1=tp:S(1)". With
-    `noise`, `step.noise.scale` tells the gradient noise scale.
-    `check` compares the captured step with torch, and the plan's program with that, before it runs. `on_nan` says what becomes of a step whose
-    loss is no number: "raise", "skip" (nothing changes, `step.skipped` counts them) or "ignore". `deterministic` gives the same bits on every run.
-    A step in micro-batches (`pp`, `micro`, `accumulate`) has the whole batch's loss and gradients, or is refused; `allow_micro_mean` takes
-    the mean over what the micro-batches give by themselves instead, as batch norm and contrastive losses need.
-    A module without values (made in `with torch.device("meta")`) gets them from `weights`, a Hugging Face folder or a safetensors file, or by its
-    own initialisation under `seed`; each rank reads or keeps its slices alone.
-    `record` is a folder for `weft report`; `progress` prints speed and foresight while training, as recording does unless told not to.
+    `example` is one global batch; `loss(model, batch)` returns a scalar. `plan` is one of
+
+        "dp2,tp2,zero1"     degrees that multiply to the number of processes, or a `Spec`
+        "plan.json"         a plan saved by `weft plan`, or a `Plan`; followed exactly or refused
+        a DeviceMesh        with dims named pp, dp (or fsdp, which is ZeRO-3), cp, ep, tp
+        "auto"              every plan is predicted for this machine and the fastest that fits is taken; see `step.decision`
+
+    `device` is where the model's parameters are, or this rank's accelerator under NCCL, unless given. All else is in `Options`; its fields
+    may also be given by name: `parallelize(..., clip=1.0, precision=torch.bfloat16)`.
+
+    A model on the meta device gets its values from `weights`, or from its own initialisation under `seed`; each rank keeps its shards only.
+    A step in micro-batches (`pp`, `micro`, `accumulate`) has the loss and gradients of the full batch, or is refused.
     """
-    hosts.meet(torch.device(device))
+    asked = Options.of(options, settings)
+    where = device_for(model, device)
+    hosts.meet(where)
+    if isinstance(plan, DeviceMesh):
+        plan = spec_of(plan)
     file = None if plan == "auto" else planfile.follow(plan)
-    named = None if file is None else _for_these(file.spec, memory=memory, others=others)
+    named = None if file is None else _for_these(file.spec, memory=asked.memory, others=asked.others)
+    pins = asked.pins
     if file is not None and named is not None:
         pins = (*named.pins, *pins)
-        if (named.recompute or file.pieces) and not noise:
-            named = _by_parts(named, accumulate)
+        if (named.recompute or file.pieces) and not asked.noise:
+            named = _by_parts(named, asked.accumulate)
     require_torchs(model, optimizer)
     forget_updates(optimizer)
-    begin_with(model, weights, seed)
-    where, how = torch.device(device), {"clip": clip, "precision": precision}
-    run = begin_alike(model, optimizer, example, where, plan=str(named or plan), **how, accumulate=accumulate, seed=seed, pins=tuple(pins), on_nan=on_nan)
-    asked = _Asked(
-        model, loss, optimizer, example, where, seed, how, accumulate, allow_micro_mean, pins, noise, check, on_nan == "skip", named, file,
-        Forms(model, loss, optimizer, example, run),
+    begin_with(model, asked.weights, asked.seed)
+    how = {"clip": asked.clip, "precision": asked.precision}
+    same = {"accumulate": asked.accumulate, "seed": asked.seed, "pins": tuple(pins), "on_nan": asked.on_nan}
+    run = begin_alike(model, optimizer, example, where, plan=str(named or plan), **how, **same)
+    made = _Asked(
+        model, loss, optimizer, example, where, asked.seed, how, asked.accumulate, asked.allow_micro_mean, pins, asked.noise, asked.check,
+        asked.on_nan == "skip", named, file, Forms(model, loss, optimizer, example, run),
     )  # fmt: skip
-    step = asked.step(others or {}, bytes_of(memory) if memory else 0.0)
-    step.trust(on_nan, deterministic)
-    if record is not None or progress:
-        step.record(record, progress=progress is not False)
+    step = made.step(asked.others or {}, bytes_of(asked.memory) if asked.memory else 0.0)
+    step.trust(asked.on_nan, asked.deterministic)
+    if asked.record is not None or asked.progress:
+        step.record(asked.record, progress=asked.progress is not False)
     return step
 
 
@@ -138,7 +133,9 @@ class _Asked:
         draft, self.file = self._begun(captured), self.file and self.file.guarded() if self.guard else self.file
         decision = None
         if self.named is None:
-            decision = auto.agree(draft.step, self.device, self.wish, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines())
+            decision = auto.agree(
+                draft.step, self.device, self.wish, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines()
+            )
             self.named = decision.named
         if self.named.virtual_stages * self.named.micro_batches > 1:
             step = self._line()
@@ -203,7 +200,9 @@ class _Asked:
     # -- in micro-batches ------------------------------------------------------------------------------------------------------------
 
     def _line(self) -> Step:
-        return self.forms.adopt(self.forms.observed(lambda reads: self.in_parts(self.example, reads=reads, given=self.forms.given)), self.in_parts)
+        return self.forms.adopt(
+            self.forms.observed(lambda reads: self.in_parts(self.example, reads=reads, given=self.forms.given)), self.in_parts
+        )
 
     def in_parts(self, batch: Any, known: Callable[[Captured], bool] | None = None, **settings: Any) -> Step | None:
         """The step of a plan in micro-batches; none where its program is known."""
@@ -211,8 +210,17 @@ class _Asked:
 
         named = cast(Spec, self.named)
         if self.noise:
-            raise PlanError(f"{named} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro")
-        asked = {"followed": self.file, "mean": self.mean, "accumulate": self.accumulate, "pins": self.pins, "guard": self.guard, "check": self.check}
+            raise PlanError(
+                f"{named} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro"
+            )
+        asked = {
+            "followed": self.file,
+            "mean": self.mean,
+            "accumulate": self.accumulate,
+            "pins": self.pins,
+            "guard": self.guard,
+            "check": self.check,
+        }
         return pipelined(
             self.model, self.loss, self.optimizer, batch, named, self.device, self.seed, **self.how, **asked, known=known, **settings
         )

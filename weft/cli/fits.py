@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -33,26 +33,12 @@ def fits(
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Predict whether training fits in memory: bytes by kind, the plan that fits, the largest batch, or what to change."""
-    from dataclasses import replace
-
-    from weft.cluster.profile import load
-    from weft.cluster.spec import cluster
-    from weft.core.errors import PlanError
-    from weft.plan.fits import will_fit
-    from weft.plan.planner import best_dtype
-    from weft.plan.sizes import STATE, Trained, model_of
+    from weft.plan.fits import fits as ask
 
     began = time.perf_counter()
-    for name, value, least in (("--gpus", gpus, 1), ("--lora", lora, 0), ("--seq", seq, 0), ("--batch", batch, 0)):
-        if value < least:
-            raise PlanError(f"{name} is {value}", needed=f"{least} or more", found=str(value))
-    if optimizer.lower() not in STATE:
-        raise PlanError(f"no optimizer named {optimizer!r}", needed=" or ".join(STATE), found=optimizer)
-    kind = load(gpu)  # refused with the known ones
-    place = cluster(f"{gpus}x{kind.name}")
-    asked = replace(model_of(model, seq), how=Trained(STATE[optimizer.lower()], lora))
-    answer = will_fit(asked, place, batch or gpus, best_dtype(place), _larger(kind.device.memory))
-    _show(model, asked, answer, place.text)
+    answer = ask(model, gpu, gpus=gpus, lora=lora, seq=seq, batch=batch, optimizer=optimizer)
+    asked = cast("Model", answer.model)
+    _show(model, asked, answer, answer.place)
     if json:
         emit(
             {
@@ -66,14 +52,6 @@ def fits(
         )
     if not answer.fits:
         raise typer.Exit(2)
-
-
-def _larger(memory: float) -> list[str]:
-    """Kinds of devices with more memory, the least first."""
-    from weft.cluster.profile import load, names
-
-    found = {name: load(name).device.memory for name in names()}
-    return sorted((n for n, has in found.items() if has > memory * 1.05 and "-" not in n), key=lambda n: found[n])
 
 
 def _bytes(answer: Answer) -> dict[str, float]:

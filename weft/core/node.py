@@ -139,7 +139,7 @@ OPS: dict[str, Op] = {}
 def op_named(name: str) -> Op:
     if name not in OPS:
         raise UnknownName(
-            f"no op {name!r}", needed=f"one of {', '.join(sorted(OPS))}", found=repr(name), try_="define it with weft.define(...)"
+            f"no op {name!r}", needed=f"one of {', '.join(sorted(OPS))}", found=repr(name), try_="define it with weft.lang.define(...)"
         )
     return OPS[name]
 
@@ -259,13 +259,13 @@ class Node:
         if name.startswith("_"):
             raise AttributeError(name)
         raise NoSuchMethod(
-            f"a value has no {name!r}", needed="a function of weft", found=f"x.{name}", try_=f"weft.{name}(x)" if name in OPS else None,
+            f"a value has no {name!r}", needed="a function of weft", found=f"x.{name}", try_=f"weft.lang.{name}(x)" if name in OPS else None,
             where=user_line(),
         )  # fmt: skip
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeMismatch(
-            "a value is not indexed", needed="an op", found=f"x[{index!r}]", try_=["weft.narrow(x, dim, start, stop)", "weft.embedding(x, i)"],
+            "a value is not indexed", needed="an op", found=f"x[{index!r}]", try_=["weft.lang.narrow(x, dim, start, stop)", "weft.lang.embedding(x, i)"],
             where=user_line(),
         )  # fmt: skip
 
@@ -280,7 +280,7 @@ class Node:
         name = getattr(func, "__name__", str(func)).strip("_")
         raise TypeMismatch(
             f"torch's {name} was given a value of a program", needed="weft's ops, and numbers", found=f"torch.{name}",
-            try_=f"weft.{name}" if name in OPS else "weft.capture(model, example) reads torch code", where=user_line(),
+            try_=f"weft.lang.{name}" if name in OPS else "weft.capture(model, example) reads torch code", where=user_line(),
         )  # fmt: skip
 
     def __neg__(self) -> Any:
@@ -296,7 +296,7 @@ class Node:
         if isinstance(other, (int, float)):
             raise TypeMismatch(
                 "== on a value asks whether it is the same node", needed="an op that compares elements", found=f"== {other!r}",
-                try_=f"weft.eq(x, {other!r}), or weft.ne", where=user_line(),
+                try_=f"weft.lang.eq(x, {other!r}), or weft.lang.ne", where=user_line(),
             )  # fmt: skip
         return self is other
 
@@ -305,7 +305,7 @@ class Node:
         if _listeners and not sys._getframe(1).f_globals.get("__name__", "").startswith("weft."):
             raise TypeMismatch(
                 "a value is not known while the program is written", needed="the same program whatever the value",
-                found=f"{self.op.name} where Python asks for true or false", try_="weft.where(condition, a, b)", where=user_line(),
+                found=f"{self.op.name} where Python asks for true or false", try_="weft.lang.where(condition, a, b)", where=user_line(),
             )  # fmt: skip
         return True
 

@@ -1,4 +1,4 @@
-"""The words of the language, as a user writes them: weft.all_reduce(g, "dp"), weft.sqrt(v), weft.sum(x, dims=0)."""
+"""The words of the language, as a user writes them: lang.all_reduce(g, "dp"), lang.sqrt(v), lang.sum(x, dims=0)."""
 
 from __future__ import annotations
 

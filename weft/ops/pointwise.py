@@ -72,7 +72,7 @@ def numbers(types: Types, attrs: Attrs) -> torch.dtype:
     dtype = _common_dtype(types, attrs)
     if dtype == torch.bool:
         raise TypeMismatch(
-            "arithmetic on bools", needed="numbers", found="bool", try_=["weft.cast(x, 'i64')", "weft.logical_or, logical_and, logical_not"],
+            "arithmetic on bools", needed="numbers", found="bool", try_=["weft.lang.cast(x, 'i64')", "weft.lang.logical_or, logical_and, logical_not"],
             where=user_line(),
         )  # fmt: skip
     return dtype

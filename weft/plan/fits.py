@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
-from weft.core.errors import WeftError
+from weft.core.errors import PlanError, WeftError
 from weft.plan.memory import Memory
 from weft.plan.setting import RECOMPUTE, Setting
 from weft.plan.simulate import Step, held, memory_of, simulate
@@ -149,6 +149,37 @@ class Answer:
     has: float
     largest: int
     changes: tuple[str, ...] = ()
+    model: Model | None = None
+    place: str = ""
+
+
+def fits(model: str, gpu: str, *, gpus: int = 1, lora: int = 0, seq: int = 0, batch: int = 0, optimizer: str = "adamw") -> Answer:
+    """Whether training a model fits in the memory of `gpus` devices of a kind, and what to change where it does not.
+
+    `model` is a Hugging Face config.json, a folder that has one, or a known name such as "llama3-8b". With `lora`, adapters of that rank are
+    trained and all else is frozen. `seq` and `batch` are the longest the model takes and one sample per device where they are 0.
+    """
+    from weft.cluster.profile import load
+    from weft.plan.planner import best_dtype
+    from weft.plan.sizes import Trained, model_of
+
+    for name, value, least in (("gpus", gpus, 1), ("lora", lora, 0), ("seq", seq, 0), ("batch", batch, 0)):
+        if value < least:
+            raise PlanError(f"{name} is {value}", needed=f"{least} or more", found=str(value))
+    if optimizer.lower() not in STATE:
+        raise PlanError(f"no optimizer named {optimizer!r}", needed=" or ".join(STATE), found=optimizer)
+    kind = load(gpu)  # refused with the known ones
+    place = read_cluster(f"{gpus}x{kind.name}")
+    asked = replace(model_of(model, seq), how=Trained(STATE[optimizer.lower()], lora))
+    return replace(will_fit(asked, place, batch or gpus, best_dtype(place), _larger(kind.device.memory)), model=asked, place=place.text)
+
+
+def _larger(memory: float) -> list[str]:
+    """Kinds of devices with more memory, the least first."""
+    from weft.cluster.profile import load, names
+
+    found = {name: load(name).device.memory for name in names()}
+    return sorted((n for n, has in found.items() if has > memory * 1.05 and "-" not in n), key=lambda n: found[n])
 
 
 def will_fit(model: Model, cluster: Cluster, batch: int, dtype: str, others: Sequence[str] = ()) -> Answer:

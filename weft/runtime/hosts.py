@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from itertools import product
 
@@ -28,6 +29,17 @@ def place(device: torch.device) -> tuple[str, str]:
     """This rank's host, and which GPU of it."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return host_identity(), gpu
+
+
+def own_accelerator() -> torch.device | None:
+    """This rank's accelerator, where the process group has a backend made for its kind (NCCL, not gloo)."""
+    kind = torch.accelerator.current_accelerator()
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    if kind is None or backends.get(kind.type, "gloo") == "gloo":
+        return None
+    index = torch.accelerator.current_device_index() or int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
 
 
 def sharing(where: tuple[str, str]) -> int:

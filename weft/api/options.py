@@ -1,0 +1,103 @@
+"""What `parallelize` may be told besides the plan: one object, or the same names as keyword arguments; and the device and mesh it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.core.errors import PlanError
+from weft.plan.spec import Spec
+from weft.runtime.hosts import own_accelerator
+
+OnNan = Literal["raise", "skip", "ignore"]
+DATA = {"dp": 0, "dp_replicate": 0, "dp_shard": 3, "fsdp": 3}  # names of data-parallel mesh dims, and the ZeRO stage they stand for
+
+
+class Settings(TypedDict, total=False):
+    """The fields of `Options`, as keyword arguments of `parallelize`."""
+
+    clip: float | None
+    accumulate: int
+    precision: torch.dtype | None
+    seed: int
+    pins: Sequence[str]
+    others: Mapping[str, Mapping[str, Any]] | None
+    memory: str | float | None
+    noise: bool
+    weights: str | Path | None
+    record: str | None
+    progress: bool | None
+    check: bool
+    on_nan: OnNan
+    deterministic: bool
+    allow_micro_mean: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a training step that are no part of its plan."""
+
+    clip: float | None = None  # largest norm of the gradients
+    accumulate: int = 1  # micro-batches whose gradients are accumulated
+    precision: torch.dtype | None = None  # dtype of the compute; parameters keep theirs (mixed precision)
+    seed: int = 0  # of dropout and of initialisation
+    pins: Sequence[str] = ()  # layouts of parameters, such as "layers.*.mlp.w1=tp:S(1)"
+    others: Mapping[str, Mapping[str, Any]] | None = None  # plans for torch's parallelize_module that plan="auto" compares with, by name
+    memory: str | float | None = None  # memory a rank may use, such as "8GB", for plan="auto"
+    noise: bool = False  # measure the gradient noise scale, `step.noise.scale`
+    weights: str | Path | None = None  # Hugging Face folder or safetensors file for a model on the meta device
+    record: str | None = None  # folder for `weft report`
+    progress: bool | None = None  # print tokens/s, MFU and the prediction while training; default: while recording
+    check: bool = True  # compare the captured step with torch, and the plan's program with it, before the first step
+    on_nan: OnNan = "raise"  # if the loss is NaN or Inf: raise, skip the step (`step.skipped` counts) or ignore it
+    deterministic: bool = False  # the same bits on every run
+    allow_micro_mean: bool = (
+        False  # average over micro-batches where the loss of the full batch is not their mean (batch norm, contrastive losses)
+    )
+
+    @staticmethod
+    def of(options: Options | None, settings: Mapping[str, Any]) -> Options:
+        known = [f.name for f in fields(Options)]
+        for name in settings:
+            if name not in known:
+                raise PlanError(f"parallelize has no option {name}", needed=", ".join(["device", *known]), found=name)
+        return replace(options or Options(), **settings)
+
+
+def device_for(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    """The device asked for; else that of the model's parameters; a model on the CPU or on `meta` goes to this rank's
+    accelerator where the process group has a backend for it."""
+    if device is not None:
+        return torch.device(device)
+    held = next((p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
+    if held is not None or not dist.is_initialized():
+        return held or torch.device("cpu")
+    return own_accelerator() or torch.device("cpu")
+
+
+def spec_of(mesh: Any) -> Spec:
+    """The plan that a DeviceMesh stands for, by the names of its dims."""
+    names, sizes = mesh.mesh_dim_names or (), tuple(mesh.mesh.shape)
+    needed = "a DeviceMesh of dims named pp, dp (or fsdp), cp, ep, tp, in this order"
+    values: dict[str, int] = {}
+    for name, size in zip(names, sizes, strict=bool(names)):
+        if name not in (*DATA, "pp", "cp", "ep", "tp") or (values.get("dp", 1) > 1 and name in DATA and size > 1):
+            raise PlanError("this DeviceMesh names no plan", needed=needed, found=", ".join(names), try_='plan="dp2,tp2"')
+        axis = "dp" if name in DATA else name
+        values[axis] = values.get(axis, 1) * size
+        if size > 1 and DATA.get(name):
+            values["zero"] = DATA[name]
+    spec = Spec(**{k: v for k, v in values.items() if v > 1 or k == "zero"})
+    wanted = [(axis, n) for axis, n in spec.mesh.sizes.items() if n > 1]
+    given = [("dp" if name in DATA else name, n) for name, n in zip(names, sizes, strict=True) if n > 1]
+    if not names or wanted != given or mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
+        raise PlanError(
+            "this DeviceMesh names no plan", needed=f"{needed}, ranks in row-major order", found=str(mesh), try_=f'plan="{spec}"'
+        )
+    return spec
