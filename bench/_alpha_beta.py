@@ -10,7 +10,7 @@ from weft.core.layout import Mesh, R
 from weft.core.node import Node
 from weft.cost.work import Op
 from weft.ops.registry import Kind, flops
-from weft.plan.layouts import Move
+from weft.plan.layouts import Reshard
 
 MANY = 16  # operations per element from which an op is more work than moving what it works on
 
@@ -31,7 +31,7 @@ class AlphaBeta:
     def on(self, mesh: Mesh) -> AlphaBeta:
         return AlphaBeta(mesh, self.alpha, self.beta, self.banned)
 
-    def move(self, move: Move) -> float:
+    def move(self, move: Reshard) -> float:
         n = self.mesh.sizes[move.axis]
         if move.kind == "slice" or n == 1:
             return 0.0

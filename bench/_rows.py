@@ -20,7 +20,7 @@ from weft.core.errors import UnknownName, WeftError
 from weft.cost.memory import RESIDENT
 from weft.plan.planner import sized_stack
 from weft.plan.setting import Setting
-from weft.plan.simulate import Step, simulate
+from weft.plan.simulate import SimulatedStep, simulate
 from weft.plan.transformer import Shape, workload
 
 
@@ -34,7 +34,7 @@ class Row:
     setting: Setting
     cluster: Cluster
     measured: float
-    metric: Callable[[Step], float]
+    metric: Callable[[SimulatedStep], float]
     assumed: Mapping[str, str]
     lacks: str = ""  # why there is nothing to compare with
     faster: bool = False  # whether the measure grows as the step gets shorter
@@ -44,7 +44,7 @@ class Row:
     def predict(self) -> float:
         return self.metric(self.step())
 
-    def step(self) -> Step:
+    def step(self) -> SimulatedStep:
         return simulate(sized_stack(self.shape, self.setting.kernels, self.setting.dtype).work(self.setting), self.setting, self.cluster)
 
 
@@ -325,12 +325,12 @@ def _virtual(b: Blanks, layers: int, pp: int) -> int:
     return max(1, layers // pp)
 
 
-def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[Step], float]:
+def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[SimulatedStep], float]:
     tokens = setting.global_batch * shape.seq
     model = shape.flops_per_token * tokens
     s, h, n, v = shape.seq, shape.hidden, shape.layers, shape.vocab
     megatron = 96 * tokens * n * h * h * (1 + s / (6 * h) + v / (16 * n * h))
-    known: dict[str, Callable[[Step], float]] = {
+    known: dict[str, Callable[[SimulatedStep], float]] = {
         "iteration_s": lambda step: step.seconds,
         "iteration_ms": lambda step: step.seconds * 1e3,
         "tokens_per_s_per_gpu": lambda step: tokens / step.seconds / gpus,

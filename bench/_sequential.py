@@ -15,8 +15,8 @@ from weft.core.layout import Mesh
 from weft.core.program import Program
 from weft.cost.price import compiles, on_mesh
 from weft.cost.work import records
-from weft.plan.graph.search import GraphSearch, Way
-from weft.plan.rewritten import Step, as_products, as_run
+from weft.plan.graph.search import Candidate, GraphSearch
+from weft.plan.rewritten import RewrittenStep, as_products, as_run
 from weft.plan.substitute import Path, Price, best_bases, best_path, is_large, joint, replayed, rewritten_ways, rule_names, value_rules
 from weft.rewrite.schema import Schema
 from weft.rewrite.updates import rules_of
@@ -28,9 +28,9 @@ BUDGET, NEIGHBOURS = 12, 40  # steps whose neighbours are looked at, and how man
 class Both:
     """The best way with rules and layouts chosen together, and with rules first; and the first as Unity would run it."""
 
-    joint: Way
-    sequential: Way
-    unity: Way | None
+    joint: Candidate
+    sequential: Candidate
+    unity: Candidate | None
 
 
 def joint_and_sequential(found: GraphSearch) -> Both:
@@ -50,7 +50,7 @@ def joint_and_sequential(found: GraphSearch) -> Both:
     return Both(best, sequential, together.get("unity-like"))
 
 
-def _on_each_rank(base: Way, lone: Step, path: Path, price: Price, rules: Sequence[Schema]) -> Way:
+def _on_each_rank(base: Candidate, lone: RewrittenStep, path: Path, price: Price, rules: Sequence[Schema]) -> Candidate:
     """A way whose ranks run their own part of it rewritten: it gains what one device gains on its share of the batch."""
     gain = price(lone.program) - price(replayed(lone, path, rules).program) if path else 0.0
     return replace(base, seconds=base.seconds - max(0.0, gain), rules=(*rule_names(path), *rules_of(base.placed.program)))

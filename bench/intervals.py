@@ -182,7 +182,7 @@ def _of_memory(cells: Mapping[str, str]) -> Residual | None:
     from weft.cluster.spec import Cluster, Nodes
     from weft.plan.search import Search
     from weft.plan.setting import Setting
-    from weft.plan.space import Problem
+    from weft.plan.space import PlanProblem
     from weft.plan.transformer import Shape
 
     if "GH-96" not in cells["gpus_by_kind"]:
@@ -193,6 +193,6 @@ def _of_memory(cells: Mapping[str, str]) -> Residual | None:
     shape = Shape(n["layers"], n["hidden"], n["heads"], n["vocab"], n["seq"], dropout=True)
     setting = Setting(n["global_batch"], n["micro_batch"], n["dp"], n["tp"], n["pp"], dtype="tf32", kernels="classic", overlap_grads=False)
     cluster = Cluster("rows", (Nodes(n["gpus"] // 4, 4, load("H100")),))
-    search = Search(Problem(shape, cluster, n["global_batch"], "tf32"))
+    search = Search(PlanProblem(shape, cluster, n["global_batch"], "tf32"))
     held = search.step(setting, tuple(stages) if n["pp"] > 1 else ()).peak_memory.total
     return Residual("memory", "classic", "Sailor", "", math.log(float(cells[SAILOR]) / held))

@@ -18,7 +18,7 @@ from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster, cluster
 from weft.core.errors import WeftError
 from weft.plan.setting import Setting
-from weft.plan.simulate import Step, simulate
+from weft.plan.simulate import SimulatedStep, simulate
 from weft.plan.transformer import Shape, workload
 
 CLUSTERS = ("1x8xA100", "2x8xH100", "4x8xH100", "1x8xV100", "2x8xB200", "8x8xH200", "1x8xRTX4090", "2x8xMI300X")
@@ -82,7 +82,7 @@ def check(shape: Shape, setting: Setting, place: Cluster) -> Iterator[dict[str, 
         yield _told(setting, place, "faster than its flops", step.model_flops / step.peak_flops, step.seconds)
 
 
-def _step(shape: Shape, setting: Setting, place: Cluster) -> Step:
+def _step(shape: Shape, setting: Setting, place: Cluster) -> SimulatedStep:
     return simulate(workload(shape, setting), setting, place)
 
 

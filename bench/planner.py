@@ -94,15 +94,15 @@ def of_unity(model: str, cluster: str) -> Row:
     from bench._sequential import joint_and_sequential
     from weft.cli.output import console
     from weft.cluster.spec import cluster as read
-    from weft.plan.graph.search import GraphSearch, Way
-    from weft.plan.graph.task import Task
+    from weft.plan.graph.search import Candidate, GraphSearch
+    from weft.plan.graph.task import CapturedTask
 
     begun = time.perf_counter()
     place = read(cluster)
     batch = PER_DEVICE.get(model, zoo.entry(model).batch) * place.devices
-    search = GraphSearch(Task(model, place, batch, "fp32", "adam" if model.startswith("bert") else "sgd"), place.device.memory)
+    search = GraphSearch(CapturedTask(model, place, batch, "fp32", "adam" if model.startswith("bert") else "sgd"), place.device.memory)
     found = {**search.baselines(), **search.free(lambda _: None)}
-    ways = {k: w for k, w in found.items() if isinstance(w, Way)}
+    ways = {k: w for k, w in found.items() if isinstance(w, Candidate)}
     planned = round(time.perf_counter() - begun, 1)
     both = joint_and_sequential(search)
     best = min(ways["weft"].seconds, both.joint.seconds)

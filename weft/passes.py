@@ -20,7 +20,7 @@ from weft.frontend.capture.micro import Micro
 from weft.plan.context import ring
 from weft.plan.line import Line, lay
 from weft.plan.named import input_layouts
-from weft.plan.pieces import Found
+from weft.plan.pieces import FoundPieces
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Options, Placements, place
 from weft.plan.recompute import recomputed, recomputed_stage, regions_of
@@ -44,7 +44,7 @@ class Follows(Protocol):
     def program(self) -> Program | None: ...
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
     def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
-    def found(self, captured: Captured) -> Found: ...
+    def found(self, captured: Captured) -> FoundPieces: ...
     def again(self, captured: Captured) -> Captured: ...
     def held(self, captured: Captured, spec: Spec) -> Mapping[str, Placements]: ...
     def placed(self, captured: Captured, pins: Sequence[Pin]) -> Program | None: ...
@@ -161,12 +161,12 @@ def _stages(d: Draft) -> Draft:
 
 
 def cut(
-    captured: Captured, spec: Spec, pinned: Mapping[str, Placements], exact: Mapping[str, Placements] | None = None, found: Found | None = None
+    captured: Captured, spec: Spec, pinned: Mapping[str, Placements], exact: Mapping[str, Placements] | None = None, found: FoundPieces | None = None
 ) -> Stages:
     """The captured step of one micro-batch in the stages of a spec. State of `pinned` parameters follows them; `exact` inputs are held as told;
     where the stages are cut and what is recomputed is as `found`, or for balance and as the spec's words say."""
     held, options = input_layouts(captured.program, spec, captured.states, pinned)
-    found = found or Found()
+    found = found or FoundPieces()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
     cuts = found.cuts if known else chosen_cuts(captured, spec.virtual_stages)
     regions = regions_of(captured, spec.recompute) if found.again is None else found.again

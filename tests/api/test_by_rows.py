@@ -18,9 +18,9 @@ from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, S
 from weft.plan.graph.planner import record
-from weft.plan.graph.search import ALL, Way
-from weft.plan.graph.task import Task
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.search import ALL, Candidate
+from weft.plan.graph.task import CapturedTask
+from weft.plan.graph.timing import PlacedProgram
 from weft.plan.layouts import OnCluster, choose
 from weft.plan.rewritten import as_run
 from weft.plan.space import Limits
@@ -129,13 +129,13 @@ def test_copies_exchange_rows_and_equal_torch(tmp_path: Path) -> None:
 def test_a_plan_file_is_run_by_rows(tmp_path: Path) -> None:
     """The file has the step with whole gradients; they are never made."""
     changes = {"tables": (400, 300), "width": 4, "bag": 2, "dense": 5, "bottom": (8, 4), "top": (8, 1)}
-    task = Task("dlrm", cluster("2xx86-2"), 8, "fp32", "adam", tuple(changes.items()))
+    task = CapturedTask("dlrm", cluster("2xx86-2"), 8, "fp32", "adam", tuple(changes.items()))
     mesh = Mesh(dp=2)
     pins = {n: [{"dp": S(1)}] for n in task.captured().program.input_names if "tables" in n}
     made = choose(as_run(task.captured().program, 1), mesh, OnCluster(task.cluster, mesh), pins=pins, work=1e7)
-    placed = Placed(as_run(made.program, 1), task.cluster, made.again)
+    placed = PlacedProgram(as_run(made.program, 1), task.cluster, made.again)
     assert rules_of(placed.program) == ("adam_by_rows",)
-    plan = record(task, Limits(), Way("weft", placed, ALL, 1, 1e-3, 1e6, None, rules_of(placed.program)), {}, {}, "time")
+    plan = record(task, Limits(), Candidate("weft", placed, ALL, 1, 1e-3, 1e6, None, rules_of(placed.program)), {}, {}, "time")
     assert "adam_at" not in plan.layouts["program"]
     plan.save(tmp_path / "plan.json")
 

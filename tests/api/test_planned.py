@@ -25,7 +25,7 @@ from weft.plan.pieces import Counted, pieces_of
 from weft.plan.plan import Plan, load
 from weft.plan.planner import Request, captured_stack, make_plan
 from weft.plan.setting import Setting
-from weft.plan.space import Limits, Problem
+from weft.plan.space import Limits, PlanProblem
 
 STEPS, BATCH = 2, 16
 LIMITS = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
@@ -39,8 +39,8 @@ spine: {devices: 1, gbps_per_device: 0.1}
 class Small(Request):
     """GPT-2 at the size of a test."""
 
-    def problem(self) -> Problem:
-        return Problem(captured_stack("gpt2", "fp32", **SIZES)[0], cluster(self.cluster), self.batch, "fp32")
+    def problem(self) -> PlanProblem:
+        return PlanProblem(captured_stack("gpt2", "fp32", **SIZES)[0], cluster(self.cluster), self.batch, "fp32")
 
 
 @pytest.fixture(scope="module")

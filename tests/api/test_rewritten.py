@@ -21,9 +21,9 @@ from weft.core.layout import Mesh, Placement, S
 from weft.core.program import Program
 from weft.frontend.capture import capture
 from weft.plan.graph.planner import record
-from weft.plan.graph.search import ALL, Way
-from weft.plan.graph.task import Task
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.search import ALL, Candidate
+from weft.plan.graph.task import CapturedTask
+from weft.plan.graph.timing import PlacedProgram
 from weft.plan.layouts import OnCluster, choose
 from weft.plan.plan import Plan
 from weft.plan.rewritten import PRODUCTS, Move, as_products
@@ -44,8 +44,8 @@ class Case:
     mesh: Mesh
     held: Mapping[str, Mapping[str, Placement]]
 
-    def task(self) -> Task:
-        return Task(self.model, cluster(f"{self.mesh.ranks}xx86-2"), BATCH, "fp32", "adam", tuple(self.changes.items()))
+    def task(self) -> CapturedTask:
+        return CapturedTask(self.model, cluster(f"{self.mesh.ranks}xx86-2"), BATCH, "fp32", "adam", tuple(self.changes.items()))
 
     def plan(self) -> Plan:
         """The rule used where it first can be, and layouts chosen for that step."""
@@ -56,9 +56,9 @@ class Case:
             moves = (move,)
         pins = {n: [places] for n in step.program.input_names for word, places in self.held.items() if n.startswith(word)}
         made = choose(step.program, self.mesh, OnCluster(task.cluster, self.mesh), pins=pins, work=1e7)
-        placed = Placed(made.program, task.cluster, made.again)
+        placed = PlacedProgram(made.program, task.cluster, made.again)
         rules = (self.rule,) if moves else ("matmul_as_einsum",)
-        way = Way("weft", placed, ALL, 1, 1e-3, 1e6, None, rules, {}, moves)
+        way = Candidate("weft", placed, ALL, 1, 1e-3, 1e6, None, rules, {}, moves)
         return record(task, Limits(), way, {}, {}, "time")
 
     def work(self) -> Any:

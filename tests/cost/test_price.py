@@ -15,7 +15,7 @@ from weft.cost.work import Collective, Touch, Work, records
 from weft.frontend import lang as w
 from weft.frontend.capture import capture
 from weft.frontend.trace import tensor, trace
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.timing import PlacedProgram
 from weft.plan.layouts import OnCluster, choose
 from weft.programs.blocks import self_attention
 
@@ -35,7 +35,7 @@ def test_the_ilp_prices_a_program_as_the_walk_does(name: str, place: str) -> Non
     assert chosen.cost == pytest.approx(priced, rel=1e-3) and priced > 0
     computed = predict(chosen.program, where).causes_ms["compute"] / 1e3  # here with what the host takes to issue it
     assert computed == pytest.approx(priced) if where.device.get("host.launch") == 0 else computed >= priced
-    assert sum(costs.seconds(op) for ops in Placed(chosen.program, where).work.values() for op in ops) == pytest.approx(priced)
+    assert sum(costs.seconds(op) for ops in PlacedProgram(chosen.program, where).work.values() for op in ops) == pytest.approx(priced)
 
 
 def test_attention_has_its_own_rate_in_the_ilp_too() -> None:

@@ -9,14 +9,14 @@ import pytest
 
 from weft.cluster.spec import cluster
 from weft.plan.baselines import BASELINES
-from weft.plan.graph.search import GraphSearch, Way
+from weft.plan.graph.search import Candidate, GraphSearch
 from weft.plan.graph.stages import FULL, NONE, Stager
-from weft.plan.graph.task import Task
+from weft.plan.graph.task import CapturedTask
 from weft.plan.planner import captured_stack
 from weft.plan.roles import GRADS, PARAMS
 from weft.plan.search import CLOSE, Found, Search
 from weft.plan.setting import RECOMPUTE, Setting
-from weft.plan.space import Limits, Problem
+from weft.plan.space import Limits, PlanProblem
 from weft.plan.spec import Spec
 from weft.plan.transformer import Shape
 
@@ -42,12 +42,12 @@ def swept(search: Search, name: str) -> float:
     return best
 
 
-def problems() -> dict[str, tuple[Problem, Limits]]:
+def problems() -> dict[str, tuple[PlanProblem, Limits]]:
     stack, _ = captured_stack("gpt2", "bf16")
     return {
-        "a model by its sizes": (Problem(SMALL, cluster("1x4xA100"), 96, "bf16"), Limits()),
-        "where little fits": (Problem(SMALL, cluster("1x4xA100"), 96, "bf16"), Limits(memory=9e9)),
-        "captured blocks": (Problem(stack, cluster("1x2xH100"), 24, "bf16"), Limits(memory=12e9)),
+        "a model by its sizes": (PlanProblem(SMALL, cluster("1x4xA100"), 96, "bf16"), Limits()),
+        "where little fits": (PlanProblem(SMALL, cluster("1x4xA100"), 96, "bf16"), Limits(memory=9e9)),
+        "captured blocks": (PlanProblem(stack, cluster("1x2xH100"), 24, "bf16"), Limits(memory=12e9)),
     }
 
 
@@ -66,7 +66,7 @@ def test_a_baseline_is_the_best_of_all_it_can_say(case: str) -> None:
 def test_a_captured_program_is_run_in_as_many_micro_batches_as_serve_a_baseline() -> None:
     """Where a step fits only if all of it runs again, more micro-batches may be faster."""
     sizes = (("layers", 6), ("hidden", 1024), ("inputs", 1024), ("classes", 1024))
-    task = Task("mlp", cluster("1x2xV100"), 65536, "fp32", "adam", sizes)
+    task = CapturedTask("mlp", cluster("1x2xV100"), 65536, "fp32", "adam", sizes)
     whole = GraphSearch(task, math.inf)
     placed = whole._held(Spec(dp=2, zero=1), 1)
     assert placed is not None
@@ -83,6 +83,6 @@ def test_a_captured_program_is_run_in_as_many_micro_batches_as_serve_a_baseline(
             made = search._whole(name, held, overlap, rounds, (again,)) if held is not None else None
             ways += [made.seconds] if made is not None else []
         way = found[name]
-        assert isinstance(way, Way) and way.seconds == pytest.approx(min(ways)), name
+        assert isinstance(way, Candidate) and way.seconds == pytest.approx(min(ways)), name
 
 

@@ -18,7 +18,7 @@ from weft.cost.work import Attention, Collective, Gemm
 from weft.plan.fits import fit
 from weft.plan.models import shape
 from weft.plan.setting import Setting
-from weft.plan.simulate import Step, held, share, simulate
+from weft.plan.simulate import SimulatedStep, held, share, simulate
 from weft.plan.transformer import Shape, workload
 from weft.plan.workload import backward, flops, per_op, split_weight
 
@@ -26,7 +26,7 @@ GPT = Shape(24, 2048, 16, 51200, 2048, name="gpt")
 MOE = Shape(8, 1024, 16, 32000, 1024, gated=True, rotary=True, experts=8, chosen=2, name="moe")
 
 
-def foresee(shape: Shape, setting: Setting, place: str) -> Step:
+def foresee(shape: Shape, setting: Setting, place: str) -> SimulatedStep:
     return simulate(workload(shape, setting), setting, cluster(place))
 
 

@@ -16,10 +16,10 @@ from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, S
 from weft.frontend.capture import Captured, capture
 from weft.plan.graph.planner import all_ways, record
-from weft.plan.graph.search import GraphSearch, Way
-from weft.plan.graph.task import Task
+from weft.plan.graph.search import Candidate, GraphSearch
+from weft.plan.graph.task import CapturedTask
 from weft.plan.layouts import OnCluster, choose
-from weft.plan.rewritten import Step, as_products
+from weft.plan.rewritten import RewrittenStep, as_products
 from weft.plan.space import Limits
 from weft.plan.substitute import best_path, replayed, value_rules
 from weft.plan.told import rows
@@ -38,12 +38,12 @@ def small() -> tuple[Captured, dict[str, torch.Tensor]]:
 
 
 @cache
-def stacked() -> Step:
+def stacked() -> RewrittenStep:
     return next(there for move, there in as_products(small()[0]).neighbours(value_rules(), 40) if str(move) == RULE)
 
 
-def task() -> Task:
-    return Task("xdl", SUMMIT, 1024 * SUMMIT.devices, "fp32", "sgd", (("tables", (100_000,) * 4), ("width", 48)))
+def task() -> CapturedTask:
+    return CapturedTask("xdl", SUMMIT, 1024 * SUMMIT.devices, "fp32", "sgd", (("tables", (100_000,) * 4), ("width", 48)))
 
 
 def test_stacking_changes_forward_and_backward_and_no_number() -> None:
@@ -77,7 +77,7 @@ def test_one_device_has_no_reason_to_stack() -> None:
 
 
 @cache
-def searched() -> tuple[GraphSearch, dict[str, Way | str]]:
+def searched() -> tuple[GraphSearch, dict[str, Candidate | str]]:
     search = GraphSearch(task(), SUMMIT.device.memory)
     search.meshes = lambda devices: [Mesh(dp=devices // 48, tp=48)]  # type: ignore[method-assign]
     search.depths = lambda: [1]  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ def test_joint_finds_what_sequential_does_not(monkeypatch: pytest.MonkeyPatch) -
     assert both.joint.rules == (RULE,) and RULE not in both.sequential.rules
     assert both.sequential.seconds > 1.2 * both.joint.seconds
     own, unity = found["weft"], found["unity-like"]
-    assert isinstance(own, Way) and isinstance(unity, Way)
+    assert isinstance(own, Candidate) and isinstance(unity, Candidate)
     assert own.seconds == both.joint.seconds and own.rules == unity.rules == (RULE,), "Unity has the rule too"
     plan = record(task(), Limits(), own, {}, {}, "time")
     assert ("rules", RULE) in [row[:2] for row in rows(plan)] and plan.layouts["rules"] == [RULE]

@@ -14,7 +14,7 @@ from weft.core.layout import R, S
 from weft.plan.pins import Pin, dtensor_pins, is_layout, parse_pin, resolve
 from weft.plan.plan import Plan
 from weft.plan.planner import Infeasible, Request
-from weft.plan.tensors import Layers, plan_pinned, with_baseline
+from weft.plan.tensors import CapturedLayers, plan_pinned, with_baseline
 
 REQUEST = Request("gpt2", "1x2xA100", batch=8)
 SHAPES = {"param.blocks.0.mlp.up.weight": (64, 16), "param.blocks.1.mlp.up.weight": (64, 16), "param.tokens.weight": (10, 16)}
@@ -43,11 +43,11 @@ def test_what_is_wrong_is_said(text: str, says: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def layers() -> Layers:
-    return Layers(REQUEST)
+def layers() -> CapturedLayers:
+    return CapturedLayers(REQUEST)
 
 
-def test_the_plans_own_cut_is_free_and_another_costs(layers: Layers) -> None:
+def test_the_plans_own_cut_is_free_and_another_costs(layers: CapturedLayers) -> None:
     names = [n for n, _ in layers.model().model.named_parameters()]
     up = next(n for n in names if n.endswith("mlp.up.weight")).replace("blocks.0", "blocks.*")
     made = plan_pinned(REQUEST, [parse_pin(f"{up}=tp:S(0)")])
@@ -57,7 +57,7 @@ def test_the_plans_own_cut_is_free_and_another_costs(layers: Layers) -> None:
     assert other.limits["layouts"] == [f"{up}=tp:S(1)"]
 
 
-def test_infeasible_says_without_which_pin(layers: Layers) -> None:
+def test_infeasible_says_without_which_pin(layers: CapturedLayers) -> None:
     names = [n for n, _ in layers.model().model.named_parameters()]
     up = next(n for n in names if n.endswith("mlp.up.weight"))
     made = plan_pinned(REQUEST, [parse_pin(f"{up}=tp:S(7)")])
@@ -66,7 +66,7 @@ def test_infeasible_says_without_which_pin(layers: Layers) -> None:
         plan_pinned(REQUEST, [parse_pin(f"{up}=dp:S(0)")])
 
 
-def test_a_users_plan_is_a_baseline(layers: Layers) -> None:
+def test_a_users_plan_is_a_baseline(layers: CapturedLayers) -> None:
     good = {
         "blocks.*.attention.qkv": "colwise",
         "blocks.*.attention.out": "rowwise",

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.api import afford, eager
 from weft.api.apart import Apart, allowed, compared, refusal
-from weft.api.cut_blocks import AROUND, Around, Block, Cut, named_own
+from weft.api.cut_blocks import AROUND, Around, Cut, CutBlock, named_own
 from weft.core.errors import CaptureError
 from weft.core.names import readable
 from weft.core.node import Node
@@ -76,7 +76,7 @@ class Stand:
         self.device = case.device
         self.random = torch.Generator().manual_seed(0)
         self.answers: dict[Any, list[Tensor]] = {}  # of every kind
-        self.calls: dict[int, list[Block]] = {}  # by module, in order
+        self.calls: dict[int, list[CutBlock]] = {}  # by module, in order
         for b in cut.blocks:
             self.calls.setdefault(id(b.module), []).append(b)
         self.count: dict[int, int] = {}
@@ -100,7 +100,7 @@ class Stand:
             self.seen = {**{n: x.clone() for n, x in tensors.items()}, **self.seen}  # before anyone writes into it
         return self._answered(block, self.answer(block, tensors))
 
-    def _answered(self, block: Block, values: list[Tensor]) -> Any:
+    def _answered(self, block: CutBlock, values: list[Tensor]) -> Any:
         """The values as results from which gradients begin."""
         call, fresh = block.call, dict[Node, Tensor]()
         for node, value in zip(dict.fromkeys(call.returned), values, strict=True):
@@ -111,7 +111,7 @@ class Stand:
 
     # -- a block ---------------------------------------------------------------------------------------------------------------
 
-    def answer(self, block: Block, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
+    def answer(self, block: CutBlock, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
         """What blocks of this kind give; the first is run and compared."""
         if block.key not in self.answers:
             program = self.cut.programs[block.key]
@@ -124,7 +124,7 @@ class Stand:
             self.answers[block.key] = self._compared(block, program, tensors)
         return self.answers[block.key] or [self._any(n) for n in dict.fromkeys(block.call.returned)]
 
-    def _compared(self, block: Block, program: Program, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
+    def _compared(self, block: CutBlock, program: Program, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
         """The module itself on these values, against its part of the program."""
         call, now = block.call, tensors_of(block.module)  # where some have values that others shall have too
         memo: dict[int, Any] = {id(t): valued(t, self.device, self.random) for t in {id(t): t for _, _, t in now}.values()}

@@ -67,7 +67,7 @@ def program_of(outputs: Mapping[str, Node], name: str) -> Program:
 
 
 @dataclass(eq=False)
-class Block:
+class CutBlock:
     """A call of a module, and its part of the program: what it gives from `x.0`, ... and its own tensors, `own.NAME`."""
 
     call: ModuleCall
@@ -133,7 +133,7 @@ class Cut:
             raise refusal(self.case, found)
         return True
 
-    def _chosen(self, calls: Iterable[ModuleCall]) -> Iterator[Block]:
+    def _chosen(self, calls: Iterable[ModuleCall]) -> Iterator[CutBlock]:
         """The largest calls that can be run by themselves and afforded."""
         for call in calls:
             block = self._block(call) if call.whole else None
@@ -142,14 +142,14 @@ class Cut:
             else:
                 yield from self._chosen(call.inside)
 
-    def _affordable(self, block: Block) -> bool:
+    def _affordable(self, block: CutBlock) -> bool:
         try:
             program = self.programs.setdefault(block.key, block.program(self.differentiable))
         except NotDifferentiable:
             return False
         return afford.fits(program, self.case.device)
 
-    def _block(self, call: ModuleCall) -> Block | None:
+    def _block(self, call: ModuleCall) -> CutBlock | None:
         module = self.case.bare.get_submodule(call.path)
         own: dict[Node, str] = {}
         tensors: dict[str, Tensor] = {}
@@ -171,7 +171,7 @@ class Cut:
         alike = shape_key(module, self._keys) or id(module)
         moving = tuple(n in call.moving for n in (*given, *call.returned))
         key = alike, call.spec, plain, tuple(gives.items()), moving, call.grad, call.cast
-        return Block(call, module, given, tensors, gives, {n for n, x in made.items() if n not in at and x is not n}, key)
+        return CutBlock(call, module, given, tensors, gives, {n for n, x in made.items() if n not in at and x is not n}, key)
 
 
 class Around:

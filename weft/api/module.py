@@ -187,7 +187,7 @@ class Sharded:
         own = dict(self.model.named_parameters())
         names = [n for n in passes.captured.program.input_names if n in self.names]
         learns = passes.backward is not None and torch.is_grad_enabled()
-        run = _Pass.apply if learns else lambda s, p, g, n, *x: _run_forward(s, p, g, n, x)[0]
+        run = _ShardedFunction.apply if learns else lambda s, p, g, n, *x: _run_forward(s, p, g, n, x)[0]
         outs = run(self, passes, given, tuple(names), *(own[self.names[n]] for n in names))
         return tree_unflatten(list(outs), passes.nest)
 
@@ -291,7 +291,7 @@ def _values(batch: Any) -> dict[str, Any]:
 # -- inside autograd -------------------------------------------------------------------------------------------------------------------
 
 
-class _Pass(torch.autograd.Function):
+class _ShardedFunction(torch.autograd.Function):
     """The sharded forward and backward as one function of the parameters."""
 
     @staticmethod

@@ -38,7 +38,7 @@ from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
 from weft.passes import Draft, Follows, Laid, cut, laid
-from weft.plan.line import Placed, place_stage, spread
+from weft.plan.line import PlacedStage, place_stage, spread
 from weft.plan.named import input_layouts
 from weft.plan.pins import parse_pin
 from weft.plan.place import Placements, place
@@ -232,7 +232,7 @@ class PipelinedStep(Step):
         held = {n: t.layout.placements for n, t in self._batch_types.items() if n in first.input_names}
         return Compiled(place(first, self.plan.mesh, held), self.compiled.device_mesh, self.compiled.device)
 
-    def _spreader(self, stages: tuple[Placed, ...]) -> Compiled | None:
+    def _spreader(self, stages: tuple[PlacedStage, ...]) -> Compiled | None:
         program = spread(self.line, stages, self.program)
         return None if program is None else Compiled(program, self.compiled.device_mesh, self.compiled.device)
 
@@ -369,7 +369,7 @@ class PipelinedStep(Step):
         return interp.run_global(last, {n: {**values, **terms}[n] for n in last.input_names})
 
 
-def _batch_types(stages: tuple[Placed, ...]) -> dict[str, Type]:
+def _batch_types(stages: tuple[PlacedStage, ...]) -> dict[str, Type]:
     """How micro-batches are held, whichever stages read them."""
     found: dict[str, Type] = {}
     for s in stages:
@@ -415,7 +415,7 @@ class _Evaluation:
         return self.last(sums)["loss"]
 
 
-def _settled(stages: tuple[Placed, ...]) -> Program:
+def _settled(stages: tuple[PlacedStage, ...]) -> Program:
     """The loss of the last stage, whole on every rank."""
     loss = stages[-1].turns[0].output_names["loss"]
     given = input_node(LOSS_SUM, loss.type)

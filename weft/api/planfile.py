@@ -20,7 +20,7 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.plan.carried import carried
-from weft.plan.pieces import Found, Pieces, pieces_of, run_again
+from weft.plan.pieces import FoundPieces, Pieces, pieces_of, run_again
 from weft.plan.pins import Pin
 from weft.plan.place import Options, Placements
 from weft.plan.plan import Plan, load, step_of
@@ -64,11 +64,11 @@ class Followed:
             raise self._refused(f"the rules of {self.path} cannot be used", needed, ", ".join(moves[:3]))
         return made, moves
 
-    def found(self, captured: Captured) -> Found:
+    def found(self, captured: Captured) -> FoundPieces:
         """Where the step is cut and what is recomputed, as far as the plan says so."""
-        found = self.pieces.find(captured) if self.pieces is not None else Found()
+        found = self.pieces.find(captured) if self.pieces is not None else FoundPieces()
         if found.again and not captured.gradients:
-            found = Found(told=["what it recomputes: the model was traced together with its backward pass"])
+            found = FoundPieces(told=["what it recomputes: the model was traced together with its backward pass"])
         if found.told:
             raise self._refused(f"{self.path} cannot be followed on this step", "a step as it was planned", "; ".join(found.told))
         return found

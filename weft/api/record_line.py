@@ -197,7 +197,7 @@ class Watch:
 
 
 @dataclass
-class Told:
+class StageRecord:
     """What one stage tells of the traced step."""
 
     tasks: list[tuple[Task, float]] = field(default_factory=list)
@@ -207,13 +207,13 @@ class Told:
     host: str = ""
     zero: float = 0.0
 
-    def later(self, by: float) -> Told:
+    def later(self, by: float) -> StageRecord:
         """The same, told by a clock that began so much earlier."""
         tasks, memory = [(t, at + by) for t, at in self.tasks], [(at + by, b) for at, b in self.memory]
-        return Told(tasks, self.causes, memory, self.ended + by, self.host, self.zero)
+        return StageRecord(tasks, self.causes, memory, self.ended + by, self.host, self.zero)
 
 
-def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[int, Told]:
+def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[int, StageRecord]:
     """By rank of the pipeline, from the ranks that are first along every other axis. All ranks must ask."""
     coords = step.compiled.coords
     rank = coords.get("pp", 0)
@@ -222,15 +222,15 @@ def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[in
     if dist.is_initialized():
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own)
-    told: dict[int, Told] = dict(p for p in parts if p is not None)
+    told: dict[int, StageRecord] = dict(p for p in parts if p is not None)
     first = min(t.zero for t in told.values())
     together = len({t.host for t in told.values()}) == 1
     return {r: t.later(t.zero - first) if together else t for r, t in sorted(told.items())}
 
 
-def _told(step: PipelinedStep, rank: int, timed: Watch, held: Watch) -> Told:
+def _told(step: PipelinedStep, rank: int, timed: Watch, held: Watch) -> StageRecord:
     lane, several = f"stage {rank}", step.plan.chunks > 1
-    made = Told(ended=timed.ended, host=socket.gethostname(), zero=timed.zero)
+    made = StageRecord(ended=timed.ended, host=socket.gethostname(), zero=timed.zero)
     for p, counted in zip(timed.passes, held.passes, strict=True):
         kind, took = p.action.kind, p.ended - p.began
         made.tasks.append((Task(pass_name(kind, p.action.micro, p.action.chunk, several), lane, took, (), kind), p.began))

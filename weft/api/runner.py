@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.api.compiled import Compiled
 from weft.core.errors import PlanError
-from weft.plan.line import Placed
+from weft.plan.line import PlacedStage
 from weft.plan.schedules import Action, Order
 from weft.plan.split import LOSS_SUM
 from weft.runtime.messages import Messages, Rehearsal, Spec
@@ -19,7 +19,7 @@ Values = dict[str, Tensor]
 Call = Callable[[int, Action, Compiled, Values], Values]  # runs a pass of a stage
 
 
-def routes(stages: Sequence[Placed]) -> dict[tuple[int, str], dict[int, list[str]]]:
+def routes(stages: Sequence[PlacedStage]) -> dict[tuple[int, str], dict[int, list[str]]]:
     """By stage and kind of pass the stages that read what it makes, and what of it."""
     makers = {n: s.number for s in stages for n in s.types if n in s.turns[0].output_names}
     found: dict[tuple[int, str], dict[int, list[str]]] = {(s.number, k): {} for s in stages for k in ("forward", "backward", "weight")}
@@ -59,7 +59,7 @@ class Runner:
     """This rank's stages, compiled. `like` is any program of the step: its groups and device are shared."""
 
     def __init__(
-        self, stages: Sequence[Placed], orders: Sequence[Order], like: Compiled, messages: Messages | None, carried: bool = False
+        self, stages: Sequence[PlacedStage], orders: Sequence[Order], like: Compiled, messages: Messages | None, carried: bool = False
     ) -> None:
         self.messages: Messages | Rehearsal | None
         self.stages, self.orders, self.like, self.messages, self.carried = stages, orders, like, messages, carried

@@ -42,7 +42,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A box of a tensor, and where its bytes are."""
 
     file: str
@@ -59,7 +59,7 @@ class Saved:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
 
 Index = Mapping[str, Saved]
@@ -143,7 +143,7 @@ class Writer(StorageWriter):
         return out
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[StoredPart]] = {}
         for result in (r for rank in results for r in rank):
             parts.setdefault(result.index.fqn, []).append(result.storage_data)
         known = metadata.state_dict_metadata
@@ -180,7 +180,7 @@ def _write(path: Path, items: Iterable[Any], planner: Any) -> list[WriteResult]:
         f.write(header)
         for (item, chunk), nbytes, end in zip(chunks, sizes, ends, strict=True):
             crc = _put(f, planner.resolve_data(item))
-            part = Part(path.name, len(header) + end - nbytes, nbytes, tuple(chunk.offsets), tuple(chunk.sizes), crc)
+            part = StoredPart(path.name, len(header) + end - nbytes, nbytes, tuple(chunk.offsets), tuple(chunk.sizes), crc)
             results.append(WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=part))
         f.flush()
         os.fsync(f.fileno())
@@ -244,7 +244,7 @@ def read_index(folder: Path, wanted: str) -> Index:
 
 def _saved(told: Any) -> Saved:
     try:
-        parts = tuple(Part(p["file"], p["at"], p["nbytes"], tuple(p["start"]), tuple(p["sizes"]), p["crc"]) for p in told["parts"])
+        parts = tuple(StoredPart(p["file"], p["at"], p["nbytes"], tuple(p["start"]), tuple(p["sizes"]), p["crc"]) for p in told["parts"])
         saved = Saved(DTYPES[told["dtype"]], tuple(told["shape"]), parts)
         fits = all(_fits(p, saved) for p in parts) and sum(math.prod(p.sizes) for p in parts) == math.prod(saved.shape)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -254,13 +254,13 @@ def _saved(told: Any) -> Saved:
     return saved
 
 
-def _fits(part: Part, whole: Saved) -> bool:
+def _fits(part: StoredPart, whole: Saved) -> bool:
     """Inside the tensor, as many bytes as that is, in a file of this folder."""
     inside = all(0 <= a <= a + n <= size for a, n, size in zip(part.start, part.sizes, whole.shape, strict=True))
     return inside and part.nbytes == math.prod(part.sizes) * whole.dtype.itemsize and part.at >= 0 and Path(part.file).name == part.file
 
 
-def check_parts(folder: Path, parts: Iterable[Part]) -> None:
+def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
     """Fails unless every part has the bytes that were written."""
     for part in parts:
         crc, left = 0, part.nbytes
@@ -269,7 +269,7 @@ def check_parts(folder: Path, parts: Iterable[Part]) -> None:
         _require_whole(part, crc, left)
 
 
-def _blocks(folder: Path, part: Part) -> Iterator[bytes]:
+def _blocks(folder: Path, part: StoredPart) -> Iterator[bytes]:
     with (folder / part.file).open("rb") as f:
         f.seek(part.at)
         left = part.nbytes
@@ -278,7 +278,7 @@ def _blocks(folder: Path, part: Part) -> Iterator[bytes]:
             yield block
 
 
-def _require_whole(part: Part, crc: int, left: int) -> None:
+def _require_whole(part: StoredPart, crc: int, left: int) -> None:
     if left:
         raise ValueError(f"{part.file} is cut: {left} bytes are missing")
     if crc != part.crc:
@@ -330,7 +330,7 @@ def _described(saved: Saved) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
 
 
-def _part(folder: Path, part: Part, dtype: torch.dtype) -> Tensor:
+def _part(folder: Path, part: StoredPart, dtype: torch.dtype) -> Tensor:
     raw = bytearray(part.nbytes)
     with (folder / part.file).open("rb") as f:
         f.seek(part.at)

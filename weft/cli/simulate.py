@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weft.cost.timeline import Timeline
     from weft.plan.fits import Fit
     from weft.plan.setting import Setting
-    from weft.plan.simulate import Step
+    from weft.plan.simulate import SimulatedStep
 
 
 CLASSIC = "classic"  # kernels of another system, known by tables
@@ -120,7 +120,7 @@ def _pieces(s: Setting) -> str:
     return f"{many(s.micro_batches, 'micro-batch')} of {s.micro_batch}" + (f" on each of {s.dp} replicas" if s.dp > 1 else "")
 
 
-def _result(setting: Setting, step: Step, answer: Fit) -> dict[str, Any]:
+def _result(setting: Setting, step: SimulatedStep, answer: Fit) -> dict[str, Any]:
     communication = {k: v * 1e3 for k, v in step.causes.items() if k in AXES}
     return {
         "step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu,
@@ -144,7 +144,7 @@ MEANS = {
 }  # fmt: skip
 
 
-def _show(step: Step, answer: Fit, kind: str) -> None:
+def _show(step: SimulatedStep, answer: Fit, kind: str) -> None:
     from rich.table import Table
 
     from weft.cost.interval import NOT_MODELLED, spread
@@ -164,7 +164,7 @@ def _show(step: Step, answer: Fit, kind: str) -> None:
     _show_memory(step, answer)
 
 
-def _show_memory(step: Step, answer: Fit) -> None:
+def _show_memory(step: SimulatedStep, answer: Fit) -> None:
     from weft.cost.interval import memory_spread
 
     parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in step.peak_memory.parts().items() if v > 5e7)
@@ -182,7 +182,7 @@ def _show_memory(step: Step, answer: Fit) -> None:
         results().print(f"  with {change.says}: fits, {made}", highlight=False)
 
 
-def _save_trace(step: Step, layers: Mapping[str, Timeline], path: str) -> None:
+def _save_trace(step: SimulatedStep, layers: Mapping[str, Timeline], path: str) -> None:
     """The stages of the whole step, and beside them one layer op by op."""
     import json
     from pathlib import Path

@@ -41,7 +41,7 @@ LEAST_SLICE = 512  # of what blocks hand on, that one rank of cp keeps at least 
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedShort:
     """A short step as a setting places it."""
 
     short: Short
@@ -269,7 +269,7 @@ class Stack:
     repeats: int = 0
     resized: Callable[[int], Stack] | None = None  # the same with so many tokens
     _shorts: dict[int, Short] = field(default_factory=dict)
-    _places: dict[tuple[int, Setting], Placed] = field(default_factory=dict)
+    _places: dict[tuple[int, Setting], PlacedShort] = field(default_factory=dict)
     _works: dict[tuple[int, Setting], Workload] = field(default_factory=dict)
     _cuts: dict[tuple[str, int], float] = field(default_factory=dict)
     _grown: dict[tuple[object, ...], Callable[[float], Workload] | None] = field(default_factory=dict)
@@ -376,12 +376,12 @@ class Stack:
             work = replace(work, last=replace(work.last, params=work.last.params + placed.shared))
         return replace(work, tokens=self._tokens(s))
 
-    def _placed(self, cut: Setting, n: int) -> Placed:
+    def _placed(self, cut: Setting, n: int) -> PlacedShort:
         if (n, cut) not in self._places:
-            self._places[n, cut] = Placed(self.short(n), cut)
+            self._places[n, cut] = PlacedShort(self.short(n), cut)
         return self._places[n, cut]
 
-    def _made(self, placed: Placed) -> Workload:
+    def _made(self, placed: PlacedShort) -> Workload:
         s = placed.setting
         first, layer, last = (placed.block(name, part) for name, part in (("first", FIRST), ("layer", LAYER), ("last", LAST)))
         halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if placed.short.half else ()

@@ -17,7 +17,7 @@ from weft.plan.plan import Plan
 from weft.plan.planner import Request, settings_on_unequal
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import MIXED, Setting
-from weft.plan.space import Limits, Problem
+from weft.plan.space import Limits, PlanProblem
 from weft.plan.stages import Shared, shared
 
 DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
@@ -84,7 +84,7 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
     if chosen is None:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
     mixed = plan.setting.recompute == MIXED
-    asked = _Asked("memory" if plan.objective == "memory" else "time", limits)
+    asked = _Alternatives("memory" if plan.objective == "memory" else "time", limits)
     for decision in DECISIONS:
         if decision in limits.pins:
             continue
@@ -98,11 +98,11 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
             yield _reason(own, asked, decision, value, chosen, found)
 
 
-def _problem(plan: Plan) -> Problem:
+def _problem(plan: Plan) -> PlanProblem:
     return Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype).problem()
 
 
-def _reason(search: Search, asked: _Asked, decision: str, value: str, chosen: Found, found: Found) -> Reason:
+def _reason(search: Search, asked: _Alternatives, decision: str, value: str, chosen: Found, found: Found) -> Reason:
     ms, gb = (found.seconds - chosen.seconds) * 1e3, (found.memory - chosen.memory) / 1e9
     when, factor = _flips(search.problem, asked, decision, chosen.setting)
     return Reason(decision, value, describe(found.setting), ms, gb, _why(search, chosen, found), when, factor, found.setting)
@@ -126,41 +126,41 @@ def _causes(search: Search, found: Found) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Change:
+class Circumstance:
     """Another sequence, batch or network, in words, how many times longer, larger or slower it is, and as a problem of its own."""
 
     when: str
     factor: float
-    problem: Problem
+    problem: PlanProblem
 
 
-def changes(p: Problem) -> Iterator[Change]:
+def changes(p: PlanProblem) -> Iterator[Circumstance]:
     if p.shape.resized is not None:  # the length of a user's model is that of its example
         for n in LONGER:
-            yield Change(f"from sequence {p.shape.seq * n:,}", n, replace(p, shape=p.shape.resized(p.shape.seq * n)))
+            yield Circumstance(f"from sequence {p.shape.seq * n:,}", n, replace(p, shape=p.shape.resized(p.shape.seq * n)))
     for n in LARGER:
-        yield Change(f"from batch {p.batch * n:,}", n, replace(p, batch=p.batch * n))
+        yield Circumstance(f"from batch {p.batch * n:,}", n, replace(p, batch=p.batch * n))
     for rate in SLOWER:
         words = f"{rate:g}x slower" if rate > 1 else f"{1 / rate:g}x faster"
-        yield Change(f"on a network {words}", rate, replace(p, cluster=scaled(p.cluster, 1 / rate)))
+        yield Circumstance(f"on a network {words}", rate, replace(p, cluster=scaled(p.cluster, 1 / rate)))
 
 
 @dataclass
-class _Asked:
+class _Alternatives:
     """The best plans where something is otherwise, each searched for once."""
 
     objective: str
     limits: Limits
     found: dict[str, Found | None] = field(default_factory=dict)
 
-    def best(self, change: Change) -> Found | None:
+    def best(self, change: Circumstance) -> Found | None:
         if change.when not in self.found:
             made = Search(change.problem, self.limits).best(EVERYTHING, self.objective)
             self.found[change.when] = made if isinstance(made, Found) else None
         return self.found[change.when]
 
 
-def _flips(problem: Problem, asked: _Asked, decision: str, chosen: Setting) -> tuple[str, float]:
+def _flips(problem: PlanProblem, asked: _Alternatives, decision: str, chosen: Setting) -> tuple[str, float]:
     """The first change at which the best plan decides otherwise."""
     for change in changes(problem):
         best = asked.best(change)

@@ -14,9 +14,9 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError, WeftError
 from weft.plan.memory import Memory
 from weft.plan.setting import RECOMPUTE, Setting
-from weft.plan.simulate import Step, held, memory_of, simulate
+from weft.plan.simulate import SimulatedStep, held, memory_of, simulate
 from weft.plan.sizes import STATE, Model
-from weft.plan.space import Model as Planned
+from weft.plan.space import PlannedModel as Planned
 from weft.plan.space import divisors
 
 TOGETHER = 3  # changes at once
@@ -25,12 +25,12 @@ MORE = (2, 4, 8, 16, 32, 64)  # times the nodes
 
 
 @dataclass(frozen=True)
-class Change:
+class FittingChange:
     """What makes a setting fit, as options of the command, and the step it then takes. `cluster` is another where nodes were added."""
 
     says: str
     setting: Setting
-    step: Step
+    step: SimulatedStep
     cluster: Cluster
 
 
@@ -40,10 +40,10 @@ class Fit:
     needed: float  # bytes of the fullest device
     memory: float  # bytes it has
     largest: int  # micro-batch that fits with everything else kept; 0 if none does
-    changes: tuple[Change, ...]
+    changes: tuple[FittingChange, ...]
 
 
-def fit(shape: Planned, setting: Setting, cluster: Cluster, step: Step | None = None) -> Fit:
+def fit(shape: Planned, setting: Setting, cluster: Cluster, step: SimulatedStep | None = None) -> Fit:
     """Whether a setting fits the smallest memory of the cluster."""
     needed = step.peak_memory.total if step is not None else held(shape.work(setting), setting, cluster)
     memory = min(g.profile.device.memory for g in cluster.groups)
@@ -81,7 +81,7 @@ def _largest(shape: Planned | Model, setting: Setting, cluster: Cluster, memory:
 # --- what to change
 
 
-def _helpful(shape: Planned, setting: Setting, cluster: Cluster, memory: float) -> Iterator[Change]:
+def _helpful(shape: Planned, setting: Setting, cluster: Cluster, memory: float) -> Iterator[FittingChange]:
     """The fewest changes that help; more nodes, begun with the most that can be saved, where none does."""
     found, where = _nearest(shape, setting, cluster, memory), cluster
     for times in MORE:
@@ -91,7 +91,7 @@ def _helpful(shape: Planned, setting: Setting, cluster: Cluster, memory: float) 
         found = _nearest(shape, _leanest(setting, times), where, memory)
     words = [] if where is cluster else [f"--cluster {where.text}"]
     for s in found:
-        yield Change(" ".join([*words, said(setting, s)]), s, simulate(shape.work(s), s, where), where)
+        yield FittingChange(" ".join([*words, said(setting, s)]), s, simulate(shape.work(s), s, where), where)
 
 
 def _nearest(shape: Planned, setting: Setting, cluster: Cluster, memory: float) -> list[Setting]:

@@ -20,7 +20,7 @@ from weft.cost.pipeline import passes, waiting
 from weft.cost.simulate import predict, root_of, send_seconds
 from weft.cost.timeline import Seen, Task, Timeline, run
 from weft.ops.registry import nbytes
-from weft.plan.line import Line, Placed
+from weft.plan.line import Line, PlacedStage
 from weft.plan.schedules import Order
 
 Routes = Mapping[tuple[int, str], Mapping[int, Sequence[str]]]  # (stage, kind of pass) to the stages that read of it, and what
@@ -40,7 +40,7 @@ class Foreseen:
     def ranks(self) -> int:
         return len(self.orders)
 
-    def turn(self, stage: Placed, kind: str) -> Program | None:
+    def turn(self, stage: PlacedStage, kind: str) -> Program | None:
         at = PASSES.index(kind)
         return stage.turns[at] if at < len(stage.turns) else None
 
@@ -90,13 +90,13 @@ class Foreseen:
         held = (n for name, n in self.line.update.input_names.items() if not name.startswith("d.") and n.types[0].shape)
         return float(sum(nbytes(n.type) for n in held if root_of(n) in (None, rank)))
 
-    def kept(self, stage: Placed) -> float:
+    def kept(self, stage: PlacedStage) -> float:
         """Bytes of one micro-batch that later passes of a stage read."""
         held = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
         later = {n: x for p in stage.turns[1:] for n, x in p.input_names.items() if x.role not in held}
         return float(sum(nbytes(x.type) for x in later.values()))
 
-    def gradients(self, stage: Placed) -> float:
+    def gradients(self, stage: PlacedStage) -> float:
         return float(sum(nbytes(x.type) for p in stage.turns[1:] for n, x in p.outputs if n.startswith("d.param.")))
 
     def memory(self, rank: int) -> list[tuple[float, float]]:

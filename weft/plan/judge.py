@@ -20,7 +20,7 @@ from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import Setting
 from weft.plan.sizes import Sized, model_of
-from weft.plan.space import Model, Problem
+from weft.plan.space import PlannedModel, PlanProblem
 from weft.plan.transformer import Shape
 
 VOCAB = 51200  # Megatron's padded words of GPT-2, where arguments leave them to a tokenizer
@@ -55,7 +55,7 @@ def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0
         found = replace(found, assumed={**found.assumed, "vocab-size": f"{VOCAB} (the tokenizer's, which is not read)"})
     setting = _batched(found.setting, batch, place)
     priced = _priced(model, shape, setting)
-    search = Search(Problem(priced, place, setting.global_batch, setting.dtype, setting.kernels))
+    search = Search(PlanProblem(priced, place, setting.global_batch, setting.dtype, setting.kernels))
     setting.check()
     step = search.step(setting, found.layers, found.stages)
     figures = {"step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu, "memory_gb": step.peak_memory.total / 1e9}
@@ -67,7 +67,7 @@ def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0
     return _with_better(made, priced, place, setting) if better else made
 
 
-def _priced(model: str, shape: Shape, setting: Setting) -> Model:
+def _priced(model: str, shape: Shape, setting: Setting) -> PlannedModel:
     """Captured blocks, as `weft plan` and `weft simulate` have it: of the model by that name, else of one with these sizes."""
     if not model or model.endswith(".json") or not is_transformer(model) or setting.kernels == "classic":
         return sized_stack(shape, setting.kernels, setting.dtype)
@@ -99,10 +99,10 @@ def _batched(s: Setting, batch: int, place: Cluster) -> Setting:
     return replace(s, global_batch=batch) if batch else s
 
 
-def _with_better(made: Judged, shape: Model, place: Cluster, setting: Setting) -> Judged:
+def _with_better(made: Judged, shape: PlannedModel, place: Cluster, setting: Setting) -> Judged:
     """The searched plan with the same batch, where it gains more than predictions are off against each other, or fits where this does not."""
     dtype = setting.dtype if setting.dtype in ("bf16", "fp16") else "bf16"
-    found = Search(Problem(shape, place, setting.global_batch, dtype)).best(EVERYTHING)
+    found = Search(PlanProblem(shape, place, setting.global_batch, dtype)).best(EVERYTHING)
     if not isinstance(found, Found):
         return made
     gain = made.figures["step_ms"] / (found.seconds * 1e3)
@@ -116,7 +116,7 @@ def _with_better(made: Judged, shape: Model, place: Cluster, setting: Setting) -
     return replace(made, better=better, changes=changes(made.read, plan))
 
 
-def _plan(made: Judged, shape: Model, found: Found) -> Plan:
+def _plan(made: Judged, shape: PlannedModel, found: Found) -> Plan:
     limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
     figures = {"step_ms": found.seconds * 1e3, "tokens_per_s": 0.0, "mfu": 0.0, "memory_gb": 0.0, "gap": 0.0}
     return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, found.layers, (), limits, figures, stages=found.stages)

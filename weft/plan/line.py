@@ -29,7 +29,7 @@ Held = Mapping[str, Placements]
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedStage:
     """A stage on the mesh: its programs in turn (forward, backward and, where that is split, weights), and where its values go."""
 
     number: int
@@ -50,7 +50,7 @@ class Line:
     """All stages of a training step, what follows the last micro-batch, and where every input is at home."""
 
     named: Spec
-    stages: tuple[Placed, ...]
+    stages: tuple[PlacedStage, ...]
     update: Program
     homes: Mapping[str, int | None]
     single: Program  # the update as it was for one device
@@ -76,7 +76,7 @@ def lay(
     alike = [(s, p) for s, p in captured.states.items() if s in held and shapes[s] == shapes[p]]
     slices = {f"d.{param}": held[state] for state, param in alike if named.zero_of(bare(param)) >= 2}
     held = {**held, **slices}  # gradients as the state they go into
-    placed, laid = list[Placed](), dict[str, _Border]()
+    placed, laid = list[PlacedStage](), dict[str, _Border]()
     for stage in stages:
         placed.append(place_stage(stage, named, held, options, laid))
     sources, given = _terms(placed, named)
@@ -124,7 +124,7 @@ class _Border:
     way: Layout
 
 
-def place_stage(stage: Stage, named: Spec, held: Held, options: Options, laid: dict[str, _Border]) -> Placed:
+def place_stage(stage: Stage, named: Spec, held: Held, options: Options, laid: dict[str, _Border]) -> PlacedStage:
     """The stage on the mesh. `laid` tells of the borders before it and is told of those after."""
     rank = stage.number % named.pp
     here = at(named, rank)
@@ -142,7 +142,7 @@ def place_stage(stage: Stage, named: Spec, held: Held, options: Options, laid: d
     _require_apart(program, stage, named)
     passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
     turns = tuple(in_turn(program, _groups(stage, named), (Role.PARAMETER, Role.CONSTANT)))
-    return Placed(stage.number, rank, turns, dict(passing), (stage.step, program))
+    return PlacedStage(stage.number, rank, turns, dict(passing), (stage.step, program))
 
 
 def _require_apart(program: Program, stage: Stage, named: Spec) -> None:
@@ -214,7 +214,7 @@ def _cut_evenly(layout: Layout, axis: str) -> Layout:
 # -- gradients -----------------------------------------------------------------------------------------------------------------
 
 
-def _terms(placed: Sequence[Placed], named: Spec) -> tuple[dict[str, list[str]], dict[str, Placements]]:
+def _terms(placed: Sequence[PlacedStage], named: Spec) -> tuple[dict[str, list[str]], dict[str, Placements]]:
     """The inputs of the update that hold terms of each gradient, one per stage that has any, and how they and the loss are held."""
     sources: dict[str, list[str]] = {}
     given: dict[str, Placements] = {}
@@ -229,7 +229,7 @@ def _terms(placed: Sequence[Placed], named: Spec) -> tuple[dict[str, list[str]],
     return sources, given
 
 
-def spread(line: Line, stages: Sequence[Placed], like: Program) -> Program | None:
+def spread(line: Line, stages: Sequence[PlacedStage], like: Program) -> Program | None:
     """State brought to the ranks of the pipeline that read it but are not its home: `NAME.RANK` for each; None where there is none."""
     wanted = {(n, s.rank): None for s in stages for n in s.inputs() if line.homes.get(n) not in (None, s.rank)}
     names = dict.fromkeys(n for n, _ in wanted)

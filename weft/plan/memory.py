@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from weft.cluster.kernels import WIDTH
 from weft.cost.memory import needed
 from weft.cost.pipeline import waiting
-from weft.plan.phase import Part
+from weft.plan.phase import LayerRun
 from weft.plan.schedules import Order
 from weft.plan.setting import Setting
 from weft.plan.workload import Block
@@ -44,7 +44,7 @@ class Memory:
         return {**asdict(self), "allowance": self.total - self.allocated}
 
 
-def stage_memory(setting: Setting, chunks: Sequence[Sequence[Part]], order: Order) -> Memory:
+def stage_memory(setting: Setting, chunks: Sequence[Sequence[LayerRun]], order: Order) -> Memory:
     """Of one device of a stage that holds `chunks` of layers and works in `order`."""
     parts = [part for chunk in chunks for part in chunk]
     held = _State.of(setting, parts)
@@ -63,7 +63,7 @@ class _State:
     optimizer: float
 
     @staticmethod
-    def of(setting: Setting, parts: Sequence[Part]) -> _State:
+    def of(setting: Setting, parts: Sequence[LayerRun]) -> _State:
         dense = sum(p.block.params * p.count for p in parts)
         expert = sum(p.block.expert_params * p.count for p in parts)
         width = _width(setting)
@@ -93,7 +93,7 @@ def saved(setting: Setting, block: Block) -> float:
     return block.saved - block.not_kept(setting.recompute)
 
 
-def _peak_activations(setting: Setting, chunks: Sequence[Sequence[Part]], order: Order) -> float:
+def _peak_activations(setting: Setting, chunks: Sequence[Sequence[LayerRun]], order: Order) -> float:
     sizes = [sum(saved(setting, p.block) * p.count for p in chunk) for chunk in chunks]
     return max(waiting(order, sizes), default=0.0)
 
@@ -104,7 +104,7 @@ def _passing(setting: Setting, block: Block) -> float:
     return again + 2 * block.work
 
 
-def _buffers(setting: Setting, parts: Sequence[Part]) -> float:
+def _buffers(setting: Setting, parts: Sequence[LayerRun]) -> float:
     """Parameters gathered for two layers at a time, and gradients on their way to their shards."""
     if setting.size("data") == 1:
         return 0.0

@@ -15,7 +15,7 @@ ENOUGH = 4  # layers after which the period has settled
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerRun:
     """Consecutive equal layers, or the first or last block alone."""
 
     block: Block
@@ -43,7 +43,7 @@ class Pass:
         return early if self.direction == "input" else late
 
 
-def phase(costs: Costs, parts: Sequence[Part], how: Pass) -> Phase:
+def phase(costs: Costs, parts: Sequence[LayerRun], how: Pass) -> Phase:
     """Time of a pass over the parts; backward passes take them from the last."""
     parts = list(parts) if how.direction == "forward" else list(reversed(parts))
     if max((p.count for p in parts), default=0) <= ENOUGH:
@@ -54,13 +54,13 @@ def phase(costs: Costs, parts: Sequence[Part], how: Pass) -> Phase:
     return combine(long, 1.0 + repeats, short, -repeats)
 
 
-def _cut(parts: Sequence[Part], most: int) -> list[Part]:
-    return [Part(p.block, min(p.count, most)) for p in parts]
+def _cut(parts: Sequence[LayerRun], most: int) -> list[LayerRun]:
+    return [LayerRun(p.block, min(p.count, most)) for p in parts]
 
 
-def walk(costs: Costs, parts: Sequence[Part], how: Pass) -> Layers:
+def walk(costs: Costs, parts: Sequence[LayerRun], how: Pass) -> LayerWalk:
     """Every op of the parts, one by one."""
-    walker = Layers(costs, how=how)
+    walker = LayerWalk(costs, how=how)
     blocks = [p.block for p in parts for _ in range(p.count)]
     for i, block in enumerate(blocks):
         walker.block(block, blocks[i + 1] if i + 1 < len(blocks) else None)
@@ -69,7 +69,7 @@ def walk(costs: Costs, parts: Sequence[Part], how: Pass) -> Layers:
 
 
 @dataclass
-class Layers(Walk):
+class LayerWalk(Walk):
     """A walk through layers, each gathered while the one before is at work."""
 
     how: Pass = Pass("forward")

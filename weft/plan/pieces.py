@@ -25,7 +25,7 @@ HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 
 
 @dataclass
-class Found:
+class FoundPieces:
     """Where a step is cut and what runs again, None where that is left open; what of the plan is not followed, and why."""
 
     cuts: tuple[Cut, ...] | None = None
@@ -34,7 +34,7 @@ class Found:
 
 
 class Pieces(Protocol):
-    def find(self, captured: Captured) -> Found: ...
+    def find(self, captured: Captured) -> FoundPieces: ...
 
 
 def pieces_of(spec: Spec, program: Program | None = None, units: Sequence[int] = ()) -> Pieces | None:
@@ -43,7 +43,7 @@ def pieces_of(spec: Spec, program: Program | None = None, units: Sequence[int] =
         return Modules(spec.cuts)
     if program is not None:
         ends = tuple(program.nodes[i] for i in units if 0 <= i < len(program.nodes))
-        return Units(program, ends, spec.stages) if spec.stages else None
+        return PlacedUnits(program, ends, spec.stages) if spec.stages else None
     return Counted(spec.stages) if spec.stages else None
 
 
@@ -56,15 +56,15 @@ class Counted:
 
     stages: tuple[tuple[Piece, ...], ...]
 
-    def find(self, captured: Captured) -> Found:
+    def find(self, captured: Captured) -> FoundPieces:
         layers = Layers(captured)
         stages = self._in_blocks(layers) or self.stages
         depth = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
         if depth != layers.count:
             lost = ["where its stages are cut"] * (len(stages) > 1) + ["what it runs again"] * self._mixed
             why = f"it has {depth} layers and this model {layers.count} blocks that repeat"
-            return Found(told=[f"{' and '.join(lost)}: {why}"] if lost else [])
-        found = Found()
+            return FoundPieces(told=[f"{' and '.join(lost)}: {why}"] if lost else [])
+        found = FoundPieces()
         found.cuts = self._cuts(stages, layers, found.told)
         found.again = tuple(self._again(stages, layers, found.told))
         return found
@@ -134,7 +134,7 @@ class Modules:
 
     paths: tuple[str, ...]
 
-    def find(self, captured: Captured) -> Found:
+    def find(self, captured: Captured) -> FoundPieces:
         forward = Forward(captured)
         layers = Layers(captured) if forward.repeats else None
         halves = (layers.end(h) for h in range(2 * layers.count)) if layers is not None else ()
@@ -144,7 +144,7 @@ class Modules:
         cuts = [_before(path, forward, reads, ordered) for path in self.paths]
         lost = [path for path, cut in zip(self.paths, cuts, strict=True) if cut is None]
         told = [f"a stage begins with {path}: no value passes alone right before it" for path in lost]
-        return Found(told=told) if told else Found(tuple(cut for cut in cuts if cut))
+        return FoundPieces(told=told) if told else FoundPieces(tuple(cut for cut in cuts if cut))
 
 
 def _weights_read(forward: Forward) -> dict[Node, set[str]]:
@@ -173,25 +173,25 @@ def _before(path: str, forward: Forward, reads: Mapping[Node, set[str]], places:
 
 
 @dataclass(frozen=True)
-class Units:
+class PlacedUnits:
     """Stages made of the units of a placed program, each ended by a value of it."""
 
     program: Program
     ends: tuple[Node, ...]
     stages: tuple[tuple[Piece, ...], ...]
 
-    def find(self, captured: Captured) -> Found:
+    def find(self, captured: Captured) -> FoundPieces:
         if len(self.ends) + 1 != sum(map(len, self.stages)):
-            return Found(
+            return FoundPieces(
                 told=["where its stages are cut and what runs again: the file does not say which values end its units; plan again"]
             )
         forward = Forward(captured)
         ends = self._own(forward)
         if ends is None:
-            return Found(told=["where its stages are cut and what runs again: the step has other ops than the plan's"])
+            return FoundPieces(told=["where its stages are cut and what runs again: the step has other ops than the plan's"])
         parts = forward.cut_at([(n,) for n in ends])
         last = [sum(map(len, self.stages[: g + 1])) - 1 for g in range(len(self.stages) - 1)]
-        return Found(tuple((ends[k],) for k in last), tuple(self._regions(parts)))
+        return FoundPieces(tuple((ends[k],) for k in last), tuple(self._regions(parts)))
 
     def _regions(self, parts: dict[Node, int]) -> Iterator[Region]:
         for k, (_, way, _) in enumerate(piece for stage in self.stages for piece in stage):

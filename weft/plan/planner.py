@@ -19,7 +19,7 @@ from weft.plan.blocks import FEW, Stack
 from weft.plan.plan import Plan
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
 from weft.plan.setting import MIXED, Setting
-from weft.plan.space import Limits, Model, Problem, divisors
+from weft.plan.space import Limits, PlannedModel, PlanProblem, divisors
 from weft.plan.stages import Shared, shared, uneven
 from weft.plan.transformer import Shape
 from weft.plan.workload import rounded
@@ -74,12 +74,12 @@ class Request:
                 needed="--batch, --memory, --objective", found=", ".join(asked), try_="without " + " and ".join(asked),
             )  # fmt: skip
 
-    def problem(self) -> Problem:
+    def problem(self) -> PlanProblem:
         self.check()
         place = read_cluster(self.cluster)
         dtype = self.dtype or best_dtype(place)
         stack, own = captured_stack(self.model, dtype, self.seq)
-        return Problem(stack, place, self.batch or (usual_batch(stack.params, stack.seq) if stack.seq else own * place.devices), dtype)
+        return PlanProblem(stack, place, self.batch or (usual_batch(stack.params, stack.seq) if stack.seq else own * place.devices), dtype)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def captured_stack(model: str, dtype: str, seq: int = 0, **sizes: Any) -> tuple[
     return stack, int(work.batch)
 
 
-def sized_stack(shape: Shape, kernels: str, dtype: str) -> Model:
+def sized_stack(shape: Shape, kernels: str, dtype: str) -> PlannedModel:
     """A transformer known by its sizes alone: captured from a module of these sizes where its kernels are a compiler's, else by tables."""
     if kernels != COMPILED or shape.experts or shape.head_dim != shape.hidden // shape.heads:
         return shape
@@ -191,7 +191,7 @@ def _nearest_captured(
     return replace(answer, change="none of: fewer limits, more nodes up to 8 times as many")
 
 
-def _plan(request: Request, problem: Problem, say: Say) -> Plan | Infeasible:
+def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible:
     search, objective = Search(problem, request.limits), request.objective
     pool: dict[str, Found | Shared] = {}
     lacking: dict[str, str] = {}
@@ -383,7 +383,7 @@ def parts(cluster: Cluster) -> Sequence[Cluster]:
 # --- when nothing fits
 
 
-def _infeasible(search: Search, request: Request, problem: Problem, lacking: dict[str, str], least: float) -> Infeasible:
+def _infeasible(search: Search, request: Request, problem: PlanProblem, lacking: dict[str, str], least: float) -> Infeasible:
     reason = lacking["weft"]
     for change, other, limits in _changes(problem, request.limits, least):
         found = Search(other, limits).best(EVERYTHING)
@@ -392,7 +392,7 @@ def _infeasible(search: Search, request: Request, problem: Problem, lacking: dic
     return Infeasible(reason, "none of: fewer limits, more nodes up to 64 times as many", lacking)
 
 
-def _changes(problem: Problem, limits: Limits, least: float) -> Iterator[tuple[str, Problem, Limits]]:
+def _changes(problem: PlanProblem, limits: Limits, least: float) -> Iterator[tuple[str, PlanProblem, Limits]]:
     """From the smallest change to the largest. `least` are the bytes that some setting gets by with."""
     for pin in limits.pins:
         yield f"without --pin {pin}", problem, replace(limits, pins={k: v for k, v in limits.pins.items() if k != pin})

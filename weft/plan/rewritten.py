@@ -40,7 +40,7 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RewrittenStep:
     """A program that trains, and the gradients in it by parameter; none where they are no vjps of its forward pass."""
 
     program: Program
@@ -51,15 +51,15 @@ class Step:
         """Nodes are interned, so equal steps have equal keys."""
         return tuple(n for _, n in self.program.outputs)
 
-    def neighbours(self, rules: Sequence[Schema], most: int) -> Iterator[tuple[Move, Step]]:
+    def neighbours(self, rules: Sequence[Schema], most: int) -> Iterator[tuple[Move, RewrittenStep]]:
         """Steps one move away, those that change the forward pass first."""
-        anywhere = ((Move(use, False), Step(there)) for use, there in uses(self.program, rules))
+        anywhere = ((Move(use, False), RewrittenStep(there)) for use, there in uses(self.program, rules))
         yield from itertools.islice(itertools.chain(self._forward_changed(rules), anywhere), most)
 
-    def moved(self, move: Move, rules: Sequence[Schema]) -> Step:
+    def moved(self, move: Move, rules: Sequence[Schema]) -> RewrittenStep:
         """The step after a move; refused where it cannot be made here."""
         if not move.forward:
-            return Step(made(self.program, move.use, rules))
+            return RewrittenStep(made(self.program, move.use, rules))
         return self._with_loss(made(self._forward, move.use, rules).output_names["loss"])
 
     @property
@@ -68,17 +68,17 @@ class Step:
         needed = self.program.needs(loss)
         return new_program("forward", self.program.mesh, [n for n in self.program.inputs if n in needed], {"loss": loss})
 
-    def _forward_changed(self, rules: Sequence[Schema]) -> Iterator[tuple[Move, Step]]:
+    def _forward_changed(self, rules: Sequence[Schema]) -> Iterator[tuple[Move, RewrittenStep]]:
         if self.gradients:
             yield from ((Move(use, True), self._with_loss(there.output_names["loss"])) for use, there in uses(self._forward, rules))
 
-    def _with_loss(self, loss: Node) -> Step:
+    def _with_loss(self, loss: Node) -> RewrittenStep:
         program = self.program
         params = {name: program.input_names[name] for name in self.gradients}
         found = backward({loss: constant(1.0, loss.dtype, program.mesh)}, list(params.values()))
         gradients = {name: found[n] for name, n in params.items()}
         swap = {self.gradients[name]: new for name, new in gradients.items()} | {program.output_names["loss"]: loss}
-        return Step(program.rewrite({old: new for old, new in swap.items() if old is not new}, "forward pass rewritten"), gradients)
+        return RewrittenStep(program.rewrite({old: new for old, new in swap.items() if old is not new}, "forward pass rewritten"), gradients)
 
 
 def as_run(program: Program, rounds: int) -> Program:
@@ -86,7 +86,7 @@ def as_run(program: Program, rounds: int) -> Program:
     return by_rows(program) if rounds == 1 else program
 
 
-def as_products(captured: Captured) -> Step:
+def as_products(captured: Captured) -> RewrittenStep:
     """The step with products of matrices written as such, transposes as views, so that rules about products meet them. Its gradients are those
     of the forward pass so written: a rule used and taken back leads here again."""
     program, made = by_definition(captured.program), dict[Node, Node]()
@@ -99,5 +99,5 @@ def as_products(captured: Captured) -> Step:
             made[n] = make(n.op, args, dict(n.attrs))
     outputs = {name: made.get(n, n) for name, n in program.outputs}
     gradients = {name: made.get(n, n) for name, n in captured.gradients.items() if name in program.input_names}
-    step = Step(new_program(program.name, program.mesh, program.inputs, outputs, state=program.state), gradients)
+    step = RewrittenStep(new_program(program.name, program.mesh, program.inputs, outputs, state=program.state), gradients)
     return step._with_loss(outputs["loss"]) if gradients else step

@@ -28,11 +28,11 @@ from weft.cost.price import Costs
 from weft.cost.timeline import Timeline
 from weft.cost.work import Collective, Op
 from weft.plan.memory import stage_memory
-from weft.plan.phase import Part, Pass, gathers, reductions
+from weft.plan.phase import LayerRun, Pass, gathers, reductions
 from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
-from weft.plan.simulate import Step, share, simulate
-from weft.plan.space import Limits, Problem, Space, candidates, shardings
+from weft.plan.simulate import SimulatedStep, share, simulate
+from weft.plan.space import Limits, PlanProblem, Space, candidates, shardings
 from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, least_more, stage_devices
 from weft.plan.workload import Block, Workload, padded, split_weight
 
@@ -68,7 +68,7 @@ class Nothing:
 class Search:
     """Prices settings of one problem; remembers passes that many settings share."""
 
-    problem: Problem
+    problem: PlanProblem
     limits: Limits = field(default_factory=Limits)
     simulated: int = 0
     _works: dict[object, Workload] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class Search:
 
         return repeated(at, s.pp, s.micro_batches), step.peak_memory.total if step else math.inf
 
-    def step(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> Step:
+    def step(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> SimulatedStep:
         """The whole simulation."""
         work = self.work(setting)
         return simulate(blocks_of(work, stages) if stages else work, setting, self.cluster, layers)
@@ -297,7 +297,7 @@ class Search:
         if key not in self._hulls:
             self._hulls[key] = self.times(s, self._fastest(s)).hull(WAYS)
         layers = self.problem.depth / s.pp
-        held = stage_memory(s, [[Part(self.work(s).layer, 1)]], ())
+        held = stage_memory(s, [[LayerRun(self.work(s).layer, 1)]], ())
         state = (held.params + held.grads + held.optimizer) * layers + held.passing + held.buffers
         left = room(self.memory) - state
         alive = s.pipeline.in_flight(s.pp, s.micro_batches)
@@ -315,10 +315,10 @@ class Search:
             self._links[key] = self._costs(s).send(self.work(s).boundary)
         return self._links[key]
 
-    def _late(self, s: Setting, t: _Times) -> float:
+    def _late(self, s: Setting, t: _OpTimes) -> float:
         return t.weight if s.pipeline.defers_weights else 0.0
 
-    def _stage(self, s: Setting, plain: _Plain, layers: int, ends: tuple[_Times, ...], travels: bool) -> float:
+    def _stage(self, s: Setting, plain: _Plain, layers: int, ends: tuple[_OpTimes, ...], travels: bool) -> float:
         """Of one stage: its passes, and what they cannot hide."""
         m = s.micro_batches
         forward = layers * plain.layer.forward + sum(t.forward for t in ends)
@@ -349,12 +349,12 @@ class Search:
         if s.recompute == MIXED:
             return min(self._memory(replace(s, recompute=how)) for how in ("selective", "full"))
         work, (chunk, less) = self.work(s), self._chunk(s)
-        chunks = [[Part(work.first, 1), Part(work.layer, chunk - less)]] + [[Part(work.layer, chunk)]] * (s.virtual - 1)
+        chunks = [[LayerRun(work.first, 1), LayerRun(work.layer, chunk - less)]] + [[LayerRun(work.layer, chunk)]] * (s.virtual - 1)
         alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)[0]
         if s.pp == 1:
-            return stage_memory(s, [[*chunks[0], Part(work.last, 1)]], FORWARD).total
+            return stage_memory(s, [[*chunks[0], LayerRun(work.last, 1)]], FORWARD).total
         first = stage_memory(s, chunks, (Action("forward", s.virtual - 1, 0),) * alive).total
-        return max(first, stage_memory(s, [[Part(work.layer, chunk * s.virtual - less), Part(work.last, 1)]], FORWARD).total)
+        return max(first, stage_memory(s, [[LayerRun(work.layer, chunk * s.virtual - less), LayerRun(work.last, 1)]], FORWARD).total)
 
 
 class Padded(Search):
@@ -380,7 +380,7 @@ class Bounded:
 
 
 @dataclass(frozen=True)
-class _Times:
+class _OpTimes:
     """Ops of a block one after another: forward, backward by what is recomputed, and the part of it that may be put off."""
 
     forward: float
@@ -388,24 +388,24 @@ class _Times:
     weight: float
 
     @staticmethod
-    def of(block: Block, costs: Costs) -> _Times:
+    def of(block: Block, costs: Costs) -> _OpTimes:
         forward, back = _total(block.forward, costs), block.backward("none")
         again = {how: _total(block.rerun(how), costs) for how in (*RECOMPUTE, MIXED)}  # of a mix nothing is known yet
         plain = _total(back, costs)
-        return _Times(forward, {k: plain + v for k, v in again.items()}, _total(split_weight(back)[1], costs))
+        return _OpTimes(forward, {k: plain + v for k, v in again.items()}, _total(split_weight(back)[1], costs))
 
 
 @dataclass(frozen=True)
 class _Plain:
     """The first block, a layer, and the last block, without what travels between copies."""
 
-    first: _Times
-    layer: _Times
-    last: _Times
+    first: _OpTimes
+    layer: _OpTimes
+    last: _OpTimes
 
     @staticmethod
     def of(work: Workload, costs: Costs) -> _Plain:
-        return _Plain(*(_Times.of(b, costs) for b in (work.first, work.layer, work.last)))
+        return _Plain(*(_OpTimes.of(b, costs) for b in (work.first, work.layer, work.last)))
 
 
 def _work_key(s: Setting) -> tuple[object, ...]:

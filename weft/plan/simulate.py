@@ -20,7 +20,7 @@ from weft.cost.timeline import Task, Timeline, run
 from weft.cost.walk import Phase, minus
 from weft.cost.work import Collective, Touch
 from weft.plan.memory import Memory, stage_memory
-from weft.plan.phase import Part, Pass, gathers, phase, reductions, walk
+from weft.plan.phase import LayerRun, Pass, gathers, phase, reductions, walk
 from weft.plan.schedules import Order
 from weft.plan.setting import Setting
 from weft.plan.workload import Workload
@@ -29,7 +29,7 @@ PASSES = 1 << 17  # of a step that are walked one by one
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """What is foreseen of one step."""
 
     seconds: float
@@ -58,7 +58,7 @@ class Step:
         return max(self.memory, key=lambda m: m.total)
 
 
-def simulate(work: Workload, setting: Setting, cluster: Cluster, layers: tuple[int, ...] = ()) -> Step:
+def simulate(work: Workload, setting: Setting, cluster: Cluster, layers: tuple[int, ...] = ()) -> SimulatedStep:
     """Foresee one step. `layers` are those of each virtual stage, where they are not shared out evenly."""
     _check(setting, cluster)
     return _Simulation(work, setting, cluster, layers).step()
@@ -99,7 +99,7 @@ def _filled(s: Setting, devices: int) -> str:
 def detail(work: Workload, setting: Setting, cluster: Cluster) -> dict[str, Timeline]:
     """The first layer's passes op by op: what the host issues, the device computes and the links carry."""
     made = _Simulation(work, setting, cluster)
-    return {f"one layer, {kind}": walk(made.costs[0], [Part(work.layer, 1)], made._way(kind)).line for kind in ("forward", "backward")}
+    return {f"one layer, {kind}": walk(made.costs[0], [LayerRun(work.layer, 1)], made._way(kind)).line for kind in ("forward", "backward")}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Simulation:
     _phases: dict[object, Phase] = field(default_factory=dict)
     _links: list[Task] = field(default_factory=list)  # what travels beside passes
 
-    def step(self) -> Step:
+    def step(self) -> SimulatedStep:
         s = self.setting
         if s.pp * s.virtual * s.micro_batches > PASSES:
             raise PlanError(
@@ -134,7 +134,7 @@ class _Simulation:
         causes, hidden = self._busiest(pieces, line.seconds)
         tokens = self.work.tokens * s.dp * s.micro_batches
         peak = sum(costs.device.peak(s.dtype) for costs in self.costs) * s.devices / s.pp
-        return Step(line.seconds, tokens, self.work.model_flops * tokens, peak, causes, hidden, self.memory, line)
+        return SimulatedStep(line.seconds, tokens, self.work.model_flops * tokens, peak, causes, hidden, self.memory, line)
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
@@ -147,20 +147,20 @@ class _Simulation:
         return self.setting.pipeline.orders(self.setting.pp, self.setting.micro_batches, self.setting.virtual)
 
     @cached_property
-    def parts(self) -> list[list[Part]]:
+    def parts(self) -> list[list[LayerRun]]:
         """Layers of each virtual stage; the first also looks up words, the last also computes the loss."""
         cuts = self.setting.pp * self.setting.virtual
         if self.work.stages:
-            return [[Part(block, n) for block, n in stage] for stage in self.work.stages]
+            return [[LayerRun(block, n) for block, n in stage] for stage in self.work.stages]
         ends = cuts == self.work.depth + 2  # one layer each, but for embedding and head, which are stages of their own
         if cuts > self.work.depth and not ends:
             raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(cuts))
         counts = self.layers or even_layers(self.work.depth, cuts)
         if len(counts) != cuts or sum(counts) != self.work.depth:
             raise PlanError("stages do not hold the layers", needed=f"{cuts} counts that sum to {self.work.depth}", found=str(counts))
-        stages = [[Part(self.work.layer, n)] if n else [] for n in counts]
-        stages[0].insert(0, Part(self.work.first, 1))
-        stages[-1].append(Part(self.work.last, 1))
+        stages = [[LayerRun(self.work.layer, n)] if n else [] for n in counts]
+        stages[0].insert(0, LayerRun(self.work.first, 1))
+        stages[-1].append(LayerRun(self.work.last, 1))
         return stages
 
     @cached_property
@@ -180,7 +180,7 @@ class _Simulation:
         kinds = {d.name: d for d in (self.cluster.device_of(r) for r in range(first, first + count))}
         return min(kinds.values(), key=lambda d: d.peak(self.setting.dtype) * d.get("gemm.efficiency"))
 
-    def stage_parts(self, stage: int) -> list[Part]:
+    def stage_parts(self, stage: int) -> list[LayerRun]:
         return [part for chunk in self.parts[stage :: self.setting.pp] for part in chunk]
 
     @property
@@ -233,7 +233,7 @@ class _Simulation:
         after = phase(costs, parts, replace(how, reduce="")) + Phase(seconds, {"dp": seconds})
         return min(phase(costs, parts, how), after, key=lambda p: p.seconds) if self.setting.overlap_grads else after
 
-    def _at_once(self, costs: Costs, parts: Sequence[Part]) -> float:
+    def _at_once(self, costs: Costs, parts: Sequence[LayerRun]) -> float:
         """Reduction of the gradients of some layers in one collective for each axis."""
         sizes: dict[str, float] = {}
         for part in parts:

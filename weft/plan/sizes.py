@@ -85,7 +85,7 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class Part:
+class WatchedPart:
     """Of a model that was watched: parameters, bytes kept for the backward of one sample, bytes that go in, the largest tensor, widths of products."""
 
     name: str
@@ -101,7 +101,7 @@ class Watched:
     """A model by what it was seen to keep."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[WatchedPart, ...]
     seq: int
     remake: Any = None  # with another length
     how: Trained = field(default_factory=Trained)
@@ -234,8 +234,8 @@ def watch(name: str, model: Any, loss: Any, batch: Any, seq: int = 0, remake: An
     own = {block: sum(p.numel() for p in module.parameters()) for block, module in blocks.items()}
     wide = {block: sum(sum(p.shape) for p in module.parameters() if p.ndim == 2) for block, module in blocks.items()}
     rest = sum(p.numel() for p in model.parameters()) - sum(own.values())
-    parts = [Part(b, own[b], kept[b], entered[b], largest[b], wide[b]) for b in blocks]
-    return Watched(name, (*parts, Part("the rest", rest, kept["the rest"], 0.0, largest["the rest"])), seq, remake)
+    parts = [WatchedPart(b, own[b], kept[b], entered[b], largest[b], wide[b]) for b in blocks]
+    return Watched(name, (*parts, WatchedPart("the rest", rest, kept["the rest"], 0.0, largest["the rest"])), seq, remake)
 
 
 def _blocks(model: Any) -> dict[str, Any]:

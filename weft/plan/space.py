@@ -114,7 +114,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-class Model(Protocol):
+class PlannedModel(Protocol):
     """What is asked of a model: how deep it is, what of it may be cut, and what a device then does."""
 
     @property
@@ -132,16 +132,16 @@ class Model(Protocol):
     @property
     def odd(self) -> int: ...
     @property
-    def resized(self) -> Callable[[int], Model] | None: ...
+    def resized(self) -> Callable[[int], PlannedModel] | None: ...
     def may_cut(self, tp: int, cp: int) -> bool: ...
     def work(self, s: Setting) -> Workload: ...
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanProblem:
     """What is planned: a model at a batch on a cluster, in a dtype."""
 
-    shape: Model
+    shape: PlannedModel
     cluster: Cluster
     batch: int
     dtype: str
@@ -159,7 +159,7 @@ class Problem:
         return next((n // cuts for n in (self.depth, self.depth + 2) if n % cuts == 0), 0)
 
 
-def candidates(problem: Problem, space: Space, limits: Limits) -> Iterator[Setting]:
+def candidates(problem: PlanProblem, space: Space, limits: Limits) -> Iterator[Setting]:
     """Every setting of the space that divides, in a fixed order; what copies share is left to `shardings`."""
     for degrees in _degrees(problem, space, "tp" in limits.pins):
         for micro in _micro_batches(problem, degrees["dp"]):
@@ -171,7 +171,7 @@ def candidates(problem: Problem, space: Space, limits: Limits) -> Iterator[Setti
             yield from (s for s in _choices(problem, space, base) if limits.allows(s, besides=("zero", "keep_gathered")))
 
 
-def _degrees(problem: Problem, space: Space, pinned: bool) -> Iterator[dict[str, int]]:
+def _degrees(problem: PlanProblem, space: Space, pinned: bool) -> Iterator[dict[str, int]]:
     """Degrees that divide; tp leaves a node of eight or more only where a user pins it."""
     n, shape = problem.cluster.devices, problem.shape
     largest = {**LARGEST, "tp": LARGEST["tp"] if pinned else min(LARGEST["tp"], max(NODE, problem.cluster.node_size))}
@@ -185,7 +185,7 @@ def _degrees(problem: Problem, space: Space, pinned: bool) -> Iterator[dict[str,
                 yield {**sizes, "ep": ep}
 
 
-def _cuts(problem: Problem, largest: Mapping[str, int], tp: int, pp: int, cp: int) -> bool:
+def _cuts(problem: PlanProblem, largest: Mapping[str, int], tp: int, pp: int, cp: int) -> bool:
     small = tp <= largest["tp"] and pp <= min(largest["pp"], problem.depth) and cp <= largest["cp"]
     return small and problem.shape.may_cut(tp, cp)
 
@@ -196,12 +196,12 @@ def _inside(sizes: Mapping[str, int], node: int, space: Space) -> bool:
     return all(sizes[a] <= node and node % sizes[a] == 0 for a in space.inside_node)
 
 
-def _micro_batches(problem: Problem, dp: int) -> list[int]:
+def _micro_batches(problem: PlanProblem, dp: int) -> list[int]:
     """Whatever divides the samples of a copy, up to MOST."""
     return [m for m in divisors(problem.batch // dp) if m <= MOST]
 
 
-def _choices(problem: Problem, space: Space, base: Setting) -> Iterator[Setting]:
+def _choices(problem: PlanProblem, space: Space, base: Setting) -> Iterator[Setting]:
     for sp, overlap in _tensor_ways(space, base):
         for recompute in space.recompute:
             for schedule, chunks in _schedules(problem, space, base):
@@ -225,7 +225,7 @@ def _tensor_ways(space: Space, base: Setting) -> list[tuple[bool, bool]]:
     return [(sp, sp and best) for sp in ways]
 
 
-def _schedules(problem: Problem, space: Space, base: Setting) -> Iterator[tuple[str, int]]:
+def _schedules(problem: PlanProblem, space: Space, base: Setting) -> Iterator[tuple[str, int]]:
     if base.pp == 1:
         yield PLAIN, 1
         return

@@ -21,7 +21,7 @@ from weft.core.errors import ClusterError
 from weft.cost.price import Costs
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.partition import even, partition
-from weft.plan.phase import Part, Pass, phase
+from weft.plan.phase import LayerRun, Pass, phase
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
 from weft.plan.tailor import stage_devices
@@ -57,7 +57,7 @@ class _Stages:
         costs = Costs(self.search.cluster, device, self.setting.place)
 
         def both(block: object, n: int) -> float:
-            parts = [Part(block, n)]  # type: ignore[arg-type]
+            parts = [LayerRun(block, n)]  # type: ignore[arg-type]
             ways = (Pass("forward"), Pass("backward", self.setting.recompute))
             return sum(phase(costs, parts, how).seconds for how in ways)
 
@@ -75,8 +75,8 @@ class _Stages:
         return self._fits[i, n]
 
     def _memory(self, i: int, n: int) -> Memory:
-        parts = [Part(self.work.layer, n)] if n else []
-        parts = [Part(self.work.first, 1)] * (i == 0) + parts + [Part(self.work.last, 1)] * (i == self.setting.pp - 1)
+        parts = [LayerRun(self.work.layer, n)] if n else []
+        parts = [LayerRun(self.work.first, 1)] * (i == 0) + parts + [LayerRun(self.work.last, 1)] * (i == self.setting.pp - 1)
         return stage_memory(self.setting, [parts], self.orders[i])
 
     def _budget(self, i: int) -> float:

@@ -16,11 +16,11 @@ from weft.core.errors import InvalidTransform, PlanError
 from weft.core.layout import Mesh
 from weft.core.program import Program
 from weft.ops.registry import Kind
-from weft.plan.graph.search import ALL, HIDES, NOTHING, GraphSearch, Way
+from weft.plan.graph.search import ALL, HIDES, NOTHING, Candidate, GraphSearch
 from weft.plan.graph.stages import MIXED, NONE
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.timing import PlacedProgram
 from weft.plan.layouts import OnCluster, Rates, choose
-from weft.plan.rewritten import Move, Step, as_products, as_run
+from weft.plan.rewritten import Move, RewrittenStep, as_products, as_run
 from weft.plan.schedules import PLAIN
 from weft.rewrite.schema import OpHole, Schema
 from weft.rewrite.search import both_ways
@@ -38,15 +38,15 @@ Path = tuple[Move, ...]
 Price = Callable[[Program], float]
 
 
-def best_bases(found: GraphSearch) -> list[Way]:
+def best_bases(found: GraphSearch) -> list[Candidate]:
     return sorted(found.by_mesh.values(), key=lambda w: w.seconds)[:MESHES]
 
 
-def is_large(found: GraphSearch, bases: Sequence[Way]) -> bool:
+def is_large(found: GraphSearch, bases: Sequence[Candidate]) -> bool:
     return not bases or len(found.task.captured(bases[0].rounds).program.nodes) > LARGE
 
 
-def joint(found: GraphSearch) -> dict[str, Way]:
+def joint(found: GraphSearch) -> dict[str, Candidate]:
     """The step that layouts and rules together make cheapest, as weft runs it and as Unity would. Where no rule helps it is the step as it was,
     its products written as such, which may still lay out better."""
     bases = best_bases(found)
@@ -55,7 +55,7 @@ def joint(found: GraphSearch) -> dict[str, Way]:
     base, rules = bases[0], value_rules()
     step = as_products(found.task.captured(base.rounds))
     path = best_path(step, on_mesh(base.mesh, base.placed.cluster, base.rounds), rules, BUDGET, NEIGHBOURS)
-    best: dict[str, Way] = {}
+    best: dict[str, Candidate] = {}
     for moves in dict.fromkeys(((), path)):
         for way in itertools.chain(rewritten_ways(found, bases, moves, rules), rewritten_ways(found, bases, moves, rules, as_unity=True)):
             best[way.name] = min(best.get(way.name, way), way, key=lambda w: w.seconds)
@@ -79,11 +79,11 @@ def value_rules() -> list[Schema]:
     return both_ways(r for r in proved_rules() if wanted(r))
 
 
-def best_path(step: Step, price: Price, rules: Sequence[Schema], budget: int, most: int) -> Path:
+def best_path(step: RewrittenStep, price: Price, rules: Sequence[Schema], budget: int, most: int) -> Path:
     """The moves that lead to the cheapest step found, best first; a move that gains nothing is not made."""
     least, best = price(step.program), ()  # type: tuple[float, Path]
     count = itertools.count()
-    queue: list[tuple[float, int, Step, Path]] = [(least, next(count), step, ())]
+    queue: list[tuple[float, int, RewrittenStep, Path]] = [(least, next(count), step, ())]
     seen = {step.key}
     for _ in range(budget):
         if not queue or queue[0][0] > RELAX * least:
@@ -101,14 +101,14 @@ def best_path(step: Step, price: Price, rules: Sequence[Schema], budget: int, mo
     return best
 
 
-def replayed(step: Step, path: Path, rules: Sequence[Schema]) -> Step:
+def replayed(step: RewrittenStep, path: Path, rules: Sequence[Schema]) -> RewrittenStep:
     """The same moves on a step of the same structure."""
     for move in path:
         step = step.moved(move, rules)
     return step
 
 
-def _replayed(step: Step, path: Path, rules: Sequence[Schema]) -> Step | None:
+def _replayed(step: RewrittenStep, path: Path, rules: Sequence[Schema]) -> RewrittenStep | None:
     try:
         return replayed(step, path, rules)
     except InvalidTransform:
@@ -127,10 +127,10 @@ def on_mesh(mesh: Mesh, part: Cluster, rounds: int) -> Price:
     return price
 
 
-def rewritten_ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: Sequence[Schema], as_unity: bool = False) -> Iterator[Way]:
+def rewritten_ways(found: GraphSearch, bases: Sequence[Candidate], path: Path, rules: Sequence[Schema], as_unity: bool = False) -> Iterator[Candidate]:
     """The moves made on the step of every way, each laid out with care and run as that way is; or as Unity runs one: parameters held as they
     are used, one stage, nothing beside compute."""
-    steps: dict[int, Step | None] = {}  # rewritten, by the number of micro-batches
+    steps: dict[int, RewrittenStep | None] = {}  # rewritten, by the number of micro-batches
     for rounds in dict.fromkeys(base.rounds for base in bases):
         steps[rounds] = _replayed(as_products(found.task.captured(rounds)), path, rules)
     for base in bases:
@@ -140,7 +140,7 @@ def rewritten_ways(found: GraphSearch, bases: Sequence[Way], path: Path, rules: 
                 yield from _laid_out(found, base, step.program, Rates(hide, base.rounds, as_unity), path)
 
 
-def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, path: Path) -> Iterator[Way]:
+def _laid_out(found: GraphSearch, base: Candidate, program: Program, rates: Rates, path: Path) -> Iterator[Candidate]:
     def run(program: Program) -> Program:
         return program if rates.as_used else as_run(program, base.rounds)
 
@@ -148,7 +148,7 @@ def _laid_out(found: GraphSearch, base: Way, program: Program, rates: Rates, pat
         made = choose(run(program), base.mesh, OnCluster(base.placed.cluster, base.mesh), work=CARE, rates=rates)
     except PlanError:
         return
-    placed = Placed(run(made.program), base.placed.cluster, made.again)
+    placed = PlacedProgram(run(made.program), base.placed.cluster, made.again)
     schedules = (base.staged.schedule,) if base.staged else (PLAIN,)
     if rates.as_used:
         ways = found.run("unity-like", placed, NOTHING, 1, 1, (NONE,), schedules)

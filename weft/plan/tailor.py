@@ -25,7 +25,7 @@ from weft.cost.memory import needed
 from weft.cost.price import Costs
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.partition import even, partition
-from weft.plan.phase import Part, Pass, phase
+from weft.plan.phase import LayerRun, Pass, phase
 from weft.plan.schedules import Action, Order
 from weft.plan.setting import Setting
 from weft.plan.workload import Block, Workload
@@ -75,7 +75,7 @@ class Times:
         if (name, way) not in self._known:
             block = replace(named_blocks(self.work)[name], again=way)
             ways = (Pass("forward"), Pass("backward"))
-            more, less = (sum(phase(self.costs, [Part(block, n)], how).seconds for how in ways) for n in (3, 2))
+            more, less = (sum(phase(self.costs, [LayerRun(block, n)], how).seconds for how in ways) for n in (3, 2))
             self._known[name, way] = more - less
         return self._known[name, way]
 
@@ -205,7 +205,7 @@ class Tailor:
         """Of one block with one micro-batch in flight."""
         if (name, way) not in self._memories:
             block = replace(named_blocks(self.work)[name], again=way)
-            self._memories[name, way] = stage_memory(self.setting, [[Part(block, 1)]], ONE)
+            self._memories[name, way] = stage_memory(self.setting, [[LayerRun(block, 1)]], ONE)
         return self._memories[name, way]
 
     @cached_property
@@ -280,7 +280,7 @@ class Tailor:
 
         def fits(level: int) -> bool:
             pieces = [self._chunk(stage + c * self.setting.pp, n, level) for c, n in enumerate(own)]
-            chunks = [[Part(b, n) for b, n in stage_] for stage_ in blocks_of(self.work, pieces).stages]
+            chunks = [[LayerRun(b, n) for b, n in stage_] for stage_ in blocks_of(self.work, pieces).stages]
             return stage_memory(self.setting, list(chunks), self._orders[stage]).total <= self.memory
 
         first = bisect.bisect_left(range(most), True, key=fits)

@@ -42,7 +42,7 @@ class Pinned:
     extra: float
 
 
-class Layers:
+class CapturedLayers:
     """A few layers of a model, captured once for every micro-batch that is asked for."""
 
     def __init__(self, request: Request) -> None:
@@ -108,7 +108,7 @@ def plan_pinned(request: Request, pins: Sequence[Pin], say: Say = lambda _: None
     if odd is not None:
         raise PlanError(f"cannot pin a layout along {odd}", needed="layouts along tp: what copies share is pinned by zero=0 to 3", found=odd)
     say("tensor layouts: pricing pins")
-    layers = Layers(request)
+    layers = CapturedLayers(request)
     best = layers.best(pins)
     if isinstance(best, str):
         return Infeasible(best, _nearest(layers, pins), {"weft": best})
@@ -116,7 +116,7 @@ def plan_pinned(request: Request, pins: Sequence[Pin], say: Say = lambda _: None
     return with_layouts(made, layers.extra(made.setting, pins), pins, "weft") if isinstance(made, Plan) else made
 
 
-def _nearest(layers: Layers, pins: Sequence[Pin]) -> str:
+def _nearest(layers: CapturedLayers, pins: Sequence[Pin]) -> str:
     for k, pin in enumerate(pins):
         rest = [*pins[:k], *pins[k + 1 :]]
         found = layers.best(rest)
@@ -137,7 +137,7 @@ def with_layouts(made: Plan, extra: float, pins: Sequence[Pin], origin: str) -> 
 def with_baseline(made: Plan, request: Request, name: str, plan: Mapping[str, Any], say: Say = lambda _: None) -> Plan:
     """The plan beside a user's own for `parallelize_module`; where that is better, it is the plan."""
     say(f"{name}: pricing")
-    layers = Layers(request)
+    layers = CapturedLayers(request)
     pins = _only_cut(dtensor_pins(layers.model().model, plan))
     best = layers.best(pins)
     if isinstance(best, str):

@@ -119,11 +119,11 @@ class Shape:
 
 def workload(shape: Shape, setting: Setting) -> Workload:
     """What one device does for one micro-batch."""
-    return _Builder(shape, setting).build()
+    return _WorkBuilder(shape, setting).build()
 
 
 @dataclass(frozen=True)
-class _Builder:
+class _WorkBuilder:
     shape: Shape
     setting: Setting
 

@@ -15,17 +15,17 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.memory import needed, room
-from weft.cost.pipeline import STEADY
 from weft.cost.timeline import Timeline
 from weft.ops.registry import nbytes
-from weft.plan.graph.stages import FULL, MIXED, Stage, Stager, timeline
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.stages import FULL, MIXED, Stager, UnitStage, timeline
+from weft.plan.graph.timing import PlacedProgram
 from weft.plan.graph.units import Units
 from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.plan import Plan, step_of
 from weft.report.facts import Curve, View
 from weft.rewrite.updates import by_rows, rules
 
+DRAWN = 4  # rounds of micro-batches of a step that are drawn; the rest repeats
 HELD = {Role.PARAMETER: "parameters", Role.BUFFER: "parameters", Role.CONSTANT: "parameters", Role.BATCH: "batch"}
 
 
@@ -86,10 +86,10 @@ class _Known:
             )  # fmt: skip
 
     @cached_property
-    def placed(self) -> Placed:
+    def placed(self) -> PlacedProgram:
         pp = self.plan.setting.pp
         part = self.cluster if pp == 1 else self.cluster.slice(0, self.cluster.devices // pp)
-        return Placed(self.program, part, frozenset(self.plan.layouts["again"]))
+        return PlacedProgram(self.program, part, frozenset(self.plan.layouts["again"]))
 
     @property
     def overlap(self) -> frozenset[str]:
@@ -110,12 +110,12 @@ class _Known:
         return Units(self.placed, self.overlap)
 
     @cached_property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[UnitStage]:
         """The stages as they were split, with what each runs again."""
         told, setting = self.plan.stages, self.plan.setting
         again = FULL if told and all(how == "full" for stage in told for _, how, _ in stage) else MIXED
         stager = Stager(self.units.all, self.budget, self.rounds, again, setting.schedule)
-        found, first = list[Stage](), 0
+        found, first = list[UnitStage](), 0
         for pieces, alive in zip(told, setting.pipeline.in_flight(max(1, len(told)), self.rounds), strict=False):
             made = stager.stage(first, first + len(pieces), alive)
             found += [made] if made is not None else []
@@ -148,7 +148,7 @@ class _Known:
     def piped(self) -> dict[str, Any]:
         """Several stages: every pass where it runs, one micro-batch op by op, and memory of the fullest stage."""
         count = len(self.stages)
-        few = min(self.rounds, (STEADY + 1) * count)
+        few = min(self.rounds, DRAWN * count)
         schedule = self.plan.setting.schedule
         line = timeline(self.stages, self.cluster, few, schedule, bool(self.overlap))
         note = f"The first {few} of {self.rounds} micro-batches; the rest repeats them." if few < self.rounds else ""
@@ -205,7 +205,7 @@ def _at(stage: int | None) -> dict[str, str]:
     return {} if stage is None else {"pp": f"O({stage})"}
 
 
-def _memory(placed: Placed, began: dict[Node, float], seconds: float, rounds: int) -> Iterator[Curve]:
+def _memory(placed: PlacedProgram, began: dict[Node, float], seconds: float, rounds: int) -> Iterator[Curve]:
     """What is held over the pass, by what it is; gradients of earlier micro-batches, and the allowance, throughout."""
     order = [*placed.program.inputs, *placed.roles.order]
     clock, now = list[float](), 0.0
@@ -230,7 +230,7 @@ def _memory(placed: Placed, began: dict[Node, float], seconds: float, rounds: in
     yield Curve("allowance", [(0.0, spare), (seconds, spare)], stacked=True)
 
 
-def _kind(placed: Placed, node: Node) -> str:
+def _kind(placed: PlacedProgram, node: Node) -> str:
     if node in placed.program.input_set:
         return HELD.get(node.role, "optimizer state")
     return "activations" if node in placed.roles.forward else "gradients"

@@ -16,7 +16,7 @@ from weft.plan.plan import Plan
 from weft.plan.planner import EXACT, Request
 from weft.plan.search import Search, describe
 from weft.plan.setting import Setting
-from weft.plan.simulate import Step, detail, share
+from weft.plan.simulate import SimulatedStep, detail, share
 from weft.plan.space import Limits
 from weft.plan.spec import Spec
 from weft.plan.tailor import blocks_of
@@ -188,7 +188,7 @@ def _sizes(plan: Plan, work: Workload, s: Setting) -> list[float]:
     return sizes
 
 
-def _memory(s: Setting, step: Step, sizes: Sequence[float], stage: int) -> Iterator[Curve]:
+def _memory(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> Iterator[Curve]:
     """What is held all the time, activations as passes come and go, buffers of the pass at work, and the allowance."""
     m, end = step.memory[stage], step.seconds
     for name, held in (("parameters", m.params), ("gradients", m.grads), ("optimizer", m.optimizer), ("buffers", m.buffers)):
@@ -199,7 +199,7 @@ def _memory(s: Setting, step: Step, sizes: Sequence[float], stage: int) -> Itera
     yield Curve("allowance", [(0.0, m.total - m.allocated), (end, m.total - m.allocated)], stacked=True)
 
 
-def _activations(s: Setting, step: Step, sizes: Sequence[float], stage: int) -> list[tuple[float, float]]:
+def _activations(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> list[tuple[float, float]]:
     """A forward adds what its backward will need; that backward frees it."""
     line, now, points = step.timeline, 0.0, [(0.0, 0.0)]
     frees = "weight" if any(t.cause == "weight" for t in line.tasks) else "backward"
@@ -215,7 +215,7 @@ def _activations(s: Setting, step: Step, sizes: Sequence[float], stage: int) -> 
     return [*points, (step.seconds, now)]
 
 
-def _passing(step: Step, stage: int, held: float) -> list[tuple[float, float]]:
+def _passing(step: SimulatedStep, stage: int, held: float) -> list[tuple[float, float]]:
     """The largest buffers of a pass, while one runs."""
     line, points = step.timeline, [(0.0, 0.0)]
     for i in sorted(line.on(f"stage {stage}"), key=line.start.__getitem__):

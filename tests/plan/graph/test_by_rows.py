@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh
-from weft.plan.graph.search import GraphSearch, Spot, Way
-from weft.plan.graph.task import Task
+from weft.plan.graph.search import Candidate, GraphSearch, Spot
+from weft.plan.graph.task import CapturedTask
 
 SMALL = {"tables": (20_000, 20_000), "width": 8, "bag": 1, "dense": 5, "bottom": (8, 8), "top": (8, 1)}
 
 
 def search() -> GraphSearch:
-    task = Task("dlrm", cluster("2xx86-2"), 64, "fp32", "adam", tuple(SMALL.items()))
+    task = CapturedTask("dlrm", cluster("2xx86-2"), 64, "fp32", "adam", tuple(SMALL.items()))
     return GraphSearch(task, 8e9)
 
 
-def ops(way: Way) -> set[str]:
+def ops(way: Candidate) -> set[str]:
     return {n.op.name for n in way.placed.program.nodes} & {"put", "adam_at"}
 
 
@@ -37,9 +37,9 @@ def test_several_micro_batches_add_up_whole_gradients() -> None:
 
 def test_tables_apart_are_updated_by_rows() -> None:
     way = search()._tables_apart()
-    assert isinstance(way, Way) and way.rules == ("adam_by_rows",)
+    assert isinstance(way, Candidate) and way.rules == ("adam_by_rows",)
 
 
 def test_data_parallel_is_not() -> None:
     way = search().baselines()["data parallel"]
-    assert isinstance(way, Way) and ops(way) == {"put"}
+    assert isinstance(way, Candidate) and ops(way) == {"put"}

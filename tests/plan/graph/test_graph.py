@@ -20,10 +20,10 @@ from weft.frontend.capture import Captured, capture
 from weft.ops.comm import is_comm
 from weft.plan.explain import explain
 from weft.plan.graph.planner import make_plan
-from weft.plan.graph.search import ALL, NOTHING, GraphSearch, Way
+from weft.plan.graph.search import ALL, NOTHING, Candidate, GraphSearch
 from weft.plan.graph.stages import MIXED, NONE, Stager, pipelined
-from weft.plan.graph.task import Task
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.task import CapturedTask
+from weft.plan.graph.timing import PlacedProgram
 from weft.plan.graph.units import Unit, Units
 from weft.plan.named import input_layouts
 from weft.plan.place import place
@@ -44,18 +44,18 @@ def _little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def task(model: str = "mlp") -> Task:
+def task(model: str = "mlp") -> CapturedTask:
     sizes = {
         "mlp": (("layers", 4), ("hidden", 512), ("inputs", 512), ("classes", 512)),
         "dlrm": (("tables", (4000, 4000)), ("width", 64), ("bag", 2), ("dense", 16), ("bottom", (64, 64)), ("top", (64, 1))),
     }
-    return Task(model, FOUR, 256, "fp32", "adam", sizes[model])
+    return CapturedTask(model, FOUR, 256, "fp32", "adam", sizes[model])
 
 
 @cache
-def data_parallel(model: str = "mlp") -> Placed:
+def data_parallel(model: str = "mlp") -> PlacedProgram:
     captured = task(model).captured()
-    return Placed(place(captured.program, Mesh(dp=4), task(model).cut_samples("dp")), FOUR)
+    return PlacedProgram(place(captured.program, Mesh(dp=4), task(model).cut_samples("dp")), FOUR)
 
 
 def test_samples_are_the_dim_that_grows() -> None:
@@ -149,7 +149,7 @@ def test_experts_cut_tables_by_columns() -> None:
     search = GraphSearch(task("dlrm"), FOUR.device.memory)
     assert search.tables == {"param.tables.0.weight": 64, "param.tables.1.weight": 64}
     way = search.baselines()["tables apart"]
-    assert isinstance(way, Way)
+    assert isinstance(way, Candidate)
     held = way.placed.program.input_names["param.tables.0.weight"].layout.placements
     assert held["tp"] == S(1)
 

@@ -15,7 +15,7 @@ from weft.core.node import Node, Type
 from weft.ops.comm import is_comm, reshard
 from weft.ops.registry import nbytes
 from weft.ops.source import input_node
-from weft.plan.layouts import Move, OnCluster
+from weft.plan.layouts import OnCluster, Reshard
 from weft.plan.layouts.moves import Placements, of, route
 
 PLACES = (R, S(0), S(1), S(2), P())
@@ -32,13 +32,13 @@ def layouts(mesh: Mesh) -> list[Layout]:
     return [layout for layout in found if layout.is_even]
 
 
-def taken(node: Node) -> list[Move]:
+def taken(node: Node) -> list[Reshard]:
     """The collectives of a resharded input, first to last."""
     moves = []
     while is_comm(node):
         source, axis = node.args[0], node.attr("axis")
         size = {"all_gather": nbytes(node.type)}.get(node.op.name, nbytes(source.type))
-        moves.insert(0, Move(node.op.name, axis, float(size)))
+        moves.insert(0, Reshard(node.op.name, axis, float(size)))
         node = source
     return moves
 
@@ -84,6 +84,6 @@ def test_nothing_turns_whole_into_pending() -> None:
 
 def test_inner_axes_are_faster_on_a_cluster() -> None:
     prices = OnCluster(cluster("2x8xA100"), Mesh(dp=2, tp=8))
-    inner, outer = (prices.move(Move("all_gather", axis, 1e8)) for axis in ("tp", "dp"))
+    inner, outer = (prices.move(Reshard("all_gather", axis, 1e8)) for axis in ("tp", "dp"))
     assert 0 < inner < outer
-    assert prices.move(Move("slice", "dp", 1e8)) < 1e-6
+    assert prices.move(Reshard("slice", "dp", 1e8)) < 1e-6

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from weft.plan.assignment.bound import Dual, Relaxation, ascend
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.problem import TOLERANCE, Floats
-from weft.plan.assignment.search import Found, better, decode, seeding, walk
+from weft.plan.assignment.search import Choice, better, decode, seeding, walk
 
 Mask = NDArray[np.bool_]
 
@@ -42,7 +42,7 @@ class Box:
 class Tree:
     """An unfinished search. `bound` holds for all that is not yet ruled out."""
 
-    def __init__(self, r: Relaxation, root: Dual, best: Found | None, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, r: Relaxation, root: Dual, best: Choice | None, pool: ThreadPoolExecutor) -> None:
         self.r, self.best, self.pool = r, best, pool
         self.made = 0
         self.open: list[tuple[float, int, Box]] = []
@@ -56,7 +56,7 @@ class Tree:
     def bound(self) -> float:
         return min(self.open[0][0] if self.open else np.inf, self.ceiling)
 
-    def grow(self, budget: Budget) -> Found | None:
+    def grow(self, budget: Budget) -> Choice | None:
         """Split boxes while any could hold something better and the budget lasts; the best found so far."""
         while self.open and self.open[0][0] < self.ceiling and not budget.over:
             _, _, box = heapq.heappop(self.open)
@@ -72,16 +72,16 @@ class Tree:
             budget.spend(sum(part.spent for _, _, part, _ in tasks))
         return self.best
 
-    def _point(self, box: Box) -> Found | None:
+    def _point(self, box: Box) -> Choice | None:
         """The one choice left in a box that cannot be split, if it fits."""
         x = np.flatnonzero(box.allowed) - self.r.p.c_at[:-1]
-        return Found(self.r.p.cost(x), x) if self.r.p.excess(x) == 0 else None
+        return Choice(self.r.p.cost(x), x) if self.r.p.excess(x) == 0 else None
 
     def _push(self, box: Box) -> None:
         self.made += 1
         heapq.heappush(self.open, (box.dual.bound, self.made, box))
 
-    def _evaluate(self, allowed: Mask, parent: Dual, budget: Budget, seed: int) -> tuple[Box | None, Found | None]:
+    def _evaluate(self, allowed: Mask, parent: Dual, budget: Budget, seed: int) -> tuple[Box | None, Choice | None]:
         r = self.r
         if not starve(r, allowed):
             return None, None

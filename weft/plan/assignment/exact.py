@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.problem import Floats, Ints, Problem, offsets, summed
-from weft.plan.assignment.search import Found, better
+from weft.plan.assignment.search import Choice, better
 
 WHOLE = 1e-6
 CUTS = 10  # times added at once, spread over the whole
@@ -31,13 +31,13 @@ WORK_PER_ITERATION = 2.0  # of a simplex iteration, for each column
 class Outcome:
     """The best choice known and what is proved of the rest."""
 
-    best: Found | None
+    best: Choice | None
     bound: float
 
 
-def solve(p: Problem, best: Found | None, budget: Budget, gap: float = 1e-9) -> Outcome:
+def solve(p: Problem, best: Choice | None, budget: Budget, gap: float = 1e-9) -> Outcome:
     """Solve p to within `gap`, starting from the best choice known; the budget may end it early."""
-    model = _Model(p, best)
+    model = _HighsModel(p, best)
     model.h.setOptionValue("mip_rel_gap", gap)
     bound = model.relax(budget)
     if model.is_whole():
@@ -55,10 +55,10 @@ def solve(p: Problem, best: Found | None, budget: Budget, gap: float = 1e-9) -> 
     return Outcome(best, bound)
 
 
-class _Model:
+class _HighsModel:
     """A HiGHS model: columns are x then y, rows the sums of nodes and edges, then one for each time added."""
 
-    def __init__(self, p: Problem, best: Found | None) -> None:
+    def __init__(self, p: Problem, best: Choice | None) -> None:
         import highspy
 
         self.p, self.hp = p, highspy
@@ -152,7 +152,7 @@ class _Model:
         optimal = self.h.getModelStatus() == self.hp.HighsModelStatus.kOptimal
         return optimal and bool(self.whole_nodes().all()) and self.p.feasible(self._choice())
 
-    def branch(self, fixed: NDArray[np.bool_], best: Found | None, budget: Budget) -> float:
+    def branch(self, fixed: NDArray[np.bool_], best: Choice | None, budget: Budget) -> float:
         """Solve with whole x, `fixed` nodes held at their place in the last solution; the bound proved."""
         n = len(self.p.c)
         held = np.repeat(fixed, self.p.k)
@@ -176,12 +176,12 @@ class _Model:
         x = self.x
         return np.array([x[a:b].argmax() for a, b in zip(self.p.c_at[:-1], self.p.c_at[1:], strict=True)], np.int64)
 
-    def found(self) -> Found | None:
+    def found(self) -> Choice | None:
         """The last solution, if HiGHS has one and it is whole. It may overrun times not yet added."""
         if len(self.x) == 0 or not self.whole_nodes().all():
             return None
         x = self._choice()
-        return Found(self.p.cost(x), x)
+        return Choice(self.p.cost(x), x)
 
 
 _OPTIONS = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_abs_gap": 0.0}

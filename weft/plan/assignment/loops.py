@@ -64,7 +64,7 @@ def decode(p: Kernel, c: Floats, messages: Floats, up: int, x: Ints) -> int:
 
 
 def walk(p: Kernel, c: Floats, price: Floats, x: Ints, best: Ints, seed: Ints, heat: float, work: int) -> float:
-    w = _Walk(p, c, price, x, seed)
+    w = _TreeWalk(p, c, price, x, seed)
     gain = most = 0.0
     while w.work < work:
         gain -= w.move(heat)
@@ -75,7 +75,7 @@ def walk(p: Kernel, c: Floats, price: Floats, x: Ints, best: Ints, seed: Ints, h
     return most
 
 
-class _Walk:
+class _TreeWalk:
     """Local search by trees: see search.py."""
 
     def __init__(self, p: Kernel, c: Floats, price: Floats, x: Ints, seed: Ints) -> None:

@@ -28,36 +28,36 @@ SLICE = 2e7  # work between two looks at the clock
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Choice:
     """A choice within the limits, and its cost."""
 
     cost: float
     x: Ints
 
 
-def better(a: Found | None, b: Found | None) -> Found | None:
+def better(a: Choice | None, b: Choice | None) -> Choice | None:
     """The cheaper of two; the first of equals. What takes a forbidden choice is none."""
     return b if b is not None and b.cost < (a.cost if a else np.inf) else a
 
 
-def decode(r: Relaxation, dual: Dual, c: Floats) -> Found | None:
+def decode(r: Relaxation, dual: Dual, c: Floats) -> Choice | None:
     """The best choice within the limits read off the messages, up and down the nodes; it may be forbidden, and so cost infinity."""
     for dearer in (0.0, 1.0, 4.0, 16.0, 64.0):
         cost = c + r.charge(dual.prices * (1 + dearer) + dearer * r.going_rate)
         xs = [x for up in (True, False) if (x := r.kernel.decode(cost, dual.messages, up)) is not None]
         if xs:
-            return min((Found(r.p.cost(x), x) for x in xs), key=lambda found: found.cost)
+            return min((Choice(r.p.cost(x), x) for x in xs), key=lambda found: found.cost)
     return None
 
 
-def walk(r: Relaxation, charge: Floats, c: Floats, x: Ints, seed: Ints, heat: float, work: float) -> tuple[Found, Ints]:
+def walk(r: Relaxation, charge: Floats, c: Floats, x: Ints, seed: Ints, heat: float, work: float) -> tuple[Choice, Ints]:
     """Walk from x; the best met and the last."""
     last = x.copy()
     _, best = r.kernel.walk(c, charge, last, seed, heat, int(work))
-    return Found(r.p.cost(best), best), last
+    return Choice(r.p.cost(best), best), last
 
 
-def anneal(r: Relaxation, dual: Dual, start: Found, seeds: Sequence[int], rounds: int, pool: ThreadPoolExecutor, budget: Budget) -> Found:
+def anneal(r: Relaxation, dual: Dual, start: Choice, seeds: Sequence[int], rounds: int, pool: ThreadPoolExecutor, budget: Budget) -> Choice:
     """One walker per seed, cooling over the rounds; the first stays cold. They meet after each round, where one that has
     fallen far behind joins the best."""
     charge, best = r.charge(dual.prices), start

@@ -23,7 +23,7 @@ from weft.plan.assignment.branch import Tree
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.problem import Ints, Problem
 from weft.plan.assignment.reduce import Reduced, reduce
-from weft.plan.assignment.search import SLICE, Found, anneal, better, decode, seeding, walk
+from weft.plan.assignment.search import SLICE, Choice, anneal, better, decode, seeding, walk
 
 CLOSED = 1e-9  # relative gap at which a solution counts as optimal
 LOOSE = 1e-4  # a gap that branch and bound reaches sooner than HiGHS, and within a limit of work
@@ -32,7 +32,7 @@ WORK = 4e9  # of a solve that was given no limit
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class Solution:
     """A choice for every node with its cost, and the bound below which no choice can be. None, and a reason, if there is none."""
 
     x: Ints | None
@@ -58,28 +58,28 @@ class Answer:
         return self.gap <= CLOSED
 
 
-def solve(p: Problem, *, work: float = WORK, seconds: float = np.inf, gap: float = CLOSED, threads: int = 2, seed: int = 0) -> Answer:
+def solve(p: Problem, *, work: float = WORK, seconds: float = np.inf, gap: float = CLOSED, threads: int = 2, seed: int = 0) -> Solution:
     """The best choice found within `work` table entries read, or the first within `gap` of the optimum. `seconds` can only cut it short."""
     budget = Budget(work, seconds)
     reduced = reduce(p)
     if reduced.reason is not None:
-        return Answer(None, np.inf, np.inf, reduced.reason, budget.spent, time.monotonic() - budget.begun)
+        return Solution(None, np.inf, np.inf, reduced.reason, budget.spent, time.monotonic() - budget.begun)
     with ThreadPoolExecutor(threads) as pool:
         state = _Solve(reduced.core, budget, pool, threads, seed, gap, reduced.paid)
         state.run()
     return _answer(p, reduced, state, budget)
 
 
-def _answer(p: Problem, reduced: Reduced, state: _Solve, budget: Budget) -> Answer:
+def _answer(p: Problem, reduced: Reduced, state: _Solve, budget: Budget) -> Solution:
     bound, spent, seconds = reduced.paid + state.bound, budget.spent, time.monotonic() - budget.begun
     if state.best is None:
         proved = np.isinf(state.bound)
         reason = "no choice fits under the limits" if proved else "no choice that fits under the limits was found in time"
-        return Answer(None, np.inf, bound, reason, spent, seconds)
+        return Solution(None, np.inf, bound, reason, spent, seconds)
     x = reduced.lift(state.best.x)
     cost = p.cost(x)
     assert p.feasible(x), "a solution of the core must be one of the whole problem"
-    return Answer(x, cost, min(_rounded(p, bound), cost), None, spent, seconds)
+    return Solution(x, cost, min(_rounded(p, bound), cost), None, spent, seconds)
 
 
 def _rounded(p: Problem, bound: float) -> float:
@@ -101,13 +101,13 @@ class _Solve:
     seed: int
     gap: float = CLOSED
     paid: float = 0.0  # outside this core, but part of what the gap is of
-    best: Found | None = None
+    best: Choice | None = None
     bound: float = -np.inf
     turns: int = field(default=0)
 
     def run(self) -> None:
         if not self.p.nodes:
-            self._prove(Found(0.0, np.zeros(0, np.int64)))
+            self._prove(Choice(0.0, np.zeros(0, np.int64)))
             return
         r = Relaxation(self.p)
         dual = self._root(r)
@@ -119,7 +119,7 @@ class _Solve:
         else:
             self._finish(r, dual)
 
-    def _prove(self, best: Found) -> None:
+    def _prove(self, best: Choice) -> None:
         self.best, self.bound = best, best.cost
 
     def _closed(self) -> bool:
@@ -151,7 +151,7 @@ class _Solve:
         inner.run()
         if inner.best is not None:
             x = smaller.lift(inner.best.x)
-            self.best = better(self.best, Found(self.p.cost(x), x))
+            self.best = better(self.best, Choice(self.p.cost(x), x))
         assert self.best is not None
         self.bound = max(self.bound, min(smaller.paid + inner.bound, self.best.cost))
 
@@ -178,7 +178,7 @@ class _Solve:
             self.bound = max(self.bound, tree.bound)
 
 
-def fix(r: Relaxation, dual: Dual, best: Found | None) -> Reduced | None:
+def fix(r: Relaxation, dual: Dual, best: Choice | None) -> Reduced | None:
     """The problem without strategies that cannot be in a better choice, reduced; None if that takes too little away."""
     if best is None:
         return None

@@ -13,9 +13,9 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.plan.explain import FACTORS, Reason, scaled
 from weft.plan.graph.planner import all_ways, task_of
-from weft.plan.graph.search import GraphSearch, Way
+from weft.plan.graph.search import Candidate, GraphSearch
 from weft.plan.graph.stages import pipelined
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.timing import PlacedProgram
 from weft.plan.graph.units import Units
 from weft.plan.plan import Plan
 
@@ -30,13 +30,13 @@ def explain_captured(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
     given = float(plan.limits["memory_gb"]) * 1e9
     search = GraphSearch(task, min(most, given) if given else most)
     say("layouts")
-    named = {name: way for name, way in all_ways(search, say).items() if isinstance(way, Way)}
+    named = {name: way for name, way in all_ways(search, say).items() if isinstance(way, Candidate)}
     if not named:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=plan.model)
     least = plan.objective == "memory"
     chosen = min(named.values(), key=lambda w: (w.memory if least else w.seconds, w.name != "weft"))
     ways = [*search.by_mesh.values(), *named.values()]
-    decisions: dict[str, tuple[str, Callable[[Way], object]]] = {
+    decisions: dict[str, tuple[str, Callable[[Candidate], object]]] = {
         "pp": (str(chosen.pp), lambda w: w.pp),
         "mesh": (_mesh(chosen), _mesh),
         "micro-batches": (str(chosen.rounds), lambda w: w.rounds),
@@ -51,18 +51,18 @@ def explain_captured(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
             yield replace(made, flips="what is held does not depend on the network", factor=0.0) if least else made
 
 
-def _mesh(way: Way) -> str:
+def _mesh(way: Candidate) -> str:
     return " ".join(f"{axis}{n}" for axis, n in way.mesh.sizes.items())
 
 
-def _reason(whole: Cluster, decision: str, value: str, chosen: Way, other: Way) -> Reason:
+def _reason(whole: Cluster, decision: str, value: str, chosen: Candidate, other: Candidate) -> Reason:
     ms, gb = (other.seconds - chosen.seconds) * 1e3, (other.memory - chosen.memory) / 1e9
     when, factor = _flips(whole, chosen, other)
     name = "" if other.name == chosen.name else f"{other.name}: "
     return Reason(decision, value, name + other.describe(), ms, gb, _why(chosen, other), when, factor)
 
 
-def _why(chosen: Way, other: Way) -> str:
+def _why(chosen: Candidate, other: Candidate) -> str:
     """What takes longer, where both run in one stage; else what each stage takes and how many there are."""
     if chosen.causes and other.causes:
         grown = sorted(((other.causes.get(k, 0.0) - chosen.causes.get(k, 0.0), k) for k in {**chosen.causes, **other.causes}), reverse=True)
@@ -71,13 +71,13 @@ def _why(chosen: Way, other: Way) -> str:
     return f"{_slowest(other)} in place of {_slowest(chosen)}"
 
 
-def _slowest(way: Way) -> str:
+def _slowest(way: Candidate) -> str:
     if way.staged is None or way.pp == 1:
         return f"one stage of {way.seconds / way.rounds * 1e3:,.1f} ms a micro-batch"
     return f"{way.pp} stages, the slowest of {max(s.seconds for s in way.staged.stages) * 1e3:,.1f} ms a micro-batch"
 
 
-def _flips(whole: Cluster, chosen: Way, other: Way) -> tuple[str, float]:
+def _flips(whole: Cluster, chosen: Candidate, other: Candidate) -> tuple[str, float]:
     """The first network, by factors of two, on which the other way is faster; layouts and stages stay as they are."""
     for factor in (f for n in FACTORS for f in (float(n), 1.0 / n)):
         ours, theirs = (seconds_on(way, whole, 1 / factor) for way in (chosen, other))
@@ -86,9 +86,9 @@ def _flips(whole: Cluster, chosen: Way, other: Way) -> tuple[str, float]:
     return f"not found to win on any network up to {FACTORS[-1]} times slower or faster", 0.0
 
 
-def seconds_on(way: Way, whole: Cluster, rate: float) -> float:
+def seconds_on(way: Candidate, whole: Cluster, rate: float) -> float:
     """The step of a way where the network between nodes has another rate, as a multiple of what it has."""
-    placed = Placed(way.placed.program, scaled(way.placed.cluster, rate), way.placed.again)
+    placed = PlacedProgram(way.placed.program, scaled(way.placed.cluster, rate), way.placed.again)
     if way.staged is None:
         return placed.step(way.overlap, way.rounds).seconds
     units = Units(placed, way.overlap).all

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cluster.spec import Cluster
 from weft.core.layout import R
-from weft.plan.graph.search import GraphSearch, Way
-from weft.plan.graph.task import Task, example_size
+from weft.plan.graph.search import Candidate, GraphSearch
+from weft.plan.graph.task import CapturedTask, example_size
 from weft.plan.graph.units import Units
 from weft.plan.plan import Plan, zero_levels
 from weft.plan.schedules import PLAIN
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
-def task_of(model: str, cluster: Cluster, batch: int, dtype: str, optimizer: str = "adam") -> Task:
+def task_of(model: str, cluster: Cluster, batch: int, dtype: str, optimizer: str = "adam") -> CapturedTask:
     """The model at a batch: as many samples on every device as its example has, where none is given."""
-    return Task(model, cluster, batch or example_size(model) * cluster.devices, dtype, optimizer)
+    return CapturedTask(model, cluster, batch or example_size(model) * cluster.devices, dtype, optimizer)
 
 
-def make_plan(task: Task, limits: Limits, say: Say, objective: str = "time") -> Plan | dict[str, str]:
+def make_plan(task: CapturedTask, limits: Limits, say: Say, objective: str = "time") -> Plan | dict[str, str]:
     """The best way found, or why each system has none."""
     memory = min(g.profile.device.memory for g in task.cluster.groups)
     search = GraphSearch(task, min(memory, limits.memory) if limits.memory else memory)
     found = all_ways(search, say)
-    ways = {name: way for name, way in found.items() if isinstance(way, Way)}
+    ways = {name: way for name, way in found.items() if isinstance(way, Candidate)}
     lacking = {name: why for name, why in found.items() if isinstance(why, str)}
     if not ways:
         return lacking
@@ -42,20 +42,20 @@ def make_plan(task: Task, limits: Limits, say: Say, objective: str = "time") -> 
     return record(task, limits, best, others, {k: v for k, v in lacking.items() if k != "weft"}, objective)
 
 
-def all_ways(search: GraphSearch, say: Say) -> dict[str, Way | str]:
+def all_ways(search: GraphSearch, say: Say) -> dict[str, Candidate | str]:
     """The best way of every system, or why it has none. Of weft and of Unity, which know rules, the faster with and without."""
     say("baselines")
     found = {**search.baselines(), **search.free(say)}
     say("rules")
     for name, way in joint(search).items():
         plain = found.get(name)
-        if way.memory <= search.memory and (not isinstance(plain, Way) or _digits(way.seconds) < _digits(plain.seconds)):
+        if way.memory <= search.memory and (not isinstance(plain, Candidate) or _digits(way.seconds) < _digits(plain.seconds)):
             found[name] = way
             say(f"{name}: {way.seconds * 1e3:,.1f} ms, {way.describe()}")
     return found
 
 
-def record(task: Task, limits: Limits, way: Way, others: Mapping[str, float], lacking: Mapping[str, str], objective: str) -> Plan:
+def record(task: CapturedTask, limits: Limits, way: Candidate, others: Mapping[str, float], lacking: Mapping[str, str], objective: str) -> Plan:
     from weft.ops.registry import flops
 
     work = sum(flops(n) for n in task.captured().program.nodes)
@@ -73,7 +73,7 @@ def record(task: Task, limits: Limits, way: Way, others: Mapping[str, float], la
     )  # fmt: skip
 
 
-def setting_of(task: Task, way: Way) -> Setting:
+def setting_of(task: CapturedTask, way: Candidate) -> Setting:
     """The degrees of a way in the words of a setting; `layouts` say the rest."""
     sizes = way.mesh.sizes
     dp, tp = sizes.get("dp", 1), sizes.get("tp", 1)
@@ -89,7 +89,7 @@ def setting_of(task: Task, way: Way) -> Setting:
     )  # fmt: skip
 
 
-def layouts_of(way: Way) -> dict[str, Any]:
+def layouts_of(way: Candidate) -> dict[str, Any]:
     """The mesh of a stage, how every input that is not whole is held on it, what is gathered again, the rules used, with the moves where they
     led to another step, what runs beside compute, and the program so placed, updates by rows written as what they stand for."""
     inputs = {
@@ -106,13 +106,13 @@ def layouts_of(way: Way) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def unit_ends(way: Way) -> list[int]:
+def unit_ends(way: Candidate) -> list[int]:
     """The values that all units but the last hand on, by their numbers among the nodes of the program."""
     units, at = Units(way.placed, way.overlap), {n: i for i, n in enumerate(way.placed.program.nodes)}
     return [at[units.cuts[u.last][1]] for u in units.all[:-1]]
 
 
-def _pieces(way: Way) -> list[tuple[tuple[str, str, int], ...]]:
+def _pieces(way: Candidate) -> list[tuple[tuple[str, str, int], ...]]:
     assert way.staged is not None
     made = []
     for stage in way.staged.stages:

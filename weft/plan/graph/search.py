@@ -20,8 +20,8 @@ from weft.core.role import Role
 from weft.cost.memory import RESIDENT, room
 from weft.frontend.capture import Captured
 from weft.plan.graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
-from weft.plan.graph.task import Task
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.task import CapturedTask
+from weft.plan.graph.timing import PlacedProgram
 from weft.plan.graph.units import Unit, Units
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
 from weft.plan.named import as_state, input_layouts
@@ -47,11 +47,11 @@ FINALISTS = 4  # spots that are laid out at several prices
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class Candidate:
     """One way to run the step: what holds what, in how many micro-batches and stages, and what it takes."""
 
     name: str
-    placed: Placed
+    placed: PlacedProgram
     overlap: frozenset[str]
     rounds: int
     seconds: float
@@ -105,13 +105,13 @@ class Reasons:
 class GraphSearch:
     """Prices ways of one task; remembers programs, layouts and timings."""
 
-    task: Task
+    task: CapturedTask
     memory: float
     _chosen: dict[object, Chosen | None] = field(default_factory=dict)
-    _placed: dict[object, Placed | None] = field(default_factory=dict)
-    _units: dict[tuple[Placed, frozenset[str]], list[Unit]] = field(default_factory=dict)
+    _placed: dict[object, PlacedProgram | None] = field(default_factory=dict)
+    _units: dict[tuple[PlacedProgram, frozenset[str]], list[Unit]] = field(default_factory=dict)
     _own: dict[object, Captured] = field(default_factory=dict)
-    by_mesh: dict[object, Way] = field(default_factory=dict)  # the best way of weft at each number of stages and mesh
+    by_mesh: dict[object, Candidate] = field(default_factory=dict)  # the best way of weft at each number of stages and mesh
 
     @property
     def cluster(self) -> Cluster:
@@ -119,7 +119,7 @@ class GraphSearch:
 
     # --- baselines: inputs held by name, the rest placed op by op
 
-    def baselines(self) -> dict[str, Way | str]:
+    def baselines(self) -> dict[str, Candidate | str]:
         """The best way of every system, or why it has none."""
         n, node = self.cluster.devices, self.cluster.node_size
         inside = [t for t in divisors(node) if n % t == 0 and (not self.is_large or t in (1, node))]
@@ -133,7 +133,7 @@ class GraphSearch:
         made = {name: self._best_of(name, ways) for name, ways in spaces.items()}
         return made | ({"tables apart": self._tables_apart()} if self.tables else {})
 
-    def _tables_apart(self) -> Way | str:
+    def _tables_apart(self) -> Candidate | str:
         """Tables cut by columns over as many devices as their rows allow and updated by rows, all else data parallel: what experts do for
         recommenders."""
         n, captured = self.cluster.devices, self.task.captured()
@@ -149,7 +149,7 @@ class GraphSearch:
             made = choose(as_run(captured.program, 1), mesh, OnCluster(self.cluster, mesh), pins=pins, work=EFFORT)
         except PlanError as reason:
             return str(reason.message)
-        placed = Placed(as_run(made.program, 1), self.cluster, made.again)
+        placed = PlacedProgram(as_run(made.program, 1), self.cluster, made.again)
         way = self._whole("tables apart", placed, frozenset({GRADS, VALUES}), 1, (NONE,))
         return way or f"needs {placed.memory() / 1e9:.1f} GB of {self.memory / 1e9:.1f} GB"
 
@@ -165,7 +165,7 @@ class GraphSearch:
                 found[name] = node.shape[-1]
         return found
 
-    def _best_of(self, name: str, ways: Iterator[tuple[Spec, frozenset[str]]]) -> Way | str:
+    def _best_of(self, name: str, ways: Iterator[tuple[Spec, frozenset[str]]]) -> Candidate | str:
         best, why = None, Reasons()
         for named, overlap in ways:
             fixed, needs = self._held_bytes(named), dict[int, float]()  # bytes at the numbers of micro-batches tried
@@ -194,12 +194,12 @@ class GraphSearch:
         held = weights / (named.dp if named.zero == 3 else 1) + (self.task.state_bytes - weights) / (named.dp if named.zero else 1)
         return held / named.tp + RESIDENT
 
-    def _leanest(self, placed: Placed, overlap: frozenset[str], rounds: int) -> float:
+    def _leanest(self, placed: PlacedProgram, overlap: frozenset[str], rounds: int) -> float:
         """Bytes where every unit is run again."""
         stages = Stager(self.units(placed, overlap), math.inf, rounds, FULL).split(1)
         return placed.memory(rounds) if stages is None else min(stages[0].memory, placed.memory(rounds))
 
-    def units(self, placed: Placed, overlap: frozenset[str]) -> list[Unit]:
+    def units(self, placed: PlacedProgram, overlap: frozenset[str]) -> list[Unit]:
         if (placed, overlap) not in self._units:
             self._units[placed, overlap] = Units(placed, overlap).all
         return self._units[placed, overlap]
@@ -211,13 +211,13 @@ class GraphSearch:
             return []
         return [r for r in (1, 2, 4, 8, 16, 32, 64) if own % r == 0 and r <= MOST_ROUNDS]
 
-    def _held(self, named: Spec, rounds: int) -> Placed | None:
+    def _held(self, named: Spec, rounds: int) -> PlacedProgram | None:
         key = named, rounds
         if key not in self._placed:
             self._placed[key] = self._place(named, rounds)
         return self._placed[key]
 
-    def _place(self, named: Spec, rounds: int) -> Placed | None:
+    def _place(self, named: Spec, rounds: int) -> PlacedProgram | None:
         captured = self.task.captured(rounds)
         held, options = input_layouts(captured.program, named, captured.states)
         held |= self.task.cut_samples("dp")  # type: ignore[arg-type]
@@ -227,14 +227,14 @@ class GraphSearch:
             return None
         params = captured.program.inputs_for(Role.PARAMETER)
         again = frozenset(k for k in held if k in params and named.zero == 3)
-        return Placed(program, self.cluster, again)
+        return PlacedProgram(program, self.cluster, again)
 
-    def _whole(self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, again: Sequence[str]) -> Way | None:
+    def _whole(self, name: str, placed: PlacedProgram, overlap: frozenset[str], rounds: int, again: Sequence[str]) -> Candidate | None:
         """One stage: as it is where it fits, else with parts of the forward pass run again."""
         rules = rules_of(placed.program)
         if placed.memory(rounds) <= self.memory:
             timed = placed.step(overlap, rounds)
-            return Way(name, placed, overlap, rounds, timed.seconds, placed.memory(rounds), None, rules, timed.causes)
+            return Candidate(name, placed, overlap, rounds, timed.seconds, placed.memory(rounds), None, rules, timed.causes)
         units = self.units(placed, overlap)
         for how in again:
             if how == NONE:
@@ -243,7 +243,7 @@ class GraphSearch:
             if stages is not None:
                 timed = placed.step(overlap, rounds)
                 seconds = timed.seconds + rounds * stages[0].more
-                return Way(name, placed, overlap, rounds, seconds, stages[0].memory, Staged(stages, PLAIN, seconds), rules, timed.causes)
+                return Candidate(name, placed, overlap, rounds, seconds, stages[0].memory, Staged(stages, PLAIN, seconds), rules, timed.causes)
         return None
 
     # --- layouts chosen by the ILP
@@ -274,10 +274,10 @@ class GraphSearch:
             self._own[key] = replace(captured, program=as_run(captured.program, rounds))
         return self._own[key]
 
-    def free(self, say: Say) -> dict[str, Way | str]:
+    def free(self, say: Say) -> dict[str, Candidate | str]:
         """Ways with layouts by the ILP: weft's own; the same with parameters held as used, without overlap and without stages
         (unity-like), or with stages of 1F1B (alpa-like)."""
-        best: dict[str, Way] = {}
+        best: dict[str, Candidate] = {}
         for way in self._everything():
             key = way.pp, way.mesh
             if way.name == "weft" and (key not in self.by_mesh or way.seconds < self.by_mesh[key].seconds):
@@ -288,7 +288,7 @@ class GraphSearch:
         lacking = {name: "no layouts fit" for name in ("weft", "unity-like", "alpa-like") if name not in best}
         return {**best, **lacking}
 
-    def _everything(self) -> Iterator[Way]:
+    def _everything(self) -> Iterator[Candidate]:
         """First every mesh at full price; the best again at lower prices of what may be hidden; then, with parameters held as used, every mesh
         that could beat the best so held, judged by what it takes without overlap when held freely."""
         own: list[tuple[float, Spot]] = []
@@ -306,12 +306,12 @@ class GraphSearch:
             yield from self._in_more_rounds(spot)
         yield from self._as_used(sorted(without, key=lambda item: item[0]))
 
-    def _issued(self, spot: Spot, restricted: bool = False) -> Iterator[Way]:
+    def _issued(self, spot: Spot, restricted: bool = False) -> Iterator[Candidate]:
         """Layouts priced with what the host needs to issue each op, where a step waits for it."""
         if any(w.causes.get("host", 0.0) > HOST * w.seconds for w in self._ways(spot, 1.0, restricted)):
             yield from self._ways(spot, 1.0, restricted, issued=True)
 
-    def _in_more_rounds(self, spot: Spot) -> Iterator[Way]:
+    def _in_more_rounds(self, spot: Spot) -> Iterator[Candidate]:
         """The same in more micro-batches, for as long as something runs again."""
         made = list(self._ways(spot, 1.0))
         for rounds in (r for r in self.rounds(spot.mesh.sizes["dp"]) if r > spot.rounds and spot.pp == 1):
@@ -320,7 +320,7 @@ class GraphSearch:
             made = list(self._ways(replace(spot, rounds=rounds, captured=self.task.captured(rounds)), 1.0))
             yield from made
 
-    def _as_used(self, spots: Sequence[tuple[float, Spot]]) -> Iterator[Way]:
+    def _as_used(self, spots: Sequence[tuple[float, Spot]]) -> Iterator[Candidate]:
         for whole in (True, False):  # of unity-like one stage and one micro-batch alone
             best = math.inf
             for bound, spot in spots:
@@ -332,7 +332,7 @@ class GraphSearch:
                         best = min(best, way.seconds)
                         yield way
 
-    def _without(self, ways: Sequence[Way]) -> Iterator[Way]:
+    def _without(self, ways: Sequence[Candidate]) -> Iterator[Candidate]:
         """The first of these ways as it would be with nothing beside compute."""
         for way in ways[:1]:
             yield from itertools.islice(self.run("", way.placed, NOTHING, way.rounds, way.pp, (NONE, FULL), (PLAIN,)), 1)
@@ -368,10 +368,10 @@ class GraphSearch:
     @cached_property
     def boundary_bytes(self) -> float:
         """Of the whole batch, what must be kept between units of the forward pass even if all else is run again."""
-        units = Units(Placed(self.task.captured().program, self.cluster), NOTHING).all
+        units = Units(PlacedProgram(self.task.captured().program, self.cluster), NOTHING).all
         return sum(u.sent for u in units) + max(u.saved for u in units)
 
-    def _ways(self, spot: Spot, hide: float, restricted: bool = False, issued: bool = False) -> Iterator[Way]:
+    def _ways(self, spot: Spot, hide: float, restricted: bool = False, issued: bool = False) -> Iterator[Candidate]:
         part, mesh, rounds, pp = spot.part, spot.mesh, spot.rounds, spot.pp
         captured = spot.captured if restricted else self.own(spot.captured, rounds)
         own = room(self.memory)
@@ -381,7 +381,7 @@ class GraphSearch:
             made = self.chosen(captured, part, mesh, rates, math.inf, issued)
         if made is None:
             return
-        placed = Placed(made.program if restricted else as_run(made.program, rounds), part, made.again)
+        placed = PlacedProgram(made.program if restricted else as_run(made.program, rounds), part, made.again)
         if not restricted:
             yield from self.run("weft", placed, ALL, rounds, pp, (NONE, MIXED), OWN_SCHEDULES)
             return
@@ -390,8 +390,8 @@ class GraphSearch:
             yield from self.run("unity-like", placed, NOTHING, rounds, pp, (NONE,), (PLAIN,))
 
     def run(
-        self, name: str, placed: Placed, overlap: frozenset[str], rounds: int, pp: int, again: Sequence[str], schedules: Sequence[str]
-    ) -> Iterator[Way]:
+        self, name: str, placed: PlacedProgram, overlap: frozenset[str], rounds: int, pp: int, again: Sequence[str], schedules: Sequence[str]
+    ) -> Iterator[Candidate]:
         if pp == 1:
             way = self._whole(name, placed, overlap, rounds, again)
             yield from [way] if way is not None else []
@@ -402,14 +402,14 @@ class GraphSearch:
     def _staged(
         self,
         name: str,
-        placed: Placed,
+        placed: PlacedProgram,
         overlap: frozenset[str],
         rounds: int,
         pp: int,
         recompute: str,
         schedules: Sequence[str],
         beside: bool,
-    ) -> Iterator[Way]:
+    ) -> Iterator[Candidate]:
         units = self.units(placed, overlap)
         if len(units) < pp:
             return
@@ -417,7 +417,7 @@ class GraphSearch:
             stages = Stager(units, self.memory, rounds, recompute, schedule).split(pp)
             if stages is not None:
                 staged = Staged(stages, schedule, pipelined(stages, self.cluster, rounds, schedule, beside))
-                yield Way(name, placed, overlap, rounds, staged.seconds, staged.memory, staged)
+                yield Candidate(name, placed, overlap, rounds, staged.seconds, staged.memory, staged)
 
 
 def _smaller(needed: float, fixed: float, share: float) -> float:

@@ -26,7 +26,7 @@ NONE, FULL, MIXED = "none", "full", "mixed"
 
 
 @dataclass(frozen=True)
-class Stage:
+class UnitStage:
     """Units of one stage as one, which of them are run again, and the bytes it needs."""
 
     first: int
@@ -45,7 +45,7 @@ class Stage:
 class Staged:
     """Stages, the order of their passes, and what the step takes."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[UnitStage, ...]
     schedule: str
     seconds: float
 
@@ -64,7 +64,7 @@ class Stager:
     recompute: str = MIXED
     schedule: str = PLAIN
 
-    def split(self, count: int) -> tuple[Stage, ...] | None:
+    def split(self, count: int) -> tuple[UnitStage, ...] | None:
         """The stages whose slowest is fastest; None where nothing fits."""
         alive = SCHEDULES[self.schedule].in_flight(count, self.rounds)
 
@@ -78,7 +78,7 @@ class Stager:
         found = (self.stage(a, b, n) for (a, b), n in zip(itertools.pairwise((0, *ends)), alive, strict=True))
         return tuple(s for s in found if s is not None)
 
-    def stage(self, a: int, b: int, alive: int) -> Stage | None:
+    def stage(self, a: int, b: int, alive: int) -> UnitStage | None:
         """Units a..b-1 with as little run again as fits."""
         key = a, b, alive
         if key not in self._known:
@@ -86,10 +86,10 @@ class Stager:
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, int], Stage | None]:
+    def _known(self) -> dict[tuple[int, int, int], UnitStage | None]:
         return {}
 
-    def _stage(self, a: int, b: int, alive: int) -> Stage | None:
+    def _stage(self, a: int, b: int, alive: int) -> UnitStage | None:
         units = self.units[a:b]
         total = units[0]
         for u in units[1:]:
@@ -110,15 +110,15 @@ class Stager:
                 return None
             again.append(left[0])
         more = sum(units[i].forward for i in chosen)
-        return Stage(a, b, total, tuple(sorted(a + i for i in chosen)), more, needed(bytes_))
+        return UnitStage(a, b, total, tuple(sorted(a + i for i in chosen)), more, needed(bytes_))
 
 
-def pipelined(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
+def pipelined(stages: Sequence[UnitStage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> float:
     """Seconds of a step."""
     return repeated(lambda n: timeline(stages, cluster, n, schedule, beside), len(stages), rounds)
 
 
-def timeline(stages: Sequence[Stage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> Timeline:
+def timeline(stages: Sequence[UnitStage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> Timeline:
     """Every pass of every stage in time, what travels between them, and each stage's gradients and update after its last."""
     count, how = len(stages), SCHEDULES[schedule]
     sends = [collectives.send_seconds(cluster, st.total.sent, cluster.devices // count) for st in stages]

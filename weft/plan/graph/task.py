@@ -13,7 +13,7 @@ from weft.ops.registry import nbytes
 
 
 @dataclass(frozen=True)
-class Task:
+class CapturedTask:
     """`dtype` is what products are computed in; state and gradients are kept in fp32."""
 
     model: str

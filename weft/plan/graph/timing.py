@@ -33,7 +33,7 @@ SLICES = ("slice", "turn")  # change the layout of what is at hand; nothing trav
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedProgram:
     """A program on a mesh that fills a cluster, priced once for all the ways it may be run."""
 
     program: Program
@@ -58,9 +58,9 @@ class Placed:
         size = nbytes(node.type) if node.op.name == "all_gather" else nbytes(node.args[0].type)
         return Collective(node.op.name, float(size), str(node.attr("axis")))
 
-    def run(self, overlap: frozenset[str], once: bool) -> Run:
+    def run(self, overlap: frozenset[str], once: bool) -> ProgramWalk:
         """One pass; `once`: with what is done once a step."""
-        return Run(self.costs, placed=self, overlap=overlap, once=once)
+        return ProgramWalk(self.costs, placed=self, overlap=overlap, once=once)
 
     def step(self, overlap: frozenset[str], rounds: int = 1) -> Phase:
         """A step of so many micro-batches, each of the program's own batch."""
@@ -126,10 +126,10 @@ def _before_travel(roles: Roles, node: Node) -> Node:
 
 
 @dataclass
-class Run(Walk):
+class ProgramWalk(Walk):
     """One pass over the program."""
 
-    placed: Placed = field(kw_only=True)
+    placed: PlacedProgram = field(kw_only=True)
     overlap: frozenset[str] = field(kw_only=True)
     once: bool = field(kw_only=True)
     ready: dict[Node, float] = field(default_factory=dict)
@@ -214,7 +214,7 @@ class Run(Walk):
 class _Ahead:
     """Collectives of parameters, in the order their results are needed; each is sent when the one before is first used."""
 
-    def __init__(self, placed: Placed, nodes: Sequence[Node]) -> None:
+    def __init__(self, placed: PlacedProgram, nodes: Sequence[Node]) -> None:
         place = {n: i for i, n in enumerate(placed.roles.order)}
         calls = []
         for n in nodes:

@@ -17,7 +17,7 @@ from weft.core.node import Node
 from weft.core.role import Role
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
-from weft.plan.graph.timing import Placed
+from weft.plan.graph.timing import PlacedProgram
 
 MOST = 48  # units of one program; neighbours are joined beyond
 
@@ -46,7 +46,7 @@ class Unit:
 class Units:
     """The units of one placed program under one overlap."""
 
-    placed: Placed
+    placed: PlacedProgram
     overlap: frozenset[str]
 
     @cached_property

@@ -2,6 +2,6 @@
 
 from weft.plan.layouts.choose import Chosen, choose
 from weft.plan.layouts.model import Rates
-from weft.plan.layouts.moves import Move, OnCluster, Prices
+from weft.plan.layouts.moves import OnCluster, Prices, Reshard
 
-__all__ = ["Chosen", "Move", "OnCluster", "Prices", "Rates", "choose"]
+__all__ = ["Chosen", "OnCluster", "Prices", "Rates", "Reshard", "choose"]

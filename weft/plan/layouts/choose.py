@@ -14,12 +14,12 @@ from weft.core.node import Node, make
 from weft.core.program import Program
 from weft.ops.comm import is_comm, reshard
 from weft.ops.source import input_held
-from weft.plan.assignment import Answer, solve
+from weft.plan.assignment import Solution, solve
 from weft.plan.assignment.budget import Budget
 from weft.plan.layouts.alike import Instance
-from weft.plan.layouts.model import COPY, Allow, Model, Rates, Tap, build
+from weft.plan.layouts.model import COPY, Allow, LayoutModel, Rates, Tap, build
 from weft.plan.layouts.moves import Placements, Prices
-from weft.plan.layouts.ways import Centre, Way, Ways
+from weft.plan.layouts.ways import Centre, Strategy, Ways
 from weft.plan.place import remake
 from weft.plan.roles import Roles
 
@@ -34,8 +34,8 @@ class Chosen:
     """A program on a mesh, its cost in the prices it was chosen by, and how far from the best it may be."""
 
     program: Program
-    model: Model
-    answer: Answer
+    model: LayoutModel
+    answer: Solution
     again: frozenset[str]  # inputs gathered in the forward pass whose copies are dropped and made again in the backward pass
 
     @property
@@ -46,7 +46,7 @@ class Chosen:
     def gap(self) -> float:
         return self.answer.gap
 
-    def way(self, node: Node) -> Way:
+    def way(self, node: Node) -> Strategy:
         """How a node of the program that was given is computed."""
         at = self.model.site[node]
         return self.model.sites[at].ways[int(self.answer.x[at])]  # type: ignore[index]
@@ -84,17 +84,17 @@ def choose(
     `allow` which ways of a node may be taken.
     """
     _check_pins(program, pins or {})
-    task = _Task(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap, rates or Rates(), at_once, allow)
+    task = _LayoutChoice(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap, rates or Rates(), at_once, allow)
     model, answer = task.solve() if len(mesh.axes) <= at_once else task.refine()
     if answer.x is None:
         raise _no_layouts(program, mesh, memory, str(answer.reason))
-    writer = _Writer(program, mesh, model, [int(a) for a in answer.x])
+    writer = _LayoutWriter(program, mesh, model, [int(a) for a in answer.x])
     made = remake(program, mesh, writer.made, writer._input, writer._node, writer._output)
     return Chosen(made, model, answer, frozenset(writer.again))
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
+class _LayoutChoice:
     """A choice to be made. Of three axes or more the last two are first taken as one; that choice is then refined, each node free
     to change along one axis at a time, until nothing is gained. The bound then tells of the last refinement only, so none is given."""
 
@@ -110,7 +110,7 @@ class _Task:
     at_once: int
     allow: Allow | None
 
-    def solve(self, centres: Mapping[Node, Centre] | None = None) -> tuple[Model, Answer]:
+    def solve(self, centres: Mapping[Node, Centre] | None = None) -> tuple[LayoutModel, Solution]:
         pins = {name: [_placements(self.mesh, p) for p in options] for name, options in self.pins.items()}
         ways = Ways(self.mesh)
         model = build(
@@ -121,7 +121,7 @@ class _Task:
         self.budget.spend(answer.work)
         return model, answer
 
-    def refine(self) -> tuple[Model, Answer]:
+    def refine(self) -> tuple[LayoutModel, Solution]:
         *outer, middle, inner = self.mesh.axes
         joined = Mesh(**{a: self.mesh.sizes[a] for a in outer}, **{middle: self.mesh.sizes[middle] * self.mesh.sizes[inner]})
         pins = {name: [{a: p for a, p in option.items() if a != inner} for option in options] for name, options in self.pins.items()}
@@ -136,7 +136,7 @@ class _Task:
         return best[0], replace(best[1], bound=-math.inf)
 
 
-def _centres(model: Model, answer: Answer) -> dict[Node, tuple[Placements, ...]]:
+def _centres(model: LayoutModel, answer: Solution) -> dict[Node, tuple[Placements, ...]]:
     """The way each node was given: the layouts of its operands, or of itself where it has none."""
     if answer.x is None:
         return {}
@@ -166,16 +166,16 @@ def _check_pins(program: Program, pins: Mapping[str, object]) -> None:
             raise PlanError(f"{program.name} has no input {name!r} to pin", needed=f"one of {known}, ...", found=name)
 
 
-class _Writer:
+class _LayoutWriter:
     """Makes the program anew, every operand brought to the layout its node was chosen to read it in."""
 
-    def __init__(self, program: Program, mesh: Mesh, model: Model, x: Sequence[int]) -> None:
+    def __init__(self, program: Program, mesh: Mesh, model: LayoutModel, x: Sequence[int]) -> None:
         self.program, self.mesh, self.model, self.x = program, mesh, model, x
         self.forward = Roles(program).forward
         self.made: dict[Node, Node] = {}
         self.again: set[str] = set()
 
-    def _way(self, node: Node) -> Way:
+    def _way(self, node: Node) -> Strategy:
         at = self.model.site[node]
         return self.model.sites[at].ways[self.x[at]]
 

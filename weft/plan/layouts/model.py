@@ -32,13 +32,13 @@ from weft.ops.registry import Kind
 from weft.plan.assignment.problem import Floats, Problem, assemble
 from weft.plan.layouts.alike import Instance, parts
 from weft.plan.layouts.lifetimes import Lifetimes
-from weft.plan.layouts.moves import Move, Placements, Prices, route
-from weft.plan.layouts.ways import Centre, Way, Ways, may_pend
+from weft.plan.layouts.moves import Placements, Prices, Reshard, route
+from weft.plan.layouts.ways import Centre, Strategy, Ways, may_pend
 from weft.plan.roles import Roles
 
 SELF, COPY, KEPT = "self", "copy", "kept"
 Reader = tuple[Node, int]  # a node, and which of its operands
-Allow = Callable[[Node, Way], bool]
+Allow = Callable[[Node, Strategy], bool]
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Site:
     """One node of the assignment problem: ways of a part of the program, or strategies of a tap."""
 
     name: str
-    ways: Sequence[Way]
+    ways: Sequence[Strategy]
     taps: Sequence[Tap]
     cost: Floats
     claims: list[tuple[int, int, Floats]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class LayoutModel:
     """The problem, and which of its nodes decides each node of the program and each tap."""
 
     problem: Problem
@@ -91,7 +91,7 @@ def build(
     centres: Mapping[Node, Centre] | None = None,
     rates: Rates | None = None,
     allow: Allow | None = None,
-) -> Model:
+) -> LayoutModel:
     """The layouts problem of a one-device program on the mesh of `ways`. `pins` are the layouts some inputs may have.
 
     With `centres`, only ways that differ from a node's own along one axis at most; with `allow`, only those of each node that it allows.
@@ -113,7 +113,7 @@ class Routes:
     @cached_property
     def trifle(self) -> float:
         """A price too small to outweigh any other."""
-        return 1e-9 * max((self.prices.move(Move("all_reduce", axis, 2.0**20)) for axis in self.mesh.axes), default=0.0)
+        return 1e-9 * max((self.prices.move(Reshard("all_reduce", axis, 2.0**20)) for axis in self.mesh.axes), default=0.0)
 
     def between(self, sources: Sequence[Placements], targets: Sequence[Placements], size: float) -> Floats:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
@@ -160,11 +160,11 @@ class _Builder:
         self._tap_sites: dict[Hashable, int] = {}
         self._tables: dict[Hashable, Floats] = {}
 
-    def model(self) -> Model:
+    def model(self) -> LayoutModel:
         claims = [(i, *claim) for i, site in enumerate(self.sites) for claim in site.claims]
         edges = [(u, v, table) for (u, v), table in self.edges.items()]
         problem = assemble([s.cost for s in self.sites], edges, claims, self.limit, self.program.name)
-        return Model(problem, self.sites, self.site, self.taps)
+        return LayoutModel(problem, self.sites, self.site, self.taps)
 
     # -- nodes ----------------------------------------------------------------------------------------------------------------
 
@@ -185,13 +185,13 @@ class _Builder:
                 if span is not None:
                     self._claim(at, span, [_bytes(type_) * self.routes.share(w.results[index]) for w in self._ways(node)])
 
-    def _ways(self, node: Node) -> Sequence[Way]:
+    def _ways(self, node: Node) -> Sequence[Strategy]:
         return self.sites[self.site[node]].ways
 
     def _made(self, node: Node) -> list[Placements]:
         return [w.results[0] for w in self._ways(node)]
 
-    def _ways_of(self, node: Node, waits: Sequence[bool]) -> tuple[Way, ...]:
+    def _ways_of(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
         found = self._every_way(node, waits)
         self.offered[self.part[node]] = list(dict.fromkeys(w.results[0] for w in found))
         if self.allow is None or node.op.name == "item":
@@ -201,12 +201,12 @@ class _Builder:
             raise PlanError(f"no layout of {node.op.name} is allowed", needed="one that is", found=f"{len(found)}, none of them allowed")
         return allowed
 
-    def _every_way(self, node: Node, waits: Sequence[bool]) -> tuple[Way, ...]:
+    def _every_way(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
         if node in self.program.input_set:
             return self.ways.of_input(node, self.pins.get(node.attr("name")), self.centres.get(node))
         if node.op.name == "item":
             made = dict.fromkeys(w.results[node.attr("index")] for w in self._ways(node.args[0]))
-            return tuple(Way((), (layout,), node) for layout in made)
+            return tuple(Strategy((), (layout,), node) for layout in made)
         return self.ways.of_node(node, waits, [self.offered[self.part[a]] for a in node.args], self.centres.get(node))
 
     def _work(self, node: Node) -> Floats:
@@ -353,7 +353,7 @@ def _scaled(table: Floats, share: float) -> Floats:
     return table if share == 1.0 else table * share
 
 
-def _odd(way: Way) -> int:
+def _odd(way: Strategy) -> int:
     return sum(1 + p.dim for layout in (*way.operands, *way.results) for p in layout if isinstance(p, S))
 
 

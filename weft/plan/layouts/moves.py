@@ -24,7 +24,7 @@ SLICE = 1e-9  # seconds; taking a part of what is there costs next to nothing, b
 
 
 @dataclass(frozen=True)
-class Move:
+class Reshard:
     """One collective on the way. `size` is the whole tensor of its group in bytes, or a rank's part for all_to_all."""
 
     kind: str
@@ -38,7 +38,7 @@ class Prices(Protocol):
     @property
     def chained(self) -> bool: ...
 
-    def move(self, move: Move) -> float: ...
+    def move(self, move: Reshard) -> float: ...
 
     def work(self, ops: Sequence[Op], node: Node) -> float: ...
 
@@ -51,21 +51,21 @@ def of(layout: Layout) -> Placements:
     return tuple(layout.placement(axis) for axis in layout.mesh.axes)
 
 
-def route(mesh: Mesh, source: Placements, target: Placements, size: float) -> list[Move] | None:
+def route(mesh: Mesh, source: Placements, target: Placements, size: float) -> list[Reshard] | None:
     """The collectives that bring a tensor of `size` bytes from source to target; None where there is no way (nothing turns P)."""
     here, moves = list(source), []
     axes = list(mesh.axes)
     for i in reversed(range(len(axes))):
         move, here[i] = _undo(mesh, here, target, i)
         if move:
-            moves.append(Move(move, axes[i], _size(mesh, here, i, move, size)))
+            moves.append(Reshard(move, axes[i], _size(mesh, here, i, move, size)))
     for i, there in enumerate(target):
         if here[i] == there:
             continue
         if not isinstance(there, S):
             return None
         kind = "reduce_scatter" if isinstance(here[i], P) else "slice"
-        moves.append(Move(kind, axes[i], _size(mesh, here, i, kind, size)))
+        moves.append(Reshard(kind, axes[i], _size(mesh, here, i, kind, size)))
         here[i] = there
     return moves
 
@@ -124,7 +124,7 @@ class OnCluster:
     def _costs(self) -> Costs:
         return on_mesh(self.cluster, self.mesh)
 
-    def move(self, move: Move) -> float:
+    def move(self, move: Reshard) -> float:
         return SLICE if move.kind == "slice" else self._seconds(Collective(move.kind, move.size, move.axis))
 
     def work(self, ops: Sequence[Op], node: Node) -> float:

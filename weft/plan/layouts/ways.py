@@ -25,7 +25,7 @@ MOST = 512  # ways of one node; beyond, those that cut least go
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """Layouts of operands and results by axis, and the node as the busiest rank sees it, for pricing."""
 
     operands: tuple[Placements, ...]
@@ -45,14 +45,14 @@ class Ways:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._known: dict[object, tuple[Way, ...]] = {}
+        self._known: dict[object, tuple[Strategy, ...]] = {}
 
-    def of_input(self, node: Node, pinned: Sequence[Placements] | None = None, centre: Centre = None) -> tuple[Way, ...]:
+    def of_input(self, node: Node, pinned: Sequence[Placements] | None = None, centre: Centre = None) -> tuple[Strategy, ...]:
         """An input may be held in any even layout, or in those given."""
         options = list(pinned or itertools.product(*(self._held(node.type, axis) for axis in self.mesh.axes)))
         options = [p for p in options if pinned or centre is None or _apart(p, centre[0]) <= 1]
         types = (self._type(node.type, places) for places in options)
-        found = tuple(Way((), (of(t.layout),), _stand_in(node, (), (t,))) for t in types if t is not None)
+        found = tuple(Strategy((), (of(t.layout),), _stand_in(node, (), (t,))) for t in types if t is not None)
         if not found:
             raise self._cannot_hold(node, options)
         return found
@@ -68,7 +68,7 @@ class Ways:
 
     def of_node(
         self, node: Node, pending: Sequence[bool], incoming: Sequence[Sequence[Placements]], centre: Centre = None
-    ) -> tuple[Way, ...]:
+    ) -> tuple[Strategy, ...]:
         """`pending` tells which operands can hold a pending sum, `incoming` the layouts each can come in."""
         attrs = _attrs(node, self.mesh)
         free = node.op.equation is None
@@ -120,7 +120,7 @@ class Ways:
 
     # -- what the op's rule makes of it --------------------------------------------------------------------------------------------
 
-    def _accepted(self, node: Node, attrs: Attrs, options: Iterable[tuple[Placements, ...]]) -> Iterator[Way]:
+    def _accepted(self, node: Node, attrs: Attrs, options: Iterable[tuple[Placements, ...]]) -> Iterator[Strategy]:
         seen = set()
         for places in options:
             types = [self._type(a.type, p) for a, p in zip(node.args, places, strict=True)]
@@ -130,7 +130,7 @@ class Ways:
             results = _inferred(node, given, attrs)
             if results is None or not all(t.layout.is_even for t in results):
                 continue
-            way = Way(tuple(of(t.layout) for t in given), tuple(of(t.layout) for t in results), _stand_in(node, given, results))
+            way = Strategy(tuple(of(t.layout) for t in given), tuple(of(t.layout) for t in results), _stand_in(node, given, results))
             if way.key not in seen:
                 seen.add(way.key)
                 yield way
