@@ -74,7 +74,7 @@ def signature(value: Any) -> str:
         text = str(inspect.signature(value))
     except (TypeError, ValueError):
         return ""
-    text = re.sub(r"<(?:function|factory|object)[^>]*>+", "...", text)
+    text = re.sub(r"<function <lambda>[^>]*>|<(?:function|factory)[^>]*>", "...", text)
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)  # annotations are kept as text
     return re.sub(r"\b(?:typing|collections\.abc|torch\.nn\.modules\.module)\.", "", text).replace("(self, ", "(").replace("(self)", "()")
 

@@ -86,7 +86,11 @@ def spec_of(mesh: Any) -> Spec:
     names, sizes = mesh.mesh_dim_names or (), tuple(mesh.mesh.shape)
     needed = "a DeviceMesh of dims named pp, dp (or fsdp), cp, ep, tp, in this order"
     values: dict[str, int] = {}
-    for name, size in zip(names, sizes, strict=bool(names)):
+    if not names:
+        raise PlanError(
+            "this DeviceMesh names no plan", needed=needed, found="dims without names", try_="init_device_mesh(..., mesh_dim_names=...)"
+        )
+    for name, size in zip(names, sizes, strict=True):
         if name not in (*DATA, "pp", "cp", "ep", "tp") or (values.get("dp", 1) > 1 and name in DATA and size > 1):
             raise PlanError("this DeviceMesh names no plan", needed=needed, found=", ".join(names), try_='plan="dp2,tp2"')
         axis = "dp" if name in DATA else name
@@ -96,7 +100,7 @@ def spec_of(mesh: Any) -> Spec:
     spec = Spec(**{k: v for k, v in values.items() if v > 1 or k == "zero"})
     wanted = [(axis, n) for axis, n in spec.mesh.sizes.items() if n > 1]
     given = [("dp" if name in DATA else name, n) for name, n in zip(names, sizes, strict=True) if n > 1]
-    if not names or wanted != given or mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
+    if wanted != given or mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
         raise PlanError(
             "this DeviceMesh names no plan", needed=f"{needed}, ranks in row-major order", found=str(mesh), try_=f'plan="{spec}"'
         )
