@@ -22,7 +22,7 @@ from weft.plan.line import Line, lay
 from weft.plan.named import input_layouts
 from weft.plan.pieces import FoundPieces
 from weft.plan.pins import Pin, resolve
-from weft.plan.place import Options, Placements, place
+from weft.plan.place import Placements, PlacingOptions, place
 from weft.plan.recompute import recomputed, recomputed_stage, regions_of
 from weft.plan.spec import Spec
 from weft.plan.split import Stage, chosen_cuts, split
@@ -65,7 +65,7 @@ class Stages:
     cut: tuple[Stage, ...]
     run: tuple[Stage, ...]
     held: Mapping[str, Placements]
-    options: Options
+    options: PlacingOptions
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Laid:
     line: Line
     stages: tuple[Stage, ...]
     held: Mapping[str, Placements]
-    options: Options
+    options: PlacingOptions
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from weft.frontend.capture import Captured
 from weft.plan.carried import carried
 from weft.plan.pieces import FoundPieces, Pieces, pieces_of, run_again
 from weft.plan.pins import Pin
-from weft.plan.place import Options, Placements
+from weft.plan.place import Placements, PlacingOptions
 from weft.plan.plan import Plan, load, step_of
 from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import rewritten
@@ -109,7 +109,7 @@ class Followed:
             raise PlanError(
                 f"{self.path} says how every tensor is held", needed="no pins beside it", found=", ".join(map(str, pins)), try_="leave out pins="
             )
-        found = carried(self.program, captured.program, Options(gather=frozenset({"dp"} if self.spec.most_zero == 3 else ())))
+        found = carried(self.program, captured.program, PlacingOptions(gather=frozenset({"dp"} if self.spec.most_zero == 3 else ())))
         same = bool(found.alone) and _is_same(captured.program, self.program)
         if found.lost and not same:
             raise self._refused(f"{self.path} is for another step", f"the plan's {_said(found.lost)}", "none that could be held so")

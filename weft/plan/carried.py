@@ -16,7 +16,7 @@ from weft.core.node import Node, Op, make
 from weft.core.program import Program, new_program
 from weft.ops.comm import is_comm
 from weft.ops.source import input_held
-from weft.plan.place import Options, place
+from weft.plan.place import PlacingOptions, place
 from weft.rewrite.engine import erase_nodes
 
 LAID_OUT = ("cuts", "mesh")  # attributes that say a layout
@@ -32,7 +32,7 @@ class Carried:
     lost: tuple[Node, ...] = ()
 
 
-def carried(placed: Program, step: Program, options: Options | None = None) -> Carried:
+def carried(placed: Program, step: Program, options: PlacingOptions | None = None) -> Carried:
     """The step held as the placed program is, and placed around that where the program has no such nodes."""
     meant = _meant(placed, step)
     made = _made_again(placed, meant)

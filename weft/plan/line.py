@@ -19,7 +19,7 @@ from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import GIVEN
 from weft.ops.comm import send
 from weft.ops.registry import Kind
-from weft.plan.place import Options, Placements, place
+from weft.plan.place import Placements, PlacingOptions, place
 from weft.plan.spec import Spec
 from weft.plan.split import LOSS_SUM, Stage
 from weft.plan.turns import in_turn
@@ -65,7 +65,7 @@ def lay(
     stages: Sequence[Stage],
     named: Spec,
     held: Held,
-    options: Options,
+    options: PlacingOptions,
     guard: Callable[[Captured], Captured] | None = None,
     first: Program | None = None,
 ) -> Line:
@@ -124,7 +124,7 @@ class _Border:
     way: Layout
 
 
-def place_stage(stage: Stage, named: Spec, held: Held, options: Options, laid: dict[str, _Border]) -> PlacedStage:
+def place_stage(stage: Stage, named: Spec, held: Held, options: PlacingOptions, laid: dict[str, _Border]) -> PlacedStage:
     """The stage on the mesh. `laid` tells of the borders before it and is told of those after."""
     rank = stage.number % named.pp
     here = at(named, rank)

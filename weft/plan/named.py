@@ -17,13 +17,13 @@ from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.ops.registry import ONE, Kind, Linear, equation_of
-from weft.plan.place import Options, Placements
+from weft.plan.place import Placements, PlacingOptions
 from weft.plan.spec import Spec
 
 
 def input_layouts(
     program: Program, named: Spec, states: Mapping[str, str], pins: Mapping[str, Placements] | None = None
-) -> tuple[dict[str, Placements], Options]:
+) -> tuple[dict[str, Placements], PlacingOptions]:
     """How every input is held. `states` tells of which parameter an optimizer's tensor is; `pins` are parameters' own layouts."""
     held: dict[str, dict[str, Placement]] = {}
     for name, node in program.inputs_for(Role.BATCH).items():
@@ -49,7 +49,7 @@ def input_layouts(
     scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
     turn = frozenset({"cp"}) if named.a2a and named.cp > 1 else frozenset()
     gather = frozenset({"dp"}) if named.most_zero == 3 and named.dp > 1 else frozenset()
-    return held, Options(scatter, turn=turn, gather=gather)  # type: ignore[return-value]
+    return held, PlacingOptions(scatter, turn=turn, gather=gather)  # type: ignore[return-value]
 
 
 def as_state(state: Node, param: Node, places: Placements) -> Placements:

@@ -31,7 +31,7 @@ Choose = Callable[[str, Type], Placements]
 
 
 @dataclass(frozen=True)
-class Options:
+class PlacingOptions:
     """`scatter` are axes along which a pending sum that must be done may leave its value cut (sequence parallelism).
 
     `turn` are axes along which an op kept whole that would have to gather, as attention does its keys, is cut along another dim
@@ -53,7 +53,7 @@ class _AxisWay:
     cost: float
 
 
-def place(program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: Options | None = None, **more: Any) -> Program:
+def place(program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: PlacingOptions | None = None, **more: Any) -> Program:
     """The program on the mesh; `more` is as `placed_with` takes it."""
     return placed_with(program, mesh, inputs, options, **more)[0]
 
@@ -62,7 +62,7 @@ def placed_with(
     program: Program,
     mesh: Mesh,
     inputs: Mapping[str, Placements],
-    options: Options | None = None,
+    options: PlacingOptions | None = None,
     *,
     outputs: Mapping[str, Placements] | None = None,
     arrivals: Mapping[str, Placements] | None = None,
@@ -73,7 +73,7 @@ def placed_with(
     Outputs named in `outputs` are held as told there and, along other axes, as they come; others are whole or as their state.
     Inputs named in `arrivals` are first brought to other placements, such as a value that was sent in slices.
     """
-    placer = _Placer(program, mesh, inputs, options or Options(), outputs or {}, arrivals or {}, made or {})
+    placer = _Placer(program, mesh, inputs, options or PlacingOptions(), outputs or {}, arrivals or {}, made or {})
     placed = remake(program, mesh, placer.made, placer._input, placer._node, placer._output)
     return placed, placer.made
 
@@ -99,7 +99,7 @@ class _Placer:
         program: Program,
         mesh: Mesh,
         inputs: Mapping[str, Placements],
-        options: Options,
+        options: PlacingOptions,
         outputs: Mapping[str, Placements],
         arrivals: Mapping[str, Placements],
         made: Mapping[Node, Node],
