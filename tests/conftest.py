@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+gc.set_threshold(100_000, 50, 50)  # as the command does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 

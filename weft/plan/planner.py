@@ -102,11 +102,18 @@ def best_dtype(cluster: Cluster) -> str:
     return max(HALVES, key=lambda d: min(g.profile.device.peak(d) for g in cluster.groups))
 
 
-@cache
 def captured_stack(model: str, dtype: str, seq: int = 0, **sizes: Any) -> tuple[Stack, int]:
     """A model that was captured, in the dtype it is computed in, and the samples of its example; refused where it is no stack of blocks.
 
     Of one known by name, with some sizes changed, a few blocks are captured, and its settings say how many it has."""
+    made = _stack(model, dtype, seq, tuple(sorted(sizes.items())))
+    if isinstance(made, PlanError):
+        raise made
+    return made
+
+
+@cache
+def _stack(model: str, dtype: str, seq: int, changed: tuple[tuple[str, Any], ...]) -> tuple[Stack, int] | PlanError:
     import torch
 
     from weft.frontend.capture import capture
@@ -114,13 +121,17 @@ def captured_stack(model: str, dtype: str, seq: int = 0, **sizes: Any) -> tuple[
     from weft.frontend.source import load
 
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+    sizes = dict(changed)
     few = few_layers(model, **sizes, **({"seq": seq} if seq else {}))
     work = load(model, device="meta", dtype=kinds[dtype], **(few.settings if few else sizes))
     stack = Stack(model, cache(lambda n: capture(work.model, work.example(n, device="meta"), work.loss)), dtype)
+    try:
+        stack.short(FEW)
+    except PlanError as refused:
+        return refused.with_traceback(None)
     if few:
         stack.seq, stack.repeats = few.tokens, stack.depth * few.of // few.layers
         stack.resized = lambda tokens: captured_stack(model, dtype, tokens, **sizes)[0]
-    stack.short(FEW)
     return stack, int(work.batch)
 
 
