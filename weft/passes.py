@@ -31,6 +31,7 @@ from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
 from weft.transform.guard import guarded
+from weft.transform.low import low_precision
 from weft.transform.noise import measured
 from weft.transform.updates import BUCKET, bucketed, fused_update
 
@@ -89,6 +90,7 @@ class Draft:
     pins: tuple[Pin, ...] = ()
     noise: bool = False
     guard: bool = False
+    low: bool = False  # products in 8-bit floats
     device: torch.device = HOST
     derive: Callable[[], Micro] | None = None  # gives the step of one micro-batch, where the plan has stages or several of them
     micro: Micro | None = None
@@ -209,6 +211,15 @@ def _noise(d: Draft) -> Draft:
     return _with(d, measured) if d.noise else d
 
 
+def _low_precision(d: Draft) -> Draft:
+    if not d.low:
+        return d
+    if d.laid is not None:
+        stages = tuple(replace(s, turns=tuple(map(low_precision, s.turns))) for s in d.laid.line.stages)
+        return replace(d, laid=replace(d.laid, line=replace(d.laid.line, stages=stages)))
+    return replace(d, program=low_precision(d.program)) if d.program is not None else d
+
+
 def _ring(d: Draft) -> Draft:
     return _with(d, lambda p: ring(p, "cp")) if d.spec.ring and d.spec.cp > 1 else d
 
@@ -240,6 +251,7 @@ PASSES = (
     Pass("sparse updates", "tables of which a step reads few rows are updated by these rows alone", _sparse),
     Pass("place", "every tensor gets a layout on the mesh, and collectives stand where layouts change", _place),
     Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
+    Pass("low precision", "products in 8-bit floats, where that is asked for: the one pass that rounds, after all that is proved equal", _low_precision),
     Pass("ring", "keys of context parallelism are gathered in chunks, overlapped with the attention that reads them", _ring),
     Pass("fused update", "sums of gradients, the updates they lead to and the gathers after them are one kernel where peers share memory", _fused_update),
     Pass("buckets", "sums of small gradients travel in a few messages, in the order the backward pass makes them", _buckets),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.ops.harness import Case, Input, case, distinct, index, normal
-from weft.ops import linalg, reduce
+from weft.ops import linalg, low, pointwise, reduce
 from weft.ops.comm import settle
 
 
@@ -31,6 +31,11 @@ CASES = [
     _einsum("ij,k->ik", (5, 4), (3,)),
     _einsum("i,i->", (5,), (5,)),
     _einsum("ab,bc,ca->ab", (2, 4), (4, 3), (3, 2)),
+    case(
+        "product of 8-bit floats",
+        lambda x, y: low.low_einsum(pointwise.cast(x, dtype="f8"), pointwise.cast(y, dtype="f8"), equation="ik,kj->ij", dtype="f64"),
+        lambda x, y: x.to(torch.float8_e4m3fn).double() @ y.to(torch.float8_e4m3fn).double(), normal(5, 4), normal(4, 3), smooth=False,
+    ),
     case("sum", lambda x: reduce.sum_(x, dims=1), lambda x: x.sum(1), normal(3, 4, 5)),
     case("sum of all", reduce.sum_, torch.sum, normal(3, 4)),
     case("sum kept", lambda x: reduce.sum_(x, dims=(0, 2), keepdim=True), lambda x: x.sum((0, 2), keepdim=True), normal(3, 4, 2)),

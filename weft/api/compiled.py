@@ -20,7 +20,7 @@ from weft.core import native
 from weft.core.errors import RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
-from weft.runtime import by_rows, comm, memory, pipeline, quick, replay
+from weft.runtime import by_rows, comm, low, memory, pipeline, quick, replay
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
@@ -68,7 +68,7 @@ class Compiled:
             "device": self.device,
             **self.code.names,
         }
-        names |= {"quick": quick, "by_rows": by_rows, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
+        names |= {"quick": quick, "low_product": low.product, "by_rows": by_rows, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(plan_of(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         names["__source__"] = self.code.text  # for whoever looks at a frame of it
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`

@@ -87,12 +87,13 @@ def parallelize(
     require_torchs(model, optimizer)
     forget_updates(optimizer)
     begin_with(model, asked.weights, asked.seed)
-    how = {"clip": asked.clip, "precision": asked.precision}
-    same = {"accumulate": asked.accumulate, "seed": asked.seed, "pins": tuple(pins), "on_nan": asked.on_nan}
-    run = begin_alike(model, optimizer, example, where, plan=str(named or plan), **how, **same)
+    low = _is_low(asked.precision)
+    how = {"clip": asked.clip, "precision": torch.bfloat16 if low else asked.precision}
+    same = {**how, "precision": asked.precision, "accumulate": asked.accumulate, "seed": asked.seed, "pins": tuple(pins), "on_nan": asked.on_nan}
+    run = begin_alike(model, optimizer, example, where, plan=str(named or plan), **same)
     made = _Asked(
         model, loss, optimizer, example, where, asked.seed, how, asked.accumulate, asked.allow_micro_mean, pins, asked.noise, asked.check,
-        asked.on_nan == "skip", named, file, Forms(model, loss, optimizer, example, run),
+        asked.on_nan == "skip", low, named, file, Forms(model, loss, optimizer, example, run),
     )  # fmt: skip
     step = made.step(asked.others or {}, bytes_of(asked.memory) if asked.memory else 0.0)
     step.trust(asked.on_nan, asked.deterministic)
@@ -118,6 +119,7 @@ class _Asked:
     noise: bool
     check: bool
     guard: bool  # leave out steps whose loss is no number
+    low: bool  # products in 8-bit floats
     named: Spec | None  # none until one is chosen
     file: planfile.Followed | None
     forms: Forms
@@ -183,10 +185,12 @@ class _Asked:
         """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
         named, traced = cast(Spec, self.named), draft.step.program
         draft = passes.run(replace(draft, spec=named, plan=self.file, decided=decision), after="guard", until="recompute")
-        captured, draft = draft.step, passes.run(draft, after="recompute")
+        captured, placed = draft.step, passes.run(draft, after="recompute", until="noise")
+        draft = passes.run(placed, after="noise")
         source, program = cast(Captured, draft.source).program, cast(Program, draft.program)
         require_room(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
         report = verified(source, program) if self.check else None
+        program = cast(Program, passes.run(replace(placed, low=True), after="noise").program) if self.low else program
         step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.seed)
         step.report, step.source, step.moves, step.traced = report, source, draft.moves, traced
         step.how, step.checked = self._how, self.check
@@ -220,6 +224,7 @@ class _Asked:
             "pins": self.pins,
             "guard": self.guard,
             "check": self.check,
+            "low": self.low,
         }
         return pipelined(
             self.model, self.loss, self.optimizer, batch, named, self.device, self.seed, **self.how, **asked, known=known, **settings
@@ -235,6 +240,12 @@ class _Asked:
             return None
         steps = micro_steps(self.model, self.example, self.loss, self.optimizer, **self.how, mean=self.mean)
         return Lines(steps, samples, self.accumulate if self.accumulate > 1 else 0)
+
+
+def _is_low(precision: Any) -> bool:
+    if isinstance(precision, str) and precision != "fp8":
+        raise PlanError(f"no precision {precision!r}", needed='"fp8", or a dtype such as torch.bfloat16', found=repr(precision), try_='precision="fp8"')
+    return precision == "fp8"
 
 
 def _by_parts(named: Spec, accumulate: int) -> Spec:

@@ -73,6 +73,7 @@ def pipelined(
     followed: Follows | None = None,
     mean: bool = False,
     guard: bool = False,
+    low: bool = False,
     check: bool = True,
     known: Callable[[Captured], bool] | None = None,
     **settings: Any,
@@ -89,7 +90,7 @@ def pipelined(
     steps = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)
     take = partial(steps, plan.micro_batches) if known is None and plan.micro else partial(_fewer, plan, steps, example)
     draft = passes.run(
-        Draft(None, plan, followed, pins=tuple(map(parse_pin, pins)), guard=guard, device=device, derive=take), until="micro-batch"
+        Draft(None, plan, followed, pins=tuple(map(parse_pin, pins)), guard=guard, low=low, device=device, derive=take), until="micro-batch"
     )
     micro, captured = cast(Micro, draft.micro), draft.captured
     if known is not None and known(captured):

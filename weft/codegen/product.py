@@ -36,6 +36,9 @@ def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
     if found is None:
         return None
     a, b, out, labels, sizes = found
+    if n.args[0].dtype.itemsize == 1:
+        pair = _matrices(*found, args)
+        return f"low_product({', '.join(pair)}, {n.dtype}).reshape({tuple(sizes[c] for c in out)})" if pair else None
     return _batched(a, b, out, labels, args) if labels.batch else _plain(a, b, out, labels, sizes, args)
 
 

@@ -19,7 +19,7 @@ from weft.core.role import Role
 
 DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
-    "i64": torch.int64, "i32": torch.int32, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
+    "f8": torch.float8_e4m3fn, "i64": torch.int64, "i32": torch.int32, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
 DTYPE_NAMES = {d: n for n, d in DTYPES.items()}
 

@@ -17,7 +17,7 @@ from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
 
-DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16"}
+DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16", "f8": "fp8"}
 MATH = ("gelu", "exp", "tanh", "sigmoid", "silu", "erf", "log", "softmax", "cross_entropy", "dropout", "pow", "sin", "cos")
 SENT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
 
@@ -225,7 +225,7 @@ def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Ite
         yield from _sent(node)
     elif kind is Kind.CONTRACT:
         m, n, k, batch = product_sizes(node)
-        yield Gemm(m, n, k, batch, dtype_of(node), name, loose=_loose(node))
+        yield Gemm(m, n, k, batch, dtype_of(node.args[0]), name, loose=_loose(node))
     elif node.op.attends is not None and not _in_one_kernel(node):
         yield from _with_scores(node)
     elif node.op.products is not None:

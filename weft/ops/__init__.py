@@ -12,6 +12,7 @@ from weft.ops import (  # noqa: F401
     fill,
     linalg,
     loss,
+    low,
     moe,
     norm,
     opaque,

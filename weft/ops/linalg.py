@@ -27,7 +27,7 @@ def einsum_mod(p: int, text: str, *xs: torch.Tensor) -> torch.Tensor:
     return total.permute([kept.index(c) for c in right])
 
 
-def _einsum_equation(types: Types, attrs: Attrs) -> Equation:
+def einsum_equation(types: Types, attrs: Attrs) -> Equation:
     left, arrow, right = attrs["equation"].replace(" ", "").partition("->")
     ins = tuple(tuple(part) for part in left.split(","))
     if not arrow or any(len(set(x)) < len(x) for x in (*ins, right)) or not set(right) <= set(left):
@@ -60,7 +60,7 @@ def _einsum_to(k: int, ins: list[str], right: str, n: Node, ct: Node) -> Node:
 _einsum = define(
     "einsum",
     kind=Kind.CONTRACT,
-    equation=_einsum_equation,
+    equation=einsum_equation,
     run=lambda *xs, equation: torch.einsum(equation, *xs),
     linear=Linear.EACH,
     vjp=_einsum_vjp,

@@ -1,0 +1,65 @@
+"""Products of 8-bit floats: operands scaled row by row to fill the range, multiplied, summed in a wider dtype and scaled back.
+
+A row is what one sum runs over. Rounded to three digits, an element x of a row whose largest is A is off by at most
+|x| / 16 + A / 458752, so a product with y by ROUNDING of the sum of |x||y|, and a little where rows span more than five decades.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.core.node import Attrs, Node, dtype_of
+from weft.ops.comm import all_gather, settle
+from weft.ops.linalg import einsum_equation
+from weft.ops.norm import to_dtype, wide_dtype
+from weft.ops.pointwise import abs_, cast, maximum
+from weft.ops.reduce import amax
+from weft.ops.registry import Kind, Linear, Types, define
+from weft.ops.shape import reshape
+
+LOW = "f8"
+MOST = torch.finfo(torch.float8_e4m3fn).max
+ROUNDING = (1 + 2.0**-4) ** 2 - 1
+
+
+def _dtype(types: Types, attrs: Attrs) -> torch.dtype:
+    return dtype_of(attrs["dtype"])
+
+
+def _run(x: torch.Tensor, y: torch.Tensor, equation: str, dtype: str) -> torch.Tensor:
+    kind = wide_dtype(dtype_of(dtype))
+    return torch.einsum(equation, x.to(kind), y.to(kind)).to(dtype_of(dtype))
+
+
+low_einsum = define("low_einsum", kind=Kind.CONTRACT, equation=einsum_equation, run=_run, dtype=_dtype, linear=Linear.EACH)
+
+
+def quantised(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
+    """x in 8 bits, and the scale of every row along `dims`, which are kept: x is about their product. A row of zeros stays one.
+
+    What is gathered is made small before: rounding and gathering commute.
+    """
+    if x.op is all_gather and len(x.args) == 1:
+        low, scale = quantised(x.args[0], dims)
+        how = dict(x.attrs)
+        cut = scale.layout.where_cut(how["axis"]) is not None
+        return all_gather(low, **how), all_gather(scale, **how) if cut else scale
+    most = settle(amax(abs_(x), dims=dims, keepdim=True))
+    scale = maximum(to_dtype(most, wide_dtype(x.dtype)), 1e-30) / MOST
+    return cast(to_dtype(x, scale.dtype) / scale, dtype=LOW), scale
+
+
+def scaled_product(equation: str, x: Node, y: Node, dtype: torch.dtype) -> Any:
+    """The einsum of x and y by a product of 8-bit floats."""
+    left, out = equation.split("->")
+    ins = left.split(",")
+    parts = [quantised(v, tuple(i for i, c in enumerate(labels) if c not in out)) for v, labels in zip((x, y), ins, strict=True)]
+    made = to_dtype(low_einsum(*(q for q, _ in parts), equation=equation, dtype=dtype), parts[0][1].dtype)
+    for (_, scale), labels, v in zip(parts, ins, (x, y), strict=True):
+        made = made * reshape(scale, tuple(v.shape[labels.index(c)] if c in labels else 1 for c in out))
+    return to_dtype(made, dtype)
+
+
+__all__ = ["LOW", "ROUNDING", "low_einsum", "quantised", "scaled_product"]
