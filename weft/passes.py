@@ -30,6 +30,7 @@ from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
+from weft.transform.gathers import gathered_again
 from weft.transform.guard import guarded
 from weft.transform.low import low_precision
 from weft.transform.noise import measured
@@ -224,6 +225,10 @@ def _ring(d: Draft) -> Draft:
     return _with(d, lambda p: ring(p, "cp")) if d.spec.ring and d.spec.cp > 1 else d
 
 
+def _gather_again(d: Draft) -> Draft:
+    return _with(d, lambda p: gathered_again(p, "dp")) if d.spec.most_zero == 3 and d.spec.dp > 1 else d
+
+
 def _fused_update(d: Draft) -> Draft:
     """Between hosts there is no such kernel: every sum is followed by its own update and gather while the next is under way. Nor is there under
     ZeRO-3, which is there to hold few gradients: each is summed and let go as it is made, where one kernel reads all at the end."""
@@ -250,6 +255,7 @@ PASSES = (
     Pass("stages", "the forward pass is cut where few values pass; backward passes follow by the chain rule, each recomputing its own", _stages),
     Pass("sparse updates", "tables of which a step reads few rows are updated by these rows alone", _sparse),
     Pass("place", "every tensor gets a layout on the mesh, and collectives stand where layouts change", _place),
+    Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays whole in between", _gather_again),
     Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
     Pass("low precision", "products in 8-bit floats, where that is asked for: the one pass that rounds, after all that is proved equal", _low_precision),
     Pass("ring", "keys of context parallelism are gathered in chunks, overlapped with the attention that reads them", _ring),

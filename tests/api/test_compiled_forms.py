@@ -22,6 +22,7 @@ from weft.core.program import new_program
 from weft.frontend.capture import Captured, capture
 from weft.ops.conv import _conv2d_input_grad, _conv2d_weight_grad
 from weft.ops.source import input_node
+from weft.runtime import near as runtime_near
 from weft.runtime.near import Near
 from weft.runtime.peers import connect
 
@@ -129,9 +130,12 @@ def test_a_step_that_cannot_be_traced_runs_node_by_node(monkeypatch: pytest.Monk
     assert_same(got, interp.run_global(captured.program, fresh(values)))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_collectives_through_shared_memory(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "place"), [(2, 1 << 24), (3, 1 << 24), (2, 50_000), (3, 50_000)])
+def test_collectives_through_shared_memory(world: int, place: int, tmp_path: Path) -> None:
+    """In one round, or in several where what is sent does not fit into a place."""
+
     def job(rank: int) -> None:
+        runtime_near.PLACE = place
         near = Near(None, connect())
         gen = torch.Generator().manual_seed(0)
         for shape in [(5,), (3, 4), (200, 301)]:  # the last one in shares where there are more than two ranks

@@ -15,6 +15,8 @@ import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.core.errors import PlanError
+from weft.runtime import comm
+from weft.transform import gathers
 
 
 class Peak(TorchDispatchMode):
@@ -117,6 +119,48 @@ def test_a_pipeline_keeps_less_of_every_micro_batch(tmp_path: Path) -> None:
 def test_with_sharded_parameters(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         assert losses("dp2,zero3,recompute") == losses("dp2,zero3")
+
+    on_ranks(2, job, tmp_path)
+
+
+def deep(layers: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    made = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64)) for _ in range(layers)]
+    return torch.nn.Sequential(*made).double()
+
+
+def squares(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("more", ["", ",recompute"])
+def test_parameters_in_slices_are_gathered_for_each_pass(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer more costs its activations, not its weights; the losses are torch's."""
+    monkeypatch.setattr(gathers, "MESSAGE", 1 << 16)
+    monkeypatch.setattr(comm, "message_bytes", lambda device: 1 << 16)
+    x, rates = torch.randn(4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), {"lr": 1e-2}
+    model, want = deep(6), []
+    optimizer = torch.optim.AdamW(model.parameters(), **rates)
+    for _ in range(3):
+        optimizer.zero_grad()
+        want.append(squares(model, x))
+        want[-1].backward()
+        optimizer.step()
+    lost = [v.item() for v in want]
+
+    def job(rank: int) -> None:
+        live = []
+        for layers in (6, 14):
+            model = deep(layers)
+            step = parallelize(model, squares, torch.optim.AdamW(model.parameters(), **rates), x, f"dp2,zero3{more}", check=layers == 6)
+            got = [step(x).item() for _ in range(3)]
+            if layers == 6:
+                torch.testing.assert_close(got, lost, rtol=1e-12, atol=0)
+            with Peak() as seen:
+                step(x)
+            live.append(seen.peak)
+        weights = 2 * 64 * 256 * 8
+        assert live[1] - live[0] < 0.5 * 8 * weights, (live, weights)
 
     on_ranks(2, job, tmp_path)
 

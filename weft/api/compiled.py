@@ -15,6 +15,7 @@ import torch.distributed as dist
 from weft import interp
 from weft.api.lanes import with_lanes
 from weft.codegen.blocks import Call
+from weft.codegen.order import gathers_parameters
 from weft.codegen.pipeline import lower
 from weft.core import native
 from weft.core.errors import RuntimeFault
@@ -81,7 +82,7 @@ class Compiled:
             self._step = Traced(*parts, program.state, self.device, record=record, stays=program.input_names if again else ())
         self._board = world_board() if together else None
         if donate and self.device.type == "cpu":
-            memory.keep()
+            memory.give_back() if gathers_parameters(program) else memory.keep()
 
     @property
     def how(self) -> str:

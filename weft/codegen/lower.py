@@ -12,9 +12,10 @@ from types import MappingProxyType
 from weft.codegen.blocks import Block, blocks_of, in_blocks
 from weft.codegen.bundles import bundles_of
 from weft.codegen.forms import Form, forms_of
-from weft.codegen.order import is_wire, order
+from weft.codegen.order import gathers_parameters, is_wire, order
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.registry import Kind
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class RankProgram:
     steps: tuple[Step, ...]
     last_waits: tuple[Node, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a group is not one step
+    homes: Mapping[Node, Node] = field(default_factory=dict)  # next values of state that are copied to where the last one was
 
 
 def takes_part(node: Node, coords: Mapping[str, int]) -> bool:
@@ -70,7 +72,21 @@ def rank_program(
         elif isinstance(unit, Node) and is_wire(unit):
             pending[unit] = None
         steps.append(Step(unit, waits, tuple(a for a in args if last.get(a) == i and a in mine and a.op.name != "const")))
-    return RankProgram(program, coords, tuple(steps), tuple(pending), reasons)
+    homes = _homes(program, units) if donate and device == "cpu" and gathers_parameters(program) else {}
+    return RankProgram(program, coords, tuple(steps), tuple(pending), reasons, homes)
+
+
+def _homes(program: Program, units: Sequence[Node | Block | Form]) -> dict[Node, Node]:
+    """State whose next value one node makes after all have read the last one."""
+    at = {n: i for i, unit in enumerate(units) for n in ((unit,) if isinstance(unit, Node) else unit.nodes)}
+    found = {}
+    for name, n in program.outputs:
+        home = program.input_names.get(program.next_of.get(name, ""))
+        if home is None or not n.shape or n.type != home.type or program.outputs_of(home) or len(program.outputs_of(n)) > 1:
+            continue
+        if at.get(n, -1) >= 0 and units[at[n]] is n and not is_wire(n) and all(at.get(u, 0) <= at[n] for u in _readers(program, home)):
+            found[n] = home
+    return found
 
 
 def _placed(program: Program, nodes: Sequence[Node], forms: Sequence[Form], blocks: Sequence[Block]) -> list[Node]:
@@ -89,9 +105,17 @@ def _placed(program: Program, nodes: Sequence[Node], forms: Sequence[Form], bloc
 
     def too_soon(n: Node) -> bool:
         olds = [old for _, old in home[n].instead] if n in home else []
-        return n in overwriting or any(where.get(u, 0) > at[n] for old in olds for u in program.users[old])
+        return n in overwriting or any(where.get(u, 0) > at[n] for old in olds for u in _readers(program, old))
 
     return sorted(here, key=too_soon)
+
+
+def _readers(program: Program, node: Node) -> list[Node]:
+    """Who reads a tensor, itself or what shares its memory."""
+    found = list(program.users[node])
+    for u in found:
+        found += program.users[u] if u.op.kind is Kind.VIEW or u.op.name == "slice" else ()
+    return found
 
 
 def _args(unit: Node | Block | Form) -> tuple[Node, ...]:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from weft.core.node import Node, toposort
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.ops.registry import Kind, nbytes
 
 PREFETCH = 8  # how many nodes ahead a gather of inputs may be started
@@ -30,6 +31,17 @@ Key = tuple[float, float]
 def is_wire(node: Node) -> bool:
     """A collective that really sends."""
     return node.op.kind is Kind.COMM and node.op.wire(2) > 0 and node.mesh.size(node.attr("axis")) > 1
+
+
+def gathers_parameters(program: Program) -> bool:
+    """Whether any parameter is held in slices and made whole for a while, as ZeRO-3 does: memory is what it is short of."""
+
+    def source(n: Node) -> Node:
+        while len(n.args) == 1:
+            n = n.args[0]
+        return n
+
+    return any(is_wire(n) and source(n).role is Role.PARAMETER for n in program.find_all("all_gather"))
 
 
 def order(program: Program, far: Mapping[str, int] = MappingProxyType({})) -> list[Node]:

@@ -85,7 +85,7 @@ class _Writer:
     def parts(self, updates: Sequence[Step], compute: list[str], waits: list[str], outs: list[tuple[str, Node]]) -> str:
         """The same in two functions: all that makes values, all that overwrites them. Nothing where a kernel of ours comes sooner."""
         own = {step.what for step in updates}
-        if any(isinstance(step.what, Block) and step.what not in own for step in self.rp.steps):
+        if self.rp.homes or any(isinstance(step.what, Block) and step.what not in own for step in self.rp.steps):
             return ""
         read = dict.fromkeys(a for step in updates for a in step.what.inputs)  # type: ignore[union-attr]
         values = "".join(f"{self.var[a]}, " for a in read if a.op.name not in ("input", "const"))
@@ -124,6 +124,8 @@ class _Writer:
             self.term(step.what)
         elif step.what in self.var:
             self.line(f"{self.target(step.what)} = {self.expression(step.what)}", step.what)
+        if step.what in self.rp.homes:
+            self.line(f"{self.var[step.what]} = {self.var[self.rp.homes[step.what]]}.copy_({self.var[step.what]})")  # type: ignore[index]
         frees = [self.var[n] for n in step.frees if n in self.var and n.op.name != "input"]
         frees += [self.backward_of[step.what]] if step.what in self.backward_of else []
         if frees:

@@ -32,7 +32,19 @@ def _advise_large(x: Tensor) -> None:
 def keep() -> None:
     """Keep what a step frees for the next one, instead of giving it back and having every page of it zeroed again. For good: a process
     stays as large as its largest step. Other allocators than glibc's do so anyway."""
+    _allocate(-1, 32 << 20)  # the most there is
+
+
+@functools.cache
+def give_back() -> None:
+    """Give large tensors back as soon as they are freed, for steps that gather parameters to hold few of them: kept, holes between tensors of many
+    sizes grow to as much as a third of what is held. For good, whatever else is run."""
+    keep()
+    _allocate(LARGE, LARGE // 2)
+
+
+def _allocate(trim: int, own: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(TRIM, -1)
-        mallopt(OWN_MAPPING, 32 << 20)  # the most there is
+        mallopt(TRIM, trim)
+        mallopt(OWN_MAPPING, own)

@@ -1,7 +1,7 @@
 """Collectives between ranks of one host, through memory all of them map: no sockets, one barrier each.
 
 Every rank puts its operand where the others can read it, all meet, and each takes what it needs. There are two such places,
-used in turn: who writes one again has met the others since, so nobody is still reading it.
+used in turn: who writes one again has met the others since, so nobody is still reading it. What is larger than a place goes in several rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.runtime.peers import PeerBuffer, Peers
 
 SLICED = 1 << 16  # bytes above which, with more than two ranks, each sums only its share and takes the rest from the others
+PLACE = 16 << 20  # bytes of a place at most: each is mapped by every rank for as long as the process lives
 FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -54,6 +55,15 @@ class Near:
     def all_reduce_list(self, xs: Sequence[Tensor], op: str, own: Sequence[bool]) -> list[Tensor]:
         """Tensors reduced together, those that are `own` in place. Terms are taken in the order of ranks: all get the same bits."""
         outs = [x if mine and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype) for x, mine in zip(xs, own, strict=True)]
+        if sum(x.nbytes for x in xs) <= PLACE:
+            self._reduce(xs, op, outs)
+            return outs
+        for x, out in zip(xs, outs, strict=True):
+            for part, into in zip(x.reshape(-1).split(PLACE // x.itemsize), out.view(-1).split(PLACE // x.itemsize), strict=True):
+                self._reduce([part], op, [into])
+        return outs
+
+    def _reduce(self, xs: Sequence[Tensor], op: str, outs: Sequence[Tensor]) -> None:
         terms = self._share(xs, "all_reduce")
         sliced = self.world > 2 and terms[0].numel() * terms[0].element_size() > SLICED
         shares = self._sum_shares(terms, op) if sliced else [(0, terms[0].numel(), terms)]
@@ -64,7 +74,6 @@ class Near:
                 if lo < hi:
                     _fold([t[lo:hi] for t in held], op, out[lo - at : hi - at])
             at += out.numel()
-        return outs
 
     def _sum_shares(self, terms: list[Tensor], op: str) -> list[tuple[int, int, list[Tensor]]]:
         """Every rank sums its share where it lies; who holds what then, as (start, stop, the one term)."""
@@ -79,8 +88,9 @@ class Near:
     def all_gather(self, mine: Tensor) -> Tensor:
         """Every rank's piece, all of one shape, along a new first dim."""
         out = mine.new_empty((self.world, *mine.shape))
-        for r, piece in enumerate(self._share([mine], "all_gather")):
-            out[r].copy_(mine if r == self.rank else piece.view(mine.shape))
+        for part, whole in _rounds(mine, 0, out, 1):
+            for r, piece in enumerate(self._share([part], "all_gather")):
+                whole[r].copy_(part if r == self.rank else piece.view(part.shape))
         return out
 
     def all_gather_list(self, mine: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -91,11 +101,28 @@ class Near:
 
     def reduce_scatter(self, parts: Tensor, op: str = "sum") -> Tensor:
         """parts [ranks, ...]: this rank's one, reduced."""
-        return _folded([t.view(parts.shape)[self.rank] for t in self._share([parts], "reduce_scatter")], op)
+        out = parts.new_empty(parts.shape[1:])
+        for some, into in _rounds(parts, 1, out, 0):
+            _fold([t.view(some.shape)[self.rank] for t in self._share([some], "reduce_scatter")], op, into)
+        return out
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """parts [ranks, ...]: from every rank the one for this rank, in the order of ranks."""
-        return torch.stack([t.view(parts.shape)[self.rank] for t in self._share([parts], "all_to_all")])
+        out = parts.new_empty(parts.shape)
+        for some, into in _rounds(parts, 1, out, 1):
+            for r, t in enumerate(self._share([some], "all_to_all")):
+                into[r].copy_(t.view(some.shape)[self.rank])
+        return out
+
+
+def _rounds(x: Tensor, first: int, out: Tensor, same: int) -> list[tuple[Tensor, Tensor]]:
+    """An operand in parts that fit into a place, cut along its longest dim from `first` on, with what `out`, whose dims from `same` on are those,
+    has of each."""
+    many = -(-x.nbytes // PLACE)
+    if many <= 1:
+        return [(x, out)]
+    dim = max(range(first, x.ndim), key=lambda d: x.shape[d])
+    return list(zip(x.chunk(many, dim), out.chunk(many, dim - first + same), strict=True))
 
 
 _near: dict[int, Near] = {}
@@ -117,7 +144,3 @@ def _fold(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
     for k, term in enumerate(terms[2:], 3):
         total = fold(total, term, out=out if k == len(terms) else total)
     return out
-
-
-def _folded(terms: Sequence[Tensor], op: str) -> Tensor:
-    return _fold(terms, op, torch.empty_like(terms[0], memory_format=torch.contiguous_format))
