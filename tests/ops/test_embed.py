@@ -162,3 +162,37 @@ def test_an_unknown_reduction_is_refused() -> None:
 def test_scatter_of_another_dtype_is_refused() -> None:
     with pytest.raises(TypeMismatch, match="scatter writes its own dtype"):
         trace(lambda x, i, s: embed.scatter(x, i, s, 0), MESH, x=f64(3, 4), i=i64(2, 4), s=tensor("f32", 2, 4))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 3), 0), ((2, 5), 1)])
+def test_rows_are_found_without_a_search_where_code_is_traced(shape: tuple[int, ...], dim: int) -> None:
+    """Inductor of torch 2.11 cannot search in a view; rows without a gap need no search at all."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from weft.runtime import quick
+
+    index = torch.tensor([7, 2, 2, 11, 5])
+    x = torch.randn(*shape[:dim], 5, *shape[dim + 1 :], dtype=torch.float64)
+    whole = x.new_zeros(*shape[:dim], 12, *shape[dim + 1 :]).index_add_(dim, index, x)
+    for rows in (range(2, 7), range(12), range(11, 12)):
+        held = torch.arange(12)[rows.start : rows.stop]
+        want = whole.narrow(dim, rows.start, len(rows))
+        torch.testing.assert_close(quick.put_run(x, index, dim=dim, rows=rows), want)
+        traced = make_fx(lambda x, i, r: quick.put(x, i, r.view(-1), dim=dim), tracing_mode="fake")(x, index, held)
+        assert not any("searchsorted" in str(n.target) for n in traced.graph.nodes)
+        torch.testing.assert_close(traced(x, index, held), want)
+        at, hit = embed.find(index, held)
+        traced = make_fx(embed.find, tracing_mode="fake")(index, held)
+        assert [t.tolist() for t in traced(index, held)] == [at.tolist(), hit.tolist()]
+
+
+def test_a_rank_knows_which_rows_it_holds_without_a_gap() -> None:
+    mesh = Mesh(a=2, b=3)
+    for cuts in ({"a": S(0)}, {"a": S(0), "b": S(0)}, {"b": S(0)}):
+        layout = trace(lambda x: x, mesh, x=f64(11, **cuts)).inputs[0].layout
+        for rank in range(mesh.ranks):
+            at = mesh.coords(rank)
+            run = layout.run(0, at)
+            assert run is not None and list(run) == layout.positions(0, at).tolist()
+    folded = trace(lambda x: embed.reshape(x, (12,)), mesh, x=f64(3, 4, a=S(1))).outputs[0][1].layout
+    assert folded.run(0, {"a": 1, "b": 0}) is None  # the second half of each of three

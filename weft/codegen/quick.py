@@ -10,6 +10,7 @@ import torch
 from weft.codegen.text import settings
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.embed import before_comm
 
 Test = Callable[[Node, str], bool]
 FLASH = {
@@ -76,7 +77,16 @@ def _always(n: Node, device: str) -> bool:
 
 def all_rows(rows: Node) -> bool:
     """Whether the rows that a put fills are all there are, in order."""
-    return rows.op.name == "arange" and (rows.attr("start"), rows.attr("step")) == (0, 1) and not any(a.cut for a in rows.layout.dims[0])
+    return _counted(rows) and not any(a.cut for a in rows.layout.dims[0])
+
+
+def _counted(rows: Node) -> bool:
+    return rows.op.name == "arange" and (rows.attr("start"), rows.attr("step")) == (0, 1)
+
+
+def rows_held(rows: Node, at: Mapping[str, int]) -> range | None:
+    """The rows that a put fills here, where they follow each other without a gap."""
+    return rows.layout.run(0, at) if _counted(before_comm(rows)) else None
 
 
 QUICK: Mapping[str, Test] = {
@@ -99,8 +109,9 @@ def quick_call(
     test = QUICK.get(n.op.name)
     if test is None or not test(n, device):
         return None
-    if n.op.name == "put" and all_rows(n.args[2]):
-        return f"quick.put_all({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={n.args[2].shape[0]})"
+    if n.op.name == "put" and (run := rows_held(n.args[2], at)):
+        whole = len(run) == n.args[2].shape[0]
+        return f"quick.put_{'all' if whole else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if whole else run})"
     attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out")} | ({"own": own} if n.op.name == "adam" else {})
     if n.op.name in ("experts", "experts_backward"):
         attrs["first"] = _first(n.args[3 if n.op.name == "experts" else 4], at)

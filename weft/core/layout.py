@@ -327,6 +327,15 @@ class Layout:
             at = (at[:, None] * size + torch.arange(lo, hi)).reshape(-1)
         return at
 
+    def run(self, dim: int, coords: Mapping[str, int]) -> range | None:
+        """The same where they follow each other without a gap, else None."""
+        first, count = 0, 1
+        for size, lo, hi in self.spans(dim, coords):
+            if count > 1 and (lo, hi) != (0, size):
+                return None
+            first, count = first * size + lo, count * (hi - lo)
+        return range(first, first + count)
+
     def present(self, coords: Mapping[str, int]) -> bool:
         """Whether the rank holds anything at all."""
         return all(coords[a] == p.root for a, p in self.held if isinstance(p, O))

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.core.errors import NotDifferentiable, TypeMismatch
 from weft.core.layout import P
@@ -33,8 +34,19 @@ def find(index: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.T
     if not len(held):
         return torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
     held = held.to(index.device, index.dtype)
-    at = torch.searchsorted(held, index.contiguous()).clamp(max=len(held) - 1)
+    traced = isinstance(index, FakeTensor)  # Inductor does not search in what it makes on the way; to count, it reads once
+    at = (held < index.unsqueeze(-1)).sum(-1) if traced else torch.searchsorted(held, index.contiguous())
+    at = at.clamp(max=len(held) - 1)
     return at, held[at] == index
+
+
+def find_held(ctx: Local, index: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same among the rows of the first operand that this rank holds."""
+    run = ctx.run(0, dim)
+    if not run:
+        return find(index, ctx.positions(0, dim))
+    at = index - run.start
+    return at.clamp(0, len(run) - 1), (at >= 0) & (at < len(run))
 
 
 def out_elements(n: Node) -> float:
@@ -76,7 +88,7 @@ def _take_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, dim: int) -> t
         return _take_run(x, index, dim)
     if x.shape[dim] == 0:
         return x.new_zeros(ctx.out_shape())
-    at, hit = find(index, ctx.positions(0, dim))
+    at, hit = find_held(ctx, index, dim)
     hit = hit.reshape((*index.shape, *(1,) * (x.ndim - 1 - dim)))
     return torch.where(hit, _take_run(x, at, dim), torch.zeros((), dtype=x.dtype, device=x.device))
 
@@ -148,14 +160,14 @@ _put = define(
 
 def _all_rows(n: Node) -> Node:
     """The index of a put, if its rows count from 0: only then do the rows of the result go by their index."""
-    rows = _before_comm(n.args[2])
+    rows = before_comm(n.args[2])
     if rows.op.name != "arange" or (rows.attr("start"), rows.attr("step")) != (0, 1):
         needed = "rows made by indices(...)"
         raise NotDifferentiable(f"{n.op.name} has no gradient for rows of one's own", needed=needed, found=rows.op.name, where=user_line())
     return n.args[1]
 
 
-def _before_comm(x: Node) -> Node:
+def before_comm(x: Node) -> Node:
     """What a value was before it was communicated; the value is the same."""
     while True:
         if is_comm(x) and len(x.args) == 1:
@@ -191,7 +203,7 @@ def _gather_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, dim: int) ->
         return torch.gather(x, dim, index.long())
     if x.shape[dim] == 0:
         return x.new_zeros(ctx.out_shape())
-    at, hit = find(index, ctx.positions(0, dim))
+    at, hit = find_held(ctx, index, dim)
     return torch.where(hit, torch.gather(x, dim, at.long()), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -285,11 +297,10 @@ def _scatter_dtype(types: Types, attrs: Attrs) -> torch.dtype:
 
 def _scatter_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
     """What falls outside the rows held is written to one row past them, and that row dropped."""
-    held = ctx.positions(0, dim)
-    at, hit = find(index, held)
-    at = torch.where(hit, at, len(held)).long()
+    at, hit = find_held(ctx, index, dim)
+    at = torch.where(hit, at, x.shape[dim]).long()
     spare = x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])
-    return torch.cat([x, spare], dim).scatter(dim, at, src).narrow(dim, 0, len(held))
+    return torch.cat([x, spare], dim).scatter(dim, at, src).narrow(dim, 0, x.shape[dim])
 
 
 _scatter = define(

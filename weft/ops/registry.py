@@ -64,6 +64,10 @@ class Local:
         """Global indices, along a dim of an operand, of what this rank holds."""
         return self.node.args[arg].type.layout.positions(dim, self.coords)
 
+    def run(self, arg: int, dim: int) -> range | None:
+        """The same where they follow each other without a gap, else None."""
+        return self.node.args[arg].type.layout.run(dim, self.coords)
+
     def out_positions(self, dim: int, out: int = 0) -> torch.Tensor:
         return self.node.types[out].layout.positions(dim, self.coords)
 

@@ -49,8 +49,9 @@ def put(x: Tensor, index: Tensor, rows: Tensor, *, dim: int) -> Tensor:
     held = rows.numel()
     flat = index.reshape(-1)
     x = x.reshape(*x.shape[:dim], flat.numel(), *x.shape[dim + index.ndim :])
-    searched = rows.clone() if isinstance(rows, FakeTensor) else rows  # Inductor cannot search a view
-    at = torch.searchsorted(searched, flat.contiguous()).clamp(max=max(held - 1, 0))
+    traced = isinstance(flat, FakeTensor)  # Inductor does not search in what it makes on the way; to count, it reads once
+    at = (rows < flat.unsqueeze(-1)).sum(-1) if traced else torch.searchsorted(rows, flat.contiguous())
+    at = at.clamp(max=max(held - 1, 0))
     hit = (rows[at] == flat) if held else torch.zeros_like(flat, dtype=torch.bool)
     x = torch.where(hit.reshape(-1, *(1,) * (x.ndim - 1 - dim)), x, torch.zeros((), dtype=x.dtype, device=x.device))
     return x.new_zeros(*x.shape[:dim], held, *x.shape[dim + 1 :]).index_add_(dim, at, x)
@@ -64,6 +65,15 @@ def put_all(x: Tensor, index: Tensor, *, dim: int, rows: int) -> Tensor:
         return _aten.embedding_dense_backward(flat, index.reshape(-1), rows, -1, False).reshape(rows, *row)  # type: ignore[no-any-return]
     x = x.reshape(*x.shape[:dim], index.numel(), *x.shape[dim + index.ndim :])
     return x.new_zeros(*x.shape[:dim], rows, *x.shape[dim + 1 :]).index_add_(dim, index.reshape(-1), x)
+
+
+def put_run(x: Tensor, index: Tensor, *, dim: int, rows: range) -> Tensor:
+    """The same where rows without a gap are held."""
+    at = index - rows.start
+    hit = (at >= 0) & (at < len(rows))
+    shape = (*(1,) * dim, *index.shape, *(1,) * (x.ndim - dim - index.ndim))
+    x = torch.where(hit.view(shape), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return put_all(x, torch.where(hit, at, 0), dim=dim, rows=len(rows))
 
 
 def conv2d_backward(ct: Tensor, x: Tensor, w: Tensor, *, stride: Any, padding: Any, dilation: Any) -> tuple[Tensor, Tensor]:
