@@ -114,3 +114,14 @@ def test_pieces_laid_side_by_side_are_one_call() -> None:
     texts = [f.text(lambda n: n.op.name) for f in forms_of(p, (), {}, False, "cpu")]
     assert texts == ["torch.cat([mul, mul, mul, mul], 0)"]
 
+
+
+def test_a_number_beside_a_tensor_is_written_as_one() -> None:
+    """A compiler multiplies for x ** 3.0 and calls pow for a tensor of 3.0, also where the gradient takes a power less."""
+    for power, backward in ((3.0, "torch.square("), (4.0, "** 3.0"), (2.5, "** 1.5")):
+        program = grad(trace(lambda x, power=power: w.sum(x**power * 0.5 + x), Mesh(), x=f64(5)), wrt=["x"])
+        text = Compiled(program).code.text
+        assert f"** {power}" in text and backward in text and "torch.full" not in text.replace("torch.full((), 1.0", "")
+        x = torch.randn(5, dtype=torch.float64).abs().requires_grad_()
+        (x**power * 0.5 + x).sum().backward()
+        torch.testing.assert_close(Compiled(program)({"x": x.detach()})["d.x"], x.grad)

@@ -50,7 +50,7 @@ class _Writer:
         self.rp, self.prefix, self.chunked, self.device, self.own = rp, prefix, chunked, device, own
         self.at: Mapping[str, int] = rp.coords
         names = node_names(rp.program)
-        self.var = {n: _variable(names.get(n, "")) for n in rp.program.nodes if n in names}
+        self.var = {n: _variable(names.get(n, "")) for n in rp.program.nodes if n in names and not _always_beside(rp, n)}
         self.names: dict[str, Any] = {}
         self.calls: dict[str, Call] = {}
         self.lines: list[str] = []
@@ -171,7 +171,7 @@ class _Writer:
         if n.op.kind is Kind.COMM:
             return self.communicate(n)
         if n.op.name in INFIX:
-            left, right = (self.value(a) for a in n.args)
+            left, right = (python(a.attr("value")) if _beside(n, a) else self.value(a) for a in n.args)
             return f"{f'({left})' if left.startswith('-') else left} {INFIX[n.op.name]} {right}"
         if n.op.name == "where" and sum(a in self.var for a in n.args) == 2:
             return f"torch.where({', '.join(map(self.value, n.args))})"
@@ -318,6 +318,15 @@ class _Writer:
 
     def like(self, n: Node) -> str:
         return f"(torch.{str(n.types[0].dtype).removeprefix('torch.')}, device)"
+
+
+def _beside(user: Node, n: Node) -> bool:
+    """Whether a constant stands beside a tensor of its dtype: as a number there it is the same, and compilers do more with numbers."""
+    return n.op.name == "const" and user.op.name in INFIX and any(a.op.name != "const" and a.dtype == n.dtype for a in user.args)
+
+
+def _always_beside(rp: RankProgram, n: Node) -> bool:
+    return n.op.name == "const" and not rp.program.outputs_of(n) and all(_beside(user, n) for user in rp.program.users[n])
 
 
 def _rooms(rp: RankProgram) -> dict[Node, tuple[str, int]]:

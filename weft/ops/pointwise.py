@@ -150,14 +150,17 @@ def keep(ct: Node, here: Node) -> Node:
     return keep_where(spread(ct, here), here)  # type: ignore[no-any-return]
 
 
+def _power(x: Node, number: float) -> Node:
+    return x if number == 1 else square(x) if number == 2 else pow_(x, number)  # type: ignore[no-any-return]
+
+
 def _pow_vjp(n: Node, ct: Node) -> Any:
     """Nothing flows through x**0, nor to the power of 0**e for e >= 0, as torch has it."""
     x, e = n.args
-    if e.op.name == "const" and e.attr("value") == 0:
-        return _nothing(n), None
-    slope = ct * (e * pow_(x, e - 1.0))
     if e.op.name == "const":
-        return fit(slope, x), None
+        number = e.attr("value")
+        return (fit(ct * (number * _power(x, number - 1.0)), x) if number else _nothing(n)), None
+    slope = ct * (e * pow_(x, e - 1.0))
     steep = keep(n * log(x), logical_not(logical_and(eq(x, 0.0), ge(e, 0.0))))
     return fit(keep(slope, ne(e, 0.0)), x), fit(ct * steep, e)
 
