@@ -32,7 +32,7 @@ class DevicePeers:
         here: list[Any] = [None] * self.world
         dist.all_gather_object(here, hosts.place(self.device), group=group)
         # with ranks of other groups too: blocks that wait for each other must all have room at once
-        self._sharing = max(here.count(here[self.rank]), hosts.sharing(here[self.rank]))
+        self.sharing = max(here.count(here[self.rank]), hosts.sharing(here[self.rank]))
         _require_one_host([host for host, _ in here], self.global_ranks, self.rank)
 
     def empty(self, nbytes: int) -> PeerBuffer:
@@ -59,10 +59,11 @@ class DevicePeers:
         torch.cuda.synchronize(self.device)  # what this memory was before may still be in use here, and peers do not wait for that
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, mine.untyped_storage()._share_cuda_()[1:], group=self.group)
-        self._handles.append(mine)  # whoever maps it may outlive whoever asked for it
         opened = [None if r == self.rank else torch.UntypedStorage._new_shared_cuda(self.device.index, *how) for r, how in enumerate(told)]
         dist.barrier(self.group)
-        return tuple(mine if s is None else torch.empty(0, dtype=torch.uint8, device=self.device).set_(s) for s in opened)
+        parts = tuple(mine if s is None else torch.empty(0, dtype=torch.uint8, device=self.device).set_(s) for s in opened)
+        self._handles.append(parts)  # a table on the device may outlive whoever asked for it, here and where it is mapped
+        return parts
 
     def barrier(self, op: str = "barrier") -> None:
         """Wait, on the host, until every rank's work so far is done."""
@@ -71,7 +72,7 @@ class DevicePeers:
 
     def multiprocessors(self) -> int:
         """This rank's share of those of its GPU."""
-        return int(torch.cuda.get_device_properties(self.device).multi_processor_count) // self._sharing
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count) // self.sharing
 
     def resident_blocks(self) -> int:
         """Blocks of one rank that are sure to run at once when every rank launches as many."""

@@ -77,6 +77,7 @@ class DeviceKernel:
         self._meta = {"RANK": peers.rank, "WORLD": peers.world, "LANES": _power_of_two(peers.world)}
         self._tiles = {"CHUNK": self.launch.chunk, "BLOCK": self.launch.block, "ALIGN": 16 if aligned else 4}
         self._limit = int(faults.timeout_s() * 1e6)
+        self._crowded = getattr(peers, "sharing", 1) > 1  # many blocks that wait leave no room for what a rank does before it comes
 
     def __call__(self, scalars: Sequence[float] | None = None) -> None:
         """Run the kernel on the current stream; `scalars` are those of all groups, one group after the other."""
@@ -90,12 +91,13 @@ class DeviceKernel:
         be reading when this returns."""
         inside = self.launch.inside
         for number, phase in enumerate(self._phases):
-            if not inside:
+            apart = not inside or number == 0 and self._crowded
+            if apart:
                 self.meet()
             last = number == len(self._phases) - 1
             phase[(self._blocks,)](
                 self._table, self._work, self.pieces, self.scalars, self._sums, self._pads, self._limit,
-                **self._meta, **self._tiles, ENTER=inside, LEAVE=inside and last, num_warps=self.launch.warps,
+                **self._meta, **self._tiles, ENTER=not apart, LEAVE=inside and last, num_warps=self.launch.warps,
             )  # fmt: skip
         if not inside and leave:
             self.meet()
