@@ -28,11 +28,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "bert-large": {"layers": 6, "batch": 16},
     "wide-resnet": {"stages": (2, 2, 2, 2), "base": 64, "batch": 32},
 }
-HUGGING_FACE: dict[str, dict[str, Any]] = {  # transformers' own modules, parameters in the precision's dtype
-    "hf-llama": {"kind": "Llama", "layers": 16, "hidden": 2048, "ffn": 5632, "heads": 32, "kv_heads": 4, "vocab": 32000, "seq": 2048, "batch": 4},
-    "hf-mixtral": {"kind": "Mixtral", "layers": 4, "hidden": 1024, "ffn": 3584, "heads": 16, "kv_heads": 4, "vocab": 32000, "seq": 2048,
-                   "batch": 4},
-}
+_SMALL = {"max_position_embeddings": 2048, "vocab_size": 32000}
+HUGGING_FACE: dict[str, tuple[str, dict[str, Any], int, int]] = {  # transformers' own modules: class, settings, batch, tokens (or pixels)
+    "hf-llama": ("LlamaForCausalLM", {**_SMALL, "num_hidden_layers": 22, "hidden_size": 2048, "intermediate_size": 5632,
+                                      "num_attention_heads": 32, "num_key_value_heads": 4}, 4, 2048),
+    "hf-mixtral": ("MixtralForCausalLM", {**_SMALL, "num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 3584,
+                                          "num_attention_heads": 16, "num_key_value_heads": 4}, 4, 2048),
+    "hf-gpt2-medium": ("GPT2LMHeadModel", {"n_layer": 24, "n_embd": 1024, "n_head": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+                                           "attn_pdrop": 0.0}, 8, 1024),
+    "hf-bert": ("BertForMaskedLM", {"num_hidden_layers": 12, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, 32, 512),
+    "hf-vit": ("ViTForImageClassification", {"num_hidden_layers": 12, "num_labels": 1000}, 64, 224),
+    "hf-resnet50": ("ResNetForImageClassification", {"num_labels": 1000}, 128, 224),
+}  # fmt: skip
 CLOSE = {"tf32": 2e-3, "bf16": 2e-2}  # relative, of losses; or three times what torch.compile is off by
 SORTS = {"nchwToNhwc": "turned", "nhwcToNchw": "turned", "triton_red": "reductions", "triton_per": "reductions", "triton_poi": "elementwise",
          "Memcpy": "copies", "Memset": "copies", "multi_tensor": "update"}  # fmt: skip
@@ -46,7 +53,7 @@ class Ways:
 
         self.precision, self.pure = precision, name in HUGGING_FACE and precision == "bf16"
         if name in HUGGING_FACE:
-            self.workload = HuggingFace(**HUGGING_FACE[name], dtype=torch.bfloat16 if self.pure else torch.float32)
+            self.workload = HuggingFace(*HUGGING_FACE[name], dtype=torch.bfloat16 if self.pure else torch.float32)
             self.example = self.workload.example()
             self.batch = {k: v.cuda() for k, v in self.example.items()}
             return
@@ -61,9 +68,11 @@ class Ways:
     def weft(self) -> Callable[[], Any]:
         from weft.api.parallelize import parallelize
 
+        start, self.seconds = time.time(), {"weft": 0.0}
         model, low = copy.deepcopy(self.workload.model), torch.bfloat16 if self.precision == "bf16" and not self.pure else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.step = parallelize(model, self.workload.loss, optimizer, self.example, device="cuda", precision=low)
+        self.seconds["weft"] = time.time() - start
         return lambda: self.step(self.batch)
 
     def torch(self, compiled: bool) -> Callable[[], Any]:
@@ -87,24 +96,32 @@ class Ways:
 
 
 class HuggingFace:
-    """A model of transformers for next-token prediction, built from its configuration with random weights."""
+    """A model of transformers built from its configuration with random weights. Its attention is causal by the flag of torch's kernel, not
+    by a mask written out, which transformers would hand over while compiling: then every way of running it skips the same half."""
 
-    def __init__(self, kind: str, dtype: torch.dtype, seq: int, batch: int, **sizes: int) -> None:
+    def __init__(self, kind: str, settings: dict[str, Any], batch: int, size: int, dtype: torch.dtype) -> None:
         import transformers
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        words = {"layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size", "heads": "num_attention_heads",
-                 "kv_heads": "num_key_value_heads", "vocab": "vocab_size"}  # fmt: skip
-        config = getattr(transformers, f"{kind}Config")(**{words[k]: v for k, v in sizes.items()}, max_position_embeddings=seq)
+        ALL_ATTENTION_FUNCTIONS.register("by_flag", sdpa_attention_forward)
+        config = getattr(transformers, kind).config_class(**settings)
+        config._attn_implementation = "by_flag" if "CausalLM" in kind or "LMHead" in kind else config._attn_implementation
         torch.manual_seed(0)
-        self.model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
-        self.shape, self.vocab = (batch, seq), sizes["vocab"]
+        self.model = getattr(transformers, kind)(config).to(dtype)
+        self.batch, self.size, self.vocab, self.dtype = batch, size, getattr(config, "vocab_size", 0), dtype
 
     def example(self) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, self.vocab, self.shape, generator=torch.Generator().manual_seed(1))
+        random = torch.Generator().manual_seed(1)
+        if not self.vocab:
+            pixels = torch.randn(self.batch, 3, self.size, self.size, generator=random).to(self.dtype)
+            return {"pixel_values": pixels, "labels": torch.randint(0, 1000, (self.batch,), generator=random)}
+        tokens = torch.randint(0, self.vocab, (self.batch, self.size), generator=random)
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        return model(**batch, use_cache=False).loss
+        cache = {"use_cache": False} if "CausalLM" in type(self.model).__name__ or "LMHead" in type(self.model).__name__ else {}
+        return model(**batch, **cache).loss
 
 
 def started(name: str, precision: str) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
@@ -115,14 +132,15 @@ def started(name: str, precision: str) -> tuple[dict[str, Callable[[], Any]], di
     losses, seconds = {}, {}
     for key, way in ways.items():
         start = time.time()
-        losses[key] = [float(way().detach()) for _ in range(4)]
-        seconds[key] = round(time.time() - start, 1)
+        losses[key] = [float(way().detach())]
+        seconds[key] = round(time.time() - start + made.seconds.get(key, 0.0), 1)
+        losses[key] += [float(way().detach()) for _ in range(3)]
         for _ in range(3):
             way()
     ours, theirs = (max(abs(a - b) / abs(b) for a, b in zip(losses[k], losses["eager"], strict=True)) for k in ("weft", "compile"))
     assert ours < max(CLOSE[precision], 3 * theirs), losses
     said = f"losses of 4 steps equal eager's to {ours:.1e} (torch.compile's to {theirs:.1e})"
-    return ways, {"correct": said, "first_calls_s": seconds, "how": made.step.compiled.how}
+    return ways, {"correct": said, "first_step_s": seconds, "how": made.step.compiled.how}
 
 
 def kernels(step: Callable[[], Any]) -> dict[str, Any]:
@@ -135,6 +153,11 @@ def kernels(step: Callable[[], Any]) -> dict[str, Any]:
     return {"sorts": sorts, "most": {name: [count, us] for name, count, us in found[:30]}}
 
 
+def described(name: str) -> str:
+    kind, sizes, batch, size = HUGGING_FACE.get(name, ("", SIZES.get(name, {}), 0, 0))
+    return ", ".join([name, *(f"{k} {v}" for k, v in sizes.items() if v), *([kind, f"batch {batch}x{size}"] if kind else [])])
+
+
 def main() -> None:
     name, precision, rounds, folder = sys.argv[1:]
     ready, go, out = (Path(folder, f"{name}.{end}") for end in ("ready", "go", "json"))
@@ -143,8 +166,7 @@ def main() -> None:
         ready.touch()
         while not go.exists():
             time.sleep(0.02)
-        sizes = {**SIZES, **HUGGING_FACE}[name]
-        row = timed_row(", ".join([name, *(f"{k} {v}" for k, v in sizes.items())]), in_turn(ways, int(rounds)), **said)
+        row = timed_row(described(name), in_turn(ways, int(rounds)), **said)
         row["machine"] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         row["kernels_us"] = {key: kernels(ways[key]) for key in ("weft", "compile")}
     except Exception as error:
