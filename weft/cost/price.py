@@ -23,21 +23,21 @@ class Costs:
     cluster: Cluster
     device: Device
     place: Place
-    _known: dict[Op, float] = field(default_factory=dict)
+    _known: dict[Collective, float] = field(default_factory=dict)
     _ranks: dict[str, Ranks] = field(default_factory=dict)
 
     def seconds(self, op: Op) -> float:
-        if op not in self._known:
-            self._known[op] = self._price(op)
-        return self._known[op]
+        known = self._known if isinstance(op, Collective) else self.device.priced
+        found = known.get(op)
+        if found is None:
+            found = known[op] = self._carried(op) if isinstance(op, Collective) else device_seconds(self.device, op)
+        return found
 
-    def _price(self, op: Op) -> float:
-        if isinstance(op, Collective):
-            ranks = self.ranks(op.axis)
-            if op.peer and ranks.members[0] == ranks.size:
-                return collectives.peer_seconds(self.cluster, self.device, op.kind, op.bytes, ranks)
-            return collectives.seconds(self.cluster, op.kind, op.bytes, ranks)
-        return device_seconds(self.device, op)
+    def _carried(self, op: Collective) -> float:
+        ranks = self.ranks(op.axis)
+        if op.peer and ranks.members[0] == ranks.size:
+            return collectives.peer_seconds(self.cluster, self.device, op.kind, op.bytes, ranks)
+        return collectives.seconds(self.cluster, op.kind, op.bytes, ranks)
 
     def host(self, op: Op) -> float:
         """What the host needs to issue it."""

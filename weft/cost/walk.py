@@ -48,13 +48,13 @@ class Walk:
     links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     causes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    events: list[tuple[Task, float]] = field(default_factory=list)  # what ran, and from when on
+    events: list[tuple[Task, float]] | None = field(default_factory=list)  # what ran, and from when on; None where nobody asks
     beside: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def line(self) -> Timeline:
         """What ran where and when."""
-        made = sorted((e for e in self.events if e[0].seconds > 0), key=lambda e: e[1])
+        made = sorted((e for e in self.events or () if e[0].seconds > 0), key=lambda e: e[1])
         return Timeline(tuple(t for t, _ in made), tuple(b for _, b in made), tuple(b + t.seconds for t, b in made))
 
     def phase(self) -> Phase:
@@ -74,14 +74,18 @@ class Walk:
             self.wait(op.axis, self.carry(op, op.axis, self.now, hides=False))
             return
         seconds = self.costs.seconds(op)
-        self.events.append((Task(name, "compute", seconds), self.now))
+        self.note(name, "compute", seconds, "compute", self.now)
         self.causes["compute"] += seconds
         self.now += seconds
         self.join()
 
+    def note(self, name: str, stream: str, seconds: float, cause: str, start: float) -> None:
+        if self.events is not None:
+            self.events.append((Task(name, stream, seconds, cause=cause), start))
+
     def issue(self, name: str, op: Op) -> None:
         seconds = self.costs.host(op)
-        self.events.append((Task(name, "host", seconds, cause="host"), self.host))
+        self.note(name, "host", seconds, "host", self.host)
         self.host += seconds
 
     def wait(self, cause: str, until: float) -> None:
@@ -102,7 +106,7 @@ class Walk:
         link = self.costs.link(op.axis)
         start, seconds = max(ready, self.links[link]), self.costs.seconds(op)
         self.links[link] = start + seconds
-        self.events.append((Task(op.name or op.kind, link, seconds, cause=op.axis), start))
+        self.note(op.name or op.kind, link, seconds, op.axis, start)
         if hides:
             self.hidden[cause] += seconds
         return start + seconds

@@ -272,7 +272,7 @@ class Stack:
     _places: dict[tuple[int, Setting], PlacedShort] = field(default_factory=dict)
     _works: dict[tuple[int, Setting], Workload] = field(default_factory=dict)
     _cuts: dict[tuple[str, int], float] = field(default_factory=dict)
-    _grown: dict[tuple[object, ...], Callable[[float], Workload] | None] = field(default_factory=dict)
+    _grown: dict[tuple[int, Setting], Callable[[float], Any] | None] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -340,41 +340,38 @@ class Stack:
         """What one device does for one micro-batch. Every size is a constant plus a multiple of the samples, so two numbers of samples tell
         all others."""
         self.require(s)
-        n, few = s.micro_batch * s.ep, FEW * s.ep
-        if n in (few, 2 * few):
-            return self._captured(s, n)
-        key = (s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp, s.kernels, n > few)
-        if key not in self._grown:
-            self._grown[key] = self._sizes(s, few, n > few)
-        made = self._grown[key]
-        return self._captured(s, n) if made is None else replace(made(n), tokens=self._tokens(s))
-
-    def _sizes(self, s: Setting, few: int, many: bool) -> Callable[[float], Workload] | None:
-        """Of any samples; where a few are placed in another way than twice as many, `many` are as these and twice as many again."""
-        for m in (few, 2 * few) if many else (few,):
-            try:
-                made = grown(*(replace(self._captured(s, k), tokens=1) for k in (m, 2 * m)))
-                return lambda n, m=m, made=made: made(n / m)  # type: ignore[misc]
-            except _Differ:
-                continue
-        return None
-
-    def _tokens(self, s: Setting) -> int:
-        return s.micro_batch * max(1, self.seq)
-
-    def _captured(self, s: Setting, n: int) -> Workload:
-        """As placed, with what does not change where anything is: collectives beside products, and a tied weight on the last stage."""
         cut = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sequence_parallel=s.sequence_parallel and s.tp > 1, kernels=s.kernels)
-        placed = self._placed(cut, n)
-        if (n, cut) not in self._works:
-            self._works[n, cut] = _computed_in(self._made(placed), self.dtype)
-        work = self._works[n, cut]
+        work = self._sized(cut, s.micro_batch * s.ep)
         if s.overlap_tp and s.tp > 1:
             first, layer, last, *halves = (_beside(b) for b in (work.first, work.layer, work.last, *work.halves))
             work = replace(work, first=first, layer=layer, last=last, halves=tuple(halves))
-        if s.pp > 1:
-            work = replace(work, last=replace(work.last, params=work.last.params + placed.shared))
-        return replace(work, tokens=self._tokens(s))
+        if s.pp > 1:  # a tied weight is on the last stage too
+            work = replace(work, last=replace(work.last, params=work.last.params + work.shared))
+        return replace(work, tokens=s.micro_batch * max(1, self.seq))
+
+    def _sized(self, cut: Setting, n: int) -> Workload:
+        """Of n samples; where a few are placed in another way than twice as many, many are as these and twice as many again."""
+        few = FEW * cut.ep
+        if n not in (few, 2 * few):
+            for m in (few * k for k in (1, 2, 4, 8) if few * k <= n) if n > few else (few,):
+                made = self._pair(cut, m)
+                if made is not None:
+                    return made(n / m)  # type: ignore[no-any-return]
+        return self._captured(cut, n)
+
+    def _pair(self, cut: Setting, m: int) -> Callable[[float], Any] | None:
+        """What m samples and twice as many say of x times m; None where they are placed in two ways."""
+        if (m, cut) not in self._grown:
+            try:
+                self._grown[m, cut] = grown(self._captured(cut, m), self._captured(cut, 2 * m))
+            except _Differ:
+                self._grown[m, cut] = None
+        return self._grown[m, cut]
+
+    def _captured(self, cut: Setting, n: int) -> Workload:
+        if (n, cut) not in self._works:
+            self._works[n, cut] = _computed_in(self._made(self._placed(cut, n)), self.dtype)
+        return self._works[n, cut]
 
     def _placed(self, cut: Setting, n: int) -> PlacedShort:
         if (n, cut) not in self._places:

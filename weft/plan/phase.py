@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.cost.price import Costs
+from weft.cost.timeline import Task
 from weft.cost.walk import Phase, Walk, combine
 from weft.cost.work import Collective, Op
 from weft.plan.workload import Block, split_weight
@@ -58,9 +59,9 @@ def _cut(parts: Sequence[LayerRun], most: int) -> list[LayerRun]:
     return [LayerRun(p.block, min(p.count, most)) for p in parts]
 
 
-def walk(costs: Costs, parts: Sequence[LayerRun], how: Pass) -> LayerWalk:
-    """Every op of the parts, one by one."""
-    walker = LayerWalk(costs, how=how)
+def walk(costs: Costs, parts: Sequence[LayerRun], how: Pass, events: list[tuple[Task, float]] | None = None) -> LayerWalk:
+    """Every op of the parts, one by one; they are put among the events, if asked for."""
+    walker = LayerWalk(costs, how=how, events=events)
     blocks = [p.block for p in parts for _ in range(p.count)]
     for i, block in enumerate(blocks):
         walker.block(block, blocks[i + 1] if i + 1 < len(blocks) else None)

@@ -26,6 +26,7 @@ from weft.cost.memory import room
 from weft.cost.pipeline import STEADY, repeated
 from weft.cost.price import Costs
 from weft.cost.timeline import Timeline
+from weft.cost.walk import Phase
 from weft.cost.work import Collective, Op
 from weft.plan.memory import stage_memory
 from weft.plan.phase import LayerRun, Pass, gathers, reductions
@@ -74,6 +75,7 @@ class Search:
     _works: dict[object, Workload] = field(default_factory=dict)
     _plain: dict[object, _Plain] = field(default_factory=dict)
     _links: dict[object, float] = field(default_factory=dict)
+    _phases: dict[object, dict[object, Phase]] = field(default_factory=dict)
     _steps: dict[tuple[Setting, tuple[int, ...], Stages], tuple[float, float]] = field(default_factory=dict)
     _cut: dict[tuple[Setting, Measure], Stages | None] = field(default_factory=dict)
     _times: dict[object, Times] = field(default_factory=dict)
@@ -223,8 +225,8 @@ class Search:
 
     def step(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> SimulatedStep:
         """The whole simulation."""
-        work = self.work(setting)
-        return simulate(blocks_of(work, stages) if stages else work, setting, self.cluster, layers)
+        work, lie = self.work(setting), (_work_key(setting), setting.dp)
+        return simulate(blocks_of(work, stages) if stages else work, setting, self.cluster, layers, self._phases.setdefault(lie, {}))
 
     def work(self, s: Setting) -> Workload:
         key = _work_key(s)
@@ -259,6 +261,8 @@ class Search:
 
     def _slower(self, s: Setting) -> float:
         """How many times longer the layers take, dealt to stages by their speed, than if all stages had the fastest device."""
+        if self.cluster.uniform:
+            return 1.0
         kinds = {d.name: self.times(s, d).of("layer", "none") for d in self.devices(s)}
         return s.pp / sum(min(kinds.values()) / kinds[d.name] for d in self.devices(s)) if len(kinds) > 1 else 1.0
 

@@ -58,10 +58,13 @@ class SimulatedStep:
         return max(self.memory, key=lambda m: m.total)
 
 
-def simulate(work: Workload, setting: Setting, cluster: Cluster, layers: tuple[int, ...] = ()) -> SimulatedStep:
-    """Foresee one step. `layers` are those of each virtual stage, where they are not shared out evenly."""
+def simulate(
+    work: Workload, setting: Setting, cluster: Cluster, layers: tuple[int, ...] = (), known: dict[object, Phase] | None = None
+) -> SimulatedStep:
+    """Foresee one step. `layers` are those of each virtual stage, where they are not shared out evenly; passes are kept in `known`, which
+    settings may share that do the same work on devices that lie alike."""
     _check(setting, cluster)
-    return _Simulation(work, setting, cluster, layers).step()
+    return _Simulation(work, setting, cluster, layers, {} if known is None else known).step()
 
 
 def held(work: Workload, setting: Setting, cluster: Cluster) -> float:
@@ -99,7 +102,7 @@ def _filled(s: Setting, devices: int) -> str:
 def detail(work: Workload, setting: Setting, cluster: Cluster) -> dict[str, Timeline]:
     """The first layer's passes op by op: what the host issues, the device computes and the links carry."""
     made = _Simulation(work, setting, cluster)
-    return {f"one layer, {kind}": walk(made.costs[0], [LayerRun(work.layer, 1)], made._way(kind)).line for kind in ("forward", "backward")}
+    return {f"one layer, {kind}": walk(made.costs[0], [LayerRun(work.layer, 1)], made._way(kind), []).line for kind in ("forward", "backward")}
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class _Simulation:
 
     def _phase(self, g: int, how: Pass) -> Phase:
         costs = self.costs[g % self.setting.pp]
-        key = (tuple((id(p.block), p.count) for p in self.parts[g]), id(costs), how)
+        key = (tuple((p.block.name, p.block.again, p.count) for p in self.parts[g]), costs.device.name, how, self.setting.overlap_grads)
         if key not in self._phases:
             self._phases[key] = self._reducing(g, how) if how.reduce else phase(costs, self.parts[g], how)
         return self._phases[key]

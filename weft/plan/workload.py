@@ -147,9 +147,10 @@ def _of_gemm(op: Gemm) -> Iterator[Op]:
 
 def split_weight(ops: Iterable[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """The backward cut in two: what the previous stage waits for, and weight gradients that may be put off."""
-    ops = tuple(ops)
-    late = tuple(op for op in ops if isinstance(op, Gemm) and op.weight and op.name.endswith("weight gradient"))
-    return tuple(op for op in ops if op not in late), late
+    early, late = list[Op](), list[Op]()
+    for op in ops:
+        (late if isinstance(op, Gemm) and op.weight and op.name.endswith("weight gradient") else early).append(op)
+    return tuple(early), tuple(late)
 
 
 def flops(ops: Iterable[Op]) -> float:
