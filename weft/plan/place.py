@@ -373,8 +373,10 @@ def _move(here: Placement, there: Placement, nbytes: float, n: int) -> float:
 
 
 def _cheapest_first(per_axis: Sequence[Sequence[_AxisWay]]) -> Iterable[tuple[_AxisWay, ...]]:
-    combos = itertools.islice(itertools.product(*per_axis), 4096)
-    return sorted(combos, key=lambda c: sum(w.cost for w in c))
+    """Each axis's ways are sorted, so the first of each together are the cheapest; the others are put in order where these do not do."""
+    yield tuple(ways[0] for ways in per_axis)
+    combos = list(itertools.islice(itertools.product(*per_axis), 4096))
+    yield from sorted(combos, key=lambda c: sum(w.cost for w in c))[1:]
 
 
 def _layouts(mesh: Mesh, args: Sequence[Node], combo: Sequence[_AxisWay]) -> list[Layout] | None:
