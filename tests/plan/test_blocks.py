@@ -77,7 +77,7 @@ def test_sizes_of_many_samples_follow_from_those_of_few() -> None:
     stack = Stack("llama", captures("llama3-8b", **LLAMA))
     for way in WAYS:
         setting = Setting(micro_batch=24, global_batch=96, **way)  # type: ignore[arg-type]
-        grown, captured = stack.work(setting), stack._captured(setting, 24)
+        grown, captured = stack._sized(setting, 24), stack._captured(setting, 24)
         for f in fields(grown):
             if f.name != "first" or not way:  # how little it matters which of two small moves is made may depend on the samples
                 assert getattr(grown, f.name) == getattr(captured, f.name), f.name
