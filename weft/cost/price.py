@@ -23,11 +23,11 @@ class Costs:
     cluster: Cluster
     device: Device
     place: Place
-    _known: dict[Collective, float] = field(default_factory=dict)
+    _known: dict[Op, float] = field(default_factory=dict)
     _ranks: dict[str, Ranks] = field(default_factory=dict)
 
     def seconds(self, op: Op) -> float:
-        known = self._known if isinstance(op, Collective) else self.device.priced
+        known: dict[Op, float] = self._known if isinstance(op, Collective) else self.device.priced
         found = known.get(op)
         if found is None:
             found = known[op] = self._carried(op) if isinstance(op, Collective) else device_seconds(self.device, op)
