@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -159,22 +160,38 @@ def _write(page: Path, found: Mapping[str, Sequence[Mapping[str, Any]]], groups:
     page.write_text("\n".join([f"{head}{begin}", "", tables(found, groups), "", f"{end}{tail}"]))
 
 
+NAMES = {
+    "a100_single_node_iterations": "vTrain, one node", "a100_multi_node_iterations": "vTrain, several nodes", "published_steps": "published runs",
+}  # fmt: skip
+UNITS = {"Megatron": "TFLOP/s per GPU", "Korth": "s per step", "MegaScale": "s per step", "torchtitan": "tokens/s per GPU", "nanotron": "MFU, %"}
+
+
 def tables(found: Mapping[str, Sequence[Mapping[str, Any]]], groups: Mapping[str, Mapping[str, Any]]) -> str:
-    """How far off each file and group is, and row by row where a file has few."""
-    lines = ["| rows | count | median error | 90th percentile | rank correlation |", "|---|---|---|---|---|"]
+    """How far off each file and group is, and published runs one by one."""
+    lines = ["| measured steps | count | median error | 90th percentile | rank correlation |", "|---|---|---|---|---|"]
     lines += [
-        f"| {name} | {g['count']} | {_percent(g['median_error'])} | {_percent(g['p90_error'])} | {_number(g['rank_correlation'])} |"
+        f"| {_named(name)} | {g['count']} | {_percent(g['median_error'])} | {_percent(g['p90_error'])} | {_number(g['rank_correlation'])} |"
         for name, g in groups.items()
     ]
     return "\n".join([*lines, *_published(found)])
 
 
+def _named(group: str) -> str:
+    """`vTrain, one node: GPT of 24 layers, hidden 2048, sequence 1024, 8 A100` for a file's name and 24x2048 s1024 on 8."""
+    name, _, of = group.partition(": ")
+    shape = re.fullmatch(r"(\d+)x(\d+) s(\d+) on (\d+)", of)
+    more = f": GPT of {shape[1]} layers, hidden {shape[2]}, sequence {shape[3]}, {shape[4]} A100" if shape else f": {of}" if of else ""
+    return NAMES.get(name, name) + more
+
+
 def _published(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Row by row where a file has few of them."""
+    """Published runs one by one, with their units."""
     lines = []
     for name, rows in found.items():
-        if len(rows) <= 60:
-            lines += ["", f"`{name}`, row by row:", "", "| row | measured | predicted | error |", "|---|---|---|---|"]
-            read = [r for r in rows if r["error"] is not None]
-            lines += [f"| {r['case']} | {r['measured']:,.4g} | {r['predicted']:,.4g} | {r['error']:+.1%} |" for r in read]
+        if name.startswith("published"):
+            lines += ["", f"{NAMES.get(name, name).capitalize()}, one by one:", "", "| run | unit | measured | predicted | error |", "|---|---|---|---|---|"]
+            for r in (r for r in rows if r["error"] is not None):
+                case = re.sub(r"^\w+:\d+ ", "", r["case"])
+                unit = next((u for system, u in UNITS.items() if case.startswith(system)), "")
+                lines.append(f"| {case} | {unit} | {r['measured']:,.4g} | {r['predicted']:,.4g} | {r['error']:+.1%} |")
     return lines

@@ -3,7 +3,7 @@
     ```python              runs; the Python blocks of a page share their names
     ```python file=NAME    is written to NAME
     ```sh                  runs in bash and must end with status 0, or with N after `status=N`
-    ```output              is what the block before it printed; `...` stands for anything
+    ```output              is what the block before it printed; `...` stands for anything, and after `about=20%` numbers may be so far off
     <!-- skip: why -->     above a block leaves it out
 
 Other languages (`text`, `json`, `yaml`) are shown only. `python -m tools.pages docs/ops.md` runs one page; `--accept` writes what was
@@ -71,7 +71,7 @@ def run_page(path: Path, folder: Path, accept: bool = False) -> int:
             if block.kind == "output" and accept and "..." not in block.text:
                 rewrite(path, number, tidy(printed) + "\n")
             elif block.kind == "output":
-                compare(block.text, printed, where)
+                compare(block.text, printed, where, float(block.options.get("about", "0%").rstrip("%")) / 100)
             elif block.kind == "python" and "file" in block.options:
                 Path(block.options["file"]).write_text(block.text)
             elif block.kind == "python":
@@ -119,12 +119,22 @@ def run_shell(block: Block, where: str, seconds: float = 400) -> str:
     return done.stdout
 
 
-def compare(want: str, got: str, where: str) -> None:
-    """Equal but for `...` and spaces at line ends."""
+NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])"  # not one within a word, such as zero3
+
+
+def compare(want: str, got: str, where: str, about: float = 0.0) -> None:
+    """Equal but for `...` and spaces at line ends; with `about`, numbers up to that share apart."""
     want, got = tidy(want), tidy(got)
-    pattern = re.escape(want).replace(re.escape("..."), ".*?")
-    if re.fullmatch(pattern, got, re.S) is None:
-        raise PageError(f"{where}: printed something else\n--- the page says\n{want}\n--- printed\n{got}")
+    numbers = re.findall(NUMBER, want) if about else []
+    pattern = re.escape(re.sub(NUMBER, "<number>", want) if about else want).replace(re.escape("..."), ".*?")
+    found = re.fullmatch(pattern.replace("<number>", r"(\d[\d,]*(?:\.\d+)?)"), got, re.S)
+    far = [b for a, b in zip(map(_value, numbers), map(_value, found.groups() if found else ()), strict=False) if abs(a - b) > about * a]
+    if found is None or far:
+        raise PageError(f"{where}: printed something else{f', such as {far[0]:g}' if far else ''}\n--- the page says\n{want}\n--- printed\n{got}")
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def tidy(text: str) -> str:

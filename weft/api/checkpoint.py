@@ -323,6 +323,15 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
+def reader(path: str | Path) -> Reader:
+    """A checkpoint for `torch.distributed.checkpoint.load(state, storage_reader=reader(path))`, without weft's step."""
+    folder = Path(path)
+    try:
+        return Reader(folder, read_index(folder, read_meta(folder)["index"]))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be read", needed="a complete checkpoint of weft", found=_reason(error)) from error
+
+
 OLD = "written by weft 0.1, whose index is a pickle and could run anything"
 
 
