@@ -142,7 +142,8 @@ def _guard(d: Draft) -> Draft:
 def _recompute(d: Draft) -> Draft:
     if d.micro is not None:
         return d  # every stage its own, once they are cut
-    again = d.plan.again(d.step) if d.plan is not None else recomputed(d.step, regions_of(d.step, d.spec.recompute))
+    regions = regions_of(d.step, "full" if d.spec.offload else d.spec.recompute) if d.plan is None else ()
+    again = d.plan.again(d.step) if d.plan is not None else recomputed(d.step, regions, d.spec.offload)
     return replace(d, captured=again)
 
 
@@ -172,9 +173,9 @@ def cut(
     found = found or FoundPieces()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
     cuts = found.cuts if known else chosen_cuts(captured, spec.virtual_stages)
-    regions = regions_of(captured, spec.recompute) if found.again is None else found.again
+    regions = regions_of(captured, "full" if spec.offload else spec.recompute) if found.again is None or spec.offload else found.again
     stages = split(captured, spec.virtual_stages, cuts, regions)
-    run = tuple(recomputed_stage(s, spec.pipeline.defers_weights) for s in stages)
+    run = tuple(recomputed_stage(s, spec.pipeline.defers_weights, spec.offload) for s in stages)
     return Stages(stages, run, {**held, **(exact or {})}, options)
 
 
@@ -250,7 +251,7 @@ def _with(d: Draft, change: Callable[[Program], Program]) -> Draft:
 PASSES = (
     Pass("micro-batch", "the step of one micro-batch is derived from the whole batch's, so that gradients add up to that one's", _micro_batch),
     Pass("guard", "a step whose loss is no number leaves all state as it was, where that is asked for", _guard),
-    Pass("recompute", "what the plan does not keep of the forward pass runs again before its backward pass", _recompute),
+    Pass("recompute", "what the plan does not keep of the forward pass runs again before its backward pass, or is kept by the host", _recompute),
     Pass("rules", "the moves of proved rules that the plan names, or that a choice between plans found", _rules),
     Pass("stages", "the forward pass is cut where few values pass; backward passes follow by the chain rule, each recomputing its own", _stages),
     Pass("sparse updates", "tables of which a step reads few rows are updated by these rows alone", _sparse),

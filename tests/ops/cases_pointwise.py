@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.harness import case, distinct, flags, index, normal, positive
+from weft.ops import host
 from weft.ops import pointwise as pw
 
 _BINARY = [
+    case("to the host and back", lambda x: host.landed(host.from_host(host.to_host(x))), lambda x: x.clone(), normal(5, 4)),
     case("add", pw.add, torch.add, normal(5, 4), normal(5, 4)),
     case("add stretched", pw.add, torch.add, normal(5, 1), normal(3, 1, 4), inner=False),
     case("add missing dim", pw.add, torch.add, normal(3, 4), normal(4)),

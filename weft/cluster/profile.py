@@ -57,6 +57,11 @@ class Device:
         """Bytes a second that a streaming kernel moves, both ways together."""
         return self.get("memory.bandwidth") * self.get("memory.efficiency")
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes a second to the host's memory, and as many back; a processor copies in its own memory."""
+        return self.get("host.bandwidth", self.bandwidth / 2)
+
     def peak(self, dtype: str) -> float:
         """Flop/s of the datasheet in a dtype."""
         if f"peak.{dtype}" not in self.constants:

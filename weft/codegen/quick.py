@@ -71,6 +71,10 @@ def _grouped(first: int) -> Test:
     return test
 
 
+def _on_gpu(n: Node, device: str) -> bool:
+    return device == "cuda"
+
+
 def _always(n: Node, device: str) -> bool:
     return True
 
@@ -96,6 +100,9 @@ QUICK: Mapping[str, Test] = {
     "experts": _grouped(0),
     "experts_backward": _grouped(1),
     "put": _always,
+    "to_host": _on_gpu,
+    "from_host": _on_gpu,
+    "landed": _on_gpu,
     "layer_norm": _one_dtype,
     "layer_norm_backward": _one_dtype,
     "cross_entropy_backward": _unsmoothed,

@@ -48,7 +48,12 @@ class Program:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """Every node, arguments first, inputs before all."""
-        return tuple(dict.fromkeys((*self.inputs, *toposort(n for _, n in self.outputs))))
+        nodes = dict.fromkeys((*self.inputs, *toposort(n for _, n in self.outputs)))
+        early: dict[Node, list[Node]] = {}
+        for n in nodes:
+            if n.op.early:
+                early.setdefault(n.args[0], []).append(n)
+        return tuple(dict.fromkeys(x for n in nodes for x in (n, *early.get(n, ())))) if early else tuple(nodes)
 
     @cached_property
     def node_set(self) -> frozenset[Node]:

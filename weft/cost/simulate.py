@@ -14,6 +14,7 @@ from weft.cost.price import compiles, on_mesh
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.cost.walk import Walk
 from weft.cost.work import by_place
+from weft.ops.host import COPIES, landed
 from weft.ops.registry import Kind, nbytes
 from weft.rewrite.updates import by_rows
 
@@ -27,12 +28,20 @@ def predict(program: Program, cluster: Cluster, stage: int | None = None) -> See
     walker = Walk(on_mesh(cluster, program.mesh))
     at, held = {n: i for i, n in enumerate(program.nodes)}, live_bytes(program)
     causes: dict[str, float] = defaultdict(float)
+    copied: dict[Node, float] = {}  # copies to and from the host, and when they end
     tasks: list[tuple[Task, float]] = []
     memory = []
     for unit, ops in by_place(program, compiles(cluster.device)):
         if stage is not None and not _is_at(unit, stage):
             continue
         began, why = walker.now, cause_of(unit)
+        if isinstance(unit, Node) and unit.op in (*COPIES, landed):
+            why = "host"
+            ready = copied.get(_item(unit.args[0]), 0.0)
+            if unit.op is landed:
+                walker.wait("host", ready)
+            else:
+                copied[unit] = walker.copy(unit.op.name, float(nbytes(unit.type)), ready)
         for op in ops:
             walker.op(op)
         walker.join()
@@ -47,6 +56,12 @@ def predict(program: Program, cluster: Cluster, stage: int | None = None) -> See
     line = Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks))
     memory.append((walker.now, memory[-1][1] if memory else 0.0))
     return Seen(walker.now * 1e3, max(held, default=0) / 1e9, {k: v * 1e3 for k, v in causes.items()}, line, memory)
+
+
+def _item(node: Node) -> Node:
+    """What an item of a tuple was before it was put there."""
+    inner = node.args[0] if node.op.name == "item" else node
+    return _item(inner.args[node.attr("index")]) if inner is not node and inner.op.name == "together" else node
 
 
 def send_seconds(cluster: Cluster, size: float, stages: int) -> float:

@@ -83,6 +83,14 @@ class Walk:
         if self.events is not None:
             self.events.append((Task(name, stream, seconds, cause=cause), start))
 
+    def copy(self, name: str, size: float, ready: float) -> float:
+        """Put a copy to or from the host's memory beside all else, each way one after another; when it ends."""
+        start, seconds = max(ready, self.now, self.links[name]), size / self.costs.device.host_bandwidth
+        self.links[name] = start + seconds
+        self.note(name, name, seconds, "host", start)
+        self.hidden["host"] += seconds
+        return start + seconds
+
     def issue(self, name: str, op: Op) -> None:
         seconds = self.costs.host(op)
         self.note(name, "host", seconds, "host", self.host)

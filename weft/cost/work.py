@@ -15,6 +15,7 @@ from weft.cluster.kernels import WIDTH
 from weft.core.layout import Layout
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
+from weft.ops.host import COPIES
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
 
 DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16", "f8": "fp8"}
@@ -219,7 +220,7 @@ def _pads(node: Node) -> list[Node]:
 def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Iterator[Op]:
     """What one node is, nothing for inputs and views; of one inside a larger kernel, which operands enter there and whether its result leaves."""
     kind, name = node.op.kind, node.op.name
-    if kind in (Kind.VIEW, Kind.SOURCE) or not node.args:
+    if kind in (Kind.VIEW, Kind.SOURCE) or not node.args or node.op in COPIES:
         return
     if kind is Kind.COMM:
         yield from _sent(node)

@@ -10,6 +10,7 @@ from weft.ops import (  # noqa: F401
     embed,
     experts,
     fill,
+    host,
     linalg,
     loss,
     low,

@@ -14,11 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from weft.core.errors import PlanError
 from weft.core.node import Node, make, op_named, remade, toposort
 from weft.core.program import Program
 from weft.frontend.capture import Captured
+from weft.ops.host import from_host, landed, to_host
+from weft.ops.registry import Kind
 from weft.plan.layers import Layers
 from weft.plan.split import Region, Stage
 
@@ -45,33 +48,33 @@ def _lacking(captured: Captured, layers: Layers, way: str) -> str:
     return f"blocks with no {way} between two products with weights" if layers.count else "no block that repeats"
 
 
-def recomputed(captured: Captured, again: Sequence[Region]) -> Captured:
-    """The captured step with some of its forward pass run twice."""
+def recomputed(captured: Captured, again: Sequence[Region], offload: bool = False) -> Captured:
+    """The captured step with some of its forward pass run twice, or kept by the host."""
     if not again:
         return captured
     kept = [name for name in captured.program.output_names if name == "loss" or name.startswith("buffer.")]
-    program, made = recompute(captured.program, again, kept, list(captured.gradients.values()))
+    program, made = recompute(captured.program, again, kept, list(captured.gradients.values()), offload=offload)
     return replace(captured, program=program, gradients={name: made[g] for name, g in captured.gradients.items()})
 
 
-def recomputed_stage(stage: Stage, weights_apart: bool) -> Stage:
+def recomputed_stage(stage: Stage, weights_apart: bool, offload: bool = False) -> Stage:
     """A pipeline stage with its regions run twice; where weight gradients come later, no region waits for them."""
     if not stage.again or stage.step is stage.forward:
         return stage
     gradients = [n for name, n in stage.step.outputs if name.startswith("d.")]
-    program, _ = recompute(stage.step, stage.again, list(stage.forward.output_names), gradients, not weights_apart)
+    program, _ = recompute(stage.step, stage.again, list(stage.forward.output_names), gradients, not weights_apart, offload)
     return replace(stage, step=program)
 
 
 def recompute(
-    p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool = True
+    p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool = True, offload: bool = False
 ) -> tuple[Program, Mapping[Node, Node]]:
     """The program with regions run again for their backward pass, and what became of its nodes.
 
     `forward` names the outputs of the forward pass. With `before`, a region waits for the gradients of the next one's parameters,
-    which then need not wait with all they read.
+    which then need not wait with all they read. With `offload` nothing runs again: what the backward pass reads comes from the host.
     """
-    made = _Again(p, again, forward, gradients, before).made()
+    made = (_Kept if offload else _Again)(p, again, forward, gradients, before).made()
     everything = remade([n for _, n in p.outputs], made)
     new = p.with_outputs([(name, everything[n]) for name, n in p.outputs], "recompute")
     return replace(new, lines={everything[n]: line for n, line in p.lines.items() if n in everything}), everything
@@ -167,6 +170,34 @@ class _Again:
                 needed.add(n)
                 todo += [a for a in n.args if a in mine]
         return [n for n in self.regions[i] if n in needed]
+
+
+class _Kept(_Again):
+    """What the backward pass reads of a region goes to the host, and comes back while the region after it is at work."""
+
+    def _run_again(self, i: int) -> dict[Node, Node]:
+        if i not in self._second:
+            read = self._read_of(i)
+            kept = [a for a in dict.fromkeys(map(_viewed, read)) if len(a.types) == 1 and a.ndim and a.op.name != "input" and self.inside.get(a) == i]
+            sooner = next((k for k in range(i + 1, len(self.regions)) if self.starts[k]), i)
+            fetched = self._after([to_host(a) for a in kept], sooner, from_host)
+            second = dict(zip(kept, self._after(fetched, i, landed), strict=True))
+            self._second[i] = {a: self._view(a, second) for a in read} | second
+        return self._second[i]
+
+    def _after(self, values: Sequence[Node], i: int, op: Any) -> list[Node]:
+        """The op on every value, once a region's backward pass may start."""
+        tied = make(op_named("together"), (*values, *(self._made[s] for s in self.starts[i])), {})
+        return [op(make(op_named("item"), (tied,), {"index": k})) for k in range(len(values))]
+
+    def _view(self, a: Node, second: Mapping[Node, Node]) -> Node:
+        base = _viewed(a)
+        return second.get(base, base) if a is base else make(a.op, (self._view(a.args[0], second),), dict(a.attrs))
+
+
+def _viewed(a: Node) -> Node:
+    """What a view is of."""
+    return _viewed(a.args[0]) if a.op.kind is Kind.VIEW and len(a.args) == 1 and len(a.args[0].types) == 1 else a
 
 
 def _is_value(a: Node) -> bool:

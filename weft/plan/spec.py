@@ -3,7 +3,8 @@
 Words joined by commas parse into a Spec and print from it; rules' moves alone have no words, a plan file has them. `dp2,pieces3` deals the batch
 in three equal pieces by torch.chunk's rule, two to the first rank and one to the last. `pp4,zero-bubble,micro8` cuts the layers into four
 stages and the batch into eight micro-batches; `micro8` without `pp` accumulates. `recompute` keeps of a repeated block only its inputs,
-`recompute:activation` and the like recompute a part of it (`plan.layers`). `cp2,ring` gathers keys in chunks, overlapped with the attention that
+`recompute:activation` and the like recompute a part of it (`plan.layers`). `offload` keeps what the backward
+pass reads of repeated blocks in the host's memory. `cp2,ring` gathers keys in chunks, overlapped with the attention that
 reads them; `cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `cut:layers.4`
 a module that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is made of, and `?` leaves open whatever no word says.
 """
@@ -26,7 +27,7 @@ from weft.rewrite.search import Use
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
-FLAGS = {"sp": "sp", "ring": "ring", "a2a": "a2a", "gather-once": "gather_once", "async-tp": "async_tp"}
+FLAGS = {"sp": "sp", "ring": "ring", "a2a": "a2a", "gather-once": "gather_once", "async-tp": "async_tp", "offload": "offload"}
 DECIDED = ("dp", "cp", "ep", "tp", "pp", "zero", "micro", "virtual", "schedule", "recompute", "sp", "gather_once", "async_tp")  # by a search
 RECOMPUTE = {**AGAIN, "recompute:none": "", f"recompute:{MIXED}": MIXED}
 WORDS = (*FLAGS, *RECOMPUTE, *SCHEDULES)
@@ -57,6 +58,7 @@ class Spec:
     a2a: bool = False  # heads sharded along cp during the attention
     gather_once: bool = False  # under ZeRO-3, parameters gathered and gradients reduced once a step, not for every micro-batch
     async_tp: bool = False  # collectives of tp overlapped with the products they belong to
+    offload: bool = False  # what the backward pass reads of repeated blocks is kept in the host's memory
     groups: tuple[tuple[str, int], ...] = ()  # ZeRO of parameters by pattern, where it is not `zero`; the last that fits
     stages: tuple[tuple[Piece, ...], ...] = ()  # what each virtual stage is made of; balanced where it says nothing
     cuts: tuple[str, ...] = ()  # modules that begin a stage, all but the first
@@ -96,6 +98,8 @@ class Spec:
             raise PlanError(
                 f"no plan {text!r}", needed=f"micro-batches in rounds of {self.pp}", found=str(self.micro_batches), try_=f"micro{near}"
             )
+        if self.offload and self.recompute:
+            raise PlanError(f"no plan {text!r}", needed="offload or recompute: a block is kept by the host or runs again", found=text, try_="offload")
         for name, said in (("stage:", self.stages), ("cut:", self.cuts)):
             wanted = self.virtual_stages - (name == "cut:")
             if said and len(said) != wanted:
@@ -188,6 +192,8 @@ class Spec:
 
     def setting(self, **given: Any) -> Setting:
         """The decisions with what they are made for: the batch, its number type, kernels."""
+        if self.offload:
+            raise PlanError("offload is not searched", needed="a plan without it", found=str(self), try_="weft.parallelize(..., plan=...), which runs it")
         dp, batch = self.dp * self.ep, int(given["global_batch"])
         samples, over = divmod(batch, dp * self.micro_batches)
         if over or not samples:

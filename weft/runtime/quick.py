@@ -13,6 +13,9 @@ from weft.runtime.fused_attention import attention as attention
 from weft.runtime.fused_attention import attention_backward as attention_backward
 from weft.runtime.grouped import experts as experts
 from weft.runtime.grouped import experts_backward as experts_backward
+from weft.runtime.host_memory import from_host as from_host
+from weft.runtime.host_memory import landed as landed
+from weft.runtime.host_memory import to_host as to_host
 
 _aten = torch.ops.aten
 

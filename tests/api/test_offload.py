@@ -1,0 +1,63 @@
+"""Activations kept in the host's memory: the same bits under every plan, less held meanwhile, priced by the host's link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft_zoo as zoo
+from tests.api.ranks import on_ranks
+from weft import passes
+from weft.api.parallelize import parallelize
+from weft.cluster.spec import cluster
+from weft.core.errors import PlanError
+from weft.core.program import Program
+from weft.cost.memory import peak_bytes
+from weft.cost.simulate import predict
+from weft.frontend.capture import capture
+from weft.plan.spec import Spec
+
+
+def losses(plan: str) -> list[float]:
+    w = zoo.small("gpt2", layers=3)
+    opt = torch.optim.AdamW(w.model.parameters(), lr=1e-2)
+    step = parallelize(w.model, w.loss, opt, w.example(8), plan=plan, check="offload" in plan)
+    return [step(w.example(8, seed=i)).item() for i in range(2)]
+
+
+def test_bits_are_the_same(tmp_path: Path) -> None:
+    assert losses("offload") == losses("dp1")
+
+    def job(rank: int) -> None:
+        for plan in ("dp2,zero3", "pp2,micro2"):
+            assert losses(f"{plan},offload") == losses(plan), plan
+
+    on_ranks(2, job, tmp_path)
+
+
+def program(words: str) -> Program:
+    w = zoo.small("gpt2", layers=6, hidden=128)
+    captured = capture(w.model, w.example(16), w.loss, torch.optim.SGD(w.model.parameters(), lr=1e-2))
+    made = passes.run(passes.Draft(captured, Spec.parse(words))).program
+    assert made is not None
+    return made
+
+
+def test_less_is_held_and_the_link_is_paid_for() -> None:
+    plain, kept = program("dp1"), program("offload")
+    assert peak_bytes(kept) < 0.75 * peak_bytes(plain)
+    quick, slow = (predict(kept, cluster(f"1x1x{device}")) for device in ("GH200", "H100"))
+    sent, back, there = (len(kept.find_all(op)) for op in ("to_host", "from_host", "landed"))
+    assert sent == back == there > 0
+    assert slow.causes_ms["host"] > quick.causes_ms.get("host", 0.0)
+    assert predict(plain, cluster("1x1xH100")).causes_ms.get("host", 0.0) == 0.0
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(PlanError, match="a block is kept by the host or runs again"):
+        Spec.parse("offload,recompute")
+    with pytest.raises(PlanError, match="offload is not searched"):
+        Spec.parse("offload").setting(global_batch=8)
+    assert Spec.parse(str(Spec.parse("dp2,offload"))).offload
