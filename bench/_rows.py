@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench._blanks import Blanks, Cells, device_kind, stated_size
+from bench._lora import adapters
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
 from weft.core.errors import UnknownName, WeftError
@@ -40,12 +41,14 @@ class Row:
     faster: bool = False  # whether the measure grows as the step gets shorter
     held: float = 0.0  # bytes of the fullest device, where they were measured
     beside: tuple[str, ...] = ()  # what the run had that is not modelled
+    lora: tuple[int, str] = (0, "")  # rank of adapters and the layers that have them, where only these are trained
 
     def predict(self) -> float:
         return self.metric(self.step())
 
     def step(self) -> SimulatedStep:
-        return simulate(sized_stack(self.shape, self.setting.kernels, self.setting.dtype).work(self.setting), self.setting, self.cluster)
+        adapt = adapters(*self.lora) if self.lora[0] else None
+        return simulate(sized_stack(self.shape, self.setting.kernels, self.setting.dtype, adapt).work(self.setting), self.setting, self.cluster)
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def _published(cells: Cells, case: str) -> Row:
     held = b.number("reserved_gib", 0.0) * 2**30 + (RESIDENT if (cells.get("reserved_gib") or "").strip() else 0.0)
     return Row(
         _case(cells, case), group, shape, setting, cluster, measured, metric, b.assumed, lacks,
-        faster="iteration" not in b.text("metric"), held=held, beside=tuple(_beside(b)),
+        faster="iteration" not in b.text("metric"), held=held, beside=tuple(_beside(b)), lora=_lora(b),
     )  # fmt: skip
 
 
@@ -169,10 +172,15 @@ def _with_experts(b: Blanks, shape: Shape) -> Shape:
     )  # fmt: skip
 
 
+def _lora(b: Blanks) -> tuple[int, str]:
+    said = (b.cells.get("lora_rank") or "").strip()
+    return (int(said), b.text("lora_targets", "qkv proj", "attention's layers")) if said not in ("", "0") else (0, "")
+
+
 def _beside(b: Blanks) -> Iterator[str]:
     """What of a row is read as something else, or not at all."""
     yield from (f"{key}: {b.assumed[key]}" for key in ("gpu", "dtype") if key in b.assumed)
-    said = {key: (b.cells.get(key) or "").strip() for key in ("lora_rank", "shared_expert_ffn", "dense_layers", "attention")}
+    said = {key: (b.cells.get(key) or "").strip() for key in ("shared_expert_ffn", "dense_layers", "attention")}
     yield from (f"{key} {value}" for key, value in said.items() if key != "attention" and value not in ("", "0"))
     yield from (f"attention: {word}" for word in ("mla", "hybrid", "offload") if word in said["attention"])
 
@@ -192,7 +200,7 @@ def _of_its_time(profile: Profile, assumed: dict[str, str]) -> Profile:
 
 
 DTYPES = {
-    "fp8": "fp8", "float8": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "fp4": "fp4", "nvfp4": "fp4", "fp8": "fp8", "float8": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "tf32": "tf32", "fp32": "fp32", "float32": "fp32",
 }  # fmt: skip
 
@@ -283,8 +291,8 @@ def _zero(text: str) -> int:
 
 
 def _overlapped(setting: Setting, assumed: dict[str, str]) -> Setting:
-    """What runs beside compute: with ZeRO-3 parameters and gradients; with fp8 kernels, made for it, all that can."""
-    sharded, latest = setting.zero == 3, setting.dtype == "fp8"
+    """What runs beside compute: with ZeRO-3 parameters and gradients; with narrow kernels, made for it, all that can."""
+    sharded, latest = setting.zero == 3, setting.dtype in ("fp8", "fp4")
     beside = sharded or latest
     assumed["overlap"] = f"parameters and gradients {'beside' if beside else 'apart from'} compute"
     if sharded and setting.pp > 1 and not setting.keep_gathered:

@@ -28,7 +28,8 @@ WIDE = 128  # rows and columns of the smallest tile that libraries offer in 8 bi
 FEW = 64
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
 SHORTEST = 128  # piece of k
-WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp8_block": 1, "int8": 1}
+WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp8_block": 1, "int8": 1, "fp4": 0.5}
+LIKE = {"fp4": "fp8"}  # constants of kernels that no table has, but for the peak
 _CUTS = np.array([(tm, tn, s) for tm, tn in TILES for s in SPLITS], dtype=float).T
 _WHOLE_K = np.array([(tm, tn, 1) for tm, tn in TILES], dtype=float).T
 
@@ -72,8 +73,13 @@ def _joined(exponent: float, *times: Any) -> Any:
 
 def _of(device: Device, kind: str, dtype: str, name: str, default: float | None = None) -> float:
     """A constant of a kind of kernel, in a dtype where it has one of its own."""
-    key = f"{kind}.{name}.{dtype}"
-    return device.get(key) if key in device.constants else device.get(f"{kind}.{name}", default)
+    keys = [f"{kind}.{name}.{d}" for d in (dtype, LIKE.get(dtype, dtype))]
+    return next((device.get(k) for k in keys if k in device.constants), device.get(f"{kind}.{name}", default))
+
+
+def kept_width(dtype: str) -> float:
+    """Bytes of an element of parameters and activations where products are computed in a dtype: narrow ones are made for each product."""
+    return max(2.0, WIDTH[dtype])
 
 
 def quantise(device: Device, m: Any, k: Any) -> Any:
@@ -86,7 +92,7 @@ def _alignment(device: Device, dtype: str, sizes: tuple[Any, ...]) -> Any:
     """Rows should be multiples of 16 bytes. Units that multiply single fp32 numbers do not mind."""
     if dtype == "fp32" and device.get("units") > 1:
         return 1.0
-    want = int(math.log2(16 // WIDTH[dtype]))
+    want = int(math.log2(16 / WIDTH[dtype]))
     missing = want - np.minimum(want, np.minimum.reduce([_twos(x) for x in sizes]))
     usual = [device.get("gemm.misaligned", 1.0) ** (i / 3) for i in range(want + 1)]
     return np.array([1.0] + [device.get(f"gemm.misaligned.{i}", usual[i]) for i in range(1, want + 1)])[missing]

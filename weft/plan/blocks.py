@@ -158,11 +158,11 @@ class PlacedShort:
                  and n not in self.late]  # fmt: skip
         return float(max(sizes, default=0))
 
-    def params(self, part: int, experts: bool) -> float:
-        """Elements of parameters that a part reads first."""
+    def params(self, part: int, experts: bool, of: Collection[bool] = (True, False)) -> float:
+        """Elements of parameters that a part reads first; `of` those that are trained, or are not."""
         total = 0.0
         for name, node in self.program.input_names.items():
-            if f"d.{name}" in self.program.output_names and self.home(node) == part:
+            if node.role is Role.PARAMETER and (f"d.{name}" in self.program.output_names) in of and self.home(node) == part:
                 cut = "ep" in node.layout.placements and isinstance(node.layout.placement("ep"), S)
                 if cut == experts:
                     total += math.prod(node.layout.largest_local)
@@ -194,9 +194,12 @@ class PlacedShort:
         share = self._share(part, half)
         kept = float(sum(held(self._made[1][n]) for n in self.short.boundary)) if part == LAYER else 0.0
         parts = tuple(self._again(way, half) for way in WAYS) if part == LAYER else ()
+        frozen = any(self.params(part, experts, (False,)) for experts in (False, True))
+        learnt = sum(self.params(part, experts, (True,)) for experts in (False, True)) if frozen else None
         return Block(
-            name, forward, share * self.params(part, False), share * self.params(part, True), kept=kept, work=self.largest(part),
-            back=back, waiting=float(sum(self._waiting(part, half).values())), parts=parts,
+            name, forward, share * self.params(part, False, (not frozen,)), share * self.params(part, True, (not frozen,)), kept=kept,
+            work=self.largest(part), back=back, waiting=float(sum(self._waiting(part, half).values())), parts=parts,
+            trained=None if learnt is None else share * learnt,
         )  # fmt: skip
 
     def _share(self, part: int, half: int) -> float:
@@ -264,7 +267,7 @@ class Stack:
 
     name: str
     at: Callable[[int], Captured]
-    dtype: str = ""  # of its products, where it is another than what is captured: fp8, tf32
+    dtype: str = ""  # of its products, where it is another than what is captured: fp8, fp4, tf32
     seq: int = 0  # tokens of a sample; 0 where samples are counted
     repeats: int = 0
     resized: Callable[[int], Stack] | None = None  # the same with so many tokens
@@ -314,7 +317,7 @@ class Stack:
         """How many a block has: the first dim of weights that hold one matrix for each."""
         p = self.short(FEW).program
         sizes = {
-            w.shape[0] for name, w in p.input_names.items() if f"d.{name}" in p.output_names and stacked(p, w, w.shape[0] if w.ndim else 1)
+            w.shape[0] for w in p.inputs if w.role is Role.PARAMETER and stacked(p, w, w.shape[0] if w.ndim else 1)
         }
         return math.gcd(*sizes) if sizes else 0
 
@@ -410,10 +413,10 @@ class Stack:
 
 
 def _computed_in(work: Workload, dtype: str) -> Workload:
-    """With its products in another dtype than they were captured in: in fp8 those by weights alone, in tf32 attention too."""
-    if dtype not in ("fp8", "tf32"):
+    """With its products in another dtype than they were captured in: in fp8 and fp4 those by weights alone, in tf32 attention too."""
+    if dtype not in ("fp8", "fp4", "tf32"):
         return work
-    kinds = (Gemm,) if dtype == "fp8" else (Gemm, Attention)
+    kinds = (Gemm, Attention) if dtype == "tf32" else (Gemm,)
 
     def ops(given: Sequence[Op]) -> tuple[Op, ...]:
         return tuple(replace(op, dtype=dtype) if isinstance(op, kinds) else op for op in given)

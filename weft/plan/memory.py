@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from weft.cluster.kernels import WIDTH
+from weft.cluster.kernels import WIDTH, kept_width
 from weft.cost.memory import needed
 from weft.cost.pipeline import waiting
 from weft.plan.phase import LayerRun
@@ -64,26 +64,19 @@ class _State:
 
     @staticmethod
     def of(setting: Setting, parts: Sequence[LayerRun]) -> _State:
-        dense = sum(p.block.params * p.count for p in parts)
-        expert = sum(p.block.expert_params * p.count for p in parts)
-        width = _width(setting)
+        dense, expert = (sum(p.block.held[i] * p.count for p in parts) for i in (0, 1))
+        trained, learnt = (sum(p.block.learnt[i] * p.count for p in parts) for i in (0, 1))
+        width = kept_width(setting.dtype)
 
         def over(sharded: bool, dense: float, expert: float) -> float:
             return dense / (setting.size("data") if sharded else 1) + expert / (setting.size("edp") if sharded else 1)
 
         copy = 4 if setting.master and width < 4 else 0
         whole = setting.keep_gathered
-        some = [p for p in parts if p.block.trained is not None]
-        trained = dense + sum(((p.block.trained or 0.0) - p.block.params) * p.count for p in some)
-        learnt = expert - sum(p.block.expert_params * p.count for p in some)
         state = max((p.block.state for p in parts), default=8.0)
         grads = over(setting.zero >= 2 and not whole, trained, learnt) * WIDTH[setting.grad_dtype]
-        params = over(setting.zero == 3 and not whole, dense + sum((p.block.trained or 0.0) * p.count for p in some), expert)
+        params = over(setting.zero == 3 and not whole, dense, expert)
         return _State(params * width, grads, over(setting.zero >= 1, trained, learnt) * (state + copy))
-
-
-def _width(setting: Setting) -> float:
-    return 2.0 if setting.dtype == "fp8" else float(WIDTH[setting.dtype])
 
 
 def saved(setting: Setting, block: Block) -> float:
@@ -109,7 +102,7 @@ def _buffers(setting: Setting, parts: Sequence[LayerRun]) -> float:
     if setting.size("data") == 1:
         return 0.0
     largest = max(p.block.params + p.block.expert_params for p in parts)
-    gathered = 2 * largest * _width(setting) if setting.zero == 3 else 0.0
+    gathered = 2 * largest * kept_width(setting.dtype) if setting.zero == 3 else 0.0
     trained = any(p.block.trained is None for p in parts)
     leaving = largest * WIDTH[setting.grad_dtype] if setting.zero >= 2 and trained else 0.0
     return gathered + leaving

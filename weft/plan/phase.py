@@ -92,14 +92,14 @@ class LayerWalk(Walk):
 
 
 def gathers(block: Block, how: Pass) -> Iterator[Collective]:
-    """Parameters of a layer from their shards."""
-    for params, axis in ((block.params, "data"), (block.expert_params, "edp")):
+    """Parameters of a layer from their shards: all of them before a pass, what was trained after the update."""
+    for params, axis in zip(block.held if how.gather else block.learnt, ("data", "edp"), strict=True):
         if params:
             yield Collective("all_gather", params * how.param_bytes, axis, "gather parameters")
 
 
 def reductions(block: Block, how: Pass) -> Iterator[Collective]:
     """Gradients of a layer over the copies of its parameters."""
-    for params, axis in ((block.params, "data"), (block.expert_params, "edp")):
+    for params, axis in zip(block.learnt, ("data", "edp"), strict=True):
         if params:
             yield Collective(how.reduce, params * how.grad_bytes, axis, "reduce gradients")

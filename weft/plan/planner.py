@@ -33,6 +33,7 @@ CROWDED = 0.9  # of the memory, beyond which a plan may not fit after all
 TRIED = 6  # settings whose layers or shares are split unevenly
 OVERLAPPED = ", overlapped"
 Say = Callable[[str], None]
+Adapt = Callable[[Any], None]  # changes a module
 
 
 @dataclass(frozen=True)
@@ -102,28 +103,31 @@ def best_dtype(cluster: Cluster) -> str:
     return max(HALVES, key=lambda d: min(g.profile.device.peak(d) for g in cluster.groups))
 
 
-def captured_stack(model: str, dtype: str, seq: int = 0, **sizes: Any) -> tuple[Stack, int]:
+def captured_stack(model: str, dtype: str, seq: int = 0, adapt: Adapt | None = None, **sizes: Any) -> tuple[Stack, int]:
     """A model that was captured, in the dtype it is computed in, and the samples of its example; refused where it is no stack of blocks.
 
-    Of one known by name, with some sizes changed, a few blocks are captured, and its settings say how many it has."""
-    made = _stack(model, dtype, seq, tuple(sorted(sizes.items())))
+    Of one known by name, with some sizes changed, a few blocks are captured, and its settings say how many it has. `adapt` changes the module
+    before that: adapters, frozen parameters."""
+    made = _stack(model, dtype, seq, adapt, tuple(sorted(sizes.items())))
     if isinstance(made, PlanError):
         raise made
     return made
 
 
 @cache
-def _stack(model: str, dtype: str, seq: int, changed: tuple[tuple[str, Any], ...]) -> tuple[Stack, int] | PlanError:
+def _stack(model: str, dtype: str, seq: int, adapt: Adapt | None, changed: tuple[tuple[str, Any], ...]) -> tuple[Stack, int] | PlanError:
     import torch
 
     from weft.frontend.capture import capture
     from weft.frontend.catalog import few_layers
     from weft.frontend.source import load
 
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp4": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
     sizes = dict(changed)
     few = few_layers(model, **sizes, **({"seq": seq} if seq else {}))
     work = load(model, device="meta", dtype=kinds[dtype], **(few.settings if few else sizes))
+    if adapt:
+        adapt(work.model)
     stack = Stack(model, cache(lambda n: capture(work.model, work.example(n, device="meta"), work.loss)), dtype)
     try:
         stack.short(FEW)
@@ -131,18 +135,18 @@ def _stack(model: str, dtype: str, seq: int, changed: tuple[tuple[str, Any], ...
         return refused.with_traceback(None)
     if few:
         stack.seq, stack.repeats = few.tokens, stack.depth * few.of // few.layers
-        stack.resized = lambda tokens: captured_stack(model, dtype, tokens, **sizes)[0]
+        stack.resized = lambda tokens: captured_stack(model, dtype, tokens, adapt, **sizes)[0]
     return stack, int(work.batch)
 
 
-def sized_stack(shape: Shape, kernels: str, dtype: str) -> PlannedModel:
+def sized_stack(shape: Shape, kernels: str, dtype: str, adapt: Adapt | None = None) -> PlannedModel:
     """A transformer known by its sizes alone: captured from a module of these sizes where its kernels are a compiler's, else by tables."""
     if kernels != COMPILED or shape.experts or shape.head_dim != shape.hidden // shape.heads:
         return shape
     sizes = {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "vocab": shape.vocab, "ffn": shape.inner, "tied": shape.tied}
     if shape.gated:
-        return captured_stack("llama3-8b", dtype, shape.seq, kv_heads=shape.kv, **sizes)[0]
-    return captured_stack("gpt2", dtype, shape.seq, dropout=0.1 if shape.dropout else 0.0, **sizes)[0]
+        return captured_stack("llama3-8b", dtype, shape.seq, adapt, kv_heads=shape.kv, **sizes)[0]
+    return captured_stack("gpt2", dtype, shape.seq, adapt, dropout=0.1 if shape.dropout else 0.0, **sizes)[0]
 
 
 def is_stack(model: str, cluster: str) -> bool:

@@ -11,7 +11,7 @@ RECOMPUTE = ("none", "selective", "per-op", "full")
 AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in ("activation", "ffn", "selective", "per-op", "full")}
 MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan says which
 KERNELS = ("classic", "eager", "compiled")
-DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 DEVICES, CHUNKS = 1 << 20, 4096  # no plan has more
 MOST = {"global_batch": 1 << 31, "micro_batch": 1 << 31, "pp": CHUNKS, "virtual": CHUNKS}
 COUNTS = ("dp", "tp", "pp", "cp", "ep", "virtual", "micro_batch", "global_batch")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from weft.cluster.kernels import WIDTH
+from weft.cluster.kernels import WIDTH, kept_width
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
@@ -195,9 +195,8 @@ class _Simulation:
     @cached_property
     def how(self) -> Pass:
         s = self.setting
-        width = 2.0 if s.dtype == "fp8" else float(WIDTH[s.dtype])
         reduce = "all_reduce" if s.zero == 0 else "reduce_scatter"
-        return Pass("forward", s.recompute, param_bytes=width, grad_bytes=float(WIDTH[s.grad_dtype]), reduce=reduce)
+        return Pass("forward", s.recompute, param_bytes=kept_width(s.dtype), grad_bytes=float(WIDTH[s.grad_dtype]), reduce=reduce)
 
     def _passes(self) -> list[_Piece]:
         s, stages, first = self.setting, len(self.parts), self.setting.pp
@@ -295,8 +294,7 @@ class _Simulation:
     def _optimizer(self, stage: int) -> Phase:
         """Adam on what this rank holds: state read and written, gradient read for the norm and for the update."""
         s, parts = self.setting, self.stage_parts(stage)
-        dense = sum(p.block.params * p.count for p in parts)
-        expert = sum(p.block.expert_params * p.count for p in parts)
+        dense, expert = (sum(p.block.learnt[i] * p.count for p in parts) for i in (0, 1))
         held = dense / (self.copies if s.zero else 1) + expert / (s.size("edp") if s.zero else 1)
         touched = held * (26 + 2 * WIDTH[s.grad_dtype])
         seconds = self.costs[stage].seconds(Touch("optimizer", touched, 0, launches=4))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from weft.cluster.kernels import WIDTH
+from weft.cluster.kernels import kept_width
 from weft.core.errors import PlanError
 from weft.cost.work import Attention, Collective, Gemm, Op, Touch
 from weft.plan.setting import Setting
@@ -137,8 +137,8 @@ class _WorkBuilder:
         return max(1, self.setting.micro_batch * self.shape.seq // self.setting.cp)
 
     @cached_property
-    def width(self) -> int:
-        return 2 if self.setting.dtype == "fp8" else WIDTH[self.setting.dtype]
+    def width(self) -> float:
+        return kept_width(self.setting.dtype)
 
     @cached_property
     def stream(self) -> float:
@@ -282,8 +282,8 @@ class _WorkBuilder:
 
     @property
     def wide_dtype(self) -> str:
-        """Attention is not computed in fp8."""
-        return "bf16" if self.setting.dtype == "fp8" else self.setting.dtype
+        """Attention is not computed in fewer than 16 bits."""
+        return "bf16" if self.setting.dtype in ("fp8", "fp4") else self.setting.dtype
 
     def ring(self, qkv: float) -> tuple[Op, ...]:
         """Keys and values travel around cp while attention works on those at hand."""

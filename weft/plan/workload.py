@@ -31,8 +31,18 @@ class Block:
     again: str = ""  # what this layer recomputes, where layers of one setting differ
     back: tuple[Op, ...] | None = None  # of the backward, where it is not derived from the forward
     waiting: float | None = None  # bytes kept for it, likewise
-    trained: float | None = None  # parameters that are, where not all; the others have no gradients and no state
+    trained: float | None = None  # parameters that are, where not all: beside `params`, which then have no gradients and no state
     state: float = 8.0  # bytes of the optimizer for each of them, beside the copy in fp32
+
+    @property
+    def held(self) -> tuple[float, float]:
+        """Parameters, and those of experts."""
+        return self.params + (self.trained or 0.0), self.expert_params
+
+    @property
+    def learnt(self) -> tuple[float, float]:
+        """Of these, the ones that are trained."""
+        return (self.params, self.expert_params) if self.trained is None else (self.trained, 0.0)
 
     @property
     def saved(self) -> float:
