@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+@cache
 def adapters(rank: int, targets: str) -> Callable[[nn.Module], None]:
     """Freezes a module and adapts the layers that a row's words name."""
     names = {name for word in targets.split() for name in TARGETS.get(word, (word,))}

@@ -152,6 +152,8 @@ def _published(cells: Cells, case: str) -> Row:
     kv, ffn = b.whole("kv_heads", heads), b.whole("ffn", 4 * hidden)
     vocab, seq = b.whole("vocab", 51200, "Megatron's padded GPT-2 words"), b.whole("seq", 4096 if modern else 2048, "usual of its time")
     shape = Shape(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern, head=b.whole("head_dim", hidden // heads))
+    if "hybrid" in (cells.get("attention") or ""):
+        raise WeftError("layers of mamba are not modelled", found=cells["attention"])
     shape = _with_experts(b, shape) if (cells.get("experts") or "").strip() else _of_size(shape, source, b.assumed) if modern else shape
     setting = _setting(b, _known(dtype, profile, b.assumed), shape, profile, gpus)
     cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(setting.devices, profile),))

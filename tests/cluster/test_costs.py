@@ -119,3 +119,24 @@ def test_one_rank_has_nobody_to_talk_to() -> None:
 def test_an_unknown_collective() -> None:
     with pytest.raises(ClusterError, match="no collective named 'all_shuffle'"):
         collectives.seconds(cluster("8xH100"), "all_shuffle", 2**20, Ranks((8, 8)))
+
+
+def test_products_in_four_bits_are_faster_where_the_device_has_them() -> None:
+    device = load("B200").device
+    four, eight = (kernels.product(device, 8192, 8192, 8192, 1, dtype) for dtype in ("fp4", "fp8"))
+    assert 0.45 * eight < four < 0.7 * eight and kernels.kept_width("fp4") == kernels.kept_width("fp8") == 2
+    with pytest.raises(ClusterError, match="fp4"):
+        kernels.product(load("H100").device, 8192, 8192, 8192, 1, "fp4")
+
+
+def test_grouped_products_take_the_faster_of_two_dtypes_and_no_less_than_their_flops() -> None:
+    device = load("H100").device
+    narrow, wide = (kernels.grouped(device, 2048, 1536, 2048, 16, dtype) for dtype in ("fp8", "bf16"))
+    assert narrow <= wide and wide > 2.0 * 16 * 2048 * 1536 * 2048 / device.peak("bf16")
+
+
+def test_copies_of_a_row_cross_to_another_node_once() -> None:
+    place = cluster("4x8xH100")
+    once, often = (collectives.seconds(place, "all_to_all", 64 * MIB, Ranks((8, 32)), copies) for copies in (1, 8))
+    assert once / 4 < often < once / 1.8  # 8 copies lie on 3.6 of 4 nodes
+    assert collectives.seconds(place, "all_to_all", 64 * MIB, Ranks((8, 32)), 1) == once

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
+from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.cost.work import Attention, Gemm
 from weft.frontend import catalog
@@ -25,9 +26,10 @@ from weft.plan.explain import explain
 from weft.plan.layers import Layers
 from weft.plan.pieces import Counted
 from weft.plan.plan import Plan, load
-from weft.plan.planner import Infeasible, Request, make_plan
+from weft.plan.planner import Infeasible, Request, captured_stack, make_plan
 from weft.plan.setting import Setting
 from weft.plan.short import short_of
+from weft.plan.simulate import simulate
 from weft.plan.space import Limits
 from weft.plan.transformer import Shape
 from weft.plan.workload import Block
@@ -261,3 +263,29 @@ def test_units_of_several_blocks_and_blocks_apart_are_found(tmp_path: Path) -> N
     assert short.repeats == 3 and len([n for n in short.program.input_names if n.endswith("qkv.weight")]) == 3
     pieces = Counted(((("layer", "none", 2),), (("layer", "none", 1),))).find(captured)
     assert pieces.cuts is not None and len(pieces.cuts) == 1 and not pieces.told
+
+
+def test_what_is_not_trained_is_held_and_has_neither_gradient_nor_state() -> None:
+    def biases_alone(model: torch.nn.Module) -> None:
+        model.requires_grad_(False)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.endswith("bias"))
+
+    sizes = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 512}
+    whole, few = (captured_stack("gpt2", "bf16", 128, adapt, **sizes)[0].work(Setting(micro_batch=2)) for adapt in (None, biases_alone))
+    assert few.layer.trained and few.layer.held == whole.layer.held and few.layer.learnt[0] < 0.02 * whole.layer.learnt[0]
+    products = [sum(isinstance(op, Gemm) for op in work.layer.back or ()) for work in (whole, few)]
+    assert products == [8, 4]  # gradients of inputs alone
+    place = cluster("1x8xH100")
+    steps = [simulate(work, Setting(micro_batch=2, dp=8, zero=zero, global_batch=16), place) for work in (whole, few) for zero in (0, 3)]
+    assert steps[2].peak_memory.optimizer < 0.05 * steps[0].peak_memory.optimizer and steps[2].peak_memory.params == steps[0].peak_memory.params
+    assert steps[3].peak_memory.params < steps[2].peak_memory.params / 7  # what is frozen is sharded too
+
+
+def test_narrow_products_are_made_narrow_once_and_by_their_own_price() -> None:
+    wide, narrow = (captured_stack("llama3-8b", dtype, 512, layers=4)[0].work(Setting(micro_batch=1, dtype=dtype)) for dtype in ("bf16", "fp8"))
+    passes = [op for op in narrow.layer.forward if op.name == "quantise"]
+    assert len(passes) == 4  # before q, k, v; o; gate, up; down
+    assert sum(op.bytes for op in passes) == 512 * (3 * 4096 + 14336) * 4
+    assert all(op.dtype == "fp8" for op in narrow.layer.forward if isinstance(op, Gemm))
+    assert all(op.dtype == "bf16" for op in narrow.last.forward if isinstance(op, Gemm)) and not [op for op in wide.layer.forward if op.name == "quantise"]

@@ -49,7 +49,7 @@ def simulate(
     kernels: str = typer.Option(
         "compiled", "--kernels", help="compiled (fused, as torch.compile), eager (one kernel per op) or classic (Megatron of 2021)."
     ),
-    dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16 or fp8 [default: the device's faster 16-bit type]."),
+    dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16, fp8 or fp4 [default: the device's faster 16-bit type]."),
     sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Shard activations between TP regions along the sequence."),
     overlap: bool = typer.Option(True, help="Overlap communication of gradients and parameters with compute."),
     overlap_tp: bool = typer.Option(False, "--overlap-tp", help="Overlap tensor-parallel collectives with their matmuls (async TP)."),

@@ -44,13 +44,14 @@ def wire(kind: str, size: int) -> float:
     return factors.get(kind, 1.0)
 
 
-def seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks) -> float:
-    """Time of one collective of `size` bytes: the whole tensor, or one rank's part for all_to_all and send."""
+def seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks, copies: int = 1) -> float:
+    """Time of one collective of `size` bytes: the whole tensor, or one rank's part for all_to_all and send. Of an all_to_all `copies` of each
+    row go to as many ranks by chance, and one into each block that has some of them."""
     if ranks.size == 1 or size == 0:
         return 0.0
     used = _levels(cluster.links, ranks.members)
     launch = max(link.get("launch") for link, _, _ in used)
-    return launch + min(_ring(kind, size, ranks.size, used, way) for way in WAYS)
+    return launch + min(_ring(kind, size, ranks.size, used, way, copies) for way in WAYS)
 
 
 def send_seconds(cluster: Cluster, size: float, stride: int) -> float:
@@ -78,7 +79,7 @@ def _levels(links: Sequence[Link], members: tuple[int, ...]) -> list[Level]:
     return [(link, b, -(-m // b)) for link, m, b in zip(links, members, below, strict=True) if m > b]
 
 
-def _ring(kind: str, size: float, ranks: int, used: list[Level], asked: str) -> float:
+def _ring(kind: str, size: float, ranks: int, used: list[Level], asked: str, copies: int) -> float:
     waiting, moving = 0.0, 0.0
     for link, below, blocks in used:
         way = asked if asked in link.constants else "low"
@@ -88,14 +89,15 @@ def _ring(kind: str, size: float, ranks: int, used: list[Level], asked: str) -> 
             step = link.get("all_to_all_step", step)
         waiting += link.get(way) + step * _steps(kind, blocks)
         speed = _bandwidth(link, blocks * below) * link.get(f"{way}_share", 1.0) * _in_switch(kind, link, blocks)
-        moving = max(moving, _out_of_block(kind, size, ranks, below) * link.get(f"cost.{kind}", 1.0) / speed)
+        moving = max(moving, _out_of_block(kind, size, ranks, below, copies) * link.get(f"cost.{kind}", 1.0) / speed)
     return waiting + moving
 
 
-def _out_of_block(kind: str, size: float, ranks: int, below: int) -> float:
+def _out_of_block(kind: str, size: float, ranks: int, below: int, copies: int) -> float:
     """Bytes each rank's own link carries out of a block of `below` ranks."""
     if kind == "all_to_all":
-        return size * (ranks - below) / ranks
+        others = ranks / below - 1
+        return size / copies * others * (1 - (others / (others + 1)) ** copies)
     return size * wire(kind, ranks) / below
 
 

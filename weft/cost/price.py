@@ -37,7 +37,7 @@ class Costs:
         ranks = self.ranks(op.axis)
         if op.peer and ranks.members[0] == ranks.size:
             return collectives.peer_seconds(self.cluster, self.device, op.kind, op.bytes, ranks)
-        return collectives.seconds(self.cluster, op.kind, op.bytes, ranks)
+        return collectives.seconds(self.cluster, op.kind, op.bytes, ranks, op.copies)
 
     def host(self, op: Op) -> float:
         """What the host needs to issue it."""
@@ -77,6 +77,8 @@ def on_mesh(cluster: Cluster, mesh: Mesh) -> Costs:
 def device_seconds(device: Device, op: Op) -> float:
     """Time on the device of anything but a collective."""
     if isinstance(op, Gemm):
+        if op.grouped and "experts.memory.bf16" in device.constants:
+            return float(kernels.grouped(device, op.m, op.n, op.k, op.batch, op.dtype))
         return float(kernels.product(device, op.m, op.n, op.k, op.batch, op.dtype, op.aligned))
     if isinstance(op, Attention):
         return float(kernels.attention(device, op.batch, op.heads, op.queries, op.keys, op.head_dim, op.bytes, op.dtype, op.causal, op.back, op.launches))

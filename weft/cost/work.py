@@ -37,6 +37,8 @@ class Gemm:
     weight: bool = True  # the second operand is a parameter; its gradient may be put off
     launches: int = 1
     bias: bool = False
+    reads: int = 0  # a number of the operand that is no parameter, where products of one are to be told
+    grouped: bool = False  # rows of each of the batch are known on the device only, as of experts
     loose: str = "m"  # sizes that no tensor of it is contiguous along, as rows of activations: they may be odd
 
     @property
@@ -115,6 +117,7 @@ class Collective:
     hidden: bool = False  # runs beside the compute that does not need it
     flops: float = 0.0
     saved: float = 0
+    copies: int = 1  # of each row of an all_to_all, for as many ranks
     peer: bool = False  # inside a kernel that reads and writes the memory of its peers, where they can be reached
 
 

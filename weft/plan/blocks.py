@@ -31,7 +31,7 @@ from weft.plan.place import Placements, placed_with
 from weft.plan.setting import Setting
 from weft.plan.short import FIRST, LAST, LAYER, WAYS, Short, short_of
 from weft.plan.spec import Spec
-from weft.plan.workload import Block, Workload, beside_products, odd_of
+from weft.plan.workload import Block, Workload, beside_products, odd_of, quantised
 
 FEW = 2  # samples for each rank of ep that are captured, and twice as many; sizes of others follow
 LEAST_SLICE = 512  # of what blocks hand on, that one rank of cp keeps at least along what is cut
@@ -107,12 +107,22 @@ class PlacedShort:
         """Of one kernel."""
         late = nodes[0] in self.late
         for op in self.joined.records(nodes):
-            if isinstance(op, Gemm) and nodes[0] not in self.ahead:
-                yield replace(op, name=f"{op.name} {'weight' if late else 'input'} gradient", weight=late)
+            if isinstance(op, Gemm):
+                op = replace(op, reads=self._reads(nodes))
+                yield op if nodes[0] in self.ahead else replace(op, name=f"{op.name} {'weight' if late else 'input'} gradient", weight=late)
             elif isinstance(op, Collective):
                 yield replace(op, hidden=op.axis == "cp" and op.kind == "all_gather")
             else:
                 yield op
+
+    def _reads(self, nodes: Sequence[Node]) -> int:
+        """A number of the first operand of a product that is no parameter, in the order of the program."""
+        product = next((n for n in nodes if n.op.kind is Kind.CONTRACT), nodes[0])
+        return next((self._order[b] for a in product.args if (b := self.joined.base(a)).role is not Role.PARAMETER and b in self._order), 0)
+
+    @cached_property
+    def _order(self) -> dict[Node, int]:
+        return {n: i for i, n in enumerate(self.program.nodes, 1)}
 
     @cached_property
     def late(self) -> set[Node]:
@@ -413,19 +423,20 @@ class Stack:
 
 
 def _computed_in(work: Workload, dtype: str) -> Workload:
-    """With its products in another dtype than they were captured in: in fp8 and fp4 those by weights alone, in tf32 attention too."""
+    """With its products in another dtype than they were captured in: in fp8 and fp4 those of the repeated blocks by weights alone, as
+    recipes have it; in tf32 all, attention too."""
     if dtype not in ("fp8", "fp4", "tf32"):
         return work
     kinds = (Gemm, Attention) if dtype == "tf32" else (Gemm,)
 
-    def ops(given: Sequence[Op]) -> tuple[Op, ...]:
-        return tuple(replace(op, dtype=dtype) if isinstance(op, kinds) else op for op in given)
+    def ops(given: Sequence[Op], back: bool = False) -> tuple[Op, ...]:
+        return tuple(quantised([replace(op, dtype=dtype) if isinstance(op, kinds) else op for op in given], back))
 
     def block(b: Block) -> Block:
-        return replace(b, forward=ops(b.forward), back=ops(b.back or ()), parts=tuple((way, ops(again), freed) for way, again, freed in b.parts))
+        return replace(b, forward=ops(b.forward), back=ops(b.back or (), True), parts=tuple((way, ops(again), freed) for way, again, freed in b.parts))
 
-    first, layer, last, *halves = map(block, (work.first, work.layer, work.last, *work.halves))
-    return replace(work, first=first, layer=layer, last=last, halves=tuple(halves))
+    ends = (block(work.first), block(work.last)) if dtype == "tf32" else (work.first, work.last)
+    return replace(work, first=ends[0], layer=block(work.layer), last=ends[1], halves=tuple(map(block, work.halves)))
 
 
 def _beside(block: Block) -> Block:

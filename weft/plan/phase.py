@@ -30,6 +30,7 @@ class Pass:
     direction: str  # forward, backward, input (backward without weight gradients), weight
     recompute: str = "none"
     gather: bool = False
+    frozen: bool = False  # parameters that are not trained are gathered too
     reduce: str = ""  # the collective of gradients, "" for none
     param_bytes: float = 2.0
     grad_bytes: float = 4.0
@@ -92,8 +93,8 @@ class LayerWalk(Walk):
 
 
 def gathers(block: Block, how: Pass) -> Iterator[Collective]:
-    """Parameters of a layer from their shards: all of them before a pass, what was trained after the update."""
-    for params, axis in zip(block.held if how.gather else block.learnt, ("data", "edp"), strict=True):
+    """Parameters of a layer from their shards: all of them where they are sharded, what was trained after an update."""
+    for params, axis in zip(block.held if how.frozen else block.learnt, ("data", "edp"), strict=True):
         if params:
             yield Collective("all_gather", params * how.param_bytes, axis, "gather parameters")
 

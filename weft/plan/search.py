@@ -342,7 +342,7 @@ class Search:
         key = (s.tp, s.cp, s.dp, s.ep, s.zero == 0, s.zero == 3)
         if (key, "r") not in self._links:
             costs = self._costs(s)
-            how = Pass("backward", gather=s.zero == 3, grad_bytes=float(WIDTH[s.grad_dtype]), reduce="reduce_scatter" if s.zero else "all_reduce")
+            how = Pass("backward", frozen=s.zero == 3, grad_bytes=float(WIDTH[s.grad_dtype]), reduce="reduce_scatter" if s.zero else "all_reduce")
             layer = self.work(s).layer
             self._links[key, "r"] = max((costs.seconds(op) for op in reductions(layer, how)), default=0.0)
             self._links[key, "g"] = max((costs.seconds(op) for op in gathers(layer, how)), default=0.0)

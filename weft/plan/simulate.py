@@ -219,7 +219,7 @@ class _Simulation:
         gather = self.copies > 1 and s.zero == 3 and not s.keep_gathered and kind != "weight"
         ends = kind == ("weight" if split else "backward")
         reduce = self.copies > 1 and ends and s.zero >= 2 and not s.keep_gathered
-        return replace(self.how, direction=direction, gather=gather, reduce=self.how.reduce if reduce else "")
+        return replace(self.how, direction=direction, gather=gather, frozen=gather, reduce=self.how.reduce if reduce else "")
 
     def _phase(self, g: int, how: Pass) -> Phase:
         costs = self.costs[g % self.setting.pp]

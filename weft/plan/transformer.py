@@ -15,7 +15,7 @@ from weft.core.errors import PlanError
 from weft.cost.work import Attention, Collective, Gemm, Op, Touch
 from weft.plan.setting import Setting
 from weft.plan.style import STYLES, Style
-from weft.plan.workload import Block, Workload, beside_products, odd_of
+from weft.plan.workload import Block, Workload, beside_products, odd_of, quantised
 
 LEAST_SLICE = 512  # tokens of a sequence that one rank of cp keeps at least
 
@@ -194,7 +194,7 @@ class _WorkBuilder:
         s, t = self.shape, self.setting
         ffn = (*self.experts(), *([] if t.tp == 1 else self.leave())) if moe else (*self.feed_forward(), *self.leave())
         parts = ((*self.attention(), *self.leave()), ffn)
-        ops = [tuple(beside_products(p)) if t.overlap_tp else p for p in parts]
+        ops = [tuple(quantised(tuple(beside_products(p)) if t.overlap_tp else p)) for p in parts]
         expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
         attention = s.attention_params / t.tp + s.norm_params / 2
         params = (0 if moe else s.ffn_params) / t.tp + s.norm_params / 2 + (s.hidden * s.experts if moe else 0)
@@ -223,7 +223,7 @@ class _WorkBuilder:
         f, b = self.style.loss
         loss = Touch("cross entropy", f * logits, b * logits, *self.style.loss_launches, saved=self.style.loss_saved * logits)
         norms = self.norm()
-        head = Gemm(self.tokens, columns, s.hidden, dtype=self.setting.dtype, name="logits", saved=self.between)
+        head = Gemm(self.tokens, columns, s.hidden, dtype=self.wide_dtype, name="logits", saved=self.between)
         params = 0 if s.tied and t.pp == 1 else s.vocab * s.hidden / t.tp
         sums = [Collective("all_reduce", self.tokens * 4.0, "tp", "loss") for _ in range(2)] if t.tp > 1 else []
         return Block("head", (*norms, *self.enter(), head, loss, *sums), params, work=self.style.loss_work * logits)
@@ -356,11 +356,11 @@ class _WorkBuilder:
         sent = self.between * s.chosen
         route = Gemm(self.tokens, s.experts, s.hidden, dtype=self.wide_dtype, name="router", saved=self.between)
         place = Touch("dispatch", 2 * sent, 2 * sent, 4, 4, saved=sent)
-        swap = (Collective("all_to_all", sent, "ep", "tokens to experts"),) if t.ep > 1 else ()
+        swap = (Collective("all_to_all", sent, "ep", "tokens to experts", copies=s.chosen),) if t.ep > 1 else ()
         inner = s.inner // t.tp
-        up = Gemm(rows, inner * (2 if s.gated else 1), s.hidden, local, t.dtype, "experts up", saved=sent)
+        up = Gemm(rows, inner * (2 if s.gated else 1), s.hidden, local, t.dtype, "experts up", saved=sent, grouped=True)
         wide = rows * local * inner * self.width
         f, b = self.style.gate
         act = Touch("expert activation", f * wide, b * wide, *self.style.activation_launches, saved=2 * wide)
-        down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide)
+        down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide, grouped=True)
         return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, Touch("combine", 3 * sent, 3 * sent, 3, 3))

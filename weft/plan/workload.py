@@ -6,7 +6,7 @@ Sizes are those of one device, after every cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.cluster.kernels import WIDTH
@@ -181,3 +181,15 @@ def beside_products(ops: tuple[Op, ...]) -> Iterator[Op]:
         waiting = op
     if waiting is not None:
         yield waiting
+
+
+def quantised(ops: Sequence[Op], back: bool = False) -> Iterator[Op]:
+    """With a pass before each product in fewer than 16 bits that makes its narrow operand, by rows for this product and by columns for the
+    gradient of its weight. Products of one operand share it; `back` are ops of a backward pass, where `weight` are those gradients."""
+    made: set[int] = set()
+    for op in ops:
+        if isinstance(op, Gemm) and WIDTH[op.dtype] < 2 and not (back and op.weight) and (not op.reads or op.reads not in made):
+            made.add(op.reads)
+            each = 2 + 2 * WIDTH[op.dtype]
+            yield Touch("quantise", op.batch * op.m * op.k * each, op.batch * op.m * op.n * each)
+        yield op
