@@ -28,7 +28,7 @@ def test_what_is_no_placement_is_refused(placement):
 
 @pytest.mark.parametrize("shape", [(-3,), (3.5,)])
 def test_what_is_no_shape_is_refused(shape):
-    refused(LayoutError, lambda x: x + 1.0, "whole sizes", x=weft.f32(*shape))
+    refused(LayoutError, lambda x: x + 1.0, "integer sizes", x=weft.f32(*shape))
 
 
 def test_python_may_not_ask_a_value():

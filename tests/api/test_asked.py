@@ -75,7 +75,7 @@ def test_ranks_equal_torch_where_the_batch_is_whole(tmp_path: Path) -> None:
         torch.testing.assert_close(by_weft(selected, "dp2"), want, rtol=1e-9, atol=1e-11)
         m = model()
         step = parallelize(m, branch, torch.optim.SGD(m.parameters(), 0.1), batch(0), "dp2")
-        with pytest.raises(RuntimeFault, match=r"a number that the whole batch decides(.|\n)*x \[6, 4\](.|\n)*\[3, 4\], a part of it"):
+        with pytest.raises(RuntimeFault, match=r"a number that the full batch decides(.|\n)*x \[6, 4\](.|\n)*\[3, 4\], a part of it"):
             step({k: x[rank * 3 : rank * 3 + 3] for k, x in batch(1).items()})
 
     on_ranks(2, job, tmp_path)

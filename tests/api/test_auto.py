@@ -110,7 +110,7 @@ def test_micro_batches_that_would_be_another_step_are_not_offered(captured: Capt
     root = micro_steps(w.model, w.example(8), lambda m, b: w.loss(m, b).sqrt(), adamw(w))
     found = auto.decide(captured, cluster("2xx86-2"), lines=Lines(root, 8))
     reasons = {o.plan: o.reason for o in found.options if "micro" in o.plan}
-    assert reasons and all("would not be the whole batch's: sqrt" in reason for reason in reasons.values())
+    assert reasons and all("would not be the full batch's: sqrt" in reason for reason in reasons.values())
 
 
 def test_stages_are_offered_beside_the_rest(captured: Captured) -> None:

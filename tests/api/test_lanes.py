@@ -34,7 +34,7 @@ def test_a_message_goes_where_least_was_sent() -> None:
 
 def test_lanes_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_LANES", "many")
-    with pytest.raises(RuntimeFault, match="WEFT_LANES is no number of groups") as e:
+    with pytest.raises(RuntimeFault, match="WEFT_LANES does not name a number of groups") as e:
         lanes._asked()
     assert "1 or more" in str(e.value) and "many" in str(e.value)
     monkeypatch.setenv("WEFT_LANES", "3")

@@ -96,7 +96,7 @@ def test_no_further_collective(plan: str) -> None:
 def test_only_copies_can_tell() -> None:
     m = model()
     captured = capture(m, batch(BATCH, 0), loss, torch.optim.AdamW(m.parameters()))
-    with pytest.raises(PlanError, match="noise is told by the copies of a model"):
+    with pytest.raises(PlanError, match="the noise scale needs data-parallel replicas"):
         auto.prepare(captured, Spec(tp=2), auto.Wish(noise=True))
 
 

@@ -56,7 +56,7 @@ def test_less_is_held_and_the_link_is_paid_for() -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(PlanError, match="a block is kept by the host or runs again"):
+    with pytest.raises(PlanError, match="the activations of a block are offloaded or recomputed"):
         Spec.parse("offload,recompute")
     with pytest.raises(PlanError, match="offload is not searched"):
         Spec.parse("offload").setting(global_batch=8)

@@ -231,7 +231,7 @@ def refuse(world: int, plan: str, match: str, folder: Path, name: str = "gpt2", 
 
 def test_more_stages_than_layers(tmp_path: Path) -> None:
     refuse(
-        2, "pp2,interleaved,virtual200", r"400 stages are more than the model can be cut into(.|\n)*400 or more parts(.|\n)*found +\d+(.|\n)*pp\d+", tmp_path
+        2, "pp2,interleaved,virtual200", r"400 stages are more than the model can be split into(.|\n)*400 or more parts(.|\n)*found +\d+(.|\n)*pp\d+", tmp_path
     )
 
 
@@ -258,7 +258,7 @@ def test_a_model_that_cannot_take_a_micro_batch() -> None:
     def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
         return sum(m(x[i, :, None]) for i in range(4)).mean()
 
-    with pytest.raises(PlanError, match=r"cannot take a micro-batch(.|\n)*cut along its samples(.|\n)*\[2, 4\]"):
+    with pytest.raises(PlanError, match=r"cannot take a micro-batch(.|\n)*sharded along its samples(.|\n)*\[2, 4\]"):
         parallelize(model, loss, adam(model), torch.ones(4, 4), plan="micro2", allow_micro_mean=True)
 
 

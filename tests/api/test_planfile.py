@@ -161,7 +161,7 @@ def test_what_a_step_does_beyond_the_plan_is_placed_around_it_and_pins_are_refus
         got, step = weft_losses(folder, "plan.json", torch.float64, clip=0.1)
         torch.testing.assert_close(got, clipped, rtol=1e-8, atol=1e-8)
         assert held(step) == planned(folder)
-        with pytest.raises(PlanError, match=r"(?s)says how every tensor is held.*no pins beside it.*leave out pins="):
+        with pytest.raises(PlanError, match=r"(?s)fixes the layout of every tensor.*no pins next to it.*leave out pins="):
             weft_losses(folder, "plan.json", torch.float64, pins=["2=dp:R"])
 
     on_ranks(2, job, tmp_path)

@@ -184,7 +184,7 @@ def test_parts_of_batches_of_other_shapes(tmp_path):
         trains_as_torch("dp2", sized(8, 8, 4, 6, 8, 16), mine)
         uneven = sized(8, 8, 5)
         step = trains_as_torch("dp2", uneven[:2], mine)
-        with pytest.raises(RuntimeFault, match=r"batch 'x' is cut otherwise than the plan cuts it[\s\S]*\[3, 3\], \[2, 3\] on the ranks, of \[5, 3\]"):
+        with pytest.raises(RuntimeFault, match=r"batch 'x' is sharded otherwise than the plan shards it[\s\S]*\[3, 3\], \[2, 3\] on the ranks, of \[5, 3\]"):
             step({**uneven[2], "x": uneven[2]["x"].split([2, 3])[rank]})
 
     on_ranks(2, job, tmp_path)
@@ -193,7 +193,7 @@ def test_parts_of_batches_of_other_shapes(tmp_path):
 def test_ranks_that_read_other_data_are_told(tmp_path):
     def job(rank: int) -> None:
         step = trains_as_torch("tp2", sized(8))
-        with pytest.raises(RuntimeFault, match=r"ranks were given different batches: 'x'[\s\S]*the plan does not cut it along dp, tp"):
+        with pytest.raises(RuntimeFault, match=r"ranks were given different batches: 'x'[\s\S]*the plan does not shard it along dp, tp"):
             step(sized(4, 4)[rank])
 
     on_ranks(2, job, tmp_path)

@@ -159,7 +159,7 @@ def test_parts_of_a_cluster() -> None:
     part = whole.slice(8, 16)
     assert isinstance(part, Cluster)
     assert [(g.count, g.size, g.profile.name) for g in part.groups] == [(1, 8, "H100"), (1, 8, "A100")]
-    with pytest.raises(ClusterError, match="whole nodes"):
+    with pytest.raises(ClusterError, match="full nodes"):
         whole.slice(0, 12)
 
 

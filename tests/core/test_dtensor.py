@@ -113,7 +113,7 @@ def test_the_order_of_nested_cuts() -> None:
         (lambda: to_placements(Layout.of(Mesh(a=2), (6,), {"a": S(0, within=3)})), r"  found   \[2\*3\] a:S\(0.1\)\n  try     gather it"),
         (lambda: from_placements(Mesh(a=2), (4,), (Partial("avg"),)), "a Partial has no such reduction"),
         (lambda: from_placements(Mesh(a=2), (4,), ()), r"not one placement per axis\n\n  needed  1 for Mesh\(a=2\)\n  found   0"),
-        (lambda: from_placements(Mesh(a=2), (6,), (_StridedShard(0, split_factor=4),)), "has no 4 blocks to cut along a"),
+        (lambda: from_placements(Mesh(a=2), (6,), (_StridedShard(0, split_factor=4),)), "has no 4 blocks to shard along a"),
         (
             lambda: from_placements(Mesh(a=2, b=2), (12,), (_StridedShard(0, split_factor=3), Shard(0))),
             "weft cannot say these placements",

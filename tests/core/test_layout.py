@@ -237,19 +237,19 @@ def test_enumeration_is_complete_for_one_axis() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Mesh(a=0), r"mesh axis 'a' has no size\n\n  needed  a whole number of ranks, 1 or more\n  found   0"),
+        (lambda: Mesh(a=0), r"mesh axis 'a' has no size\n\n  needed  an integer, 1 or more\n  found   0"),
         (lambda: Mesh(a=2).size("b"), r"the mesh has no axis 'b'\n\n  needed  one of a\n  found   'b'"),
         (lambda: Layout.of(Mesh(a=2), (4,), {"b": R}), "the mesh has no axis 'b'"),
         (lambda: Layout.of(Mesh(a=2), (4,), {"a": S(1)}), r"S\(1\) on a tensor of 1 dims\n\n  needed  a dim from 0 to 0"),
         (lambda: Layout.of(Mesh(a=2), (6,), {"a": S(0, within=4)}), "dim 0 of size 6 has no inner part of 4"),
         (lambda: P("mean"), r"a Partial has no such reduction\n\n  needed  sum or max or min\n  found   'mean'"),
         (lambda: Layout.of(Mesh(a=2), (4,), {"a": O(2)}), r"axis a has no rank 2\n\n  needed  a root from 0 to 1\n  found   O\(2\)"),
-        (lambda: Layout.of(Mesh(a=2, b=2), (4,), {"a": P(), "b": P("max")}), "one kind of pending reduction per value"),
-        (lambda: Layout.of(Mesh(a=2, b=2), (4,), {"b": S(0)}).cut("a", 0), "already cuts it and comes later in the mesh"),
+        (lambda: Layout.of(Mesh(a=2, b=2), (4,), {"a": P(), "b": P("max")}), "one kind of partial reduction per value"),
+        (lambda: Layout.of(Mesh(a=2, b=2), (4,), {"b": S(0)}).cut("a", 0), "already shards it and comes later in the mesh"),
         (lambda: Layout.of(Mesh(a=2, b=2), (3,), {"a": S(0), "b": S(0)}).uncut("a"), r"try     gather b first"),
         (lambda: Layout.of(Mesh(a=2), (4,)).reshape((3,)), r"cannot reshape \[4\] to \[3\]\n\n  needed  the same number of elements"),
         (lambda: Layout.of(Mesh(a=4), (8, 3), {"a": S(0)}).reshape((2, 12)), r"runs through an atom of 4 cut by a"),
-        (lambda: Layout.of(Mesh(a=2), (0, 4), {"a": S(1)}).reshape((4, 0)), "cannot reshape an empty tensor that is cut"),
+        (lambda: Layout.of(Mesh(a=2), (0, 4), {"a": S(1)}).reshape((4, 0)), "cannot reshape an empty tensor that is sharded"),
     ],
 )
 def test_refusals(wrong: object, message: str) -> None:

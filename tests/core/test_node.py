@@ -94,7 +94,7 @@ def test_a_float_beside_whole_numbers_is_refused() -> None:
 
 
 def test_what_is_no_value_is_refused() -> None:
-    with pytest.raises(TypeMismatch, match=r"add cannot take str\n\n  needed  program values, or numbers beside at least one\n  found"):
+    with pytest.raises(TypeMismatch, match=r"add cannot take str\n\n  needed  program values, or numbers with at least one\n  found"):
         X + "one"
     with pytest.raises(TypeMismatch, match="add cannot take int"):
         apply(op_named("add"), (1, 2), {})

@@ -139,7 +139,7 @@ def exp(operand: str, placement: str) -> str:
         (HEAD + "  hello\n", r"a line that is no node, group, state or return\n\n  needed  '%x = op\(...\)   type'\n  found   hello"),
         (ONE.format("f65[4]"), "line 2 of program p: no dtype 'f65'"),
         (ONE.format("f64 4"), r"not a type\n\n  needed  dtype\[dims\] axis:placement"),
-        (ONE.format("f64[4] a:S(1)"), r"line 2 of program p: axis a cuts what is not there\n\n  needed  an atom of the 1 dims"),
+        (ONE.format("f64[4] a:S(1)"), r"line 2 of program p: axis a shards what is not there\n\n  needed  an atom of the 1 dims"),
         (ONE.format("f64[4] a:Q"), r"line 2 of program p: axis a holds nothing known\n\n  needed  R, S\(dim\), .*\n  found   Q"),
         (ONE.format("f64[4] a:P(mean)"), "line 2 of program p: a Partial has no such reduction"),
         (ONE.format("f64[4] a:O(2)"), "line 2 of program p: axis a has no rank 2"),

@@ -162,7 +162,7 @@ def _torch_pulled(f: Any) -> Any:
     return run
 
 
-_NEVER_CUT = "weft does not know the op, so it is never cut"
+_NEVER_CUT = "weft does not know the op, so it is never sharded"
 
 CASES = [
     case("rope", rope, rope_as_data, normal(2, 3, 4), normal(3, 4), normal(3, 4), inner=False, partial=False),

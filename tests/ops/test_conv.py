@@ -32,7 +32,7 @@ IMAGES = f64(2, 4, 6, 6)
         (conv2d, {"x": f64(2, 4, 6, 6, a=P()), "w": f64(3, 4, 2, 2, a=P())}, "to be linear in operands 0, 1"),
         (
             lambda x, w: conv2d_halo(x, w, axis="a"), {"x": IMAGES, "w": f64(3, 4, 3, 3)},
-            r"conv2d_halo has no cut to bridge .*\n\n  needed  a:S\(2\) or a:S\(3\) in its images",
+            r"conv2d_halo has no sharding to bridge .*\n\n  needed  a:S\(2\) or a:S\(3\) in its images",
         ),
         (
             lambda x, w: conv2d_halo(x, w, axis="a"), {"x": f64(2, 4, 6, 6, a=S(2)), "w": f64(3, 4, 3, 3)},

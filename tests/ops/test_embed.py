@@ -132,7 +132,7 @@ def test_second_gradients_of_lookups() -> None:
 def test_a_float_index_is_refused() -> None:
     with pytest.raises(TypeMismatch) as e:
         trace(embed.embedding, MESH, weight=f64(7, 4), index=f64(5))
-    assert "take looks up by whole numbers" in str(e.value)
+    assert "take looks up by integers" in str(e.value)
     assert "needed  i64 or i32 in operand 1" in str(e.value)
     assert "found   f64[5] a:R" in str(e.value)
 

@@ -118,7 +118,7 @@ def test_a_config_of_hugging_faces() -> None:
     ("ask", "says"),
     [
         (lambda: weft.plan(made(), cluster="1x2xA100"), "Sequential"), (lambda: weft.plan(5), "FILE.py:FUNCTION"),
-        (lambda: weft.plan(made(), loss, cluster="1x2xA100"), "such a batch"), (lambda: weft.plan("gpt2", batch="many"), "no number of samples"),
+        (lambda: weft.plan(made(), loss, cluster="1x2xA100"), "such a batch"), (lambda: weft.plan("gpt2", batch="many"), "not a number of samples"),
         (lambda: weft.plan("llama2-13b", batch=8, cluster="1x2xV100"), r"(?s)no plan of llama2-13b fits on 1x2xV100.*needs at least.*--cluster"),
     ],
 )  # fmt: skip

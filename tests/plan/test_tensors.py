@@ -32,7 +32,7 @@ def test_a_pin_is_read() -> None:
     [
         ("blocks.*.mlp.up=tp:T(1)", "cannot pin"),
         ("blocks.*.mlp.upp=tp:S(0)", "no parameter is named"),
-        ("tokens=tp:S(0)", "tokens.weight cannot be held as .*\n\n +needed +dim 0 to divide by 4"),
+        ("tokens=tp:S(0)", "tokens.weight cannot have the layout .*\n\n +needed +dim 0 to divide by 4"),
         ("tokens=tp:S(2)", "a dim below 2"),
         ("tokens=cp:S(0)", "an axis of tp"),
     ],

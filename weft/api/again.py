@@ -438,7 +438,7 @@ class Forms:
                 f"ranks disagree about what the step is: rank {dist.get_rank()} and rank {', '.join(map(str, odd))}",
                 needed="the same values in Python, and the same random state, on every rank",
                 found=f"rank {', '.join(map(str, odd[:4]))} traced another program",
-                try_="seed Python's random alike on every rank, and change what the model reads on all of them",
+                try_="seed Python's random the same way on every rank, and change what the model reads on all of them",
             )
 
 

@@ -32,7 +32,7 @@ Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 def compile(
     what: Program | nn.Module, plan: str = "dp1", example: Any = None, *, device: str | torch.device = "cpu", check: bool = True
 ) -> Any:
-    """A program as a function on local tensors by name; a model, for inference, as a function on whole batches.
+    """A program as a function on local tensors by name; a model, for inference, as a function on full batches.
 
     `check` compares what is captured of a model with the model in plain torch, and the plan's program with that, before it runs.
     """
@@ -54,7 +54,7 @@ class Inference:
         self.model, self.device, self.named, self.check = model, device, Spec.parse(plan), check
         self.judged: Verdict | None = None  # of the last program, on rank 0
         if self.named.pp > 1 or self.named.micro or self.named.recompute:
-            raise PlanError("inference runs a batch whole", needed="a plan without pp, micro and recompute", found=plan)
+            raise PlanError("inference runs the full batch at once", needed="a plan without pp, micro and recompute", found=plan)
         self._held: dict[str, Placements] = {}
         self._state: dict[str, Tensor] = {}
         self._made: dict[Shapes, list[tuple[Compiled, Captured]]] = {}

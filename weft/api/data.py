@@ -145,7 +145,7 @@ def _joined(name: str, parts: list[Shape], axes: tuple[str, ...], types: Mapping
     if not axes:
         raise RuntimeFault(
             f"ranks were given different batches: {key!r}",
-            needed=f"the same on every rank: the plan does not cut it along {', '.join(mesh.axes)}",
+            needed=f"the same on every rank: the plan does not shard it along {', '.join(mesh.axes)}",
             found=" and ".join(dict.fromkeys(str(list(p)) for p in parts)) + ", of other values",
             try_="load the data in the same order on every rank",
         )
@@ -154,10 +154,10 @@ def _joined(name: str, parts: list[Shape], axes: tuple[str, ...], types: Mapping
     needed = [layout.local_shape(mesh.coords(r)) for r in range(mesh.ranks)]
     if needed != parts:
         raise RuntimeFault(
-            f"batch {key!r} is cut otherwise than the plan cuts it",
+            f"batch {key!r} is sharded otherwise than the plan shards it",
             needed=f"{', '.join(str(list(s)) for s in needed)} on the ranks, of {list(whole)}",
             found=", ".join(str(list(p)) for p in parts),
-            try_="give every rank the whole batch, or step.rows, which says which rows are a rank's",
+            try_="give every rank the full batch, or step.rows, which says which rows are a rank's",
         )
     return whole
 
@@ -172,8 +172,8 @@ def _cut_rows(name: str, type_: Type) -> tuple[str, ...]:
     if any(p.dim or p.within is not None for p in cuts.values()):
         raise RuntimeFault(
             f"batch {name.removeprefix('batch.')!r} has another shape than before",
-            needed="whole batches, or parts that are rows",
-            found=f"parts cut as {type_.layout}",
-            try_="give every rank the whole batch",
+            needed="full batches, or parts that are rows",
+            found=f"parts sharded as {type_.layout}",
+            try_="give every rank the full batch",
         )
     return tuple(cuts)

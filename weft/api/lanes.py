@@ -55,7 +55,7 @@ def _asked() -> int | str:
     if asked in ("", "measure"):
         return asked
     if not asked.isdigit() or int(asked) < 1:
-        raise RuntimeFault("WEFT_LANES is no number of groups", needed="1 or more, or `measure`", found=asked, try_="unset WEFT_LANES")
+        raise RuntimeFault("WEFT_LANES does not name a number of groups", needed="1 or more, or `measure`", found=asked, try_="unset WEFT_LANES")
     return int(asked)
 
 

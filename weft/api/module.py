@@ -46,7 +46,7 @@ def parallelize_module(
 ) -> nn.Module:
     """The model with sharded parameters and weft's forward and backward. `example` is one global batch, as the model takes it.
 
-    Call it with a global batch or with this rank's part of one. It gives DTensors of the global results: `.full_tensor()` is whole,
+    Call it with a global batch or with this rank's part of one. It gives DTensors of the global results: `.full_tensor()` gathers them,
     `.to_local()` this rank's part. `zero3` holds parameters in slices; where optimizer state is, the optimizer's DTensors say.
     """
     named = _named(plan)

@@ -72,6 +72,7 @@ def parallelize(
     A model on the meta device gets its values from `weights`, or from its own initialisation under `seed`; each rank keeps its shards only.
     A step in micro-batches (`pp`, `micro`, `accumulate`) has the loss and gradients of the full batch, or is refused.
     """
+    require_torchs(model, optimizer)
     asked = Options.of(options, settings)
     where = device_for(model, device)
     hosts.meet(where)
@@ -84,7 +85,6 @@ def parallelize(
         pins = (*named.pins, *pins)
         if (named.recompute or file.pieces) and not asked.noise:
             named = _by_parts(named, asked.accumulate)
-    require_torchs(model, optimizer)
     forget_updates(optimizer)
     begin_with(model, asked.weights, asked.seed)
     low = _is_low(asked.precision)

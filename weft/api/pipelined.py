@@ -156,7 +156,7 @@ def _alone(
     except IndexError as e:
         cut = ", ".join(f"{n.removeprefix('batch.')} {list(x.shape)}" for n, x in named_batch(part).items())
         raise PlanError(
-            "the model cannot take a micro-batch", needed="every tensor of the batch to be cut along its samples",
+            "the model cannot take a micro-batch", needed="every tensor of the batch to be sharded along its samples",
             found=f"{e} with {cut}", try_="a batch whose number of samples no other dim has, or a plan without pp and micro",
         ) from e  # fmt: skip
     require_gradients(captured)

@@ -109,7 +109,7 @@ class Followed:
             return None
         if pins:
             raise PlanError(
-                f"{self.path} says how every tensor is held", needed="no pins beside it", found=", ".join(map(str, pins)), try_="leave out pins="
+                f"{self.path} fixes the layout of every tensor", needed="no pins next to it", found=", ".join(map(str, pins)), try_="leave out pins="
             )
         found = carried(self.program, captured.program, PlacingOptions(gather=frozenset({"dp"} if self.spec.most_zero == 3 else ())))
         same = bool(found.alone) and _is_same(captured.program, self.program)

@@ -49,7 +49,7 @@ Values = Mapping[str, Tensor]
 
 
 class Step(Changing):
-    """Forward, backward and update as one call; its state is held as the plan says."""
+    """Forward, backward and update as one call; its state is laid out as the plan says."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Step(Changing):
         return out["loss"]
 
     def trust(self, on_nan: str, deterministic: bool) -> None:
-        """What is done about losses that are no number, and whether every run must give the same bits."""
+        """What is done about losses that are NaN or Inf, and whether every run must give the same bits."""
         if deterministic:
             require_exact(self.compiled.device)
         self.losses, self.deterministic = Losses(on_nan), deterministic
@@ -259,11 +259,11 @@ class Step(Changing):
         return Store(folder, self, keep)
 
     def full(self, name: str) -> Tensor:
-        """A state tensor whole, on every rank. Every rank must ask."""
+        """A full state tensor, on every rank. Collective: every rank must call it."""
         return gathered(self._held_as[name], self._state.get(name), self.compiled)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter, buffer and optimizer tensor, whole; every rank must ask."""
+        """Every parameter, buffer and optimizer tensor in full. Collective: every rank must call it."""
         self._meet("state_dict()")
         names = [n for n in self.state_names if n not in self.captured.constants]
         counts = {"steps": self.steps, "skipped": self.skipped, **{f"missed.{p}": k for p, k in self.missed.items() if k}}
@@ -271,7 +271,7 @@ class Step(Changing):
 
     def save_pretrained(self, folder: str | Path, size: int = SHARD) -> None:
         """Write the model as Hugging Face does: its config, safetensors files of at most `size` bytes, an index. Every rank must ask, and writes
-        some of the files; none holds more than one tensor whole."""
+        some of the files; none holds more than one full tensor."""
         self._meet("save_pretrained()")
         where, mine = Path(folder), {id(t): n for n, t in (*self.captured.parameters.items(), *self.captured.buffers.items())}
         kept: dict[str, tuple[str, Tensor]] = {}  # by the names in the files: the state's name, and the module's own tensor
@@ -319,7 +319,7 @@ class Step(Changing):
         self.resume(int(state["steps"]), int(state.get("skipped", 0)), missed)
 
     def take_state(self, other: Step) -> None:
-        """Go on where another step of the same model is. Held alike, tensors are taken as they are; else every rank must ask."""
+        """Go on where another step of the same model is. Tensors of the same layout are taken as they are; else it is collective."""
         mine, theirs = self._held_as, other._held_as
         if all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
             self._state, synced = {n: other._state[n] for n in self._state}, other.synced

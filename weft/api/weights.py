@@ -64,7 +64,7 @@ class Stored:
             while got < len(view):
                 n = f.readinto(view[got:])
                 if not n:
-                    raise CheckpointError(f"{self.path} is cut short", needed=f"{len(view)} bytes of a tensor", found=str(got))
+                    raise CheckpointError(f"{self.path} is truncated", needed=f"{len(view)} bytes of a tensor", found=str(got))
                 got += n
         return buffer
 

@@ -117,7 +117,7 @@ def _cut(group: Nodes, devices: int) -> Nodes:
     if devices <= group.size:
         return Nodes(1, devices, group.profile)
     if devices % group.size:
-        raise ClusterError("a part of a cluster must be whole nodes", needed=f"a multiple of {group.size}", found=str(devices))
+        raise ClusterError("a part of a cluster must be full nodes", needed=f"a multiple of {group.size}", found=str(devices))
     return Nodes(devices // group.size, group.size, group.profile)
 
 
@@ -160,7 +160,7 @@ def _spread(devices: int, profile: Profile, gbps: Any) -> Nodes:
     size = profile.node_size
     if devices > size and devices % size:
         raise ClusterError(
-            f"{devices} x {profile.name} are not whole nodes", needed=f"a multiple of {size}", found=str(devices),
+            f"{devices} x {profile.name} are not full nodes", needed=f"a multiple of {size}", found=str(devices),
             try_=f"{devices // size + 1}x{size}x{profile.name}",
         )  # fmt: skip
     return _nodes(max(1, devices // size), min(devices, size), profile.name, gbps, profile)
@@ -241,7 +241,7 @@ def _under_spine(group: Nodes, spine: Any, where: str) -> Nodes:
     _positive(where, "devices of the spine", spine["devices"], whole=True)
     _positive(where, "gbps_per_device of the spine", spine["gbps_per_device"])
     if spine["devices"] % group.size:
-        raise ClusterError(f"the spine of {where} cuts nodes", needed=f"devices: a multiple of {group.size}", found=str(spine["devices"]))
+        raise ClusterError(f"the spine of {where} shards nodes", needed=f"devices: a multiple of {group.size}", found=str(spine["devices"]))
     *inner, network = group.profile.links
     rate = Constant(spine["gbps_per_device"] * GBIT, "datasheet: given with the cluster")
     outer = Link("spine", 0, {**network.constants, "bandwidth": rate})

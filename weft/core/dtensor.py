@@ -46,8 +46,8 @@ def _shard(layout: Layout, axis: str, dim: int) -> Any:
         return Shard(dim)
     if cut.size % math.prod(mesh.sizes[a] for a in cut.cut):
         raise LayoutError(
-            f"DTensor cannot say how {axis} cuts dim {dim}",
-            needed="equal pieces, where a cut is not of all a rank holds of the dim",
+            f"DTensor cannot say how {axis} shards dim {dim}",
+            needed="equal shards, where a sharding is not of all a rank holds of the dim",
             found=str(layout),
             try_=f"gather it along {axis} first",
         )
@@ -99,7 +99,7 @@ def _within(layout: Layout, axis: str, dim: int, blocks: int) -> int:
             break
         need //= held
     if need > 1:
-        raise LayoutError(f"dim {dim} has no {blocks} blocks to cut along {axis}", needed="blocks made of whole atoms", found=str(layout))
+        raise LayoutError(f"dim {dim} has no {blocks} blocks to shard along {axis}", needed="blocks made of full atoms", found=str(layout))
     return math.prod(a.size for a in atoms)
 
 
@@ -111,7 +111,7 @@ def _require_same(layout: Layout, placements: Sequence[Any]) -> None:
         said = ()
     if [_key(p, layout) for p in said] != [_key(p, layout) for p in placements]:
         found = f"{list(placements)} of {list(layout.shape)}"
-        raise LayoutError("weft cannot say these placements", needed="every axis to cut one atom, evenly inside a dim", found=found)
+        raise LayoutError("weft cannot say these placements", needed="every axis to shard one atom, evenly inside a dim", found=found)
 
 
 def _key(placement: Any, layout: Layout) -> Any:

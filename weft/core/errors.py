@@ -47,7 +47,7 @@ class WeftError(Exception):
 
 
 class LayoutError(WeftError):
-    """A layout that cannot be: an unknown axis, a dim that is not there, an atom cut twice over one axis."""
+    """A layout that cannot be: an unknown axis, a dim that is not there, an atom sharded twice over one axis."""
 
 
 class TypeMismatch(WeftError):

@@ -165,7 +165,7 @@ class Layout:
         """The layout of `shape` with the placements given; every other axis holds the whole value."""
         odd = [n for n in shape if int(n) != n or n < 0]
         if odd:
-            raise LayoutError("not a shape", needed="whole sizes, 0 or more", found=str(list(shape)))
+            raise LayoutError("not a shape", needed="integer sizes, 0 or more", found=str(list(shape)))
         layout = Layout(mesh, tuple((Atom(int(n)),) for n in shape))
         given = dict(placements or {})
         for axis in given:
@@ -185,7 +185,7 @@ class Layout:
     # -- one axis at a time ------------------------------------------------------------------------------------------
 
     def where_cut(self, axis: str) -> tuple[int, int] | None:
-        """The dim and the atom in it that the axis cuts."""
+        """The dim and the atom in it that the axis shards."""
         for d, dim in enumerate(self.dims):
             for k, atom in enumerate(dim):
                 if axis in atom.cut:
@@ -203,7 +203,7 @@ class Layout:
         return S(at[0], self._within(axis, *at))
 
     def _within(self, axis: str, d: int, k: int) -> Within:
-        """What to say of a cut beside its dim: as little as cuts the same when the axis comes after those before it in the mesh."""
+        """What to say of a sharding besides its dim: as little as shards the same when the axis comes after those before it in the mesh."""
         atom, size = self.dims[d][k], dim_size(self.dims[d][k:])
         plain = None if k == 0 else size
         if k == len(self.dims[d]) - 1:
@@ -219,7 +219,7 @@ class Layout:
         return {a: self.placement(a) for a in self.mesh.axes}
 
     def place(self, axis: str, placement: Placement) -> Layout:
-        """The same layout with this axis, which must hold the whole value, holding it as told."""
+        """The same layout with this axis, which must hold the full value, placed as given."""
         if not isinstance(placement, Placement):
             raise LayoutError(
                 f"axis {axis} holds nothing known",
@@ -243,7 +243,7 @@ class Layout:
         if len(kinds) > 1:
             raise LayoutError(
                 "one value cannot be a sum over one axis and a max over another: their order would matter",
-                needed="one kind of pending reduction per value",
+                needed="one kind of partial reduction per value",
                 found=" and ".join(sorted(kinds)),
             )
         return Layout(self.mesh, self.dims, tuple((a, held[a]) for a in self.mesh.axes if a in held))
@@ -253,7 +253,7 @@ class Layout:
         return Layout(self.mesh, self.dims, tuple((a, p) for a, p in self.held if a != axis))
 
     def cut(self, axis: str, dim: int, within: Within = None) -> Layout:
-        """R on the axis becomes S: its leading atom is cut, or the inner `within` indices of the dim, as `S` says."""
+        """R on the axis becomes S: its leading atom is sharded, or the inner `within` indices of the dim, as `S` says."""
         self.mesh.require(axis)
         if not 0 <= dim < len(self.dims):
             dims = f"a dim from 0 to {len(self.dims) - 1}"
@@ -263,10 +263,10 @@ class Layout:
         order = self.mesh.axes.index
         if any(order(a) >= order(axis) for a in atom.cut):
             raise LayoutError(
-                f"axis {axis} cannot cut dim {dim}: axis {atom.cut[-1]} already cuts it and comes later in the mesh",
-                needed="nested cuts in mesh order, outermost first",
-                found=f"dim {dim} cut by {', '.join(atom.cut)}",
-                try_=f"cut along {axis} before {atom.cut[-1]}, or order the mesh axes the other way",
+                f"axis {axis} cannot shard dim {dim}: axis {atom.cut[-1]} already shards it and comes later in the mesh",
+                needed="nested shardings in mesh order, outermost first",
+                found=f"dim {dim} sharded by {', '.join(atom.cut)}",
+                try_=f"shard along {axis} before {atom.cut[-1]}, or order the mesh axes the other way",
             )
         new = (*atoms[:k], Atom(atom.size, (*atom.cut, axis)), *atoms[k + 1 :])
         return self.with_dim(dim, new)
@@ -281,7 +281,7 @@ class Layout:
         if split is None or parts is None:
             raise LayoutError(
                 f"dim {dim} of size {dim_size(atoms)} has no inner part of {within}",
-                needed="a size that divides the dim and does not straddle another cut",
+                needed="a size that divides the dim and does not straddle another sharding",
                 found=f"{show_dim(atoms)}",
             )
         (outer, inner), (lead, tail) = split, parts
@@ -305,7 +305,7 @@ class Layout:
             raise LayoutError(
                 f"axis {axis} cannot be gathered under axis {atom.cut[-1]} of the same dim",
                 needed="pieces of equal size",
-                found=f"an atom of {atom.size} cut by {', '.join(atom.cut)}",
+                found=f"an atom of {atom.size} sharded by {', '.join(atom.cut)}",
                 try_=f"gather {atom.cut[-1]} first",
             )
         return Atom(atom.size, tuple(a for a in atom.cut if a != axis))
@@ -370,7 +370,7 @@ class Layout:
         return Layout(self.mesh, tuple(dims), self.held)
 
     def _lone_dim(self, d: int, axis: str, shape: tuple[int, ...]) -> int:
-        """Where an axis that cuts single elements of dim `d` stays near it: any dim would do."""
+        """Where an axis that shards single elements of dim `d` stays near it: any dim would do."""
         if not shape:
             raise self._straddle(shape, Atom(1, (axis,)))
         before, after = math.prod(self.shape[:d]), math.prod(self.shape[: d + 1])
@@ -380,7 +380,7 @@ class Layout:
 
     def _reshape_empty(self, shape: tuple[int, ...]) -> Layout:
         if any(a.cut for d in self.dims for a in d):
-            raise LayoutError("cannot reshape an empty tensor that is cut", needed="no cut dim", found=str(self))
+            raise LayoutError("cannot reshape an empty tensor that is sharded", needed="no sharded dim", found=str(self))
         return Layout(self.mesh, tuple((Atom(n),) for n in shape), self.held)
 
     def _take(self, left: list[Atom], size: int, shape: tuple[int, ...]) -> Dim:
@@ -403,7 +403,7 @@ class Layout:
         cut = f"an atom of {atom.size} cut by {', '.join(atom.cut)}" if atom.cut else f"an atom of {atom.size}"
         return LayoutError(
             f"reshape {list(self.shape)} to {list(shape)} runs through {cut}",
-            needed="every cut atom to lie in one dim of the result, its pieces whole",
+            needed="every sharded atom to lie in one dim of the result, its blocks unsplit",
             found=str(self),
             try_=f"gather axis {atom.cut[-1]} first" if atom.cut else None,
         )

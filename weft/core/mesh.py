@@ -19,7 +19,7 @@ class Mesh:
     def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
             if not isinstance(size, int) or size < 1:
-                raise LayoutError(f"mesh axis {name!r} has no size", needed="a whole number of ranks, 1 or more", found=repr(size))
+                raise LayoutError(f"mesh axis {name!r} has no size", needed="an integer, 1 or more", found=repr(size))
         self.axes: tuple[str, ...] = tuple(axes)
         self.sizes: dict[str, int] = dict(axes)
         self._hash = hash(tuple(axes.items()))
@@ -83,7 +83,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Replicated(Placement):
-    """Every rank along the axis holds the whole value."""
+    """Replicated: every rank along the axis holds the full value."""
 
     def __str__(self) -> str:
         return "R"
@@ -96,7 +96,7 @@ Within: TypeAlias = "int | tuple[int, int] | None"
 class S(Placement):
     """Each rank holds its chunk of dim `dim`; with `within`, of the inner `within` indices of that dim.
 
-    `within=(n, k)` cuts the inner n indices as k pieces that stay whole: 3 rows of 2 over 2 ranks is (6, 3), not 6.
+    `within=(n, k)` shards the inner n indices as k blocks that stay together: 3 rows of 2 over 2 ranks is (6, 3), not 6.
     """
 
     dim: int

@@ -398,7 +398,7 @@ def _as_node(value: Any, beside: list[Node], op: Op) -> Node:
     if isinstance(value, (bool, int, float)) and beside:
         return constant(value, _number_dtype(value, beside), beside[0].mesh)
     raise TypeMismatch(
-        f"{op.name} cannot take {type(value).__name__}", needed="program values, or numbers beside at least one", found=repr(value)
+        f"{op.name} cannot take {type(value).__name__}", needed="program values, or numbers with at least one", found=repr(value)
     )
 
 

@@ -160,7 +160,7 @@ class Program:
         return self.find_all(where=lambda n: n.op.kind.name == "POINTWISE")
 
     def between(self, first: Node | str, last: Node | str) -> list[Node]:
-        """The nodes on the ways from one place to another, ends included. A name stands for all its nodes."""
+        """The nodes on the paths from one place to another, ends included. A name stands for all its nodes."""
         starts = self.find_all(first) if isinstance(first, str) else [self.at(first)]
         ends = self.find_all(last) if isinstance(last, str) else [self.at(last)]
         below = self._reach(starts, lambda n: self.users[n])

@@ -31,7 +31,7 @@ class Cost:
     run: float = 0.0
 
     def of(self, sizes: Sizes, samples: Sequence[int] | Ints) -> float:
-        """The foreseen time of one rank for these samples."""
+        """The predicted time of one rank for these samples."""
         if len(samples) == 0:
             return 0.0
         picked = np.asarray(samples)
@@ -75,7 +75,7 @@ class Sizes:
 def assign(
     graphs: Structure | Sizes, ranks: int, per_rank: int, *, cost: Cost | None = None, mixing: float = 0.0, seed: int = 0
 ) -> Assignment:
-    """Steps of `ranks * per_rank` samples, each dealt out to the ranks by foreseen time; the steps come in random order.
+    """Steps of `ranks * per_rank` samples, each dealt out to the ranks by predicted time; the steps come in random order.
 
     `mixing` (0 to 1) is the share of samples that go to a random step instead: more like a shuffled epoch, less balanced.
     A rank may get more samples than another; weigh gradients by samples, not by ranks.

@@ -70,8 +70,8 @@ def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
         cut = layout.where_cut(axis)
         if cut is not None and any(n and layout.shape[cut[0]] % n == 0 for n in (ROWS, EDGES)):
             raise StructureError(
-                "vertices of a batch cannot be spread over ranks", needed="a cut within the row of a vertex", found=str(layout),
-                try_="give whole samples to ranks: dynamic.assign",
+                "vertices of a batch cannot be spread over ranks", needed="a sharding within the row of a vertex", found=str(layout),
+                try_="give full samples to ranks: dynamic.assign",
             )  # fmt: skip
     if made not in _KNOWN:
         _KNOWN.append(made)

@@ -212,7 +212,7 @@ _recorder = Recorder()
 
 
 def flush() -> None:
-    """Run all that is pending now."""
+    """Run all that is waiting now."""
     _recorder.flush()
 
 

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     `functions` is one function (type "vertex") or several by type; a function is anything called with a Vertex, modules
     included. `states` gives the row shape of what vertices scatter to their parents.
-    `split_products` says whether float32 products run on tensor cores, as several of fewer bits with the error of float32; None: on a GPU.
+    `split_products` says whether float32 matmuls run on tensor cores, as several of fewer bits with the error of float32; None: on a GPU.
     """
 
     def __init__(

@@ -91,6 +91,6 @@ def _is_random(node: fx.Node) -> bool:
 def _mixed(traced: Traced, name: str, by: float) -> StructureError:
     return StructureError(
         f"vertex function {traced.name!r} mixes vertices: {name!r} of one depends on the others in its batch",
-        needed="every row treated alone, so that batches may be cut anyhow", found=f"a difference of {by:.2g} between together and alone",
+        needed="every row treated alone, so that batches may be sharded anyhow", found=f"a difference of {by:.2g} between together and alone",
         try_="work along dims 1 and up; what spans vertices belongs outside, on the pushed outputs",
     )  # fmt: skip

@@ -182,7 +182,7 @@ class Recorder:
             synchronize(self.device)
 
     def _compare(self, pieces: Sequence[Piece], spent: float, structure: Structure) -> None:
-        """Foresee the traced step by what was learned before, and set the two side by side; then say so."""
+        """Predict the traced step by what was learned before, and set the two side by side; then say so."""
         assert self.costs is not None  # learned from an earlier step
         schedule = self.model.schedule(structure)
         self.data = as_data(schedule)

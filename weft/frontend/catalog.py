@@ -139,7 +139,7 @@ def resized(model: Entry, changes: Mapping[str, Any]) -> Any:
         now = getattr(model.settings, key)
         if isinstance(now, int) and not isinstance(now, bool) and (not isinstance(changes[key], int) or changes[key] < 0):
             raise UnknownName(
-                f"{model.name} cannot have {key}={changes[key]!r}", needed="a whole number, 0 or more", found=repr(changes[key]),
+                f"{model.name} cannot have {key}={changes[key]!r}", needed="an integer, 0 or more", found=repr(changes[key]),
                 try_=f"{key}={now}",
             )  # fmt: skip
     return dataclasses.replace(model.settings, **changes)

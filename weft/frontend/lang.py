@@ -47,7 +47,7 @@ from weft.ops.shape import concat, expand, narrow, pad, permute, reshape, transp
 
 
 def sum(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
-    """Over some dims, or all. Of a cut dim the result is pending."""
+    """Over some dims, or all. Of a sharded dim the result is partial."""
     return _reduced("sum", x, dims, keepdim)
 
 
@@ -77,7 +77,7 @@ def clamp(x: Any, lo: float | None = None, hi: float | None = None) -> Any:
 
 
 def norm(x: Any) -> Any:
-    """The L2 norm over all dims: the root of a reduced sum of squares. On a cut value its pending sum is reduced first."""
+    """The L2 norm over all dims: the root of a reduced sum of squares. On a sharded value its partial sum is reduced first."""
     return sqrt(_comm.settle(sum(x * x)))
 
 

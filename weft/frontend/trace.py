@@ -18,7 +18,7 @@ from weft.ops.source import input_node
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input to be: dtype, shape, and what each mesh axis holds (whole where nothing is said)."""
+    """An input to be: dtype, shape, and what each mesh axis holds (replicated where nothing is said)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,22 +34,22 @@ def tensor(dtype: str | torch.dtype, *shape: int, **placements: Placement) -> Te
 
 
 def f32(*shape: int, **placements: Placement) -> TensorSpec:
-    """A tensor of 32-bit floats, held whole along every axis that is not named."""
+    """A tensor of 32-bit floats, replicated along every axis that is not named."""
     return tensor("f32", *shape, **placements)
 
 
 def f64(*shape: int, **placements: Placement) -> TensorSpec:
-    """A tensor of 64-bit floats, held whole along every axis that is not named."""
+    """A tensor of 64-bit floats, replicated along every axis that is not named."""
     return tensor("f64", *shape, **placements)
 
 
 def bf16(*shape: int, **placements: Placement) -> TensorSpec:
-    """A tensor of bfloat16, held whole along every axis that is not named."""
+    """A tensor of bfloat16, replicated along every axis that is not named."""
     return tensor("bf16", *shape, **placements)
 
 
 def i64(*shape: int, **placements: Placement) -> TensorSpec:
-    """A tensor of 64-bit whole numbers, held whole along every axis that is not named."""
+    """A tensor of 64-bit integers, replicated along every axis that is not named."""
     return tensor("i64", *shape, **placements)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose product and collective run at the same time, with gradients that overlap the same way."""
+"""Linear layers whose matmul and collective run at the same time, with gradients that overlap too."""
 
 from weft.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from weft.nn.layers import AllGatherLinear, LinearAllReduce, LinearReduceScatter

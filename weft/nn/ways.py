@@ -14,8 +14,8 @@ import torch.distributed as dist
 class Way:
     """`over` is "group" (torch.distributed) or "peers" (memory all ranks can reach).
 
-    One chunk means no overlap, but for a gather over peers: there a rank's own product runs beside the moving always, and
-    chunks are the products in which it takes the others' rows. By "product", each rank's product carries the rows of the next
+    One chunk means no overlap, but for a gather over peers: there a rank's own matmul always overlaps with the copies, and
+    chunks are the matmuls in which it takes the others' rows. By `"product"`, each rank's matmul carries the rows of the next
     (half precision, GPUs), and chunks, blocks and lines do not matter.
     """
 

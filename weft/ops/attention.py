@@ -87,7 +87,7 @@ def _forward_dtype(types: Types, attrs: Attrs) -> tuple[torch.dtype, torch.dtype
 def _one_dtype(types: Types) -> None:
     if len({t.dtype for t in types}) > 1:
         found = " and ".join(str(t) for t in types)
-        raise TypeMismatch("attention takes one dtype", needed="q, k and v alike", found=found, try_="cast(x, dtype)", where=user_line())
+        raise TypeMismatch("attention takes one dtype", needed="q, k and v of one dtype", found=found, try_="cast(x, dtype)", where=user_line())
 
 
 def _backward_equation(first: str, results: Any) -> Any:
@@ -343,7 +343,7 @@ def attention(
     Row i sees key j where j <= i + offset if causal, and j > i + offset - window if there is a window. A mask [b, h, s, t]
     (sizes of 1 are stretched) is added to the scores or, being bool, says which keys are seen. A row that sees no key is 0.
     `dropout` is (probability, seed, site): weights are dropped after the softmax, and those left scaled up.
-    `written_out`: gradients as of products and a softmax, and no kernel on a "cpu" or on "any" device.
+    `written_out`: gradients as of matmuls and a softmax, and no kernel on a "cpu" or on "any" device.
     """
     _check_shapes(q, k, v)
     (b, h, s, d), g = q.shape, k.shape[1]
@@ -401,7 +401,7 @@ def _blocks(k: Node) -> int:
     if k.shape[2] % n:
         needed = f"a number of keys divisible by {n}, the pieces they are cut into"
         repair = "pad the keys and mask them, or all_gather them"
-        raise TypeMismatch("attention_over_keys cuts keys evenly", needed=needed, found=str(k.type), try_=repair, where=user_line())
+        raise TypeMismatch("attention_over_keys shards keys evenly", needed=needed, found=str(k.type), try_=repair, where=user_line())
     return n
 
 

@@ -167,7 +167,7 @@ def is_comm(node: Node) -> bool:
 
 
 def settle(x: Any) -> Any:
-    """Every pending reduction done."""
+    """Every partial reduction done."""
     for axis, place in x.layout.held:
         if isinstance(place, P):
             x = all_reduce(x, axis=axis)
@@ -175,7 +175,7 @@ def settle(x: Any) -> Any:
 
 
 def reshard(x: Any, target: Layout) -> Any:
-    """The value brought to another layout: inner cuts undone first, then outer cuts made first."""
+    """The value brought to another layout: inner shardings undone first, then outer shardings made first."""
     if x.layout == target:
         return x
     if x.shape != target.shape:

@@ -245,7 +245,7 @@ def conv2d_halo(x: Any, w: Any, bias: Any = None, *, axis: str, stride: Any = 1,
     place, ranks = x.type.on(axis), x.mesh.size(axis)
     if not isinstance(place, S) or place.dim not in (2, 3) or place.within is not None:
         needed = f"{axis}:S(2) or {axis}:S(3) in its images"
-        raise TypeMismatch("conv2d_halo has no cut to bridge", needed=needed, found=str(x.type), where=user_line())
+        raise TypeMismatch("conv2d_halo has no sharding to bridge", needed=needed, found=str(x.type), where=user_line())
     dim, k = place.dim, place.dim - 2
     s, p, d = pair(stride)[k], pair(padding)[k], pair(dilation)[k]
     after = d * (w.shape[dim] - 1) + 1 - s - p

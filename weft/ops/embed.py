@@ -26,7 +26,7 @@ def need_index(name: str, types: Types, *args: int) -> None:
     for k in args:
         if types[k].dtype not in (torch.int64, torch.int32):
             needed = f"i64 or i32 in operand {k}"
-            raise TypeMismatch(f"{name} looks up by whole numbers", needed=needed, found=str(types[k]), where=user_line())
+            raise TypeMismatch(f"{name} looks up by integers", needed=needed, found=str(types[k]), where=user_line())
 
 
 def find(index: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +118,7 @@ def take(x: Any, index: Any, dim: int = 0) -> Any:
 
 
 def embedding(weight: Any, index: Any, padding_idx: int | None = None) -> Any:
-    """Rows of a table [v, d]. A table cut along v gives a pending sum. The padding row gets no gradient."""
+    """Rows of a table [v, d]. A table sharded along v gives a partial sum. The padding row gets no gradient."""
     if weight.ndim != 2:
         raise TypeMismatch("embedding needs a table", needed="weight of 2 dims, [v, d]", found=str(weight.type), where=user_line())
     rows = take(weight, index, 0)

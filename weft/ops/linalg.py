@@ -70,7 +70,7 @@ _einsum = define(
 
 
 def einsum(equation: str, *xs: Any) -> Any:
-    """torch.einsum's meaning; every label may be cut, and a cut label that is summed leaves the result Partial."""
+    """torch.einsum's meaning; every label may be sharded, and a sharded label that is summed leaves the result Partial."""
     return _einsum(*xs, equation=equation)
 
 

@@ -119,7 +119,7 @@ def token_losses(logits: Any, target: Any, ignore_index: int = -100, label_smoot
 
 
 def cross_entropy(logits: Any, target: Any, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean") -> Any:
-    """The classes in the last dim. The mean is over all kept targets of all ranks; where targets are cut it is a pending sum."""
+    """The classes in the last dim. The mean is over all kept targets of all ranks; where targets are sharded it is a partial sum."""
     losses = token_losses(logits, target, ignore_index, label_smoothing)
     if reduction == "none":
         return losses

@@ -115,7 +115,7 @@ _log_softmax = define(
 
 
 def softmax(x: Any, dim: int = -1) -> Any:
-    """exp(x) over its sum along a dim; along a cut dim, with an all_reduce of the maximum and one of the sum."""
+    """exp(x) over its sum along a dim; along a sharded dim, with an all_reduce of the maximum and one of the sum."""
     dim = one_dim(dim, x.ndim)
     return (_softmax_across if is_cut(x, dim) else _softmax)(x, dim=dim)
 
@@ -248,7 +248,7 @@ _rms_norm = _norm("rms_norm", center=False, most=1)
 
 
 def layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-    """The last dim brought to mean 0 and variance 1, scaled and shifted; with two all_reduces where that dim is cut."""
+    """The last dim brought to mean 0 and variance 1, scaled and shifted; with two all_reduces where that dim is sharded."""
     if bias is not None and weight is None:
         raise TypeMismatch("layer_norm with a bias has a weight", needed="a weight", found="None", where=user_line())
     if not is_cut(x, -1):
@@ -259,7 +259,7 @@ def layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) 
 
 
 def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6) -> Any:
-    """The last dim brought to square mean 1, and scaled; with one all_reduce where that dim is cut."""
+    """The last dim brought to square mean 1, and scaled; with one all_reduce where that dim is sharded."""
     if not is_cut(x, -1):
         return _rms_norm(*[v for v in (x, weight) if v is not None], eps=float(eps))
     y = _scaled(to_dtype(x, wide_dtype(x.dtype)), eps)

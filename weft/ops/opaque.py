@@ -80,8 +80,8 @@ def _where_whole(types: Types, target: str) -> dict[str, Placement]:
         held = dict(t.layout.held)
         if t.layout != Layout.of(t.mesh, t.shape, {a: p for a, p in held.items() if isinstance(p, O) and at.setdefault(a, p) == p}):
             raise TypeMismatch(
-                f"weft does not know {target}, so it is never cut",
-                needed=f"operand {k} whole on every rank, or on the one that has the others",
+                f"weft does not know {target}, so it is never sharded",
+                needed=f"operand {k} replicated on every rank, or on the one that has the others",
                 found=str(t),
                 try_="gather it first, or teach weft the op",
                 where=user_line(),

@@ -56,7 +56,7 @@ def floats(types: Types, attrs: Attrs) -> torch.dtype:
     _same_dtype(types)
     if not types[0].dtype.is_floating_point:
         found = DTYPE_NAMES[types[0].dtype]
-        raise TypeMismatch("whole numbers have no fractions to give", needed="a floating-point dtype", found=found, try_="cast(x, 'f32')")
+        raise TypeMismatch("integers have no fractions to give", needed="a floating-point dtype", found=found, try_="cast(x, 'f32')")
     return types[0].dtype
 
 
@@ -369,7 +369,7 @@ def _cast_dtype(types: Types, attrs: Attrs) -> torch.dtype:
     wraps = {"sum": _wraps(to, here), "max": _wraps(here, to), "min": _wraps(here, to)}  # a small sum wraps before, a large max after
     if pending and (torch.bool in (here, to) or (truncates and "sum" in pending) or any(wraps[op] for op in pending)):
         raise TypeMismatch(
-            f"a pending {min(pending)} cannot be cast from {DTYPE_NAMES[here]} to {DTYPE_NAMES[to]}",
+            f"a partial {min(pending)} cannot be cast from {DTYPE_NAMES[here]} to {DTYPE_NAMES[to]}",
             needed="a reduced value, or a cast that keeps sums",
             found=str(types[0]),
             try_="all_reduce it first",
@@ -452,7 +452,7 @@ def _dropout_equation(types: Types, attrs: Attrs) -> Equation:
     numbers = 2 if attrs.get("of") else 1
     if len(types) != 1 + numbers or any(t.dtype != torch.int64 or t.shape for t in types[1:]):
         raise TypeMismatch(
-            "dropout takes a value and a seed", needed="a seed of type i64[]" + ", and which part of the whole it is" * (numbers - 1),
+            "dropout takes a value and a seed", needed="a seed of type i64[]" + ", and which part of the full tensor it is" * (numbers - 1),
             found=", ".join(map(str, types[1:])) or "no seed",
         )  # fmt: skip
     if not 0 <= attrs["p"] <= 1:

@@ -212,6 +212,6 @@ amin = define(
 
 
 def mean(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
-    """The sum over the global count, so it is right on a cut dim too."""
+    """The sum over the global count, so it is right on a sharded dim too."""
     axes = norm_dims(dims, x.ndim)
     return sum_(x, dims=axes, keepdim=keepdim) * (1.0 / max(1, math.prod(x.shape[d] for d in axes)))

@@ -70,7 +70,7 @@ def reshape(x: Any, *shape: Any) -> Any:
     """The same elements in other dims; one size may be -1."""
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     if not all(isinstance(n, int) for n in sizes):
-        raise TypeMismatch("reshape to what is no shape", needed="whole sizes, one of them -1 at most", found=str(list(sizes)), where=user_line())
+        raise TypeMismatch("reshape to what is no shape", needed="integer sizes, one of them -1 at most", found=str(list(sizes)), where=user_line())
     if -1 in sizes:
         known = 1
         for n in sizes:
@@ -128,15 +128,15 @@ def _expand_infer(types: Types, attrs: Attrs) -> Type:
     repeated = [d for d, (n, m) in enumerate(zip(t.shape, shape, strict=True)) if n != m]
     if any(atom.cut for d in repeated for atom in t.layout.dims[d]):
         raise TypeMismatch(
-            "expand cannot repeat a dim that some ranks do not hold", needed="dims to repeat uncut", found=str(t), where=user_line()
+            "expand cannot repeat a dim that some ranks do not hold", needed="dims to repeat unsharded", found=str(t), where=user_line()
         )
     dims = tuple((Atom(shape[d]),) if d in repeated else dim for d, dim in enumerate(t.layout.dims))
     layout = Layout(t.mesh, dims, t.layout.held)
     for axis, dim, within in attrs["cuts"]:
         if t.shape[dim] == shape[dim] or not isinstance(t.on(axis), Replicated):
             raise TypeMismatch(
-                f"expand cannot cut dim {dim} along {axis}",
-                needed="a dim it repeats, and the operand whole along the axis",
+                f"expand cannot shard dim {dim} along {axis}",
+                needed="a dim it repeats, and the operand replicated along the axis",
                 found=str(t),
                 where=user_line(),
             )
@@ -266,7 +266,7 @@ _concat = define(
 
 
 def concat(xs: Any, dim: int) -> Any:
-    """Tensors laid end to end along a dim; their other dims are alike."""
+    """Tensors laid end to end along a dim; their other dims are equal."""
     if isinstance(xs, Node) or not xs:
         found = "one tensor, not in a list" if isinstance(xs, Node) else "none"
         raise TypeMismatch(

@@ -195,7 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- state dicts in torch's form -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in the form of torch.optim's optimizer of the same name. All ranks must call it."""
+        """The full state in the form of torch.optim's optimizer of the same name. All ranks must call it."""
         groups, numbers, number = [], {}, 0
         for group in self.param_groups:
             numbers.update({p: number + k for k, p in enumerate(group["params"])})

@@ -143,7 +143,7 @@ def _known(model: Any, loss: Loss | None, optimizer: Any, batch: Any, seq: int) 
 
 def _samples(batch: Any) -> int:
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
-        raise PlanError("this is no number of samples", needed="batch=N of a model by name, or 0 for weft to choose", found=repr(type(batch).__name__))
+        raise PlanError("this is not a number of samples", needed="batch=N of a model by name, or 0 for weft to choose", found=repr(type(batch).__name__))
     return batch
 
 

@@ -69,7 +69,7 @@ class Keys:
         if isinstance(default, int) and not isinstance(default, bool) and re.fullmatch(r"-?\d+", str(value)):
             return int(value)
         if isinstance(default, (bool, int)):
-            raise PlanError(f"cannot read {key} = {value!r}", needed="true or false" if isinstance(default, bool) else "a whole number", found=repr(value))
+            raise PlanError(f"cannot read {key} = {value!r}", needed="true or false" if isinstance(default, bool) else "an integer", found=repr(value))
         return value
 
     def over(self, *degrees: int) -> int:

@@ -17,7 +17,7 @@ def shape(name: str, **changes: Any) -> Shape:
     if found.shape is None:
         raise UnknownName(
             f"{name} is not a stack of transformer layers", needed="a model with layers, hidden and heads, such as gpt2 or llama3-8b", found=name,
-            try_=f"weft plan {name} --cluster SPEC, which foresees any model",
+            try_=f"weft plan {name} --cluster SPEC, which predicts any model",
         )  # fmt: skip
     return Shape(**found.shape(settings), name=name)
 

@@ -78,7 +78,7 @@ def _named(pin: Pin, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
 def _check(pin: Pin, name: str, shape: tuple[int, ...], place: Placement, ranks: int) -> None:
     if isinstance(place, S) and (place.dim >= len(shape) or shape[place.dim] % ranks):
         size = f"dim {place.dim} to divide by {ranks}" if place.dim < len(shape) else f"a dim below {len(shape)}"
-        raise PlanError(f"{name.removeprefix('param.')} cannot be held as {pin}", needed=size, found=str(list(shape)))
+        raise PlanError(f"{name.removeprefix('param.')} cannot have the layout {pin}", needed=size, found=str(list(shape)))
 
 
 # -- plans for parallelize_module ------------------------------------------------------------------------------------------------

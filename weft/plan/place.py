@@ -126,7 +126,7 @@ class _Placer:
         try:
             layout = Layout.of(self.mesh, node.shape, self.inputs.get(name, {}))
         except LayoutError as e:
-            raise PlanError(f"input {name!r} cannot be held so", needed=e.needed, found=e.found or str(self.inputs[name])) from e
+            raise PlanError(f"input {name!r} cannot have this layout", needed=e.needed, found=e.found or str(self.inputs[name])) from e
         new = input_held(node, layout)
         self.made[node] = reshard(new, Layout.of(self.mesh, node.shape, self.arrivals[name])) if name in self.arrivals else new
         return new

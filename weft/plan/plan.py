@@ -88,9 +88,9 @@ class Listing(list[Any]):
 class Plan:
     """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal.
 
-    `stages` name what each virtual stage is made of, (block, what it runs again, how often), where layers differ. `layouts` of a
-    captured program: the mesh of a stage, how every input is held on it, and the program so placed, as text; where rules of values rewrote it,
-    the moves that did, made once products of matrices are written as such. Files of before have the names of the rules alone.
+    `stages` name what each virtual stage is made of, (block, what it recomputes, how often), where layers differ. `layouts` of a
+    captured program: the mesh of a stage, how every input is laid out on it, and the program so placed, as text; where rules of values rewrote it,
+    the moves that did, made once matmuls are written as such. Files of before have the names of the rules alone.
     """
 
     model: str
@@ -206,7 +206,7 @@ class Plan:
         return kind_of(self.setting.kernels, experts, captured)
 
     def bounds(self) -> dict[str, float]:
-        """Low and high of every figure that is foreseen."""
+        """Low and high of every figure that is predicted."""
         return bounds(self.kind, self.foreseen)
 
     @property

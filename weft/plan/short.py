@@ -40,7 +40,7 @@ def short_of(captured: Captured) -> Short:
     ahead, row = layers.forward, layers.row
     if row.count < 2 or row.blocks < MOST_OF_IT * layers.count:
         found = f"{layers.count} blocks, of which {row.blocks} in a row are alike"
-        raise PlanError("the model is no stack of equal blocks", needed="most of its blocks alike, or in groups that are", found=found)
+        raise PlanError("the model is no stack of equal blocks", needed="most of its blocks isomorphic, or in groups that are", found=found)
     unit = range(row.start, row.start + row.period)
     end, last = (ahead.given(layers.blocks[i]) for i in (unit[-1], row.start + row.blocks - 1))
     made = remade([ahead.loss], dict(zip(last, end, strict=True)))

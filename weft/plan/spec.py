@@ -28,7 +28,21 @@ from weft.rewrite.search import Use
 AXES = ("pp", "dp", "cp", "ep", "tp")
 NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
 FLAGS = {"sp": "sp", "ring": "ring", "a2a": "a2a", "gather-once": "gather_once", "async-tp": "async_tp", "offload": "offload"}
-DECIDED = ("dp", "cp", "ep", "tp", "pp", "zero", "micro", "virtual", "schedule", "recompute", "sp", "gather_once", "async_tp")  # by a search
+DECIDED = (
+    "dp",
+    "cp",
+    "ep",
+    "tp",
+    "pp",
+    "zero",
+    "micro",
+    "virtual",
+    "schedule",
+    "recompute",
+    "sp",
+    "gather_once",
+    "async_tp",
+)  # by a search
 RECOMPUTE = {**AGAIN, "recompute:none": "", f"recompute:{MIXED}": MIXED}
 WORDS = (*FLAGS, *RECOMPUTE, *SCHEDULES)
 LISTS = ("zero3:PATTERN", "stage:BLOCKS", "cut:MODULE", "pin:PATTERN=tp:S(1)", "share:KIND*COPIES*SAMPLES*TIMES")
@@ -99,7 +113,12 @@ class Spec:
                 f"no plan {text!r}", needed=f"micro-batches in rounds of {self.pp}", found=str(self.micro_batches), try_=f"micro{near}"
             )
         if self.offload and self.recompute:
-            raise PlanError(f"no plan {text!r}", needed="offload or recompute: a block is kept by the host or runs again", found=text, try_="offload")
+            raise PlanError(
+                f"no plan {text!r}",
+                needed="offload or recompute: the activations of a block are offloaded or recomputed",
+                found=text,
+                try_="offload",
+            )
         for name, said in (("stage:", self.stages), ("cut:", self.cuts)):
             wanted = self.virtual_stages - (name == "cut:")
             if said and len(said) != wanted:
@@ -193,7 +212,12 @@ class Spec:
     def setting(self, **given: Any) -> Setting:
         """The decisions with what they are made for: the batch, its number type, kernels."""
         if self.offload:
-            raise PlanError("offload is not searched", needed="a plan without it", found=str(self), try_="weft.parallelize(..., plan=...), which runs it")
+            raise PlanError(
+                "offload is not searched",
+                needed="a plan without it",
+                found=str(self),
+                try_="weft.parallelize(..., plan=...), which runs it",
+            )
         dp, batch = self.dp * self.ep, int(given["global_batch"])
         samples, over = divmod(batch, dp * self.micro_batches)
         if over or not samples:

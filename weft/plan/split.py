@@ -88,7 +88,7 @@ def chosen_cuts(captured: Captured, stages: int) -> tuple[Cut, ...]:
     most = len(forward.ends) + 1
     if stages > most:
         raise PlanError(
-            f"{stages} stages are more than the model can be cut into",
+            f"{stages} stages are more than the model can be split into",
             needed=f"{stages} or more parts",
             found=str(most),
             try_=f"pp{most}" if most > 1 else "a plan without pp: there is one op alone",

@@ -133,7 +133,7 @@ def as_if(cluster: Cluster, group: Nodes) -> Cluster:
     """The whole cluster made of one kind of device, on the links it has."""
     profile = replace(group.profile, links=cluster.links)
     if cluster.devices % cluster.node_size:
-        raise ClusterError("nodes of unequal size", needed=f"whole nodes of {cluster.node_size}", found=str(cluster.devices))
+        raise ClusterError("nodes of unequal size", needed=f"full nodes of {cluster.node_size}", found=str(cluster.devices))
     return Cluster(f"{cluster.text} as {profile.name}", (Nodes(cluster.devices // cluster.node_size, cluster.node_size, profile),))
 
 

@@ -106,7 +106,7 @@ def plan_pinned(request: Request, pins: Sequence[Pin], say: Say = lambda _: None
     """The best plan under pins of tensors; infeasible with the reason, and without which pin there is a plan."""
     odd = next((axis for pin in pins for axis, _ in pin.places if axis != "tp"), None)
     if odd is not None:
-        raise PlanError(f"cannot pin a layout along {odd}", needed="layouts along tp: what copies share is pinned by zero=0 to 3", found=odd)
+        raise PlanError(f"cannot pin a layout along {odd}", needed="layouts along tp: the ZeRO stage is pinned by zero=0 to 3", found=odd)
     say("tensor layouts: pricing pins")
     layers = CapturedLayers(request)
     best = layers.best(pins)

@@ -155,7 +155,7 @@ class _WorkBuilder:
         for name, count in (("heads", s.heads), ("ffn", s.inner)):
             if count % t.tp:
                 near = max(n for n in range(1, t.tp) if s.heads % n == s.inner % n == 0)
-                raise PlanError(f"{name} cannot be cut", needed=f"tp a divisor of {name} = {count}", found=f"tp = {t.tp}", try_=f"--tp {near}")
+                raise PlanError(f"{name} cannot be sharded", needed=f"tp a divisor of {name} = {count}", found=f"tp = {t.tp}", try_=f"--tp {near}")
         if t.ep > 1 and (not s.experts or s.experts % t.ep):
             needed = f"ep a divisor of experts = {s.experts}" if s.experts else "a model with experts, such as mixtral-8x7b"
             raise PlanError("experts cannot be spread", needed=needed, found=f"ep = {t.ep} of {s.name or 'a model'}", try_="--ep 1")

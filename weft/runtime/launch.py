@@ -98,7 +98,7 @@ def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch, rank
     op = board.last_op(rank) if board.noted(rank)[0] else None
     fault = RuntimeFault(
         f"rank {rank} ended with {how} at {op}" if op and op != "start" else f"rank {rank} ended with {how}",
-        needed=f"{len(board.pages)} ranks that end well",
+        needed=f"{len(board.pages)} ranks that exit with 0",
         found=f"rank {rank} (process {culprits[rank].pid}); {_others(board, rank)}",
         try_=f"see what rank {rank} printed above"
         if culprits[rank].exitcode > 0
@@ -113,7 +113,7 @@ def _elsewhere(board: Board, ranks: Ranks) -> RuntimeFault:
     at = [op for op in map(board.last_op, ranks.here) if op and op != "start"]
     return RuntimeFault(
         f"a rank of another host was lost{f' at {at[0]}' if at else ''}",
-        needed=f"{ranks.world} ranks that end well",
+        needed=f"{ranks.world} ranks that exit with 0",
         found=f"host {ranks.host} had nothing to complain of: {_named(ranks.here)} only lost the connection",
         try_="see what `weft run` says on the other hosts",
     )

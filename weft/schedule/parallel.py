@@ -12,7 +12,7 @@ from weft.schedule.refusal import Place, expect, name_in, refuse, tried
 
 
 def cut(p: Program, at: Place, *, axis: str, dim: int, within: Within = None) -> Program:
-    """A whole value cut and gathered again, so that the gather may then sink.
+    """A full value sharded and gathered again, so that the gather may then sink.
 
     x   ->   all_gather(slice(x))
     """
@@ -24,7 +24,7 @@ def cut(p: Program, at: Place, *, axis: str, dim: int, within: Within = None) ->
 
 
 def turn(p: Program, at: Place, *, dim: int, within: Within = None) -> Program:
-    """A gather of another dim: what was cut along one dim is first cut along another.
+    """A gather of another dim: what was sharded along one dim is first sharded along another.
 
     all_gather(x)   ->   all_gather(all_to_all(x, dim))
     """

@@ -72,7 +72,7 @@ def zero2(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Prog
     left = gradient_sums(p, axis)
     if left:
         raise InvalidTransform(
-            "zero2 leaves a whole gradient", needed="every gradient sum to be scattered", found=f"{len(left)} all_reduces"
+            "zero2 leaves a full gradient", needed="every gradient sum to be scattered", found=f"{len(left)} all_reduces"
         )
     return p
 

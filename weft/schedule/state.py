@@ -24,7 +24,7 @@ def shard_state(p: Program, *names: str, gather: bool = False) -> Program:
         w: R;  f(w) ...     w' = all_gather(u)     ->     w: S;  f(all_gather(w)) ... w' = u       with gather=True
 
     Valid when every use of the input is the same slice, or an elementwise op that is only read in such slices, and its next
-    value is the gather of a value cut alike.
+    value is the gather of a value sharded the same way.
     """
     if not names:
         raise InvalidTransform("shard_state of nothing", needed=f"inputs, of {', '.join(p.input_names)}", found="none")

@@ -26,7 +26,7 @@ def split(p: Program, at: Place, *, dim: int | None = None, within: Within = Non
         all_reduce(x)   ->   all_gather(reduce_scatter(x, dim))        with dim
         all_reduce(x)   ->   broadcast(reduce(x, root))                with root
 
-    Valid for any dim that no later mesh axis cuts.
+    Valid for any dim that no later mesh axis shards.
     """
     node = expect(p, at, "split", comm.all_reduce, options=f", dim={dim}" if root is None else f", root={root}")
     if (dim is None) == (root is None):

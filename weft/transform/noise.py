@@ -43,7 +43,7 @@ def measured(p: Program) -> Program:
     sums = list(dict.fromkeys(gradient_sums(p)))
     loss = _loss_sum(p)
     if not sums:
-        raise PlanError("no gradient is summed over the copies", needed="a training step whose batch is cut along dp", found=p.name)
+        raise PlanError("no gradient is reduced over replicas", needed="a training step whose batch is sharded along dp", found=p.name)
     terms = {f"{TERM}.{k}": a for k, a in enumerate(dict.fromkeys(a for n in sums for a in n.args))}
     squares = {f"{SQUARES}.{k}": n for k, n in enumerate(_squares(p, sums))}
     given = input_node(INPUT, Type(loss.dtype, Layout.of(p.mesh, (2,), {AXIS: P()})))
@@ -57,7 +57,7 @@ def _check_mesh(mesh: Mesh) -> None:
     others = [a for a, n in mesh.sizes.items() if a != AXIS and n > 1]
     if others or mesh.sizes.get(AXIS, 1) == 1:
         raise PlanError(
-            "noise is told by the copies of a model", needed="a plan of dp, with or without zero", found=str(mesh), try_='plan="dp2"'
+            "the noise scale needs data-parallel replicas", needed="a plan of dp, with or without zero", found=str(mesh), try_='plan="dp2"'
         )
 
 

@@ -173,7 +173,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_sum_over_samples_is_refused(name: str) -> None:
     make, loss, found = REFUSED[name]
-    with pytest.raises(PlanError, match=rf"would not be the whole batch's \(test_micro.py, line \d+\)(.|\n)*{found}(.|\n)*allow_micro_mean=True"):
+    with pytest.raises(PlanError, match=rf"would not be the full batch's \(test_micro.py, line \d+\)(.|\n)*{found}(.|\n)*allow_micro_mean=True"):
         capture(make().double(), batch(), loss, gradients=True, accumulate=PARTS)
     alone = capture(make().double(), batch(), loss, gradients=True, accumulate=PARTS, allow_micro_mean=True)
     assert "loss" in alone.program.output_names

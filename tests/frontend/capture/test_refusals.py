@@ -90,7 +90,7 @@ def test_one_hot_without_classes():
 
 
 def test_a_loss_that_is_no_number():
-    with pytest.raises(CaptureError, match="the loss is no number"):
+    with pytest.raises(CaptureError, match="the loss is not a scalar"):
         capture(Net(lambda x: x), (X,), lambda m, b: m(*b), gradients=True)
 
 
@@ -139,7 +139,7 @@ def test_an_unknown_op_is_right_listed_and_never_cut():
     assert "test_refusals.py, line" in told
     node = captured.program.find("opaque", lambda n: n.attr("target") == "aten.cumprod.default")
     cut = input_node("x", Type(torch.float32, Layout.of(Mesh(tp=2), (3, 4), {"tp": weft.S(0)})))
-    with pytest.raises(TypeMismatch, match=r"weft does not know aten.cumprod.default, so it is never cut"):
+    with pytest.raises(TypeMismatch, match=r"weft does not know aten.cumprod.default, so it is never sharded"):
         node.op(cut, **dict(node.attrs))
 
 

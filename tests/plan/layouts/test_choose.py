@@ -161,7 +161,7 @@ def test_a_pin_on_nothing_is_refused() -> None:
 
 def test_a_pin_that_cannot_be_held_is_refused() -> None:
     mesh = Mesh(x=3)
-    with pytest.raises(PlanError, match=r"layers\.0\.weight cannot be held as it is pinned(.|\n)*even cuts of \[16, 16\](.|\n)*x:S\(1\)"):
+    with pytest.raises(PlanError, match=r"layers\.0\.weight cannot have the layout it is pinned to(.|\n)*even shards of \[16, 16\](.|\n)*x:S\(1\)"):
         choose(step(2, 16, 32).program, mesh, alpha_beta(mesh), pins={"param.layers.0.weight": [{"x": S(1)}]})
 
 

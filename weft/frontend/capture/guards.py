@@ -147,10 +147,10 @@ def _whole(n: Node, batch: Mapping[str, Tensor]) -> Tensor:
     x = batch[n.attr("name")]
     if tuple(x.shape) != n.shape:
         raise RuntimeFault(
-            "Python asks for a number that the whole batch decides",
-            needed=f"the whole batch on every rank: {n.attr('name').removeprefix('batch.')} {list(n.shape)}",
+            "Python asks for a number that the full batch decides",
+            needed=f"the full batch on every rank: {n.attr('name').removeprefix('batch.')} {list(n.shape)}",
             found=f"{list(x.shape)}, a part of it",
-            try_="give every rank the whole batch",
+            try_="give every rank the full batch",
         )
     return x.detach().cpu()
 

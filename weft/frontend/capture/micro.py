@@ -326,7 +326,7 @@ class _Derivation:
         reads = pending[0] if pending else "all samples at once"
         where = self.program.lines.get(n) or next((line for m in reversed(self.order[: self.order.index(n)]) if (line := self.program.lines.get(m))), None)
         return PlanError(
-            f"the step in {self.parts} micro-batches would not be the whole batch's",
+            f"the step in {self.parts} micro-batches would not be the full batch's",
             needed="a loss that is a sum over samples, of what each has by itself and of labels and masks of all",
             found=f"{what or _said(n)}, which {'weft does not know and ' if n.attr('target') else ''}takes {reads}, made by the parameters",
             try_=("micro1, or a plan without pp, micro and accumulate", "allow_micro_mean=True for the mean over what the micro-batches give by themselves"),

@@ -43,11 +43,11 @@ def capture(
     given: Collection[str] = (),
     reads: Reads | None = None,
 ) -> Captured:
-    """The program of a module on a batch, of its loss, of its gradients, or of a whole training step.
+    """The program of a module on a batch, of its loss, of its gradients, or of a full training step.
 
     Without `loss` the program gives what the module returns. With `loss(model, batch)` it gives `loss`; with `gradients`,
     also `d.param.NAME` of every parameter; with an optimizer, the next value of all parameters and state instead.
-    `accumulate` takes the batch in so many parts, one after another, where that gives the whole batch's loss and gradients, and else is
+    `accumulate` takes the batch in so many parts, one after another, where that gives the full batch's loss and gradients, and else is
     refused; with `allow_micro_mean` they are the means over what the parts give by themselves.
     `clip` limits the global norm of the gradients; `precision` is autocast's dtype.
     `capacity` gives experts so many times their even share of the tokens, for planning; without it no token is dropped.
@@ -204,5 +204,5 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.shape != () or not loss.is_floating_point():
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise CaptureError("the loss is no number", needed="a float tensor of shape ()", found=found, try_="mean() of it")
+        raise CaptureError("the loss is not a scalar", needed="a float tensor of shape ()", found=found, try_="mean() of it")
     return loss

@@ -547,7 +547,7 @@ def require_drawn_alike(func: Any) -> None:
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise CaptureError(
             f"weft has no random numbers like those of {func}",
-            needed="uniform, normal, bernoulli, exponential or whole numbers, which every rank can draw alike",
+            needed="uniform, normal, bernoulli, exponential or integers, which every rank can draw the same way",
             found=str(func),
             try_="draw it outside the step and pass it in the batch",
             where=user_line(),

@@ -60,8 +60,8 @@ class Ways:
     def _cannot_hold(self, node: Node, pinned: Sequence[Placements]) -> PlanError:
         said = " or ".join(", ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, places, strict=True)) for places in pinned)
         return PlanError(
-            f"{node.attr('name')} cannot be held as it is pinned",
-            needed=f"even cuts of {list(node.type.shape)} on {self.mesh}",
+            f"{node.attr('name')} cannot have the layout it is pinned to",
+            needed=f"even shards of {list(node.type.shape)} on {self.mesh}",
             found=said,
             try_="another dim, or a mesh whose axis divides it",
         )

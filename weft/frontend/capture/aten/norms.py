@@ -140,7 +140,7 @@ def _linear_cross_entropy(r: Recorder, *_: Any, options: Any = None, **__: Any) 
         return NotImplemented
     raise CaptureError(
         "linear_cross_entropy in chunks has no gradient that can be captured",
-        needed="options=None: weft chooses how a loss is cut",
+        needed="options=None: weft chooses how a loss is sharded",
         found=repr(options)[:80],
         try_="F.linear_cross_entropy(input, weight, target), without options",
         where=user_line(),

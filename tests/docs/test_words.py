@@ -1,0 +1,77 @@
+"""Pages, help and errors use the field's words: what a reader of PyTorch or Megatron searches for is found, and no dialect stands beside it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from tools.pages import ROOT
+from weft.cli import app
+
+# The dialect, and what to say instead. History (CHANGELOG.md) keeps its words.
+DIALECT = {
+    r"fore(?:see\w*|saw|sight|tell\w*|told)": "predict, prediction, accuracy",
+    r"(?:is|are|was|were|be) held|held (?:whole|as|along)|how [\w ]{0,20} held": "layout, placement, sharded",
+    r"wholes?": "replicated; full (of a tensor or batch); entire",
+    r"(?<!### )cuts?(?!-off)|cutting": "shard, sharded along dim; split (of stages)",
+    r"pending": "partial",
+    r"runs? again|ran again|run(?:ning)? (?:parts of it )?again": "recompute, activation checkpointing",
+    r"beside": "overlapped with; next to",
+    r"travels?|travelling": "communication, is sent",
+    r"pretended": "simulated",
+    r"no number(?! of)": "NaN or Inf",
+    r"ends? well|ended well": "exit with 0",
+    r"as (?:it|they) comes?": "default",
+    r"times as (?:long|large|fast|quick|much)": "2x slower, larger",
+    r"hull of": "time-memory Pareto front",
+    r"what (?:the )?copies share|what is shared": "ZeRO stage",
+    r"alike": "isomorphic, the same",
+    r"(?<!Jacobian )(?<!ordered )(?<!inner )products?(?! of (?:atoms|elements|degrees))": "matmul, GEMM",
+    r"(?:is|are) told|told (?:too|as|by|apart)": "printed, reported",
+    r"lanes?": "process groups, channels",
+    r"tailor\w*|to measure(?= \()": "stage partitioner",
+    r"utilisation": "MFU",
+}  # fmt: skip
+WANTED = (
+    "predicted", "sharded", "replicated", "partial", "recompute", "activation checkpointing", "overlapped", "exposed communication", "pipeline", "micro-batch",
+    "data-parallel", "tensor parallelism", "sequence parallel", "context parallelism", "expert parallelism", "Ulysses", "FSDP", "ZeRO", "DeviceMesh", "DTensor",
+    "safetensors", "torch.distributed.checkpoint", "NaN or Inf", "matmul", "Pareto front", "global batch", "MFU", "CUDA graph",
+)  # fmt: skip
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def prose(text: str) -> str:
+    """Without blocks of code, names in backticks, comments and the targets of links."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.S | re.M)
+    return re.sub(r"\*[a-z][^*\n|]*\*|`[^`\n]*`|\]\([^)]*\)|^    .*$", "", text, flags=re.M)
+
+
+def dialect(text: str) -> list[str]:
+    hits = ((m, say) for words, say in DIALECT.items() for m in re.finditer(rf"\b(?:{words})\b", text, re.I))
+    return [f"{m[0]!r} in ...{text[max(0, m.start() - 40) : m.end() + 30]!r}: say {say}" for m, say in hits]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[p.stem for p in PAGES])
+def test_pages_speak_no_dialect(path: Path) -> None:
+    found = dialect(prose(path.read_text()))
+    assert not found, "\n".join(found)
+
+
+def test_help_speaks_no_dialect() -> None:
+    group = typer.main.get_command(app)
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        found = dialect(" ".join([command.help or "", *(getattr(p, "help", "") or "" for p in command.params)]))
+        assert not found, f"weft {name}: " + "\n".join(found)
+
+
+def test_the_words_of_the_field_are_there() -> None:
+    text = "\n".join(p.read_text() for p in PAGES)
+    assert not [word for word in WANTED if word.lower() not in text.lower()]
+
+
+def test_dialect_is_found() -> None:
+    assert len(dialect("The whole tensor is cut along dim 0; its products run again beside compute, as foreseen.")) == 6
+    assert not dialect("A sharded tensor; its matmuls are recomputed and overlapped with compute, as predicted. A vector-Jacobian product.")
