@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import random
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
@@ -55,6 +56,7 @@ class Truth:
     run: Run
     double: bool
     rounding: float
+    updates: float = 0.0  # of the optimizer, where it rounds to less than the model
     random: bool = False  # torch draws numbers on which the values depend
     note: str = ""
     _spread: Run | None = None
@@ -161,6 +163,8 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
         self.draws = False
+        self.coarse: list[float] = []  # roundings below float32
+        self.updates = 0.0  # what the optimizer's step rounds below float32, all of it adding up as chance has it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -168,6 +172,7 @@ class Seen(TorchDispatchMode):
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point():
                 self.dtypes.add(x.dtype)
+                self.coarse += [torch.finfo(x.dtype).eps] if x.dtype.itemsize < 4 else []
         return out
 
 
@@ -188,7 +193,7 @@ def judged(make: Callable[[], Any]) -> Truth:
     rounding = max((torch.finfo(d).eps for d in seen.dtypes), default=torch.finfo(torch.float64).eps)
     if double and rounding > LIMIT:
         note = f"the model rounds to {rounding:.0e} itself"
-    truth = Truth(make, run, double, rounding, note=note)
+    truth = Truth(make, run, double, rounding, seen.updates, note=note)
     truth.random = seen.draws and not _same(run, torch_run(make, double, draw=77))
     return truth
 
@@ -200,6 +205,9 @@ def _seen(make: Callable[[], Any], double: bool) -> Seen:
         seed(SEED)
         with seen:
             case.loss(case.model, case.batches[0]).backward()
+        with Seen() as updates:
+            case.optimizer.step()
+        seen.updates = math.hypot(*updates.coarse)
     except Exception:
         case = build(make, double)
         case.loss(case.model, case.batches[0]).backward()
@@ -208,9 +216,9 @@ def _seen(make: Callable[[], Any], double: bool) -> Seen:
     return seen
 
 
-def torch_run(make: Callable[[], Any], double: bool, move: Callable[[nn.Module], None] | None = None, draw: int = 0) -> Run:
-    """The user's own loss, backward and `optimizer.step`."""
-    case, losses = build(make, double), []
+def torch_run(make: Callable[[], Any], double: bool, move: Callable[[nn.Module], None] | None = None, draw: int = 0, updates: float = 0.0) -> Run:
+    """The user's own loss, backward and `optimizer.step`; what the latter adds to parameters moved by so much of it, if told."""
+    case, losses, signs = build(make, double), [], torch.Generator().manual_seed(0)
     if move is not None:
         move(case.model)
 
@@ -220,7 +228,11 @@ def torch_run(make: Callable[[], Any], double: bool, move: Callable[[nn.Module],
         case.optimizer.zero_grad()
         loss = case.loss(case.model, batch)
         loss.backward()
+        before = [p.detach().clone() for p in case.model.parameters()] if updates else []
         case.optimizer.step()
+        with torch.no_grad():
+            for p, old in zip(case.model.parameters(), before, strict=False):
+                p.add_((p - old) * updates * (torch.randint(0, 2, p.shape, generator=signs) * 2 - 1))
         return loss.detach()
 
     train(case, step, losses)
@@ -236,7 +248,7 @@ def _same(a: Run, b: Run) -> bool:
 def _spread(truth: Truth) -> Run:
     losses, state = [0.0] * STEPS, {n: torch.zeros(()) for n in truth.run.state}
     for k in range(MOVED):
-        run = torch_run(truth.make, truth.double, lambda model, k=k: _move(model, truth.rounding, k))
+        run = torch_run(truth.make, truth.double, lambda model, k=k: _move(model, truth.rounding, k), updates=truth.updates)
         losses = [max(s, _apart(a, b)) for s, a, b in zip(losses, truth.run.losses, run.losses, strict=True)]
         state = {n: torch.maximum(s, _largest(truth.run.state[n], run.state[n])) for n, s in state.items()}
     return Run(losses, state)
@@ -282,7 +294,7 @@ def told_nothing(truth: Truth) -> str:
         return "not compared: torch draws random numbers"
     if truth._spread is not None:
         off = max(s / max(abs(w), FLOOR) for s, w in zip(truth._spread.losses, truth.run.losses, strict=True))
-        if off > max(1e-4, 10 * truth.rounding):
+        if off > max(1e-4, 10 * truth.rounding, truth.updates):
             return f"not compared: torch's own losses move by {off:.1g} under rounding"
     return ""
 

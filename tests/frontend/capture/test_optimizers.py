@@ -233,7 +233,8 @@ def test_a_tensor_that_only_the_optimizer_has_is_refused():
 
 
 def test_torchs_own_inputs():
-    """Every setting torch's tests try, of every optimizer: equal, or refused in words. Muon rounds to bfloat16 on its way, in other places."""
+    """Every setting torch's tests try, of every optimizer: equal, or refused in words. One that rounds to bfloat16 on its way may
+    do so in other places, which moves what it adds by some of its roundings."""
     common = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
     refused: dict[str, str] = {}
     for info in common.optim_db:
@@ -251,9 +252,11 @@ def test_torchs_own_inputs():
                 out = interp.run_global(captured.program, {**values, "batch.0": batch})
                 values |= {i: out[o] for o, i in captured.program.state}
             torch_steps(mirror, theirs, batches())
-            near = 2e-2 if info.optim_cls.__name__ == "Muon" else 1e-11
+            rounded = any(n.dtype is torch.bfloat16 for n in captured.program.nodes if len(n.types) == 1)
             for name, want in mirror.named_parameters():
-                torch.testing.assert_close(values[f"param.{name}"], want.detach(), atol=near, rtol=near, msg=lambda m, g=given: f"{g.desc}: {m}")
+                moved = (want.detach() - captured.parameters[f"param.{name}"].detach()).abs().max().item()
+                near = max(1e-11, 16 * torch.finfo(torch.bfloat16).eps * moved if rounded else 0.0)  # some roundings of what was added
+                torch.testing.assert_close(values[f"param.{name}"], want.detach(), atol=near, rtol=1e-11, msg=lambda m, g=given: f"{g.desc}: {m}")
     assert refused.keys() == {"LBFGS", "SparseAdam"}
     assert "LBFGS computes the loss itself, as often as it likes" in refused["LBFGS"]
     assert "SparseAdam does not support dense gradients" in refused["SparseAdam"]
