@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from weft.core import native
+from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
@@ -30,6 +31,7 @@ from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
+from weft.transform.chunks import in_chunks
 from weft.transform.gathers import gathered_again
 from weft.transform.guard import guarded
 from weft.transform.low import low_precision
@@ -213,13 +215,28 @@ def _noise(d: Draft) -> Draft:
     return _with(d, measured) if d.noise else d
 
 
-def _low_precision(d: Draft) -> Draft:
-    if not d.low:
+def _experts(d: Draft) -> Draft:
+    if not d.spec.async_ep:
         return d
+    made = _with_turns(d, lambda p: in_chunks(p, "ep"))
+    if made.nodes == d.nodes:
+        raise PlanError(
+            "async-ep has nothing to overlap", needed="experts whose tokens are gathered along ep, an even number on every rank",
+            found="none in the step", try_="leave out async-ep",
+        )  # fmt: skip
+    return made
+
+
+def _low_precision(d: Draft) -> Draft:
+    return _with_turns(d, low_precision) if d.low else d
+
+
+def _with_turns(d: Draft, change: Callable[[Program], Program]) -> Draft:
+    """The placed program changed, or that of every turn of every stage."""
     if d.laid is not None:
-        stages = tuple(replace(s, turns=tuple(map(low_precision, s.turns))) for s in d.laid.line.stages)
+        stages = tuple(replace(s, turns=tuple(map(change, s.turns))) for s in d.laid.line.stages)
         return replace(d, laid=replace(d.laid, line=replace(d.laid.line, stages=stages)))
-    return replace(d, program=low_precision(d.program)) if d.program is not None else d
+    return replace(d, program=change(d.program)) if d.program is not None else d
 
 
 def _ring(d: Draft) -> Draft:
@@ -258,6 +275,7 @@ PASSES = (
     Pass("place", "every tensor gets a layout on the mesh, and collectives stand where layouts change", _place),
     Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays whole in between", _gather_again),
     Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
+    Pass("experts", "tokens go to experts in chunks, one on its way while the experts are at work on another, where the plan says so", _experts),
     Pass("low precision", "products in 8-bit floats, where that is asked for: the one pass that rounds, after all that is proved equal", _low_precision),
     Pass("ring", "keys of context parallelism are gathered in chunks, overlapped with the attention that reads them", _ring),
     Pass("fused update", "sums of gradients, the updates they lead to and the gathers after them are one kernel where peers share memory", _fused_update),

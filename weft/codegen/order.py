@@ -51,13 +51,16 @@ def order(program: Program, far: Mapping[str, int] = MappingProxyType({})) -> li
     """
     nodes = [n for n in program.nodes if n.op.name != "input"]
     early, roots, tail = _after_results(program), *tails(program)
+    views = {n for n in nodes if n.op.kind is Kind.VIEW and program.users[n] and all(map(is_wire, program.users[n]))}  # of what is sent
     sent, early_gathers = _sent(program, nodes), _ahead(nodes, far)
     at: dict[Node, Key] = {}
     for i, n in enumerate(nodes):
         made = [at[a] for a in n.args if a in at]
         if n in tail:
             continue
-        if is_wire(n):
+        if n in views and made:
+            at[n] = max(made)
+        elif is_wire(n):
             base, depth = max(made) if made else (max(-0.5, early_gathers.get(n, i) - PREFETCH - 0.5), 0.0)
             at[n] = base, depth + 0.25
         elif n in early and made and not any(is_wire(a) for a in n.args):

@@ -1,0 +1,138 @@
+"""Tokens dispatched to experts in chunks: while one chunk is gathered or summed, the experts are at work on another.
+
+An op made of products that reads what is gathered along an axis is done for chunks of that dim, each a part of every rank's slice; results
+that have the dim are laid side by side, after their own sums over the ranks, and those that lack it are added up.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.core.errors import LayoutError, TypeMismatch
+from weft.core.layout import finest
+from weft.core.node import Node, make, op_named
+from weft.core.program import Program
+from weft.ops.comm import all_gather, all_reduce, reduce_scatter
+from weft.ops.pointwise import add, cast
+from weft.ops.registry import equation_of
+from weft.ops.shape import concat, narrow, reshape
+from weft.plan.place import remake
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A value in chunks: their nodes, the dim that they stand side by side along, and the shape of the whole, where that dim may be part of another."""
+
+    nodes: tuple[Node, ...]
+    dim: int
+    shape: tuple[int, ...]
+
+    def whole(self) -> Node:
+        return reshape(concat(list(self.nodes), self.dim), self.shape)  # type: ignore[no-any-return]
+
+    def each(self, op: Any, shape: Sequence[int], **attrs: Any) -> _Parts:
+        return _Parts(tuple(op(n, **attrs) for n in self.nodes), self.dim, tuple(shape))
+
+
+def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
+    """The placed program with the experts that are reached along an axis at work in chunks, where a rank's tokens divide."""
+    made: dict[Node, Node] = {}
+    parts: dict[Node, _Parts] = {}
+    items: dict[Node, list[Node | _Parts]] = {}
+
+    def node(n: Node) -> Node:
+        if n.op.name == "item" and n.args[0] in items:
+            found = items[n.args[0]][n.attr("index")]
+            if isinstance(found, Node):
+                return found
+            parts[n] = found
+        elif len(n.args) == 1 and n.args[0] in parts and (on := _passed(n, parts[n.args[0]])) is not None and on.whole().type == n.type:
+            parts[n] = on
+        elif (results := _chunked(n, made, axis, chunks)) is not None:
+            if len(n.types) > 1:
+                items[n] = results
+                return n
+            parts[n] = results[0]  # type: ignore[assignment]
+        else:
+            return make(n.op, tuple(made[a] for a in n.args), dict(n.attrs))
+        return parts[n].whole()
+
+    def same(n: Node) -> Node:
+        made[n] = n
+        return n
+
+    return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+
+
+def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[Node | _Parts] | None:
+    """The results of an op made of products, whose tokens are gathered along the axis; none where there is nothing to be chunked."""
+    eq = equation_of(n) if n.op.products is not None else None
+    gathered = [(k, a) for k, a in enumerate(n.args) if eq is not None and a.op is all_gather and a.attr("axis") == axis and len(a.args) == 1]
+    if eq is None or not gathered:
+        return None
+    k, first = gathered[0]
+    at = first.args[0].layout.where_cut(axis)
+    assert at is not None
+    atoms, lone = finest(first.args[0].layout.dims[at[0]], n.mesh)
+    last = max((i for i, a in enumerate(atoms) if a.cut), default=-1)
+    label, outer = eq.label(k, at[0]), math.prod(a.size for a in atoms[: last + 1])
+    inner = first.shape[at[0]] // outer
+    dims = dict(eq.dims_of(label))
+    if lone or inner % chunks or label in eq.whole:
+        return None
+    try:
+        given = [_split(made[a], dims[k], outer, chunks, axis) if k in dims else [made[a]] * chunks for k, a in enumerate(n.args)]
+        runs = [make(n.op, args, dict(n.attrs)) for args in zip(*given, strict=True)]
+        return [_joined(runs, i, labels, label, outer, n.types[i].shape) for i, labels in enumerate(eq.outs)]
+    except (LayoutError, TypeMismatch):  # slices that do not divide so
+        return None
+
+
+def _split(x: Node, dim: int, outer: int, chunks: int, axis: str) -> list[Node]:
+    """An operand in chunks; what is gathered is gathered chunk by chunk."""
+    gathers = x.op is all_gather and x.attr("axis") == axis and len(x.args) == 1
+    whole = x.args[0] if gathers else x
+    inner = x.shape[dim] // outer
+    apart = reshape(whole, (*x.shape[:dim], outer, inner, *x.shape[dim + 1 :]))
+    size = inner // chunks
+    pieces = [narrow(apart, dim + 1, i * size, (i + 1) * size) for i in range(chunks)]
+    pieces = [all_gather(piece, axis=axis) for piece in pieces] if gathers else pieces
+    return [reshape(piece, (*x.shape[:dim], outer * size, *x.shape[dim + 1 :])) for piece in pieces]
+
+
+def _joined(runs: Sequence[Node], i: int, labels: Sequence[str], label: str, outer: int, shape: tuple[int, ...]) -> Node | _Parts:
+    """One result of all chunks."""
+    each = [make(op_named("item"), (r,), {"index": i}) if len(r.types) > 1 else r for r in runs]
+    if label not in labels:
+        return functools.reduce(add, each)
+    d = labels.index(label)
+    return _Parts(tuple(reshape(x, (*shape[:d], outer, -1, *shape[d + 1 :])) for x in each), d + 1, shape)
+
+
+def _passed(n: Node, x: _Parts) -> _Parts | None:
+    """A cast, a reshape or a sum over ranks of every chunk by itself."""
+    merged = len(x.shape) < x.nodes[0].ndim  # the dim of the chunks is the inner part of another
+    if n.op is cast:
+        return x.each(cast, n.shape, dtype=n.attr("dtype"))
+    if n.op.name == "reshape":
+        return _reshaped(x, n.shape)
+    if n.op is all_reduce:
+        return x.each(all_reduce, n.shape, axis=n.attr("axis"))
+    if n.op is reduce_scatter and not n.attr("within") and (merged or n.attr("dim") != x.dim):
+        return x.each(reduce_scatter, n.shape, axis=n.attr("axis"), dim=n.attr("dim") + (merged and n.attr("dim") >= x.dim))
+    return None
+
+
+def _reshaped(x: _Parts, shape: tuple[int, ...]) -> _Parts | None:
+    """The chunks of another shape: side by side inside the one dim that what stands before them ends in."""
+    before, chunks = math.prod(x.nodes[0].shape[: x.dim]), len(x.nodes)
+    for d, size in enumerate(shape):
+        outer, over = divmod(before, math.prod(shape[:d]))
+        if not over and outer and size % (outer * chunks) == 0:
+            split = (*shape[:d], outer, size // outer // chunks, *shape[d + 1 :])
+            return _Parts(tuple(reshape(p, split) for p in x.nodes), d + 1, shape)
+    return None
