@@ -17,16 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp, passes
-from weft.api.apart import moved
-from weft.api.changing import gathered
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
 from weft.api.judge import Case, Verdict, judge
 from weft.api.runner import Runner, Values
 from weft.api.step import Step
-from weft.api.trust import exactly, seen_by_first, verified
-from weft.core.errors import PlanError, RuntimeFault
+from weft.api.trust import seen_by_first, verified
+from weft.core.errors import PlanError
 from weft.core.layout import Layout, S
 from weft.core.node import Type
 from weft.core.program import Program, new_program
@@ -247,27 +245,9 @@ class PipelinedStep(Step):
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 
-    def __call__(self, batch: Any) -> Tensor:
-        """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
-        self.ready(batch)
-        before, skipped = {n: x for n, x in self._state.items() if n.startswith("buffer.")}, self.skipped
-        run = self._step if self.recorder is None else self.recorder.call
-        with exactly(self.deterministic):
-            out = run(batch, self._state)
-        for name, inp in self.program.state:
-            if inp in self._state:
-                self._state[inp] = out[name]
-        self.steps += 1
-        self.grad_norm = out.get("grad_norm")
-        self.losses.see(out["loss"], self.grad_norm, self.steps, named_batch(batch))
-        self.stepped(self.skipped > skipped)
-        self._state |= before if self.skipped > skipped else {}
-        self.tell(out["loss"])
-        return out["loss"]
-
-    def _step(self, batch: Any, state: Values) -> Values:
+    def run(self, given: Mapping[str, Tensor], state: Values) -> Values:
         """All micro-batches and the update; `state` is overwritten as far as the update may."""
-        given = self._given(batch)
+        self._buffers = {n: x for n, x in state.items() if n.startswith("buffer.")}
         readable = {**self._readable(self._spread), **state}
         first = self._first({**readable, **given, **self._seed(0)}) if self._first is not None else {}
         parts, ahead = self._micro_batches(given), {n: x for n, x in first.items() if n in self._ahead}  # buffers are read as they were
@@ -276,28 +256,18 @@ class PipelinedStep(Step):
         state |= {n: x for n, x in {**buffers, **first}.items() if n in state}
         return self.compiled({**state, **sums, **self._numbers()})
 
+    def stepped(self, skipped: bool = False) -> None:
+        """A step that was skipped leaves buffers as they were, too."""
+        super().stepped(skipped)
+        self._state |= self._buffers if skipped else {}
+
     def _seed(self, k: int) -> Values:
         """The seed of the step, and which micro-batch it is; for micro-batches by themselves, another seed for each."""
         alone = self.micro.whole is None
         numbers = {"seed": (self.seed + self.steps) * self.micro.parts + k if alone else self.seed + self.steps, PART: k}
         return {n: torch.tensor(x, device=self.compiled.device) for n, x in numbers.items()}
 
-    def _given(self, batch: Any) -> Values:
-        """This rank's part of a global batch, or of what is its part already, on its device."""
-        given, coords = named_batch(batch), self.compiled.coords
-        out: Values = {}
-        for name, type_ in self._batch_types.items():
-            key = name.removeprefix("batch.")
-            if name not in given:
-                raise RuntimeFault(f"the batch has no {key!r}", needed=", ".join(self._batch_types), found=", ".join(given))
-            x, mine = given[name], type_.layout.local_shape(coords)
-            if tuple(x.shape) not in (type_.shape, mine):
-                needed = f"{list(type_.shape)}, or this rank's {list(mine)}"
-                raise RuntimeFault(f"batch {key!r}", needed=needed, found=str(list(x.shape)))
-            out[name] = (interp.take_local(x, type_.layout, coords) if tuple(x.shape) == type_.shape else x).to(self.compiled.device)
-        return out
-
-    def _micro_batches(self, given: Values) -> list[Values]:
+    def _micro_batches(self, given: Mapping[str, Tensor]) -> list[Values]:
         """The inputs of every micro-batch, of this rank's part of the batch."""
         k = self.micro.parts
         cut = {n: x.chunk(k, self.micro.dims[n]) if n in self.micro.dims else [x] * k for n, x in given.items()}
@@ -330,28 +300,18 @@ class PipelinedStep(Step):
         reports = [verified(*stage.whole) for stage in self.line.stages]
         return [*reports, verified(self.line.single, self.line.update)][-1]
 
-    def check(self, batch: Any, tolerance: float = 1e-4) -> float:
-        """The largest relative difference between this step, the whole batch on one device, and plain torch; nothing changes."""
-        self.ready(batch, exact=True)
-        want = self._on_one_device(batch)
-        got = self._step(batch, {n: x.clone() for n, x in self._state.items()})
-        found = {name: gathered(node.type, got.get(name), self.compiled) for name, node in self.program.outputs}
-        own = self._close(found, want, tolerance, lambda: self._on_one_device(batch, moved))
-        whole = self.micro.whole
-        return own if whole is None else max(own, self._against_torch(whole, batch, self._inputs(batch)))
+    @property
+    def _whole(self) -> Captured | None:
+        return self.micro.whole
 
     def _inputs(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
-        """All that a step on one device reads, changed."""
-        values = {n: change(self.full(n)) for n in self.state_names} | self._numbers()
-        return values | {n: change(x).to(self.compiled.device) for n, x in named_batch(batch).items()} | self._seed(0)
+        return super()._inputs(batch, change) | self._seed(0)
 
-    def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
+    def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Mapping[str, Tensor]:
         """The captured step of the whole batch, or micro-batch by micro-batch, by the interpreter, from changed inputs."""
-        values = self._inputs(batch, change)
         if self.micro.whole is not None:
-            whole = self.micro.whole.program
-            return interp.run_global(whole, {n: values[n] for n in whole.input_names})
-        return self._by_themselves(batch, values, change)
+            return super()._on_one_device(batch, change)
+        return self._by_themselves(batch, self._inputs(batch, change), change)
 
     def _by_themselves(self, batch: Any, values: Values, change: Callable[[Tensor], Tensor]) -> Values:
         """The mean over the micro-batches, one after another, and the update."""

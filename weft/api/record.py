@@ -60,22 +60,24 @@ class Recorder:
         self._ended = self._wrote = 0.0
         atexit.register(self.close)
 
-    def call(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def call(self, given: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """Run the step once, watched."""
-        compiled, n = self.step.compiled, len(self.series["ms"])
-        plain = compiled._step
-        if n in (TIMED, HELD):
-            compiled._step, self._traces[n] = traced(plain, compiled.code.text, compiled.device, memory=n == HELD)
-        began = time.perf_counter()
-        try:
-            out = compiled(values)
-            synchronize(compiled.device)
-        finally:
-            compiled._step = plain
+        n, began = len(self.series["ms"]), time.perf_counter()
+        out = self._traced(n, given, state) if n in (TIMED, HELD) else self.step.run(given, state)
+        synchronize(self.step.compiled.device)
         spent, waited = time.perf_counter() - began, began - self._ended if self._ended else 0.0
         self._note(spent, waited, float(out["loss"].detach()) if "loss" in out else 0.0)
         self._ended = time.perf_counter()  # what was written and said meanwhile is no wait
         return out
+
+    def _traced(self, n: int, given: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        compiled = self.step.compiled
+        plain = compiled._step
+        compiled._step, self._traces[n] = traced(plain, compiled.code.text, compiled.device, memory=n == HELD)
+        try:
+            return self.step.run(given, state)
+        finally:
+            compiled._step = plain
 
     def _note(self, spent: float, waited: float, loss: float) -> None:
         """Traced steps are slower, so they count neither as steps nor as waits."""

@@ -10,6 +10,7 @@ import hashlib
 import socket
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +44,10 @@ class LineRecorder(Recorder):
 
     step: PipelinedStep
 
-    def call(self, batch: Any, state: Values) -> Values:  # type: ignore[override]
-        """Run the step once, watched."""
-        step, n = self.step, len(self.series["ms"])
-        watch = Watch(step, memory=n == HELD) if n in (TIMED, HELD) else None
-        began = time.perf_counter()
-        out = step._step(batch, state) if watch is None else watch.run(batch, state)
-        synchronize(step.compiled.device)
-        spent, waited = time.perf_counter() - began, began - self._ended if self._ended else 0.0
-        if watch is not None:
-            self._traces[n] = watch  # type: ignore[assignment]
-        self._note(spent, waited, float(out["loss"].detach()))
-        self._ended = time.perf_counter()
-        return out
+    def _traced(self, n: int, given: Mapping[str, Any], state: Values) -> Values:
+        watch = Watch(self.step, memory=n == HELD)
+        self._traces[n] = watch  # type: ignore[assignment]
+        return watch.run(given, state)
 
     def _foresee(self, cluster: Cluster) -> Seen:
         step = self.step
@@ -159,7 +151,7 @@ class Watch:
         self.zero = self.ended = 0.0
         self.update: Trace | None = None
 
-    def run(self, batch: Any, state: Values) -> Values:
+    def run(self, given: Mapping[str, Any], state: Values) -> Values:
         runner, compiled = self.step.runner, self.step.compiled
         plain, usual = compiled._step, runner.call
         if dist.is_initialized():
@@ -168,7 +160,7 @@ class Watch:
         compiled._step, self.update = traced(plain, compiled.code.text, self.device, memory=self.memory)
         runner.call = self._pass
         try:
-            out = self.step._step(batch, state)
+            out = self.step.run(given, state)
             self.ended = self._now()
         finally:
             compiled._step, runner.call = plain, usual

@@ -119,21 +119,25 @@ class Step(Changing):
     def __call__(self, batch: Any) -> Tensor:
         """One step on a global batch, or on this rank's part of one; gives the loss of the global batch."""
         self.ready(batch)
-        run = self.compiled if self.recorder is None else self.recorder.call
-        given = self._batch(batch)
+        run = self.run if self.recorder is None else self.recorder.call
+        given, skipped = self._batch(batch), self.skipped
         with exactly(self.deterministic):
-            out = run({**self._state, **given, **self._numbers()})
+            out = run(given, self._state)
         if self._probe is not None:
             self._probe.take(out)
         for name, inp in self.program.state:
             if inp in self._state:
                 self._state[inp] = out[name]
         self.steps += 1
-        self.grad_norm, skipped = out.get("grad_norm"), self.skipped
+        self.grad_norm = out.get("grad_norm")
         self.losses.see(out["loss"], self.grad_norm, self.steps, given)
         self.stepped(self.skipped > skipped)
         self.tell(out["loss"])
         return out["loss"]
+
+    def run(self, given: Values, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All of a step on this rank's part of a batch; `state` is overwritten as far as the update may."""
+        return self.compiled({**state, **given, **self._numbers()})
 
     def trust(self, on_nan: str, deterministic: bool) -> None:
         """What is done about losses that are NaN or Inf, and whether every run must give the same bits."""
@@ -376,17 +380,27 @@ class Step(Changing):
 
         The step is tried on a copy of the state; nothing changes. The batch must be a global one.
         """
-        self.ready(batch)
-        whole = {n: self.full(n) for n in self.state_names}
-        given = {**named_batch(batch), **self.lifted(batch)}
-        inputs = {**whole, **{n: x.to(self.compiled.device) for n, x in given.items()}, **self._numbers()}
-        names = self.captured.program.input_names
-        want = interp.run_global(self.captured.program, {n: inputs[n] for n in names})
-        copies = {n: x.clone() for n, x in self._state.items()}
-        got = self.compiled({**copies, **self._batch(batch), **self._numbers()})
-        found = {name: gathered(node.type, got[name], self.compiled) for name, node in self.program.outputs if name in want}
-        own = self._close(found, want, tolerance, lambda: interp.run_global(self.captured.program, {n: moved(inputs[n]) for n in names}))
-        return max(own, self._against_torch(self.captured, batch, inputs))
+        self.ready(batch, exact=not self.lifts)
+        want = self._on_one_device(batch)
+        got = self.run(self._batch(batch), {n: x.clone() for n, x in self._state.items()})
+        found = {name: gathered(node.type, got.get(name), self.compiled) for name, node in self.program.outputs if name in want}
+        own = self._close(found, want, tolerance, lambda: self._on_one_device(batch, moved))
+        return own if self._whole is None else max(own, self._against_torch(self._whole, batch, self._inputs(batch)))
+
+    @property
+    def _whole(self) -> Captured | None:
+        """The step of a whole batch as it was captured."""
+        return self.captured
+
+    def _inputs(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
+        """All that a step on one device reads, changed."""
+        values = {n: change(self.full(n)) for n in self.state_names} | self._numbers()
+        return values | {n: change(x).to(self.compiled.device) for n, x in {**named_batch(batch), **self.lifted(batch)}.items()}
+
+    def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
+        """The captured step of the whole batch by the interpreter, from changed inputs."""
+        values, whole = self._inputs(batch, change), cast(Captured, self._whole).program
+        return interp.run_global(whole, {n: values[n] for n in whole.input_names})
 
     def _against_torch(self, captured: Captured, batch: Any, inputs: Values) -> float:
         """The largest relative difference between the captured step and the user's own module in plain torch."""

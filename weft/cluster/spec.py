@@ -54,6 +54,11 @@ class Cluster:
         return min(g.size for g in self.groups)
 
     @cached_property
+    def memory(self) -> float:
+        """Bytes of the smallest device."""
+        return min(g.profile.device.memory for g in self.groups)
+
+    @cached_property
     def uniform(self) -> bool:
         return len({g.profile.name for g in self.groups}) == 1
 

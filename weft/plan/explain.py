@@ -75,7 +75,7 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
         yield from explain_captured(plan, say)
         return
     problem = _problem(plan)
-    limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
+    limits = Limits.of(plan.limits)
     own = Search(problem, limits)
     if plan.shares:
         yield from explain_shares(own, plan, say)
@@ -221,11 +221,18 @@ def _of_shares(search: Search, decision: str, value: str, chosen: Shared, other:
 
 
 def _network_flips(search: Search, chosen: Shared, other: Shared | Found) -> tuple[str, float]:
-    """The first network, by factors of two, on which the other is better."""
-    for factor in (f for n in FACTORS for f in (float(n), 1.0 / n)):
-        there = Search(replace(search.problem, cluster=scaled(search.cluster, 1 / factor)), search.limits)
+    def wins(rate: float) -> bool:
+        there = Search(replace(search.problem, cluster=scaled(search.cluster, rate)), search.limits)
         ours = shared(there, chosen.setting)
         theirs = shared(there, other.setting) if isinstance(other, Shared) else there.price(other.setting, other.layers, other.stages)
-        if ours is not None and theirs is not None and theirs.seconds < ours.seconds:
+        return ours is not None and theirs is not None and theirs.seconds < ours.seconds
+
+    return network_flips(wins)
+
+
+def network_flips(wins: Callable[[float], bool]) -> tuple[str, float]:
+    """The first network, by factors of two of its rate, on which another plan `wins`."""
+    for factor in (f for n in FACTORS for f in (float(n), 1.0 / n)):
+        if wins(1 / factor):
             return f"it is faster than this plan on a network {max(factor, 1 / factor):.0f} times {'slower' if factor > 1 else 'faster'}", factor
     return f"not found to win on any network up to {FACTORS[-1]} times slower or faster", 0.0

@@ -46,7 +46,7 @@ class Fit:
 def fit(shape: Planned, setting: Setting, cluster: Cluster, step: SimulatedStep | None = None) -> Fit:
     """Whether a setting fits the smallest memory of the cluster."""
     needed = step.peak_memory.total if step is not None else held(shape.work(setting), setting, cluster)
-    memory = min(g.profile.device.memory for g in cluster.groups)
+    memory = cluster.memory
     ok = needed <= memory
     changes = () if ok else tuple(sorted(_helpful(shape, setting, cluster, memory), key=lambda c: c.step.seconds))
     return Fit(ok, needed, memory, _largest(shape, setting, cluster, memory), changes)
@@ -191,7 +191,7 @@ def will_fit(model: Model, cluster: Cluster, batch: int, dtype: str, others: Seq
 
 
 def _simplest(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
-    has = min(g.profile.device.memory for g in cluster.groups)
+    has = cluster.memory
     least: Answer | None = None
     for s in _ways(model, cluster, batch, dtype):
         memory = memory_of(model.work(s), s, cluster)

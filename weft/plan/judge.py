@@ -20,7 +20,7 @@ from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import Setting
 from weft.plan.sizes import Sized, model_of
-from weft.plan.space import PlannedModel, PlanProblem
+from weft.plan.space import Limits, PlannedModel, PlanProblem
 from weft.plan.transformer import Shape
 
 VOCAB = 51200  # Megatron's padded words of GPT-2, where arguments leave them to a tokenizer
@@ -117,9 +117,8 @@ def _with_better(made: Judged, shape: PlannedModel, place: Cluster, setting: Set
 
 
 def _plan(made: Judged, shape: PlannedModel, found: Found) -> Plan:
-    limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
     figures = {"step_ms": found.seconds * 1e3, "tokens_per_s": 0.0, "mfu": 0.0, "memory_gb": 0.0, "gap": 0.0}
-    return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, found.layers, (), limits, figures, stages=found.stages)
+    return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, found.layers, (), Limits().data(), figures, stages=found.stages)
 
 
 def changes(now: Read, plan: Plan) -> list[dict[str, Any]]:

@@ -84,6 +84,15 @@ class Listing(list[Any]):
         return "\n".join("  ".join(x) if isinstance(x, tuple) else str(x) for x in self)
 
 
+def rounded_ms(seconds: float) -> float:
+    return float(f"{seconds * 1e3:.6g}")
+
+
+def nine_digits(x: float) -> float:
+    """Steps and bytes that are equal so far are equal."""
+    return float(f"{x:.9g}")
+
+
 @dataclass(frozen=True)
 class Plan:
     """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal.

@@ -16,7 +16,7 @@ from weft.cost.grouping import COMPILED
 from weft.cost.interval import equal_within
 from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.blocks import FEW, Stack
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, nine_digits, rounded_ms
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
 from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, PlannedModel, PlanProblem, divisors
@@ -225,10 +225,10 @@ def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible
         return _infeasible(search, request, problem, lacking, least)
     exact = {name: _exactly(search, found) for name, found in pool.items()}
     best, equal = choose(exact := {**exact, **_overlapped(search, exact)}, objective, request.fastest, search.memory)
-    others = {n: _ms(exact[n].seconds) for n in names if n != "weft"}
+    others = {n: rounded_ms(exact[n].seconds) for n in names if n != "weft"}
     origin = "weft" if best.endswith(OVERLAPPED) else best
     made = _record(request, search, exact[best], origin, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
-    told = {describe(exact[n].setting): _ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those alike in words
+    told = {describe(exact[n].setting): rounded_ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those alike in words
     told.pop(describe(exact[best].setting), None)
     more = {"equal_ms": dict(reversed(told.items()))} if told else {}
     return replace(made, foreseen={**made.foreseen, **more, **_advice(search, exact, exact[best])})
@@ -247,7 +247,7 @@ def _advice(search: Search, exact: Mapping[str, Found | Shared], best: Found | S
         return {}
     near = [f for f in fits if f.seconds <= found.seconds * math.exp(equal_within())]
     found = min(near, key=lambda f: (_uneven(f), plainness(f.setting)))
-    return {"padded_ms": {f"pad the vocabulary {odd} -> {rounded(odd)}, with {describe(found.setting)}": _ms(found.seconds)}}
+    return {"padded_ms": {f"pad the vocabulary {odd} -> {rounded(odd)}, with {describe(found.setting)}": rounded_ms(found.seconds)}}
 
 
 def _overlapped(search: Search, exact: Mapping[str, Found | Shared]) -> dict[str, Found | Shared]:
@@ -311,7 +311,7 @@ def settings_on_unequal(search: Search) -> list[Setting]:
 
 
 def _rank(found: Found | Shared, objective: str) -> tuple[float, float]:
-    both = (float(f"{found.seconds:.9g}"), float(f"{found.memory:.9g}"))
+    both = nine_digits(found.seconds), nine_digits(found.memory)
     return (both[1], both[0]) if objective == "memory" else both
 
 
@@ -327,10 +327,6 @@ def _tasks(s: Setting) -> int:
     return s.pp * s.virtual * s.micro_batches
 
 
-def _ms(seconds: float) -> float:
-    return float(f"{seconds * 1e3:.6g}")
-
-
 def _record(
     request: Request, search: Search, found: Found | Shared, origin: str, others: dict[str, float], lacking: dict[str, str],
     pool: dict[str, Found | Shared],
@@ -340,15 +336,14 @@ def _record(
     peak = sum(g.devices * g.profile.device.peak(s.dtype) for g in p.cluster.groups)
     free = pool.get("weft")
     foreseen = {
-        "step_ms": _ms(found.seconds), "tokens_per_s": float(f"{tokens / found.seconds:.6g}"),
+        "step_ms": rounded_ms(found.seconds), "tokens_per_s": float(f"{tokens / found.seconds:.6g}"),
         "mfu": float(f"{p.shape.flops_per_token * tokens / found.seconds / peak:.4g}"), "memory_gb": float(f"{found.memory / 1e9:.4g}"),
         "gap": float(f"{free.gap if isinstance(free, Found) else 0.0:.3g}"), **_breakdown(search, found),
     }  # fmt: skip
-    limits = {"max_tp": request.limits.max_tp, "memory_gb": request.limits.memory / 1e9, "pins": dict(request.limits.pins)}
     shares = tuple(dataclasses.asdict(x) for x in found.shares) if isinstance(found, Shared) else ()
     layers, stages = (found.layers, found.stages) if isinstance(found, Found) else ((), ())
     return Plan(
-        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, limits, foreseen, others, lacking,
+        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, request.limits.data(), foreseen, others, lacking,
         stages=stages, depth=p.depth if s.pp > 1 and not layers and not stages else 0,
     )  # fmt: skip
 
@@ -362,7 +357,7 @@ def _breakdown(search: Search, found: Found | Shared) -> dict[str, Any]:
     few, more = (m, m) if _tasks(s) <= EXACT else (2 * s.pp, 3 * s.pp)
     a, b = (search.step(replace(s, global_batch=s.dp * s.micro_batch * n), found.layers, found.stages) for n in (few, more))
     left = (m - more) / max(1, more - few)  # what a round adds, it adds in every further round
-    causes = {k: _ms(v + (v - a.causes.get(k, 0.0)) * left) for k, v in b.causes.items() if v > 1e-6}
+    causes = {k: rounded_ms(v + (v - a.causes.get(k, 0.0)) * left) for k, v in b.causes.items() if v > 1e-6}
     return {"causes_ms": causes, "memory_parts_gb": {k: float(f"{v / 1e9:.4g}") for k, v in b.peak_memory.parts().items()}}
 
 
@@ -414,7 +409,7 @@ def _changes(problem: PlanProblem, limits: Limits, least: float) -> Iterator[tup
     if limits.max_tp:
         yield "without --max-tp", problem, replace(limits, max_tp=0)
     enough = math.ceil(least / 1e8) / 10 if math.isfinite(least) else 0.0
-    if limits.memory and enough * 1e9 <= min(g.profile.device.memory for g in problem.cluster.groups):
+    if limits.memory and enough * 1e9 <= problem.cluster.memory:
         yield f"--memory {enough:g}GB", problem, replace(limits, memory=enough * 1e9)
         yield "without --memory", problem, replace(limits, memory=0.0)
     for times in (2, 4, 8, 16, 64):

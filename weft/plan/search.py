@@ -30,6 +30,7 @@ from weft.cost.walk import Phase
 from weft.cost.work import Collective, Op
 from weft.plan.memory import stage_memory
 from weft.plan.phase import LayerRun, Pass, gathers, reductions
+from weft.plan.plan import nine_digits
 from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.simulate import SimulatedStep, share, simulate
@@ -85,8 +86,7 @@ class Search:
     @cached_property
     def memory(self) -> float:
         """Bytes a device may use."""
-        least = min(g.profile.device.memory for g in self.problem.cluster.groups)
-        return min(least, self.limits.memory) if self.limits.memory else least
+        return self.limits.room(self.problem.cluster)
 
     @property
     def cluster(self) -> Cluster:
@@ -444,7 +444,7 @@ def _key(found: Found, objective: str) -> float:
 
 def _order(found: Found, objective: str) -> tuple[object, ...]:
     """By the objective, then by the other, then the plainer; steps equal to nine digits are equal."""
-    seconds, memory = float(f"{found.seconds:.9g}"), float(f"{found.memory:.9g}")
+    seconds, memory = nine_digits(found.seconds), nine_digits(found.memory)
     return (*((memory, seconds) if objective == "memory" else (seconds, memory)), plainness(found.setting))
 
 

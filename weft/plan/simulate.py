@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from weft.cluster.kernels import WIDTH, kept_width
-from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.cost.pipeline import neighbours, passes
@@ -23,6 +22,7 @@ from weft.plan.memory import Memory, stage_memory
 from weft.plan.phase import LayerRun, Pass, gathers, phase, reductions, walk
 from weft.plan.schedules import Order
 from weft.plan.setting import Setting
+from weft.plan.tailor import stage_devices
 from weft.plan.workload import Workload
 
 PASSES = 1 << 17  # of a step that are walked one by one
@@ -169,19 +169,9 @@ class _Simulation:
     @cached_property
     def costs(self) -> list[Costs]:
         """Of each stage, on the slowest kind of device among its ranks."""
-        per = self.setting.devices // self.setting.pp
-        known: dict[str, Costs] = {}
-        found = []
-        for first in range(0, self.setting.devices, per):
-            device = self._slowest(first, per)
-            found.append(known.setdefault(device.name, Costs(self.cluster, device, self.setting.place)))
-        return found
-
-    def _slowest(self, first: int, count: int) -> Device:
-        if self.cluster.uniform:
-            return self.cluster.device
-        kinds = {d.name: d for d in (self.cluster.device_of(r) for r in range(first, first + count))}
-        return min(kinds.values(), key=lambda d: d.peak(self.setting.dtype) * d.get("gemm.efficiency"))
+        devices = stage_devices(self.cluster, self.setting)
+        known = {d.name: Costs(self.cluster, d, self.setting.place) for d in devices}
+        return [known[d.name] for d in devices]
 
     def stage_parts(self, stage: int) -> list[LayerRun]:
         return [part for chunk in self.parts[stage :: self.setting.pp] for part in chunk]

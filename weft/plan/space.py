@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
@@ -64,6 +64,17 @@ class Limits:
         if self.max_tp and s.tp > self.max_tp:
             return False
         return all(_said(getattr(s, key)) == value for key, value in self.pins.items() if key not in besides)
+
+    def room(self, cluster: Cluster) -> float:
+        """Bytes a device may use."""
+        return min(cluster.memory, self.memory or math.inf)
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Limits:
+        return Limits(int(data["max_tp"]), float(data["memory_gb"]) * 1e9, dict(data["pins"]))
+
+    def data(self) -> dict[str, Any]:
+        return {"max_tp": self.max_tp, "memory_gb": self.memory / 1e9, "pins": dict(self.pins)}
 
 
 def bytes_of(text: str | float) -> float:

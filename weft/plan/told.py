@@ -108,7 +108,7 @@ def _against(ratio: float) -> str:
 def _room(plan: Plan) -> str:
     """The memory of a device, or its limit; empty where the cluster's file is gone."""
     try:
-        has = min(g.profile.device.memory for g in cluster(plan.cluster).groups) / 1e9
+        has = cluster(plan.cluster).memory / 1e9
     except WeftError:
         return ""
     return f" of {min(has, float(plan.limits.get('memory_gb') or has)):.1f}"

@@ -22,6 +22,7 @@ from weft.plan.graph.timing import PlacedProgram
 from weft.plan.graph.units import Units
 from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.plan import Plan, step_of
+from weft.plan.space import Limits
 from weft.report.facts import Curve, View
 from weft.rewrite.updates import by_rows, rules
 
@@ -101,9 +102,7 @@ class _Known:
 
     @property
     def budget(self) -> float:
-        own = min(g.profile.device.memory for g in self.cluster.groups)
-        asked = float(self.plan.limits["memory_gb"]) * 1e9
-        return min(own, asked) if asked else own
+        return Limits.of(self.plan.limits).room(self.cluster)
 
     @cached_property
     def units(self) -> Units:

@@ -173,7 +173,7 @@ def _step(plan: Plan) -> dict[str, Any]:
 
 def _search(plan: Plan) -> Search:
     request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype)
-    limits = Limits(int(plan.limits["max_tp"]), float(plan.limits["memory_gb"]) * 1e9, dict(plan.limits["pins"]))
+    limits = Limits.of(plan.limits)
     return Search(request.problem(), limits)
 
 

@@ -11,13 +11,14 @@ from functools import reduce
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
-from weft.plan.explain import FACTORS, Reason, scaled
+from weft.plan.explain import Reason, network_flips, scaled
 from weft.plan.graph.planner import all_ways, task_of
 from weft.plan.graph.search import Candidate, GraphSearch
 from weft.plan.graph.stages import pipelined
 from weft.plan.graph.timing import PlacedProgram
 from weft.plan.graph.units import Units
 from weft.plan.plan import Plan
+from weft.plan.space import Limits
 
 Say = Callable[[str], None]
 
@@ -26,9 +27,7 @@ def explain_captured(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
     """Searches again, since a plan keeps only what won."""
     place = read_cluster(plan.cluster)
     task = task_of(plan.model, place, plan.setting.global_batch, plan.setting.dtype)
-    most = min(g.profile.device.memory for g in place.groups)
-    given = float(plan.limits["memory_gb"]) * 1e9
-    search = GraphSearch(task, min(most, given) if given else most)
+    search = GraphSearch(task, Limits.of(plan.limits).room(place))
     say("layouts")
     named = {name: way for name, way in all_ways(search, say).items() if isinstance(way, Candidate)}
     if not named:
@@ -57,7 +56,7 @@ def _mesh(way: Candidate) -> str:
 
 def _reason(whole: Cluster, decision: str, value: str, chosen: Candidate, other: Candidate) -> Reason:
     ms, gb = (other.seconds - chosen.seconds) * 1e3, (other.memory - chosen.memory) / 1e9
-    when, factor = _flips(whole, chosen, other)
+    when, factor = network_flips(lambda rate: seconds_on(other, whole, rate) < seconds_on(chosen, whole, rate))
     name = "" if other.name == chosen.name else f"{other.name}: "
     return Reason(decision, value, name + other.describe(), ms, gb, _why(chosen, other), when, factor)
 
@@ -75,15 +74,6 @@ def _slowest(way: Candidate) -> str:
     if way.staged is None or way.pp == 1:
         return f"one stage of {way.seconds / way.rounds * 1e3:,.1f} ms a micro-batch"
     return f"{way.pp} stages, the slowest of {max(s.seconds for s in way.staged.stages) * 1e3:,.1f} ms a micro-batch"
-
-
-def _flips(whole: Cluster, chosen: Candidate, other: Candidate) -> tuple[str, float]:
-    """The first network, by factors of two, on which the other way is faster; layouts and stages stay as they are."""
-    for factor in (f for n in FACTORS for f in (float(n), 1.0 / n)):
-        ours, theirs = (seconds_on(way, whole, 1 / factor) for way in (chosen, other))
-        if theirs < ours:
-            return f"it is faster than this plan on a network {max(factor, 1 / factor):.0f} times {'slower' if factor > 1 else 'faster'}", factor
-    return f"not found to win on any network up to {FACTORS[-1]} times slower or faster", 0.0
 
 
 def seconds_on(way: Candidate, whole: Cluster, rate: float) -> float:

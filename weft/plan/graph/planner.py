@@ -11,7 +11,7 @@ from weft.core.layout import R
 from weft.plan.graph.search import Candidate, GraphSearch
 from weft.plan.graph.task import CapturedTask, example_size
 from weft.plan.graph.units import Units
-from weft.plan.plan import Plan, zero_levels
+from weft.plan.plan import Plan, nine_digits, rounded_ms, zero_levels
 from weft.plan.schedules import PLAIN
 from weft.plan.setting import MIXED, Setting
 from weft.plan.substitute import joint
@@ -30,15 +30,14 @@ def task_of(model: str, cluster: Cluster, batch: int, dtype: str, optimizer: str
 
 def make_plan(task: CapturedTask, limits: Limits, say: Say, objective: str = "time") -> Plan | dict[str, str]:
     """The best way found, or why each system has none."""
-    memory = min(g.profile.device.memory for g in task.cluster.groups)
-    search = GraphSearch(task, min(memory, limits.memory) if limits.memory else memory)
+    search = GraphSearch(task, limits.room(task.cluster))
     found = all_ways(search, say)
     ways = {name: way for name, way in found.items() if isinstance(way, Candidate)}
     lacking = {name: why for name, why in found.items() if isinstance(why, str)}
     if not ways:
         return lacking
-    best = min(ways.values(), key=lambda w: (_digits(w.memory if objective == "memory" else w.seconds), w.name != "weft"))
-    others = {name: _ms(way.seconds) for name, way in ways.items() if name != "weft"}
+    best = min(ways.values(), key=lambda w: (nine_digits(w.memory if objective == "memory" else w.seconds), w.name != "weft"))
+    others = {name: rounded_ms(way.seconds) for name, way in ways.items() if name != "weft"}
     return record(task, limits, best, others, {k: v for k, v in lacking.items() if k != "weft"}, objective)
 
 
@@ -49,7 +48,7 @@ def all_ways(search: GraphSearch, say: Say) -> dict[str, Candidate | str]:
     say("rules")
     for name, way in joint(search).items():
         plain = found.get(name)
-        if way.memory <= search.memory and (not isinstance(plain, Candidate) or _digits(way.seconds) < _digits(plain.seconds)):
+        if way.memory <= search.memory and (not isinstance(plain, Candidate) or nine_digits(way.seconds) < nine_digits(plain.seconds)):
             found[name] = way
             say(f"{name}: {way.seconds * 1e3:,.1f} ms, {way.describe()}")
     return found
@@ -61,14 +60,13 @@ def record(task: CapturedTask, limits: Limits, way: Candidate, others: Mapping[s
     work = sum(flops(n) for n in task.captured().program.nodes)
     peak = task.cluster.devices * task.cluster.device.peak(task.dtype)
     foreseen = {
-        "step_ms": _ms(way.seconds), "tokens_per_s": float(f"{task.batch / way.seconds:.6g}"),
+        "step_ms": rounded_ms(way.seconds), "tokens_per_s": float(f"{task.batch / way.seconds:.6g}"),
         "mfu": float(f"{work / way.seconds / peak:.4g}"), "memory_gb": float(f"{way.memory / 1e9:.4g}"), "gap": 0.0,
-        "causes_ms": {k: _ms(v) for k, v in sorted(way.causes.items()) if v > 1e-9}, "memory_parts_gb": {},
+        "causes_ms": {k: rounded_ms(v) for k, v in sorted(way.causes.items()) if v > 1e-9}, "memory_parts_gb": {},
     }  # fmt: skip
-    said = {"max_tp": limits.max_tp, "memory_gb": limits.memory / 1e9, "pins": dict(limits.pins)}
     stages = tuple(_pieces(way)) if way.staged else ()
     return Plan(
-        task.model, task.cluster.text, 0, objective, way.name, setting_of(task, way), (), (), said, foreseen, others, lacking,
+        task.model, task.cluster.text, 0, objective, way.name, setting_of(task, way), (), (), limits.data(), foreseen, others, lacking,
         stages=stages, layouts=layouts_of(way),
     )  # fmt: skip
 
@@ -119,11 +117,3 @@ def _pieces(way: Candidate) -> list[tuple[tuple[str, str, int], ...]]:
         kinds = [(f"unit{i}", "full" if i in stage.again else "none", 1) for i in range(stage.first, stage.last)]
         made.append(tuple(kinds))
     return made
-
-
-def _ms(seconds: float) -> float:
-    return float(f"{seconds * 1e3:.6g}")
-
-
-def _digits(x: float) -> float:
-    return float(f"{x:.9g}")
