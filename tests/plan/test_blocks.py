@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
+from weft.autodiff import grad
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
+from weft.core.role import Role
 from weft.cost.work import Attention, Gemm
 from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
 from weft.frontend.source import load as load_model
+from weft.ops.registry import Kind
+from weft.ops.registry import flops as node_flops
 from weft.plan.blocks import Stack
 from weft.plan.explain import explain
 from weft.plan.layers import Layers
@@ -93,20 +97,6 @@ def test_a_tied_weight_is_held_by_the_last_stage_too() -> None:
     assert two.last.params - one.last.params == words and two.first.params == one.first.params
 
 
-class Two(nn.Module):
-    """Blocks of two kinds: no stack."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-        self.down = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for f in (*self.up, *self.down):
-            x = f(x)
-        return x
-
-
 MODEL = """
 import torch
 import torch.nn.functional as F
@@ -166,10 +156,41 @@ def mixed():
     return model, own, batch
 
 
-def wide():
-    from tests.plan.test_blocks import Two
+class Cross(Layer):
+    # a decoder's: it reads what the encoder has made, too
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.three, self.q, self.kv, self.back = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
 
-    return Two(), lambda m, b: m(**b).square().mean(), {"x": torch.randn(4, 8)}
+    def forward(self, x, seen):
+        b, n, d = x.shape
+        q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in (self.q(self.three(x)), *self.kv(seen).chunk(2, -1)))
+        return super().forward(x + self.back(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, d)))
+
+
+class Both(Words):
+    def __init__(self, layers, width, heads, vocab, seq):
+        super().__init__(layers - 2, width, heads, vocab, seq)
+        self.decoder, self.between = nn.ModuleList(Cross(width, heads) for _ in range(layers - 1)), nn.LayerNorm(width)
+
+    def forward(self, x):
+        h = seen = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        for layer in self.layers:
+            seen = layer(seen)
+        seen = self.between(seen)
+        for layer in self.decoder:
+            h = layer(h, seen)
+        return self.norm(h) @ self.words.weight.T
+
+
+def both():
+    model, own, batch = make()
+    torch.manual_seed(0)
+    return Both(SIZES), own, batch
+
+
+def narrow():
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1)), lambda m, b: m(b["x"]).square().mean(), {"x": torch.randn(4, 8)}
 """
 SMALL = MODEL.replace("SIZES", "5, 32, 4, 67, 16").replace("SEQ", "16")
 
@@ -198,7 +219,7 @@ def test_pins_and_limits_hold_for_modules(tmp_path: Path) -> None:
 
 
 def test_what_is_no_stack_is_planned_as_a_program(tmp_path: Path) -> None:
-    made = planned(tmp_path, "wide", "1x2xA100", 8)
+    made = planned(tmp_path, "narrow", "1x2xA100", 8)
     assert isinstance(made, Plan) and "program" in made.layouts
 
 
@@ -229,7 +250,9 @@ def compare(plan: Path, function: str, want: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "pins"), [("make", {"pp": "2"}), ("make", {"tp": "2"}), ("make", {"zero": "3", "tp": "1", "pp": "1"}), ("mixed", {"pp": "2"})], ids=str
+    ("function", "pins"), [("make", {"pp": "2"}), ("make", {"tp": "2"}), ("make", {"zero": "3", "tp": "1", "pp": "1"}), ("mixed", {"pp": "2"}),
+     ("both", {"pp": "2"}), ("both", {"tp": "2"})],
+    ids=str,
 )
 def test_the_plan_of_a_module_runs_as_it_says(tmp_path: Path, function: str, pins: dict[str, str]) -> None:
     made = planned(tmp_path, function, "1x2xA100", 16, pins=pins)
@@ -253,14 +276,29 @@ def test_a_plan_of_a_module_is_explained_and_drawn_if_its_file_may_be_run(tmp_pa
     assert any("qkv.weight" in str(row) for row in facts.held)
 
 
+def test_an_encoder_and_a_decoder_are_two_rows_of_one_stack(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SMALL)
+    own = load_model(f"{tmp_path / 'own.py'}:both", device="meta")
+    stack = Stack("both", lambda n: capture(own.model, own.example(n, device="meta"), own.loss))
+    work, program = stack.work(Setting(global_batch=2, micro_batch=2)), stack.at(2).program
+    assert [n for _, n in work.kinds] == [3, 4] and work.depth == 7
+    held = sum(b.params * n for b, n in work.kinds) + work.first.params + work.last.params
+    assert held == sum(p.numel() for p in own.model.parameters())
+    blocks = [(work.first, 1), *work.kinds, (work.last, 1)]
+    done = sum(op.flops * n for b, n in blocks for op in (*b.forward, *b.backward()) if isinstance(op, Gemm))
+    whole = grad(program, "loss", list(program.inputs_for(Role.PARAMETER)))
+    assert done == sum(node_flops(n) for n in whole.nodes if n.op.kind is Kind.CONTRACT)  # every product of the model, none twice
+    assert [[n for _, n in work.layers(a, 3)] for a in (0, 2, 4)] == [[3], [1, 2], [3]]
+
+
 def test_units_of_several_blocks_and_blocks_apart_are_found(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SMALL)
     own = load_model(f"{tmp_path / 'own.py'}:mixed", device="meta")
     captured = capture(own.model, own.example(2, device="meta"), own.loss)
-    row = Layers(captured).row
+    (row,) = Layers(captured).rows
     assert (row.period, row.count) == (2, 3) and row.start in (0, 1)
     short = short_of(captured)
-    assert short.repeats == 3 and len([n for n in short.program.input_names if n.endswith("qkv.weight")]) == 3
+    assert short.repeats == (3,) and len([n for n in short.program.input_names if n.endswith("qkv.weight")]) == 3
     pieces = Counted(((("layer", "none", 2),), (("layer", "none", 1),))).find(captured)
     assert pieces.cuts is not None and len(pieces.cuts) == 1 and not pieces.told
 

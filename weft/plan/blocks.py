@@ -29,7 +29,7 @@ from weft.plan.layers import ATTENTION, FFN, WHOLE
 from weft.plan.named import input_layouts, stacked
 from weft.plan.place import Placements, placed_with
 from weft.plan.setting import Setting
-from weft.plan.short import FIRST, LAST, LAYER, WAYS, Short, short_of
+from weft.plan.short import FIRST, LAYER, WAYS, Short, short_of
 from weft.plan.spec import Spec
 from weft.plan.workload import Block, Workload, beside_products, odd_of, quantised
 
@@ -72,7 +72,7 @@ class PlacedShort:
                 found.setdefault(new, self.short.part[old])
         for n in reversed(self.program.nodes):
             if n not in found:
-                found[n] = max((found[u] for u in self.program.users[n] if u in found), default=LAST)
+                found[n] = max((found[u] for u in self.program.users[n] if u in found), default=self.short.last)
         return found
 
     @cached_property
@@ -184,8 +184,15 @@ class PlacedShort:
         found = 0.0
         for name, node in self.program.input_names.items():
             readers = {self.part[u] for u in self.program.users[node] if u in self.ahead}
-            found += math.prod(node.layout.largest_local) if f"d.{name}" in self.program.output_names and {FIRST, LAST} <= readers else 0.0
+            found += math.prod(node.layout.largest_local) if f"d.{name}" in self.program.output_names and {FIRST, self.short.last} <= readers else 0.0
         return found
+
+    @cached_property
+    def crossing(self) -> float:
+        """Bytes that a later row reads of earlier ones besides what its own blocks hand on: every stage in between passes it along."""
+        rows, given = self.short.rows[1:], {self.became(x) for end in self.short.boundary for x in end}
+        read = {self.joined.base(a) for n in self.program.nodes if n in self.ahead and self.part[n] in rows for a in n.args}
+        return float(sum(held(a) for a in read if a.args and a not in given and a not in self.idle and 0 < self.part[a] < rows[0])) if rows else 0.0
 
     def became(self, node: Node) -> Node:
         """What a node of the short step is here."""
@@ -202,8 +209,9 @@ class PlacedShort:
         forward = tuple(op for ahead, nodes in mine if ahead for op in self.records(nodes))
         back = tuple(op for ahead, nodes in mine if not ahead for op in self.records(nodes))
         share = self._share(part, half)
-        kept = float(sum(held(self._made[1][n]) for n in self.short.boundary)) if part == LAYER else 0.0
-        parts = tuple(self._again(way, half) for way in WAYS) if part == LAYER else ()
+        repeats = part in self.short.rows
+        kept = float(sum(held(self.became(n)) for n in self.short.boundary[part // 2])) if repeats else 0.0
+        parts = tuple(self._again(way, part, half) for way in WAYS) if repeats else ()
         frozen = any(self.params(part, experts, (False,)) for experts in (False, True))
         learnt = sum(self.params(part, experts, (True,)) for experts in (False, True)) if frozen else None
         return Block(
@@ -243,18 +251,18 @@ class PlacedShort:
     def _waiting(self, part: int, half: int) -> dict[Node, int]:
         return {n: size for n, size in self.saved.items() if self.part[n] == part and (half == WHOLE or self._halves.get(n, FFN) == half)}
 
-    def _again(self, way: str, half: int) -> tuple[str, tuple[Op, ...], float]:
+    def _again(self, way: str, part: int, half: int) -> tuple[str, tuple[Op, ...], float]:
         """What runs again in this way, and the bytes that need not wait then."""
         _, made = self._made
-        inside = {made[n] for n in self.short.ways[way, half] if n in made}
-        inside |= {n for n in self.program.nodes if n in self.ahead and is_comm(n) and self.part[n] == LAYER and self.joined.base(n.args[0]) in inside
+        inside = {made[n] for n in self.short.ways[part, way, half] if n in made}
+        inside |= {n for n in self.program.nodes if n in self.ahead and is_comm(n) and self.part[n] == part and self.joined.base(n.args[0]) in inside
                    and all(u in inside for u in self.program.users[n])}  # fmt: skip
-        waiting = self._waiting(LAYER, half)
+        waiting = self._waiting(part, half)
         freed = {n for n in waiting if n in inside}
         needed = self._needed(freed, inside)
         more = {b for n in needed for a in n.args if (b := self.joined.base(a)) not in inside and b in self.ahead and b not in self.idle
                 and b.op.kind is not Kind.SOURCE and b not in self.saved}  # fmt: skip
-        ops = tuple(op for at, ahead, nodes in self.kernels if at == LAYER and ahead and nodes[-1] in needed for op in self.records(nodes))
+        ops = tuple(op for at, ahead, nodes in self.kernels if at == part and ahead and nodes[-1] in needed for op in self.records(nodes))
         return way, ops, float(sum(waiting[n] for n in freed) - sum(held(n) for n in more))
 
     def _needed(self, roots: Iterable[Node], inside: Collection[Node]) -> set[Node]:
@@ -289,7 +297,7 @@ class Stack:
 
     @property
     def depth(self) -> int:
-        return self.repeats or self.short(FEW).repeats
+        return self.repeats or sum(self.short(FEW).repeats)
 
     def short(self, samples: int) -> Short:
         if samples not in self._shorts:
@@ -305,7 +313,7 @@ class Stack:
     def _slice(self, cp: int) -> int:
         """What a rank of cp keeps of the value between blocks, along what is cut."""
         placed = self._placed(Setting(cp=cp), FEW)
-        layouts = [placed.became(x).layout for x in placed.short.boundary]
+        layouts = [placed.became(x).layout for end in placed.short.boundary for x in end]
         return min(y.largest_local[at[0]] for y in layouts if (at := y.where_cut("cp")) is not None)
 
     def require(self, s: Setting) -> None:
@@ -342,8 +350,9 @@ class Stack:
         try:
             placed, whole = (self._placed(Setting(**{axis: k}), FEW) for k in (n, 1))  # type: ignore[arg-type]
             if axis == "tp":
-                return (1 - placed.params(LAYER, False) / whole.params(LAYER, False)) / (1 - 1 / n)
-            return float(all(isinstance(placed.became(x).layout.placement(axis), S) for x in placed.short.boundary if x.ndim > 1))
+                cut, full = (sum(p.params(row, False) for row in p.short.rows) for p in (placed, whole))
+                return (1 - cut / full) / (1 - 1 / n)
+            return float(all(isinstance(placed.became(x).layout.placement(axis), S) for end in placed.short.boundary for x in end if x.ndim > 1))
         except WeftError:
             return 0.0
 
@@ -356,8 +365,7 @@ class Stack:
         cut = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sequence_parallel=s.sequence_parallel and s.tp > 1, kernels=s.kernels)
         work = self._sized(cut, s.micro_batch * s.ep)
         if s.overlap_tp and s.tp > 1:
-            first, layer, last, *halves = (_beside(b) for b in (work.first, work.layer, work.last, *work.halves))
-            work = replace(work, first=first, layer=layer, last=last, halves=tuple(halves))
+            work = _each(work, _beside)
         if s.pp > 1:  # a tied weight is on the last stage too
             work = replace(work, last=replace(work.last, params=work.last.params + work.shared))
         return replace(work, tokens=s.micro_batch * max(1, self.seq))
@@ -393,33 +401,54 @@ class Stack:
 
     def _made(self, placed: PlacedShort) -> Workload:
         s = placed.setting
-        first, layer, last = (placed.block(name, part) for name, part in (("first", FIRST), ("layer", LAYER), ("last", LAST)))
-        halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if placed.short.half else ()
-        passed = sum(held(placed.became(x)) for x in placed.short.boundary)
+        short = placed.short
+        *others, layer = (placed.block("layer", row) for row in short.rows)
+        last = _together([placed.block("last", part) for part in range(2, short.last + 1, 2)])
+        halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if short.half else ()
+        passed = max(sum(held(placed.became(x)) for x in end) for end in short.boundary)
         return Workload(
-            self.name, first, layer, self.depth, last, tokens=1, model_flops=self.flops_per_token, total_params=self.params,
-            boundary=float(passed / (1 if s.sequence_parallel else s.tp)), shared=placed.shared, halves=halves,
+            self.name, placed.block("first", FIRST), layer, self.depth, last, tokens=1, model_flops=self.flops_per_token, total_params=self.params,
+            boundary=float((passed + placed.crossing) / (1 if s.sequence_parallel else s.tp)), shared=placed.shared, halves=halves,
+            others=tuple(zip(others, short.repeats, strict=False)),
         )  # fmt: skip
 
     @cached_property
     def params(self) -> float:
         captured, placed = float(sum(x.numel() for x in self.at(FEW).parameters.values())), self._placed(Setting(), FEW)
-        return captured + (self.depth - placed.short.repeats) * (placed.params(LAYER, False) + placed.params(LAYER, True))
+        return captured + (self.depth - sum(placed.short.repeats)) * (placed.params(LAYER, False) + placed.params(LAYER, True))
 
     @cached_property
     def odd(self) -> int:
         """A size of tables before and behind the blocks that is worth padding."""
         short = self.short(FEW)
-        ends = {a for n in short.program.nodes if short.part[n] != LAYER for a in n.args if a.role is Role.PARAMETER and a.ndim == 2}
+        ends = {a for n in short.program.nodes if short.part[n] not in short.rows for a in n.args if a.role is Role.PARAMETER and a.ndim == 2}
         return odd_of(size for a in ends for size in a.shape)
 
     @cached_property
     def flops_per_token(self) -> float:
         """Of forward and backward: products and attention."""
-        short, sums = self.short(FEW), [0.0] * 3
-        for n in short.program.nodes:
-            sums[short.part[n]] += flops(n) if n.op.kind in (Kind.CONTRACT, Kind.WHOLE) else 0.0
-        return (sums[FIRST] + sums[LAYER] * self.depth + sums[LAST]) / FEW / max(1, self.seq)
+        short = self.short(FEW)
+        times = dict(zip(short.rows, short.repeats, strict=True)) | ({LAYER: self.repeats} if self.repeats else {})
+        work = (flops(n) * times.get(short.part[n], 1) for n in short.program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE))
+        return sum(work) / FEW / max(1, self.seq)
+
+
+def _each(work: Workload, change: Callable[[Block], Block]) -> Workload:
+    """With every block changed."""
+    first, layer, last, *halves = map(change, (work.first, work.layer, work.last, *work.halves))
+    return replace(work, first=first, layer=layer, last=last, halves=tuple(halves), others=tuple((change(b), n) for b, n in work.others))
+
+
+def _together(blocks: Sequence[Block]) -> Block:
+    """Blocks that come once each, as one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    frozen = [b for b in blocks if b.trained is not None]  # parameters of such are those that learn nothing
+    sums = {k: sum(getattr(b, k) for b in frozen or blocks) for k in ("params", "expert_params")}
+    learnt = sum(b.params + b.expert_params if b.trained is None else b.trained for b in blocks) if frozen else None
+    forward, back = (tuple(op for b in some for op in getattr(b, k) or ()) for k, some in (("forward", blocks), ("back", blocks[::-1])))
+    waiting, work = sum(b.saved for b in blocks), max(b.work for b in blocks)
+    return replace(blocks[-1], forward=forward, back=back, waiting=waiting, work=work, trained=learnt, **sums)
 
 
 def _computed_in(work: Workload, dtype: str) -> Workload:
@@ -435,8 +464,8 @@ def _computed_in(work: Workload, dtype: str) -> Workload:
     def block(b: Block) -> Block:
         return replace(b, forward=ops(b.forward), back=ops(b.back or (), True), parts=tuple((way, ops(again), freed) for way, again, freed in b.parts))
 
-    ends = (block(work.first), block(work.last)) if dtype == "tf32" else (work.first, work.last)
-    return replace(work, first=ends[0], layer=block(work.layer), last=ends[1], halves=tuple(map(block, work.halves)))
+    made = _each(work, block)
+    return made if dtype == "tf32" else replace(made, first=work.first, last=work.last)
 
 
 def _beside(block: Block) -> Block:

@@ -25,6 +25,7 @@ from weft.plan.split import Cut, Forward, Region, narrow
 
 ATTENTION, FFN, WHOLE = 0, 1, 2  # which half of a layer
 PERIOD = 8  # blocks of a unit that repeats, at most
+MOST_OF_IT = 0.75  # of all blocks that rows must hold for a model to be a stack
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,26 @@ class Layers:
         return len(self.blocks)
 
     @cached_property
-    def row(self) -> Row:
-        """The longest stretch of blocks that repeats, alone or with neighbours of other kinds; of equal ones that of the shorter unit."""
+    def rows(self) -> tuple[Row, ...]:
+        """Stretches of blocks that repeat, in order: one where that is most of the model, else all of them, as an encoder's and a decoder's."""
+        best = self._longest(0, self.count)
+        return (best,) if best.blocks >= MOST_OF_IT * self.count else tuple(self._rows(0, self.count))
+
+    def _rows(self, first: int, last: int) -> Iterator[Row]:
+        best = self._longest(first, last)
+        if best.count > 1:
+            yield from self._rows(first, best.start)
+            yield best
+            yield from self._rows(best.start + best.blocks, last)
+
+    def _longest(self, first: int, last: int) -> Row:
+        """The longest stretch of some blocks that repeats, alone or with neighbours of other kinds; of equal ones that of the shorter unit."""
         kinds = {id(b): g for g, group in enumerate(self.forward.captured.blocks) for b in group}
-        kind, best = [kinds[id(b)] for b in self.blocks], Row(0, 1, 0)
-        for period in range(1, min(PERIOD, self.count // 2) + 1):
-            start = 0
-            for i in range(self.count + 1):
-                goes_on = i < self.count and (i < start + period or kind[i] == kind[i - period]) and (i == start or self._follows(i))
+        kind, best = [kinds[id(b)] for b in self.blocks], Row(first, 1, 0)
+        for period in range(1, min(PERIOD, (last - first) // 2) + 1):
+            start = first
+            for i in range(first, last + 1):
+                goes_on = i < last and (i < start + period or kind[i] == kind[i - period]) and (i == start or self._follows(i))
                 if not goes_on:
                     found = Row(start, period, (i - start) // period)
                     best = max(best, found if self._alike_ends(found) else best, key=lambda r: (r.blocks, -r.period))

@@ -70,14 +70,23 @@ class Counted:
         return found
 
     def _in_blocks(self, layers: Layers) -> tuple[tuple[Piece, ...], ...]:
-        """Stages that count units of a row of blocks, counted in blocks; those before and behind the row stand at the ends."""
-        row = layers.row
+        """Stages that count units of rows of blocks, counted in blocks; those before, between and behind the rows are as they were."""
+        rows = layers.rows
         units = sum(n * HALVES[name][1] for stage in self.stages for name, _, n in stage if name in HALVES) // 2
-        if row.blocks in (0, layers.count) and row.period == 1 or units != row.count:
+        if not rows or units == layers.count or units != sum(row.count for row in rows):
             return ()
-        made = [[(name, way, n * row.period if name == "layer" else n) for name, way, n in stage] for stage in self.stages]
-        made[0].insert(0, ("layer", "none", row.start))
-        made[-1].append(("layer", "none", layers.count - row.start - row.blocks))
+        sizes = [row.period for row in rows for _ in range(row.count)]
+        gaps = {sum(r.count for r in rows[:i]): row.start - (rows[i - 1].start + rows[i - 1].blocks if i else 0) for i, row in enumerate(rows)}
+        at, made = 0, list[list[Piece]]()
+        for stage in self.stages:
+            made.append([])
+            for name, way, n in stage:
+                for _ in range(n if name in HALVES else 0):
+                    made[-1] += [("layer", "none", gap)] if at % 2 == 0 and (gap := gaps.get(at // 2)) else []
+                    made[-1].append((name, way, sizes[at // 2] if name == "layer" else 1))
+                    at += HALVES[name][1]
+                made[-1] += [] if name in HALVES else [(name, way, n)]
+        made[-1].append(("layer", "none", layers.count - rows[-1].start - rows[-1].blocks))
         return tuple(tuple(stage) for stage in made)
 
     @property

@@ -13,6 +13,7 @@ first. If the work allowed is spent before, the best so far is the answer, with 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.simulate import SimulatedStep, share, simulate
 from weft.plan.space import Limits, PlanProblem, Space, candidates, shardings
-from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, least_more, stage_devices
+from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, by_kind, layers_of, least_more, stage_devices
 from weft.plan.workload import Block, Workload, padded, split_weight
 
 CLOSE = 0.003  # a bound this near the best found is not followed further
@@ -133,8 +134,12 @@ class Search:
         stages = self._stages(c.setting, measure)
         if stages is None:
             return []
-        devices, s = self.devices(c.setting), c.setting
-        own = [sum(self.times(s, devices[g % s.pp]).of(name, way) * n for name, way, n in stage) for g, stage in enumerate(stages)]
+        devices, s, work = self.devices(c.setting), c.setting, self.work(c.setting)
+        starts = itertools.accumulate(map(layers_of, stages), initial=0)
+        own = [
+            sum(self.times(s, devices[g % s.pp]).of(name, way) * n for name, way, n in by_kind(work, stage, start))
+            for g, (stage, start) in enumerate(zip(stages, starts, strict=False))
+        ]
         slowest = max(sum(own[i :: s.pp]) for i in range(s.pp))
         return [replace(c, seconds=max(c.seconds, s.micro_batches * slowest))]
 
@@ -297,6 +302,8 @@ class Search:
 
     def _must_rerun(self, s: Setting) -> float:
         """Seconds of a micro-batch on the average stage that go into running again what its memory cannot keep."""
+        if self.work(s).others:
+            return 0.0
         key = (_work_key(s), self._fastest(s).name)
         if key not in self._hulls:
             self._hulls[key] = self.times(s, self._fastest(s)).hull(WAYS)
@@ -343,9 +350,9 @@ class Search:
         if (key, "r") not in self._links:
             costs = self._costs(s)
             how = Pass("backward", frozen=s.zero == 3, grad_bytes=float(WIDTH[s.grad_dtype]), reduce="reduce_scatter" if s.zero else "all_reduce")
-            layer = self.work(s).layer
-            self._links[key, "r"] = max((costs.seconds(op) for op in reductions(layer, how)), default=0.0)
-            self._links[key, "g"] = max((costs.seconds(op) for op in gathers(layer, how)), default=0.0)
+            for name, travels in (("r", reductions), ("g", gathers)):
+                each = [(max((costs.seconds(op) for op in travels(layer, how)), default=0.0), n) for layer, n in self.work(s).kinds]
+                self._links[key, name] = sum(seconds * n for seconds, n in each) / self.problem.depth
         return self._links[key, "r"], self._links[key, "g"] if s.zero else 0.0
 
     def _memory(self, s: Setting) -> float:
@@ -353,12 +360,18 @@ class Search:
         if s.recompute == MIXED:
             return min(self._memory(replace(s, recompute=how)) for how in ("selective", "full"))
         work, (chunk, less) = self.work(s), self._chunk(s)
-        chunks = [[LayerRun(work.first, 1), LayerRun(work.layer, chunk - less)]] + [[LayerRun(work.layer, chunk)]] * (s.virtual - 1)
+        chunks = [_runs(work, g * chunk - less * (g > 0), chunk - less * (g == 0)) for g in range(0, s.pp * s.virtual, s.pp)]
+        chunks[0].insert(0, LayerRun(work.first, 1))
         alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)[0]
         if s.pp == 1:
             return stage_memory(s, [[*chunks[0], LayerRun(work.last, 1)]], FORWARD).total
         first = stage_memory(s, chunks, (Action("forward", s.virtual - 1, 0),) * alive).total
-        return max(first, stage_memory(s, [[LayerRun(work.layer, chunk * s.virtual - less), LayerRun(work.last, 1)]], FORWARD).total)
+        held = chunk * s.virtual - less
+        return max(first, stage_memory(s, [[*_runs(work, work.depth - held, held), LayerRun(work.last, 1)]], FORWARD).total)
+
+
+def _runs(work: Workload, start: int, count: int) -> list[LayerRun]:
+    return [LayerRun(*run) for run in work.layers(start, count)]
 
 
 class Padded(Search):
@@ -399,9 +412,19 @@ class _OpTimes:
         return _OpTimes(forward, {k: plain + v for k, v in again.items()}, _total(split_weight(back)[1], costs))
 
 
+    @staticmethod
+    def mean(kinds: Sequence[tuple[_OpTimes, int]]) -> _OpTimes:
+        """Of so many of each."""
+        if len(kinds) == 1:
+            return kinds[0][0]
+        total = sum(n for _, n in kinds)
+        back = {how: sum(t.backward[how] * n for t, n in kinds) / total for how in kinds[0][0].backward}
+        return _OpTimes(sum(t.forward * n for t, n in kinds) / total, back, sum(t.weight * n for t, n in kinds) / total)
+
+
 @dataclass(frozen=True)
 class _Plain:
-    """The first block, a layer, and the last block, without what travels between copies."""
+    """The first block, a layer of the average kind, and the last block, without what travels between copies."""
 
     first: _OpTimes
     layer: _OpTimes
@@ -409,7 +432,8 @@ class _Plain:
 
     @staticmethod
     def of(work: Workload, costs: Costs) -> _Plain:
-        return _Plain(*(_OpTimes.of(b, costs) for b in (work.first, work.layer, work.last)))
+        kinds = [(_OpTimes.of(b, costs), n) for b, n in work.kinds]
+        return _Plain(_OpTimes.of(work.first, costs), _OpTimes.mean(kinds), _OpTimes.of(work.last, costs))
 
 
 def _work_key(s: Setting) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ a stage are alike, so a step on any number of devices costs as much to simulate 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -161,7 +162,8 @@ class _Simulation:
         counts = self.layers or even_layers(self.work.depth, cuts)
         if len(counts) != cuts or sum(counts) != self.work.depth:
             raise PlanError("stages do not hold the layers", needed=f"{cuts} counts that sum to {self.work.depth}", found=str(counts))
-        stages = [[LayerRun(self.work.layer, n)] if n else [] for n in counts]
+        starts = itertools.accumulate(counts, initial=0)
+        stages = [[LayerRun(*run) for run in self.work.layers(start, n)] for start, n in zip(starts, counts, strict=False)]
         stages[0].insert(0, LayerRun(self.work.first, 1))
         stages[-1].append(LayerRun(self.work.last, 1))
         return stages

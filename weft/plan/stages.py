@@ -15,16 +15,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster, Nodes
 from weft.core.errors import ClusterError
-from weft.cost.price import Costs
-from weft.plan.memory import Memory, stage_memory
+from weft.plan.memory import stage_memory
 from weft.plan.partition import even, partition
-from weft.plan.phase import LayerRun, Pass, phase
+from weft.plan.phase import LayerRun
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
-from weft.plan.tailor import stage_devices
+from weft.plan.tailor import LAYER, Piece, by_kind, named_blocks
 
 
 def uneven(search: Search, setting: Setting) -> Found | None:
@@ -43,44 +41,26 @@ class _Stages:
 
     def __post_init__(self) -> None:
         s = self.setting
-        self.work = self.search.work(s)
+        self.work, self.devices = self.search.work(s), self.search.devices(s)
         self.orders = s.pipeline.orders(s.pp, min(s.micro_batches, 2 * s.pp))
-        known: dict[str, tuple[float, float, float]] = {}
-        self.times = []
-        for device in stage_devices(self.search.cluster, s):
-            if device.name not in known:
-                known[device.name] = self._times(device)
-            self.times.append(known[device.name])
-        self._fits: dict[tuple[int, int], bool] = {}
+        self._fits: dict[tuple[int, int, int], bool] = {}
 
-    def _times(self, device: Device) -> tuple[float, float, float]:
-        costs = Costs(self.search.cluster, device, self.setting.place)
-
-        def both(block: object, n: int) -> float:
-            parts = [LayerRun(block, n)]  # type: ignore[arg-type]
-            ways = (Pass("forward"), Pass("backward", self.setting.recompute))
-            return sum(phase(costs, parts, how).seconds for how in ways)
-
-        return both(self.work.first, 1), both(self.work.layer, 4) - both(self.work.layer, 3), both(self.work.last, 1)
+    def pieces(self, i: int, a: int, b: int) -> list[Piece]:
+        again, made = self.setting.recompute, [(LAYER, self.setting.recompute, b - a)] if b > a else []
+        ends = [("first", again, 1)] * (i == 0), [("last", again, 1)] * (i == self.setting.pp - 1)
+        return list(by_kind(self.work, [*ends[0], *made, *ends[1]], a))
 
     def cost(self, i: int, a: int, b: int) -> float | None:
-        n, (first, layer, last) = b - a, self.times[i]
-        if not self.fits(i, n):
-            return None
-        return n * layer + (first if i == 0 else 0.0) + (last if i == self.setting.pp - 1 else 0.0)
+        times = self.search.times(self.setting, self.devices[i])
+        return sum(times.of(name, way) * n for name, way, n in self.pieces(i, a, b)) if self.fits(i, a, b) else None
 
-    def fits(self, i: int, n: int) -> bool:
-        if (i, n) not in self._fits:
-            self._fits[i, n] = self._memory(i, n).total <= self._budget(i)
-        return self._fits[i, n]
-
-    def _memory(self, i: int, n: int) -> Memory:
-        parts = [LayerRun(self.work.layer, n)] if n else []
-        parts = [LayerRun(self.work.first, 1)] * (i == 0) + parts + [LayerRun(self.work.last, 1)] * (i == self.setting.pp - 1)
-        return stage_memory(self.setting, [parts], self.orders[i])
-
-    def _budget(self, i: int) -> float:
-        return self.search.memory
+    def fits(self, i: int, a: int, b: int) -> bool:
+        key = (i, a if self.work.others else 0, b - a)
+        if key not in self._fits:
+            named = named_blocks(self.work)
+            runs = [LayerRun(named[name], n) for name, _, n in self.pieces(i, a, b)]
+            self._fits[key] = stage_memory(self.setting, [runs], self.orders[i]).total <= self.search.memory
+        return self._fits[key]
 
 
 # --- copies of unequal speed

@@ -33,6 +33,7 @@ from weft.plan.workload import Block, Workload
 WAYS = ("none", "activation", "selective", "ffn", "per-op", "full")
 REACH = 5  # half layers more or fewer than the average that a stage may hold
 ONE = (Action("forward", 0, 0),)
+LAYER = "layer"
 Piece = tuple[str, str, int]  # name of a block, what it runs again, how often it comes
 
 
@@ -44,14 +45,33 @@ class Measure:
     free: bool = True
 
 
-def blocks_of(work: Workload, pieces: Sequence[Sequence[Piece]]) -> Workload:
-    """The workload with its stages made of these pieces."""
+def blocks_of(work: Workload, pieces: Sequence[Sequence[Piece]], starts: Sequence[int] = ()) -> Workload:
+    """The workload with its stages made of these pieces, each with so many layers before it: by default those of the stages before."""
     named = named_blocks(work)
     odd = next((name for stage in pieces for name, _, _ in stage if name not in named), None)
     if odd is not None:
         raise PlanError(f"the model has no part named {odd!r}", needed=" or ".join(named), found=odd, try_="plan again")
-    stages = tuple(tuple((replace(named[name], again=again), n) for name, again, n in stage) for stage in pieces)
-    return replace(work, stages=stages)
+    before = starts or list(itertools.accumulate((layers_of(stage) for stage in pieces), initial=0))
+    return replace(work, stages=tuple(
+        tuple((replace(named[name], again=again), n) for name, again, n in by_kind(work, stage, start))
+        for stage, start in zip(pieces, before, strict=False)
+    ))  # fmt: skip
+
+
+def layers_of(pieces: Sequence[Piece]) -> int:
+    return sum(n for name, _, n in pieces if name == LAYER)
+
+
+def by_kind(work: Workload, pieces: Sequence[Piece], start: int) -> Iterator[Piece]:
+    """Pieces with layers of other kinds by names of their own; `start` layers come before them."""
+    names = [*(f"{LAYER} of kind {i}" for i in range(len(work.others))), LAYER]
+    kinds = {id(block): name for (block, _), name in zip(work.kinds, names, strict=True)}
+    for name, way, n in pieces:
+        if name != LAYER or not work.others:
+            yield name, way, n
+            continue
+        yield from ((kinds[id(block)], way, some) for block, some in work.layers(start, n))
+        start += n
 
 
 @dataclass(frozen=True)
@@ -108,7 +128,8 @@ def _kept(layer: Block, way: str) -> float:
 
 
 def named_blocks(work: Workload) -> dict[str, Block]:
-    return {"first": work.first, "layer": work.layer, "last": work.last, **{b.name: b for b in work.halves}}
+    others = {f"{LAYER} of kind {i}": block for i, (block, _) in enumerate(work.others)}
+    return {"first": work.first, LAYER: work.layer, "last": work.last, **{b.name: b for b in work.halves}, **others}
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +196,7 @@ class Tailor:
 
     def _fitting(self, stage: int, start: int, count: int) -> tuple[float, tuple[Piece, ...]] | None:
         """Seconds and pieces of a stage with as little run again as fits."""
-        key = (stage, start % 2, count)
+        key = (stage, start if self.work.others else start % 2, count)
         if key not in self._known:
             layers = (count - start % 2 - (start + count) % 2) // 2
             mixes = self._mixes(max(0, layers))
@@ -183,9 +204,12 @@ class Tailor:
             def pieces(mix: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
                 return self._pieces(stage, start, count, mix)
 
-            first = bisect.bisect_left(mixes, True, key=lambda mix: self._bytes(stage, pieces(mix)) <= self.memory)
+            def own(mix: Sequence[tuple[str, int]]) -> list[Piece]:
+                return list(by_kind(self.work, pieces(mix), start // 2))
+
+            first = bisect.bisect_left(mixes, True, key=lambda mix: self._bytes(stage, own(mix)) <= self.memory)
             made = pieces(mixes[first]) if first < len(mixes) else None
-            self._known[key] = None if made is None else (self._seconds(stage, made), made)
+            self._known[key] = None if made is None else (self._seconds(stage, own(mixes[first])), made)
         return self._known[key]
 
     @cached_property
@@ -226,7 +250,7 @@ class Tailor:
     def _free(self) -> tuple[tuple[Piece, ...], ...] | None:
         s, total = self.setting, 2 * self.work.depth
         step = 1 if self.work.halves and total / s.pp <= 24 else 2
-        reach = max(REACH, total // s.pp // 4)
+        reach = total if self.work.others else max(REACH, total // s.pp // 4)
 
         def cost(i: int, a: int, b: int) -> float | None:
             made = self._fitting(i, a, b - a)
@@ -259,7 +283,7 @@ class Tailor:
         levels = []
         for stage in range(s.pp):
             own = [counts[g] for g in range(stage, cuts, s.pp)]
-            level = self._level(stage, own)
+            level = self._level(stage, own, [sum(counts[:g]) for g in range(stage, cuts, s.pp)])
             if level is None:
                 return None
             levels.append(level)
@@ -275,12 +299,12 @@ class Tailor:
         ends = ([("first", "none", 1)] if g == 0 else [], [("last", "none", 1)] if g == cuts - 1 else [])
         return (*ends[0], *(("layer", way, n) for way, n in mix if n), *ends[1])
 
-    def _level(self, stage: int, own: Sequence[int]) -> int | None:
+    def _level(self, stage: int, own: Sequence[int], starts: Sequence[int]) -> int | None:
         most = max(len(self._mixes(n)) for n in own)
 
         def fits(level: int) -> bool:
             pieces = [self._chunk(stage + c * self.setting.pp, n, level) for c, n in enumerate(own)]
-            chunks = [[LayerRun(b, n) for b, n in stage_] for stage_ in blocks_of(self.work, pieces).stages]
+            chunks = [[LayerRun(b, n) for b, n in stage_] for stage_ in blocks_of(self.work, pieces, starts).stages]
             return stage_memory(self.setting, list(chunks), self._orders[stage]).total <= self.memory
 
         first = bisect.bisect_left(range(most), True, key=fits)

@@ -74,7 +74,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Workload:
-    """One device's work for a micro-batch: `depth` times `layer` between `first` and `last`."""
+    """One device's work for a micro-batch: `depth` layers between `first` and `last`."""
 
     name: str
     first: Block
@@ -88,6 +88,20 @@ class Workload:
     shared: float = 0  # parameters that first and last stage both hold
     halves: tuple[Block, ...] = ()  # of a layer, where it may be cut in two
     stages: tuple[tuple[tuple[Block, int], ...], ...] = ()  # blocks of each stage in order, where stages are not runs of equal layers
+    others: tuple[tuple[Block, int], ...] = ()  # layers of other kinds that come before, as an encoder's, and how many of `depth` they are
+
+    @property
+    def kinds(self) -> tuple[tuple[Block, int], ...]:
+        """Layers of each kind, in order."""
+        return (*self.others, (self.layer, self.depth - sum(n for _, n in self.others)))
+
+    def layers(self, start: int, count: int) -> Iterator[tuple[Block, int]]:
+        """Some layers in order, equal ones together."""
+        for block, n in self.kinds:
+            own = min(count, max(0, n - start))
+            if own:
+                yield block, own
+            start, count = max(0, start - n), count - own
 
 
 def padded(work: Workload, odd: int, shared_by: int) -> Workload:

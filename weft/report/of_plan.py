@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -182,7 +183,8 @@ def _sizes(plan: Plan, work: Workload, s: Setting) -> list[float]:
     if plan.stages:
         return [sum(saved(s, block) * n for block, n in stage) for stage in blocks_of(work, plan.stages).stages]
     counts = list(plan.layers) or share(work.depth, s.pp * s.virtual)
-    sizes = [saved(s, work.layer) * n for n in counts]
+    starts = itertools.accumulate(counts, initial=0)
+    sizes = [sum(saved(s, block) * k for block, k in work.layers(start, n)) for start, n in zip(starts, counts, strict=False)]
     sizes[0] += saved(s, work.first)
     sizes[-1] += saved(s, work.last)
     return sizes
