@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from weft.core.errors import KernelError
+from weft.core.node import OPS
 
 
 class Level(enum.IntEnum):
@@ -25,8 +26,8 @@ BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
 ARITY = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "maximum": 2, "minimum": 2, "pow": 2,
     "gt": 2, "ge": 2, "lt": 2, "le": 2, "eq": 2, "ne": 2, "where": 3,
-    "neg": 1, "abs": 1, "sqrt": 1, "rsqrt": 1, "exp": 1, "log": 1, "tanh": 1, "sigmoid": 1, "sin": 1,
-    "cos": 1, "erf": 1, "reciprocal": 1, "uniform": 3, "low24": 1, "high24": 1, "sign": 1, "floor": 1,
+    "neg": 1, "abs": 1,
+    "reciprocal": 1, "uniform": 3, "low24": 1, "high24": 1, "sign": 1, "floor": 1,
 }  # fmt: skip
 
 
@@ -171,11 +172,16 @@ def total(value: Value, op: str = "sum", *, over_rows: bool = False) -> Value:
     return make("total", (value,), name=op, level=Level.CALL if over_rows else Level.ROW)
 
 
+def arities() -> dict[str, int | None]:
+    """How many values each op of a group takes, those that are written by their entries among them."""
+    return {**{name: op.arity for name, op in OPS.items() if op.code is not None}, **ARITY}
+
+
 def apply(fn: str, *args: Value | float) -> Value:
     """A pointwise op; numbers become constants and lower levels spread over higher ones."""
-    if ARITY.get(fn) != len(args):
+    if (ARITY.get(fn) or arities().get(fn)) != len(args):
         raise KernelError(f"a fused group cannot apply {fn} to {len(args)} values",
-                          needed=f"one of {', '.join(sorted(ARITY))}", found=fn)  # fmt: skip
+                          needed=f"one of {', '.join(sorted(arities()))}", found=fn)  # fmt: skip
     values = tuple(a if isinstance(a, Value) else const(a) for a in args)
     return make(fn, values, level=max(v.level for v in values))
 

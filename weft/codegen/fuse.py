@@ -20,7 +20,6 @@ from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.ops.registry import Kind
 
-SAME = set(expr.ARITY) - {"reciprocal"}
 REDUCES = {"sum": "sum", "amax": "max", "amin": "min"}
 JOINS = {"add": "sum", "maximum": "max", "minimum": "min"}
 
@@ -429,9 +428,10 @@ def _pointwise(n: Node, value: Callable[[Node], Value]) -> Value:
         return _cast(n, args[0])
     if name == "div" and args[1].level < args[0].level:
         return args[0] * (1.0 / args[1])  # one division for the row, none per element
-    if name in SAME:
+    if n.op.code is not None or (name in expr.ARITY and name != "reciprocal"):
         return expr.apply(name, *args)
-    raise NotFusable(f"{name} has no per-element formula", needed=f"one of {', '.join(sorted(SAME | set(COMPOUND)))}", found=name)
+    known = expr.arities().keys() - {"reciprocal"}
+    raise NotFusable(f"{name} has no per-element formula", needed=f"one of {', '.join(sorted(known | set(COMPOUND)))}", found=name)
 
 
 def _cast(n: Node, x: Value) -> Value:

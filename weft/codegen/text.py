@@ -1,4 +1,4 @@
-"""How each op of a fused group is written in each target, and how values get readable names."""
+"""How each op of a fused group is written in each target, where its entry does not say so itself, and how values get readable names."""
 
 from __future__ import annotations
 
@@ -8,37 +8,33 @@ from typing import Any
 
 from weft.codegen.expr import Level, Value, ordered
 from weft.core.errors import KernelError
+from weft.core.node import OPS
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/",
          "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}  # fmt: skip
 PYTHON = {
     **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
     "pow": "({0} ** {1})", "maximum": "np.maximum({0}, {1})", "minimum": "np.minimum({0}, {1})", "neg": "(-{0})", "abs": "abs({0})",
-    "sqrt": "np.sqrt({0})", "rsqrt": "(1.0 / np.sqrt({0}))", "exp": "np.exp({0})", "log": "np.log({0})",
-    "tanh": "np.tanh({0})", "sigmoid": "(1.0 / (1.0 + np.exp(-{0})))", "sin": "np.sin({0})",
-    "cos": "np.cos({0})", "erf": "erf({0})", "reciprocal": "(1.0 / {0})", "where": "({1} if {0} else {2})",
+    "reciprocal": "(1.0 / {0})", "where": "({1} if {0} else {2})",
     "floor": "np.floor({0})", "sign": "np.sign({0})", "cast": "{0}",
     "low24": "float({0} % 16777216)", "high24": "float({0} // 16777216)",
 }  # fmt: skip
 CPP = {
     **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
     "pow": "std::pow({0}, {1})", "maximum": "weft::larger({0}, {1})", "minimum": "weft::smaller({0}, {1})",
-    "neg": "(-{0})", "abs": "std::abs({0})", "sqrt": "std::sqrt({0})", "rsqrt": "(1 / std::sqrt({0}))",
-    "exp": "std::exp({0})", "log": "std::log({0})", "tanh": "std::tanh({0})", "sigmoid": "(1 / (1 + std::exp(-{0})))",
-    "sin": "std::sin({0})", "cos": "std::cos({0})", "erf": "std::erf({0})", "reciprocal": "(1 / {0})",
+    "neg": "(-{0})", "abs": "std::abs({0})", "reciprocal": "(1 / {0})",
     "where": "({0} ? {1} : {2})", "floor": "std::floor({0})", "sign": "real(({0} > 0) - ({0} < 0))",
     "uniform": "weft::uniform({0}, int64_t({1}) + int64_t({2}) * 16777216, {3})",
 }  # fmt: skip
 TRITON = {
     **{fn: f"({{0}} {op} {{1}})" for fn, op in INFIX.items()},
     "pow": "tl.exp2({1} * tl.log2({0}))", "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "neg": "(-{0})", "abs": "tl.abs({0})", "sqrt": "tl.sqrt_rn({0})",
-    "rsqrt": "(1.0 / tl.sqrt_rn({0}))", "exp": "tl.exp({0})", "log": "tl.log({0})",
-    "tanh": "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)", "sigmoid": "tl.sigmoid({0})", "sin": "tl.sin({0})",
-    "cos": "tl.cos({0})", "erf": "tl.erf({0})", "reciprocal": "(1.0 / {0})",
-    "where": "tl.where(({0}) != 0, {1}, {2})", "floor": "tl.floor({0})", "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "neg": "(-{0})", "abs": "tl.abs({0})",
+    "reciprocal": "(1.0 / {0})", "where": "tl.where(({0}) != 0, {1}, {2})", "floor": "tl.floor({0})",
+    "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))",
     "uniform": "uniform({0}, ({1}).to(tl.int64) + ({2}).to(tl.int64) * 16777216, {3})",
 }  # fmt: skip
+TARGETS = [PYTHON, CPP, TRITON]
 
 
 def python(value: Any) -> str:
@@ -69,6 +65,11 @@ class Writer:
         self.names[value] = name
         return name
 
+    def form(self, fn: str) -> str | None:
+        """How an op is written: by this target's table, or as its entry says."""
+        own = OPS[fn].code if fn in OPS else None
+        return self.table.get(fn) or (own[TARGETS.index(self.table)] if own is not None else None)
+
     def text(self, value: Value) -> str:
         if value in self.names:
             return self.names[value]
@@ -76,10 +77,11 @@ class Writer:
             return self.number(value.const)
         if value.fn == "cast":
             return self.cast(self.text(value.args[0]), value.name)
-        if value.fn not in self.table:
+        form = self.form(value.fn)
+        if form is None:
             raise KernelError(f"{value.fn} has no text here", needed="a value that was read or named before",
                               found=value.fn)  # fmt: skip
-        return self.table[value.fn].format(*map(self.text, value.args), value.name)
+        return form.format(*map(self.text, value.args), value.name)
 
 
 def bare(text: str) -> str:

@@ -118,6 +118,7 @@ class Op:
     traffic: Function = None  # bytes the busiest rank moves, where it does not read every operand whole
     beside: int = 0  # small kernels before the one that moves most
     early: bool = False  # whether it is done as soon as its operand is there, however late its result is read
+    code: tuple[str, str, str] | None = None  # of a pointwise op: one element of it in numpy, C++ and Triton
     streams: frozenset[str] = frozenset()  # labels along which it can be computed chunk by chunk
     exchange: Function = None  # of a collective: what every rank of a group has afterwards
     wire: Function = None  # of a collective: the share of the bytes that each rank sends

@@ -221,6 +221,9 @@ where = define(
 # -- one operand ---------------------------------------------------------------------------------------------------------
 
 
+UNARY: dict[str, Op] = {}  # ops of one operand with fractions
+
+
 def _unary(name: str, run: Any, slope: Any, pull: Any = None, **facets: Any) -> Any:
     """`slope(node)` is the derivative at the node's operand, as a node; `pull(node, ct)` where it is no factor; neither where there is none."""
     pull = pull or (None if slope is None else (lambda n, ct: ct * slope(n)))
@@ -229,7 +232,10 @@ def _unary(name: str, run: Any, slope: Any, pull: Any = None, **facets: Any) -> 
 
 
 def _float_unary(name: str, run: Any, slope: Any, **facets: Any) -> Any:
-    return _unary(name, run, slope, dtype=floats, **facets)
+    """Of fractions. Captured and drawn by the fuzzer as it stands; where its name is not that of numpy, C++ and Triton too, `code` writes it."""
+    code = facets.pop("code", (f"np.{name}({{0}})", f"std::{name}({{0}})", f"tl.{name}({{0}})"))
+    UNARY[name] = made = _unary(name, run, slope, dtype=floats, code=code, **facets)
+    return made
 
 
 def _slope_op(name: str, run: Any, vjp: Any = None, **facets: Any) -> Any:
@@ -292,10 +298,20 @@ neg = define(
 )
 exp = _float_unary("exp", torch.exp, lambda n: n, monotone=FIRST)
 log = _float_unary("log", torch.log, None, monotone=OF_POSITIVES, pull=lambda n, ct: ct / n.args[0])
-sqrt = _float_unary("sqrt", torch.sqrt, None, monotone=OF_POSITIVES, pull=lambda n, ct: ct / (2.0 * n))
-rsqrt = _float_unary("rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n))
-tanh = _float_unary("tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST)
-sigmoid = _float_unary("sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST)
+sqrt = _float_unary(
+    "sqrt", torch.sqrt, None, monotone=OF_POSITIVES, pull=lambda n, ct: ct / (2.0 * n), code=("np.sqrt({0})", "std::sqrt({0})", "tl.sqrt_rn({0})")
+)
+rsqrt = _float_unary(
+    "rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n),
+    code=("(1.0 / np.sqrt({0}))", "(1 / std::sqrt({0}))", "(1.0 / tl.sqrt_rn({0}))"),
+)  # fmt: skip
+tanh = _float_unary(
+    "tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST, code=("np.tanh({0})", "std::tanh({0})", "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)")
+)
+sigmoid = _float_unary(
+    "sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST,
+    code=("(1.0 / (1.0 + np.exp(-{0})))", "(1 / (1 + std::exp(-{0})))", "tl.sigmoid({0})"),
+)  # fmt: skip
 relu = _unary("relu", torch.relu, None, monotone=FIRST, pull=lambda n, ct: relu_backward(spread(ct, n), n))
 gelu = define(
     "gelu",
@@ -315,7 +331,10 @@ silu = define(
     dtype=floats,
     vjp=lambda n, ct: (silu_backward(ct, n.args[0]),),
 )
-erf = _float_unary("erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST)
+erf = _float_unary(
+    "erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST,
+    code=("erf({0})", "std::erf({0})", "tl.erf({0})"),
+)  # fmt: skip
 sin = _float_unary("sin", torch.sin, lambda n: cos(n.args[0]))
 cos: Op = _float_unary("cos", torch.cos, lambda n: -sin(n.args[0]))
 abs_ = _unary("abs", torch.abs, lambda n: sign(n.args[0]))

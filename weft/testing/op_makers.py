@@ -13,13 +13,14 @@ from weft.core.node import Node, op_named
 from weft.ops.comm import settle
 from weft.ops.fill import arange, cuts_of, full, scale_gradient
 from weft.ops.linalg import einsum
-from weft.ops.pointwise import clamp, dropout, keep_where, pow_, where
+from weft.ops.pointwise import UNARY, clamp, dropout, keep_where, pow_, where
 from weft.ops.reduce import logsumexp, mean, squares_about, var_mean
 from weft.ops.shape import concat, expand, expand_like, narrow, pad, permute, reshape
 from weft.testing.maker import Maker, Stuck
 
 Grow = Callable[[Maker], Any]
 MAKERS: dict[str, Grow] = {}
+POSITIVE = ("log", "sqrt", "rsqrt")  # take no others
 
 
 def makes(*names: str) -> Callable[[Grow], Grow]:
@@ -65,9 +66,9 @@ def _unary(name: str) -> Grow:
 
 
 MAKERS |= {n: _binary(n) for n in ("add", "sub", "mul", "div", "maximum", "minimum", "gt", "ge", "lt", "le")}
-MAKERS |= {n: _unary(n) for n in ("neg", "exp", "tanh", "sigmoid", "relu", "gelu", "silu", "erf", "sin", "cos", "abs", "sign")}
+MAKERS |= {n: _unary(n) for n in ("neg", "relu", "gelu", "silu", "abs", "sign", *(n for n in UNARY if n not in POSITIVE))}
 MAKERS |= {n: _unary(n) for n in ("square", "floor", "isfinite", "stop_gradient")}
-MAKERS |= {n: _of_positives(n) for n in ("log", "sqrt", "rsqrt")}
+MAKERS |= {n: _of_positives(n) for n in POSITIVE}
 
 
 @makes("eq", "ne")

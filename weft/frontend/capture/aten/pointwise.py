@@ -126,8 +126,7 @@ def _unary(name: str, op: Any) -> None:
 
 
 for _name, _op in {
-    "exp": w.exp, "log": w.log, "sqrt": w.sqrt, "rsqrt": w.rsqrt, "tanh": w.tanh, "sigmoid": w.sigmoid, "erf": w.erf,
-    "sin": w.sin, "cos": w.cos, "silu": w.silu, "floor": w.floor,
+    **w.UNARY, "silu": w.silu, "floor": w.floor,
     "reciprocal": lambda x: w.div(1.0, x), "ceil": lambda x: w.neg(w.floor(w.neg(x))),
     "isfinite": w.isfinite,
 }.items():  # fmt: skip
