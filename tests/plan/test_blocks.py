@@ -18,6 +18,7 @@ from weft.api.parallelize import parallelize
 from weft.autodiff import grad
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
+from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.work import Attention, Gemm
 from weft.frontend import catalog
@@ -36,7 +37,7 @@ from weft.plan.short import short_of
 from weft.plan.simulate import simulate
 from weft.plan.space import Limits
 from weft.plan.transformer import Shape
-from weft.plan.workload import Block
+from weft.plan.workload import Block, Workload
 from weft.report.of_plan import of_plan
 
 SIZES = {"layers": 3, "hidden": 256, "heads": 8, "vocab": 512, "seq": 128}
@@ -276,6 +277,20 @@ def test_a_plan_of_a_module_is_explained_and_drawn_if_its_file_may_be_run(tmp_pa
     assert any("qkv.weight" in str(row) for row in facts.held)
 
 
+def assert_every_product_counts(work: Workload, program: Program) -> None:
+    """Once for every layer it stands in, in all that is computed of one step."""
+    blocks = [(work.first, 1), *work.kinds, (work.last, 1)]
+    done = sum(op.flops * n for b, n in blocks for op in (*b.forward, *b.backward()) if isinstance(op, Gemm))
+    whole = grad(program, "loss", list(program.inputs_for(Role.PARAMETER)))
+    assert done == sum(node_flops(n) for n in whole.nodes if n.op.kind is Kind.CONTRACT)
+
+
+def test_products_of_what_a_block_is_handed_count_in_every_layer() -> None:
+    """BERT normalises behind its sums, so that its projections read what the layer before hands on."""
+    at = captures("bert-large", layers=4, hidden=64, heads=4)
+    assert_every_product_counts(Stack("bert", at).work(Setting(global_batch=2, micro_batch=2)), at(2).program)
+
+
 def test_an_encoder_and_a_decoder_are_two_rows_of_one_stack(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SMALL)
     own = load_model(f"{tmp_path / 'own.py'}:both", device="meta")
@@ -284,10 +299,7 @@ def test_an_encoder_and_a_decoder_are_two_rows_of_one_stack(tmp_path: Path) -> N
     assert [n for _, n in work.kinds] == [3, 4] and work.depth == 7
     held = sum(b.params * n for b, n in work.kinds) + work.first.params + work.last.params
     assert held == sum(p.numel() for p in own.model.parameters())
-    blocks = [(work.first, 1), *work.kinds, (work.last, 1)]
-    done = sum(op.flops * n for b, n in blocks for op in (*b.forward, *b.backward()) if isinstance(op, Gemm))
-    whole = grad(program, "loss", list(program.inputs_for(Role.PARAMETER)))
-    assert done == sum(node_flops(n) for n in whole.nodes if n.op.kind is Kind.CONTRACT)  # every product of the model, none twice
+    assert_every_product_counts(work, program)
     assert [[n for _, n in work.layers(a, 3)] for a in (0, 2, 4)] == [[3], [1, 2], [3]]
 
 
