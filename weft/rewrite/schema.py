@@ -206,8 +206,8 @@ def form_fits(form: Form, name: str, conditions: Sequence[Condition]) -> bool:
             continue
         if c.kind == "linear" and frozenset(c.args) not in arg_sets(form.op.linear, form.arity + len(form.fixed)):
             return False
-        if c.kind == "pointwise" and form.op.kind is not Kind.POINTWISE:
-            return False
+        if c.kind == "pointwise" and (form.op.kind is not Kind.POINTWISE or form.op.local is not None):
+            return False  # one that knows its place, as dropout, treats equal elements differently
     return True
 
 
