@@ -21,7 +21,7 @@ ORDER = (
     "codegen", "runtime", "tune", "dynamic", "optim", "nn", "transform", "passes", "api", "report", "cli",
 )  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(ORDER)}
-SOLVERS = {"highspy", "scipy", "z3", "egglog", "transformers", "networkx", "yaml", "hypothesis", "pytest"}
+SOLVERS = {"highspy", "scipy", "z3", "transformers", "networkx", "yaml", "hypothesis", "pytest"}
 MAY_NEED_SOLVERS = ("weft.plan.layouts", "weft.plan.stages", "weft.rewrite.prove", "weft.rewrite.discover", "weft.api.trainer")
 MAY_NAME_HARDWARE = ("codegen", "runtime", "cluster", "cli.doctor")
 HARDWARE = re.compile(

@@ -73,7 +73,7 @@ class Case:
 
 TABLES = {"tables": (200, 200, 200, 200), "width": 4, "bag": 3}
 XDL = Case(
-    "xdl", TABLES | {"top": (8, 2)}, "stack_four_columns", Mesh(dp=2, tp=2),
+    "xdl", TABLES | {"top": (8, 2)}, "stack_columns", Mesh(dp=2, tp=2),
     {"param.tables": {"tp": S(1)}, "exp_avg.tables": {"tp": S(1)}, "exp_avg_sq.tables": {"tp": S(1)}, "batch.clicked": {"dp": S(0)}},
 )  # fmt: skip
 DLRM = Case("dlrm", TABLES | {"dense": 13, "bottom": (8, 4), "top": (16, 1)}, "", Mesh(dp=2), {"batch.dense": {"dp": S(0)}})
@@ -177,7 +177,7 @@ def test_a_step_of_another_batch_and_optimizer_is_rewritten_too(tmp_path: Path) 
     for size, optimizer in ((16, torch.optim.AdamW(weights, betas=(0.5, 0.6))), (8, torch.optim.SGD(weights))):
         captured = capture(work.model, XDL.batch(0, size), work.loss, optimizer)
         step, moves = found.step(captured)
-        assert was_rewritten(step.program, XDL) and moves[1].startswith("stack_four_columns at concat 0 of the forward pass")
+        assert was_rewritten(step.program, XDL) and moves[1].startswith("stack_columns at concat 0 of the forward pass")
         placed = found.placed(step, ())
         assert placed is not None and was_rewritten(placed, XDL)
         assert same_erased(step.program, placed)
@@ -199,7 +199,7 @@ def test_steps_whose_loss_is_no_number_are_skipped(tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
-LINES = [(XDL, "tp", {"pp": 2, "micro_batch": 4}, "stack_four_columns"), (DLRM, "dp", {"micro_batch": 2}, "matmul_as_einsum")]
+LINES = [(XDL, "tp", {"pp": 2, "micro_batch": 4}, "stack_columns"), (DLRM, "dp", {"micro_batch": 2}, "matmul_as_einsum")]
 
 
 @pytest.mark.parametrize(("case", "axis", "setting", "rule"), LINES, ids=["stages", "micro-batches"])

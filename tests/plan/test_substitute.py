@@ -24,7 +24,7 @@ from weft.plan.space import Limits
 from weft.plan.substitute import best_path, replayed, value_rules
 from weft.plan.told import rows
 
-RULE = "stack_four_columns"
+RULE = "stack_columns"
 SUMMIT = cluster("8x6xV100-Summit")
 
 

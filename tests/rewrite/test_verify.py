@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -12,7 +13,8 @@ import weft.ops  # noqa: F401
 from weft.cli import app
 from weft.core.errors import RuleError
 from weft.rewrite.certificate import FILES, Pair, proved_rules, read, shipped, write
-from weft.rewrite.prove.audit import audit_schemas, certify, pair_holds
+from weft.rewrite.degrees import ForeignRule, Tensor, evaluate, judge_foreign
+from weft.rewrite.prove.audit import audit_foreign, certify, pair_holds
 from weft.rewrite.prove.ladder import Effort
 from weft.rewrite.rulefile import parse_rule
 from weft.rewrite.taso import read_taso
@@ -69,12 +71,75 @@ def test_flexflow_rules_are_read_and_judged() -> None:
         "mappedOutput": outs(1, 1),
     }
     found = read_taso(taso(moved, false, unbound, unknown, partial))
-    assert [f.schema is not None for f in found] == [True, True, False, False, True]
-    assert "on the right only" in found[2].why
-    assert "no word for OP_CONV2D" in found[3].why
-    audit = audit_schemas([(f.name, f.schema, f.why) for f in found], workers=1)
-    assert [status for _, status, _ in audit.verdicts] == ["proved", "refuted", "ill-typed", "ill-typed", "ill-typed"]
-    assert "needed relu to be linear" in audit.verdicts[4][2]
+    assert [f.schema is not None for f in found] == [True, True, False, False, False]
+    audit = audit_foreign(found, workers=1)
+    first, second, third, fourth, fifth = (status for _, status, _ in audit.verdicts)
+    assert first.startswith("proved")
+    assert second.startswith("refuted")
+    assert third.startswith("refused: the right side reads input -2, which the left never binds")
+    assert fourth.startswith("refused: no meaning for OP_CONV2D")
+    assert fifth.startswith("refused: OP_REDUCE does not fit its operands on one device")
+    assert fifth.endswith("under sharding: unsound")
+    assert "inputs -1: [2" in audit.verdicts[4][2]
+    assert audit.refuted == 1
+    assert audit.beside["refused"] == 3
+    assert audit.beside["unsound_sharded"] >= 1
+
+
+def one(left: list[dict], right: list[dict], *, outs: int = 1) -> ForeignRule:
+    mapped = [{"srcOpId": len(left) - 1, "srcTsId": k, "dstOpId": len(right) - 1, "dstTsId": k} for k in range(outs)]
+    return ForeignRule.of({"srcOp": left, "dstOp": right, "mappedOutput": mapped}, "one")
+
+
+def test_an_activation_of_two_is_relu() -> None:
+    fused = one([op("OP_LINEAR", -1, -4, PM_ACTI=0), op("OP_RELU", 0)], [op("OP_LINEAR", -1, -4, PM_ACTI=2)])
+    dropped = one([op("OP_LINEAR", -1, -4, PM_ACTI=0)], [op("OP_LINEAR", -1, -4, PM_ACTI=2)])
+    other = one([op("OP_LINEAR", -1, -4, PM_ACTI=11)], [op("OP_LINEAR", -1, -4, PM_ACTI=2)])
+    assert [judge_foreign(r).alone for r in (dropped, other)] == ["refuted", "refused"]
+    assert "activation 11" in judge_foreign(other).why
+    found = judge_foreign(fused)
+    assert found.alone in ("proved up to size", "not refuted")  # the latter without Z3
+    assert found.sharded == "sound"
+
+
+def test_the_replica_dim_adds_up_what_is_joined_there() -> None:
+    """a + b == reduce(concat(a, b)) along the replica dim; and a reduce doubles what a replicate repeated."""
+    added = one([op("OP_EW_ADD", -1, -2)], [op("OP_CONCAT", -1, -2, PM_AXIS=0), op("OP_REDUCE", 0, PM_PARALLEL_DIM=0)])
+    doubled = one([op("OP_REPLICATE", -1, PM_PARALLEL_DIM=2), op("OP_REDUCE", 0, PM_PARALLEL_DIM=2)], [op("OP_EW_ADD", -1, -1)])
+    kept = one([op("OP_REPLICATE", -1, PM_PARALLEL_DIM=0), op("OP_REDUCE", 0, PM_PARALLEL_DIM=0)], [op("OP_RELU", -1)])
+    assert [judge_foreign(r).alone for r in (added, doubled)] != ["refuted", "refuted"]
+    assert judge_foreign(kept).alone == "refuted"
+
+
+def test_linear_over_cut_channels_leaves_a_sum_pending() -> None:
+    """Right on one device; where channels are cut, relu meets terms of a sum on one side and the sum on the other."""
+    moved = one(
+        [op("OP_PARTITION", -1, PM_PARALLEL_DIM=2), op("OP_PARTITION", -4, PM_PARALLEL_DIM=2), op("OP_LINEAR", 0, 1, PM_ACTI=2),
+         op("OP_REDUCE", 2, PM_PARALLEL_DIM=0)],
+        [op("OP_LINEAR", -1, -4, PM_ACTI=2)],
+    )  # fmt: skip
+    found = judge_foreign(moved)
+    assert found.alone == "refuted"  # the partition alone brings the terms about
+    assert "left" in found.why
+    shared = one([op("OP_LINEAR", -1, -4, PM_ACTI=0)], [op("OP_LINEAR", -1, -4, PM_ACTI=0), op("OP_COMBINE", 0, PM_PARALLEL_DIM=1)])
+    assert judge_foreign(shared).alone == "refused"
+
+
+def test_verdicts_on_one_device_agree_with_numpy() -> None:
+    """Every op on plain arrays, as numpy computes it."""
+    rng = np.random.default_rng(0)
+    x, y, w = (rng.integers(-9, 9, (1, 4, 4)) for _ in range(3))
+    given = {n: Tensor(v.astype(object), (1, 1, 1)) for n, v in ((-1, x), (-2, y), (-4, w))}
+    relu = np.maximum(x, 0)
+    wanted = {
+        ("OP_LINEAR", -1, -4): x @ w.transpose(0, 2, 1), ("OP_EW_ADD", -1, -2): x + y, ("OP_EW_MUL", -1, -2): x * y, ("OP_RELU", -1): relu,
+        ("OP_PARTITION", -1): x, ("OP_REPLICATE", -1): np.concatenate([x, x], 1), ("OP_REDUCE", -1): x[:, :2] + x[:, 2:],
+        ("OP_CONCAT", -1, -2): np.concatenate([x, y], 1),
+    }  # fmt: skip
+    for (kind, *inputs), want in wanted.items():
+        side = one([op(kind, *inputs, PM_PARALLEL_DIM=1)], [op(kind, *inputs, PM_PARALLEL_DIM=1)]).left
+        (got,) = evaluate(side, given, lambda v: max(v, 0))
+        assert np.array_equal(got.values.astype(np.int64), want), kind
 
 
 def test_another_json_is_refused() -> None:

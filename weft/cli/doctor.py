@@ -86,11 +86,7 @@ def highs() -> Finding:
 
 
 def z3() -> Finding:
-    return _package("Z3", "z3-solver", "z3", advice="pip install 'weft[prove]': rules are used without it, not proved")
-
-
-def egglog() -> Finding:
-    return _package("egglog", "egglog", advice="pip install 'weft[prove]': rules are not discovered without it")
+    return _package("Z3", "z3-solver", "z3", advice="pip install 'weft[prove]': rules are not judged a second time without it")
 
 
 def _package(
@@ -270,7 +266,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     triton,
     highs,
     z3,
-    egglog,
     cores,
     memory,
     shared_memory,

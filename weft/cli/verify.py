@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
         workers: Annotated[int, typer.Option(help="Number of processes.")] = 2,
         json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     ) -> None:
-        """Verify rewrite rules: each is proved, proved up to a size, refuted with a counterexample, or ill-typed."""
+        """Verify rewrite rules: each is proved, proved up to a size, refuted with a counterexample, or ill-typed; then judged again by Z3."""
         import torch
 
         torch.set_num_threads(1)
@@ -34,11 +34,14 @@ def register(app: typer.Typer) -> None:
             if example or rules is not None:
                 results().print(f"[bold]{name}[/]: {status}", highlight=False)
                 results().print(example, highlight=False, markup=False, soft_wrap=True)
-        counts = {k: getattr(found, k) for k in ("rules", "pairs", "general", "bounded", "refuted")}
+        counts = {k: getattr(found, k) for k in ("rules", "pairs", "general", "bounded", "second", "disputed", "refuted")}
+        counts |= found.beside
         results().print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
+        if not found.judge:
+            results().print("Z3 is not installed, so no rule was judged a second time: pip install 'weft[prove]'", markup=False)
         if json:
-            emit({**counts, "seconds": round(found.seconds, 2)})
-        if found.refuted:
+            emit({**counts, "judge": found.judge or None, "seconds": round(found.seconds, 2)})
+        if found.refuted or found.disputed:
             raise typer.Exit(1)
 
 
@@ -50,15 +53,14 @@ def _of_weft(full: bool, seed: int | None, workers: int, console: Any) -> Any:
 
 def _of_file(path: Path, seed: int, workers: int) -> Any:
     from weft.core.errors import RuleError
-    from weft.rewrite.prove.audit import audit_schemas
+    from weft.rewrite.prove.audit import audit_foreign, audit_schemas
     from weft.rewrite.rulefile import parse_rules
-    from weft.rewrite.taso import Foreign, read_taso
+    from weft.rewrite.taso import read_taso
 
     if not path.exists():
         raise RuleError(f"no file {path}", needed="a file of rules", found=str(path))
     text = read_text(path, "a file of rules: weft text, or TASO/FlexFlow JSON")
-    foreign = read_taso(text) if text.lstrip().startswith("{") else [Foreign(s.name, s) for s in parse_rules(text)]
-    return audit_schemas([(f.name, f.schema, f.why) for f in foreign], workers, seed)
+    return audit_foreign(read_taso(text), workers, seed) if text.lstrip().startswith("{") else audit_schemas(parse_rules(text), workers, seed)
 
 
 def _write(workers: int, console: Any) -> None:

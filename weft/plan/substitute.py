@@ -14,15 +14,19 @@ from dataclasses import replace
 from weft.cluster.spec import Cluster
 from weft.core.errors import InvalidTransform, PlanError
 from weft.core.layout import Mesh
+from weft.core.node import toposort
 from weft.core.program import Program
-from weft.ops.registry import Kind
+from weft.ops.registry import Kind, flops
 from weft.plan.graph.search import ALL, HIDES, NOTHING, Candidate, GraphSearch
 from weft.plan.graph.stages import MIXED, NONE
 from weft.plan.graph.timing import PlacedProgram
 from weft.plan.layouts import OnCluster, Rates, choose
 from weft.plan.rewritten import Move, RewrittenStep, as_products, as_run
 from weft.plan.schedules import PLAIN
-from weft.rewrite.schema import OpHole, Schema
+from weft.rewrite.pattern import Star
+from weft.rewrite.prove.instances import declared
+from weft.rewrite.prove.shapes import base_labels
+from weft.rewrite.schema import OpHole, Schema, make_node
 from weft.rewrite.search import both_ways
 from weft.rewrite.updates import rules_of
 
@@ -67,16 +71,30 @@ def rule_names(path: Path) -> tuple[str, ...]:
 
 
 def value_rules() -> list[Schema]:
-    """Proved rules about values that join or split products, both ways. Layouts are the ILP's; pointwise laws and transposes change none."""
+    """Proved rules about values that join or split products, both ways. Layouts are the ILP's; laws that only write the same work otherwise,
+    such as those of transposes, change none."""
     from weft.rewrite.certificate import proved_rules
 
-    def wanted(rule: Schema) -> bool:
-        ops = [c.op for c in rule.calls if not isinstance(c.op, OpHole)]
-        names = {op.name for op in ops}
-        about = bool(names & {"matmul", "concat"}) and "einsum" not in names and names != {"matmul", "permute"}
-        return about and all(op.kind is not Kind.COMM for op in ops)
+    return both_ways(r for r in proved_rules() if _changes_products(r))
 
-    return both_ways(r for r in proved_rules() if wanted(r))
+
+def _changes_products(rule: Schema) -> bool:
+    """Whether a rule is about what is multiplied or joined, and not one product, of the same work, left and right."""
+    known = [c for c in rule.calls if not isinstance(c.op, OpHole)]
+    joins = any(c.op.kind is Kind.VIEW and (len(c.args) > 1 or isinstance(c.args[0], Star)) for c in known)
+    products = sum(c.op.kind is Kind.CONTRACT for c in known)
+    if any(c.op.kind is Kind.COMM for c in known) or not (joins or products):
+        return False
+    return joins or products > 2 or _work_differs(rule)
+
+
+def _work_differs(rule: Schema) -> bool:
+    if rule.op_holes or not set(rule.holes) <= set(rule.shapes):
+        return True
+    sizes = {x: 2 * k + 3 for k, x in enumerate(base_labels(rule.shapes))}
+    bound = {h: declared(h, rule.shapes[h], sizes) for h in rule.holes}
+    left, right = (sum(map(flops, toposort([make_node(side[0], bound)]))) for side in (rule.left, rule.right))
+    return left != right
 
 
 def best_path(step: RewrittenStep, price: Price, rules: Sequence[Schema], budget: int, most: int) -> Path:

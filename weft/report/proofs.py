@@ -9,7 +9,8 @@ from weft.report.tags import Markup, tag
 
 GROUPING = ("fuse", "overlap")  # they say how a program is run, and leave it as it is
 RUNGS = {1: "tried on finite fields", 2: "proved for small sizes", 3: "proved for all sizes and meshes"}
-METHODS = {"erasure": "by erasure: without communication both sides are one expression", "cut-off": "by a finite set of sizes that decides all"}
+METHODS = {"erasure": "by erasure: without communication both sides are one expression", "cut-off": "by a finite set of sizes that decides all",
+           "induction": "by induction over the number of operands"}  # fmt: skip
 
 
 def certificates(verb: str) -> list[Any]:
@@ -56,5 +57,6 @@ def _rule(c: Any) -> list[Any]:
     name, _, statement = show(c.schema).partition(": ")
     how = METHODS.get((c.derivation or {}).get("method", ""), "")
     whole = "its seal holds" if c.is_whole else "its seal is broken: run weft verify --full --write"
-    said = f"{RUNGS.get(c.rung, c.rung)}{', ' + how if how else ''}; certificate {c.seal}, {whole}"
+    second = f"; {c.second.get('judge', 'no second judge')}: {c.second.get('status', '')}, {c.second.get('cases', 0)} cases"
+    said = f"{RUNGS.get(c.rung, c.rung)}{', ' + how if how else ''}{second}; certificate {c.seal}, {whole}"
     return [tag("b", name), " ", tag("code", statement), tag("br"), tag("small", said)]

@@ -36,26 +36,16 @@ transpose_pointwise: permute(f(x), order=(1, 0)) == f(permute(x, order=(1, 0))) 
 matmul_as_einsum: x @ y == einsum(x, y, equation='ik,kj->ij') for x[i, k] y[k, j]
 batched_as_einsum: x @ y == einsum(x, y, equation='bsk,kj->bsj') for x[b, s, k] y[k, j]
 
-merge_projections: concat(x @ y, x @ z, dim=1) == x @ concat(y, z, dim=1) for x[i, k] y[k, j] z[k, l]
-merge_three_projections: concat(x @ y, x @ z, x @ w, dim=1) == x @ concat(y, z, w, dim=1) for x[i, k] y[k, j] z[k, l] w[k, m]
-merge_rows: concat(x @ z, y @ z, dim=0) == concat(x, y, dim=0) @ z for x[i, k] y[j, k] z[k, l]
+merge_projections: concat(*(x @ y_), dim=1) == x @ concat(*y_, dim=1) for x[i, k] y_[k, j_]
+merge_rows: concat(*(x_ @ z), dim=0) == concat(*x_, dim=0) @ z for x_[i_, k] z[k, l]
 split_inner: concat(x, y, dim=1) @ concat(z, w, dim=0) == x @ z + y @ w for x[i, k] y[i, l] z[k, j] w[l, j]
-concat_pointwise: concat(f(x), f(y), dim=d) == f(concat(x, y, dim=d)) where f pointwise
-concat_kept: concat(f(x), f(y), dim=e) == f(concat(x, y, dim=d)) where f keeps d of 0 as e
+concat_pointwise: concat(*f(x_), dim=d) == f(concat(*x_, dim=d)) where f pointwise
+concat_kept: concat(*f(x_), dim=e) == f(concat(*x_, dim=d)) where f keeps d of 0 as e
 concat_regroup: concat(concat(x, y, dim=0), z, dim=0) == concat(x, concat(y, z, dim=0), dim=0) for x[i, l] y[j, l] z[k, l]
 concat_grid: concat(concat(x, y, dim=1), concat(z, w, dim=1), dim=0) == concat(concat(x, z, dim=0), concat(y, w, dim=0), dim=1)
     for x[i, j] y[i, k] z[l, j] w[l, k]
-stack_columns: concat(x, y, dim=1)
-    == reshape(concat(reshape(x, shape=(size(x, 0), 1, size(x, 1))), reshape(y, shape=(size(y, 0), 1, size(y, 1))), dim=1),
-    shape=(size(x, 0), size(x, 1) + size(y, 1))) for x[i, k] y[i, k]
-stack_three_columns: concat(x, y, z, dim=1)
-    == reshape(concat(reshape(x, shape=(size(x, 0), 1, size(x, 1))), reshape(y, shape=(size(y, 0), 1, size(y, 1))),
-    reshape(z, shape=(size(z, 0), 1, size(z, 1))), dim=1),
-    shape=(size(x, 0), size(x, 1) + size(y, 1) + size(z, 1))) for x[i, k] y[i, k] z[i, k]
-stack_four_columns: concat(x, y, z, w, dim=1)
-    == reshape(concat(reshape(x, shape=(size(x, 0), 1, size(x, 1))), reshape(y, shape=(size(y, 0), 1, size(y, 1))),
-    reshape(z, shape=(size(z, 0), 1, size(z, 1))), reshape(w, shape=(size(w, 0), 1, size(w, 1))), dim=1),
-    shape=(size(x, 0), size(x, 1) + size(y, 1) + size(z, 1) + size(w, 1))) for x[i, k] y[i, k] z[i, k] w[i, k]
+stack_columns: concat(*x_, dim=1)
+    == reshape(concat(*reshape(x_, shape=(size(x_, 0), 1, size(x_, 1))), dim=1), shape=(size(x_, 0), -1)) for x_[i, k]
 first_of_concat: narrow(concat(x, y, dim=0), dim=0, start=0, stop=size(x, 0), step=1) == x for x[i, k] y[j, k]
 second_of_concat: narrow(concat(x, y, dim=0), dim=0, start=size(x, 0), stop=size(x, 0) + size(y, 0), step=1) == y for x[i, k] y[j, k]
 first_of_columns: narrow(concat(x, y, dim=1), dim=1, start=0, stop=size(x, 1), step=1) == x for x[k, i] y[k, j]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -16,44 +16,50 @@ from weft.ops.registry import arg_sets
 from weft.rewrite.rulefile import parse_rule, show
 from weft.rewrite.schema import OpHole, Schema
 
-VERSION = 1
+VERSION = 2
 FILES = ("builtin.json", "discovered.json")
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A rule, the rung it reached and how; `needs` shows for each condition what fails without it."""
+    """A rule, the rung it reached and how; `needs` shows for each condition what fails without it, `second` what the second judge says."""
 
     schema: Schema
     rung: int
     derivation: Mapping[str, Any] | None = None
     tried: int = 0
     needs: Mapping[str, str] = field(default_factory=dict)
+    second: Mapping[str, Any] = field(default_factory=dict)
     seal: str = ""
 
     def sealed(self) -> Certificate:
-        return Certificate(self.schema, self.rung, self.derivation, self.tried, self.needs, self.content())
+        return replace(self, seal=self.content())
 
     def content(self) -> str:
         """A hash of all that is claimed and of the op entries it rests on."""
         ops = sorted({c.op.name for c in self.schema.calls if not isinstance(c.op, OpHole)})
-        claim = [show(self.schema), self.rung, self.derivation, [[n, entry_digest(n)] for n in ops]]
+        claim = [show(self.schema), self.rung, self.derivation, dict(self.second), [[n, entry_digest(n)] for n in ops]]
         return hashlib.sha256(json.dumps(claim, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
     def is_whole(self) -> bool:
         return self.seal == self.content()
 
+    @property
+    def may_be_used(self) -> bool:
+        """Whether both judges accept the rule, or one does and the other has no words for it."""
+        return self.rung >= 2 and self.second.get("status") in ("agreed", "inexpressible")
+
     def as_json(self) -> dict[str, Any]:
         return {
             "rule": show(self.schema), "family": self.schema.family, "rung": self.rung, "derivation": self.derivation,
-            "tried": self.tried, "needs": dict(self.needs), "seal": self.seal,
+            "tried": self.tried, "needs": dict(self.needs), "second": dict(self.second), "seal": self.seal,
         }  # fmt: skip
 
     @staticmethod
     def of_json(data: Mapping[str, Any]) -> Certificate:
         schema = parse_rule(data["rule"], data["family"])
-        return Certificate(schema, data["rung"], data["derivation"], data["tried"], data["needs"], data["seal"])
+        return Certificate(schema, data["rung"], data["derivation"], data["tried"], data["needs"], data["second"], data["seal"])
 
 
 def entry_digest(name: str) -> str:
@@ -110,5 +116,5 @@ def shipped(name: str) -> tuple[tuple[Certificate, ...], tuple[Pair, ...]]:
 
 
 def proved_rules() -> tuple[Schema, ...]:
-    """Every rule with a whole certificate of rung 2 or 3: what searches may use."""
-    return tuple(c.schema for name in FILES for c in shipped(name)[0] if c.rung >= 2)
+    """Every rule of rung 2 or 3 that no judge disputes: what searches may use."""
+    return tuple(c.schema for name in FILES for c in shipped(name)[0] if c.may_be_used)

@@ -6,6 +6,7 @@ Writing ordinary op calls on holes gives an expression, so a rule reads as two l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,16 @@ class Call(Expr):
         return f"{self.op.name}({', '.join(parts)})"
 
 
+@dataclass(frozen=True)
+class Star:
+    """An operand that stands for as many as a list has members."""
+
+    expr: Any
+
+    def __str__(self) -> str:
+        return f"*{self.expr}"
+
+
 def _has_holes(attrs: Mapping[str, Any]) -> bool:
     return any(isinstance(v, AttrHole) for v in attrs.values())
 
@@ -145,8 +156,17 @@ def build(expr: Any, bound: Mapping[str, Any], made: dict[int, Any] | None = Non
     if isinstance(expr, Call) and id(expr) not in made:
         attrs = {k: bound[v.name] if isinstance(v, AttrHole) else v for k, v in expr.attrs}
         args = tuple(build(a, bound, made) for a in expr.args)
-        made[id(expr)] = apply(expr.op, args, {k: v for k, v in attrs.items() if v is not None})
+        made[id(expr)] = apply(expr.op, args, with_rest({k: v for k, v in attrs.items() if v is not None}, args))
     return made[id(expr)] if isinstance(expr, Call) else expr
+
+
+def with_rest(attrs: dict[str, Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """Attributes with a -1 in a shape made the size that is left."""
+    shape = attrs.get("shape")
+    if not isinstance(shape, tuple) or -1 not in shape:
+        return attrs
+    left = math.prod(args[0].shape) // max(1, math.prod(n for n in shape if n != -1))
+    return {**attrs, "shape": tuple(left if n == -1 else n for n in shape)}
 
 
 def holes_of(*exprs: Any) -> dict[str, Hole]:
@@ -161,10 +181,14 @@ def holes_of(*exprs: Any) -> dict[str, Hole]:
         elif isinstance(expr, Call) and id(expr) not in seen:
             seen.add(id(expr))
             stack += reversed(expr.args)
+        elif isinstance(expr, Star):
+            stack.append(expr.expr)
     return out
 
 
 def calls_of(expr: Any) -> Iterator[Call]:
+    if isinstance(expr, Star):
+        yield from calls_of(expr.expr)
     if isinstance(expr, Call):
         yield expr
         for a in expr.args:

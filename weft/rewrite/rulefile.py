@@ -1,7 +1,8 @@
 """Rules as lines of text: `NAME: LEFT == RIGHT for x[i, k] y[k, j] where f linear in 0`.
 
 Expressions are calls of ops, by name, on holes and numbers; a name that is no op is an op hole, a bare name as an attribute an attribute
-hole, `size(x, 0)` the size of a dim. `for` gives the dims of holes, equal labels for equal sizes; `where` the conditions.
+hole, `size(x, 0)` the size of a dim; `*e` is e at every member of a list (`generic`). `for` gives the dims of holes, equal labels for equal
+sizes; `where` the conditions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from weft.core.errors import RuleError
 from weft.core.node import OPS
-from weft.rewrite.pattern import AttrHole, Call, Hole
+from weft.rewrite.pattern import AttrHole, Call, Hole, Star
 from weft.rewrite.schema import Condition, OpHole, Schema, Size
 
 
@@ -64,6 +65,8 @@ _INFIX: dict[type[ast.operator], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mul
 
 
 def _expr(tree: ast.expr) -> Any:
+    if isinstance(tree, ast.Starred):
+        return Star(_expr(tree.value))
     if isinstance(tree, ast.Name):
         return Hole(tree.id)
     if isinstance(tree, ast.Constant):

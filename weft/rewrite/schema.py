@@ -96,6 +96,11 @@ class Schema:
         return list(holes_of(*self.left, *self.right))
 
     @property
+    def lists(self) -> list[str]:
+        """Holes that stand for a list of operands."""
+        return [h for h in self.holes if h.endswith("_")]
+
+    @property
     def op_holes(self) -> dict[str, int]:
         """Op holes and how many operands each has."""
         return {c.op.name: len(c.args) for c in self.calls if isinstance(c.op, OpHole)}
@@ -248,6 +253,8 @@ def flipped(schema: Schema) -> Schema | None:
 
 def matches(schema: Schema, node: Node) -> Iterator[Rule]:
     """The rules a one-output schema becomes at a node: every way to fill it whose right side types as the node does."""
+    if schema.lists:
+        schema = _at_node(schema, node)
     state = _match(schema.left[0], node, ({}, {}, {}))
     if state is None:
         return
@@ -264,6 +271,13 @@ def matches(schema: Schema, node: Node) -> Iterator[Rule]:
                 continue
             if here is node and new is not node and new.types == node.types:
                 yield Rule(schema.name, (left,), (right,))
+
+
+def _at_node(schema: Schema, node: Node) -> Schema:
+    """A rule of any number of operands for as many as the node has."""
+    from weft.rewrite.generic import count_at, unrolled
+
+    return unrolled(schema, max(1, count_at(schema.left[0], node) or 1))
 
 
 State = tuple[dict[str, Node], dict[str, Form], dict[str, Any]]
@@ -305,7 +319,7 @@ def _match_attrs(expr: Call, node: Node, attrs: dict[str, Any]) -> dict[str, Any
         if isinstance(want, AttrHole):
             if out.setdefault(want.name, got.pop(key, None)) != dict(node.attrs).get(key):
                 return None
-        elif isinstance(want, Size):
+        elif isinstance(want, Size) or isinstance(want, tuple) and any(isinstance(v, Size) or v == -1 for v in want):
             got.pop(key, None)  # compared once the holes are bound: the left side is then built and must be the node
         elif got.pop(key, None) != want:
             return None

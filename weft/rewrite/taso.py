@@ -1,8 +1,7 @@
-"""Rule files of TASO and FlexFlow (JSON), read as weft rules.
+"""Rule files of TASO and FlexFlow (JSON): in their own meaning (`degrees`), and as rules of weft where these can say the same.
 
-Their tensors have a replica dim in front, then sample and channel; a partition, combine, replicate or reduce changes one degree. In weft a
-degree is a mesh axis: partition is `slice`, combine `all_gather`, reduce `all_reduce`, and replicate, which weft's R already is,
-stands for nothing. A rule that reads an input on the right only, or an op weft has no word for, is ill-typed and says why.
+Their tensors have a replica dim in front, then sample and channel. In weft a degree is a mesh axis: partition is `slice`, combine `all_gather`;
+replicate and reduce, which change sizes there, and whatever else touches the replica dim have no counterpart.
 """
 
 from __future__ import annotations
@@ -14,22 +13,25 @@ from typing import Any
 
 from weft.core.errors import RuleError
 from weft.core.node import OPS
+from weft.rewrite.degrees import RELU, ForeignOp, ForeignRule
 from weft.rewrite.pattern import AttrHole, Call, Hole
 from weft.rewrite.schema import Schema
 
 _UNARY = {"OP_RELU": "relu", "OP_SIGMOID": "sigmoid", "OP_TANH": "tanh", "OP_EXP": "exp"}
-_BINARY = {"OP_EW_ADD": "add", "OP_EW_MUL": "mul", "OP_MATMUL": "matmul", "OP_LINEAR": "matmul"}
-_PARALLEL = {"OP_PARTITION": "slice", "OP_REPARTITION": "slice", "OP_COMBINE": "all_gather", "OP_REDUCE": "all_reduce"}
+_BINARY = {"OP_EW_ADD": "add", "OP_EW_MUL": "mul"}
+_PRODUCT = {"OP_MATMUL": "ik,kj->ij", "OP_LINEAR": "ik,jk->ij"}
+_PARALLEL = {"OP_PARTITION": "slice", "OP_REPARTITION": "slice", "OP_COMBINE": "all_gather"}
 AXIS = AttrHole("a")
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A rule of another system: a weft rule, or why it is none."""
+    """A rule of another system: a weft rule, or why it is none; and as it stands there."""
 
     name: str
     schema: Schema | None
     why: str = ""
+    rule: ForeignRule | None = None
 
 
 def read_taso(text: str) -> list[Foreign]:
@@ -48,56 +50,53 @@ def read_taso(text: str) -> list[Foreign]:
 def _rule(data: Mapping[str, Any], k: int) -> Foreign:
     name = str(data.get("name", f"rule_{k}")).replace(" ", "_")
     try:
-        source, target = ([_Op(o) for o in data[side]] for side in ("srcOp", "dstOp"))
-        outs = data["mappedOutput"]
-        left = tuple(_build(source, o["srcOpId"], o["srcTsId"]) for o in outs)
-        right = tuple(_build(target, o["dstOpId"], o["dstTsId"]) for o in outs)
-        return Foreign(name, Schema(name, left, right, {}, (), "foreign"))
-    except (RuleError, KeyError) as e:
-        return Foreign(name, None, getattr(e, "message", f"the rule lacks {e}"))
+        rule = ForeignRule.of(data, name)
+    except KeyError as e:
+        return Foreign(name, None, f"the rule lacks {e}")
+    try:
+        left, right = (tuple(_build(ops, op, out) for op, out in outs) for ops, outs in (rule.left, rule.right))
+        return Foreign(name, Schema(name, left, right, {}, (), "foreign"), rule=rule)
+    except RuleError as e:
+        return Foreign(name, None, e.message, rule)
 
 
-class _Op:
-    """One op of a rule: its type, inputs and parameters."""
-
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.type = str(data["type"])
-        self.inputs = [(int(i["opId"]), int(i["tsId"])) for i in data["input"]]
-        self.params = {str(p["key"]): int(p["value"]) for p in data.get("para", ())}
-
-    def dim(self, key: str) -> int:
-        """Their dims count the replica dim; weft's do not."""
-        at = self.params.get(key, 0) - 1
-        if at < 0:
-            raise RuleError(f"{self.type} along the replica dim", needed="a dim of the tensor", found=f"{key}={at + 1}")
-        return at
-
-
-def _build(ops: Sequence[_Op], op: int, out: int) -> Any:
+def _build(ops: Sequence[ForeignOp], op: int, out: int) -> Any:
     if op < 0:
         return Hole(f"x{-op}")
     here = ops[op]
     args = tuple(_build(ops, o, t) for o, t in here.inputs)
     if here.type in _PARALLEL:
         return _parallel(here, args)
-    if here.type == "OP_REPLICATE":
-        return args[0]
     if here.type in _UNARY:
         return Call(OPS[_UNARY[here.type]], args)
-    if here.type in _BINARY and len(args) == 2:
-        made = Call(OPS[_BINARY[here.type]], args)
-        return Call(OPS["relu"], (made,)) if here.params.get("PM_ACTI") == 11 else made  # their code for relu inside an op
+    if here.type in (*_BINARY, *_PRODUCT) and len(args) == 2:
+        return _computed(here, args)
     if here.type == "OP_CONCAT":
-        return Call(OPS["concat"], args, (("dim", here.dim("PM_AXIS")),))
+        return Call(OPS["concat"], args, (("dim", _dim(here)),))
     raise RuleError(
         f"weft has no word for {here.type} of {len(args)} inputs",
-        needed=", ".join(sorted({*_UNARY, *_BINARY, *_PARALLEL, "OP_CONCAT"})),
+        needed=", ".join(sorted({*_UNARY, *_BINARY, *_PRODUCT, *_PARALLEL, "OP_CONCAT"})),
         found=here.type,
     )
 
 
-def _parallel(op: _Op, args: tuple[Any, ...]) -> Call:
+def _computed(op: ForeignOp, args: tuple[Any, ...]) -> Call:
+    if op.activation not in (0, RELU):
+        raise RuleError(f"{op.type} with activation {op.activation}", needed=f"0 for none or {RELU} for relu", found=str(op.activation))
+    if op.type in _BINARY:
+        made = Call(OPS[_BINARY[op.type]], args)
+    else:
+        made = Call(OPS["einsum"], args, (("equation", _PRODUCT[op.type]),))
+    return Call(OPS["relu"], (made,)) if op.activation == RELU else made
+
+
+def _dim(op: ForeignOp) -> int:
+    """Their dims count the replica dim; weft's do not."""
+    if op.dim < 1:
+        raise RuleError(f"{op.type} along the replica dim", needed="a dim of the tensor", found=str(op.dim))
+    return op.dim - 1
+
+
+def _parallel(op: ForeignOp, args: tuple[Any, ...]) -> Call:
     name = _PARALLEL[op.type]
-    if name == "slice":
-        return Call(OPS[name], args, (("axis", AXIS), ("dim", op.dim("PM_PARALLEL_DIM"))))
-    return Call(OPS[name], args, (("axis", AXIS),))
+    return Call(OPS[name], args, (("axis", AXIS), *([("dim", _dim(op))] if name == "slice" else [])))

@@ -17,16 +17,20 @@ from weft.core.text import read_type
 from weft.ops.source import input_node
 from weft.rewrite import algebra, parallel, updates
 from weft.rewrite.certificate import Certificate, Pair, shipped
+from weft.rewrite.degrees import Sharded, judge_foreign
 from weft.rewrite.prove import ranks
 from weft.rewrite.prove.domains import Field
 from weft.rewrite.prove.forms import usual_forms
 from weft.rewrite.prove.ladder import Effort, Verdict, needless, prove, refute
 from weft.rewrite.rulefile import parse_rule, show
 from weft.rewrite.schema import Schema, make_node
+from weft.rewrite.second.judge import Second, available, judge
+from weft.rewrite.taso import Foreign
 
 QUICK = Effort(per_mesh=3, symbolic=0)
 FULL = Effort(per_mesh=10, symbolic=8, inner=True, every=True)
 Tell = Callable[[str], None]
+NOT_ASKED = Second("absent")
 
 
 @dataclass
@@ -38,12 +42,43 @@ class Audit:
     general: int = 0
     bounded: int = 0
     refuted: int = 0
+    second: int = 0  # rules the second judge agrees to
+    disputed: int = 0  # rules only one judge accepts
+    judge: str = field(default_factory=lambda: available())
+    beside: dict[str, int] = field(default_factory=dict)  # counts of rules of other systems
     seconds: float = 0.0
     seed: int = 0
 
     @property
     def rules(self) -> int:
         return len(self.verdicts)
+
+    def add(self, name: str, found: Judged) -> None:
+        self.verdicts.append((name, found.told, found.example))
+        self.general += found.rung == 3
+        self.bounded += found.rung == 2
+        self.refuted += found.status.startswith("refuted")
+        self.second += found.second.agreed
+        self.disputed += bool(found.rung) and found.second.disputes
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What both judges say of a rule."""
+
+    text: str
+    rung: int
+    status: str
+    counterexample: str = ""
+    second: Second = NOT_ASKED
+
+    @property
+    def told(self) -> str:
+        return f"{self.status}; {self.second.judge}: {self.second.status}" if self.second.judge else self.status
+
+    @property
+    def example(self) -> str:
+        return self.counterexample or (f"  {self.second.judge}: {self.second.why}" if self.second.disputes and self.rung else "")
 
 
 def builtin_rules() -> tuple[Schema, ...]:
@@ -57,12 +92,9 @@ def verify(*, full: bool = False, seed: int | None = None, workers: int = 2, tel
     known = {show(c.schema): c for name in ("builtin.json", "discovered.json") for c in shipped(name)[0]}
     rules = {show(s): s for s in (*builtin_rules(), *(c.schema for c in known.values()))}
     jobs = [(text, known[text].rung if text in known and known[text].is_whole and not full else 0, audit.seed, full) for text in rules]
-    for text, rung, status, example in _spread(_judge, jobs, workers):
-        audit.verdicts.append((rules[text].name, status, example))
-        audit.general += rung == 3
-        audit.bounded += rung == 2
-        audit.refuted += rung == 0
-        tell(f"{rules[text].name}: {status}")
+    for found in _spread(_judge, jobs, workers):
+        audit.add(rules[found.text].name, found)
+        tell(f"{rules[found.text].name}: {found.told}")
     pairs = shipped("discovered.json")[1]
     wrong = sum(_spread(_wrong_pairs, [(chunk, audit.seed) for chunk in _chunks(pairs, 2 * workers)], workers))
     audit.pairs, audit.refuted = len(pairs) - wrong, audit.refuted + wrong
@@ -79,35 +111,56 @@ def _spread(work: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> It
         return list(pool.map(work, jobs, chunksize=max(1, min(4, len(jobs) // (4 * workers)))))
 
 
-def _judge(job: tuple[str, int, int, bool]) -> tuple[str, int, str, str]:
-    """A rule by text: refuted again if it has a certificate, else proved."""
+def _judge(job: tuple[str, int, int, bool]) -> Judged:
+    """A rule by text: refuted again if it has a certificate, else proved; then by the second judge."""
     text, rung, seed, full = job
     schema = parse_rule(text)
     if rung:
         done, wrong = refute(schema, Effort(QUICK.per_mesh, 0, seed), usual_forms())
-        if not wrong:
-            return text, rung, ("proved" if rung == 3 else "proved up to size") + f", {len(done)} fresh instances", ""
-        return text, 0, "refuted", wrong
+        if wrong:
+            return Judged(text, 0, "refuted", wrong)
+        status = ("proved" if rung == 3 else "proved up to size") + f", {len(done)} fresh instances"
+        return Judged(text, rung, status, second=judge(schema, seed))
     found = prove(schema, Effort(FULL.per_mesh if full else 8, FULL.symbolic, seed, full, full))
-    return text, found.rung, found.status, found.counterexample
+    return Judged(text, found.rung, found.status, found.counterexample, judge(schema, seed) if found.rung else NOT_ASKED)
 
 
-def audit_schemas(given: Sequence[tuple[str, Schema | None, str]], workers: int = 2, seed: int = 0) -> Audit:
-    """Rules someone else wrote: each proved from nothing; what is no rule of weft is ill-typed, and says why."""
+def audit_schemas(given: Sequence[Schema], workers: int = 2, seed: int = 0) -> Audit:
+    """Rules someone else wrote, each proved from nothing."""
     start = time.perf_counter()
     audit = Audit(seed=seed)
-    texts = {show(s): None for _, s, _ in given if s is not None}
-    judged = {
-        text: (rung, status, example) for text, rung, status, example in _spread(_judge, [(t, 0, seed, False) for t in texts], workers)
-    }
-    for name, schema, why in given:
-        rung, status, example = judged[show(schema)] if schema is not None else (0, "ill-typed", f"  {why}")
-        audit.verdicts.append((name, status, example))
-        audit.general += rung == 3
-        audit.bounded += rung == 2
-        audit.refuted += status == "refuted"
+    texts = {show(s): None for s in given}
+    judged = {found.text: found for found in _spread(_judge, [(t, 0, seed, False) for t in texts], workers)}
+    for schema in given:
+        audit.add(schema.name, judged[show(schema)])
     audit.seconds = time.perf_counter() - start
     return audit
+
+
+def audit_foreign(given: Sequence[Foreign], workers: int = 2, seed: int = 0) -> Audit:
+    """Rules of TASO and FlexFlow: in their own meaning on one device and under shardings, and for all sizes where weft can say the same."""
+    start = time.perf_counter()
+    audit = Audit(seed=seed, beside=dict.fromkeys(("refused", "unsound_sharded", "other_sharding"), 0))
+    for foreign, (found, sharded) in zip(given, _spread(_judge_foreign, [(f, seed) for f in given], workers), strict=True):
+        audit.add(foreign.name, found)
+        audit.beside["refused"] += found.status.startswith("refused")
+        audit.beside["unsound_sharded"] += sharded == "unsound"
+        audit.beside["other_sharding"] += sharded == "other degrees"
+    audit.seconds = time.perf_counter() - start
+    return audit
+
+
+def _judge_foreign(job: tuple[Foreign, int]) -> tuple[Judged, str]:
+    foreign, seed = job
+    own = judge_foreign(foreign.rule, seed) if foreign.rule is not None else Sharded("refused", foreign.why)
+    status, rung = (f"refused: {own.why}" if own.alone == "refused" else own.alone), 2 if own.alone == "proved up to size" else 0
+    why = "\n".join(f"  {x}" for x in (own.why, own.example) if x)
+    if foreign.schema is not None and own.alone != "refuted":
+        general = prove(foreign.schema, Effort(QUICK.per_mesh, 2, seed))
+        if general.rung == 3 or own.alone == "refused" and not own.sharded:  # for all sizes; or of ops only weft has a meaning for
+            status, rung, why = general.status, general.rung, general.counterexample or why
+    told = f"; under sharding: {own.sharded}" if own.sharded not in ("", "sound") else ""
+    return Judged("", rung, status + told, why), own.sharded
 
 
 def _chunks(pairs: Sequence[Pair], n: int) -> list[list[Pair]]:
@@ -134,7 +187,8 @@ def certify(schema: Schema, effort: Effort = FULL) -> tuple[Certificate, Verdict
     """A rule proved from nothing, with the counterexamples that show its conditions are needed."""
     verdict = prove(schema, effort)
     needs = {str(c): text for c, text in needless(schema, effort, usual_forms())} if verdict.rung else {}
-    return Certificate(schema, verdict.rung, verdict.derivation, verdict.tried, needs).sealed(), verdict
+    second = judge(schema).as_json()
+    return Certificate(schema, verdict.rung, verdict.derivation, verdict.tried, needs, second).sealed(), verdict
 
 
 def certify_all(schemas: Sequence[Schema], workers: int = 2, tell: Tell = lambda _: None) -> list[Certificate]:

@@ -27,11 +27,13 @@ from weft.core.errors import NotDifferentiable, WeftError
 from weft.core.node import Node, toposort
 from weft.core.program import Program, new_program
 from weft.ops.registry import ONE, Kind, equation_of
+from weft.rewrite.generic import step, unrolled
 from weft.rewrite.prove import ranks
 from weft.rewrite.prove.domains import Symbolic
 from weft.rewrite.prove.forms import unknown_form
 from weft.rewrite.prove.instances import declared
 from weft.rewrite.prove.shapes import ALONE, INT, base_labels, infer_shapes
+from weft.rewrite.rulefile import show
 from weft.rewrite.schema import Schema, by_definition, erased, fill, make_node, only_moves
 
 MOST = 7  # beyond this many elements a dim, the proof is left to rung 2
@@ -39,7 +41,9 @@ Derivation = dict[str, Any]
 
 
 def derive(schema: Schema) -> Derivation | None:
-    """A derivation for all sizes, or None where this method finds none."""
+    """A derivation for all sizes, or None where this method finds none; for any number of operands by induction."""
+    if schema.lists:
+        return _by_induction(schema)
     if only_moves(schema):
         return {"method": "erasure", "erased": [str(erased(e)) for e in schema.left]}
     left, right = ([erased(by_definition(e)) for e in side] for side in (schema.left, schema.right))
@@ -52,6 +56,13 @@ def derive(schema: Schema) -> Derivation | None:
             return None
         found.append(one)
     return {"method": "cut-off", "cases": found} if any("normal" in case for case in found) else None
+
+
+def _by_induction(schema: Schema) -> Derivation | None:
+    one, two, more = (derive(s) for s in (unrolled(schema, 1), unrolled(schema, 2), step(schema)))
+    if one is None or two is None or more is None:
+        return None
+    return {"method": "induction", "one": one, "two": two, "step": show(step(schema)), "by": more}
 
 
 def _dim_choices(schema: Schema) -> list[dict[str, int]]:

@@ -16,7 +16,7 @@ from weft.core.layout import Layout, Mesh, O, P, Placement, R, S
 from weft.core.node import Node, Type, apply
 from weft.core.program import Program, new_program
 from weft.ops.source import input_node
-from weft.rewrite.pattern import Call, Hole
+from weft.rewrite.pattern import Call, Hole, with_rest
 from weft.rewrite.prove.shapes import ALONE, INT, base_labels, size_of
 from weft.rewrite.schema import Form, OpHole, Schema, attrs_fit, dims_fit, erased, fill, form_fits, make_node, sized
 
@@ -172,7 +172,7 @@ def _made(expr: Call, bound: Mapping[str, Node], args: tuple[Any, ...]) -> Node 
         key = (expr.op, args, attrs)
         if key not in _tried:
             _tried[key] = None
-            _tried[key] = apply(expr.op, args, dict(attrs))
+            _tried[key] = apply(expr.op, args, with_rest(dict(attrs), args))
     except (WeftError, KeyError, IndexError):
         return None
     return _tried[key]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.core.errors import WeftError
+from weft.rewrite.generic import unrolled
 from weft.rewrite.prove import twofields
 from weft.rewrite.prove.compare import Difference, differ, differ_in_numbers
 from weft.rewrite.prove.domains import Field, Symbolic, Unsuitable
@@ -47,7 +48,11 @@ class Verdict:
 
 
 def refute(schema: Schema, effort: Effort, forms: Sequence[Form]) -> tuple[list[Instance], str]:
-    """Instances tried without finding fault, or the first fault found as text."""
+    """Instances tried without finding fault, or the first fault found as text; of a rule of any number of operands, with two and three."""
+    if schema.lists:
+        two, fault = refute(unrolled(schema, 2), effort, forms)
+        three, fault = ([], fault) if fault else refute(unrolled(schema, 3), effort, forms)
+        return [*two, *three], fault
     rng = random.Random(effort.seed)
     done: list[Instance] = []
     for k, instance in enumerate(sample(schema, forms, rng, effort.per_mesh, inner=effort.inner, every=effort.every)):
@@ -110,7 +115,7 @@ def prove(schema: Schema, effort: Effort | None = None, forms: Sequence[Form] | 
     if wrong:
         return Verdict(schema, "refuted", 0, len(done), wrong)
     if not done:
-        return Verdict(schema, "ill-typed", 0, 0, explain_types(schema, forms))
+        return Verdict(schema, "ill-typed", 0, 0, explain_types(unrolled(schema, 2), forms))
     meshes = tuple(sorted({str(i.mesh) for i in done}))
     verdict = Verdict(schema, "not refuted", 1, len(done), meshes=meshes)
     if not bounded(_spread(done, effort.symbolic), effort.symbolic):
