@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,8 @@ import typer
 def register(app: typer.Typer) -> None:
     @app.command()
     def discover(
-        max_ops: Annotated[int, typer.Option(help="Most ops in an expression.", min=1, max=6)] = 3,
+        max_ops: Annotated[int | None, typer.Option(help="Most ops in an expression [default: 3; 2 with --op].", min=1, max=6)] = None,
+        op: Annotated[list[str] | None, typer.Option(help="FILE.py:NAME of an op made by weft.define: only rules about it.")] = None,
         state: Annotated[Path | None, typer.Option(help="File of verdicts, so that an interrupted search resumes.")] = None,
         out: Annotated[Path | None, typer.Option(help="Write the rules with their certificates to this file.")] = None,
         world: Annotated[list[str] | None, typer.Option(help="Only these groups of ops.")] = None,
@@ -22,13 +23,18 @@ def register(app: typer.Typer) -> None:
         import torch
 
         from weft.cli.output import console, emit, results, writable
-        from weft.rewrite.discover.run import discover
+        from weft.rewrite.discover.run import about, discover, forms_of
 
         torch.set_num_threads(1)
         for path in (out, state):
             writable(str(path or ""))
         tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        found = discover(max_ops, only=world or (), state=state, tell=tell)
+        ops = [_op_of(text) for text in op or ()]
+        extra = [form for made in ops for form in forms_of(made)]
+        max_ops = max_ops or (2 if ops else 3)
+        found = discover(max_ops, extra=extra, only=world or (["algebra"] if ops else ()), state=state, tell=tell)
+        if ops:
+            found = about(found, ops)
         if out is not None:
             out.write_text(found.as_file())
         general = sum(r.rung == 3 for r in found.rules)
@@ -41,3 +47,18 @@ def register(app: typer.Typer) -> None:
                 "rules": len(found.rules),
                 "general": general, "bounded": sum(r.rung == 2 for r in found.rules), "seconds": round(found.seconds, 1),
             })  # fmt: skip
+
+
+def _op_of(text: str) -> Any:
+    """The op that FILE.py:NAME names."""
+    from weft.core.errors import RuleError
+    from weft.core.node import Op
+    from weft.frontend.source import import_file
+
+    path, colon, name = text.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise RuleError("--op names no op of a file", needed="FILE.py:NAME", found=text)
+    found = getattr(import_file(Path(path)), name, None)
+    if not isinstance(found, Op):
+        raise RuleError(f"{path} has no op {name}", needed=f"{name} = weft.define(...)", found=type(found).__name__)
+    return found

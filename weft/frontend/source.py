@@ -78,7 +78,7 @@ def _neighbours(path: Path) -> Iterator[None]:
 
 
 def _called(path: Path, name: str, device: str | torch.device, dtype: torch.dtype | None, settings: Mapping[str, Any]) -> Workload:
-    make = getattr(_import_file(path), name, None)
+    make = getattr(import_file(path), name, None)
     if not callable(make):
         raise UnknownName(
             f"{path} has no function {name!r}", needed="a function that returns (model, loss, batch)", found=name,
@@ -121,7 +121,7 @@ def _samples(batch: Any, where: str) -> int:
     return sizes[0]
 
 
-def _import_file(path: Path) -> Any:
+def import_file(path: Path) -> Any:
     if not path.exists():
         raise UnknownName(f"no file {path}", needed="the path of a Python file before the colon", found=str(path))
     module_name = f"weft_user_{path.stem}"

@@ -13,20 +13,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import RuleError, UnknownName
+import torch
+
+from weft.core.errors import RuleError, UnknownName, WeftError
+from weft.core.layout import Layout, Mesh
+from weft.core.node import Node, Op, Type, apply
 from weft.ops.registry import Kind
+from weft.ops.source import input_node
 from weft.rewrite.certificate import Certificate, Pair, write
 from weft.rewrite.discover.closure import Clause, Closure, Grounder
 from weft.rewrite.discover.enumerate import Enumerator, Universe
 from weft.rewrite.discover.generalise import candidates, renamed
 from weft.rewrite.discover.worlds import World, op_names, worlds
 from weft.rewrite.pattern import calls_of, holes_of
-from weft.rewrite.prove.forms import usual_forms
+from weft.rewrite.prove.forms import form, usual_forms
 from weft.rewrite.prove.general import derive
 from weft.rewrite.prove.ladder import Effort, needless, prove
 from weft.rewrite.prove.shapes import infer_shapes
 from weft.rewrite.rulefile import show
 from weft.rewrite.schema import Form, Schema, erased
+from weft.rewrite.second.judge import judge
 
 Tell = Callable[[str], None]
 
@@ -55,7 +61,7 @@ class Discovery:
 
     def as_file(self, most_pairs: int = 2500) -> str:
         """The rules with their certificates, and the smallest pairs."""
-        sealed = [Certificate(r.schema, r.rung, r.derivation, r.tried, r.needs).sealed() for r in self.rules]
+        sealed = [Certificate(r.schema, r.rung, r.derivation, r.tried, r.needs, judge(r.schema).as_json()).sealed() for r in self.rules]
         facts = {"ops": self.ops, "expressions": self.expressions, "pairs_found": len(self.pairs)}
         return write(sealed, sorted(self.pairs, key=lambda p: len(p.left) + len(p.right))[:most_pairs], **facts)
 
@@ -242,6 +248,27 @@ def discover(
     return Discovery(search.rules, search.found_pairs(), op_names(given), total, time.perf_counter() - start, search.unbound)
 
 
+def forms_of(op: Op) -> list[Form]:
+    """The op as it stands in expressions: of one, two or three matrices, without attributes."""
+    square = [input_node(f"x{k}", Type(torch.float64, Layout.of(Mesh(), (4, 4)))) for k in range(3)]
+    found = [n for n in (1, 2, 3) if _types(op, square[:n])]
+    if not found:
+        raise RuleError(f"{op.name} takes no matrices", needed="an op of one to three matrices, without attributes", found=op.name)
+    return [form(op.name, n) for n in found]
+
+
+def _types(op: Op, args: Sequence[Node]) -> bool:
+    try:
+        return len(apply(op, tuple(args), {}).types) == 1
+    except (WeftError, KeyError, TypeError, IndexError):
+        return False
+
+
+def about(found: Discovery, ops: Sequence[Op]) -> Discovery:
+    """Only the rules that name one of the ops."""
+    return replace(found, rules=[r for r in found.rules if any(c.op in ops for c in r.schema.calls)])
+
+
 def _chosen(known: Sequence[World], only: Sequence[str]) -> list[World]:
     odd = [name for name in only if name not in {w.name for w in known}]
     if odd:
@@ -249,4 +276,4 @@ def _chosen(known: Sequence[World], only: Sequence[str]) -> list[World]:
     return [w for w in known if not only or w.name in only]
 
 
-__all__ = ["Discovery", "Found", "Search", "discover"]
+__all__ = ["Discovery", "Found", "Search", "about", "discover", "forms_of"]
