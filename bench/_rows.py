@@ -20,8 +20,10 @@ from weft.cluster.spec import Cluster, Nodes, _with_network
 from weft.core.errors import UnknownName, WeftError
 from weft.cost.memory import RESIDENT
 from weft.plan.planner import sized_stack
+from weft.plan.search import Search
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, simulate
+from weft.plan.space import PlanProblem
 from weft.plan.transformer import Shape, workload
 
 
@@ -41,12 +43,16 @@ class Row:
     faster: bool = False  # whether the measure grows as the step gets shorter
     held: float = 0.0  # bytes of the fullest device, where they were measured
     beside: tuple[str, ...] = ()  # what the run had that is not modelled
+    stages: tuple[int, ...] = ()  # layers of each, where the run says
     lora: tuple[int, str] = (0, "")  # rank of adapters and the layers that have them, where only these are trained
 
     def predict(self) -> float:
         return self.metric(self.step())
 
     def step(self) -> SimulatedStep:
+        if self.stages:
+            problem = PlanProblem(self.shape, self.cluster, self.setting.global_batch, self.setting.dtype, self.setting.kernels)
+            return Search(problem).step(self.setting, self.stages)
         adapt = adapters(*self.lora) if self.lora[0] else None
         return simulate(sized_stack(self.shape, self.setting.kernels, self.setting.dtype, adapt).work(self.setting), self.setting, self.cluster)
 
@@ -70,6 +76,8 @@ def _row(cells: Cells, case: str) -> Row | Unreadable:
     try:
         if not cells.keys() & {"source", "gpus", "# GPUs", "iteration time (ms)"}:
             raise ValueError(f"neither format has the columns {', '.join(cells)}")
+        if "peak_mem_bytes" in cells:
+            return _measured_with_memory(cells, case)
         return _published(cells, case) if cells.keys() & {"source", "gpus"} else _iteration(cells, case)
     except (ValueError, WeftError) as error:
         return Unreadable(_case(cells, case), str(error).splitlines()[0])
@@ -132,6 +140,29 @@ def _with_recompute(shape: Shape, setting: Setting, profile: Profile) -> tuple[S
     if step.peak_memory.total <= profile.device.memory:
         return setting, "none: the model with this micro-batch fits on one device"
     return dataclasses.replace(setting, recompute="full"), "full: the model with this micro-batch does not fit on one device"
+
+
+# --- steps with their peak memory
+
+
+def _measured_with_memory(cells: Cells, case: str) -> Row:
+    """Megatron-DeepSpeed over stages of one kind of device, in fp32 that products round to tf32; the fullest device was looked at."""
+    kinds = {part.split(":")[0] for part in cells["gpus_by_kind"].split("+")}
+    if kinds != {"GH-96"}:
+        raise WeftError("devices of this row are not described", needed="GH-96 alone", found=cells["gpus_by_kind"])
+    b = Blanks(cells, {"kernels": "Megatron-DeepSpeed: scores in memory, tf32", "dropout": "none: two more copies of the scores would not fit what was held"})
+    n = {k: b.whole(k) for k in ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "dp", "micro_batch", "global_batch", "gpus")}
+    stages = [int(x) for x in cells["layers_per_stage"].split("|")]
+    stages[0], stages[-1] = stages[0] - 1, stages[-1] - 1  # embedding and head count as a layer each
+    shape = Shape(n["layers"], n["hidden"], n["heads"], n["vocab"], n["seq"])
+    setting = Setting(n["global_batch"], n["micro_batch"], n["dp"], n["tp"], n["pp"], **{**CLASSIC, "dtype": "tf32", "grad_dtype": "fp32"})
+    profile = load("GH200")
+    place = Cluster(f"{n['gpus']}x{profile.name}", (_nodes(n["gpus"], profile),))
+    measured, lacks = b.measured("step_s")
+    return Row(
+        _case(cells, case), f"{shape.layers}x{shape.hidden} s{shape.seq}", shape, setting, place, measured, lambda step: step.seconds, b.assumed, lacks,
+        held=b.number("peak_mem_bytes", 0.0), stages=tuple(stages) if n["pp"] > 1 else (),
+    )  # fmt: skip
 
 
 # --- published throughput

@@ -60,7 +60,8 @@ def predict(row: Any) -> dict[str, Any]:
     if isinstance(row, Unreadable):
         return {**nothing, "reason": row.reason}
     try:
-        predicted = row.predict()
+        step = row.step()
+        predicted = row.metric(step)
     except Exception as error:  # one row that cannot be simulated must not lose the others
         said = str(error).splitlines()[0] if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
         return {**nothing, "group": row.group, "measured": None if row.lacks else row.measured, "reason": said}
@@ -69,6 +70,7 @@ def predict(row: Any) -> dict[str, Any]:
     return {
         "case": row.case, "group": row.group, "measured": row.measured, "predicted": predicted,
         "error": predicted / row.measured - 1, "assumed": dict(row.assumed),
+        **({"memory_error": step.peak_memory.total / row.held - 1} if row.held else {}),
     }  # fmt: skip
 
 
@@ -96,8 +98,14 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     order = spearman([r["measured"] for r in rows], [r["predicted"] for r in rows]) if len(rows) >= SMALLEST_GROUP else None
     return {
         "count": len(rows), "median_error": statistics.median(errors), "p90_error": percentile(errors, 0.9),
-        "rank_correlation": order,
+        "rank_correlation": order, **_memory_figures(rows),
     }  # fmt: skip
+
+
+def _memory_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of rows that say what the fullest device held."""
+    errors = sorted(abs(r["memory_error"]) for r in rows if "memory_error" in r)
+    return {"memory_count": len(errors), "median_memory_error": statistics.median(errors)} if errors else {}
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

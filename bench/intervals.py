@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json as json_
 import math
@@ -24,7 +23,6 @@ ORIGIN = (
     "MegaScale, nanotron, torchtitan and its users (BSD-3), NVIDIA-NeMo/Megatron-Bridge and MLCommons training_results_v5.1 (Apache-2.0), "
     "eth-easl/sailor (MIT), weft's own runs in docs/foresight.md"
 )
-SAILOR = "peak_mem_bytes"
 # docs/foresight.md, on one H200: measured over predicted, step times of weft's own and memory as weft runs it
 H200_TIME = (-4.5, 0.1, -10.0, -1.6, 0.7, -0.8, 4.5, 6.3, 9.8, -3.7, -1.9, 0.8, 3.5, 0.4, -2.0)
 H200_MEMORY = (-1.6, -1.0, -4.3, -5.7, -2.5, -6.0, 4.6, -2.8, 4.8)
@@ -145,10 +143,6 @@ def _own() -> Iterable[Residual]:
 
 
 def _of_file(path: str) -> list[Residual]:
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        cells = list(csv.DictReader(file))
-    if cells and SAILOR in cells[0]:
-        return [r for row in cells if (r := _of_memory(row)) is not None]
     return [r for row in _read(path) for r in _of_row(row)]
 
 
@@ -161,38 +155,14 @@ def _read(path: str) -> Iterable[Any]:
 def _of_row(row: Any) -> Iterable[Residual]:
     """Of a row whose every word is modelled."""
     from weft.cost.interval import kind_of
-    from weft.plan.simulate import simulate
-    from weft.plan.transformer import workload
 
     kind = kind_of(row.setting.kernels, bool(row.shape.experts), False)
     file, _, source = row.case.partition(" ")
     system = source.split()[0].rstrip("0123456789") if source else file.split(":")[0]
     if kind == "experts":
         system = f"{system} on {row.cluster.device.name}"
-    step = simulate(workload(row.shape, row.setting), row.setting, row.cluster)
+    step = row.step()
     value = math.log(row.measured / row.metric(step)) * (-1 if row.faster else 1)
     yield Residual("time", kind, system, row.group, value)
     if row.held and row.setting.kernels != "eager":
         yield Residual("memory", kind, system, row.group, math.log(row.held / step.peak_memory.total))
-
-
-def _of_memory(cells: Mapping[str, str]) -> Residual | None:
-    """Stages of one kind of device, of which the fullest was looked at."""
-    from weft.cluster.profile import load
-    from weft.cluster.spec import Cluster, Nodes
-    from weft.plan.search import Search
-    from weft.plan.setting import Setting
-    from weft.plan.space import PlanProblem
-    from weft.plan.transformer import Shape
-
-    if "GH-96" not in cells["gpus_by_kind"]:
-        return None
-    n = {k: int(cells[k]) for k in ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "dp", "micro_batch", "global_batch", "gpus")}
-    stages = [int(x) for x in cells["layers_per_stage"].split("|")]
-    stages[0], stages[-1] = stages[0] - 1, stages[-1] - 1  # embedding and head count as a layer each
-    shape = Shape(n["layers"], n["hidden"], n["heads"], n["vocab"], n["seq"], dropout=True)
-    setting = Setting(n["global_batch"], n["micro_batch"], n["dp"], n["tp"], n["pp"], dtype="tf32", kernels="classic", overlap_grads=False)
-    cluster = Cluster("rows", (Nodes(n["gpus"] // 4, 4, load("H100")),))
-    search = Search(PlanProblem(shape, cluster, n["global_batch"], "tf32"))
-    held = search.step(setting, tuple(stages) if n["pp"] > 1 else ()).peak_memory.total
-    return Residual("memory", "classic", "Sailor", "", math.log(float(cells[SAILOR]) / held))

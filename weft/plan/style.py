@@ -37,6 +37,8 @@ class Style:
     softmax_launches: Launches = (1, 1)
     softmax_apart: Pair = (16, 12)  # cast, scale, mask and softmax in fp32, cast back, each its own kernel
     softmax_apart_launches: Launches = (9, 6)
+    softmax_wide: Pair = (6, 7)  # of scores in fp32: scale, mask and softmax
+    softmax_wide_launches: Launches = (3, 3)
 
 
 STYLES = {

@@ -302,10 +302,11 @@ class _WorkBuilder:
         qkv = 3 * self.tokens * s.heads * s.head_dim // t.tp * self.width
         first = Gemm(local, s.seq, s.head_dim, heads, self.setting.dtype, "scores", saved=2 * qkv / 3, weight=False)
         second = Gemm(local, s.head_dim, s.seq, heads, self.setting.dtype, "context", saved=qkv / 3, weight=False)
-        # the fused kernel takes groups of four heads x samples of one row; others fall back to one kernel per step
-        fused = heads % 4 == 0
-        f, b = style.softmax if fused else style.softmax_apart
-        launches = style.softmax_launches if fused else style.softmax_apart_launches
+        # the fused kernel takes groups of four heads x samples of one row in 16 bits; others fall back to one kernel per step
+        (f, b), launches = (
+            (style.softmax_wide, style.softmax_wide_launches) if self.width > 2
+            else (style.softmax, style.softmax_launches) if heads % 4 == 0 else (style.softmax_apart, style.softmax_apart_launches)
+        )  # fmt: skip
         soft = Touch("softmax", f * scores, b * scores, *launches, saved=scores)
         drop = (Touch("attention dropout", 2.5 * scores, 2.5 * scores, 1, 1, saved=1.5 * scores),) if s.dropout else ()
         return first, soft, *drop, second
