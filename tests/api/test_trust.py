@@ -128,6 +128,11 @@ def test_two_deterministic_runs_give_the_same_bits(tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
+def test_bits_that_do_not_depend_on_the_plan_are_refused() -> None:
+    with pytest.raises(PlanError, match="no way to be deterministic 'any plan'"):
+        made(name="mlp", deterministic="any plan")
+
+
 def test_determinism_ends_with_the_step() -> None:
     step, w = made(name="mlp", deterministic=True)
     step(w.example(8))

@@ -67,7 +67,13 @@ class Options:
         for name in settings:
             if name not in known:
                 raise PlanError(f"parallelize has no option {name}", needed=", ".join(["device", *known]), found=name)
-        return replace(options or Options(), **settings)
+        asked = replace(options or Options(), **settings)
+        if not isinstance(asked.deterministic, bool):
+            raise PlanError(
+                f"no way to be deterministic {asked.deterministic!r}", needed="True, the same bits on every run of one plan, or False",
+                found=repr(asked.deterministic), try_="deterministic=True; bits of sums over ranks depend on the plan",
+            )  # fmt: skip
+        return asked
 
 
 def device_for(model: nn.Module, device: str | torch.device | None) -> torch.device:

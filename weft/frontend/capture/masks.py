@@ -71,9 +71,16 @@ def _parts(mask: Node) -> list[Node]:
     if mask.op.name == "logical_and":
         return list(dict.fromkeys(p for a in mask.args for p in _parts(_four(a))))
     inner = mask.args[0] if mask.op.name == "reshape" else None
-    if inner is not None and inner.op.name in ("expand", "logical_and") and _four(inner) is mask:
-        return list(dict.fromkeys(p for a in inner.args for p in _parts(_four(a))))
+    for four in (_four, _with_heads):
+        if inner is not None and inner.op.name in ("expand", "logical_and") and four(inner) is mask:
+            return list(dict.fromkeys(p for a in inner.args for p in _parts(four(a))))
     return [mask]
+
+
+def _with_heads(x: Node) -> Node:
+    """[batch, rows, keys], or the last of these, with a dim for heads."""
+    three = (1,) * (3 - x.ndim) + x.shape
+    return reshape(x, (three[0], 1, *three[1:])) if x.ndim <= 3 else x
 
 
 def _four(x: Node) -> Node:

@@ -25,6 +25,7 @@ from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Blocks, Instance, heard
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.errors import explained
+from weft.frontend.capture.flex import flex_heard
 from weft.frontend.capture.guards import Change, Place, Reads, changed_attributes
 from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.joint import hook_alike, own_gradients
@@ -88,6 +89,7 @@ def tracing(
         tape.blocks.cacheless = cacheless
         stack.enter_context(own_gradients(recorder))
         stack.enter_context(interfaces(model, recorder))
+        stack.enter_context(flex_heard())
         stack.enter_context(autocast_on_cpu())
         stack.enter_context(_plain_kernels())
         stack.enter_context(_unchecked_distributions(recorder))

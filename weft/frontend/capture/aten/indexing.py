@@ -193,7 +193,7 @@ def _joined(x: Node, indices: Any, found: list[int]) -> tuple[Node, int, Node, t
     shape = torch.broadcast_shapes(*(indices[d].shape for d in found))
     flat: Node | None = None
     for d, size in zip(found, sizes, strict=True):
-        at = expand(_wrapped(indices[d], size), shape)
+        at = to_dtype(expand(_wrapped(indices[d], size), shape), torch.int64)  # torch takes indices of several dtypes
         flat = at if flat is None else w.add(w.mul(flat, size), at)
     x = reshape(x, (*x.shape[:first], math.prod(sizes), *x.shape[first + len(found) :]))
     assert flat is not None
