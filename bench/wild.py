@@ -95,7 +95,7 @@ def run(
     imports: Iterable[str] = (),
 ) -> Iterable[Row]:
     """A row for every case and plan. Rows of `resume` come first and are not run again; new ones are added to it as they come."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # ranks are forked, which no device survives
     from bench._wild.processes import rows_of, warm, world_of
 
     for plan in plans:

@@ -1,10 +1,14 @@
-"""Models with a gradient of their own are traced with autograd running; all others never are."""
+"""Models with a gradient of their own: functions with one result are nodes, for others autograd runs under the trace."""
+
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.frontend.capture.checks import ops, same_as_torch
+from tests.ranks import run_ranks
+from weft import parallelize
 from weft.frontend.capture import capture
 
 
@@ -101,3 +105,58 @@ def test_blocks_are_not_reused_under_autograd():
 
     captured = same_as_torch(Two(), loss, BATCH)
     assert captured.blocks == ()
+
+
+class Scaled(torch.autograd.Function):
+    """Two operands, a number, a context set up apart, and gradients that are none of what it computes."""
+
+    @staticmethod
+    def forward(x, w, k):
+        return x * w * k
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, w, ctx.k = inputs
+        ctx.save_for_backward(x, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return -g * w * ctx.k, 3 * (g * x * ctx.k).sum(0), None
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.scale = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + Scaled.apply(Rounded.apply(Reversed.apply(layer(x))), self.scale, 0.5) + Rounded.apply(x.detach())
+        return x
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+def test_a_function_with_one_result_is_cut_into_stages_and_micro_batches(tmp_path: Path):
+    model, x = Deep().double(), torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    captured = capture(model, x, squares, torch.optim.SGD(model.parameters(), lr=0.01))
+    assert not captured.joint and len(captured.gradients) == 9 and "own_gradient" in ops(captured)
+    optimizer, want = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        want.append(squares(model, x))
+        want[-1].backward()
+        optimizer.step()
+    want = [v.item() for v in want]
+
+    def job(rank):
+        for plan in ("pp2", "pp2,micro2", "dp2,zero3", "tp2"):
+            model = Deep().double()
+            step = parallelize(model, squares, torch.optim.SGD(model.parameters(), lr=0.01), x, plan)
+            torch.testing.assert_close([step(x).item() for _ in range(3)], want, rtol=1e-12, atol=0)
+
+    run_ranks(2, job, tmp_path)

@@ -1,8 +1,9 @@
-"""Models with an autograd function of their own: torch's autograd runs under the trace.
+"""Models with an autograd function of their own, or hooks of the backward pass.
 
 Its gradient need not be that of what it computes (a straight-through estimator, a gradient reversed), so weft's vjps would
-be wrong for it. ATen's backward ops are then traced like the forward ones, and an op heard above ATen enters autograd as
-one function, whose backward is weft's vjp.
+be wrong for it. One with one result is a node whose vjp is its own backward, traced once. For others, and for hooks, torch's autograd runs
+under the trace: ATen's backward ops are traced like the forward ones, and an op heard above ATen enters autograd as one function, whose
+backward is weft's vjp.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from weft.autodiff import backward
 from weft.core.errors import CaptureError, WeftError
 from weft.core.node import Node, user_line
 from weft.frontend.capture.recorder import Recorder, substituted
+from weft.ops.own import with_gradient
 
 
 class OwnGradient(Exception):
@@ -40,7 +42,7 @@ def own_gradients(recorder: Recorder) -> Iterator[None]:
         if cls is checkpoint.CheckpointFunction:
             return _straight(recorder, args[0], args[2:])
         if not recorder.joint and not issubclass(cls, _Whole):
-            raise OwnGradient(cls.__name__)
+            return _alone(recorder, cls, args) if not kwargs else _decline(cls)
         return plain.__func__(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
@@ -50,6 +52,51 @@ def own_gradients(recorder: Recorder) -> Iterator[None]:
     finally:
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]
         checkpoint._checkpoint_without_reentrant_generator = replayed
+
+
+def _decline(cls: Any) -> Any:
+    raise OwnGradient(cls.__name__)
+
+
+class _Context:
+    """What an autograd function is given to keep things in."""
+
+    def __init__(self, needs: tuple[bool, ...], decline: Callable[..., Any]) -> None:
+        self.needs_input_grad, self.saved_tensors = needs, ()
+        self.mark_dirty = self.mark_non_differentiable = decline
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """The one result has its gradient."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors  # type: ignore[assignment]
+
+    save_for_forward = save_for_backward
+
+
+def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
+    """An autograd function with one result as a node whose gradient is what its own backward makes of a cotangent; any other needs autograd."""
+    moving = [isinstance(a, Tensor) and recorder.moves(recorder.node(a)) for a in args]
+    context = _Context(tuple(moving), lambda *_: _decline(cls))
+    with torch.no_grad():
+        if cls.setup_context is torch.autograd.Function.setup_context:
+            out = cls.forward(context, *args)
+        else:
+            out = cls.forward(*args)
+            cls.setup_context(context, args, out)
+        if not any(moving):
+            return out
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            return _decline(cls)
+        ct = recorder.placeholder(out)
+        found = cls.backward(context, ct)
+        grads = [g for g, moves in zip(found if isinstance(found, tuple) else (found,), moving, strict=False) if moves]
+        gradients = [None if g is None else recorder.ref(g).read() for g in grads]
+        value, start = recorder.ref(out).read(), recorder.ref(ct).read()
+    operands = [recorder.node(a) for a, moves in zip(args, moving, strict=True) if moves]
+    if len(gradients) != len(operands) or any(g is not None and g.type != x.type for g, x in zip(gradients, operands, strict=True)):
+        return _decline(cls)
+    return recorder.wrap(with_gradient(cls.__name__, value, operands, start, gradients), out) if torch.is_grad_enabled() else out
 
 
 def _once(function: Any, preserve: Any, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
