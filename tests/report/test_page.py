@@ -83,9 +83,9 @@ def test_a_run_has_predicted_beside_measured(pages: dict[str, Path]) -> None:
 
 def test_a_plan_tells_layouts_reasons_and_baselines(pages: dict[str, Path]) -> None:
     text = pages["llama3-8b-plan"].read_text()
-    assert "32 layers alike" in text and "tp S(0)" in text and "tp S(1)" in text
+    assert "32 identical layers" in text and "tp S(0)" in text and "tp S(1)" in text
     assert "megatron 3D" in text and "next best without it" in text and "budget" in text
-    assert "by an algebraic identity; the check of the whole step covers it." in text  # the vocabulary is cut
+    assert "by an algebraic identity; the check of the full step covers it." in text  # the vocabulary is cut
 
 
 def test_verbs_of_a_run_name_their_certificates(pages: dict[str, Path]) -> None:

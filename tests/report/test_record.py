@@ -89,15 +89,15 @@ def test_the_first_steps_do_not_count() -> None:
 
 
 def test_a_line_says_speed_and_foresight() -> None:
-    assert line(made(110.0)) == "step 5, 110.0 ms, 9,091 tokens/s, MFU 9.1%, foreseen 100.0 ms (+10%), memory 1.0 GB, foreseen 1.0 GB (+0%)"
+    assert line(made(110.0)) == "step 5, 110.0 ms, 9,091 tokens/s, MFU 9.1%, predicted 100.0 ms (+10%), memory 1.0 GB, predicted 1.0 GB (+0%)"
     assert list(partings(made(110.0))) == []
 
 
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
-        (seen(130.0, 1.0, compute=110.0, dp=20.0), "a step takes 130.0 ms, 30% longer than foreseen: compute is slower (+30.0 ms)"),
-        (seen(130.0, 1.0, compute=80.0, dp=50.0), "a step takes 130.0 ms, 30% longer than foreseen: communication along dp is slower (+30.0 ms)"),
+        (seen(130.0, 1.0, compute=110.0, dp=20.0), "a step takes 130.0 ms, 30% longer than predicted: compute is slower (+30.0 ms)"),
+        (seen(130.0, 1.0, compute=80.0, dp=50.0), "a step takes 130.0 ms, 30% longer than predicted: communication along dp is slower (+30.0 ms)"),
     ],
 )
 def test_a_slow_step_says_why(measured: Seen, words: str) -> None:
@@ -106,7 +106,7 @@ def test_a_slow_step_says_why(measured: Seen, words: str) -> None:
 
 def test_a_fast_step_says_so_too() -> None:
     run = made(70.0, measured=seen(70.0, 1.0, compute=50.0, dp=20.0))
-    assert list(partings(run)) == ["a step takes 70.0 ms, 30% less than foreseen: compute is faster (-30.0 ms)"]
+    assert list(partings(run)) == ["a step takes 70.0 ms, 30% less than predicted: compute is faster (-30.0 ms)"]
 
 
 def test_a_traced_step_that_was_slower_is_scaled_to_the_usual_one() -> None:
@@ -115,7 +115,7 @@ def test_a_traced_step_that_was_slower_is_scaled_to_the_usual_one() -> None:
 
 
 def test_memory_and_input_are_told() -> None:
-    assert list(partings(made(100.0, measured=seen(100.0, 1.5, compute=80.0, dp=20.0)))) == ["memory is 1.5 GB, 50% more than the 1.0 GB foreseen"]
+    assert list(partings(made(100.0, measured=seen(100.0, 1.5, compute=80.0, dp=20.0)))) == ["memory is 1.5 GB, 50% more than the 1.0 GB predicted"]
     assert list(partings(made(100.0, wait=40.0))) == ["training waits for input: 40.0 ms between steps of 100.0 ms"]
 
 
@@ -173,7 +173,7 @@ def test_what_is_foreseen_of_a_run_is_what_plans_are_priced_by(pages: dict[str, 
     assert run.predicted is not None and own["step_ms"] == pytest.approx(run.predicted.step_ms)
     assert {t["role"] for t in run.tensors} == {"param", "state", "batch"}
     assert {c["axis"] for c in run.communication} == {"dp"}
-    assert run.measured is not None and {t.stream for t in run.measured.line.tasks} == {"compute", "communication"}
+    assert run.measured is not None and {t.stream for t in run.measured.line.tasks} == {"compute", "communication", "phase"}
     assert "fused" in run.measured.causes_ms and "fused" in run.predicted.causes_ms
 
 
@@ -271,3 +271,17 @@ def test_noise_is_refused_in_micro_batches() -> None:
     batch = {"x": torch.randn(4, 4)}
     with pytest.raises(PlanError, match=r"(?s)micro2 is run in micro-batches.*needed\s+noise=False"):
         parallelize(model, lambda m, b: m(b["x"]).sum(), torch.optim.SGD(model.parameters(), lr=0.1), batch, plan="micro2", noise=True)
+
+
+def test_two_runs_side_by_side_and_a_run_that_is_watched(tmp_path: Path) -> None:
+    """One page of both, and a page that loads itself again while the run is watched; the watch ends by itself."""
+    run_folder, other = tmp_path / "first", tmp_path / "other"
+    made(measured=seen(110.0, 2.0, compute=60.0, dp=50.0)).save(run_folder)
+    made(ms=90.0).save(other)
+    done = CliRunner().invoke(app, ["report", str(run_folder), str(other), "-o", str(tmp_path / "both.html")])
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "both.html").read_text()
+    assert "first and other" in text and 'http-equiv="refresh"' not in text
+    watched = CliRunner().invoke(app, ["watch", str(run_folder), "--patience", "0.3", "--every", "0.1", "-o", str(tmp_path / "live.html")])
+    assert watched.exit_code == 0 and "step " in watched.stdout and "no news for 0.3 s" in watched.stderr
+    assert (tmp_path / "live.html").exists()

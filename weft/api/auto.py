@@ -87,7 +87,7 @@ class Decision:
     def __str__(self) -> str:
         """The choice, the next best with what it costs and why, and what cannot be had."""
         best = self.chosen
-        lines = [f"{self.plan} on {self.cluster}: {best.ms:,.1f} ms a step and {best.gb:.3g} GB on a rank are foreseen"]
+        lines = [f"{self.plan} on {self.cluster}: {best.ms:,.1f} ms a step and {best.gb:.3g} GB on a rank are predicted"]
         fit = sorted((o for o in self.options if not o.reason and o is not best), key=lambda o: o.ms)
         lines += [f"  {o.plan}: {o.ms - best.ms:+,.1f} ms, {o.gb - best.gb:+.3g} GB ({_why(best, o)})" for o in fit]
         return "\n".join([*lines, *(f"  {o.plan}: not possible, {o.reason}" for o in self.options if o.reason)])

@@ -29,6 +29,7 @@ from weft.cost.timeline import Seen, Task, Timeline
 from weft.cost.work import DTYPES, Collective, records
 from weft.ops.registry import Kind, flops
 from weft.plan.progress import Printer, partings
+from weft.plan.roles import Roles
 from weft.plan.run import Run
 from weft.rewrite.engine import same_erased
 from weft.runtime.machine import describe
@@ -51,7 +52,7 @@ class Recorder:
         self.step, self.folder = step, folder
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.printer = Printer() if progress and self.rank == 0 else None
-        self.series: dict[str, list[float]] = {"ms": [], "wait_ms": [], "loss": []}
+        self.series: dict[str, list[float]] = {"ms": [], "wait_ms": [], "loss": [], "lr": [], "grad_norm": []}
         self.cluster = _cluster(step, cluster)
         self.predicted = self._foresee(self.cluster) if self.cluster is not None else None
         self.measured: Seen | None = None
@@ -66,6 +67,8 @@ class Recorder:
         out = self._traced(n, given, state) if n in (TIMED, HELD) else self.step.run(given, state)
         synchronize(self.step.compiled.device)
         spent, waited = time.perf_counter() - began, began - self._ended if self._ended else 0.0
+        if out.get("grad_norm") is not None:
+            self.series["grad_norm"].append(float(out["grad_norm"].detach()))
         self._note(spent, waited, float(out["loss"].detach()) if "loss" in out else 0.0)
         self._ended = time.perf_counter()  # what was written and said meanwhile is no wait
         return out
@@ -86,6 +89,7 @@ class Recorder:
         self.series["ms"].append(spent * 1e3 if usual else self.series["ms"][-1])
         self.series["wait_ms"].append(waited * 1e3)
         self.series["loss"].append(loss)
+        self.series["lr"].append(float(self.step.optimizer.param_groups[0]["lr"]))
         if n == HELD:
             self.measured = self._seen()
         if self.rank == 0:
@@ -248,24 +252,59 @@ def _checked(step: Step) -> list[dict[str, Any]]:
 
 
 def measured_line(program: Program, trace: Trace) -> tuple[Timeline, dict[str, float]]:
-    """Statements on the lane of the rank; a collective under way from its start to the end of its wait."""
+    """Statements of the rank; a collective is in flight from its start until the rank waits for it, then exposed. Above them the phases."""
     units, causes = _by_variable(program), dict[str, float]()
     tasks: list[tuple[Task, float]] = []
     started: dict[str, tuple[float, str, str]] = {}
+    roles, phases = Roles(program), list[tuple[str, float, float]]()
+    params = {n: name for name, n in program.inputs_for(Role.PARAMETER).items()}
     for statement, began, ended in zip(trace.statements, trace.began, trace.ended, strict=True):
         unit = units.get(statement.text.partition("(")[0]) or units.get(statement.made)
-        name, cause = (name_of(unit), cause_of(unit)) if unit is not None else (statement.text[:40], "compute")
+        name, cause = (_labelled(unit, params), cause_of(unit)) if unit is not None else (statement.text[:40], "compute")
+        _extend(phases, _phase(unit, roles), began, ended)
         cause = statement.axis or cause
         if statement.axis:
             started[statement.made] = (ended, name, statement.axis)
         elif statement.waits and statement.made in started:
             start, name, cause = started.pop(statement.made)
-            tasks.append((Task(name, "communication", ended - start, (), cause), start))
+            tasks.append((Task(name, "communication", max(0.0, began - start), (), "in flight"), start))
+            tasks.append((Task(name, "communication", ended - max(began, start), (), cause), max(began, start)))
             name = f"wait for {name}"
         causes[cause] = causes.get(cause, 0.0) + (ended - began) * 1e3
         tasks.append((Task(name, "compute", ended - began, (), cause), began))
-    tasks.sort(key=lambda item: item[1])
+    tasks += [(Task(phase, "phase", ended - began, (), phase), began) for phase, began, ended in phases]
+    tasks.sort(key=lambda item: (item[1], item[0].stream != "phase"))
     return Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks)), causes
+
+
+def _phase(unit: Node | Group | None, roles: Roles) -> str:
+    """Forward, backward or optimizer; empty where nothing says it."""
+    nodes = () if unit is None else unit.nodes if isinstance(unit, Group) else (unit,)
+    if any(n in roles.after for n in nodes):
+        return "optimizer"
+    return "" if not nodes else "forward" if all(n in roles.forward for n in nodes) else "backward"
+
+
+def _extend(phases: list[tuple[str, float, float]], phase: str, began: float, ended: float) -> None:
+    """The last phase goes on, or another begins."""
+    if phases and phase in ("", phases[-1][0]):
+        phases[-1] = (phases[-1][0], phases[-1][1], ended)
+    elif phase:
+        phases.append((phase, began, ended))
+
+
+def _labelled(unit: Node | Group, params: Mapping[Node, str]) -> str:
+    """The op, and the module whose parameter it reads."""
+    nodes = unit.nodes if isinstance(unit, Group) else (unit,)
+    found = next((m for n in nodes for a in n.args if (m := _module(a, params))), "")
+    return f"{name_of(unit)} {found}".strip()
+
+
+def _module(n: Node, params: Mapping[Node, str]) -> str:
+    """The module of a parameter, also where it is first gathered or cast."""
+    while n not in params and len(n.args) == 1:
+        n = n.args[0]
+    return params.get(n, "").partition(".")[2].rpartition(".")[0]
 
 
 def _by_variable(program: Program) -> dict[str, Node | Group]:

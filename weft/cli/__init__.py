@@ -34,6 +34,7 @@ COMMANDS = (
     "simulate",
     "tune",
     "verify",
+    "watch",
 )
 
 

@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
 
 def report(
     source: str = typer.Argument(..., help="A plan saved by `weft plan --out`, or the folder of a run (`record=` of parallelize)."),
+    other: str = typer.Argument("", help="Another plan or run, to compare side by side."),
     out: str = typer.Option("", "-o", "--out", help="Where to write the page [default: next to the source]."),
     explain: bool = typer.Option(True, help="Include the runner-up of each decision; takes as long as planning."),
     run_model: bool = typer.Option(
@@ -28,7 +29,7 @@ def report(
     began = time.perf_counter()
     writable(out, make=True)
     with console.status("reading") as status:
-        page, trace = write(source, out, explain, lambda text: status.update(f"drawing {text}"), run_model)
+        page, trace = write(source, out, explain, lambda text: status.update(f"drawing {text}"), run_model, other)
     console.print(
         f"the page is at {page}, {page.stat().st_size / 1e3:,.0f} kB; a trace for Perfetto at {trace}", markup=False, highlight=False
     )

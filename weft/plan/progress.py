@@ -1,4 +1,4 @@
-"""What training says of itself: speed, utilisation, what was foreseen against what is measured, and why they part."""
+"""What training prints: speed, MFU, predicted against measured, and why they differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.cost.simulate import FUSED
 from weft.cost.timeline import Seen
 from weft.plan.run import Run
 
-APART = 0.15  # beyond this, foresight and measurement are said to part
+APART = 0.15  # beyond this, a difference between prediction and measurement is reported
 EVERY = 10.0  # seconds between two lines
 
 
@@ -22,14 +22,14 @@ def line(run: Run) -> str:
     words = [f"step {len(run.steps['ms'])}", f"{time_of(run.step_ms)}", f"{run.per_second:,.0f} {run.unit}/s"]
     words += [f"MFU {run.mfu:.1%}"] if run.mfu is not None else []
     if run.predicted is not None:
-        words.append(f"foreseen {time_of(run.predicted.step_ms)} ({_off(run.step_ms, run.predicted.step_ms)})")
+        words.append(f"predicted {time_of(run.predicted.step_ms)} ({_off(run.step_ms, run.predicted.step_ms)})")
     words += [_memory(run.predicted, run.measured)] if run.measured is not None and run.measured.memory_gb else []
     return ", ".join(words)
 
 
 def _memory(predicted: Seen | None, measured: Seen) -> str:
     said = f"memory {size_of(measured.memory_gb)}"
-    return said if predicted is None else f"{said}, foreseen {size_of(predicted.memory_gb)} ({_off(measured.memory_gb, predicted.memory_gb)})"
+    return said if predicted is None else f"{said}, predicted {size_of(predicted.memory_gb)} ({_off(measured.memory_gb, predicted.memory_gb)})"
 
 
 def time_of(ms: float) -> str:
@@ -41,21 +41,21 @@ def size_of(gb: float) -> str:
 
 
 def _off(measured: float, predicted: float) -> str:
-    return f"{measured / predicted - 1:+.0%}" if predicted else "nothing was foreseen"
+    return f"{measured / predicted - 1:+.0%}" if predicted else "nothing was predicted"
 
 
 # --- why
 
 
 def partings(run: Run) -> Iterator[str]:
-    """Where measurement parts from foresight by more than 15%, with what the traced step shows."""
+    """Where measured and predicted differ by more than 15%, with what the traced step shows."""
     p, m = run.predicted, run.measured
     if p is not None and p.step_ms and run.step_ms and abs(run.step_ms / p.step_ms - 1) > APART:
         how = "longer" if run.step_ms > p.step_ms else "less"
-        yield f"a step takes {time_of(run.step_ms)}, {abs(run.step_ms / p.step_ms - 1):.0%} {how} than foreseen: {why(run)}"
+        yield f"a step takes {time_of(run.step_ms)}, {abs(run.step_ms / p.step_ms - 1):.0%} {how} than predicted: {why(run)}"
     if p is not None and m is not None and p.memory_gb and abs(m.memory_gb / p.memory_gb - 1) > APART:
         how = "more" if m.memory_gb > p.memory_gb else "less"
-        yield f"memory is {size_of(m.memory_gb)}, {abs(m.memory_gb / p.memory_gb - 1):.0%} {how} than the {size_of(p.memory_gb)} foreseen"
+        yield f"memory is {size_of(m.memory_gb)}, {abs(m.memory_gb / p.memory_gb - 1):.0%} {how} than the {size_of(p.memory_gb)} predicted"
     if run.wait_ms > APART * run.step_ms > 0:
         yield f"training waits for input: {time_of(run.wait_ms)} between steps of {time_of(run.step_ms)}"
 
@@ -72,7 +72,7 @@ def why(run: Run) -> str:
 
 
 def parted(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Milliseconds measured beyond those foreseen, by cause, the largest change first."""
+    """Milliseconds measured beyond those predicted, by cause, the largest change first."""
     keys = {**predicted, **measured}
     return sorted(((k, measured.get(k, 0.0) - predicted.get(k, 0.0)) for k in keys), key=lambda item: -abs(item[1]))
 
@@ -83,9 +83,9 @@ def _how(cause: str, change: float) -> str:
 
 def _means(cause: str) -> str:
     known = {
-        "compute": "compute is", FUSED: "the fused update with its communication is", "host": "issuing from the host is",
+        "compute": "compute is", FUSED: "the fused update with its communication is", "host": "launching kernels is",
         "forward": "forward is", "backward": "backward is", "weight": "the pass of weight gradients is", "optimizer": "the update is",
-        "bubble": "the wait for other stages is",
+        "bubble": "the pipeline bubble is",
     }  # fmt: skip
     return known.get(cause, f"communication along {cause} is")
 

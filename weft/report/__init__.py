@@ -33,19 +33,27 @@ def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], No
 
 
 def report(
-    source: str | Path, out: str | Path = "", explained: bool = True, say: Callable[[str], None] = lambda _: None, run_model: bool = False
-) -> tuple[Path, Path]:
-    """Write the page of a plan or run, and a trace for Perfetto beside it; where they are.
+    source: str | Path, out: str | Path = "", explained: bool = True, say: Callable[[str], None] = lambda _: None, run_model: bool = False,
+    other: str | Path = "", refresh: int = 0,
+) -> tuple[Path, Path]:  # fmt: skip
+    """Write the page of a plan or run, or of two side by side, and a trace for Perfetto next to it; where they are.
 
-    A plan of a model in a Python file is compared with it, which runs that file, only with `run_model`.
+    A plan of a model in a Python file is compared with it, which runs that file, only with `run_model`. With `refresh`, the page loads
+    itself again every so many seconds.
     """
     import json
+    from dataclasses import replace
 
+    from weft.report.compare import compared
     from weft.report.facts import perfetto
     from weft.report.page import page
 
-    facts = facts_of(source, explained, say, run_model)
-    page_at = Path(out) if out else _beside(Path(source))
+    facts = replace(facts_of(source, explained and not other, say, run_model), refresh=refresh)
+    if other:
+        stems = Path(source).stem, Path(other).stem
+        names = stems if stems[0] != stems[1] else (str(source), str(other))
+        facts = compared(facts, facts_of(other, False, say, run_model), names)
+    page_at = Path(out) if out else _next_to(Path(source))
     page_at.parent.mkdir(parents=True, exist_ok=True)
     page_at.write_text(page(facts))
     trace_at = page_at.with_suffix(".trace.json")
@@ -53,7 +61,7 @@ def report(
     return page_at, trace_at
 
 
-def _beside(source: Path) -> Path:
+def _next_to(source: Path) -> Path:
     return source / "report.html" if source.is_dir() else source.with_suffix(".html")
 
 

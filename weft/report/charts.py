@@ -49,7 +49,9 @@ class Frame:
             ]
             for v in ticks(self.most, about, self.least)
         ]
-        columns = [tag("text", across(v), x=self.x(v), y=self.height - 8, text_anchor="middle") for v in ticks(self.span, 6)[1:]]
+        marks = ticks(self.span, 6)[1:]
+        ends = ["end" if self.x(v) > WIDTH - RIGHT - 30 else "middle" for v in marks]  # the last one stays within the picture
+        columns = [tag("text", across(v), x=self.x(v), y=self.height - 8, text_anchor=end) for v, end in zip(marks, ends, strict=True)]
         return join([rows, columns])
 
     def draw(self, label: str, *inner: object) -> Markup:
@@ -71,7 +73,7 @@ def memory(curves: Sequence[Curve], budget: float) -> Markup:
             above = [low + b for low, (_, b) in zip(below, _grid(thinned[c.label], span), strict=True)]
             areas.append(_area(frame, span, below, above, c.label))
             below = above
-    lines = [tag("polyline", points=_steps(frame, thinned[c.label]), cls=f"line {colour(c.label)}") for c in curves if not c.stacked]
+    lines = [tag("polyline", points=_steps(frame, thinned[c.label]), cls=f"line {colour(c.kind or c.label)}") for c in curves if not c.stacked]
     line = _budget(frame, shown) if shown else None
     return frame.draw("memory over one step", frame.axes(clock, size), areas, lines, line)
 
@@ -155,12 +157,12 @@ def _bar(label: str, parts: Mapping[str, float], most: float) -> Markup:
 # --- times of steps
 
 
-def series(values: Sequence[float], label: str, up: Callable[[float], str], kind: str, from_zero: bool = True) -> Markup:
-    """One value per step."""
+def series(values: Sequence[float], label: str, up: Callable[[float], str], kind: str, from_zero: bool = True, first: int = 1) -> Markup:
+    """One value per step, the first of which is step `first`."""
     room = 0.08 * (max(values) - min(values))
     frame = Frame(max(1, len(values) - 1), max(values) + room, 180, 0.0 if from_zero else min(values) - room)
     points = " ".join(f"{frame.x(i):.1f},{frame.y(v):.1f}" for i, v in enumerate(values))
-    axes = frame.axes(lambda v: f"step {v:.0f}" if v == int(v) else "", up, 3)
+    axes = frame.axes(lambda v: f"step {v + first:.0f}" if v == int(v) else "", up, 3)
     return frame.draw(label, axes, tag("polyline", points=points, cls=f"line {colour(kind)}"))
 
 

@@ -35,6 +35,7 @@ class Curve:
     label: str
     points: Sequence[tuple[float, float]]
     stacked: bool = False
+    kind: str = ""  # what colours it, where that is not its label
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Facts:
     about: str
     figures: Sequence[Figure]
     plan: Sequence[tuple[str, str, str]]
+    plan_head: tuple[str, str, str] = ("decision", "value", "meaning")
+    refresh: int = 0  # seconds after which the page loads itself again, while a run is watched
     says: Sequence[str] = ()
     mesh: Mapping[str, int] = field(default_factory=dict)
     held: Sequence[Mapping[str, Any]] = ()

@@ -88,7 +88,7 @@ def legend(mesh: Mapping[str, int]) -> Markup:
     """Which colour is which axis, and how to read a tensor."""
     cut = {a: n for a, n in mesh.items() if n > 1}
     chips = [chip(a, f"{a} × {n}", f"{n} ranks; {means(a)}") for a, n in cut.items()]
-    how = "filled: what one rank holds; lines: where the axis of that colour cuts" if cut else "one rank holds everything"
+    how = "filled: what one rank holds; lines: where the axis of that colour shards" if cut else "one rank holds everything"
     return tag("p", chips, tag("span", how, cls="muted"), cls="legend")
 
 
@@ -102,7 +102,7 @@ def _draw(
     many = round(len(block.layers) * repeats) if block.layers else 1
     head = [tag("b", block.title)] if block.title else []
     if many > 1:
-        head.append(tag("span", f"{many} layers alike", cls="muted"))
+        head.append(tag("span", f"{many} identical layers", cls="muted"))
     elif block.layers:
         head.append(tag("span", f"layer {block.layers[0]}", cls="muted"))
     if many > 1 and len(stages) > 1:
@@ -153,7 +153,7 @@ def _says(axis: str, place: str, mesh: Mapping[str, int]) -> str:
     cut, at = _CUT.fullmatch(place), _AT.fullmatch(place)
     if at:
         return f"only rank {at[1]} along {axis} has it"
-    return f"dim {cut[1]} is cut into {mesh.get(axis, 1)} along {axis}" if cut else f"{place} along {axis}"
+    return f"dim {cut[1]} is sharded {mesh.get(axis, 1)} ways along {axis}" if cut else f"{place} along {axis}"
 
 
 def glyph(t: Mapping[str, Any], mesh: Mapping[str, int], longest: int) -> Markup:
@@ -166,7 +166,7 @@ def glyph(t: Mapping[str, Any], mesh: Mapping[str, int], longest: int) -> Markup
     back = [_rect(shift - 4 * i, 4 * i, width, height, "sheet") for i in range(sheets - 1)]
     front = _sheet(t["places"], len(shape), mesh, width, height)
     body = tag("g", front, transform=f"translate(0 {shift:g})")
-    names = ", ".join(f"{a} {p}" for a, p in t["places"].items()) or "whole on every rank"
+    names = ", ".join(f"{a} {p}" for a, p in t["places"].items()) or "replicated on every rank"
     box = f"-1 -1 {width + shift + 2:.0f} {height + shift + 2:.0f}"
     label = f"{t['name']}: {names}"
     return tag("svg", tag("title", label), back, body, viewBox=box, width=round(width + shift + 2), height=round(height + shift + 2), role="img")

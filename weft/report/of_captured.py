@@ -139,7 +139,7 @@ class _Known:
         note = "" if self.rounds == 1 else f"The last of {self.rounds} micro-batches and the update; the others repeat it without."
         again = self.stages[0].more if self.stages else 0.0
         if again:
-            note = f"{note} {len(self.stages[0].again)} parts are run again, {again * 1e3:.3g} ms beyond what is drawn.".strip()
+            note = f"{note} {len(self.stages[0].again)} parts are recomputed, {again * 1e3:.3g} ms beyond what is drawn.".strip()
         memory = [] if again else list(_memory(self.placed, ran.began, ran.now, self.rounds))
         return {"views": [View(title, {"predicted": ran.line}, note)], "memory": memory, "budget": self.budget,
                 "memory_note": "Of the busiest device, by what it holds."}  # fmt: skip
@@ -153,7 +153,7 @@ class _Known:
         note = f"The first {few} of {self.rounds} micro-batches; the rest repeats them." if few < self.rounds else ""
         ops = self.placed.run(self.overlap, once=False)
         ops.run()
-        views = [View("the whole step", {"predicted": line}, note),
+        views = [View("the full step", {"predicted": line}, note),
                  View("one micro-batch, op by op", {"predicted": ops.line}, "The stages one after the other, as if they were one.")]  # fmt: skip
         fullest = max(range(count), key=lambda i: self.stages[i].memory)
         return {"views": views, "memory": list(self._stage_memory(fullest, line)), "budget": self.budget,

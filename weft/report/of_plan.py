@@ -35,16 +35,16 @@ def figures(plan: Plan) -> list[Figure]:
     best = min(plan.baselines_ms.items(), key=lambda item: item[1], default=None)
     made = [
         Figure("step, predicted", ms(f["step_ms"]), f"{ms(b['step_ms_low'])} to {ms(b['step_ms_high'])}: the {spread(plan.kind)}"),
-        Figure("samples of a step", f"{plan.setting.global_batch:,}", f"of {plan.seq:,} tokens" * (plan.seq > 0)),
+        Figure("global batch", f"{plan.setting.global_batch:,}", f"of {plan.seq:,} tokens" * (plan.seq > 0)),
         Figure(
             "tokens per second" if plan.seq else "samples per second", count(f["tokens_per_s"]),
             f"{count(b['tokens_per_s_low'])} to {count(b['tokens_per_s_high'])}",
         ),
-        Figure("utilisation (MFU)", percent(f["mfu"]), f"{percent(b['mfu_low'])} to {percent(b['mfu_high'])}"),
-        Figure("memory of a device", f"{f['memory_gb']:.1f} GB", f"{b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f} GB, with allowance"),
+        Figure("MFU", percent(f["mfu"]), f"{percent(b['mfu_low'])} to {percent(b['mfu_high'])}"),
+        Figure("memory per device", f"{f['memory_gb']:.1f} GB", f"{b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f} GB"),
     ]  # fmt: skip
     if best is not None:
-        made.append(Figure("next best system", ms(best[1]), f"{best[0]}, {best[1] / f['step_ms']:.2f} times as long"))
+        made.append(Figure("next best system", ms(best[1]), f"{best[0]}, {best[1] / f['step_ms'] - 1:+.0%}"))
     return made
 
 
@@ -159,7 +159,7 @@ def _step(plan: Plan) -> dict[str, Any]:
         note = f"The first {few} of {setting.micro_batches:,} micro-batches; the rest repeats them."
         setting = replace(setting, global_batch=setting.dp * setting.micro_batch * few)
     step = search.step(setting, plan.layers, plan.stages)
-    views = [View("the whole step", {"predicted": step.timeline}, note)]
+    views = [View("the full step", {"predicted": step.timeline}, note)]
     plain = replace(setting, recompute="none") if plan.stages else setting  # of stages cut to measure no layer is like another
     for title, line in detail(search.work(setting), plain, search.cluster).items():
         views.append(View(title, {"predicted": line}, "Op by op: what the host issues, the device computes and the links carry."))

@@ -1,4 +1,4 @@
-"""A run as facts for a page: what was measured beside what was foreseen."""
+"""A run as facts for a page: what was measured next to what was predicted."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def of_run(run: Run) -> Facts:
 
 def _figures(run: Run) -> Any:
     p, m = run.predicted, run.measured
-    off = f"foreseen {ms(p.step_ms)}, {run.step_ms / p.step_ms - 1:+.0%}" if p is not None and p.step_ms else ""
+    off = f"predicted {ms(p.step_ms)}, {run.step_ms / p.step_ms - 1:+.0%}" if p is not None and p.step_ms else ""
     yield Figure("step, measured", ms(run.step_ms), off)
     yield Figure(f"{run.unit} per second", count(run.per_second), f"{count(run.per_step)} a step")
     if run.mfu is not None:
-        yield Figure("utilisation (MFU)", percent(run.mfu), f"of {run.peak_flops / 1e9:,.0f} GFLOP/s")
+        yield Figure("MFU", percent(run.mfu), f"of {run.peak_flops / 1e9:,.0f} GFLOP/s")
     if m is not None and m.memory_gb:
-        note = f"foreseen {size(p.memory_gb * 1e9)}, {m.memory_gb / p.memory_gb - 1:+.0%}" if p is not None and p.memory_gb else ""
+        note = f"predicted {size(p.memory_gb * 1e9)}, {m.memory_gb / p.memory_gb - 1:+.0%}" if p is not None and p.memory_gb else ""
         yield Figure("memory of a rank", size(m.memory_gb * 1e9), note)
     loss = run.steps.get("loss") or ()
     if len(loss) > 1:
@@ -53,15 +53,15 @@ def _plan(run: Run) -> Any:
     """The words of the plan, each with what it means, and what the run was made on."""
     for axis, n in run.mesh.items():
         if n > 1:
-            yield axis, str(n), {"dp": "copies of the model", "tp": "ranks share each product", "cp": "ranks share a sequence",
-                                 "ep": "ranks share the experts", "pp": "stages of a pipeline"}.get(axis, "ranks")  # fmt: skip
+            yield axis, str(n), {"dp": "data-parallel replicas", "tp": "tensor parallelism", "cp": "context parallelism",
+                                 "ep": "expert parallelism", "pp": "pipeline stages"}.get(axis, "ranks")  # fmt: skip
     words = run.plan.split(",")
     yield from _passes(run, words)
     level = next((int(w[4:]) for w in words if w.startswith("zero")), None)
     if level is not None:
         yield "sharded", f"zero{level}", f"{ZERO[level]} sharded over replicas"
     if "sp" in words:
-        yield "sequence parallel", "sp", "tokens cut between the products"
+        yield "sequence parallel", "sp", "activations between TP regions sharded along the sequence"
     if rules := run.rules:
         yield "rules", ", ".join(rules), "the step rewritten by proved rules"
     if run.schedule:
@@ -69,11 +69,9 @@ def _plan(run: Run) -> Any:
     if run.per_step:
         yield "a step", count(run.per_step), run.unit
     if run.flops:
-        yield "work of a step", f"{run.flops / 1e9:,.1f} GFLOP", "forward and backward, as utilisation counts it"
-    if run.program:
-        yield "program", run.program, "a hash of its text; equal hashes, equal programs"
+        yield "work of a step", f"{run.flops / 1e9:,.1f} GFLOP", "forward and backward, as MFU counts it"
     if run.cluster:
-        yield "foreseen on", run.cluster, "the profile that priced it"
+        yield "predicted on", run.cluster, "the profile that priced it"
 
 
 def _passes(run: Run, words: Sequence[str]) -> Any:
@@ -97,11 +95,13 @@ def _batching(schedule: Mapping[str, Any]) -> Any:
 
 def _views(run: Run, known: dict[str, Seen]) -> list[View]:
     lines = {k: v.line for k, v in known.items() if v.line.tasks}
-    note = "One traced step of rank 0; a collective is drawn from its start to the end of its wait."
+    note = "One traced step of rank 0. A collective is pale while it is overlapped and solid while the rank waits for it."
     if run.kind == "dynamic":
         note = "One traced step, batch by batch."
     elif "stage 0" in {t.stream for line in lines.values() for t in line.tasks}:
         note = "One traced step, pass by pass, on all stages."
+    if run.measured is not None and run.step_ms and abs(run.measured.step_ms / run.step_ms - 1) > 0.05:
+        note += f" Tracing slows a step: this one took {ms(run.measured.step_ms)}, the median of the others is {ms(run.step_ms)}."
     return [View("one step", lines, note)] if lines else []
 
 
@@ -117,5 +117,5 @@ def _memory_note(run: Run) -> str:
         return ""
     budget = _budget(run)
     room = f" The rank may use {size(budget)}." if budget else ""
-    where = "the stage foreseen to be fullest" if run.mesh.get("pp", 1) > 1 else "rank 0"
+    where = "the stage predicted to be fullest" if run.mesh.get("pp", 1) > 1 else "rank 0"
     return f"Parameters, optimizer state and values that the step can still reach, on {where}, at each statement.{room}"

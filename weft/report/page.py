@@ -29,7 +29,7 @@ def page(facts: Facts) -> str:
     body = tag("body", tag("nav", links, toggle, aria_label="sections"), tag("main", top, sections), _data(facts), tag("script", asset("page.js")))
     head = tag(
         "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", facts.title), tag("style", asset("style.css")),
+        tag("meta", http_equiv="refresh", content=str(facts.refresh)) if facts.refresh else None, tag("title", facts.title), tag("style", asset("style.css")),
     )  # fmt: skip
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
@@ -81,7 +81,7 @@ def _cell(cell: Any, number: bool) -> Markup:
 
 
 def _plan(f: Facts) -> Markup | None:
-    return sortable(("decision", "value", "meaning"), f.plan, name="plan-table") if f.plan else None
+    return sortable(f.plan_head, f.plan, name="plan-table") if f.plan else None
 
 
 def _model(f: Facts) -> Markup | None:
@@ -97,7 +97,7 @@ def _ops(program: Program) -> Markup:
 
     ready = program.input_set
     forward = {n for n in Roles(program).forward if n.args and not (n.op.name == "cast" and n.args[0] in ready)}
-    note = "One op a row, from top to bottom: what it makes and how the ranks hold it. A large dot is communication; P is a pending sum."
+    note = "One op a row, from top to bottom: what it makes and how the ranks hold it. A large dot is communication; P is a partial sum."
     body = [tag("p", note, cls="muted"), graph(program, forward)]
     return tag("details", tag("summary", f"Op by op: the {len(forward):,} ops of the forward pass and their layouts"), body)
 
@@ -108,7 +108,7 @@ def _travels(f: Facts) -> Markup:
         for c in f.communication
     ]
     note = "for one micro-batch of the layers drawn" if f.repeats != 1 else "for one micro-batch" if f.per_micro_batch else "in one step"
-    return join([tag("h3", "What travels"), tag("p", f"Collectives {note}, and the size of their tensors.", cls="muted"),
+    return join([tag("h3", "Communication"), tag("p", f"Collectives {note}, and the size of their tensors.", cls="muted"),
                  sortable(("collective", "axis", "how many", "size"), rows, (2, 3))])  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _timeline(f: Facts) -> Markup | None:
         tag("button", v.title, type="button", role="tab", aria_selected="true" if i == 0 else "false", data_view=i) for i, v in enumerate(f.views)
     ]
     buttons = [tag("button", text, type="button", data_zoom=how, title=title) for text, how, title in (
-        ("+", "in", "zoom in"), ("−", "out", "zoom out"), ("←", "left", "earlier"), ("→", "right", "later"), ("all", "all", "the whole step"))]  # fmt: skip
+        ("+", "in", "zoom in"), ("−", "out", "zoom out"), ("←", "left", "earlier"), ("→", "right", "later"), ("all", "all", "the full step"))]  # fmt: skip
     bar = tag("div", tag("div", tabs, role="tablist", cls="tabs") if len(tabs) > 1 else None, tag("div", buttons, cls="tools"), cls="toolbar")
     how = "Wheel or pinch zooms, dragging moves; with the keyboard: + and −, arrows, 0 for all."
     label = "Timeline of one step. Plus and minus zoom, arrows move, 0 shows all."
@@ -166,7 +166,7 @@ def _cause_row(cause: str, causes_ms: Mapping[str, Mapping[str, float]], both: b
 def _memory(f: Facts) -> Markup | None:
     if not f.memory:
         return None
-    key = [tag("span", tag("i", cls=f"swatch {colour(c.label)}"), c.label, cls="key") for c in f.memory]
+    key = [tag("span", tag("i", cls=f"swatch {colour(c.kind or c.label)}"), c.label, cls="key") for c in f.memory]
     rows = [(c.label, (size(peak), peak)) for c in f.memory for peak in [max(b for _, b in c.points)]]
     table = sortable(("what", "at most"), rows, (1,))
     return join([tag("p", f.memory_note, cls="muted"), charts.memory(f.memory, f.budget), tag("p", key, cls="legend"),
@@ -187,11 +187,11 @@ def _plans(f: Facts) -> Markup:
         chosen = a["plan"] == f.chosen
         name = tag("b", a["plan"], " ", tag("span", "taken", cls="chip taken")) if chosen else a["plan"]
         if a["reason"]:
-            rows.append((name, ("", 1e30), ("", 1e30), tag("span", f"does not run: {a['reason']}", cls="muted")))
+            rows.append((name, ("", 1e30), ("", 1e30), tag("span", f"does not fit: {a['reason']}", cls="muted")))
             continue
         held = (size(a["memory_gb"] * 1e9), a["memory_gb"]) if a["memory_gb"] else ("", 0.0)
         rows.append((name, (ms(a["step_ms"]), a["step_ms"]), held, _against(a, f, best)))
-    return sortable(("plan", "step, foreseen", "memory", "against the one taken"), rows, (1, 2), name="alternatives-table")
+    return sortable(("plan", "step, predicted", "memory", "against the one taken"), rows, (1, 2), name="alternatives-table")
 
 
 def _against(a: Mapping[str, Any], f: Facts, best: float) -> Markup:
@@ -210,8 +210,8 @@ def _reasons(f: Facts) -> Markup:
         for r in f.reasons
     ]
     head = ("decision", "next best without it", "time", "memory", "because", "would win with")
-    note = "For each decision the best plan that decides it otherwise, everything else free again."
-    return join([tag("h3", "Each decision, and why not otherwise"), tag("p", note, cls="muted"), sortable(head, rows, (2, 3))])
+    note = "For each decision the best plan that decides otherwise, with everything else free."
+    return join([tag("h3", "Each decision and its runner-up"), tag("p", note, cls="muted"), sortable(head, rows, (2, 3))])
 
 
 def _rules(f: Facts) -> Markup | None:
@@ -237,20 +237,25 @@ def _training(f: Facts) -> Markup | None:
     took, loss = list(f.steps.get("ms", ())), list(f.steps.get("loss", ()))
     if len(took) < 2:
         return None
-    made = [tag("h3", "Time of each step"), charts.series(took, "time of each step", ms, "measured")]
+    made = []
     if len(loss) > 1:
         made += [tag("h3", "Loss"), charts.series(loss, "loss at each step", lambda v: f"{v:.4g}", "loss", from_zero=False)]
-    return join(made)
+    for key, title in (("lr", "Learning rate"), ("grad_norm", "Gradient norm")):
+        if len(f.steps.get(key, ())) > 1:
+            made += [tag("h3", title), charts.series(list(f.steps[key]), f"{title.lower()} at each step", lambda v: f"{v:.4g}", "optimizer")]
+    usual = took[1:] if len(took) > 2 else took  # the first compiles
+    first = len(took) - len(usual) + 1
+    return join([*made, tag("h3", "Time of each step"), charts.series(usual, "time of each step after the first", ms, "measured", first=first)])
 
 
 SECTIONS: tuple[Section, ...] = (
     ("plan", "The plan", _plan),
     ("model", "The model and its layouts", _model),
     ("schedule", "The batched schedule", _schedule),
-    ("steps", "One step in time", _timeline),
+    ("steps", "Timeline of one step", _timeline),
     ("time", "Where the time goes", _time),
     ("memory", "Memory over the step", _memory),
-    ("alternatives", "Alternatives, and why not", _alternatives),
-    ("rules", "Why it is right", _rules),
+    ("alternatives", "Alternatives", _alternatives),
+    ("rules", "Why it is correct", _rules),
     ("training", "Training", _training),
 )

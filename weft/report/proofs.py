@@ -40,7 +40,7 @@ def _why(verb: str, same: bool) -> str:
         return "Only says what runs together; the program is unchanged."
     if same:
         return "Checked here: without communication it is the same program, node for node."
-    return "Changes what one device would run, by an algebraic identity; the check of the whole step covers it."
+    return "Changes what one device would run, by an algebraic identity; the check of the full step covers it."
 
 
 def _rules(verb: str) -> Markup | None:

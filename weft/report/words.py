@@ -9,11 +9,11 @@ from weft.cost.simulate import FUSED
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 MEANS = {
-    "compute": "computing", "forward": "forward", "backward": "backward", "weight": "weight gradients", "host": "waiting for the host",
-    "bubble": "waiting for other stages", "optimizer": "optimizer", FUSED: "update and its communication, one kernel",
-    "input": "waiting for input", "rounds": "rounds forward", "back": "rounds backward", "rest": "all else",
+    "compute": "compute", "forward": "forward", "backward": "backward", "weight": "weight gradients", "host": "kernel launch overhead",
+    "bubble": "pipeline bubble", "optimizer": "optimizer", FUSED: "update and its communication, one kernel",
+    "input": "waiting for input", "in flight": "communication, overlapped", "rounds": "rounds forward", "back": "rounds backward", "rest": "all else",
     "prepare": "schedule and index arrays", "loss": "loss and its gradient", "update": "weight gradients and update",
-    **{axis: f"communication along {axis}" for axis in AXES},
+    **{axis: f"exposed communication, {axis}" for axis in AXES},
 }  # fmt: skip
 
 
