@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def discover(
         max_ops: Annotated[int | None, typer.Option(help="Most ops in an expression [default: 3; 2 with --op].", min=1, max=6)] = None,
-        op: Annotated[list[str] | None, typer.Option(help="FILE.py:NAME of an op made by weft.define: only rules about it.")] = None,
+        op: Annotated[list[str] | None, typer.Option(help="FILE.py:NAME of an op made by weft.lang.define: only rules about it.")] = None,
         state: Annotated[Path | None, typer.Option(help="File of verdicts, so that an interrupted search resumes.")] = None,
         out: Annotated[Path | None, typer.Option(help="Write the rules with their certificates to this file.")] = None,
         world: Annotated[list[str] | None, typer.Option(help="Only these groups of ops.")] = None,
@@ -60,5 +60,5 @@ def _op_of(text: str) -> Any:
         raise RuleError("--op names no op of a file", needed="FILE.py:NAME", found=text)
     found = getattr(import_file(Path(path)), name, None)
     if not isinstance(found, Op):
-        raise RuleError(f"{path} has no op {name}", needed=f"{name} = weft.define(...)", found=type(found).__name__)
+        raise RuleError(f"{path} has no op {name}", needed=f"{name} = weft.lang.define(...)", found=type(found).__name__)
     return found

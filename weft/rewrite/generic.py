@@ -73,7 +73,7 @@ def step(schema: Schema) -> Schema:
     if not _is_concat(left):
         left, right = right, left
     if not _is_concat(left) or len(left.args) > 1:
-        raise RuleError(f"rule {schema.name} joins its list on no side", needed="concat(*e) as a whole side", found=str(schema))
+        raise RuleError(f"rule {schema.name} joins its list on no side", needed="concat(*e) as a full side", found=str(schema))
     (one,) = schema.lists
     last = {one: one.rstrip("_")}
     before = _spread(_renamed(right, last), lambda x: (Hole(BEFORE),))

@@ -118,7 +118,7 @@ def lesson(target: str) -> str:
     from weft.frontend.capture import teach
     from weft.ops.registry import Kind
 
-    {name} = weft.define(
+    {name} = weft.lang.define(
         "{name}", kind=Kind.WHOLE,
         equation="a b -> a b",              # the dims of every operand and result; what may be cut follows
         run=torch.ops.{target},
