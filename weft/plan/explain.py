@@ -84,16 +84,14 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
     if chosen is None:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
     mixed = plan.setting.recompute == MIXED
-    asked = _Alternatives("memory" if plan.objective == "memory" else "time", limits)
+    asked = _Alternatives("memory" if plan.objective == "memory" else "time", own)
     for decision in DECISIONS:
         if decision in limits.pins:
             continue
         say(decision)
         value = str(getattr(plan.setting, decision))
-        search = Search(
-            problem, _Not(limits.max_tp, limits.memory, limits.pins, decision, value, mixed), _works=own._works, _plain=own._plain
-        )
-        found = search.best(EVERYTHING, asked.objective)
+        other = own.narrowed(_Not(limits.max_tp, limits.memory, limits.pins, decision, value, mixed))
+        found = other.best(EVERYTHING, asked.objective)
         if isinstance(found, Found):
             yield _reason(own, asked, decision, value, chosen, found)
 
@@ -150,12 +148,12 @@ class _Alternatives:
     """The best plans where something is otherwise, each searched for once."""
 
     objective: str
-    limits: Limits
+    own: Search
     found: dict[str, Found | None] = field(default_factory=dict)
 
     def best(self, change: Circumstance) -> Found | None:
         if change.when not in self.found:
-            made = Search(change.problem, self.limits).best(EVERYTHING, self.objective)
+            made = self.own.of(change.problem).best(EVERYTHING, self.objective)
             self.found[change.when] = made if isinstance(made, Found) else None
         return self.found[change.when]
 
@@ -222,7 +220,7 @@ def _of_shares(search: Search, decision: str, value: str, chosen: Shared, other:
 
 def _network_flips(search: Search, chosen: Shared, other: Shared | Found) -> tuple[str, float]:
     def wins(rate: float) -> bool:
-        there = Search(replace(search.problem, cluster=scaled(search.cluster, rate)), search.limits)
+        there = search.of(replace(search.problem, cluster=scaled(search.cluster, rate)))
         ours = shared(there, chosen.setting)
         theirs = shared(there, other.setting) if isinstance(other, Shared) else there.price(other.setting, other.layers, other.stages)
         return ours is not None and theirs is not None and theirs.seconds < ours.seconds

@@ -54,14 +54,15 @@ def plan_goodput(request: Request, noise: float, say: Callable[[str], None] = la
     if not is_stack(request.model, request.cluster):
         raise PlanError("goodput is planned of stacks of blocks", needed="such as llama3-8b", found=request.model, try_="--objective time")
     timed = Request(request.model, request.cluster, 0, request.seq, "time", request.limits)
-    unit = _odd(timed.problem().cluster.devices)
+    search = Search(timed.problem(), request.limits)
+    unit = _odd(search.cluster.devices)
 
     times: dict[int, float] = {}
 
     def cost(k: int) -> float:
         batch = unit << k
         say(f"batch {batch}")
-        found = Search(replace(timed.problem(), batch=batch), request.limits).best(EVERYTHING)
+        found = search.of(replace(search.problem, batch=batch)).best(EVERYTHING)
         times[batch] = found.seconds if isinstance(found, Found) else math.inf
         return times[batch] / progress(batch, noise)
 

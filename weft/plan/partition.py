@@ -9,6 +9,7 @@ Of equal answers `tie` decides, and then the part that begins earlier.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,20 +39,35 @@ def partition(
 ) -> tuple[int, ...] | None:
     """Where each part ends; None where no partition can be had.
 
-    `cost(i, a, b)` is None for what cannot be had, nor then any longer part. `ends(i, a)`, in rising order, says where part i, which
-    is not the last, may end if it begins at a: anywhere, where it is not given, as long as no part is empty.
+    `cost(i, a, b)` rises with b, and is None for what cannot be had, nor then any longer part. `ends(i, a)`, in rising order, says where
+    part i, which is not the last, may end if it begins at a: anywhere, where it is not given, as long as no part is empty. What is slower
+    than parts of equal length is not followed.
     """
     ends = ends or (lambda i, a: range(a + 1, length - (parts - i - 1) + 1))
+    most = _equal(length, parts, cost, ends)
     best: dict[int, tuple[float, Any, tuple[int, ...]]] = {0: (0.0, None, ())}
     for i in range(parts):
         row: dict[int, tuple[float, Any, tuple[int, ...]]] = {}
         for a, (slowest, tied, before) in best.items():
             for b in ends(i, a) if i < parts - 1 else (length,):
                 here = cost(i, a, b)
-                if here is None:
+                if here is None or here > most:
                     break
                 found = (max(slowest, here), tie(tied, here, b))
                 if b not in row or found < row[b][:2]:
                     row[b] = (*found, (*before, b))
         best = row
     return best[length][2] if length in best else None
+
+
+def _equal(length: int, parts: int, cost: Callable[[int, int, int], float | None], ends: Callable[[int, int], Iterable[int]]) -> float:
+    """The slowest of parts as equal in length as may be; infinity where they cannot be had."""
+    slowest, a = 0.0, 0
+    for i in range(parts):
+        near = a + (length - a) / (parts - i)
+        b = min(ends(i, a), key=lambda b: abs(b - near), default=None) if i < parts - 1 else length
+        here = None if b is None else cost(i, a, b)
+        if b is None or here is None:
+            return math.inf
+        slowest, a = max(slowest, here), b
+    return slowest

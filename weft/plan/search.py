@@ -35,7 +35,7 @@ from weft.plan.plan import nine_digits
 from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.simulate import SimulatedStep, share, simulate
-from weft.plan.space import Limits, PlanProblem, Space, candidates, shardings
+from weft.plan.space import LATER, Limits, PlanProblem, Space, candidates, shardings
 from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, by_kind, layers_of, least_more, stage_devices
 from weft.plan.workload import Block, Workload, padded, split_weight
 
@@ -74,6 +74,9 @@ class Search:
     problem: PlanProblem
     limits: Limits = field(default_factory=Limits)
     simulated: int = 0
+    wider: Search | None = None  # one of the same problem within wider limits
+    views: list[Search] = field(default_factory=list)  # as if all devices were of one kind, for each kind (`plan.stages`)
+    _ranked: dict[tuple[Space, str], list[Bounded]] = field(default_factory=dict)
     _works: dict[object, Workload] = field(default_factory=dict)
     _plain: dict[object, _Plain] = field(default_factory=dict)
     _links: dict[object, float] = field(default_factory=dict)
@@ -149,8 +152,25 @@ class Search:
             return found
         return made if found is None or _order(made, objective) < _order(found, objective) else found
 
+    def narrowed(self, limits: Limits) -> Search:
+        """The same problem within narrower limits."""
+        return replace(self, limits=limits, wider=self)
+
+    def of(self, problem: PlanProblem) -> Search:
+        """Another batch, cluster or length of the same model, with what is known of it already."""
+        if problem.shape is self.problem.shape and problem.cluster is self.cluster:
+            return replace(self, problem=problem, wider=None, _ranked={})
+        return Search(problem, self.limits, _works=self._works if problem.shape is self.problem.shape else {})
+
     def ranked(self, space: Space, objective: str = "time") -> list[Bounded]:
         """Candidates by their bound, before what copies share is chosen; equal ones by the plainer setting."""
+        if self.wider is not None:
+            return [c for c in self.wider.ranked(space, objective) if self.limits.allows(c.setting, LATER)]
+        if (space, objective) not in self._ranked:
+            self._ranked[space, objective] = self._bounded(space, objective)
+        return self._ranked[space, objective]
+
+    def _bounded(self, space: Space, objective: str) -> list[Bounded]:
         lone = max(space.zero) == 0  # then what copies exchange is known already
         found = []
         for s in candidates(self.problem, space, self.limits):

@@ -25,6 +25,7 @@ CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage, where a schedule takes several
 MOST = 64  # samples of a micro-batch
 LARGEST = {"tp": 64, "cp": 64, "pp": 32}
 NODE = 8  # devices that share a product even where nodes have fewer
+LATER = ("zero", "keep_gathered")  # what copies share, which is chosen for each candidate by itself
 CUT_TO_MEASURE = Measure()
 
 
@@ -179,7 +180,7 @@ def candidates(problem: PlanProblem, space: Space, limits: Limits) -> Iterator[S
                 kernels=problem.kernels, dtype=problem.dtype,
                 overlap_grads=space.overlap_grads, overlap_params=space.overlap_params, overlap_sends=space.overlap_sends,
             )  # fmt: skip
-            yield from (s for s in _choices(problem, space, base) if limits.allows(s, besides=("zero", "keep_gathered")))
+            yield from (s for s in _choices(problem, space, base) if limits.allows(s, LATER))
 
 
 def _degrees(problem: PlanProblem, space: Space, pinned: bool) -> Iterator[dict[str, int]]:

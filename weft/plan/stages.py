@@ -125,7 +125,9 @@ def shared(search: Search, setting: Setting) -> Shared | None:
     if s.pp > 1 or s.dp == 1 or any(g.devices % per for g in cluster.groups):
         return None
     counts = [g.devices // per for g in cluster.groups]
-    views = [Search(replace(search.problem, cluster=as_if(cluster, g)), search.limits) for g in cluster.groups]
+    views = search.views
+    if not views:
+        views += [search.of(replace(search.problem, cluster=as_if(cluster, g))) for g in cluster.groups]
     best: Shared | None = None
     for by_size in (True, False):
         made = _dealt(views, s, counts, by_size)

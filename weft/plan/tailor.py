@@ -220,9 +220,11 @@ class Tailor:
         """What `stage_memory` says of a stage in one chunk: state and activations add up, of passing buffers the largest counts."""
         if not pieces:
             return 0.0
-        alive, held = self._alive[stage], [(self._memory_of(name, way), n) for name, way, n in pieces]
-        adds = sum(n * (m.params + m.grads + m.optimizer + alive * m.activations) for m, n in held)
-        passing, buffers = max(m.passing for m, _ in held), max(m.buffers for m, _ in held)
+        alive, adds, passing, buffers = self._alive[stage], 0.0, 0.0, 0.0
+        for name, way, n in pieces:
+            m = self._memory_of(name, way)
+            adds += n * (m.params + m.grads + m.optimizer + alive * m.activations)
+            passing, buffers = max(passing, m.passing), max(buffers, m.buffers)
         return needed(adds + passing + buffers)
 
     def _memory_of(self, name: str, way: str) -> Memory:
