@@ -211,6 +211,7 @@ def test_what_stands_around_the_blocks_is_compared(too_large: None) -> None:
 def test_a_wrong_update_is_refused(too_large: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.frontend.capture import optimizers
 
+    monkeypatch.setattr(optimizers, "_TRACED", {})
     monkeypatch.setattr(optimizers, "runs_alike", lambda *_: True)  # so that the first op that is tried, Adam with decay in the gradient, is taken
     with pytest.raises(CaptureError, match=r"(after the update|exp_avg_sq of .*) differs"):
         judged()

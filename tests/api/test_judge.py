@@ -120,6 +120,7 @@ def test_a_wrong_gradient_is_told_from_a_wrong_output() -> None:
 def test_a_wrong_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.frontend.capture import optimizers
 
+    monkeypatch.setattr(optimizers, "_TRACED", {})
     monkeypatch.setattr(optimizers, "runs_alike", lambda *_: True)  # so that the first op that is tried, Adam with decay in the gradient, is taken
     with pytest.raises(CaptureError, match=r"(after the update|exp_avg_sq of .*) differs"):
         net()

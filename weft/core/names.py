@@ -7,6 +7,7 @@ dots stand between keys. What is no string is marked by `_0x_`, so 0 and "0" are
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _ODD = re.compile(r"[^\w.]|_(?=0x)")
 _ODD_IN_A_KEY = re.compile(r"[^\w]|_(?=0x)")
@@ -18,6 +19,11 @@ def _code(found: re.Match[str]) -> str:
     return f"_0x{ord(found[0]):x}_"
 
 
+@lru_cache(1 << 14)
+def _part(key: str) -> str:
+    return _ODD_IN_A_KEY.sub(_code, key)
+
+
 def readable(path: str) -> str:
     """A path of keys with dots between them, as torch names a parameter."""
     return _ODD.sub(_code, path)
@@ -25,6 +31,8 @@ def readable(path: str) -> str:
 
 def part(key: object) -> str:
     """One key of a mapping, as a part of a name."""
+    if type(key) is str:
+        return _part(key)
     return _ODD_IN_A_KEY.sub(_code, key) if isinstance(key, str) else _OTHER + _ODD_IN_A_KEY.sub(_code, repr(key))
 
 

@@ -288,11 +288,13 @@ class Stack:
     dtype: str = ""  # of its products, where it is another than what is captured: fp8, fp4, tf32
     seq: int = 0  # tokens of a sample; 0 where samples are counted
     repeats: int = 0
+    captured_params: float = 0.0
     resized: Callable[[int], Stack] | None = None  # the same with so many tokens
     _shorts: dict[int, Short] = field(default_factory=dict)
     _places: dict[tuple[int, Setting], PlacedShort] = field(default_factory=dict)
     _works: dict[tuple[int, Setting], Workload] = field(default_factory=dict)
     _cuts: dict[tuple[str, int], float] = field(default_factory=dict)
+    _slices: dict[int, int] = field(default_factory=dict)
     _grown: dict[tuple[int, Setting], Callable[[float], Any] | None] = field(default_factory=dict)
 
     @property
@@ -301,7 +303,9 @@ class Stack:
 
     def short(self, samples: int) -> Short:
         if samples not in self._shorts:
-            self._shorts[samples] = short_of(self.at(samples))
+            captured = self.at(samples)
+            self._shorts[samples] = short_of(captured)
+            self.captured_params = float(sum(x.numel() for x in captured.parameters.values()))
         return self._shorts[samples]
 
     # -- what may be cut
@@ -312,9 +316,11 @@ class Stack:
 
     def _slice(self, cp: int) -> int:
         """What a rank of cp keeps of the value between blocks, along what is cut."""
-        placed = self._placed(Setting(cp=cp), FEW)
-        layouts = [placed.became(x).layout for end in placed.short.boundary for x in end]
-        return min(y.largest_local[at[0]] for y in layouts if (at := y.where_cut("cp")) is not None)
+        if cp not in self._slices:
+            placed = self._placed(Setting(cp=cp), FEW)
+            layouts = [placed.became(x).layout for end in placed.short.boundary for x in end]
+            self._slices[cp] = min(y.largest_local[at[0]] for y in layouts if (at := y.where_cut("cp")) is not None)
+        return self._slices[cp]
 
     def require(self, s: Setting) -> None:
         """Refuse degrees that do not divide it, and kernels that nothing captured has."""
@@ -392,6 +398,8 @@ class Stack:
     def _captured(self, cut: Setting, n: int) -> Workload:
         if (n, cut) not in self._works:
             self._works[n, cut] = _computed_in(self._made(self._placed(cut, n)), self.dtype)
+            if cut != Setting():  # of which everything was asked
+                del self._places[n, cut]
         return self._works[n, cut]
 
     def _placed(self, cut: Setting, n: int) -> PlacedShort:
@@ -414,8 +422,8 @@ class Stack:
 
     @cached_property
     def params(self) -> float:
-        captured, placed = float(sum(x.numel() for x in self.at(FEW).parameters.values())), self._placed(Setting(), FEW)
-        return captured + (self.depth - sum(placed.short.repeats)) * (placed.params(LAYER, False) + placed.params(LAYER, True))
+        placed = self._placed(Setting(), FEW)
+        return self.captured_params + (self.depth - sum(placed.short.repeats)) * (placed.params(LAYER, False) + placed.params(LAYER, True))
 
     @cached_property
     def odd(self) -> int:

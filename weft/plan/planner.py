@@ -128,7 +128,7 @@ def _stack(model: str, dtype: str, seq: int, adapt: Adapt | None, changed: tuple
     work = load(model, device="meta", dtype=kinds[dtype], **(few.settings if few else sizes))
     if adapt:
         adapt(work.model)
-    stack = Stack(model, cache(lambda n: capture(work.model, work.example(n, device="meta"), work.loss)), dtype)
+    stack = Stack(model, lambda n: capture(work.model, work.example(n, device="meta"), work.loss), dtype)
     try:
         stack.short(FEW)
     except PlanError as refused:

@@ -41,6 +41,16 @@ def leaves(name: str, value: Any, objects: bool = True, around: tuple[int, ...] 
         yield from leaves(f"{name}.{_part(value, key)}", child, objects, (*around, id(value)))
 
 
+def values(value: Any, objects: bool = True, around: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Every leaf, unnamed."""
+    inside = None if id(value) in around else children(value, objects)
+    if inside is None:
+        yield value
+        return
+    for _, child in inside:
+        yield from values(child, objects, (*around, id(value)))
+
+
 def changed(name: str, value: Any, leaf: Callable[[str, Any], Any], around: tuple[int, ...] = ()) -> Any:
     """The same structure with another value at each leaf; containers without one that changed are kept themselves."""
     inside = None if id(value) in around else children(value)

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.core.errors import RuntimeFault
 from weft.core.node import Node, toposort
 from weft.frontend.capture.alike import PLAIN
-from weft.frontend.capture.batches import leaves, tensors
+from weft.frontend.capture.batches import leaves, tensors, values
 
 DEPTH, MOST = 6, 50_000  # how deep containers and objects are followed, and how many places are kept at most
 _TENSORS = ("_parameters", "_buffers", "_modules")
@@ -694,7 +694,7 @@ def _plain_leaves(batch: Any) -> dict[str, Any]:
 
 def holds_traced(value: Any) -> bool:
     """Whether a tensor of the trace is in it, or a weak reference that is of one or of nothing any more, as recurrent layers keep them."""
-    return any(isinstance(x, FakeTensor) or (isinstance(x, weakref.ref) and _traced(x())) for _, x in leaves("", value, objects=False))
+    return any(isinstance(x, FakeTensor) or (isinstance(x, weakref.ref) and _traced(x())) for x in values(value, objects=False))
 
 
 def _traced(referred: Any) -> bool:

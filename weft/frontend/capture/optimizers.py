@@ -405,10 +405,30 @@ class Updates:
 
 
 def captured_updates(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tensor, torch.dtype]], given: Collection[str]) -> Updates:
-    """The updates of these parameters: (group, parameter, dtype of its gradient)."""
+    """The updates of these parameters: (group, parameter, dtype of its gradient). Those of torch's own optimizers, which read nothing else than
+    their groups and state, are traced once for each."""
     require_own_step(optimizer)
+    key = _key(optimizer, params, given) if type(optimizer).__module__.startswith("torch.optim.") else None
     with _alone():
-        return _captured(optimizer, params, given)
+        if key is None or key not in _TRACED:
+            made = _captured(optimizer, params, given)
+            if key is None:
+                return made
+            if len(_TRACED) >= MOST_TRACED:
+                _TRACED.clear()
+            _TRACED[key] = made
+        return _TRACED[key]
+
+
+MOST_TRACED = 64
+_TRACED: dict[Any, Updates] = {}
+
+
+def _key(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tensor, torch.dtype]], given: Collection[str]) -> Any:
+    """All that the trace of torch's own step depends on."""
+    groups = tuple(tuple(sorted((k, type(x), repr(x)) for k, x in g.items() if k not in ("params", "param_names"))) for g in optimizer.param_groups)
+    kinds = tuple((i, type(p), tuple(p.shape), p.stride(), p.device, p.dtype, dtype, _signature(optimizer, p)) for i, p, dtype in params)
+    return type(optimizer), type(optimizer).step, groups, kinds, frozenset(given), torch.get_default_dtype()
 
 
 def _captured(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tensor, torch.dtype]], given: Collection[str]) -> Updates:
@@ -425,7 +445,8 @@ def _captured(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tens
     for m in kinds.values() if stood.questions.open else ():  # each kind by itself, so that answers do not multiply
         alone, what = _traced(optimizer, [params[m[0]]], given)
         made[m[0]], tried = _update(alone, what, "p0"), [*tried, alone]
-    full = {m[0]: _recognised(optimizer, params[m[0]], made[m[0]], given) for m in kinds.values()}
+    known: dict[Any, tuple[Known, dict[str, Any]] | None] = {}
+    full = {m[0]: _recognised(optimizer, params[m[0]], made[m[0]], given, known, (i, *kind)) for (i, _, *kind), m in kinds.items()}
     shared = {j: full[m[0]] for m in kinds.values() for j in m}
     return _updates(tried, out, [shared[j] for j in range(len(params))], True)
 
@@ -500,12 +521,25 @@ def _updates(tried: Sequence[_Stood], out: Mapping[Leaf, Node], of: Sequence[Upd
     return Updates(of, groups, settings, inputs.get(f"{COUNT}."), {k: x for stood in tried for k, x in stood.questions.guards.items()}, apart)
 
 
-def _recognised(optimizer: torch.optim.Optimizer, param: tuple[int, Tensor, torch.dtype], update: Update, given: Collection[str]) -> Update:
-    """The update with the arithmetic of one element, and the op that computes the same, where there are such."""
+def _recognised(
+    optimizer: torch.optim.Optimizer, param: tuple[int, Tensor, torch.dtype], update: Update, given: Collection[str],
+    seen: dict[Any, tuple[Known, dict[str, Any]] | None], kind: Any,
+) -> Update:  # fmt: skip
+    """The update with the arithmetic of one element, and the op that computes the same, where there are such. Kinds that differ in shape alone
+    and do the same to an element are tried once."""
     tensors = [s for s in update.outputs if s != "param" and s not in update.counted]
     body = body_of(update.inputs, update.outputs, tensors)
     if body is None:
         return update
+    if (kind, body.text) not in seen:
+        seen[kind, body.text] = _known(optimizer, param, tensors, given)
+    return replace(update, known=seen[kind, body.text], body=body)
+
+
+def _known(
+    optimizer: torch.optim.Optimizer, param: tuple[int, Tensor, torch.dtype], tensors: Sequence[str], given: Collection[str]
+) -> tuple[Known, dict[str, Any]] | None:
+    """The op that computes what the optimizer does to a parameter, with its attributes."""
     group = optimizer.param_groups[param[0]]
     for known in KNOWN:
         if set(known.states) != set(tensors) or not known.fits(group):
@@ -518,8 +552,8 @@ def _recognised(optimizer: torch.optim.Optimizer, param: tuple[int, Tensor, torc
         counts = {tried.inputs[s]: -1 for s in tried.counted} | {n: 0 for name, n in inputs.items() if name == f"{COUNT}."}
         for attrs in known.attributes(group) if same is not None else ():
             if runs_alike(known, attrs, same, settings, counts):
-                return replace(update, known=(known, attrs), body=body)
-    return replace(update, body=body)
+                return known, attrs
+    return None
 
 
 # -- what an optimizer has already -------------------------------------------------------------------------------------------------------------
