@@ -410,7 +410,8 @@ class Stack:
     def _made(self, placed: PlacedShort) -> Workload:
         s = placed.setting
         short = placed.short
-        *others, layer = (placed.block("layer", row) for row in short.rows)
+        names = (*(f"layer of kind {i}" for i in range(len(short.rows) - 1)), "layer")
+        *others, layer = (placed.block(name, row) for name, row in zip(names, short.rows, strict=True))
         last = _together([placed.block("last", part) for part in range(2, short.last + 1, 2)])
         halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if short.half else ()
         passed = max(sum(held(placed.became(x)) for x in end) for end in short.boundary)
