@@ -140,3 +140,9 @@ def test_copies_of_a_row_cross_to_another_node_once() -> None:
     once, often = (collectives.seconds(place, "all_to_all", 64 * MIB, Ranks((8, 32)), copies) for copies in (1, 8))
     assert once / 4 < often < once / 1.8  # 8 copies lie on 3.6 of 4 nodes
     assert collectives.seconds(place, "all_to_all", 64 * MIB, Ranks((8, 32)), 1) == once
+
+
+def test_a_product_with_no_rows_is_priced_as_an_aligned_one() -> None:
+    """All of its sizes may be odd where no tensor of it is contiguous along one."""
+    device = load("A100").device
+    assert device_seconds(device, Gemm(64, 64, 64, 1, "bf16", loose="mnk")) == device_seconds(device, Gemm(64, 64, 64, 1, "bf16"))

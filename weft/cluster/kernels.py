@@ -91,8 +91,8 @@ def quantise(device: Device, m: Any, k: Any) -> Any:
 
 
 def _alignment(device: Device, dtype: str, sizes: tuple[Any, ...]) -> Any:
-    """Rows should be multiples of 16 bytes. Units that multiply single fp32 numbers do not mind."""
-    if dtype == "fp32" and device.get("units") > 1:
+    """Rows should be multiples of 16 bytes. Units that multiply single fp32 numbers do not mind, and tensors of one number have no rows."""
+    if not sizes or dtype == "fp32" and device.get("units") > 1:
         return 1.0
     want = int(math.log2(16 / WIDTH[dtype]))
     missing = want - np.minimum(want, np.minimum.reduce([_twos(x) for x in sizes]))

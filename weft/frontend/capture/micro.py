@@ -67,7 +67,7 @@ def require_gradients(captured: Captured) -> None:
     if not captured.gradients:
         raise PlanError(
             "a step in micro-batches needs gradients that follow from the forward pass",
-            needed="a model without autograd functions of its own",
+            needed="no hooks of the backward pass, and autograd functions of one result",
             found="one that was traced together with its backward pass",
             try_="a plan without pp, micro and accumulate",
         )
