@@ -111,8 +111,8 @@ class HuggingFace:
         self.model = getattr(transformers, kind)(config).to(dtype)
         self.batch, self.size, self.vocab, self.dtype = batch, size, getattr(config, "vocab_size", 0), dtype
 
-    def example(self) -> dict[str, torch.Tensor]:
-        random = torch.Generator().manual_seed(1)
+    def example(self, seed: int = 1) -> dict[str, torch.Tensor]:
+        random = torch.Generator().manual_seed(seed)
         if not self.vocab:
             pixels = torch.randn(self.batch, 3, self.size, self.size, generator=random).to(self.dtype)
             return {"pixel_values": pixels, "labels": torch.randint(0, 1000, (self.batch,), generator=random)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from bench import _gpu
 from bench._gpu_rank import Rank
 
 STAGES = {
-    "hosts": _gpu.Stage("plans", limit=120, backend=_gpu.NCCL, settings={"hosts": True}),
-    "symmetric": _gpu.Stage("plans", limit=120, settings={"hosts": False}),
+    "hosts": _gpu.Stage("plans", limit=60, backend=_gpu.NCCL, settings={"hosts": True}),
+    "symmetric": _gpu.Stage("plans", limit=60, settings={"hosts": False}),
 }
 PLANS = (
     "dp4;dp4,zero1;dp4,zero3;tp4;tp4,sp;dp2,tp2;cp4,ring;dp2,pp2,micro4;pp4,micro4;pp4,micro4,gpipe;pp4,micro4,zero-bubble;"
@@ -29,7 +30,7 @@ PLANS = (
 SIZES = {True: {"layers": 8, "hidden": 512, "heads": 8, "vocab": 4096, "seq": 256, "batch": 16},  # on a GPU
          False: {"layers": 8, "hidden": 32, "heads": 4, "vocab": 64, "seq": 8, "batch": 8}}  # fmt: skip
 CLOSE = {torch.bfloat16: 1e-3, torch.float32: 1e-3}  # relative, of losses
-STEPS = 5
+STEPS, EACH = 5, 30.0  # seconds that a plan may take to compile and run
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +44,8 @@ def gpu_plans(
 ) -> None:  # fmt: skip
     """Losses under every kind of plan against torch on one device."""
     settings = {"plans": plans.split(";") * times, "dtype": dtype}
-    _gpu.report("gpu-plans", _gpu.run_stages("bench.gpu_plans", STAGES, stages, ranks, device, **settings), json)
+    timed = {name: replace(stage, limit=stage.limit + EACH * len(settings["plans"])) for name, stage in STAGES.items()}
+    _gpu.report("gpu-plans", _gpu.run_stages("bench.gpu_plans", timed, stages, ranks, device, **settings), json)
 
 
 def plans(me: Rank, plans: list[str], hosts: bool, dtype: str) -> None:

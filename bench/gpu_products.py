@@ -1,6 +1,6 @@
 """Products beside their collective, in bf16 on ranks that share a GPU: weft's ways, torch's fused ops, and one after the other.
 
-    python -m bench.gpu_products [--stages sums,gather] [--ranks 4] [--quick] [--json]
+    python -m bench.gpu_products [--stages sums,gather] [--ranks 4] [--shapes "4096,3072,8192;..."] [--quick] [--json]
 
 `sums`: a product whose terms are summed over the ranks, scattered or whole (K / ranks each). `gather`: rows are gathered and multiplied
 (N / ranks each), with a trace of the fastest way. Every way is compared with float32 products before it is timed and after.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,24 +40,27 @@ def register(app: typer.Typer) -> None:
 
 
 def products(
-    stages: str = typer.Option(",".join(STAGES)), ranks: int = _gpu.RANKS, quick: bool = _gpu.QUICK, json: bool = _gpu.JSON
-) -> None:
+    stages: str = typer.Option(",".join(STAGES)), ranks: int = _gpu.RANKS, quick: bool = _gpu.QUICK, json: bool = _gpu.JSON,
+    shapes: str = typer.Option("", help="M,N,K of all ranks together, with semicolons between."),
+) -> None:  # fmt: skip
     """GEMM + reduce_scatter, GEMM + all_reduce and all_gather + GEMM on one GPU; --quick: the largest shape alone."""
-    _gpu.report("gpu-products", _gpu.run_stages("bench.gpu_products", STAGES, stages, ranks, quick=quick), json)
+    wanted = [tuple(map(int, one.split(","))) for one in shapes.split(";")] if shapes else SHAPES[-1:] if quick else SHAPES
+    _gpu.report("gpu-products", _gpu.run_stages("bench.gpu_products", STAGES, stages, ranks, shapes=wanted), json)
 
 
-def sums(me: Rank, quick: bool) -> None:
-    for shape in reversed(SHAPES[-1:] if quick else SHAPES):
+def sums(me: Rank, shapes: list[list[int]]) -> None:
+    for m, n, k in reversed(shapes):
         for op in SUMS:
-            fastest(me, op, shape)
+            fastest(me, op, (m, n, k))
         torch.cuda.empty_cache()
 
 
-def gather(me: Rank, quick: bool) -> None:
+def gather(me: Rank, shapes: list[list[int]]) -> None:
     from bench import _gpu_overlap
 
     check_carrying(me)
-    for shape in reversed(SHAPES[-1:] if quick else SHAPES):
+    for m, n, k in reversed(shapes):
+        shape = m, n, k
         way = fastest(me, "gather_product", shape)
         if shape == SHAPES[-1]:
             x, w = Case(me, "gather_product", shape).operands
@@ -171,7 +175,8 @@ def torch_fused(case: Case, way: Any) -> tuple[dict[str, float], dict[str, float
     call = calls.get(case.op)
     if call is None or case.me.tried(f"torch's {case.op}", call) is None:
         return {}, {}
-    ways: dict[Any, Call] = {"weft": functools.partial(case.run, way), "torch_fused": call}
+    plain = replace(way, chunks=1, lines=1)
+    ways: dict[Any, Call] = {"weft": functools.partial(case.run, way), "weft plain": functools.partial(case.run, plain), "torch_fused": call}
     return case.me.time_graphs({"torch_fused": call}), rounded(case.me.time_calls(ways, rounds=5, calls=20))
 
 

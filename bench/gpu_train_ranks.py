@@ -1,6 +1,6 @@
 """Training steps of a GPT on ranks that share a GPU, against DDP and FSDP2.
 
-    python -m bench.gpu_train_ranks [--stages hosts,symmetric] [--plans "dp4;dp4,zero1 lanes2"] [--quick] [--json]
+    python -m bench.gpu_train_ranks [--stages hosts,symmetric] [--plans "dp4;dp4,zero1 lanes2"] [--model gpt|llama] [--quick] [--json]
 
 `hosts`: every rank is a host of its own to NCCL, which joins them by sockets. `symmetric`: ranks map each other's memory, and torch's ways
 have their collectives replaced by ones over the same memory. Losses of three steps are compared before anything is timed.
@@ -20,6 +20,7 @@ import typer
 from bench import _gpu
 from bench._gpu_memory import Memory
 from bench._gpu_rank import Rank, timed_row
+from bench._gpu_train_model import HuggingFace
 
 STAGES = {
     "hosts": _gpu.Stage("train", limit=300, backend=_gpu.NCCL, settings={"hosts": True}),
@@ -27,6 +28,10 @@ STAGES = {
 }
 SIZES = {True: {"layers": 4, "hidden": 768, "heads": 12, "vocab": 8192, "seq": 512, "batch": 8},  # on a GPU
          False: {"layers": 1, "hidden": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2}}  # fmt: skip
+LLAMA = {True: ({"num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,  # 0.37 billion, bf16
+                 "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048}, 8, 1024),
+         False: ({"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,
+                  "vocab_size": 64, "max_position_embeddings": 16}, 8, 8)}  # fmt: skip
 CLOSE = 2e-3  # relative, of losses
 Step = Callable[[Any], Any]  # from a global batch to the loss, of this rank's part or of all
 
@@ -38,35 +43,36 @@ def register(app: typer.Typer) -> None:
 def train_ranks(
     stages: str = typer.Option(",".join(STAGES)),
     plans: str = typer.Option("", help="With semicolons between; ` lanesN` after one: its messages over N groups, not as measured."),
+    model: str = typer.Option("gpt", help="gpt: of the zoo, fp32. llama: of transformers, bf16, every way compiled."),
     ranks: int = _gpu.RANKS, device: str = _gpu.DEVICE, quick: bool = _gpu.QUICK, json: bool = _gpu.JSON,
 ) -> None:  # fmt: skip
     """parallelize()'s steps against DDP and FSDP2, over NCCL sockets and over symmetric memory."""
     some = [f"dp{ranks}", f"dp{ranks},zero1", *([] if quick else [f"dp{ranks},zero3"])]
-    settings = {"plans": plans.split(";") if plans else some, "quick": quick}
+    settings = {"plans": plans.split(";") if plans else some, "quick": quick, "model": model}
     _gpu.report("gpu-train-ranks", _gpu.run_stages("bench.gpu_train_ranks", STAGES, stages, ranks, device, **settings), json)
 
 
-def train(me: Rank, plans: list[str], hosts: bool, quick: bool) -> None:
+def train(me: Rank, plans: list[str], hosts: bool, quick: bool, model: str) -> None:
     if hosts:
         me.become_host()
+    race = Race(me, None if hosts else Memory(me), model)
+    if model == "llama":
+        race.run(plans, {"ddp compiled": compiled_ddp, "fsdp2 compiled": compiled_fsdp2} if me.cuda else {"ddp": ddp})
+        return
     compiled = {"ddp compiled": compiled_ddp} if me.cuda and not hosts and not quick else {}
-    Race(me, None if hosts else Memory(me)).run(plans, {"ddp": ddp, "fsdp2": fsdp2, **compiled})
+    race.run(plans, {"ddp": ddp, "fsdp2": fsdp2, **compiled})
 
 
 class Race:
     """One model, and ways to train it that were seen to give the same losses."""
 
-    def __init__(self, me: Rank, over: Memory | None) -> None:
-        import weft_zoo as zoo
-
+    def __init__(self, me: Rank, over: Memory | None, model: str) -> None:
         torch.set_float32_matmul_precision("high")
-        sizes = dict(SIZES[me.cuda])
-        batch = sizes.pop("batch") * me.world
-        self.me, self.over, self.losses = me, over, dict[str, list[float]]()
-        self.workload = zoo.get("gpt2", device="cpu", dropout=0.0, **sizes)
-        self.batches = [{k: v.to(me.device) for k, v in self.workload.example(batch, seed=i).items()} for i in range(3)]
+        self.me, self.over, self.losses, self.name = me, over, dict[str, list[float]](), model
+        self.workload, batches = llama(me) if model == "llama" else gpt(me)
+        self.batches = [{k: v.to(me.device) for k, v in batch.items()} for batch in batches]
         count = sum(p.numel() for p in self.workload.model.parameters())
-        me.say(note="model", parameters=count, batch=batch, **sizes)
+        me.say(note="model", parameters=count, shapes={k: list(v.shape) for k, v in self.batches[0].items()})
 
     def run(self, plans: list[str], makers: dict[str, Callable[[Race], Step]]) -> None:
         peers = {name: step for name, make in makers.items() if (step := self.started(name, make)) is not None}
@@ -102,7 +108,21 @@ class Race:
         batch = self.batches[0]
         ms = self.me.time_calls({name: (lambda one=one: one(batch)) for name, one in {"weft": step, **peers}.items()})
         same = f"losses of three steps equal {next(iter(self.losses))}'s to {self.apart(plan):.1e}"
-        self.me.say(**timed_row(f"gpt {plan}", ms, how=step.how, correct=same))
+        self.me.say(**timed_row(f"{self.name} {plan}", ms, how=step.how, correct=same))
+
+
+def gpt(me: Rank) -> tuple[Any, list[Any]]:
+    import weft_zoo as zoo
+
+    sizes = dict(SIZES[me.cuda])
+    batch = sizes.pop("batch") * me.world
+    workload = zoo.get("gpt2", device="cpu", dropout=0.0, **sizes)
+    return workload, [workload.example(batch, seed=i) for i in range(3)]
+
+
+def llama(me: Rank) -> tuple[Any, list[Any]]:
+    workload = HuggingFace("LlamaForCausalLM", *LLAMA[me.cuda], torch.bfloat16)
+    return workload, [workload.example(i) for i in range(3)]
 
 
 # -- ways to train -------------------------------------------------------------------------------------------------------------
@@ -143,7 +163,11 @@ def compiled_ddp(race: Race) -> Step:
     return ddp(race, compiled=True)
 
 
-def fsdp2(race: Race) -> Step:
+def compiled_fsdp2(race: Race) -> Step:
+    return fsdp2(race, compiled=True)
+
+
+def fsdp2(race: Race, compiled: bool = False) -> Step:
     """fully_shard per block and over the whole; over symmetric memory by custom collectives."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -152,6 +176,8 @@ def fsdp2(race: Race) -> Step:
     model, mesh = copy.deepcopy(race.workload.model).to(race.me.device), DeviceMesh.from_group(dist.group.WORLD, race.me.device.type)
     for blocks in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
         for block in blocks:
+            if compiled:
+                block.compile()
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for module in model.modules():
