@@ -27,12 +27,17 @@ PRIME = 2**31 - 1
 # -- the global value ----------------------------------------------------------------------------------------------------------
 
 
-def run_global(program: Program, inputs: Mapping[str, torch.Tensor], *, prime: int | None = None) -> dict[str, torch.Tensor]:
-    """The outputs as one device would compute them; with `prime`, exactly, over integers mod that prime."""
+def run_global(
+    program: Program, inputs: Mapping[str, torch.Tensor], *, prime: int | None = None, device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
+    """The outputs as one device would compute them; with `prime`, exactly, over integers mod that prime. On `device` is made what is made
+    of nothing."""
     values: dict[Node, Value] = {}
     last = {a: node for node in program.nodes for a in node.args} | {n: None for _, n in program.outputs}
     for node in program.nodes:
         values[node] = _whole(inputs, node) if node.op.name == "input" else _meaning(node, [values[a] for a in node.args], prime)
+        if device is not None and not node.args and isinstance(values[node], torch.Tensor):
+            values[node] = values[node].to(device)
         for a in {a for a in node.args if last[a] is node}:
             del values[a]  # nobody reads it any more
     return {name: values[n] for name, n in program.outputs}
