@@ -54,7 +54,7 @@ class Compiled:
         self.groups = {a: self.device_mesh.get_group(a) if self.device_mesh is not None else None for a in program.mesh.axes}
         self.coords = program.mesh.coords(self.rank)
         held = {name: n for name, n in program.input_names.items() if n.layout.present(self.coords)}
-        self._expected = {name: (n, n.layout.local_shape(self.coords)) for name, n in held.items()}
+        self._expected = [(name, torch.Size(n.layout.local_shape(self.coords)), n.dtype) for name, n in held.items()]
         peers = _peers(program, self.groups, self.device)
         on = {a: _near(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
         on = with_lanes(program, on, self.device) if together else on
@@ -116,16 +116,13 @@ class Compiled:
             return self._step(inputs)  # type: ignore[no-any-return]
 
     def _check(self, inputs: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
-        for name, (node, shape) in self._expected.items():
-            if name in known:
-                continue
+        for name, shape, dtype in self._expected:
             x = inputs.get(name)
-            if x is None or tuple(x.shape) != shape or x.dtype != node.dtype:
-                found = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
+            if (x is None or x.shape != shape or x.dtype != dtype) and name not in known:
                 raise RuntimeFault(
                     f"input {name!r} of {self.program.name} on rank {self.rank}",
-                    needed=f"{node.dtype} {list(shape)}, this rank's part of {node.type}",
-                    found=found,
+                    needed=f"{dtype} {list(shape)}, this rank's part of {self.program.input_names[name].type}",
+                    found="nothing" if x is None else f"{x.dtype} {list(x.shape)}",
                 )
 
     def scatter(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

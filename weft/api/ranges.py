@@ -146,7 +146,7 @@ class Code:
         fused = [{k: _alike(plan_of(call, c.coords)) for k, call in c.code.calls.items()} for c in made]
         if any(x != fused[0] for x in fused):
             raise Unexplained("fused kernels of other sizes")
-        self.shapes = explained(sizes, [{n: shape for n, (_, shape) in c._expected.items()} for c in made])
+        self.shapes = explained(sizes, [{n: tuple(shape) for n, shape, _ in c._expected} for c in made])
         self.layouts = list(_cut_layouts(sizes, [c.program for c in made]))
 
     def at(self, sizes: Sizes) -> Compiled:
