@@ -96,8 +96,8 @@ class Ways:
 
 
 class HuggingFace:
-    """A model of transformers built from its configuration with random weights. Its attention is causal by the flag of torch's kernel, not
-    by a mask written out, which transformers would hand over while compiling: then every way of running it skips the same half."""
+    """A model of transformers built from its configuration with random weights. Its attention is causal or not by the flag of torch's kernel,
+    never by a mask written out, which transformers would hand over while compiling: so every way of running it can use the same kernel."""
 
     def __init__(self, kind: str, settings: dict[str, Any], batch: int, size: int, dtype: torch.dtype) -> None:
         import transformers
@@ -106,7 +106,7 @@ class HuggingFace:
 
         ALL_ATTENTION_FUNCTIONS.register("by_flag", sdpa_attention_forward)
         config = getattr(transformers, kind).config_class(**settings)
-        config._attn_implementation = "by_flag" if "CausalLM" in kind or "LMHead" in kind else config._attn_implementation
+        config._attn_implementation = "by_flag"
         torch.manual_seed(0)
         self.model = getattr(transformers, kind)(config).to(dtype)
         self.batch, self.size, self.vocab, self.dtype = batch, size, getattr(config, "vocab_size", 0), dtype
