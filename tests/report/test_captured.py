@@ -98,7 +98,7 @@ def test_a_captured_plan_is_explained_by_a_search(module: str, tmp_path: Path, m
     monkeypatch.setattr("weft.plan.graph.explain.explain_captured", lambda plan, say: iter([told]))
     planned(module, 2).save(tmp_path / "plan.json")
     text = report(tmp_path / "plan.json", run_model=True)[0].read_text()
-    assert "Each decision, and why not otherwise" in text and "+0.25 ms" in text and "−500.0 MB" in text
+    assert "Each decision and its runner-up" in text and "+0.25 ms" in text and "−500.0 MB" in text
 
 
 def test_the_file_that_a_foreign_plan_names_is_not_run(tmp_path: Path) -> None:
