@@ -13,21 +13,30 @@ from weft.runtime import grouped
 T, K, E, D, F = 10, 2, 6, 16, 24
 
 
+def gated_by(act, gate, up):
+    if not act.startswith("clamped"):
+        return grouped.ACTIVATIONS[act](gate) * up
+    gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
+    return gate / (1 + torch.exp(-1.7 * gate)) * (up + 1)
+
+
 def _plain(x, picks, weights, up, down, *gate, act, first):
     """Every token through the experts it picked, in Python."""
     out = torch.zeros_like(x)
     for t in range(x.shape[0]):
         for j, e in enumerate((picks[t] - first).tolist()):
             if 0 <= e < up.shape[0]:
-                h = grouped.ACTIVATIONS[act](x[t] @ gate[0][e].T) * (x[t] @ up[e].T) if gate else grouped.ACTIVATIONS[act](x[t] @ up[e].T)
+                h = gated_by(act, x[t] @ gate[0][e].T, x[t] @ up[e].T) if gate else grouped.ACTIVATIONS[act](x[t] @ up[e].T)
                 out[t] = out[t] + weights[t, j] * (h @ down[e].T)
     return out
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("first", "count"), [(0, 6), (2, 3), (5, 1)])
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "clamped:1.7:2.0:1.0"])
 def test_values_and_gradients_are_torchs(gated, first, count, act):
+    if act.startswith("clamped") and not gated:
+        pytest.skip("gates alone are clamped")
     torch.manual_seed(first)
     picks = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)])  # the last expert is picked by nobody
     x, weights = torch.randn(T, D), torch.rand(T, K)

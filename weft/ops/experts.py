@@ -30,6 +30,15 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
 }
 
 
+def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate) * up; by `clamped:A:L:S`, of gates up to L and ups between -L and L, gate * sigmoid(A gate) * (up + S)."""
+    if not act.startswith("clamped:"):
+        return ACTIVATIONS[act][0](gate) * up
+    slope, limit, shift = map(float, act.split(":")[1:])
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(slope * gate) * (up.clamp(-limit, limit) + shift)
+
+
 def _equation(types: Types, attrs: Attrs) -> Equation:
     """x, picks, weights, up, down and, for gated experts, gate -> like x."""
     return Equation((TOKENS, PICKS, PICKS, UP, DOWN, UP)[: len(types)], (TOKENS,), whole=WHOLE)
@@ -42,7 +51,7 @@ def _through(held: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor
         token, place = torch.where(picks == expert)
         rows = x[token]
         y = rows @ up[i].T
-        y = ACTIVATIONS[act][0](rows @ gate[0][i].T) * y if gate else ACTIVATIONS[act][0](y)
+        y = gated(act, rows @ gate[0][i].T, y) if gate else ACTIVATIONS[act][0](y)
         out = out.index_add(0, token, (y @ down[i].T) * weights[token, place, None])
     return out
 

@@ -76,6 +76,10 @@ def _hidden(rows: Tensor, up: Tensor, gate: tuple[Tensor, ...], s: Sorted) -> li
 
 
 def _activated(y: Tensor, *gate: Tensor, act: str) -> Tensor:
+    if act.startswith("clamped:"):
+        slope, limit, shift = map(float, act.split(":")[1:])
+        g = gate[0].clamp(max=limit)
+        return g * torch.sigmoid(slope * g) * (y.clamp(-limit, limit) + shift)
     f = ACTIVATIONS[act]
     return f(gate[0]) * y if gate else f(y)
 

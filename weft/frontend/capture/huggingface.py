@@ -12,18 +12,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, sigmoid
+from torch.nn.functional import silu
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node
 from weft.frontend.capture.experts import apply
 from weft.frontend.capture.known import fixed, through
 from weft.frontend.capture.modes import hear
+from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
+from weft.ops import pointwise as w
+from weft.ops.embed import take
 from weft.ops.experts import ACTIVATIONS
-from weft.ops.shape import narrow, permute, reshape
+from weft.ops.fill import full
+from weft.ops.linalg import einsum
+from weft.ops.norm import to_dtype
+from weft.ops.shape import concat, narrow, permute, reshape
 
 NAME = "weft"
+EVEN = 8  # features that biases take, so that rows stay whole lines
 
 
 @contextmanager
@@ -99,36 +107,66 @@ def experts(r: Recorder, module: nn.Module, x: Tensor, picks: Tensor, weights: T
         r.assume(f"{type(module).__name__} is computed as transformers' batched_mm does: each token's experts are gathered for it")
         return batched_mm_experts_forward(module, x, picks, weights)
     gated, turned = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
-    first = module.gate_up_proj if gated else module.up_proj
-    return hear(r, None, _stored_experts, (x, picks, weights, first, module.down_proj, act, gated, turned), {})
+    name = "gate_up_proj" if gated else "up_proj"
+    biases = [getattr(module, f"{n}_bias") for n in (name, "down_proj")] if getattr(module, "has_bias", False) else []
+    how = act, gated, turned, getattr(module, "is_concatenated", True)
+    return hear(r, None, _stored_experts, (x, picks, weights, getattr(module, name), module.down_proj, *how, *biases), {})
 
 
 def _activation(r: Recorder, module: Any) -> str | None:
-    """The activation, where the experts have no biases and no norm, and act(gate) * up, or act(up), is what they compute."""
-    if any(getattr(module, k, False) for k in ("has_bias", "has_post_expert_norm", "_is_expert_parallel")) or r.joint:
+    """The activation, where the experts have no norm, and act(gate) * up, its clamped form, or act(up) is what they compute."""
+    if any(getattr(module, k, False) for k in ("has_post_expert_norm", "_is_expert_parallel")) or r.joint:
         return None
     gated = getattr(module, "has_gate", True)
     weight = module.gate_up_proj if gated else module.up_proj
     wide = weight.shape[-1 if getattr(module, "is_transposed", False) else 1]
     probe = r.placeholder(weight.new_empty((1, wide)))
     made = r.node(module._apply_gate(probe) if gated else module.act_fn(probe))
-    gate, up = probe.chunk(2, dim=-1)
+    gate, up = probe.chunk(2, dim=-1) if getattr(module, "is_concatenated", True) else (probe[..., ::2], probe[..., 1::2])
     for name, (act, _) in ACTIVATIONS.items():
         if made in ([r.node(act(gate) * up), r.node(up * act(gate))] if gated else [r.node(act(probe))]):
             return name
+    return _clamped(r, module, gate, up, made) if gated and r.capacity is None else None
+
+
+def _clamped(r: Recorder, module: Any, gate: Tensor, up: Tensor, made: Node) -> str | None:
+    """The activation of gates and ups that are clamped, by the module's own slope and limit."""
+    slope, limit = getattr(module, "alpha", 1.0), getattr(module, "limit", None)
+    if not isinstance(slope, (int, float)) or not isinstance(limit, (int, float)):
+        return None
+    gate, up = gate.clamp(min=None, max=limit), up.clamp(min=-limit, max=limit)
+    for glu in (gate * sigmoid(gate * slope), silu(gate)) if slope == 1 else (gate * sigmoid(gate * slope),):
+        for shift, moved in ((0.0, up), (1.0, up + 1)):
+            if made in (r.node(moved * glu), r.node(glu * moved)):
+                return f"clamped:{slope}:{limit}:{shift}"
     return None
 
 
-def _stored_experts(r: Recorder, x: Node, picks: Node, weights: Node, first: Node, down: Node, act: str, gated: bool, turned: bool) -> Node:
-    up, gate = _up_and_gate(first, 2 if turned else 1) if gated else (first, None)
+def _stored_experts(
+    r: Recorder, x: Node, picks: Node, weights: Node, first: Node, down: Node, act: str, gated: bool, turned: bool, beside: bool, *biases: Node
+) -> Node:
+    up, gate = _up_and_gate(first, 2 if turned else 1, beside) if gated else (first, None)
     if turned:
         up, down, gate = (None if v is None else permute(v, (0, 2, 1)) for v in (up, down, gate))
-    return apply(r, x, picks, weights, up, down, gate, act)
+    if not biases:
+        return apply(r, x, picks, weights, up, down, gate, act)
+    x, up, down, gate, *biases = lowered(r, x, up, down, gate, *biases)
+    ups = _up_and_gate(biases[0], 1, beside) if gated else (biases[0], None)
+    up, gate = (None if v is None else _wider(v, 2, reshape(b, (*b.shape, 1))) for v, b in zip((up, gate), ups, strict=True))
+    out = apply(r, _wider(x, 1, full((x.shape[0], 1), 1.0, x.mesh, x.dtype)), picks, weights, up, _wider(down, 1), gate, act)
+    return w.add(narrow(out, 1, 0, x.shape[1]), einsum("tk,tkd->td", to_dtype(weights, x.dtype), take(biases[1], picks, dim=0)))
 
 
-def _up_and_gate(both: Node, dim: int) -> tuple[Node, Node]:
-    """The joined dim is split in two, so that what is inside a half can be cut."""
+def _wider(x: Node, dim: int, *more: Node) -> Node:
+    """With eight more features, zeros but for what is given: a bias is the weight of a feature that is always 1."""
+    shape = tuple(EVEN - len(more) if d == dim else n for d, n in enumerate(x.shape))
+    return concat([x, *more, full(shape, 0.0, x.mesh, x.dtype)], dim)  # type: ignore[no-any-return]
+
+
+def _up_and_gate(both: Node, dim: int, beside: bool) -> tuple[Node, Node]:
+    """The joined dim is split in two, so that what is inside a half can be cut; the halves stand side by side, or in turn."""
     half = both.shape[dim] // 2
-    pair = reshape(both, (*both.shape[:dim], 2, half, *both.shape[dim + 1 :]))
-    gate, up = (reshape(narrow(pair, dim, i, i + 1), (*both.shape[:dim], half, *both.shape[dim + 1 :])) for i in range(2))
+    pair = reshape(both, (*both.shape[:dim], *((2, half) if beside else (half, 2)), *both.shape[dim + 1 :]))
+    at = dim if beside else dim + 1
+    gate, up = (reshape(narrow(pair, at, i, i + 1), (*both.shape[:dim], half, *both.shape[dim + 1 :])) for i in range(2))
     return up, gate
