@@ -15,6 +15,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weft import interp
 from weft.api.compiled import Compiled, plan_of
 from weft.core.layout import Layout
@@ -157,7 +159,7 @@ class Code:
         exec(self.code, names)  # the text is weft's own
         made, step = copy.copy(self.base), names["step"]
         shapes = self.shapes(sizes)
-        made._expected = {n: (node, shapes[n]) for n, (node, _) in self.base._expected.items()}
+        made._expected = [(n, torch.Size(shapes[n]), dtype) for n, _, dtype in self.base._expected]
         made._step = lambda inputs: step(inputs, numbers)
         return made
 
