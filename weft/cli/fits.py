@@ -81,7 +81,8 @@ def _show(name: str, model: Model, answer: Answer, place: str) -> None:
 
     low, high = memory_spread().of(answer.memory.total / 1e9)
     length = f", sequences of {model.seq:,}" if model.seq else ""
-    results().print(f"[bold]{name}[/] on {place}: {model.params / 1e9:,.2f}B parameters{length}", highlight=False)
+    size = f"{model.params / 1e9:,.2f}B" if model.params >= 1e8 else f"{model.params / 1e6:,.1f}M"
+    results().print(f"[bold]{name}[/] on {place}: {size} parameters{length}", highlight=False)
     said = "[green]it fits[/]" if answer.fits else "[red]it does not fit[/]"
     needs = f"{answer.memory.total / 1e9:.1f} ({low:.1f} to {high:.1f}) of {answer.has / 1e9:.1f} GB"
     results().print(f"{said}: {needs} with {describe(answer.setting)}", highlight=False)
