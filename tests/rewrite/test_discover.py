@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import weft
 from weft import Mesh, P, S, f64, i64, interp, trace
+from weft.cli import app
 from weft.core.node import OPS
 from weft.core.program import Program
 from weft.ops.embed import take
@@ -234,3 +236,42 @@ def test_the_interpreter_agrees_with_a_rediscovered_form() -> None:
     q = reached(p, lambda q: comm(q) == ["all_reduce"])
     given = {k: torch.randn(4, dtype=torch.float64) for k in "ab"}
     assert torch.allclose(interp.run(p, given)["out"], interp.run(q, given)["out"])
+
+
+MIDDLE = """
+import weft
+from weft.ops.registry import Kind
+
+middle = weft.define(
+    "middle", kind=Kind.POINTWISE, equation="i j, i j -> i j", linear=(frozenset({0, 1}),), run=lambda x, y: (x + y) / 2,
+    vjp=lambda n, ct: (ct * 0.5, ct * 0.5), field=lambda prime, x, y: (x + y) * ((prime + 1) // 2) % prime,
+)
+plain = 3
+"""
+
+
+def test_rules_of_an_op_of_a_file_are_found_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(MIDDLE)
+    try:
+        done = CliRunner().invoke(app, ["discover", "--op", f"{path}:middle", "--max-ops", "1", "--json"])
+    finally:
+        OPS.pop("middle", None)
+    assert done.exit_code == 0
+    shown = [line for line in done.output.splitlines() if line.startswith("rung")]
+    assert any("middle(x, y) == middle(y, x)" in line for line in shown)
+    assert all("middle" in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("mine.py:plain", "has no op plain"), ("mine.py:none", "has no op none"), ("mine.py", "names no op of a file"), ("gone.py:x", "no file")],
+)
+def test_what_is_no_op_of_a_file_is_refused(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MIDDLE)
+    try:
+        done = CliRunner().invoke(app, ["discover", "--op", str(tmp_path / name)])
+    finally:
+        OPS.pop("middle", None)
+    assert done.exit_code == 1
+    assert said in " ".join(done.output.split())

@@ -8,13 +8,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import weft.ops  # noqa: F401
+import weft
+import weft.ops
 from weft.cli import app
 from weft.core.layout import Layout, Mesh
 from weft.core.node import OPS, Type, apply
 from weft.ops.source import input_node
+from weft.rewrite import algebra
 from weft.rewrite.certificate import FILES, shipped
+from weft.rewrite.prove.ladder import Effort, prove
 from weft.rewrite.rulefile import parse_rule
+from weft.rewrite.search import uses
 from weft.rewrite.second import judge as second
 from weft.rewrite.second.judge import judge
 from weft.rewrite.second.meaning import MEANINGS, Meaning
@@ -133,3 +137,35 @@ def test_without_z3_the_command_says_so(tmp_path, monkeypatch) -> None:
     assert done.exit_code == 0
     assert "Z3 is not installed" in done.output
     assert "good: proved\n" in done.output
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "concat(f(x), f(y), dim=0) == f(concat(x, y, dim=1))",
+        "sum(f(concat(x, y, dim=0)), dims=(0,)) == sum(f(concat(y, x, dim=1)), dims=(0,)) where f keeps 0 of 0 as 0",
+    ],
+)
+def test_ops_of_every_kind_fill_a_hole(text: str) -> None:
+    """False of a function of whole rows only, one that turns them or one that makes a row a number."""
+    assert judge(rule(text)).status == "refuted"
+
+
+@pytest.mark.parametrize("text", ["f(x + y) == f(x) + f(y) where f linear in 0", "f(x + y, z) == f(x, z) + f(y, z) where f linear in 0"])
+def test_a_stretched_operand_counts_too_often_in_a_sum(text: str) -> None:
+    """sum(x + y) of a y that is stretched over the rows has it once a row, sum(x) + sum(y) once."""
+    assert judge(rule(text)).status == "refuted"
+    assert judge(rule(f"{text}, x like y")).agreed
+
+
+def test_the_first_judge_tries_a_stretched_operand_too() -> None:
+    assert prove(rule("f(x + y) == f(x) + f(y) where f linear in 0"), Effort(per_mesh=4, symbolic=2)).status == "refuted"
+
+
+def test_a_rule_of_values_alike_is_not_used_where_one_is_stretched() -> None:
+    (linear,) = [r for r in algebra.rules() if r.name == "linear_sum"]
+    alike, stretched = (
+        weft.trace(lambda x, y: weft.sum(x + y, dims=0), Mesh(), x=weft.f64(2, 3), y=weft.f64(rows, 3)) for rows in (2, 1)
+    )
+    assert [use.rule for use, _ in uses(alike, [linear])] == ["linear_sum"]
+    assert list(uses(stretched, [linear])) == []

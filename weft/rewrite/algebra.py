@@ -19,15 +19,15 @@ neg_twice: -(-x) == x
 square_as_product: square(x) == x * x
 scale_regroup: (x * y) * 2.0 == x * (y * 2.0)
 
-linear_sum: f(x + y) == f(x) + f(y) where f linear in 0
-linear_difference: f(x - y) == f(x) - f(y) where f linear in 0
+linear_sum: f(x + y) == f(x) + f(y) where f linear in 0, x like y
+linear_difference: f(x - y) == f(x) - f(y) where f linear in 0, x like y
 linear_scale: f(x * 2.0) == f(x) * 2.0 where f linear in 0
 linear_negative: f(-x) == -f(x) where f linear in 0
-bilinear_left: f(x + y, z) == f(x, z) + f(y, z) where f linear in 0
-bilinear_right: f(z, x + y) == f(z, x) + f(z, y) where f linear in 1
+bilinear_left: f(x + y, z) == f(x, z) + f(y, z) where f linear in 0, x like y
+bilinear_right: f(z, x + y) == f(z, x) + f(z, y) where f linear in 1, x like y
 fold_scale_left: f(x * 2.0, y) == f(x, y) * 2.0 where f linear in 0
 fold_scale_right: f(x, y * 2.0) == f(x, y) * 2.0 where f linear in 1
-joint_sum: f(x, y) + f(z, w) == f(x + z, y + w) where f linear in 0 1
+joint_sum: f(x, y) + f(z, w) == f(x + z, y + w) where f linear in 0 1, x like z, y like w
 
 matmul_regroup: (x @ y) @ z == x @ (y @ z) for x[i, k] y[k, l] z[l, j]
 matmul_transpose: permute(x @ y, order=(1, 0)) == permute(y, order=(1, 0)) @ permute(x, order=(1, 0)) for x[i, k] y[k, j]

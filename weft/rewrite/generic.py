@@ -1,8 +1,8 @@
 """Rules of any number of operands, written once: `concat(*(x @ y_), dim=1) == x @ concat(*y_, dim=1) for x[i, k] y_[k, j_]`.
 
 A hole whose name ends in `_` stands for a list, a label that ends so for a size that each member has of its own, and `*e` for e at every member.
-For n members the rule is an ordinary one (`unrolled`). That it holds for two, and passes from n to n + 1 (`step`), proves it for every n: a
-concat of n + 1 is that of the first n, which both sides hold in one value, joined with the last.
+Several lists have as many members each. For n members the rule is an ordinary one (`unrolled`). That it holds for one and two, and passes from n
+to n + 1 (`step`), proves it for every n: a concat of n + 1 is that of the first n, one value, joined with the last.
 """
 
 from __future__ import annotations
@@ -66,22 +66,25 @@ def unrolled(schema: Schema, n: int) -> Schema:
 
 
 def step(schema: Schema) -> Schema:
-    """From n members to n + 1, as an ordinary rule: by what is known of n, one value stands for the same on both sides."""
-    if len(schema.left) > 1 or len(schema.lists) > 1:
-        raise RuleError(f"rule {schema.name} is not one of one list and one value", needed="one of each", found=str(schema))
+    """From n members to n + 1, as an ordinary rule: a side that is one concat is, by what is known of n, the other side of the first n joined with
+    the last member; there a hole stands for each concat of the first n."""
+    if len(schema.left) > 1:
+        raise RuleError(f"rule {schema.name} of lists has several values", needed="one value on each side", found=str(schema))
     left, right = schema.left[0], schema.right[0]
     if not _is_concat(left):
         left, right = right, left
     if not _is_concat(left) or len(left.args) > 1:
         raise RuleError(f"rule {schema.name} joins its list on no side", needed="concat(*e) as a full side", found=str(schema))
-    (one,) = schema.lists
-    last = {one: one.rstrip("_")}
-    before = _spread(_renamed(right, last), lambda x: (Hole(BEFORE),))
-    after = _spread(_renamed(right, last), lambda x: (Hole(BEFORE), x))
-    joined = Call(left.op, (_without_concat(before), _renamed(left.args[0].expr, last)), left.attrs)
+    last = {h: h.rstrip("_") for h in schema.lists}
+    right = _renamed(right, last)
+    joins = _joins(right)
+    first = {str(c.args[0].expr): Hole(f"{BEFORE}{k or ''}") for k, c in enumerate(joins)}
+    before = _without_concat(_spread(right, lambda x: (first[str(x)],)), set(first.values()))
+    after = _spread(right, lambda x: (first[str(x)], x))
+    joined = Call(left.op, (before, _renamed(left.args[0].expr, last)), left.attrs)
     shapes = {last.get(h, h): tuple(x.rstrip("_") for x in labels) for h, labels in schema.shapes.items()}
     if shapes:
-        shapes[BEFORE] = _shape_before(_starred(_renamed(right, last)), shapes)
+        shapes |= {first[str(c.args[0].expr)].name: _shape_before(c, shapes) for c in joins}
     return replace(schema, name=f"{schema.name}_step", left=(joined,), right=(after,), shapes=shapes)
 
 
@@ -89,23 +92,20 @@ def _is_concat(expr: Any) -> bool:
     return isinstance(expr, Call) and not isinstance(expr.op, OpHole) and expr.op.name == "concat" and isinstance(expr.args[0], Star)
 
 
-def _without_concat(expr: Any) -> Any:
+def _without_concat(expr: Any, first: set[Hole]) -> Any:
     """A concat of one value is that value."""
     if not isinstance(expr, Call):
         return expr
-    if expr.args == (Hole(BEFORE),) and not isinstance(expr.op, OpHole) and expr.op.name == "concat":
-        return Hole(BEFORE)
-    return Call(expr.op, tuple(_without_concat(a) for a in expr.args), expr.attrs)
+    if len(expr.args) == 1 and expr.args[0] in first and not isinstance(expr.op, OpHole) and expr.op.name == "concat":
+        return expr.args[0]
+    return Call(expr.op, tuple(_without_concat(a, first) for a in expr.args), expr.attrs)
 
 
-def _starred(expr: Any) -> Call:
-    """The concat that joins the list."""
+def _joins(expr: Any) -> list[Call]:
+    """The concats that join lists."""
     if _is_concat(expr):
-        return expr  # type: ignore[no-any-return]
-    found = [_starred(a) for a in expr.args if isinstance(a, Call)] if isinstance(expr, Call) else []
-    if not found:
-        raise RuleError("a side joins its list in no concat", needed="concat(*e)", found=str(expr))
-    return found[0]
+        return [expr]
+    return [c for a in expr.args for c in _joins(a)] if isinstance(expr, Call) else []
 
 
 def _shape_before(joins: Call, shapes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ def _shape_before(joins: Call, shapes: Mapping[str, tuple[str, ...]]) -> tuple[s
     member = make_node(joins.args[0].expr, bound)
     told = {n: x for x, n in sizes.items()}
     dim = dict(joins.attrs)["dim"]
-    return tuple("grown" if d == dim else told.get(n, str(n)) for d, n in enumerate(member.shape))
+    return tuple(("many_" if d == dim else "") + told.get(n, str(n)) for d, n in enumerate(member.shape))
 
 
 def count_at(expr: Any, node: Node) -> int | None:

@@ -133,10 +133,10 @@ def _condition(text: str, head: str) -> Condition:
         return Condition("pointwise", (m[1],))
     if m := re.fullmatch(r"(\w+) keeps (\w+) of (\d+) as (\w+)", text):
         return Condition("keeps", (m[1],), (_number(m[2]), int(m[3]), _number(m[4])))
-    if m := re.fullmatch(r"(\w+) != (\w+)", text):
-        return Condition("differ", (m[1], m[2]))
+    if m := re.fullmatch(r"(\w+) (!=|like) (\w+)", text):
+        return Condition("differ" if m[2] == "!=" else "like", (m[1], m[3]))
     raise RuleError(
-        f"rule {head} has a condition weft does not know", needed="f linear in 0, f pointwise, f keeps d of 0 as e, or a != b", found=text
+        f"rule {head} has a condition weft does not know", needed="f linear in 0, f pointwise, f keeps d of 0 as e, x like y, or a != b", found=text
     )
 
 

@@ -60,7 +60,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Condition:
-    """A fact about an op hole (`linear`, `pointwise`, `keeps`) or two attribute holes (`differ`)."""
+    """A fact about an op hole (`linear`, `pointwise`, `keeps`), two attribute holes (`differ`) or the shapes of two holes (`like`)."""
 
     kind: str
     who: tuple[str, ...]
@@ -71,7 +71,7 @@ class Condition:
             return f"{self.who[0]} linear in {' '.join(map(str, self.args))}"
         if self.kind == "keeps":
             return f"{self.who[0]} keeps {self.args[0]} of {self.args[1]} as {self.args[2]}"
-        return f"{self.who[0]} {self.kind}" if self.kind == "pointwise" else f"{self.who[0]} != {self.who[1]}"
+        return f"{self.who[0]} {self.kind}" if self.kind == "pointwise" else f"{self.who[0]} {'like' if self.kind == 'like' else '!='} {self.who[1]}"
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,11 @@ def attrs_fit(attrs: Attrs, conditions: Sequence[Condition]) -> bool:
     return all(attrs[c.who[0]] != attrs[c.who[1]] for c in conditions if c.kind == "differ")
 
 
+def shapes_fit(bound: Mapping[str, Node], conditions: Sequence[Condition]) -> bool:
+    """Whether values that must be of one shape are: a stretched one counts more often in a sum than it stands there."""
+    return all(bound[c.who[0]].shape == bound[c.who[1]].shape for c in conditions if c.kind == "like")
+
+
 def dims_fit(expr: Any, node: Node, conditions: Sequence[Condition], attrs: Attrs) -> bool:
     """Whether ops keep the dims they must: a label that is not whole, and stands once in operand and result."""
     for call, at in _applications(expr, node):
@@ -259,7 +264,7 @@ def matches(schema: Schema, node: Node) -> Iterator[Rule]:
     if state is None:
         return
     bound, ops, attrs = state
-    if not all(form_fits(f, name, schema.conditions) for name, f in ops.items()):
+    if not all(form_fits(f, name, schema.conditions) for name, f in ops.items()) or not shapes_fit(bound, schema.conditions):
         return
     for more in _free_attrs(schema, attrs, node):
         full = {**attrs, **more}

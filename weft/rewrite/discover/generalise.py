@@ -57,7 +57,20 @@ def _replaced(expr: Any, hole: str, names: Iterator[str]) -> Any:
 
 
 def _schema(left: Any, right: Any, conditions: tuple[Condition, ...] = ()) -> Schema:
+    if any(c.kind == "linear" for c in conditions):
+        conditions = (*conditions, *_of_one_shape(left, right))
     return Schema("found", (left,), (right,), {}, conditions)
+
+
+def _of_one_shape(*exprs: Any) -> dict[Condition, None]:
+    """Values that are added, or the like, before or after an op that is linear: a stretched one would count too often."""
+    calls = (c for e in exprs for c in calls_of(e) if not isinstance(c.op, OpHole) and c.op.kind is Kind.POINTWISE and len(c.args) == 2)
+    pairs = ((a, b) for c in calls for a, b in _sides_alike(*c.args))
+    return dict.fromkeys(Condition("like", (a.name, b.name)) for a, b in pairs if a != b)
+
+
+def _sides_alike(a: Any, b: Any) -> list[tuple[Hole, Hole]]:
+    return [(a, b)] if isinstance(a, Hole) and isinstance(b, Hole) else []
 
 
 def _in_order(left: Any, right: Any) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from weft.rewrite.degrees import Sharded, judge_foreign
 from weft.rewrite.prove import ranks
 from weft.rewrite.prove.domains import Field
 from weft.rewrite.prove.forms import usual_forms
-from weft.rewrite.prove.ladder import Effort, Verdict, needless, prove, refute
+from weft.rewrite.prove.ladder import Effort, Verdict, needless, prove, refute, without
 from weft.rewrite.rulefile import parse_rule, show
 from weft.rewrite.schema import Schema, make_node
 from weft.rewrite.second.judge import Second, available, judge
@@ -186,7 +186,8 @@ def pair_holds(pair: Pair, seed: int) -> bool:
 def certify(schema: Schema, effort: Effort = FULL) -> tuple[Certificate, Verdict]:
     """A rule proved from nothing, with the counterexamples that show its conditions are needed."""
     verdict = prove(schema, effort)
-    needs = {str(c): text for c, text in needless(schema, effort, usual_forms())} if verdict.rung else {}
+    shown = needless(schema, effort, usual_forms()) if verdict.rung else []
+    needs = {str(c): text or f"  left and right differ where {judge(without(schema, k)).why}" for k, (c, text) in enumerate(shown)}
     second = judge(schema).as_json()
     return Certificate(schema, verdict.rung, verdict.derivation, verdict.tried, needs, second).sealed(), verdict
 

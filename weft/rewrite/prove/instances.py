@@ -18,7 +18,7 @@ from weft.core.program import Program, new_program
 from weft.ops.source import input_node
 from weft.rewrite.pattern import Call, Hole, with_rest
 from weft.rewrite.prove.shapes import ALONE, INT, base_labels, size_of
-from weft.rewrite.schema import Form, OpHole, Schema, attrs_fit, dims_fit, erased, fill, form_fits, make_node, sized
+from weft.rewrite.schema import Form, OpHole, Schema, attrs_fit, dims_fit, erased, fill, form_fits, make_node, shapes_fit, sized
 
 SITES: tuple[tuple[Mesh, tuple[int, int]], ...] = (
     (Mesh(m=2), (2, 3)), (Mesh(m=3), (4, 3)), (Mesh(m=2, n=2), (4, 3)), (Mesh(m=2), (4, 5)),
@@ -105,7 +105,7 @@ def _shapes_alone(
             if not all(dims_fit(e, n, schema.conditions, attrs) for e, n in unfilled):
                 continue
             bound = {**{h: c[0] for h, c in choices.items()}, **bound}
-            if _types_like(bare[1], bound, nodes):
+            if shapes_fit(bound, schema.conditions) and _types_like(bare[1], bound, nodes):
                 yield tuple((h, bound[h].shape, bound[h].dtype) for h in schema.holes)
 
 
@@ -122,6 +122,8 @@ def _shape_choices(schema: Schema, sizes: Sequence[int], rank: int = 2) -> Itera
             yield {h: [declared(h, schema.shapes[h], size)] for h in schema.holes}
         return
     pool = [tuple(s) for s in itertools.product(sorted(set(sizes)), repeat=rank)]
+    if max(schema.op_holes.values(), default=0) == 1:
+        pool.append((1, *[sizes[-1]] * (rank - 1)))  # one that is stretched
     yield {h: [*(_input(h, s, torch.float64, ALONE) for s in pool), _input(h, (sizes[0],), torch.int64, ALONE)] for h in schema.holes}
 
 

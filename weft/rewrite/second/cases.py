@@ -18,13 +18,13 @@ from weft.core.node import OPS, Node, Op, Type, apply
 from weft.ops.registry import Equation, Kind, define
 from weft.ops.source import input_node
 from weft.rewrite.pattern import AttrHole, Call, Hole, with_rest
-from weft.rewrite.schema import Condition, OpHole, Schema, sized
+from weft.rewrite.schema import Condition, OpHole, Schema, shapes_fit, sized
 
 ALONE = Mesh()
 MESHES = (Mesh(m=2), Mesh(m=3), Mesh(m=2, n=2))
 AT_ONE_RANK = {"reduce", "broadcast", "send", "keep"}
 INT = "int:"
-MOST_FILLINGS, MOST_CASES = 100, 45  # of which a mesh's share is tried
+MOST_FILLINGS, MOST_CASES = 120, 60  # of which a mesh's share is tried
 LARGE = (5, 6)  # sizes at which one device is tried too: no rule compares more members of a dim than five (`prove.general`)
 MANY = 4  # holes; of more, every axis cuts one label of them all or none
 
@@ -68,10 +68,13 @@ class Lookup:
         return "take"
 
 
-_ONE = (("ik", "ik", ""), ("ik", "ki", ""), ("ik", "ik", "k"), ("ik", "ik", "i"), ("ik", "k", ""), ("ik", "i", ""), ("ik", "op", "ikop"))
+_ONE = (
+    ("ik", "ik", ""), ("ik", "ki", ""), ("ik", "ik", "k"), ("ik", "ik", "i"), ("ik", "ki", "k"), ("ik", "ki", "i"), ("ik", "k", ""),
+    ("ik", "i", ""), ("ik", "k", "i"), ("ik", "i", "k"), ("ik", "op", "ikop"),
+)  # fmt: skip
 _TWO = (
     (("ik", "ik"), "ik", ""), (("ik", "k"), "ik", ""), (("ik", "kj"), "ij", ""), (("ik", "ik"), "ik", "k"), (("ik", "jk"), "ok", "ijo"),
-    (("bij", "bjk"), "bik", ""),
+    (("bij", "bjk"), "bik", ""), (("ik", "kj"), "ij", "k"),
 )  # fmt: skip
 _SETS: dict[int, tuple[tuple[frozenset[int], ...], ...]] = {
     1: ((), (frozenset({0}),)),
@@ -151,7 +154,7 @@ def _fillings(schema: Schema, axes: Sequence[str], rng: random.Random) -> list[t
         if any(attrs[c.who[0]] == attrs[c.who[1]] for c in schema.conditions if c.kind == "differ"):
             continue
         fits = [
-            [op for op in any_ops(arity[n]) if all(op.meets(c, attrs) for c in schema.conditions if c.who[0] == n and c.kind != "differ")]
+            [op for op in any_ops(arity[n]) if all(op.meets(c, attrs) for c in schema.conditions if c.who[0] == n)]
             for n in names
         ]
         out += [(dict(zip(names, chosen, strict=True)), attrs) for chosen in itertools.product(*fits)]
@@ -216,7 +219,7 @@ def _shapes(schema: Schema, sizes: Sequence[int]) -> dict[str, list[Node]]:
             for h, own in ((h, schema.shapes[h]) for h in schema.holes)
         }
     two = any(n == 2 for n in schema.op_holes.values())
-    pool = [*itertools.product((2, 3), repeat=2), *([(2,), (3,), (2, 2, 3), (2, 3, 2)] if two else [])]
+    pool = [*itertools.product((2, 3), repeat=2), (1, 3), (3,), *([(2,), (2, 2, 3), (2, 3, 2)] if two else [])]
     return {h: [*(_input(h, s, False) for s in pool), *([_input(h, (2,), True)] if two else [])] for h in schema.holes}
 
 
@@ -297,8 +300,8 @@ class _Tries:
         key = str(bare)
         if key not in self._known:
             sizes = ((2, 3), (3, 2), LARGE) if self.declared else ((2, 3),)
-            found = [x for n in sizes for x in _sides(bare, _shapes(self.schema, n))]
-            self._known[key] = found if self.declared else self.rng.sample(found, min(2, len(found)))
+            found = [x for n in sizes for x in _sides(bare, _shapes(self.schema, n)) if shapes_fit(x[0], self.schema.conditions)]
+            self._known[key] = found if self.declared else self.rng.sample(found, min(4, len(found)))
         return self._known[key]
 
     def _options(self, shapes: Mapping[str, Node], mesh: Mesh) -> list[dict[str, list[Node]]]:
