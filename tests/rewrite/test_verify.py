@@ -148,7 +148,7 @@ def test_another_json_is_refused() -> None:
 
 
 def test_a_certificate_is_written_and_read_back() -> None:
-    made, verdict = certify(parse_rule("linear: f(x + y) == f(x) + f(y) where f linear in 0", "mine"), Effort(2, 2))
+    made, verdict = certify(parse_rule("linear: f(x + y) == f(x) + f(y) where f linear in 0, x like y", "mine"), Effort(2, 2))
     assert verdict.rung == 3
     pair = Pair("add(x, y)", "add(y, x)", {"x": "f64[4] m:R", "y": "f64[4] m:R"}, {"m": 2})
     (again,), (same,) = read(write([made], [pair]))
