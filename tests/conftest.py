@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-gc.set_threshold(100_000, 50, 50)  # as the command does
+gc.set_threshold(50_000, 5, 5)  # as the command does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
