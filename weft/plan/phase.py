@@ -50,10 +50,12 @@ def phase(costs: Costs, parts: Sequence[LayerRun], how: Pass) -> Phase:
     parts = list(parts) if how.direction == "forward" else list(reversed(parts))
     if max((p.count for p in parts), default=0) <= ENOUGH:
         return walk(costs, parts, how).phase()
-    long = walk(costs, _cut(parts, ENOUGH), how).phase()
-    short = walk(costs, _cut(parts, ENOUGH - 1), how).phase()
+    long, short = (walk(costs, _cut(parts, n), how) for n in (ENOUGH, ENOUGH - 1))
     repeats = sum(max(0, p.count - ENOUGH) for p in parts) / sum(p.count > ENOUGH for p in parts)
-    return combine(long, 1.0 + repeats, short, -repeats)
+    lead = (long.now - long.host) + repeats * ((long.now - long.host) - (short.now - short.host))
+    if lead < 0:  # of few layers the host may be ahead, and of all of them not
+        return walk(costs, parts, how).phase()
+    return combine(long.phase(), 1.0 + repeats, short.phase(), -repeats)
 
 
 def _cut(parts: Sequence[LayerRun], most: int) -> list[LayerRun]:
