@@ -202,7 +202,7 @@ class Stand:
                     except CaptureError:
                         raise
                     except Exception as e:  # random values need not be such as it is made for
-                        self.told.left.append(f"{block.call.path} was not compared: {type(e).__name__}: {e}")
+                        self.told.left.append(f"{block.call.path or type(self.case.bare).__name__} was not compared: {type(e).__name__}: {e}")
                         self.answers[block.key] = []
 
     # -- comparing ---------------------------------------------------------------------------------------------------------------
