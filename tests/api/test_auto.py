@@ -87,7 +87,7 @@ def test_the_fastest_that_fits_is_taken(captured: Captured) -> None:
     had = [o for o in found.options if not o.reason]
     assert found.chosen.ms == min(o.ms for o in had) and {"dp2", "dp2,zero1", "tp2", "cp2"} <= {o.plan for o in had}
     assert found.program.text == found.text and any(o.plan.startswith(auto.SOLVER) for o in had)
-    assert "foreseen" in str(found) and f"  {had[-1].plan}: +" in str(found)
+    assert "predicted" in str(found) and f"  {had[-1].plan}: +" in str(found)
     again = auto.decide(captured, cluster("2xx86-2"))
     assert again == found
 

@@ -12,7 +12,7 @@ from weft.core.layout import Layout, Mesh
 from weft.core.node import Type, op_named
 from weft.core.program import new_program
 from weft.ops import experts as ex
-from weft.ops import opaque, optimizers, order, random, rotary
+from weft.ops import opaque, optimizers, order, own, pointwise, random, rotary
 from weft.ops import pointwise as w
 from weft.ops.pointwise import uniform_at
 from weft.ops.source import input_node
@@ -121,6 +121,13 @@ def _normal_by_hand(seed: torch.Tensor) -> torch.Tensor:
     at = torch.arange(6).reshape(2, 3)
     a, b = uniform_at(2 * at, seed, 4), uniform_at(2 * at + 1, seed, 4)
     return (torch.sqrt(-2 * torch.log1p(-a)) * torch.cos(2 * torch.pi * b)).double()
+
+
+def _own(x: Any) -> Any:
+    """A square whose gradient was made by hand."""
+    value = pointwise.mul(x, x)
+    ct = input_node("ct", value.type)
+    return own.with_gradient("square", value, (x,), ct, (pointwise.mul(pointwise.mul(ct, x), 2.0),))
 
 
 def _opaque(x: Any, y: Any) -> Any:
@@ -332,6 +339,7 @@ CASES = [
         normal(5, 4), normal(5, 4),
         smooth=False,
     ),
+    case("own gradient", _own, torch.square, normal(5, 4)),
     case("opaque", _opaque, torch.logaddexp, normal(3, 4), normal(3, 4), refused=_NEVER_CUT),
     case(
         "opaque gradient",

@@ -79,7 +79,7 @@ def test_moves_are_read_and_told_and_files_without_them_too(plan: Plan) -> None:
     new, old = (parse(json.dumps({**data, "spec": spec, "layouts": rules})) for spec in (moved, data["spec"]))
     assert new.layouts["moves"] == [MOVE] and parse(new.text()) == new
     assert [next(r for r in rows(p) if r[0] == "rules")[2] for p in (new, old)] == [
-        "the step rewritten, and so by parallelize", "the step rewritten; the file does not say where",
+        "algebraic rewrites of the step, also by parallelize", "algebraic rewrites of the step; the file does not record where",
     ]  # fmt: skip
     assert ("rules", "none", "stack_columns") in list(differences(plan, new))
     assert parse(json.dumps({**data, "layouts": {"moves": None}})).layouts["moves"] is None

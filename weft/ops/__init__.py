@@ -19,6 +19,7 @@ from weft.ops import (  # noqa: F401
     opaque,
     optimizers,
     order,
+    own,
     pointwise,
     pool,
     random,
