@@ -339,3 +339,32 @@ def test_narrow_products_are_made_narrow_once_and_by_their_own_price() -> None:
     assert sum(op.bytes for op in passes) == 512 * (3 * 4096 + 14336) * 4
     assert all(op.dtype == "fp8" for op in narrow.layer.forward if isinstance(op, Gemm))
     assert all(op.dtype == "bf16" for op in narrow.last.forward if isinstance(op, Gemm)) and not [op for op in wide.layer.forward if op.name == "quantise"]
+
+
+def test_a_file_that_was_changed_is_captured_anew(tmp_path: Path) -> None:
+    path, text = tmp_path / "wide.py", STACK.replace("64", "WIDE")
+    found = []
+    for wide in (64, 128):
+        path.write_text(text.replace("WIDE", str(wide)))
+        found.append(captured_stack(f"{path}:make", "bf16")[0].params)
+    assert found[1] > 3 * found[0]
+
+
+STACK = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 4 * 64), nn.Linear(4 * 64, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def make():
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    return model, lambda model, batch: model(batch["x"]).square().mean(), {"x": torch.randn(8, 64)}
+"""

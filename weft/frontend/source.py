@@ -37,6 +37,13 @@ def load(
     return get(spec, device=device, dtype=dtype, seed=seed, **settings)
 
 
+def stamp(spec: str) -> object:
+    """What changes when the file behind a spec does: what was captured of one may be remembered as long as this is the same."""
+    path = Path(spec[3:]) if spec.startswith("hf:") else Path(spec.rpartition(":")[0]) if ".py:" in spec else None
+    files = () if path is None else (path, path / "config.json")
+    return tuple((s.st_mtime_ns, s.st_size) for f in files if f.exists() for s in (f.stat(),))
+
+
 _AT_HAND: dict[str, Callable[..., Workload]] = {}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from weft.cluster.spec import Cluster
@@ -108,14 +108,16 @@ def captured_stack(model: str, dtype: str, seq: int = 0, adapt: Adapt | None = N
 
     Of one known by name, with some sizes changed, a few blocks are captured, and its settings say how many it has. `adapt` changes the module
     before that: adapters, frozen parameters."""
-    made = _stack(model, dtype, seq, adapt, tuple(sorted(sizes.items())))
+    from weft.frontend.source import stamp
+
+    made = _stack(model, stamp(model), dtype, seq, adapt, tuple(sorted(sizes.items())))
     if isinstance(made, PlanError):
         raise made
     return made
 
 
-@cache
-def _stack(model: str, dtype: str, seq: int, adapt: Adapt | None, changed: tuple[tuple[str, Any], ...]) -> tuple[Stack, int] | PlanError:
+@lru_cache(maxsize=64)
+def _stack(model: str, stamp: object, dtype: str, seq: int, adapt: Adapt | None, changed: tuple[tuple[str, Any], ...]) -> tuple[Stack, int] | PlanError:
     import torch
 
     from weft.frontend.capture import capture
