@@ -156,7 +156,7 @@ def evaluate(model: Any, step: Any, held: Any) -> float:
 
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(step.state[f"param.{name}"])
+            p.copy_(step.local_state[f"param.{name}"])
         return float(loss(model, held))
 
 
@@ -178,7 +178,7 @@ def offline(model: Any, step: Any, batch: Any) -> float:
     import torch
     from torch.nn import functional
 
-    params = {name: step.state[f"param.{name}"].clone() for name, _ in model.named_parameters()}
+    params = {name: step.local_state[f"param.{name}"].clone() for name, _ in model.named_parameters()}
 
     def one(params: Any, x: Any, y: Any) -> Any:
         return functional.cross_entropy(torch.func.functional_call(model, params, x[None]), y[None])

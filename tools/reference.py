@@ -25,7 +25,7 @@ TITLES = {  # the home of public names, and what they are for
     "weft.plan.fits": "Plan",
     "weft.api.parallelize": "Train",
     "weft.api.options": "Train",
-    "weft.api.module": "Your own loop",
+    "weft.api.shard": "Your own loop",
     "weft.api.compile": "Programs",
     "weft.frontend.capture": "Programs",
     "weft.frontend.trace": "Programs",

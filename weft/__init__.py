@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from weft import optim as optim
     from weft import schedule as schedule
     from weft.api.compile import compile as compile
-    from weft.api.module import parallelize_module as parallelize_module
     from weft.api.options import Options as Options
     from weft.api.parallelize import parallelize as parallelize
+    from weft.api.shard import shard as shard
     from weft.core.errors import WeftError as WeftError
     from weft.core.layout import Mesh as Mesh
     from weft.core.layout import O as O
@@ -42,7 +42,7 @@ _PUBLIC = {
     "weft.plan.fits": ("fits",),
     "weft.api.parallelize": ("parallelize",),
     "weft.api.options": ("Options",),
-    "weft.api.module": ("parallelize_module",),
+    "weft.api.shard": ("shard",),
     "weft.api.compile": ("compile",),
     "weft.frontend.capture": ("capture",),
     "weft.frontend.trace": ("trace",),
@@ -51,6 +51,7 @@ _PUBLIC = {
     "weft.core.errors": ("WeftError",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+_RENAMED = {"parallelize_module": "weft.api.shard"}  # these warn when called
 _MOVED = ("weft.lang", "weft.schedule")  # where names went that were found here up to 0.1
 
 __all__ = ["__version__", "lang", "plan", "schedule", *_HOME]  # noqa: PLE0604
@@ -65,6 +66,8 @@ if not TYPE_CHECKING:  # a type checker that sees this takes every misspelt name
         if name in _HOME:
             value = globals()[name] = getattr(import_module(_HOME[name]), name)
             return value
+        if name in _RENAMED:
+            return getattr(import_module(_RENAMED[name]), name)
         if name.startswith("_"):
             raise AttributeError(f"module 'weft' has no attribute {name!r}")
         if find_spec(f"weft.{name}"):

@@ -161,14 +161,14 @@ def test_a_check_leaves_state_in_peer_memory_alone(tmp_path: Path) -> None:
         step = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-2), w.example(4), plan="dp2,zero1")
         for i in range(2):
             step(w.example(4, seed=i))
-        before = fresh(step.state)
-        places = {n: x.data_ptr() for n, x in step.state.items()}
+        before = fresh(step.local_state)
+        places = {n: x.data_ptr() for n, x in step.local_state.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             step.check(w.example(4, seed=5), tolerance=1.0)
-        assert all(torch.equal(step.state[n], before[n]) for n in before)
+        assert all(torch.equal(step.local_state[n], before[n]) for n in before)
         step(w.example(4, seed=2))
-        assert all(step.state[n].data_ptr() == at for n, at in places.items() if n.startswith("param."))
+        assert all(step.local_state[n].data_ptr() == at for n, at in places.items() if n.startswith("param."))
 
     on_ranks(2, job, tmp_path)
 

@@ -497,7 +497,7 @@ def test_a_parallelized_module_whose_values_change_is_refused():
         def forward(self, x: Tensor, times: float = 1.0) -> Tensor:
             return super().forward(x) * self.alpha * times
 
-    model = weft.parallelize_module(Scaled().double(), "dp1", (batches()[0],))
+    model = weft.shard(Scaled().double(), (batches()[0],), "dp1")
     model(batches()[1])
     with pytest.raises(RuntimeFault, match=r"other values in Python[\s\S]*times|1 of the call"):
         model(batches()[1], 2.0)
@@ -505,7 +505,7 @@ def test_a_parallelized_module_whose_values_change_is_refused():
     with pytest.raises(RuntimeFault, match=r"other values in Python[\s\S]*model.alpha: 0.5 when traced, 0.25 now"):
         model(batches()[1])
     with pytest.raises(CaptureError, match=r"changes Python as it runs \(model.calls\)[\s\S]*traces such a step at every call"):
-        weft.parallelize_module(Counting().double(), "dp1", (batches()[0],))
+        weft.shard(Counting().double(), (batches()[0],), "dp1")
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])

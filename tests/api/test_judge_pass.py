@@ -1,4 +1,4 @@
-"""`weft.compile` and `weft.parallelize_module` are compared with the user's own module in plain torch, as steps are."""
+"""`weft.compile` and `weft.shard` are compared with the user's own module in plain torch, as steps are."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def made(model: nn.Module, **options: Any) -> Any:
 
 
 def trained(model: nn.Module, **options: Any) -> Any:
-    return weft.parallelize_module(model.double(), "dp1", example(), **options).weft
+    return weft.shard(model.double(), example(), "dp1", **options).weft
 
 
 def test_a_compiled_model_is_compared_with_torch() -> None:
@@ -104,6 +104,6 @@ def test_every_rank_raises_alike(tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match="does not compute what torch does"):
             weft.compile(Net(lambda _, y: y * 1.01).double(), "dp2", example())
         with pytest.raises(CaptureError, match="does not compute what torch does"):
-            weft.parallelize_module(Net(lambda _, y: y * 1.01).double(), "dp2", example())
+            weft.shard(Net(lambda _, y: y * 1.01).double(), example(), "dp2")
 
     on_ranks(2, job, tmp_path)

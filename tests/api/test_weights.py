@@ -82,7 +82,7 @@ def test_shards_in_and_out(plan: str, tmp_path: Path) -> None:
     def job(rank: int) -> str:
         step, losses = trained(plan, weights=tmp_path / "hf")
         step.save_pretrained(tmp_path / "out", size=1000)
-        held = {n: list(x.shape) for n, x in step.state.items() if n == "param.first.weight"}
+        held = {n: list(x.shape) for n, x in step.local_state.items() if n == "param.first.weight"}
         return json.dumps([losses, held])
 
     said = run_ranks(2, job, tmp_path)

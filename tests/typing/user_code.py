@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Mesh, Options, P, Plan, Program, S, Spec, WeftError, lang, schedule
@@ -26,6 +27,9 @@ def right_use(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
     step = weft.parallelize(model, loss, optimizer, batch, plan="dp2,zero1", clip=1.0, precision=torch.bfloat16)
     weft.parallelize(model, loss, optimizer, batch, Spec(dp=2, zero=1), device="cpu", options=Options(clip=1.0, on_nan="skip"))
     weft.parallelize(model, loss, optimizer, batch, plan=Path("plan.json"))
+    weft.parallelize(model, loss, optimizer, batch, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    own_loop: torch.nn.Module = weft.shard(model, batch, "dp2,zero3")
+    print(own_loop, step.state["param.weight"])
     value: torch.Tensor = step(batch)
     print(value.item(), step.check(batch))
     fit = weft.fits("llama3-8b", "H100", gpus=8)
@@ -50,6 +54,8 @@ def misuse(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
     weft.parallelize(model, loss, optimizer, batch, nonsense=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     weft.parallelize(model, loss, optimizer, batch, plan=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     weft.parallelize(model, loss, optimizer, batch, on_nan="maybe")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    weft.shard(model)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    weft.shard(model, batch, 2)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Spec(dp="2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Spec(ddp=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     Options(clipp=1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -126,16 +126,21 @@ def scheduled(captured: Captured, program: Program, named: Spec) -> Program:
 
 
 def agree(
-    captured: Captured, device: torch.device, wish: Wish = Wish(), others: Others | None = None, lines: Lines | None = None
+    captured: Captured,
+    device: torch.device,
+    wish: Wish = Wish(),
+    others: Others | None = None,
+    lines: Lines | None = None,
+    by_name: bool = False,
 ) -> Decision:
     """The decision of rank 0, on every rank; if it finds none, its reason is raised on every rank."""
     if not dist.is_initialized():
-        return decide(captured, here(1, device), wish, others, lines)
+        return decide(captured, here(1, device), wish, others, lines, by_name)
     told: list[Any] = [None]
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), wish, others, lines)))]
+            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), wish, others, lines, by_name)))]
         except Exception as e:  # the others wait to be told
             told, failed = [json.dumps({"error": str(e)})], e
     dist.broadcast_object_list(told, src=0, device=device if device.type != "cpu" else None)
@@ -146,9 +151,11 @@ def agree(
 
 
 def decide(
-    captured: Captured, where: Cluster, wish: Wish = Wish(), others: Others | None = None, lines: Lines | None = None
+    captured: Captured, where: Cluster, wish: Wish = Wish(), others: Others | None = None, lines: Lines | None = None, by_name: bool = False
 ) -> Decision:
-    """The fastest plan that fits and grants the wish; `others` are a user's own tensor-parallel plans by name, `lines` plans in micro-batches."""
+    """The fastest plan that fits and grants the wish; `others` are a user's own tensor-parallel plans by name, `lines` plans in micro-batches.
+
+    `by_name` leaves out what only the program itself can say: layouts of the solver, and rules."""
     pool = _Pool(captured, with_doubles(where), wish, lines)
     for named in words(captured, where.devices):
         pool.try_named(str(named), named, wish)
@@ -159,8 +166,9 @@ def decide(
     pool.make_room()
     pool.reorder()
     pool.schedule()
-    pool.try_layouts()
-    pool.try_rules()
+    if not by_name:
+        pool.try_layouts()
+        pool.try_rules()
     return pool.decision()
 
 

@@ -267,7 +267,7 @@ class Store:
 
     def _tensors(self) -> dict[str, Tensor]:
         """This rank's part of everything that changes, and what of the model no program has read yet."""
-        return {n: x for n, x in self.step.state.items() if n not in self.step.captured.constants} | self._idle()
+        return {n: x for n, x in self.step.local_state.items() if n not in self.step.captured.constants} | self._idle()
 
     def _idle(self) -> dict[str, Tensor]:
         """Parameters and buffers that are as the module has them: a later program may read them."""

@@ -15,7 +15,7 @@ from weft import interp
 from weft.api.again import MOST, Forms
 from weft.api.apart import moved
 from weft.api.changing import Changing, gathered
-from weft.api.checkpoint import Store
+from weft.api.checkpoint import Store, as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, beside_rows, rows_of
 from weft.api.eager import How
@@ -250,6 +250,11 @@ class Step(Changing):
 
     @property
     def state(self) -> dict[str, Tensor]:
+        """Every parameter, buffer and optimizer tensor that this rank has a part of, by name: DTensors over the step's mesh, on one process plain tensors."""
+        return {n: as_dtensor(x, self._held_as[n].layout, self.compiled.device_mesh) for n, x in self._state.items()}
+
+    @property
+    def local_state(self) -> dict[str, Tensor]:
         """This rank's part of every parameter, buffer and optimizer tensor, by name."""
         return self._state
 

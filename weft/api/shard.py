@@ -1,27 +1,33 @@
-"""`weft.parallelize_module(model, plan, example)`: for a user who keeps the training loop.
+"""`weft.shard(model, example, plan)`: for a user who keeps the training loop.
 
-The model comes back with DTensor parameters, held as the plan says; its forward and backward passes are weft's programs, inside one
+The model comes back with DTensor parameters, laid out as the plan says; its forward and backward passes are weft's programs, inside one
 autograd function. Losses, optimizers, schedulers and checkpoints stay torch's.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weft import interp
+from weft.api import auto
 from weft.api.checkpoint import as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.eager import How, Moment
 from weft.api.judge import Verdict, judge
 from weft.api.judge_pass import CTS, GIVEN, GRAD, OUT, ForwardCase, TrainedCase
+from weft.api.options import device_for, spec_of
+from weft.api.planfile import Followed, follow
 from weft.api.together import begin_alike
 from weft.api.trust import seen_by_first, verified
 from weft.core.dtensor import to_placements
@@ -36,41 +42,60 @@ from weft.frontend.capture.guards import Change, Reads, holds_traced
 from weft.frontend.capture.model import called, capture_step, require_torchs
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import input_layouts
+from weft.plan.pins import parse_pin, resolve
 from weft.plan.place import place
+from weft.plan.plan import Plan
 from weft.plan.spec import Spec
 from weft.plan.turns import in_turn
+from weft.runtime import hosts
+
+AnyPlan = str | Path | Spec | Plan | DeviceMesh
 
 
-def parallelize_module(
-    model: nn.Module, plan: str, example: Any, *, device: str | torch.device = "cpu", seed: int = 0, check: bool = True
+def shard(
+    model: nn.Module, example: Any, plan: AnyPlan = "dp1", *, device: str | torch.device | None = None, seed: int = 0, check: bool = True
 ) -> nn.Module:
-    """The model with sharded parameters and weft's forward and backward. `example` is one global batch, as the model takes it.
+    """The model with sharded parameters and weft's forward and backward passes, for a training loop of your own.
 
-    Call it with a global batch or with this rank's part of one. It gives DTensors of the global results: `.full_tensor()` gathers them,
-    `.to_local()` this rank's part. `zero3` holds parameters in slices; where optimizer state is, the optimizer's DTensors say.
+    `example` is one global batch, as the model takes it; `plan` and `device` are those of `parallelize`: `dp`, `tp`, `sp`, `cp`, `ep` and the ZeRO stages.
+    Every ZeRO stage shards parameters over replicas, and so the gradients and whatever state an optimizer makes of them; `zero3` gathers them again for the
+    backward pass, `zero1` and `zero2` keep them gathered until then. `"auto"` predicts forward and backward on this machine and takes the fastest that fits.
+
+    Call the model with a global batch or with this rank's part of one. It gives DTensors of the global results: `.full_tensor()` gathers them,
+    `.to_local()` is this rank's part.
     """
-    named = _named(plan)
     require_torchs(model, None)
-    begin_alike(model, None, example, torch.device(device), plan=plan, seed=seed)
-    sharded = Sharded(model, named, example, torch.device(device), seed, check)
-    sharded.adopt()
+    where = device_for(model, device)
+    hosts.meet(where)
+    plan = spec_of(plan) if isinstance(plan, DeviceMesh) else plan
+    followed = None if plan == "auto" else _followed(plan)
+    begin_alike(model, None, example, where, plan=str(plan if followed is None else followed.spec), seed=seed)
+    Sharded(model, followed, example, where, seed, check).adopt()
     return model
 
 
-def _named(plan: str) -> Spec:
-    named = Spec.parse(plan)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if named.mesh.ranks != world:
-        tip = f"weft run -n {named.mesh.ranks} SCRIPT"
-        raise PlanError(f"plan {plan!r} is for {named.mesh.ranks} processes", needed=f"a plan for {world}", found=str(named), try_=tip)
-    if {named.zero, *dict(named.groups).values()} & {1, 2} or named.micro_batches > 1:
+def parallelize_module(model: nn.Module, plan: str, example: Any, **options: Any) -> nn.Module:
+    """The name of `shard` up to 0.1."""
+    warnings.warn("weft.parallelize_module(model, plan, example) is now weft.shard(model, example, plan)", DeprecationWarning, stacklevel=2)
+    return shard(model, example, plan, **options)
+
+
+def _followed(plan: str | Path | Spec | Plan) -> Followed:
+    """A plan for as many processes as there are, of which the model alone can do everything."""
+    followed = follow(plan)
+    spec, world = followed.spec, dist.get_world_size() if dist.is_initialized() else 1
+    if spec.mesh.ranks != world:
+        tip = f"weft run -n {spec.mesh.ranks} SCRIPT"
+        raise PlanError(f"plan '{spec}' is for {spec.mesh.ranks} processes", needed=f"a plan for {world}", found=str(spec), try_=tip)
+    beyond = spec.virtual_stages * spec.micro_batches > 1 or spec.recompute or spec.offload or spec.moves
+    if beyond:
         raise PlanError(
-            f"plan {plan!r} needs the optimizer step",
-            needed="dp, tp, sp, cp, ep and zero3: what concerns the model alone",
-            found=plan,
-            try_="weft.parallelize, which has the step too",
+            f"plan '{spec}' needs the entire training step",
+            needed="dp, tp, sp, cp, ep and zero: what concerns the model alone",
+            found=str(spec),
+            try_="weft.parallelize, which runs the step",
         )
-    return named
+    return followed
 
 
 @dataclass(frozen=True)
@@ -87,9 +112,12 @@ class Passes:
 class Sharded:
     """A module's passes on this rank, and what it calls instead of its own forward."""
 
-    def __init__(self, model: nn.Module, plan: Spec, example: Any, device: torch.device, seed: int, check: bool) -> None:
-        self.model, self.plan, self.device, self.seed = model, plan, device, seed
+    plan: Spec
+
+    def __init__(self, model: nn.Module, followed: Followed | None, example: Any, device: torch.device, seed: int, check: bool) -> None:
+        self.model, self.followed, self.device, self.seed = model, followed, device, seed
         self.example, self.calls = example, 0
+        self.decision: auto.Decision | None = None  # of plan="auto"
         self.signature = inspect.signature(model.forward)
         self.names = {readable(f"param.{n}"): n for n, _ in model.named_parameters()}
         self.reads: dict[bool, Reads] = {}
@@ -113,6 +141,10 @@ class Sharded:
     def _learning(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
         moment = Moment.now()
         both = with_gradients(self.model, self.example, first)
+        if self.followed is None:
+            self.decision = auto.agree(both, self.device, by_name=True)
+            self.followed = follow(self.decision.named)
+        self.plan = self.followed.spec
         program = self._placed(both)
         if check:
             case = TrainedCase(self.model, None, None, How(), self.device, moment, lambda x: with_gradients(self.model, x))
@@ -121,7 +153,8 @@ class Sharded:
         outs = [n for n in program.output_names if n.startswith(OUT)]
         grads = [n for n in program.output_names if n.startswith(GRAD)]
         state = [n for n in program.output_names if n not in grads and n not in outs]
-        forward, backward = in_turn(program, [[*outs, *state], grads], (Role.PARAMETER,))
+        regathered = (Role.PARAMETER,) if self.plan.most_zero in (0, 3) else ()
+        forward, backward = in_turn(program, [[*outs, *state], grads], regathered)
         return Passes(both, forward, backward, tuple(outs), nest)
 
     def _evaluating(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
@@ -133,13 +166,27 @@ class Sharded:
         return Passes(first, program, None, results, nest)
 
     def _placed(self, captured: Captured) -> Program:
-        layouts, options = input_layouts(captured.program, self.plan, {})
+        sharded = replace(self.plan, zero=3, groups=()) if self.plan.most_zero else self.plan
+        shapes = {n: x.shape for n, x in captured.program.inputs_for(Role.PARAMETER).items()}
+        pins = resolve(map(parse_pin, self.plan.pins), shapes, self.plan.mesh.sizes)
+        layouts, options = input_layouts(captured.program, sharded, {}, pins)
+        layouts |= self._planned(captured.program)
         rows = next((n.shape[0] for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim), 0)
-        wanted = {n: self._held(captured.program, n, layouts, rows) for n in captured.program.output_names if n.startswith("out")}
+        wanted = {n: self._laid_out(captured.program, n, layouts, rows) for n in captured.program.output_names if n.startswith("out")}
         return place(captured.program, self.plan.mesh, layouts, options, outputs=wanted)
 
-    def _held(self, program: Program, out: str, layouts: Mapping[str, Any], rows: int) -> Mapping[str, Placement]:
-        """Gradients as their parameters; results cut along the batch, and whole along every other axis."""
+    def _planned(self, program: Program) -> dict[str, Any]:
+        """Layouts of the parameters as a plan file of this model has them."""
+        file = cast(Followed, self.followed).program
+        known = file.inputs_for(Role.PARAMETER) if file is not None else {}
+        return {
+            n: dict(known[n].layout.placements)
+            for n, x in program.inputs_for(Role.PARAMETER).items()
+            if n in known and known[n].shape == x.shape
+        }
+
+    def _laid_out(self, program: Program, out: str, layouts: Mapping[str, Any], rows: int) -> Mapping[str, Placement]:
+        """Gradients as their parameters; results sharded along the batch, and replicated along every other axis."""
         node, mesh = program.output_names[out], self.plan.mesh
         places: Mapping[str, Placement] = {}
         if out.startswith(GRAD):
@@ -352,5 +399,3 @@ def _at(ct: Any, layout: Layout, run: Compiled) -> Tensor:
 def _gradient(run: Compiled, name: str, out: Mapping[str, Tensor]) -> Any:
     key = f"{GRAD}.{part(original(name.removeprefix('param.')))}"
     return as_dtensor(out[key], run.program.output_names[key].layout, run.device_mesh) if key in out else None
-
-

@@ -10,10 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import weft
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
-from weft import parallelize_module
+from weft import Spec, shard
 from weft.core.errors import PlanError, RuntimeFault
 
 STEPS = 3
@@ -56,7 +58,7 @@ def want() -> list[float]:
 
 def test_one_process_needs_no_launcher() -> None:
     model, batches = gpt()
-    model = parallelize_module(model, "dp1", batches[0]["tokens"])
+    model = shard(model, batches[0]["tokens"], "dp1")
     assert train(model, batches) == pytest.approx(want(), abs=1e-10)
 
 
@@ -64,9 +66,9 @@ def test_a_torch_loop_under_every_plan_of_the_model(tmp_path: Path) -> None:
     expected = want()
 
     def job(rank: int) -> None:
-        for plan in ("tp2", "dp2", "dp2,zero3", "tp2,sp"):
+        for plan in ("tp2", "dp2", "dp2,zero1", "dp2,zero3", "tp2,sp"):
             model, batches = gpt()
-            model = parallelize_module(model, plan, {"tokens": batches[0]["tokens"]})
+            model = shard(model, {"tokens": batches[0]["tokens"]}, plan)
             held = [p for p in model.parameters() if p.to_local().numel() < p.numel()]
             assert len(held) == {"dp2": 0}.get(plan, len(held)) and (held or plan == "dp2")
             torch.testing.assert_close(train(model, batches), expected, rtol=1e-8, atol=1e-8)
@@ -77,7 +79,7 @@ def test_a_torch_loop_under_every_plan_of_the_model(tmp_path: Path) -> None:
 def test_its_state_goes_through_torchs_checkpoints_into_a_plain_model(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         model, batches = gpt()
-        model = parallelize_module(model, "dp2,zero3", {"tokens": batches[0]["tokens"]})
+        model = shard(model, {"tokens": batches[0]["tokens"]}, "dp2,zero3")
         train(model, batches)
         dcp.save(model.state_dict(), checkpoint_id=tmp_path / "saved")
         model.eval()
@@ -133,7 +135,7 @@ def test_results_buffers_ties_and_own_gradients_are_the_models(tmp_path: Path) -
     expected = run(Odd())
 
     def job(rank: int) -> None:
-        model = parallelize_module(Odd(), "dp2", x)
+        model = shard(Odd(), x, "dp2")
         assert model.second.weight is model.first.weight
         for got, one in zip(run(model), expected, strict=True):
             torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-5)
@@ -142,13 +144,34 @@ def test_results_buffers_ties_and_own_gradients_are_the_models(tmp_path: Path) -
 
 
 def test_another_batch_is_refused_with_its_name() -> None:
-    model = parallelize_module(Odd(), "dp1", {"x": torch.randn(8, 6)})
+    model = shard(Odd(), {"x": torch.randn(8, 6)}, "dp1")
     with pytest.raises(RuntimeFault, match="parallelized for another batch: x") as e:
         model(torch.randn(7, 6))
     assert "[8, 6]" in str(e.value) and "[7, 6]" in str(e.value)
 
 
-def test_plans_that_need_the_optimizer_are_refused() -> None:
-    with pytest.raises(PlanError, match="needs the optimizer step") as e:
-        parallelize_module(Odd(), "dp1,zero1", torch.randn(8, 6))
-    assert "weft.parallelize" in str(e.value)
+@pytest.mark.parametrize("plan", ["micro2", "pp2", "dp2"])
+def test_plans_that_need_the_step_or_more_processes_are_refused(plan: str) -> None:
+    with pytest.raises(PlanError, match=r"needs the entire training step|is for 2 processes") as e:
+        shard(Odd(), torch.randn(8, 6), plan)
+    assert "weft.parallelize" in str(e.value) or "weft run -n 2" in str(e.value)
+
+
+def test_any_kind_of_plan_is_taken(tmp_path: Path) -> None:
+    expected = want()
+
+    def job(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for plan in (Spec(dp=2, zero=1), "dp2,zero2", mesh, "auto"):
+            model, batches = gpt()
+            model = shard(model, {"tokens": batches[0]["tokens"]}, plan)
+            torch.testing.assert_close(train(model, batches), expected, rtol=1e-8, atol=1e-8)
+            if plan == "auto":
+                assert model.weft.decision.named.mesh.ranks == 2
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_the_former_name_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"weft.shard\(model, example, plan\)"):
+        weft.parallelize_module(Odd(), "dp1", torch.randn(8, 6))
