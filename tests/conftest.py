@@ -27,6 +27,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-faults", action="store_true", help="look for planted faults also by the fuzzer unfocused")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kept_apart() -> Iterator[None]:
+    """What a module leaves behind (loaded packages, caches) is kept apart, so that later collections do not walk through it again."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compares a text with the file of that name under tests/golden."""
