@@ -54,7 +54,7 @@ def build(model: str, sizes: Sizes, optimizer: str = "") -> Any:
 
     from weft.core.errors import WeftError
     from weft.frontend.capture import capture
-    from weft.plan.recompute import recomputed, regions_of
+    from weft.transform.recompute import recomputed, regions_of
 
     words = Words(model)
     remat = words.take(r"(with )?(use[_ ])?remat(erialization)?|gradient[_ ]checkpointing|recompute")

@@ -25,9 +25,9 @@ from bench._ranks import run_ranks  # noqa: E402
 from weft import interp  # noqa: E402
 from weft.api.parallelize import parallelize  # noqa: E402
 from weft.core.program import Program  # noqa: E402
-from weft.plan.progress import line, partings  # noqa: E402
-from weft.plan.run import load  # noqa: E402
 from weft.programs.catalog import example  # noqa: E402
+from weft.record.progress import line, partings  # noqa: E402
+from weft.record.run import load  # noqa: E402
 from weft.report import report  # noqa: E402
 
 console = Console(width=140)

@@ -17,16 +17,14 @@ PACKAGE = Path(weft.__file__).parent
 
 # Lower in the list may import higher, never the reverse.
 ORDER = (
-    "core", "ops", "interp", "autodiff", "frontend", "lang", "rewrite", "schedule", "programs", "cluster", "cost", "plan",
+    "core", "ops", "interp", "autodiff", "frontend", "lang", "rewrite", "schedule", "programs", "cluster", "cost", "record", "plan",
     "codegen", "runtime", "tune", "dynamic", "optim", "nn", "transform", "passes", "api", "report", "cli",
 )  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 SOLVERS = {"highspy", "scipy", "z3", "transformers", "networkx", "yaml", "hypothesis", "pytest"}
 MAY_NEED_SOLVERS = ("weft.plan.layouts", "weft.plan.stages", "weft.rewrite.prove", "weft.rewrite.discover", "weft.api.trainer")
 MAY_NAME_HARDWARE = ("codegen", "runtime", "cluster", "cli.doctor")
-HARDWARE = re.compile(
-    r"(?<![a-wyz])(cuda|nvidia|nvlink|nvswitch|infiniband|rocm|tensor_?cores?|[vahb][1-3]00(?!\d)|sm_\d\d)", re.I
-)
+HARDWARE = re.compile(r"(?<![a-wyz])(cuda|nvidia|nvlink|nvswitch|infiniband|rocm|tensor_?cores?|[vahb][1-3]00(?!\d)|sm_\d\d)", re.I)
 
 
 def test_every_import_goes_the_one_way() -> None:

@@ -18,13 +18,9 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import Micro
-from weft.plan.context import ring
-from weft.plan.line import Line, lay
 from weft.plan.named import input_layouts
-from weft.plan.pieces import FoundPieces
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Placements, PlacingOptions, place
-from weft.plan.recompute import recomputed, recomputed_stage, regions_of
 from weft.plan.spec import Spec
 from weft.plan.split import Stage, chosen_cuts, split
 from weft.rewrite.updates import by_definition, by_rows
@@ -36,6 +32,10 @@ from weft.transform.gathers import gathered_again
 from weft.transform.guard import guarded
 from weft.transform.low import low_precision
 from weft.transform.noise import measured
+from weft.transform.pieces import FoundPieces
+from weft.transform.pipeline import PlacedPipeline, place_pipeline
+from weft.transform.recompute import recomputed, recomputed_stage, regions_of
+from weft.transform.ring import ring
 from weft.transform.updates import BUCKET, bucketed, fused_update
 
 HOST = torch.device("cpu")
@@ -76,7 +76,7 @@ class Stages:
 class Laid:
     """The stages on the mesh and as they were cut, and how inputs are held."""
 
-    line: Line
+    line: PlacedPipeline
     stages: tuple[Stage, ...]
     held: Mapping[str, Placements]
     options: PlacingOptions
@@ -183,7 +183,7 @@ def cut(
 
 def laid(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> Laid:
     """The stages placed, and the update behind them; `first` runs before them."""
-    line = lay(captured, stages.run, spec, stages.held, stages.options, guarded if guard else None, first)
+    line = place_pipeline(captured, stages.run, spec, stages.held, stages.options, guarded if guard else None, first)
     return Laid(line, stages.cut, stages.held, stages.options)
 
 

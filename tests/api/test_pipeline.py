@@ -264,7 +264,7 @@ def test_a_model_that_cannot_take_a_micro_batch() -> None:
 
 @pytest.mark.parametrize("plan", ["pp2", "dp2,pp2"])
 def test_a_plan_in_micro_batches_is_checked_before_it_runs(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.plan import line
+    from weft.transform import pipeline as line
 
     w, place = workload("gpt2"), line.place
 

@@ -21,11 +21,11 @@ from weft.core.text import parse
 from weft.frontend.capture import capture
 from weft.plan.graph.planner import make_plan as plan_program
 from weft.plan.graph.planner import task_of
-from weft.plan.pieces import Counted, pieces_of
 from weft.plan.plan import Plan, load
 from weft.plan.planner import Request, captured_stack, make_plan
 from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem
+from weft.transform.pieces import Counted, pieces_of
 
 STEPS, BATCH = 2, 16
 LIMITS = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}

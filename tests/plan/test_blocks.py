@@ -29,7 +29,6 @@ from weft.ops.registry import flops as node_flops
 from weft.plan.blocks import Stack
 from weft.plan.explain import explain
 from weft.plan.layers import Layers
-from weft.plan.pieces import Counted
 from weft.plan.plan import Plan, load
 from weft.plan.planner import Infeasible, Request, captured_stack, make_plan
 from weft.plan.setting import Setting
@@ -39,6 +38,7 @@ from weft.plan.space import Limits
 from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload
 from weft.report.of_plan import of_plan
+from weft.transform.pieces import Counted
 
 SIZES = {"layers": 3, "hidden": 256, "heads": 8, "vocab": 512, "seq": 128}
 LLAMA = {**SIZES, "kv_heads": 4, "ffn": 512}

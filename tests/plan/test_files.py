@@ -18,10 +18,10 @@ from weft.core.errors import ClusterError, PlanError, WeftError
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.plan.plan import Plan, load, parse
 from weft.plan.planner import Request, make_plan
-from weft.plan.run import Run
 from weft.plan.setting import Setting
 from weft.plan.space import Limits
 from weft.plan.told import differences, rows
+from weft.record.run import Run
 from weft.report import facts_of, html
 from weft.report.facts import perfetto
 from weft.report.page import page

@@ -14,11 +14,11 @@ from weft.core.layout import Layout, Mesh, O, P, S
 from weft.core.node import Type
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
-from weft.plan.line import border
-from weft.plan.recompute import recomputed, regions_of
 from weft.plan.spec import Spec
 from weft.plan.split import Forward, balanced, chosen_cuts, split
-from weft.plan.turns import in_turn
+from weft.transform.phases import in_turn
+from weft.transform.pipeline import border
+from weft.transform.recompute import recomputed, regions_of
 
 
 def captured(name: str, **settings: Any) -> tuple[Captured, Any]:

@@ -17,8 +17,8 @@ from weft.cli import app
 from weft.core.errors import PlanError
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.dynamic.watch import Costs, Piece
-from weft.plan.progress import Printer, line, partings
-from weft.plan.run import Run, load, median, parse
+from weft.record.progress import Printer, line, partings
+from weft.record.run import Run, load, median, parse
 from weft.runtime.trace import Statement, marked
 
 pytestmark = pytest.mark.timeout(400)  # the pages take a while to make on a busy machine

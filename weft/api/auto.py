@@ -32,12 +32,12 @@ from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 from weft.passes import HOST, Draft
 from weft.plan.pins import Pin, resolve
-from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import moves_of, replayed, rewritten
 from weft.plan.rewritten import Move
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
 from weft.transform.noise import measured
+from weft.transform.recompute import recomputed, regions_of
 
 FINALISTS = 6  # placed plans whose buckets and kernels are made too before they are compared
 REORDERED = 2  # pipelines that are tried in every order

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from weft.api.runner import routes
 from weft.cluster.spec import Cluster
 from weft.core.errors import CaptureError, PlanError
+from weft.cost.staged import StagedStep
 from weft.frontend.capture.micro import Micro
 from weft.passes import cut, laid
-from weft.plan.foresee_line import Foreseen
-from weft.plan.line import Line
 from weft.plan.pins import Pin, resolve
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
+from weft.transform.pipeline import PlacedPipeline
 
 if TYPE_CHECKING:
     from weft.cost.timeline import Seen
@@ -28,10 +28,10 @@ from weft.plan.schedules import SCHEDULES
 MOST = 4  # micro-batches for every stage, where the batch has so many
 
 
-def foreseen(line: Line, plan: Spec, where: Cluster) -> Seen:
+def foreseen(line: PlacedPipeline, plan: Spec, where: Cluster) -> Seen:
     """What is foreseen of stages run in the order of a plan."""
     order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
-    return Foreseen(line, order, routes(line.stages), where).seen
+    return StagedStep(line.stages, line.update, order, routes(line.stages), where).seen
 
 
 @dataclass

@@ -38,10 +38,10 @@ from weft.frontend.capture.optimizers import forget_updates
 from weft.passes import Draft
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.plan import Plan
-from weft.plan.recompute import recomputed, regions_of
 from weft.plan.space import bytes_of
 from weft.plan.spec import Spec
 from weft.runtime import hosts
+from weft.transform.recompute import recomputed, regions_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

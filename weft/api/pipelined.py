@@ -36,17 +36,16 @@ from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
 from weft.passes import Draft, Follows, Laid, cut, laid
-from weft.plan.line import PlacedStage, place_stage, spread
 from weft.plan.named import input_layouts
 from weft.plan.pins import parse_pin
 from weft.plan.place import Placements, place
 from weft.plan.schedules import Action
 from weft.plan.spec import Spec
 from weft.plan.split import LOSS_SUM, program_of, split_like
-from weft.plan.update import update
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing
 from weft.runtime.messages import Messages
+from weft.transform.pipeline import PlacedStage, place_stage, spread, update
 
 if TYPE_CHECKING:
     from weft.api.record_line import LineRecorder

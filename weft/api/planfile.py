@@ -19,16 +19,16 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
-from weft.plan.carried import carried
-from weft.plan.pieces import FoundPieces, Pieces, pieces_of, run_again
 from weft.plan.pins import Pin
 from weft.plan.place import Placements, PlacingOptions
 from weft.plan.plan import Plan, load, step_of
-from weft.plan.recompute import recomputed, regions_of
 from weft.plan.replay import rewritten
 from weft.plan.setting import MIXED
 from weft.plan.spec import Spec
 from weft.transform.guard import guard
+from weft.transform.pieces import FoundPieces, Pieces, pieces_of, run_again
+from weft.transform.recompute import recomputed, regions_of
+from weft.transform.same_layouts import carried
 
 Held = Mapping[str, Placements]
 FREE = "weft plan ... --pin pp=1"

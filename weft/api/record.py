@@ -28,9 +28,9 @@ from weft.cost.simulate import cause_of, name_of, predict
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.cost.work import DTYPES, Collective, records
 from weft.ops.registry import Kind, flops
-from weft.plan.progress import Printer, partings
 from weft.plan.roles import Roles
-from weft.plan.run import Run
+from weft.record.progress import Printer, partings
+from weft.record.run import Run
 from weft.rewrite.engine import same_erased
 from weft.runtime.machine import describe
 from weft.runtime.trace import Trace, synchronize, traced

@@ -23,9 +23,9 @@ from weft.api.runner import Values
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
 from weft.cost.pipeline import pass_name
+from weft.cost.staged import StagedStep
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.ops.registry import nbytes
-from weft.plan.foresee_line import Foreseen
 from weft.plan.schedules import SCHEDULES, Action
 from weft.plan.spec import Spec
 from weft.runtime.trace import Trace, held_bytes, synchronize, traced
@@ -51,7 +51,7 @@ class LineRecorder(Recorder):
 
     def _foresee(self, cluster: Cluster) -> Seen:
         step = self.step
-        self.foreseen = Foreseen(step.line, step.runner.orders, step.runner.routes, cluster)
+        self.foreseen = StagedStep(step.line.stages, step.line.update, step.runner.orders, step.runner.routes, cluster)
         return self.foreseen.seen
 
     def _seen(self) -> Seen:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from weft.api.compiled import Compiled
 from weft.core.errors import PlanError
-from weft.plan.line import PlacedStage
 from weft.plan.schedules import Action, Order
 from weft.plan.split import LOSS_SUM
 from weft.runtime.messages import Messages, Rehearsal, Spec
 from weft.runtime.trace import synchronize
+from weft.transform.pipeline import PlacedStage
 
 Values = dict[str, Tensor]
 Call = Callable[[int, Action, Compiled, Values], Values]  # runs a pass of a stage

@@ -46,8 +46,8 @@ from weft.plan.pins import parse_pin, resolve
 from weft.plan.place import place
 from weft.plan.plan import Plan
 from weft.plan.spec import Spec
-from weft.plan.turns import in_turn
 from weft.runtime import hosts
+from weft.transform.phases import in_turn
 
 AnyPlan = str | Path | Spec | Plan | DeviceMesh
 

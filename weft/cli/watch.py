@@ -21,7 +21,7 @@ def watch(
     every: float = typer.Option(2.0, "--every", min=0.1, help="Seconds between two looks."),
 ) -> None:
     """Follow a training run: print its progress and keep its report up to date, until nothing new comes."""
-    from weft.plan.run import FILE, load
+    from weft.record.run import FILE, load
     from weft.report import report
 
     file, seen, since, told = Path(run) / FILE, 0.0, time.monotonic(), False

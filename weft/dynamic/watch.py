@@ -30,8 +30,8 @@ from weft.dynamic.model import Model
 from weft.dynamic.policy import POLICIES
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.structure import Structure
-from weft.plan.progress import Printer
-from weft.plan.run import Run, median
+from weft.record.progress import Printer
+from weft.record.run import Run, median
 from weft.runtime.machine import describe
 from weft.runtime.trace import synchronize
 

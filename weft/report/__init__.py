@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], None] = lambda _: None, run_model: bool = False) -> Facts:
     """The facts of a plan file, of a run's folder, or of its file."""
     from weft.core.files import read_json
-    from weft.plan import plan, run
+    from weft.plan import plan
+    from weft.record import run
     from weft.report.of_plan import of_plan
     from weft.report.of_run import of_run
 

@@ -40,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Facts:
-    """`held` are tensors as `weft.plan.run` writes them; `repeats` says how often a folded layer stands in the whole model."""
+    """`held` are tensors as `weft.record.run` writes them; `repeats` says how often a folded layer stands in the whole model."""
 
     title: str
     about: str

@@ -9,8 +9,8 @@ from typing import Any
 
 from weft.core.program import Program
 from weft.plan.plan import Plan
-from weft.plan.run import Run
 from weft.plan.told import rows
+from weft.record.run import Run
 from weft.report import charts, page
 from weft.report.facts import Facts, Figure
 from weft.report.graph import graph

@@ -9,9 +9,9 @@ from weft.cluster.spec import cluster
 from weft.core.errors import WeftError
 from weft.cost.timeline import Seen
 from weft.plan.plan import ZERO
-from weft.plan.run import Run
 from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.setting import AGAIN
+from weft.record.run import Run
 from weft.report.facts import Curve, Facts, Figure, View
 from weft.report.words import count, ms, percent, size
 

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from weft.core.program import Program
-from weft.plan.run import pack
+from weft.record.run import pack
 from weft.report import charts, model, proofs
 from weft.report.facts import Facts
 from weft.report.graph import graph

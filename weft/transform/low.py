@@ -25,7 +25,7 @@ def low_precision(p: Program) -> Program:
     def node(n: Node) -> Node:
         args = tuple(made[a] for a in n.args)
         equation = _plain(n)
-        return scaled_product(equation, *args, n.dtype) if equation else make(n.op, args, dict(n.attrs))  # type: ignore[no-any-return]
+        return scaled_product(equation, args[0], args[1], n.dtype) if equation else make(n.op, args, dict(n.attrs))  # type: ignore[no-any-return]
 
     def same(n: Node) -> Node:
         made[n] = n

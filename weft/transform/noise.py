@@ -146,7 +146,8 @@ class Probe:
     def take(self, out: Mapping[str, Tensor]) -> None:
         """Last step's numbers, now summed, and this step's, to be summed with the next loss."""
         if self.known:
-            self.noise.add(*out[INPUT].unbind(), self.batch, self.copies)
+            own_square, sum_square = out[INPUT].unbind()
+            self.noise.add(own_square, sum_square, self.batch, self.copies)
         norms = torch._foreach_norm([out[name] for name in out if name.startswith(TERM)])
         own = torch.stack(norms).square().sum() * (self.batch / self.mine)
         summed = sum((out[name] / n for name, n in self.held.items()), torch.zeros((), device=own.device))

@@ -1,4 +1,4 @@
-"""A step in micro-batches over the stages of a pipeline, foreseen: each pass is its program's own time, passes come in the order the ranks
+"""A step in micro-batches over the stages of a pipeline, predicted: each pass takes its program's own time, passes come in the order the ranks
 take them up, messages travel beside them, and the update follows the last.
 
 Of the memory of a rank: its state throughout; of every micro-batch under way what its later passes read; sums of gradients from the
@@ -11,28 +11,40 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from weft.cluster.spec import Cluster
+from weft.core.node import Type
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.memory import peak_bytes
-from weft.cost.pipeline import passes, waiting
+from weft.cost.pipeline import Pass, passes, waiting
 from weft.cost.simulate import predict, root_of, send_seconds
 from weft.cost.timeline import Seen, Task, Timeline, run
 from weft.ops.registry import nbytes
-from weft.plan.line import Line, PlacedStage
-from weft.plan.schedules import Order
 
 Routes = Mapping[tuple[int, str], Mapping[int, Sequence[str]]]  # (stage, kind of pass) to the stages that read of it, and what
 PASSES = ("forward", "backward", "weight")  # the turns of a stage
 
 
-@dataclass(frozen=True, eq=False)
-class Foreseen:
-    """The step on a cluster. `routes` say who reads what."""
+class StagePrograms(Protocol):
+    """The programs of a stage, one for each kind of pass, and what crosses its borders."""
 
-    line: Line
-    orders: Sequence[Order]
+    @property
+    def number(self) -> int: ...
+    @property
+    def turns(self) -> Sequence[Program]: ...
+    @property
+    def types(self) -> Mapping[str, Type]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StagedStep:
+    """The step on a cluster: programs of the stages and of the update. `routes` say who reads what."""
+
+    stages: Sequence[StagePrograms]
+    update: Program
+    orders: Sequence[Sequence[Pass]]
     routes: Routes
     cluster: Cluster
 
@@ -40,26 +52,26 @@ class Foreseen:
     def ranks(self) -> int:
         return len(self.orders)
 
-    def turn(self, stage: PlacedStage, kind: str) -> Program | None:
+    def turn(self, stage: StagePrograms, kind: str) -> Program | None:
         at = PASSES.index(kind)
         return stage.turns[at] if at < len(stage.turns) else None
 
     @cached_property
     def seconds(self) -> dict[tuple[int, str], float]:
-        turns = {(s.number, kind): self.turn(s, kind) for s in self.line.stages for kind in PASSES}
+        turns = {(s.number, kind): self.turn(s, kind) for s in self.stages for kind in PASSES}
         return {key: 0.0 if p is None else predict(p, self.cluster).step_ms / 1e3 for key, p in turns.items()}
 
     @cached_property
     def updates(self) -> list[Seen]:
         """What follows the last micro-batch, on every rank of the pipeline."""
-        return [predict(self.line.update, self.cluster, rank if self.ranks > 1 else None) for rank in range(self.ranks)]
+        return [predict(self.update, self.cluster, rank if self.ranks > 1 else None) for rank in range(self.ranks)]
 
     # --- in time
 
     @cached_property
     def timeline(self) -> Timeline:
         def sent(g: int, kind: str) -> dict[int, float]:
-            sizes = {dst: sum(nbytes(self.line.stages[dst].types[n]) for n in names) for dst, names in self.routes[g, kind].items()}
+            sizes = {dst: sum(nbytes(self.stages[dst].types[n]) for n in names) for dst, names in self.routes[g, kind].items()}
             return {dst: send_seconds(self.cluster, size, self.ranks) for dst, size in sizes.items()}
 
         made = passes(self.orders, lambda g, kind: self.seconds[g, kind], sent)
@@ -87,16 +99,16 @@ class Foreseen:
 
     def state(self, rank: int) -> float:
         """Bytes of parameters, buffers and optimizer state."""
-        held = (n for name, n in self.line.update.input_names.items() if not name.startswith("d.") and n.types[0].shape)
+        held = (n for name, n in self.update.input_names.items() if not name.startswith("d.") and n.types[0].shape)
         return float(sum(nbytes(n.type) for n in held if root_of(n) in (None, rank)))
 
-    def kept(self, stage: PlacedStage) -> float:
+    def kept(self, stage: StagePrograms) -> float:
         """Bytes of one micro-batch that later passes of a stage read."""
         held = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
         later = {n: x for p in stage.turns[1:] for n, x in p.input_names.items() if x.role not in held}
         return float(sum(nbytes(x.type) for x in later.values()))
 
-    def gradients(self, stage: PlacedStage) -> float:
+    def gradients(self, stage: StagePrograms) -> float:
         return float(sum(nbytes(x.type) for p in stage.turns[1:] for n, x in p.outputs if n.startswith("d.param.")))
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
@@ -104,15 +116,15 @@ class Foreseen:
         line, order = self.timeline, self.orders[rank]
         state = now = self.state(rank)
         points, gradients = [(0.0, now)], dict[int, float]()
-        kept = [self.kept(s) if len(s.turns) > 1 else 0.0 for s in self.line.stages[rank :: self.ranks]]
+        kept = [self.kept(s) if len(s.turns) > 1 else 0.0 for s in self.stages[rank :: self.ranks]]
         own = sorted((i for i in line.on(f"stage {rank}") if line.tasks[i].cause in PASSES), key=line.start.__getitem__)
-        for i, action, waits in zip(own, order, waiting(order, kept), strict=True):
-            stage = self.line.stages[action.chunk * self.ranks + rank]
-            program = self.turn(stage, action.kind)
+        for i, (kind, chunk, _), waits in zip(own, order, waiting(order, kept), strict=True):
+            stage = self.stages[chunk * self.ranks + rank]
+            program = self.turn(stage, kind)
             work = max(0.0, peak_bytes(program) - sum(nbytes(n.type) for n in program.inputs)) if program is not None else 0.0
             points.append((line.start[i], now + work))
-            if action.kind == PASSES[len(stage.turns) - 1]:
-                gradients[action.chunk] = self.gradients(stage)
+            if kind == PASSES[len(stage.turns) - 1]:
+                gradients[chunk] = self.gradients(stage)
             now = state + waits + sum(gradients.values())
             points.append((line.end[i], now))
         return [*points, (line.seconds, now)]

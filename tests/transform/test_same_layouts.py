@@ -8,9 +8,9 @@ import weft
 from weft import Mesh, S, f32, f64, trace
 from weft.core.program import Program
 from weft.ops.shape import narrow
-from weft.plan.carried import carried
 from weft.plan.place import place
 from weft.rewrite.engine import same_erased
+from weft.transform.same_layouts import carried
 
 
 def net(rows: int, dtype=f32, clip: bool = False) -> Program:

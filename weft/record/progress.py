@@ -9,7 +9,7 @@ from typing import TextIO
 
 from weft.cost.simulate import FUSED
 from weft.cost.timeline import Seen
-from weft.plan.run import Run
+from weft.record.run import Run
 
 APART = 0.15  # beyond this, a difference between prediction and measurement is reported
 EVERY = 10.0  # seconds between two lines

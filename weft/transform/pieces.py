@@ -17,9 +17,9 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers
-from weft.plan.recompute import recompute
 from weft.plan.spec import Piece, Spec
 from weft.plan.split import Cut, Forward, Region, narrow
+from weft.transform.recompute import recompute
 
 HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 

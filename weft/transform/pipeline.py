@@ -6,26 +6,30 @@ the way, and gathered on the far side, so each byte is sent once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.core.errors import LayoutError, PlanError
 from weft.core.layout import Layout, O, P, Placement, S
 from weft.core.names import bare
-from weft.core.node import Type
+from weft.core.node import Node, Type, remade, toposort
 from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import GIVEN
 from weft.ops.comm import send
+from weft.ops.pointwise import add
 from weft.ops.registry import Kind
+from weft.ops.shape import concat
+from weft.ops.source import input_node
 from weft.plan.place import Placements, PlacingOptions, place
 from weft.plan.spec import Spec
-from weft.plan.split import LOSS_SUM, Stage
-from weft.plan.turns import in_turn
-from weft.plan.update import update
+from weft.plan.split import LOSS_SUM, Stage, program_of
+from weft.transform.phases import in_turn
 
 Held = Mapping[str, Placements]
+Home = Callable[[str], int | None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class PlacedStage:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlacedPipeline:
     """All stages of a training step, what follows the last micro-batch, and where every input is at home."""
 
     named: Spec
@@ -60,7 +64,7 @@ class Line:
         return "\n".join([p.text for s in self.stages for p in s.turns] + [self.update.text])
 
 
-def lay(
+def place_pipeline(
     captured: Captured,
     stages: Sequence[Stage],
     named: Spec,
@@ -68,7 +72,7 @@ def lay(
     options: PlacingOptions,
     guard: Callable[[Captured], Captured] | None = None,
     first: Program | None = None,
-) -> Line:
+) -> PlacedPipeline:
     """Every stage placed, and the update, guarded if told how, with the state at the ranks that read it, or at all where `first` does."""
     more = {} if first is None else {n: x for n, x in first.input_names.items() if x.role not in GIVEN}
     homes = {**homes_of(captured, stages, named), **dict.fromkeys(more)}
@@ -85,7 +89,7 @@ def lay(
     program = update(captured, sources, lambda name: where.get(name, homes.get(name)), more.values())
     program = guard(replace(captured, program=program)).program if guard is not None else program
     inputs = {n: p for n, p in {**layouts, **given}.items() if n in program.input_names}
-    return Line(named, tuple(placed), place(program, named.mesh, inputs, options), homes, program)
+    return PlacedPipeline(named, tuple(placed), place(program, named.mesh, inputs, options), homes, program)
 
 
 def at(named: Spec, rank: int | None) -> dict[str, Placement]:
@@ -229,7 +233,7 @@ def _terms(placed: Sequence[PlacedStage], named: Spec) -> tuple[dict[str, list[s
     return sources, given
 
 
-def spread(line: Line, stages: Sequence[PlacedStage], like: Program) -> Program | None:
+def spread(line: PlacedPipeline, stages: Sequence[PlacedStage], like: Program) -> Program | None:
     """State brought to the ranks of the pipeline that read it but are not its home: `NAME.RANK` for each; None where there is none."""
     wanted = {(n, s.rank): None for s in stages for n in s.inputs() if line.homes.get(n) not in (None, s.rank)}
     names = dict.fromkeys(n for n, _ in wanted)
@@ -238,3 +242,50 @@ def spread(line: Line, stages: Sequence[PlacedStage], like: Program) -> Program 
     nodes = {n: like.input_names[n] for n in names}
     outputs = {f"{n}.{r}": send(nodes[n], axis="pp", to=r) for n, r in wanted}
     return new_program("spread", like.mesh, list(nodes.values()), outputs)
+
+
+# -- the update ------------------------------------------------------------------------------------------------------------------
+
+
+def update(captured: Captured, sources: Mapping[str, Sequence[str]], home: Home, more: Iterable[Node] = ()) -> Program:
+    """What follows the last micro-batch: gradients, given by the inputs that hold their terms, clipped and applied; the loss.
+
+    Parameters may share a gradient, as those of two branches that are added do: then any of them gives it. `more` are inputs that
+    the step keeps beside those of the captured one. `home` tells the rank of the pipeline where an input is; numbers gathered from
+    several are first put together on each.
+    """
+    p = captured.program
+    lost = [name for name in captured.gradients if not sources.get(name)]
+    if lost:
+        raise PlanError(f"no stage has a gradient of {lost[0]}", needed="every parameter that learns to be read by a stage", found="none")
+    owner = {g: name for name, g in reversed([*captured.gradients.items()])}
+    swap = {g: _sum([input_node(n, g.type) for n in sources[name]]) for g, name in owner.items()}
+    loss = p.output_names["loss"]
+    kept = {name: n for name, n in p.outputs if name != "loss" and not name.startswith("buffer.")}
+    made = remade(kept.values(), swap)
+    outputs = {"loss": input_node(LOSS_SUM, loss.type), **{name: made[n] for name, n in kept.items()}}
+    outputs = _gathered_at_home(outputs, home)
+    held = [n for n in p.inputs if n.role not in GIVEN]
+    return program_of(f"{p.name}.update", outputs, p, {}, [*held, *more])
+
+
+def _sum(terms: Sequence[Node]) -> Node:
+    total = terms[0]
+    for t in terms[1:]:
+        total = add(total, t)
+    return total
+
+
+def _gathered_at_home(outputs: Mapping[str, Node], home: Home) -> dict[str, Node]:
+    """Concats of values from several ranks of the pipeline, as concats of what each rank puts together."""
+    at: dict[Node, frozenset[int]] = {}
+    swap: dict[Node, Node] = {}
+    for n in toposort(outputs.values()):
+        here = home(n.attr("name")) if n.op.name == "input" else None
+        at[n] = frozenset({here} if here is not None else ()).union(*(at[a] for a in n.args))
+        if n.op.name == "concat" and len(at[n]) > 1:
+            runs = [list(run) for _, run in itertools.groupby(n.args, key=at.__getitem__)]
+            if len(runs) < len(n.args):
+                swap[n] = concat([concat(r, n.attr("dim")) if len(r) > 1 else r[0] for r in runs], n.attr("dim"))
+    made = remade(outputs.values(), swap)
+    return {name: made[n] for name, n in outputs.items()}
