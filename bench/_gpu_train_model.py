@@ -160,15 +160,24 @@ def described(name: str) -> str:
 
 def main() -> None:
     name, precision, rounds, folder = sys.argv[1:]
-    ready, go, out = (Path(folder, f"{name}.{end}") for end in ("ready", "go", "json"))
+    when_told(name, Path(folder), lambda: started(name, precision), lambda ways: timed(name, ways, int(rounds)))
+
+
+def timed(name: str, ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+    row = timed_row(described(name), in_turn(ways, rounds))
+    return {**row, "kernels_us": {key: kernels(ways[key]) for key in ("weft", "compile")}}
+
+
+def when_told(name: str, folder: Path, start: Callable[[], tuple[Any, dict[str, Any]]], time_it: Callable[[Any], dict[str, Any]]) -> None:
+    """Get ready, wait until told to go on, time, and write the row of the result; a failure is a row too."""
+    ready, go, out = (folder / f"{name}.{end}" for end in ("ready", "go", "json"))
     try:
-        ways, said = started(name, precision)
+        ways, said = start()
         ready.touch()
         while not go.exists():
             time.sleep(0.02)
-        row = timed_row(described(name), in_turn(ways, int(rounds)), **said)
-        row["machine"] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        row["kernels_us"] = {key: kernels(ways[key]) for key in ("weft", "compile")}
+        row = {**time_it(ways), **said}
+        row["machine"] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
     except Exception as error:
         row = {"case": name, "failed": f"{type(error).__name__}: {error}"[:800], "where": traceback.format_exc()[-1500:]}
     whole = out.with_suffix(".part")

@@ -33,8 +33,9 @@ CASES = [
     _einsum("ab,bc,ca->ab", (2, 4), (4, 3), (3, 2)),
     case(
         "product of 8-bit floats",
-        lambda x, y: low.low_einsum(pointwise.cast(x, dtype="f8"), pointwise.cast(y, dtype="f8"), equation="ik,kj->ij", dtype="f64"),
-        lambda x, y: x.to(torch.float8_e4m3fn).double() @ y.to(torch.float8_e4m3fn).double(), normal(5, 4), normal(4, 3), smooth=False,
+        lambda x, y, a, b: low.low_einsum(pointwise.cast(x, dtype="f8"), pointwise.cast(y, dtype="f8"), a, b, equation="ik,kj->ij", dtype="f64"),
+        lambda x, y, a, b: (x.to(torch.float8_e4m3fn).double() @ y.to(torch.float8_e4m3fn).double()) * a * b,
+        normal(5, 4), normal(4, 3), normal(5, 1), normal(1, 3), smooth=False,
     ),
     case("sum", lambda x: reduce.sum_(x, dims=1), lambda x: x.sum(1), normal(3, 4, 5)),
     case("sum of all", reduce.sum_, torch.sum, normal(3, 4)),

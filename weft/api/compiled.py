@@ -94,8 +94,10 @@ class Compiled:
         """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into: such code has no
         parts, unless they only update."""
         wanted = replay.is_accelerator(self.device) if asked is None else asked
-        from_one = any(n.op.name in ("send", "reduce", "broadcast", "to_host", "from_host") for n in self.program.nodes)  # no op of a trace does what these do
-        return wanted and not from_one and bool(self.code.parts) and os.environ.get("WEFT_INDUCTOR", "1") != "0"
+        names = [n.op.name for n in self.program.nodes]
+        from_one = any(name in ("send", "reduce", "broadcast") for name in names)  # no op of a trace does what these do
+        stays = names.count("to_host") == names.count("from_host")  # what is kept by the host is fetched by the same program
+        return wanted and not from_one and stays and bool(self.code.parts) and os.environ.get("WEFT_INDUCTOR", "1") != "0"
 
     def __call__(self, inputs: Mapping[str, torch.Tensor], known: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """The outputs by name. `known` are inputs that have been here before and need no check."""

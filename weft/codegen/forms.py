@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from weft.codegen.form import Form
 from weft.codegen.product import is_linear
+from weft.codegen.quick import QUICK, documents
 from weft.codegen.text import settings
 from weft.codegen.updates import updates
 from weft.core.node import Node
@@ -19,7 +20,7 @@ from weft.ops.registry import Kind
 def forms_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Form]:
     """The forms in a program, none sharing a node with another or with `busy`."""
     taken, found = set(busy), []
-    for form in (*updates(program, donate), *_buckets(program), *_convolutions(program), *_sides(program), *_linears(program)):
+    for form in (*updates(program, donate), *_buckets(program), *_convolutions(program), *_sides(program), *_linears(program), *_documents(program, device)):
         present = all(t.layout.present(coords) for n in form.nodes for t in n.types)
         if present and not taken & set(form.nodes):
             taken |= set(form.nodes)
@@ -44,6 +45,18 @@ def _linears(p: Program) -> Iterator[Form]:
                         (y, n), (x, w, bias), (n,), lambda v, x=x, w=w, b=bias: f"torch.nn.functional.linear({v(x)}, {v(w)}, {v(b)})"
                     )
                     break
+
+
+# -- attention inside documents, by their numbers and not by a mask -----------------------------------------------------------------
+
+
+def _documents(p: Program, device: str) -> Iterator[Form]:
+    for n in p.nodes:
+        found = documents(n, device) if n.op.attends is not None and n.op.name in QUICK else None
+        if found is not None:
+            inputs = (*n.args[:-1], *found)
+            how = ", ".join(settings((k, v) for k, v in n.attrs if k in ("scale", "causal")))
+            yield Form((n,), inputs, (n,), lambda v, n=n, xs=inputs, how=how: f"quick.document_{n.op.name}({', '.join(map(v, xs))}, {how})")
 
 
 # -- pieces side by side: a sum of pads that do not overlap --------------------------------------------------------------------------

@@ -36,16 +36,17 @@ def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
     if found is None:
         return None
     a, b, out, labels, sizes = found
-    if n.args[0].dtype.itemsize == 1:
+    if _is_scaled(n):
         pair = _matrices(*found, args)
-        return f"low_product({', '.join(pair)}, {n.dtype}).reshape({tuple(sizes[c] for c in out)})" if pair else None
+        scales = args[2:] if out == labels.left + labels.right else args[:1:-1]
+        return f"low_product({', '.join([*pair, *scales])}, {n.dtype}).reshape({tuple(sizes[c] for c in out)})" if pair else None
     return _batched(a, b, out, labels, args) if labels.batch else _plain(a, b, out, labels, sizes, args)
 
 
 def matrices(n: Node, args: Sequence[str], at: Mapping[str, int]) -> tuple[str, str] | None:
     """The operands as two matrices whose product is the result as it lies; None where it is no matrix."""
     found = _read(n, at)
-    if found is None or found[3].batch or n.ndim != 2:
+    if found is None or found[3].batch or n.ndim != 2 or _is_scaled(n):
         return None
     return _matrices(*found, args)
 
@@ -53,17 +54,22 @@ def matrices(n: Node, args: Sequence[str], at: Mapping[str, int]) -> tuple[str, 
 def _read(n: Node, at: Mapping[str, int]) -> tuple[str, str, str, Labels, dict[str, int]] | None:
     """The letters of a contraction of two operands, what each is, and its size on the rank."""
     eq = equation_of(n)
-    if n.op.kind is not Kind.CONTRACT or len(n.args) != 2 or eq is None:
+    if n.op.kind is not Kind.CONTRACT or len(n.args) != 2 and not _is_scaled(n) or eq is None:
         return None
-    short = {label: chr(97 + i) for i, label in enumerate(dict.fromkeys(x for labels in eq.ins for x in labels))}
-    a, b, out = ("".join(short[x] for x in labels) for labels in (*eq.ins, eq.outs[0]))
+    short = {label: chr(97 + i) for i, label in enumerate(dict.fromkeys(x for labels in eq.ins[:2] for x in labels))}
+    a, b, out = ("".join(short[x] for x in labels) for labels in (*eq.ins[:2], eq.outs[0]))
     found = _labels(a, b, out)
     if found is None:
         return None
     sizes: dict[str, int] = {}
-    for text, arg in zip((a, b), n.args, strict=True):
+    for text, arg in zip((a, b), n.args[:2], strict=True):
         sizes |= dict(zip(text, arg.type.layout.local_shape(at), strict=True))
     return a, b, out, found, sizes
+
+
+def _is_scaled(n: Node) -> bool:
+    """Of 8-bit floats, with the scales of both as two more operands."""
+    return len(n.args) == 4 and n.args[0].dtype.itemsize == 1
 
 
 def is_linear(n: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 
@@ -18,6 +19,8 @@ FLASH = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
 }
 
+HALF = (torch.bfloat16, torch.float16)
+_SITES = itertools.count()  # of copies that are kept by the host, in all programs of this process
 WIDE, ROOM = 128, 1 << 30  # numbers in a head, and bytes of scores that may be held for it
 
 
@@ -45,6 +48,37 @@ def _plain_attention(first: int) -> Test:
         return plain and all(m.dtype == q.dtype for m in masks) and (_rows_whole(q, k) or not ordered)
 
     return test
+
+
+def documents(n: Node, device: str) -> tuple[Node, Node] | None:
+    """The numbers of rows and keys, [batch or 1, tokens] each, where the mask of an attention on a GPU is that they are equal."""
+    first = n.op.attends
+    if device != "cuda" or first is None or n.attr("window") or not _plain_attention(first)(n, device):
+        return None
+    q, k = n.args[first], n.args[first + 1]
+    masks = n.args[3 if first == 0 else 6 :]
+    if len(masks) != 1 or q.dtype not in HALF or q.shape[-1] not in (16, 32, 64, 128) or math.prod(masks[0].shape[1:3]) != 1:
+        return None
+    found = _equal(masks[0])
+    if found is None:
+        return None
+    rows, keys = found if found[0].shape[-1] == 1 else found[::-1]
+    lies = rows.shape[-2:] == (q.shape[3], 1) and keys.shape[-2:] == (1, k.shape[2])
+    each = all(math.prod(x.shape) in (x.shape[-1] * x.shape[-2], q.shape[0] * x.shape[-1] * x.shape[-2]) for x in found)
+    return (rows, keys) if lies and each else None
+
+
+def _equal(mask: Node) -> tuple[Node, Node] | None:
+    """a and b, where a mask is 0 if they are equal and minus infinity elsewhere."""
+    while mask.op.name == "reshape":
+        mask = mask.args[0]
+    if mask.op.name != "where" or [float(a.attr("value")) for a in mask.args[1:] if a.op.name in ("const", "full")] != [0.0, -math.inf]:
+        return None
+    cond = mask.args[0]
+    while cond.op.name == "reshape":
+        cond = cond.args[0]
+    whole = cond.op.name == "eq" and all(not a.dtype.is_floating_point and a.ndim == cond.ndim > 1 for a in cond.args)
+    return (cond.args[0], cond.args[1]) if whole else None
 
 
 def _plain_adam(n: Node, device: str) -> bool:
@@ -110,9 +144,10 @@ QUICK: Mapping[str, Test] = {
 
 
 def quick_call(
-    n: Node, args: list[str], device: str, own: bool, at: Mapping[str, int], statistics: str | None = None
+    n: Node, args: list[str], device: str, own: bool, at: Mapping[str, int], statistics: str | None = None, fetches: bool = False
 ) -> str | None:
-    """The call at a place of the mesh, or None where the op's own function must do. `statistics` is where a norm leaves, or finds, its own."""
+    """The call at a place of the mesh, or None where the op's own function must do. `statistics` is where a norm leaves, or finds, its own;
+    `fetches` says that what goes to the host comes back in the same program."""
     test = QUICK.get(n.op.name)
     if test is None or not test(n, device):
         return None
@@ -120,6 +155,8 @@ def quick_call(
         whole = len(run) == n.args[2].shape[0]
         return f"quick.put_{'all' if whole else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if whole else run})"
     attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out")} | ({"own": own} if n.op.name == "adam" else {})
+    if n.op.name == "to_host" and fetches:
+        attrs["site"] = next(_SITES)
     if n.op.name in ("experts", "experts_backward"):
         attrs["first"] = _first(n.args[3 if n.op.name == "experts" else 4], at)
     more = [f"statistics={statistics}"] if statistics and n.op.name == "layer_norm_backward" else []

@@ -58,6 +58,7 @@ class _Writer:
         self.statistics = {n: f"{self.var[n]}_statistics" for n in self.kept}
         self.backward_of: dict[Node, str] = {}  # a norm's backward, and where the statistics are once the norm has run
         self.rooms = _rooms(rp) if chunked is None and device == "cpu" else {}
+        self.fetches = any(n.op.name == "from_host" for n in rp.program.nodes)
         self.elsewhere: dict[str, str] = {}  # a line that writes into peer memory, and the same without
 
     def write(self) -> Code:
@@ -182,7 +183,8 @@ class _Writer:
         writer = SPECIAL.get(n.op.name)
         if writer is not None:
             return writer(self, n, args)
-        quick = quick_call(n, args, self.device, self.own, self.at, self.statistics.get(n) or self.backward_of.get(n)) if self.chunked is None else None
+        kept = self.statistics.get(n) or self.backward_of.get(n)
+        quick = quick_call(n, args, self.device, self.own, self.at, kept, self.fetches) if self.chunked is None else None
         if quick is not None:
             return quick
         if n.op.local is not None:

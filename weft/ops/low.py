@@ -16,8 +16,7 @@ from weft.ops.linalg import einsum_equation
 from weft.ops.norm import to_dtype, wide_dtype
 from weft.ops.pointwise import abs_, cast, maximum
 from weft.ops.reduce import amax
-from weft.ops.registry import Kind, Linear, Types, define
-from weft.ops.shape import reshape
+from weft.ops.registry import ONE, Equation, Kind, Linear, Types, define
 
 LOW = "f8"
 MOST = torch.finfo(torch.float8_e4m3fn).max
@@ -28,12 +27,24 @@ def _dtype(types: Types, attrs: Attrs) -> torch.dtype:
     return dtype_of(attrs["dtype"])
 
 
-def _run(x: torch.Tensor, y: torch.Tensor, equation: str, dtype: str) -> torch.Tensor:
-    kind = wide_dtype(dtype_of(dtype))
-    return torch.einsum(equation, x.to(kind), y.to(kind)).to(dtype_of(dtype))
+def _equation(types: Types, attrs: Attrs) -> Equation:
+    """x, y, and the scale of every row of each, with a size of 1 in place of what is summed."""
+    plain = einsum_equation(types[:2], attrs)
+    (out,) = plain.outs
+    scales = tuple(tuple(c if c in out else ONE for c in labels) for labels in plain.ins)
+    return Equation((*plain.ins, *scales), plain.outs)
 
 
-low_einsum = define("low_einsum", kind=Kind.CONTRACT, equation=einsum_equation, run=_run, dtype=_dtype, linear=Linear.EACH)
+def _run(x: torch.Tensor, y: torch.Tensor, of_x: torch.Tensor, of_y: torch.Tensor, equation: str, dtype: str) -> torch.Tensor:
+    left, out = equation.split("->")
+    ins = left.split(",")
+    made = torch.einsum(equation, x.to(of_x.dtype), y.to(of_y.dtype))
+    for scale, labels in zip((of_x, of_y), ins, strict=True):
+        made = made * scale.reshape([scale.shape[labels.index(c)] if c in labels else 1 for c in out])
+    return made.to(dtype_of(dtype))
+
+
+low_einsum = define("low_einsum", kind=Kind.CONTRACT, equation=_equation, run=_run, dtype=_dtype, linear=Linear.EACH)
 
 
 def quantised(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
@@ -56,10 +67,8 @@ def scaled_product(equation: str, x: Node, y: Node, dtype: torch.dtype) -> Any:
     left, out = equation.split("->")
     ins = left.split(",")
     parts = [quantised(v, tuple(i for i, c in enumerate(labels) if c not in out)) for v, labels in zip((x, y), ins, strict=True)]
-    made = to_dtype(low_einsum(*(q for q, _ in parts), equation=equation, dtype=dtype), parts[0][1].dtype)
-    for (_, scale), labels, v in zip(parts, ins, (x, y), strict=True):
-        made = made * reshape(scale, tuple(v.shape[labels.index(c)] if c in labels else 1 for c in out))
-    return to_dtype(made, dtype)
+    (low_x, of_x), (low_y, of_y) = parts
+    return low_einsum(low_x, low_y, of_x, of_y, equation=equation, dtype=dtype)
 
 
 __all__ = ["LOW", "ROUNDING", "low_einsum", "quantised", "scaled_product"]

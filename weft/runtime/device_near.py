@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.runtime import faults
 from weft.runtime.fused import KernelLike, Row, bind
 from weft.runtime.launched import _peer_table, _power_of_two
+from weft.runtime.library import define
 from weft.runtime.near import Near, _fold
 from weft.runtime.peers import PeerBuffer
 
@@ -134,33 +135,24 @@ class DeviceNear(Near):
 
 
 _nears: list[DeviceNear] = []
-_library = torch.library.Library("weft", "FRAGMENT")
 _ops: Any = torch.ops.weft
 
-
-def _define(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
-    name = schema.split("(")[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"weft::{name}", fake, lib=_library)
-
-
-_define(
+define(
     "near_reduce(Tensor[] xs, str op, int near) -> Tensor",
     lambda xs, op, near: _nears[near].reduced(xs, op),
     lambda xs, op, near: xs[0].new_empty(sum(x.numel() for x in xs)),
 )
-_define(
+define(
     "near_gather(Tensor mine, int near, int world) -> Tensor",
     lambda mine, near, world: _nears[near].gathered(mine),
     lambda mine, near, world: mine.new_empty((world, *mine.shape)),
 )
-_define(
+define(
     "near_scatter(Tensor parts, str op, int near) -> Tensor",
     lambda parts, op, near: _nears[near].scattered(parts, op),
     lambda parts, op, near: parts.new_empty(parts.shape[1:]),
 )
-_define(
+define(
     "near_swap(Tensor parts, int near) -> Tensor",
     lambda parts, near: _nears[near].swapped(parts),
     lambda parts, near: parts.new_empty(parts.shape),

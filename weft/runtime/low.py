@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-HALF = (torch.bfloat16, torch.float16)
 
-
-def product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [m, k] times y [k, n], summed in float32 at least."""
-    if x.is_cuda and x.shape[1] % 16 == y.shape[1] % 16 == 0 and torch.cuda.get_device_capability(x.device) >= (8, 9):
-        one = torch.ones((), device=x.device)
-        return torch._scaled_mm(x.contiguous(), y.t().contiguous().t(), scale_a=one, scale_b=one, out_dtype=dtype)
-    wide = torch.float32 if dtype in HALF else dtype
-    return (x.to(wide) @ y.to(wide)).to(dtype)
+def product(x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [m, k] times y [k, n], summed in float32 at least, times the scale of every row of x and of every column of y."""
+    rows, columns = of_x.reshape(-1, 1), of_y.reshape(1, -1)
+    if x.is_cuda and dtype == torch.bfloat16 and x.shape[1] % 16 == y.shape[1] % 16 == 0 and torch.cuda.get_device_capability(x.device) >= (9, 0):
+        left, right = x.contiguous(), y.t().contiguous().t()
+        return torch._scaled_mm(left, right, scale_a=rows, scale_b=columns, out_dtype=dtype, use_fast_accum=True)
+    return (x.to(of_x.dtype) @ y.to(of_x.dtype) * rows * columns).to(dtype)

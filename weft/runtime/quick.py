@@ -155,3 +155,16 @@ def _adam_in_ops(
     root = v.sqrt() / (1 - betas[1] ** count).sqrt().to(p.dtype) + eps
     kept = p * (1 - rate * decay).to(p.dtype) if decoupled else p
     return (kept - (rate / (1 - betas[0] ** count)).to(p.dtype) * m / root).to(p.dtype), m.to(p.dtype), v.to(p.dtype)
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, **how: Any) -> Any:
+    """Attention among tokens of one number; rows [.., s, 1] and keys [.., 1, t], a batch before them or none."""
+    from weft.runtime import document_attention as kernels  # Triton's, which not every machine has
+
+    return kernels.document_attention(q, k, v, rows.reshape(-1, q.shape[3]), keys.reshape(-1, k.shape[2]), **how)
+
+
+def document_attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor, keys: Tensor, **how: Any) -> Any:
+    from weft.runtime import document_attention as kernels
+
+    return kernels.document_attention_backward(do, q, k, v, out, lse, rows.reshape(-1, q.shape[3]), keys.reshape(-1, k.shape[2]), **how)

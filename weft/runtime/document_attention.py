@@ -1,0 +1,229 @@
+"""Attention inside packed documents by kernels of our own: a query sees the keys of its document, up to itself if it is causal.
+
+Documents are numbers of tokens, in any order. Of every block of rows the first and the last block of keys whose numbers may meet its own are
+found on the device, and only these are read: exact for every numbering, and as much work as the documents are long where they lie end to end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.runtime.library import define
+
+ROWS, KEYS = 128, 64  # tokens of a block
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _tile(base, first, count, step, D: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[N, D] of a tensor whose rows are `step` apart; zeros below its end."""
+    at = first + tl.arange(0, N)
+    return tl.load(base + at[:, None] * step + tl.arange(0, D)[None, :], mask=at[:, None] < count, other=0.0)
+
+
+@triton.jit
+def _seen(rows, keys, of_rows, of_keys, S, T, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    same = (of_rows[:, None] == of_keys[None, :]) & (rows[:, None] < S) & (keys[None, :] < T)
+    if CAUSAL:
+        same = same & (keys[None, :] <= rows[:, None])
+    return same
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    Q, K, V, OF_ROWS, OF_KEYS, FIRST, LAST, OUT, LSE, S, T, H, R, of_rows_step, of_keys_step, scale, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+    CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    i, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = bh // H, bh % H
+    rows = i * M + tl.arange(0, M)
+    q = _tile(Q + b * q_b + h * q_h, i * M, S, q_s, D, M)
+    of_rows = tl.load(OF_ROWS + b * of_rows_step + rows, mask=rows < S, other=0)
+    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    out = tl.zeros([M, D], tl.float32)
+    blocks = tl.cdiv(S, M)
+    for j in range(tl.load(FIRST + b * blocks + i), tl.load(LAST + b * blocks + i)):
+        keys = j * N + tl.arange(0, N)
+        k = _tile(K + b * k_b + h // R * k_h, j * N, T, k_s, D, N)
+        of_keys = tl.load(OF_KEYS + b * of_keys_step + keys, mask=keys < T, other=0)
+        s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
+        s = tl.where(_seen(rows, keys, of_rows, of_keys, S, T, CAUSAL), s, float("-inf"))
+        now = tl.maximum(peak, tl.max(s, 1))
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        p, left = tl.exp2(s - safe[:, None]), tl.exp2(peak - safe)
+        v = _tile(V + b * v_b + h // R * v_h, j * N, T, v_s, D, N)
+        out = tl.dot(p.to(v.dtype), v, out * left[:, None])
+        total, peak = total * left + tl.sum(p, 1), now
+    some = tl.where(total == 0.0, 1.0, total)
+    tl.store(LSE + bh * S + rows, tl.where(total == 0.0, float("-inf"), (peak + tl.log2(some)) / 1.4426950408889634), mask=rows < S)
+    at = (b * S + rows[:, None]) * H * D + h * D + tl.arange(0, D)[None, :]
+    tl.store(OUT + at, (out / some[:, None]).to(OUT.dtype.element_ty), mask=rows[:, None] < S)
+
+
+@triton.jit
+def _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, keys] again from the log-sum-exp; 0 where nothing is seen."""
+    s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
+    seen = _seen(rows, keys, of_rows, of_keys, S, T, CAUSAL)
+    return tl.where(seen, tl.exp2(s - lse[:, None] * 1.4426950408889634), 0.0)
+
+
+@triton.jit
+def _to_queries(  # type: ignore[no-untyped-def]
+    DO, Q, K, V, OF_ROWS, OF_KEYS, FIRST, LAST, LSE, DELTA, DQ, S, T, H, R, of_rows_step, of_keys_step, scale, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+    o_b, o_h, o_s, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    i, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = bh // H, bh % H
+    rows = i * M + tl.arange(0, M)
+    q, do = _tile(Q + b * q_b + h * q_h, i * M, S, q_s, D, M), _tile(DO + b * o_b + h * o_h, i * M, S, o_s, D, M)
+    of_rows = tl.load(OF_ROWS + b * of_rows_step + rows, mask=rows < S, other=0)
+    lse, delta = tl.load(LSE + bh * S + rows, mask=rows < S, other=0.0), tl.load(DELTA + bh * S + rows, mask=rows < S, other=0.0)
+    dq = tl.zeros([M, D], tl.float32)
+    blocks = tl.cdiv(S, M)
+    for j in range(tl.load(FIRST + b * blocks + i), tl.load(LAST + b * blocks + i)):
+        keys = j * N + tl.arange(0, N)
+        k, v = _tile(K + b * k_b + h // R * k_h, j * N, T, k_s, D, N), _tile(V + b * v_b + h // R * v_h, j * N, T, v_s, D, N)
+        of_keys = tl.load(OF_KEYS + b * of_keys_step + keys, mask=keys < T, other=0)
+        p = _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, CAUSAL)
+        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq)
+    at = (b * S + rows[:, None]) * H * D + h * D + tl.arange(0, D)[None, :]
+    tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=rows[:, None] < S)
+
+
+@triton.jit
+def _to_keys(  # type: ignore[no-untyped-def]
+    DO, Q, K, V, OF_ROWS, OF_KEYS, FIRST, LAST, LSE, DELTA, DK, DV, S, T, H, R, of_rows_step, of_keys_step, scale, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+    o_b, o_h, o_s, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    j, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, g = group // (H // R), group % (H // R)
+    keys = j * N + tl.arange(0, N)
+    k, v = _tile(K + b * k_b + g * k_h, j * N, T, k_s, D, N), _tile(V + b * v_b + g * v_h, j * N, T, v_s, D, N)
+    of_keys = tl.load(OF_KEYS + b * of_keys_step + keys, mask=keys < T, other=0)
+    dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    blocks = tl.cdiv(T, N)
+    first, last = tl.load(FIRST + b * blocks + j), tl.load(LAST + b * blocks + j)
+    for r in range(R):
+        h = g * R + r
+        bh = b * H + h
+        for i in range(first, last):
+            rows = i * M + tl.arange(0, M)
+            q, do = _tile(Q + b * q_b + h * q_h, i * M, S, q_s, D, M), _tile(DO + b * o_b + h * o_h, i * M, S, o_s, D, M)
+            of_rows = tl.load(OF_ROWS + b * of_rows_step + rows, mask=rows < S, other=0)
+            lse, delta = tl.load(LSE + bh * S + rows, mask=rows < S, other=0.0), tl.load(DELTA + bh * S + rows, mask=rows < S, other=0.0)
+            p = _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, CAUSAL)
+            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
+            ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
+            dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk)
+    at = ((b * T + keys[:, None]) * (H // R) + g) * D + tl.arange(0, D)[None, :]
+    tl.store(DK + at, (dk * scale).to(DK.dtype.element_ty), mask=keys[:, None] < T)
+    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=keys[:, None] < T)
+
+
+# -- which blocks meet ---------------------------------------------------------------------------------------------------------
+
+
+def _bounds(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The least and the greatest number in every block of tokens, [batch, blocks]."""
+    short = -x.shape[1] % size
+    blocks = torch.cat([x, x[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, size)) if short else x.unflatten(1, (-1, size))
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+def _range(met: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the last dim that is met, and the one after the last; both 0 where none is."""
+    count = torch.arange(met.shape[-1], device=met.device, dtype=torch.int32)
+    last = torch.where(met, count + 1, 0).amax(-1)
+    return torch.where(met, count, met.shape[-1]).amin(-1).minimum(last).to(torch.int32), last.to(torch.int32)
+
+
+def ranges(rows: Tensor, keys: Tensor, causal: bool) -> list[Tensor]:
+    """Of every block of rows the blocks of keys it reads, from and to, and of every block of keys those of rows."""
+    (r_least, r_most), (k_least, k_most) = _bounds(rows, ROWS), _bounds(keys, KEYS)
+    met = (r_least[:, :, None] <= k_most[:, None]) & (r_most[:, :, None] >= k_least[:, None])
+    if causal:
+        i, j = (torch.arange(n, device=rows.device) for n in met.shape[1:])
+        met = met & (j * KEYS <= i[:, None] * ROWS + (ROWS - 1))
+    return [*_range(met), *_range(met.transpose(1, 2))]
+
+
+# -- the calls -----------------------------------------------------------------------------------------------------------------
+
+
+def _meta(q: Tensor, causal: bool) -> dict[str, Any]:
+    d = q.shape[-1]
+    return {"CAUSAL": causal, "D": d, "M": ROWS, "N": KEYS, "num_warps": 4 if d <= 64 else 8, "num_stages": 2}
+
+
+def _sizes(q: Tensor, k: Tensor, rows: Tensor, keys: Tensor) -> tuple[int, ...]:
+    (_, h, s, _), (_, g, t, _) = q.shape, k.shape
+    return s, t, h, h // g, rows.stride(0) if rows.shape[0] > 1 else 0, keys.stride(0) if keys.shape[0] > 1 else 0
+
+
+def _by_tokens(x: Tensor) -> Tensor:
+    """Room for a result like x [b, h, s, d] that lies token by token, as what follows reads it."""
+    b, h, s, d = x.shape
+    return x.new_empty(b, s, h, d).transpose(1, 2)
+
+
+def _whole(*xs: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, met: list[Tensor], scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = _whole(q, k, v)
+    b, h, s, _ = q.shape
+    out, lse = _by_tokens(q), torch.empty((b, h, s), dtype=torch.float32, device=q.device)
+    rest = (*_sizes(q, k, rows, keys), scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    _attend[(triton.cdiv(s, ROWS), b * h)](q, k, v, rows, keys, met[0], met[1], out, lse, *rest, **_meta(q, causal))
+    return out, lse
+
+
+def _run_back(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor, keys: Tensor, met: list[Tensor], scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    delta = (do.float() * out.float()).sum(-1).contiguous()
+    (do, q, k, v), lse = _whole(do, q, k, v), lse.contiguous()
+    (b, h, s, _), (_, g, t, _) = q.shape, k.shape
+    dq, dk, dv = map(_by_tokens, (q, k, v))
+    rest = (*_sizes(q, k, rows, keys), scale, *(n for x in (q, k, v, do) for n in x.stride()[:3]))
+    _to_queries[(triton.cdiv(s, ROWS), b * h)](do, q, k, v, rows, keys, met[0], met[1], lse, delta, dq, *rest, **_meta(q, causal))
+    _to_keys[(triton.cdiv(t, KEYS), b * g)](do, q, k, v, rows, keys, met[2], met[3], lse, delta, dk, dv, *rest, **_meta(q, causal))
+    return dq, dk, dv
+
+
+_forward: Any = define(
+    "documents(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor keys, Tensor[] met, float scale, bool causal) -> (Tensor, Tensor)",
+    _run, lambda q, *_: (_by_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+)  # fmt: skip
+_backward: Any = define(
+    "documents_backward(Tensor d, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor rows, Tensor keys, Tensor[] met, float scale,"
+    " bool causal) -> (Tensor, Tensor, Tensor)",
+    _run_back, lambda d, q, k, v, *_: tuple(map(_by_tokens, (q, k, v))),
+)  # fmt: skip
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.flatten(1, 2)
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """q [b, g, r, s, d], k and v [b, g, t, d], documents of rows [b or 1, s] and of keys [b or 1, t] -> result and log-sum-exp."""
+    met = [x.expand(q.shape[0], -1).contiguous() for x in ranges(rows, keys, causal)]
+    out, lse = _forward(_heads(q), k, v, rows, keys, met, scale, causal)
+    return out.unflatten(1, q.shape[1:3]), lse.unflatten(1, q.shape[1:3])
+
+
+def document_attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor, keys: Tensor, *, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    met = [x.expand(q.shape[0], -1).contiguous() for x in ranges(rows, keys, causal)]
+    dq, dk, dv = _backward(_heads(do), _heads(q), k, v, _heads(out), lse.flatten(1, 2), rows, keys, met, scale, causal)
+    return dq.unflatten(1, q.shape[1:3]), dk, dv
