@@ -1,5 +1,4 @@
-"""One pass of one stage over one micro-batch, layer by layer. Layers repeat, so a few are walked through and the rest is a multiple of the
-last one's period."""
+"""One pass of one stage over one micro-batch, layer by layer. Layers repeat, so they are walked through until one takes as the one before."""
 
 from __future__ import annotations
 
@@ -8,11 +7,9 @@ from dataclasses import dataclass
 
 from weft.cost.price import Costs
 from weft.cost.timeline import Task
-from weft.cost.walk import Phase, Walk, combine
+from weft.cost.walk import Phase, Walk
 from weft.cost.work import Collective, Op
 from weft.plan.workload import Block, split_weight
-
-ENOUGH = 4  # layers after which the period has settled
 
 
 @dataclass(frozen=True)
@@ -47,29 +44,34 @@ class Pass:
 
 def phase(costs: Costs, parts: Sequence[LayerRun], how: Pass) -> Phase:
     """Time of a pass over the parts; backward passes take them from the last."""
-    parts = list(parts) if how.direction == "forward" else list(reversed(parts))
-    if max((p.count for p in parts), default=0) <= ENOUGH:
-        return walk(costs, parts, how).phase()
-    long, short = (walk(costs, _cut(parts, n), how) for n in (ENOUGH, ENOUGH - 1))
-    repeats = sum(max(0, p.count - ENOUGH) for p in parts) / sum(p.count > ENOUGH for p in parts)
-    lead = (long.now - long.host) + repeats * ((long.now - long.host) - (short.now - short.host))
-    if lead < 0:  # of few layers the host may be ahead, and of all of them not
-        return walk(costs, parts, how).phase()
-    return combine(long.phase(), 1.0 + repeats, short.phase(), -repeats)
-
-
-def _cut(parts: Sequence[LayerRun], most: int) -> list[LayerRun]:
-    return [LayerRun(p.block, min(p.count, most)) for p in parts]
+    return walk(costs, parts if how.direction == "forward" else parts[::-1], how).phase()
 
 
 def walk(costs: Costs, parts: Sequence[LayerRun], how: Pass, events: list[tuple[Task, float]] | None = None) -> LayerWalk:
     """Every op of the parts, one by one; they are put among the events, if asked for."""
     walker = LayerWalk(costs, how=how, events=events)
-    blocks = [p.block for p in parts for _ in range(p.count)]
-    for i, block in enumerate(blocks):
-        walker.block(block, blocks[i + 1] if i + 1 < len(blocks) else None)
+    for i, part in enumerate(parts):
+        walker.run(part, next((p.block for p in parts[i + 1 :] if p.count), None))
     walker.join()
     return walker
+
+
+Clocks = tuple[dict[str, float], dict[str, float], dict[str, float]]  # ends, causes, hidden
+
+
+def settled(first: Clocks, second: Clocks, third: Clocks) -> bool:
+    """Whether the last layer moved every clock as the one before did, and none will overtake the device's or be overtaken by it."""
+    a, b, c = first[0], second[0], third[0]
+    if a.keys() != c.keys():
+        return False
+    pace, near = c["now"] - b["now"], 1e-9 * c["now"]
+    for key, end in c.items():
+        step = end - b[key]
+        if abs(step - (b[key] - a[key])) > near:
+            return False
+        if end > c["now"] + near and step < pace - near or end < c["now"] - near and step > pace + near:
+            return False
+    return True
 
 
 @dataclass
@@ -78,6 +80,36 @@ class LayerWalk(Walk):
 
     how: Pass = Pass("forward")
     gathered: float | None = None
+
+    def run(self, part: LayerRun, following: Block | None) -> None:
+        """Equal layers: once two in a row took alike and no clock will overtake another, those between them and the last are as many times
+        that much."""
+        left, steps = part.count, [self.clocks()]
+        while left > 0:
+            self.block(part.block, part.block if left > 1 else following)
+            left, steps = left - 1, [*steps[-2:], self.clocks()]
+            if left > 1 and self.events is None and len(steps) == 3 and settled(*steps):
+                self.repeat(steps[1], left - 1)
+                left = 1
+
+    def clocks(self) -> Clocks:
+        """When the device, the host and each link are done, and what was waited for so far."""
+        ends = {"now": self.now, "host": self.host, **{f"link {k}": v for k, v in self.links.items()}}
+        if self.gathered is not None:
+            ends["gathered"] = self.gathered
+        return ends, dict(self.causes), dict(self.hidden)
+
+    def repeat(self, before: Clocks, times: int) -> None:
+        """As if what was done since `before` were done so many times more."""
+        ends, causes, hidden = before
+        self.now, now = self.now + times * (self.now - ends["now"]), self.now
+        self.host += times * (self.host - ends["host"])
+        self.beside = [(axis, end + self.now - now) for axis, end in self.beside]
+        if self.gathered is not None:
+            self.gathered += times * (self.gathered - ends["gathered"])
+        for found, was in ((self.links, {k: ends.get(f"link {k}", 0.0) for k in self.links}), (self.causes, causes), (self.hidden, hidden)):
+            for key in found:
+                found[key] += times * (found[key] - was.get(key, 0.0))
 
     def block(self, block: Block, following: Block | None) -> None:
         if self.how.gather:
