@@ -63,12 +63,31 @@ def in_graph(work: Call) -> Call:
 
 def kernels_of(work: Call) -> list[tuple[str, int, float]]:
     """(name, runs, microseconds) of all kernels and copies of one call, longest first."""
+    return timeline(work)["most"]  # type: ignore[no-any-return]
+
+
+def timeline(work: Call) -> dict[str, Any]:
+    """One call on the device, in microseconds: from a first mark to its first kernel, from there to its last one's end, how much of that any was at
+    work; how many were launched; and (name, runs, microseconds) of each, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     work()
+    mark = torch.empty(1, device="cuda")
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        mark.fill_(1)
         work()
         torch.cuda.synchronize()
-    found = [event for event in seen.key_averages() if event.self_device_time_total]
-    return sorted(((e.key[:100], e.count, round(float(e.self_device_time_total), 1)) for e in found), key=lambda k: -k[2])
+    events = sorted((e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start)
+    first, events = events[0].time_range.end, events[1:]
+    spans = [(e.time_range.start, e.time_range.end) for e in events]
+    busy, end = 0.0, spans[0][0]
+    for a, b in spans:
+        busy, end = busy + max(0.0, b - max(a, end)), max(end, b)
+    found: dict[str, list[float]] = {}
+    for e in events:
+        one = found.setdefault(e.name[:100], [0, 0.0])
+        one[0], one[1] = one[0] + 1, one[1] + e.time_range.elapsed_us()
+    most = sorted(((name, int(n), round(us, 1)) for name, (n, us) in found.items()), key=lambda k: -k[2])
+    told = {"lead_us": spans[0][0] - first, "span_us": end - spans[0][0], "busy_us": busy}
+    return {**{k: round(v, 1) for k, v in told.items()}, "launches": len(events), "most": most}

@@ -1,6 +1,6 @@
 """One model of `bench.gpu_train` in a process of its own: ways to take a training step, their losses compared, then their times.
 
-python -m bench._gpu_train_model NAME tf32|bf16 ROUNDS FOLDER
+python -m bench._gpu_train_model NAME[:LAYERS] tf32|bf16 ROUNDS FOLDER
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench._gpu_rank import timed_row
-from bench._gpu_time import in_turn, kernels_of
+from bench._gpu_time import in_a_row, in_turn, timeline
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"layers": 6, "batch": 8},
@@ -51,13 +51,16 @@ class Ways:
     def __init__(self, name: str, precision: str) -> None:
         import weft_zoo as zoo
 
+        name, _, layers = name.partition(":")
         self.precision, self.pure = precision, name in HUGGING_FACE and precision == "bf16"
         if name in HUGGING_FACE:
-            self.workload = HuggingFace(*HUGGING_FACE[name], dtype=torch.bfloat16 if self.pure else torch.float32)
+            kind, settings, *sizes = HUGGING_FACE[name]
+            fewer = {k: int(layers) for k in settings if layers and k in ("num_hidden_layers", "n_layer")}
+            self.workload = HuggingFace(kind, settings | fewer, *sizes, dtype=torch.bfloat16 if self.pure else torch.float32)
             self.example = self.workload.example()
             self.batch = {k: v.cuda() for k, v in self.example.items()}
             return
-        settings = dict(SIZES[name])
+        settings = SIZES[name] | ({"layers": int(layers)} if layers else {})
         batch = settings.pop("batch")
         if "dropout" in vars(zoo.entry(name).settings):
             settings["dropout"] = 0.0
@@ -126,35 +129,42 @@ class HuggingFace:
 
 def started(name: str, precision: str) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
     """The ways to run a step, warm, and what was compared."""
+    from torch._dynamo.utils import compilation_time_metrics
+
     torch.set_float32_matmul_precision("high")
     made = Ways(name, precision)
     ways = {"weft": made.weft(), "eager": made.torch(False), "compile": made.torch(True)}
-    losses, seconds = {}, {}
+    losses, seconds, phases = {}, {}, {}
     for key, way in ways.items():
         start = time.time()
+        compilation_time_metrics.clear()
         losses[key] = [float(way().detach())]
         seconds[key] = round(time.time() - start + made.seconds.get(key, 0.0), 1)
+        phases[key] = {name: round(sum(took), 1) for name, took in compilation_time_metrics.items() if sum(took) > 0.5}
         losses[key] += [float(way().detach()) for _ in range(3)]
         for _ in range(3):
             way()
     ours, theirs = (max(abs(a - b) / abs(b) for a, b in zip(losses[k], losses["eager"], strict=True)) for k in ("weft", "compile"))
     assert ours < max(CLOSE[precision], 3 * theirs), losses
     said = f"losses of 4 steps equal eager's to {ours:.1e} (torch.compile's to {theirs:.1e})"
-    return ways, {"correct": said, "first_step_s": seconds, "how": made.step.compiled.how}
+    told = {"first_step_s": seconds, "parallelize_s": round(made.seconds["weft"], 1), "compiler_s": phases}
+    return ways, {"correct": said, **told, "how": made.step.compiled.how}
 
 
 def kernels(step: Callable[[], Any]) -> dict[str, Any]:
     """How often each sort of kernel ran in a step and its microseconds in all, and the same of those that take most of its time."""
-    found, sorts = kernels_of(step), dict[str, list[float]]()
-    for name, count, us in found:
+    found, sorts = timeline(step), dict[str, list[float]]()
+    for name, count, us in found["most"]:
         sort = next((sort for part, sort in SORTS.items() if part in name), "libraries")
         before = sorts.get(sort, [0, 0.0])
         sorts[sort] = [before[0] + count, round(before[1] + us, 1)]
-    return {"sorts": sorts, "most": {name: [count, us] for name, count, us in found[:30]}}
+    return {**found, "sorts": sorts, "most": {name: [count, us] for name, count, us in found["most"][:40]}}
 
 
 def described(name: str) -> str:
+    name, _, layers = name.partition(":")
     kind, sizes, batch, size = HUGGING_FACE.get(name, ("", SIZES.get(name, {}), 0, 0))
+    sizes = sizes | {k: int(layers) for k in sizes if layers and k in ("num_hidden_layers", "n_layer", "layers")}
     return ", ".join([name, *(f"{k} {v}" for k, v in sizes.items() if v), *([kind, f"batch {batch}x{size}"] if kind else [])])
 
 
@@ -165,6 +175,8 @@ def main() -> None:
 
 def timed(name: str, ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
     row = timed_row(described(name), in_turn(ways, rounds))
+    row["in_a_row_ms"] = {key: round(in_a_row(lambda i, way=way: way(), 3 * rounds), 4) for key, way in ways.items()}  # type: ignore[misc]
+    print(json.dumps(row), flush=True)
     return {**row, "kernels_us": {key: kernels(ways[key]) for key in ("weft", "compile")}}
 
 

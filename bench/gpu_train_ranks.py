@@ -1,6 +1,6 @@
 """Training steps of a GPT on ranks that share a GPU, against DDP and FSDP2.
 
-    python -m bench.gpu_train_ranks [--stages hosts,symmetric] [--plans "dp4;dp4,zero1 lanes2"] [--model gpt|llama] [--quick] [--json]
+    python -m bench.gpu_train_ranks [--stages hosts,symmetric] [--plans "dp4;dp4,zero1 lanes2"] [--model gpt|llama|llama-mixed] [--json]
 
 `hosts`: every rank is a host of its own to NCCL, which joins them by sockets. `symmetric`: ranks map each other's memory, and torch's ways
 have their collectives replaced by ones over the same memory. Losses of three steps are compared before anything is timed.
@@ -20,6 +20,7 @@ import typer
 from bench import _gpu
 from bench._gpu_memory import Memory
 from bench._gpu_rank import Rank, timed_row
+from bench._gpu_time import timeline
 from bench._gpu_train_model import HuggingFace
 
 STAGES = {
@@ -43,21 +44,24 @@ def register(app: typer.Typer) -> None:
 def train_ranks(
     stages: str = typer.Option(",".join(STAGES)),
     plans: str = typer.Option("", help="With semicolons between; ` lanesN` after one: its messages over N groups, not as measured."),
-    model: str = typer.Option("gpt", help="gpt: of the zoo, fp32. llama: of transformers, bf16, every way compiled."),
+    model: str = typer.Option("gpt", help="gpt: of the zoo, fp32. llama: of transformers, bf16, every way compiled; -mixed: fp32 parameters."),
+    peers: str = typer.Option("ddp,fsdp2,tp", help="Of llama: what it is compared with; tp over NCCL only."),
+    profile: bool = typer.Option(False, help="Also tell what rank 0's kernels do in a step."),
     ranks: int = _gpu.RANKS, device: str = _gpu.DEVICE, quick: bool = _gpu.QUICK, json: bool = _gpu.JSON,
 ) -> None:  # fmt: skip
     """parallelize()'s steps against DDP and FSDP2, over NCCL sockets and over symmetric memory."""
     some = [f"dp{ranks}", f"dp{ranks},zero1", *([] if quick else [f"dp{ranks},zero3"])]
-    settings = {"plans": plans.split(";") if plans else some, "quick": quick, "model": model}
+    settings = {"plans": plans.split(";") if plans else some, "quick": quick, "model": model, "peers": peers.split(","), "profile": profile}
     _gpu.report("gpu-train-ranks", _gpu.run_stages("bench.gpu_train_ranks", STAGES, stages, ranks, device, **settings), json)
 
 
-def train(me: Rank, plans: list[str], hosts: bool, quick: bool, model: str) -> None:
+def train(me: Rank, plans: list[str], hosts: bool, quick: bool, model: str, peers: list[str], profile: bool) -> None:
     if hosts:
         me.become_host()
-    race = Race(me, None if hosts else Memory(me), model)
-    if model == "llama":
-        race.run(plans, {"ddp compiled": compiled_ddp, "fsdp2 compiled": compiled_fsdp2} if me.cuda else {"ddp": ddp})
+    race = Race(me, None if hosts else Memory(me), model, profile)
+    if model.startswith("llama"):
+        known = COMPILED if hosts or not me.cuda else {k: v for k, v in COMPILED.items() if k != "tp"}
+        race.run(plans, {f"{k} compiled": way for k, way in known.items() if k in peers})
         return
     compiled = {"ddp compiled": compiled_ddp} if me.cuda and not hosts and not quick else {}
     race.run(plans, {"ddp": ddp, "fsdp2": fsdp2, **compiled})
@@ -66,10 +70,11 @@ def train(me: Rank, plans: list[str], hosts: bool, quick: bool, model: str) -> N
 class Race:
     """One model, and ways to train it that were seen to give the same losses."""
 
-    def __init__(self, me: Rank, over: Memory | None, model: str) -> None:
+    def __init__(self, me: Rank, over: Memory | None, model: str, profile: bool) -> None:
         torch.set_float32_matmul_precision("high")
         self.me, self.over, self.losses, self.name = me, over, dict[str, list[float]](), model
-        self.workload, batches = llama(me) if model == "llama" else gpt(me)
+        self.mixed, self.profile = model.endswith("-mixed"), profile
+        self.workload, batches = llama(me, self.mixed) if model.startswith("llama") else gpt(me)
         self.batches = [{k: v.to(me.device) for k, v in batch.items()} for batch in batches]
         count = sum(p.numel() for p in self.workload.model.parameters())
         me.say(note="model", parameters=count, shapes={k: list(v.shape) for k, v in self.batches[0].items()})
@@ -107,6 +112,11 @@ class Race:
     def time(self, plan: str, step: Any, peers: dict[str, Step]) -> None:
         batch = self.batches[0]
         ms = self.me.time_calls({name: (lambda one=one: one(batch)) for name, one in {"weft": step, **peers}.items()})
+        if self.profile and self.me.cuda:
+            for name, one in {plan: step, **peers}.items():
+                self.me.sync()
+                seen = timeline(lambda one=one: one(batch))
+                self.me.say(note=f"kernels of {name}", **{**seen, "most": seen["most"][:45]})
         same = f"losses of three steps equal {next(iter(self.losses))}'s to {self.apart(plan):.1e}"
         self.me.say(**timed_row(f"{self.name} {plan}", ms, how=step.how, correct=same))
 
@@ -120,8 +130,8 @@ def gpt(me: Rank) -> tuple[Any, list[Any]]:
     return workload, [workload.example(batch, seed=i) for i in range(3)]
 
 
-def llama(me: Rank) -> tuple[Any, list[Any]]:
-    workload = HuggingFace("LlamaForCausalLM", *LLAMA[me.cuda], torch.bfloat16)
+def llama(me: Rank, mixed: bool) -> tuple[Any, list[Any]]:
+    workload = HuggingFace("LlamaForCausalLM", *LLAMA[me.cuda], torch.float32 if mixed else torch.bfloat16)
     return workload, [workload.example(i) for i in range(3)]
 
 
@@ -139,7 +149,8 @@ class Planned:
         model = copy.deepcopy(race.workload.model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         example = {k: v.cpu() for k, v in race.batches[0].items()}
-        self.step = parallelize(model, race.workload.loss, optimizer, example, plan=plan, device=race.me.device.type)
+        low = torch.bfloat16 if race.mixed else None
+        self.step = parallelize(model, race.workload.loss, optimizer, example, plan=plan, device=race.me.device.type, precision=low)
 
     def __call__(self, batch: Any) -> Any:
         return self.step(batch)
@@ -156,7 +167,7 @@ def ddp(race: Race, compiled: bool = False) -> Step:
     model: Any = DistributedDataParallel(copy.deepcopy(race.workload.model).to(race.me.device), gradient_as_bucket_view=True)
     if race.over is not None:
         model.register_comm_hook(None, race.over.hook)
-    return loop(race, torch.compile(model) if compiled else model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    return loop(race, torch.compile(model) if compiled else model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), race.mixed)
 
 
 def compiled_ddp(race: Race) -> Step:
@@ -171,27 +182,48 @@ def fsdp2(race: Race, compiled: bool = False) -> Step:
     """fully_shard per block and over the whole; over symmetric memory by custom collectives."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if race.mixed else {}
     model, mesh = copy.deepcopy(race.workload.model).to(race.me.device), DeviceMesh.from_group(dist.group.WORLD, race.me.device.type)
     for blocks in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
         for block in blocks:
             if compiled:
                 block.compile()
-            fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, **how)
+    fully_shard(model, mesh=mesh, **how)
     for module in model.modules():
         if race.over is not None and isinstance(module, FSDPModule):
             race.over.install(module)
     return loop(race, model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=race.me.cuda))
 
 
-def loop(race: Race, model: Any, optimizer: Any) -> Step:
+def compiled_tp(race: Race) -> Step:
+    """torch's tensor parallelism of every block of a Llama, and of its head, whose output is gathered."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, mesh = copy.deepcopy(race.workload.model).to(race.me.device), DeviceMesh.from_group(dist.group.WORLD, race.me.device.type)
+    cut = {n: RowwiseParallel() if n.endswith(("o_proj", "down_proj")) else ColwiseParallel() for n, _ in model.named_modules() if n.endswith("_proj")}
+    parallelize_module(model, mesh, {**cut, "lm_head": ColwiseParallel(output_layouts=Replicate())})
+    for block in model.model.layers if race.me.cuda else ():
+        block.compile()
+    return loop(race, model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=race.me.cuda), race.mixed, whole=True)
+
+
+COMPILED: dict[str, Callable[[Race], Step]] = {"ddp": compiled_ddp, "fsdp2": compiled_fsdp2, "tp": compiled_tp}
+
+
+def loop(race: Race, model: Any, optimizer: Any, mixed: bool = False, whole: bool = False) -> Step:
+    """Steps on this rank's part of a batch, or on the whole; `mixed`: under autocast."""
     me = race.me
 
     def step(batch: Any) -> Any:
         optimizer.zero_grad()
-        loss = race.workload.loss(model, {k: v.chunk(me.world)[me.rank] for k, v in batch.items()})
+        with torch.autocast(me.device.type, torch.bfloat16, enabled=mixed):
+            loss = race.workload.loss(model, batch if whole else {k: v.chunk(me.world)[me.rank] for k, v in batch.items()})
         loss.backward()
         optimizer.step()
         return loss.detach()

@@ -33,9 +33,39 @@ def collectives(rank: int) -> None:
         _same(near.all_gather(x), torch.stack(pieces))
         parts = torch.randn(near.world, 2, 7).mul(5).to(dtype).transpose(1, 2)
         _same(near.reduce_scatter(parts), _reduced(parts.contiguous(), "sum")[rank])
+        more = [parts, torch.randn(near.world, 3).to(dtype)]
+        _same(near.reduce_scatter_list(more), torch.cat([_reduced(p.contiguous(), "sum")[rank].reshape(-1) for p in more]))
         got = torch.empty(parts.shape, dtype=dtype)
         dist.all_to_all_single(got, parts.contiguous())
         _same(near.all_to_all(parts), got)
+
+
+def slices(rank: int) -> None:
+    """A step that gathers what its inputs make, twice, and a value it computes: the inputs are laid out once, whatever they were before."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from weft.api.compiled import _near
+    from weft.runtime.laid_out import lay_out
+    from weft.runtime.peers import connect
+
+    near = _near(dist.group.WORLD, connect(None, "cpu"))
+
+    def step(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        low = p.to(torch.bfloat16)
+        first, other = near.all_gather(low), near.all_gather(q.reshape(3, 2))
+        made = near.all_gather(q * first.sum())
+        return first, other, made, near.all_gather(p.to(torch.bfloat16)) * 2
+
+    given = [torch.randn(5, 3, generator=torch.Generator().manual_seed(rank)), torch.full((6,), rank + 1.0)]
+    graph = make_fx(step, tracing_mode="fake")(*given)
+    lay_out(graph.graph)
+    graph.recompile()
+    names = [str(n.target) for n in graph.graph.nodes if "near_" in str(n.target)]
+    assert names == ["weft.near_lay_out.default", *["weft.near_take.default"] * 2, "weft.near_gather.default", "weft.near_take.default"], names
+    for _ in range(2):
+        for got, want in zip(graph(*given), step(*given), strict=True):
+            assert torch.equal(got, want), (got, want)
+        given = [x + 1 for x in given]
 
 
 def _reduced(x: torch.Tensor, op: str) -> torch.Tensor:
@@ -52,3 +82,8 @@ def _same(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.timeout(200)
 def test_collectives_by_kernels_equal_gloo_on_four_ranks(tmp_path: Path) -> None:
     run_interpreted_ranks(4, collectives, tmp_path, seconds=150)
+
+
+@pytest.mark.timeout(200)
+def test_slices_that_a_step_begins_with_are_laid_out_once(tmp_path: Path) -> None:
+    run_interpreted_ranks(2, slices, tmp_path, seconds=150)

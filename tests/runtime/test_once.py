@@ -35,3 +35,14 @@ def test_numbers_of_other_kinds_are_other_operands():
 def test_draws_stay():
     _, ops = _traced(lambda x: torch.bernoulli(x) + torch.bernoulli(x), torch.rand(3))
     assert ops.count("aten.bernoulli.default") == 2
+
+
+def test_what_is_made_of_constants_alone_is_made_once():
+    def f(x):
+        keys = [torch.where(x < 0, torch.full((), 9, dtype=x.dtype), x) for _ in range(2)]
+        return [torch.sort(k, stable=True)[1] + torch.arange(5) for k in keys]
+
+    x = torch.tensor([3, -1, 2, 0, 2])
+    graph, ops = _traced(f, x)
+    assert ops.count("aten.sort.stable") == ops.count("aten.arange.default") == 1
+    assert all(torch.equal(got, want) for got, want in zip(graph(x), f(x), strict=True))

@@ -59,7 +59,7 @@ class Compiled:
         on = {a: _near(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
         on = with_lanes(program, on, self.device) if together else on
         self._lanes = {a: g for a, g in on.items() if isinstance(g, Lanes)}
-        far = {a: comm.message_bytes(self.device) for a, g in on.items() if not isinstance(g, Near) or g.bundles}
+        far = {a: isinstance(g, Near) and g.message or comm.message_bytes(self.device) for a, g in on.items()}
         kernels = kernel_language(self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernels, far=far)
         names: dict[str, Any] = {
@@ -78,8 +78,8 @@ class Compiled:
             exec(compile(self.code.parts, f"<weft {program.name}, in parts>", "exec"), names)
             parts = (names["step"], names["compute"], names["update"])
             near = all(program.mesh.size(a) == 1 or isinstance(g, Near) for a, g in on.items())  # a recording can have such collectives in it
-            record = donate and not dist.is_initialized() or again and near
-            self._step = Traced(*parts, program.state, self.device, record=record, stays=program.input_names if again else ())
+            stays = program.input_names if again else ()
+            self._step = Traced(*parts, program.state, self.device, record=near and (donate or again), stays=stays, asks=bool(self.code.calls))
         self._board = world_board() if together else None
         if donate and self.device.type == "cpu":
             memory.give_back() if gathers_parameters(program) else memory.keep()

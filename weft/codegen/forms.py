@@ -20,7 +20,8 @@ from weft.ops.registry import Kind
 def forms_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Form]:
     """The forms in a program, none sharing a node with another or with `busy`."""
     taken, found = set(busy), []
-    for form in (*updates(program, donate), *_buckets(program), *_convolutions(program), *_sides(program), *_linears(program), *_documents(program, device)):
+    plain = (*_buckets(program), *_convolutions(program), *_sides(program), *_linears(program))
+    for form in (*updates(program, donate, device), *plain, *_documents(program, device)):
         present = all(t.layout.present(coords) for n in form.nodes for t in n.types)
         if present and not taken & set(form.nodes):
             taken |= set(form.nodes)

@@ -24,23 +24,23 @@ Name = Callable[[Node], str]
 FUSED = ({torch.float32}, {torch.bfloat16})  # dtypes throughout that torch's kernel takes
 
 
-def updates(p: Program, donate: bool) -> Iterator[Form]:
+def updates(p: Program, donate: bool, device: str) -> Iterator[Form]:
     if not donate:
         return
     tables = [n for n in better_by_rows(p) if n.args[1].attr("dim") == 0 and reads_alone(p, n) and _in_place(p, n)]
     yield from _by_rows(p, tables)
-    yield from _together(p, [n for n in p.find_all("adam") if n not in tables])
+    yield from _together(p, [n for n in p.find_all("adam") if n not in tables], at_once=device != "cpu")
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------------------------
 
 
-def _together(p: Program, nodes: Sequence[Node]) -> Iterator[Form]:
-    """Adam of all parameters whose gradients are there at the same time."""
+def _together(p: Program, nodes: Sequence[Node], at_once: bool) -> Iterator[Form]:
+    """Adam of all parameters whose gradients are there at the same time; or of all, where many launches cost more than to wait for the last."""
     groups: dict[Any, list[Node]] = {}
     for n in nodes:
         if _is_fused_adam(n) and _in_place(p, n):
-            groups.setdefault((n.attrs, *n.args[-2:], _awaited(n.args[1])), []).append(n)
+            groups.setdefault((n.attrs, *n.args[-2:], None if at_once else _awaited(n.args[1])), []).append(n)
     for (attrs, rate, count, _), some in groups.items():
         columns = tuple(tuple(n.args[k] for n in some) for k in range(4))
         how = ", ".join(settings((k, v) for k, v in attrs if k != "sign"))

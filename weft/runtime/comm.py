@@ -159,6 +159,8 @@ def _joined(pieces: torch.Tensor, n: int, span: Span, whole: int, shape: Sequenc
 def all_gather_list(xs: Sequence[torch.Tensor], group: Any, *, hows: Sequence[tuple[Span, int, Sequence[int]]]) -> tuple[Pending, ...]:
     """Several gathers in one message; for each its span, whole and shape."""
     n = ranks_of(group)
+    if isinstance(group, Near) and group.takes_apart:
+        return tuple(all_gather(x, group, span=span, whole=whole, shape=shape) for x, (span, whole, shape) in zip(xs, hows, strict=True))
     flat = [_padded(x.reshape(span), 1, -(-whole // n)).reshape(-1) for x, (span, whole, _) in zip(xs, hows, strict=True)]
     if type(group) is Near:
         return tuple(done(_joined(torch.cat(ps), n, *how)) for ps, how in zip(group.all_gather_list(flat), hows, strict=True))
@@ -188,7 +190,8 @@ def reduce_scatter_list(
     n = ranks_of(group)
     parts = [_parts(x, n, span) for x, (span, _, _) in zip(xs, hows, strict=True)]
     sizes = [p[0].numel() for p in parts]
-    sums = _scattered(torch.cat([p.reshape(n, -1) for p in parts], 1), group, op)
+    near = isinstance(group, Near)
+    sums = done(group.reduce_scatter_list(parts, op)) if near else _scattered(torch.cat([p.reshape(n, -1) for p in parts], 1), group, op)
     split = functools.cache(lambda: sums.wait().split(sizes))
 
     def cut(k: int) -> torch.Tensor:

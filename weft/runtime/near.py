@@ -22,7 +22,8 @@ FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 class Near:
     """A process group whose ranks share a host. All ranks call the same things in the same order."""
 
-    bundles = True  # whether several collectives are better sent as one
+    takes_apart = False  # whether what is gathered is better taken one by one
+    message = 0  # bytes of one, where that is not as between hosts
 
     def __init__(self, group: Any, peers: Peers) -> None:
         self.group, self.peers = group, peers
@@ -105,6 +106,10 @@ class Near:
         for some, into in _rounds(parts, 1, out, 0):
             _fold([t.view(some.shape)[self.rank] for t in self._share([some], "reduce_scatter")], op, into)
         return out
+
+    def reduce_scatter_list(self, parts: Sequence[Tensor], op: str = "sum") -> Tensor:
+        """Of each of the parts [ranks, ...] this rank's one, reduced, end to end."""
+        return self.reduce_scatter(torch.cat([p.reshape(self.world, -1) for p in parts], 1), op)
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """parts [ranks, ...]: from every rank the one for this rank, in the order of ranks."""

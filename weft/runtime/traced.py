@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from weft.runtime import images, moments, once, replay
+from weft.runtime import images, laid_out, moments, once, replay
 
 Values = dict[str, Any]
 WARM_UP = 3  # calls before one is recorded
@@ -29,21 +29,25 @@ class Traced:
 
     def __init__(
         self, plain: Callable[..., Values], compute: Callable[..., Any], update: Callable[..., Values], state: Sequence[tuple[str, str]],
-        device: torch.device, *, record: bool, stays: Collection[str] = (),
+        device: torch.device, *, record: bool, stays: Collection[str] = (), asks: bool = False,
     ) -> None:  # fmt: skip
-        """`stays`: inputs besides the state that come at the same addresses with every call, or at least may."""
+        """`stays`: inputs besides the state that come at the same addresses with every call, or at least may. `asks`: the update asks the device
+        for numbers, so that only what comes before it can be recorded."""
         self._plain, self._compute, self._update, self._device = plain, compute, update, device
         self._state = dict(state)
         self._compiled: Callable[..., Any] | None = None
         self._parts: Parts | None = None
-        homes = self._state
-        self._recorder = Recorder(self._once, {*homes.values(), *stays}, homes) if record and device.type == "cuda" else None
+        homes, self._asks = self._state, asks
+        work, kept = (self._values, {}) if asks else (self._once, homes)
+        self._recorder = Recorder(work, {*homes.values(), *stays}, kept, lends=asks) if record and device.type == "cuda" else None
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Values:
         with torch.no_grad():
             if self._recorder is None or torch.cuda.is_current_stream_capturing():  # into a recording of the caller's
                 return self._once(inputs)
-            return self._recorder(inputs)
+            if self._asks and self._ready(inputs):
+                return self._updated(inputs, [*self._recorder(inputs).values()])
+            return self._once(inputs) if self._asks else self._recorder(inputs)
 
     @property
     def how(self) -> str:
@@ -57,7 +61,8 @@ class Traced:
             return f"a CUDA graph of {kernels}"
         return kernels + (f", not recorded: {self._recorder.why}" if self._recorder is not None and self._recorder.why else "")
 
-    def _once(self, inputs: Mapping[str, Tensor]) -> Values:
+    def _ready(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether it is compiled, now at the latest."""
         if self._compiled is None:
             self._names = list(inputs)
             try:
@@ -65,10 +70,20 @@ class Traced:
             except Exception as error:
                 warnings.warn(f"the step runs node by node: Inductor refused it ({type(error).__name__}: {error})", stacklevel=2)
                 self._compiled = self._plain
-        if self._compiled is self._plain:
-            with torch.device(self._device):
-                return self._plain(inputs)
-        flat = self._compiled(*(inputs[n] for n in self._names))
+        return self._compiled is not self._plain
+
+    def _once(self, inputs: Mapping[str, Tensor]) -> Values:
+        if self._ready(inputs):
+            return self._updated(inputs, [*self._values(inputs).values()])
+        with torch.device(self._device):
+            return self._plain(inputs)
+
+    def _values(self, inputs: Mapping[str, Tensor]) -> Values:
+        """All that is computed before the update, by number."""
+        assert self._compiled is not None
+        return {str(k): x for k, x in enumerate(self._compiled(*(inputs[n] for n in self._names)))}
+
+    def _updated(self, inputs: Mapping[str, Tensor], flat: Sequence[Tensor]) -> Values:
         out = dict(zip(self._results, flat, strict=False))
         with torch.device(self._device):
             made = self._update(inputs, tuple(flat[len(self._results) :]))
@@ -100,6 +115,9 @@ def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device)
     """The trace in the form Inductor does most with."""
     moments.in_one_pass(graph.graph)
     graph.graph.eliminate_dead_code()
+    if hasattr(torch.ops.weft, "near_gather"):
+        laid_out.lay_out(graph.graph)
+        graph.graph.eliminate_dead_code()
     graph.recompile()
     if _goes_back_over_images(graph) and replay.is_accelerator(device) and images.quicker_turned(graph, device):
         return images.channels_last(graph, given)
@@ -194,9 +212,13 @@ def _options(graph: GraphModule) -> dict[str, Any]:
 class Recorder:
     """Work that is recorded after a few calls and then replayed, as long as its state stays where it is."""
 
-    def __init__(self, work: Callable[[Mapping[str, Tensor]], Values], state: set[str], homes: Mapping[str, str] | None = None) -> None:
-        """`state` are the inputs that stay where they are, `homes` the results that go back into one, and into which."""
-        self._work, self._state = work, state
+    def __init__(
+        self, work: Callable[[Mapping[str, Tensor]], Values], state: set[str], homes: Mapping[str, str] | None = None, *, lends: bool = False
+    ) -> None:
+        """`state` are the inputs that stay where they are, `homes` the results that go back into one, and into which. `lends`: results are
+        read before the next call, and no longer."""
+        self._work, self._state, self._lends = work, state, lends
+        self._moved: set[str] = set()  # when last something did
         self._homes = {n: n for n in state} if homes is None else homes
         self._calls = 0
         self.why = ""  # it could not be recorded
@@ -213,7 +235,8 @@ class Recorder:
         places = {n: x.data_ptr() for n, x in inputs.items() if n in self._state}
         if places != self._places:
             moved = {n for n, at in places.items() if self._places.get(n, at) != at}
-            self._state -= moved if len(moved) < len(places) else set()  # what comes anew with every call is copied in
+            self._state -= moved & self._moved if len(moved) < len(places) else set()  # what comes anew with every call is copied in
+            self._moved = moved
             self._places, self._calls, self._graph = {n: at for n, at in places.items() if n in self._state}, 0, None
         self._calls += 1
         if self._graph is None and (self._calls != WARM_UP or not self._record(inputs)):
@@ -221,7 +244,7 @@ class Recorder:
         for name, x in self._given.items():
             x.copy_(inputs[name], non_blocking=True)
         self._graph.replay()
-        return {name: x if self._homes.get(name) in self._state else x.clone() for name, x in self._out.items()}
+        return {name: x if self._lends or self._homes.get(name) in self._state else x.clone() for name, x in self._out.items()}
 
     def _in_place(self, inputs: Mapping[str, Tensor]) -> Values:
         """The work, with every piece of state left where it was."""
@@ -242,7 +265,7 @@ class Recorder:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may ask the device whether work is done
                 self._out = self._in_place({**inputs, **self._given})
         except RuntimeError as error:
             self.why = str(error)
