@@ -5,8 +5,8 @@ Models of transformers, timm, torchvision, peft and diffusers are there where th
 
 from __future__ import annotations
 
-from bench._wild import borders, features, hugging_face, losses, modules, optimizers, others
+from bench._wild import borders, families, features, hugging_face, losses, modules, optimizers, others
 from bench._wild.tools import Make
 
-GROUPS = (modules, features, borders, losses, optimizers, hugging_face, others)
+GROUPS = (modules, features, borders, losses, optimizers, hugging_face, families, others)
 CASES: dict[str, Make] = {name: make for group in GROUPS for name, make in group.CASES.items()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bench._wild.tools import CLASSES, LENGTH, SAMPLES, Table, batches, ints, quiet, reals
 
 CASES = Table()
+CLASSES_OF_CASES: list[str] = []
 VOCAB = 80
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -50,6 +51,7 @@ def hf(
 
     if find_spec("transformers"):
         CASES.add(f"hf_{name}", make)
+        CLASSES_OF_CASES.append(f"{kind}{head}")
 
 
 # -- batches ------------------------------------------------------------------------------------------------------------------------

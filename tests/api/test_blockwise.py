@@ -140,7 +140,7 @@ def test_what_cannot_be_run_by_itself_is_told(too_large: None) -> None:
 
 def test_hooks_of_the_backward_pass_are_told(too_large: None) -> None:
     model = Deep()
-    model.layers[1].register_full_backward_hook(lambda m, a, b: None)
+    model.layers[1].register_full_backward_hook(lambda m, a, b: (b[0] * 1.0,))
     assert "the backward pass, of which Python is a part, was not compared" in str(judged(model))
 
 

@@ -235,11 +235,11 @@ def stepped(
     for t in moving.values():
         t.grad = None
     out: dict[str, Tensor | None] = {}
-    with drawn(captured):
+    with drawn(captured), _before_hooks(moving) as seen:
         with torch.autocast(device.type, how.precision, enabled=how.precision is not None):
             value = _loss(model, loss, on(batch, device), how.parts)
         value.backward()
-    out |= {f"d.{n}": None if t.grad is None else _dense(t.grad.detach()).clone() for n, t in moving.items()}
+    out |= {f"d.{n}": None if t.grad is None else _dense(seen.get(n, t.grad).detach()).clone() for n, t in moving.items()}
     if how.clip is not None:
         out["grad_norm"] = nn.utils.clip_grad_norm_(list(model.parameters()), how.clip)
     if optimizer is not None:
@@ -247,6 +247,25 @@ def stepped(
         out |= _kept(captured, optimizer, own)
     now = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # a forward may put another tensor in a buffer's place
     return {**out, "loss": value.detach(), **{n: now.get(paths[n], t).detach().clone() for n, t in own.items()}}
+
+
+@contextlib.contextmanager
+def _before_hooks(moving: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Inside, gradients of parameters with hooks are noted as they are before these."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+    for n, t in moving.items():
+        if t.requires_grad and (t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)):
+            others = dict(t._backward_hooks or {})
+            handles.append(t.register_hook(lambda g, n=n: seen.update({n: g.clone()})))
+            for k, hook in others.items():  # torch calls them as they were put there
+                del t._backward_hooks[k]  # type: ignore[attr-defined]
+                t._backward_hooks[k] = hook  # type: ignore[index]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def load(captured: Captured, original: nn.Module, pair: Pair, given: Mapping[str, Tensor]) -> None:

@@ -26,8 +26,13 @@ _rules: dict[tuple[str, _Rule], str] = {}
 _by_name: dict[str, _Rule] = {}
 
 
-def with_gradient(name: str, value: Node, operands: Sequence[Node], ct: Node, gradients: Sequence[Node | None]) -> Node:
-    """The value, the gradients of whose operands are these, made over `ct`; what else they read is kept for them."""
+def with_gradient(
+    name: str, value: Node, operands: Sequence[Node], ct: Node, gradients: Sequence[Node | None], call: int, whole: bool = False
+) -> Node:
+    """The value, the gradients of whose operands are these, made over `ct`; what else they read is kept for them.
+
+    No two calls are one node, since what is made of a sum of cotangents need not be the sum. `whole` says that all that reads the value reads it here.
+    """
     moving = [g for g in gradients if g is not None]
     after: set[Node] = set()
     for n in toposort(moving):
@@ -40,11 +45,16 @@ def with_gradient(name: str, value: Node, operands: Sequence[Node], ct: Node, gr
     rule = _Rule(stands[ct], tuple(stands[a] for a in read), tuple(None if g is None else made[g] for g in gradients))
     known = _rules.setdefault((name, rule), f"{name}.{len(_rules)}")
     _by_name[known] = rule
-    return make(own_gradient, (value, *operands, *read), {"rule": known, "operands": len(operands)})
+    return make(own_gradient, (value, *operands, *read), {"rule": known, "operands": len(operands), "call": call, "whole": whole})
+
+
+def rule_of(n: Node) -> _Rule:
+    """The gradients of such a node's operands, over what stands for its cotangent and for what they read."""
+    return _by_name[n.attr("rule")]
 
 
 def _vjp(n: Node, ct: Node) -> tuple[Node | None, ...]:
-    rule, many = _by_name[n.attr("rule")], n.attr("operands")
+    rule, many = rule_of(n), n.attr("operands")
     saved = n.args[1 + many :]
     made = remade([g for g in rule.gradients if g is not None], {rule.ct: ct, **dict(zip(rule.slots, saved, strict=True))})
     return (None, *(None if g is None else made[g] for g in rule.gradients), *(None for _ in saved))
@@ -60,4 +70,4 @@ own_gradient = define(
     doc="a value whose gradient is an autograd function's own",
 )
 
-__all__: list[Any] = ["own_gradient", "with_gradient"]
+__all__: list[Any] = ["own_gradient", "rule_of", "with_gradient"]

@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def same(put: Callable[[nn.Module], Any], later: bool = False) -> None:
+def same(put: Callable[[nn.Module], Any], later: bool = False, plan: str = "auto", loss_of: Any = loss) -> None:
     torch.manual_seed(0)
     models = [Net().double()]
     models.append(copy.deepcopy(models[0]))
@@ -66,16 +66,16 @@ def same(put: Callable[[nn.Module], Any], later: bool = False) -> None:
         put(m) if not later else None
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in models)
     many = [torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    step = parallelize(models[0], loss, ours, many[0])
+    step = parallelize(models[0], loss_of, ours, many[0], plan)
     for i, x in enumerate(many):
         if later and i == 1:
             [put(m) for m in models]
         theirs.zero_grad()
-        want = loss(models[1], x)
+        want = loss_of(models[1], x)
         want.backward()
         theirs.step()
         torch.testing.assert_close(step(x), want.detach(), atol=1e-11, rtol=1e-11)
-    for n, p in models[1].named_parameters():
+    for n, p in ((n, p) for n, p in models[1].named_parameters() if p.grad is not None):
         torch.testing.assert_close(step.full(f"param.{n}"), p.detach(), atol=1e-11, rtol=1e-11, msg=n)
 
 
@@ -105,11 +105,49 @@ def test_a_hook_that_steps_an_optimizer_is_refused():
         parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4).double())
 
 
-def test_micro_batches_with_backward_hooks_are_refused():
+@pytest.mark.parametrize("kind", ["full backward", "backward pre", "two of a parameter", "after accumulation", "of an activation"])
+def test_hooks_with_micro_batches(kind):
+    same(KINDS[kind], plan="micro2")
+
+
+@pytest.mark.parametrize("kind", ["of results", "of the old kind"])
+def test_hooks_that_need_autograd_are_refused_with_micro_batches(kind):
     model = Net().double()
-    KINDS["of a parameter"](model)
+    if kind == "of results":
+        model.head.register_full_backward_hook(lambda _m, into, out: (into[0] * out[0].sum(),))
+    else:
+        model.head.register_backward_hook(lambda _m, into, out: None)
     with pytest.raises(PlanError, match="gradients that follow from the forward pass"):
         parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4).double(), "micro2")
+
+
+def test_a_hook_that_needs_all_samples_is_refused_with_micro_batches():
+    model = Net().double()
+    model.hook = lambda g: g / g.norm()
+    with pytest.raises(PlanError, match="micro-batch"):
+        parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4).double(), "micro2")
+
+
+def test_one_value_hooked_by_several_readers():
+    def put(m: nn.Module) -> None:
+        for layer in m.layers:
+            layer[0].register_full_backward_hook(lambda _m, into, _out: (into[0].sign() * 0.01,))
+
+    def both(model: nn.Module, x: Tensor) -> Tensor:
+        x = model.layers[0][1](model.head.weight.sum() + x)
+        return (model.layers[0][0](x) * model.layers[1][0](x).tanh()).square().mean()
+
+    same(put, loss_of=both)
+
+
+def test_a_value_that_is_read_before_it_is_hooked():
+    def early(model: nn.Module, x: Tensor) -> Tensor:
+        h = model.layers[0](x)
+        first = h * 2
+        h.register_hook(torch.tanh)
+        return model.head(h + first).square().mean()
+
+    same(lambda m: None, loss_of=early)
 
 
 def graph_hooked(kind: str) -> Callable[[nn.Module, Tensor], Tensor]:

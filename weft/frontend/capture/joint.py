@@ -1,17 +1,18 @@
 """Models with an autograd function of their own, or hooks of the backward pass.
 
 Its gradient need not be that of what it computes (a straight-through estimator, a gradient reversed), so weft's vjps would
-be wrong for it. One with one result is a node whose vjp is its own backward, traced once. For others, and for hooks, torch's autograd runs
-under the trace: ATen's backward ops are traced like the forward ones, and an op heard above ATen enters autograd as one function, whose
+be wrong for it. One with one result is a node whose vjp is its own backward, traced once, and so is a value whose gradient a hook changes. For
+others torch's autograd runs under the trace: ATen's backward ops are traced like the forward ones, and an op heard above ATen enters autograd as one function, whose
 backward is weft's vjp.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.autodiff import backward
 from weft.core.errors import CaptureError, WeftError
-from weft.core.node import Node, user_line
+from weft.core.node import Node, toposort, user_line
 from weft.frontend.capture.recorder import Recorder, substituted
 from weft.ops.own import with_gradient
 
@@ -36,7 +37,7 @@ class OwnGradient(Exception):
 def own_gradients(recorder: Recorder) -> Iterator[None]:
     """Inside, an autograd function is refused unless autograd runs; checkpointing, which changes no value, is run straight."""
     plain = torch.autograd.Function.__dict__["apply"]
-    replayed = checkpoint._checkpoint_without_reentrant_generator
+    replayed, around = checkpoint._checkpoint_without_reentrant_generator, torch_modules.BackwardHook
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
@@ -47,9 +48,12 @@ def own_gradients(recorder: Recorder) -> Iterator[None]:
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
     checkpoint._checkpoint_without_reentrant_generator = _once
+    if not recorder.joint:
+        torch_modules.BackwardHook = functools.partial(_Around, recorder)  # type: ignore[misc,assignment]
     try:
         yield
     finally:
+        torch_modules.BackwardHook = around  # type: ignore[misc]
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]
         checkpoint._checkpoint_without_reentrant_generator = replayed
 
@@ -96,7 +100,7 @@ def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
     operands = [recorder.node(a) for a, moves in zip(args, moving, strict=True) if moves]
     if len(gradients) != len(operands) or any(g is not None and g.type != x.type for g, x in zip(gradients, operands, strict=True)):
         return _decline(cls)
-    return recorder.wrap(with_gradient(cls.__name__, value, operands, start, gradients), out) if torch.is_grad_enabled() else out
+    return recorder.wrap(with_gradient(cls.__name__, value, operands, start, gradients, recorder.next_call()), out) if torch.is_grad_enabled() else out
 
 
 def _once(function: Any, preserve: Any, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
@@ -171,21 +175,87 @@ class _Declined(Exception):
 # -- hooks of the backward pass -----------------------------------------------------------------------------------------
 
 
-def has_backward_hooks(model: nn.Module) -> bool:
-    """Whether Python runs in the backward pass: hooks of modules, of all modules, or of parameters."""
-    everyones = (torch_modules._global_backward_hooks, torch_modules._global_backward_pre_hooks)
-    return any(everyones) or any(m._backward_hooks or m._backward_pre_hooks for m in model.modules()) or any(map(hooks_of, model.parameters()))
+def has_old_hooks(model: nn.Module) -> bool:
+    """Whether a module, or all of them, have hooks of the kind that torch puts on nodes of its graph (register_backward_hook)."""
+    everyones = torch_modules._global_backward_hooks and not torch_modules._global_is_full_backward_hook
+    return bool(everyones) or any(m._backward_hooks and not m._is_full_backward_hook for m in model.modules())
 
 
-def hooks_of(p: Tensor) -> list[Any]:
-    """The hooks of a parameter itself: as its gradient is computed, and as it has been added to `.grad`."""
-    return [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
+class _NotThere(tuple[Any, ...]):
+    """The gradients of a module's results, while those of its operands are traced: a hook that reads them needs autograd."""
+
+    def __getitem__(self, *_: Any) -> Any:
+        raise OwnGradient("grad_output")
+
+    __len__ = __iter__ = __bool__ = __getitem__  # type: ignore[assignment]
+
+
+class _Around:
+    """What torch puts around a call of a module with hooks: here its operands and results have gradients that the hooks make."""
+
+    def __init__(self, recorder: Recorder, module: nn.Module, hooks: Sequence[Any], pre_hooks: Sequence[Any]) -> None:
+        self.recorder, self.module, self.hooks, self.pre_hooks = recorder, module, hooks, pre_hooks
+
+    def setup_input_hook(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.hooks and torch.is_grad_enabled() and not any(isinstance(a, Tensor) and self.recorder.moves(self.recorder.node(a)) for a in args):
+            raise OwnGradient("a hook that is given no gradient of an operand")
+        return hooked(self.recorder, args, [functools.partial(hook, self.module) for hook in self.hooks], (_NotThere(),))
+
+    def setup_output_hook(self, result: Any) -> Any:
+        hooks = [functools.partial(hook, self.module) for hook in self.pre_hooks]
+        return hooked(self.recorder, result, hooks) if isinstance(result, tuple) else hooked(self.recorder, (result,), hooks)[0]
+
+
+def hooked(recorder: Recorder, values: tuple[Any, ...], hooks: Sequence[Any], more: tuple[Any, ...] = (), whole: bool = False) -> tuple[Any, ...]:
+    """Values whose gradients are what hooks make of them; each must be made of its own alone. Hooks are asked again when gradients are."""
+    moving = [i for i, x in enumerate(values) if hooks and isinstance(x, Tensor) and recorder.moves(recorder.node(x))]
+    if not moving or not torch.is_grad_enabled():
+        return values
+    starts = {i: recorder.ref(recorder.placeholder(values[i])).read() for i in moving}
+
+    def made() -> dict[int, Node | None]:
+        given = tuple(recorder.wrap(starts[i], x) if i in starts else None for i, x in enumerate(values))
+        try:
+            with torch.no_grad():
+                for hook in hooks:
+                    found = hook(given, *more)
+                    given = given if found is None else found if isinstance(found, tuple) else (found,)
+            return {i: None if given[i] is None else recorder.ref(given[i]).read() for i in moving}
+        except Exception as error:  # autograd may know better, and else says what is wrong
+            raise OwnGradient("a hook") from error
+
+    first, out = made(), list(values)
+    for i, g in first.items():
+        node = recorder.node(values[i])
+        others = set(starts.values()) - {starts[i]}
+        if g is not None and (g.type != node.type or others & set(toposort([g]))):
+            raise OwnGradient("a hook")
+        if g is not starts[i]:
+            out[i] = recorder.wrap(with_gradient("hook", node, [node], starts[i], [g], recorder.next_call(), whole), values[i])
+    recorder.step.again.append(lambda: made() == first)
+    return tuple(out)
+
+
+class Handle:
+    """Of a hook that a trace has taken into the program."""
+
+    def remove(self) -> None:
+        raise OwnGradient("a hook that is removed")
 
 
 def hook_alike(p: Tensor, traced: Tensor) -> None:
     """Let the hooks of a parameter hear what stands for it; torch calls them with its gradient."""
     for hook in (p._backward_hooks or {}).values():
         Tensor.register_hook(traced, hook)
+
+
+def hooked_gradient(p: Tensor, grad: Tensor) -> Tensor:
+    """What the hooks of a parameter make of its gradient."""
+    with torch.no_grad():
+        for hook in (p._backward_hooks or {}).values():
+            found = hook(grad)
+            grad = grad if found is None else found
+    return grad
 
 
 def run_after_gradient(p: Tensor, traced: Tensor) -> None:

@@ -27,6 +27,7 @@ from weft.frontend.capture.step import Captured, named_batch
 from weft.ops.embed import take
 from weft.ops.fill import arange, full
 from weft.ops.opaque import apart
+from weft.ops.own import own_gradient, rule_of
 from weft.ops.pointwise import add, mul
 from weft.ops.registry import ONE, Equation, arg_sets
 from weft.ops.shape import expand, narrow
@@ -280,6 +281,8 @@ class _Derivation:
         """Operands and attributes of the op in one micro-batch; where it must know which it is, it is told."""
         nodes, attrs = [x.node for x in args], dict(n.attrs)
         places = [x.place for x in args if len(x.types) == 1]
+        if n.op is own_gradient and not self._by_sample(n, args):
+            raise _ByPlace
         if n.op.name == "opaque":
             return nodes, {**attrs, "gives": tuple((d, t.layout.largest_local) for (d, _), t in zip(attrs["gives"], types, strict=True))}
         if n.op.local is None or not any(isinstance(p, S) for p in (*places, *(t.on(AXIS) for t in types))):
@@ -319,6 +322,25 @@ class _Derivation:
         if isinstance(held.place, S) or held.place == P("max") or held.place == P("min"):
             raise self._refusal(n, [held], f"the new value of {name}")
         return held
+
+    def _by_sample(self, n: Node, args: Sequence[_Held]) -> bool:
+        """Whether a gradient of the user's own, made of a micro-batch's cotangent, is the micro-batch's part of what the whole one gives."""
+        if all(isinstance(x.place, Replicated) for x in args):
+            return True
+        rule, many = rule_of(n), n.attr("operands")
+        types = {rule.ct: args[0].types[0], **{slot: x.types[0] for slot, x in zip(rule.slots, args[1 + many :], strict=True)}}
+        try:
+            for m in toposort([g for g in rule.gradients if g is not None]):
+                if m not in types:
+                    if m.op.local is not None or len(m.types) > 1 or not m.args and m.ndim:
+                        return False
+                    attrs = {k: self.mesh.key if k == "mesh" else v for k, v in m.attrs}
+                    found = m.op.infer(tuple(types[a] for a in m.args), attrs)
+                    types[m] = found[0] if isinstance(found, tuple) else found
+        except (TypeMismatch, LayoutError):
+            return False
+        pairs = [(x.types[0], types[g]) for x, g in zip(args[1 : 1 + many], rule.gradients, strict=True) if g is not None]
+        return all(g.on(AXIS) == (P() if isinstance(x.on(AXIS), Replicated) else x.on(AXIS)) for x, g in pairs)
 
     def _refusal(self, n: Node, args: Sequence[_Held], what: str = "") -> PlanError:
         said = {"max": "the greatest of all samples", "min": "the least of all samples", "sum": "a sum over all samples"}

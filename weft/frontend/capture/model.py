@@ -19,7 +19,7 @@ from weft.core.errors import CaptureError
 from weft.core.names import part
 from weft.frontend.capture.caches import CacheWanted
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.joint import OwnGradient, has_backward_hooks, require_no_held_nodes
+from weft.frontend.capture.joint import OwnGradient, has_old_hooks, require_no_held_nodes
 from weft.frontend.capture.micro import cut_of, in_micro_batches, micro_batch, require_parts, unrolled
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
@@ -134,7 +134,7 @@ def _traced(
     reads: Reads | None = None,
 ) -> Captured:  # fmt: skip
     """Trace forward only, alike layers without their empty caches; again with autograd, or the caches, where they are needed."""
-    joint, cacheless = has_backward_hooks(model), True
+    joint, cacheless = has_old_hooks(model), True
     while True:
         try:
             with tracing(model, joint, capacity, given, cacheless, reads) as tape:

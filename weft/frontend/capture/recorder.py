@@ -44,6 +44,7 @@ class Recorder:
     stands: dict[Node, Node] = field(default_factory=dict)  # a placeholder -> what it stands for
     looked: set[Node] = field(default_factory=set)  # placeholders whose value the trace has looked at
     sites: int = 0
+    own_calls: int = 0  # of functions and hooks with a gradient of their own
     placeholders: int = 0
     step: Any = None  # who answers when a gradient is asked for
     capacity: float | None = None  # of experts; None drops no token
@@ -234,6 +235,11 @@ class Recorder:
         """A new place of randomness: two dropouts never share one."""
         self.sites += 1
         return self.sites
+
+    def next_call(self) -> int:
+        """A new call of what has a gradient of its own: two calls on one value have each their own cotangent."""
+        self.own_calls += 1
+        return self.own_calls
 
     @property
     def seed(self) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.guards import Reads, unheard
-from weft.frontend.capture.joint import OwnGradient, asking_modules, refuse_graph, run_after_gradient
+from weft.frontend.capture.joint import Handle, OwnGradient, asking_modules, hooked, hooked_gradient, refuse_graph, run_after_gradient
 from weft.frontend.capture.known import unheard as real
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.numbers import evaluate
@@ -44,6 +44,7 @@ from weft.ops.fill import zeros_like
 from weft.ops.norm import to_dtype as cast_to
 from weft.ops.optimizers import aligned, computes
 from weft.ops.optimizers import update as update_op
+from weft.ops.own import own_gradient
 from weft.ops.source import input_op
 
 
@@ -148,6 +149,8 @@ class Step:
         self.begun: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.noted: dict[str, Node] = {}
+        self.raw: dict[str, Node] = {}  # gradients of parameters with hooks, before these
+        self.again: list[Callable[[], bool]] = []  # whether hooks, asked again, do the same
         tape.recorder.step = self
 
     @property
@@ -160,9 +163,14 @@ class Step:
         """loss.backward(): gradients of the parameters that move and are reached, added to `.grad`."""
         moving = {n: t for n, t in self.tape.parameters.items() if self.recorder.differentiable[self.recorder.inputs[n]]}
         for (name, tensor), grad in zip(moving.items(), self.gradients([loss], moving.values(), [gradient]), strict=True):
-            if grad is not None:
-                tensor.grad = grad if tensor.grad is None else tensor.grad + grad
-                run_after_gradient(self.tape.reals[name], tensor)
+            if grad is None:
+                continue
+            if not self.recorder.joint:
+                node = self.recorder.ref(grad).read()
+                self.raw[name] = w.add(self.raw[name], node) if name in self.raw else node
+                grad = hooked_gradient(self.tape.reals[name], grad)
+            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+            run_after_gradient(self.tape.reals[name], tensor)
 
     def gradients(self, of: Iterable[Tensor], wrt: Iterable[Tensor], cts: Iterable[Tensor | None]) -> list[Tensor | None]:
         recorder = self.recorder
@@ -173,15 +181,17 @@ class Step:
             node = recorder.node(loss)
             one = recorder.node(ct) if ct is not None else constant(1.0, node.dtype, recorder.mesh)
             seeds[node] = w.add(seeds[node], one) if node in seeds else one
+        _require_hooked(seeds)
+        if not all(same() for same in self.again):
+            raise OwnGradient("a hook that does not always do the same")
         with unheard():
             found = backward(seeds, [recorder.ref(t).read() for t in wrt])
         return [recorder.wrap(found[n], t) if (n := recorder.ref(t).read()) in found else None for t in wrt]
 
     def note_gradients(self) -> None:
-        """Remember the gradients as they are now; those of a joint trace are not vjps of the forward pass, and stay unknown."""
+        """Remember the gradients as they are before hooks of parameters; those of a joint trace are not vjps of the forward pass, and stay unknown."""
         if not self.recorder.joint:
-            grads = {name: t.grad for name, t in self.tape.parameters.items()}
-            self.noted = {name: self.recorder.ref(g).read() for name, g in grads.items() if g is not None}
+            self.noted = dict(self.raw)
 
     def give_gradients(self) -> None:
         for name, tensor in self.tape.parameters.items():
@@ -374,10 +384,23 @@ def _backward(r: Recorder, loss: Tensor, gradient: Any = None, *_: Any, **__: An
 
 @function(Tensor.register_hook, tensors=True)
 def _register_hook(r: Recorder, x: Tensor, hook: Any) -> Any:
-    """A hook of an activation: autograd must run for it to be heard."""
-    if not r.joint:
+    """A hook of an activation, through which all that reads the activation has it."""
+    if r.joint:
+        return Tensor.register_hook(x, hook)
+    node = r.ref(x).read()
+    if node.op is input_op or not r.moves(node):
         raise OwnGradient("register_hook")
-    return Tensor.register_hook(x, hook)
+    (made,) = hooked(r, (x,), [lambda grads: hook(*grads)], whole=True)
+    r.ref(x).stand_for(r.ref(made).read())
+    return Handle()
+
+
+def _require_hooked(of: Iterable[Node]) -> None:
+    """Autograd must run where a value was read before it was hooked."""
+    nodes = toposort(of)
+    whole = {n.args[0]: n for n in nodes if n.op is own_gradient and n.attr("whole")}
+    if any(whole.get(a, n) is not n for n in nodes for a in n.args) or any(n in whole for n in of):
+        raise OwnGradient("register_hook")
 
 
 class _Refused:
