@@ -26,7 +26,7 @@ SMALL: list[tuple[str, Any]] = [
     (r"qk_rope_head_dim|rotary_dim|qk_nope_head_dim|v_head_dim|.*head_dim|.*_head_size|d_kv|attention_key_hidden.*|.*_d_head|.*qk_head_dim", 8),
     (r".*lora_rank|.*_rank|conv_rank|d_state|.*state_size|.*_d_state|ssm_state.*|time_step_rank", 8),
     (r"num_hidden_layers|n_layers?|num_layers|.*(encoder|decoder)_layers|num_decoder_layers|num_blocks|max_window_layers|num_encoder_blocks", 2),
-    (r"hidden_size|.*d_model|n_embd|.*_hidden_size|dim|emb(ed)?_dim|.*embed_dim|word_embed_proj_dim|.*embedding_size|lru_width|projection_dim|embedding_dim", 32),
+    (r"(.*_)?hidden_size|.*d_model|n_embd|dim|emb_dim|.*embed_dim|word_embed_proj_dim|.*embedding_size|lru_width|projection_dim|embedding_dim", 32),
     (r".*intermediate_size|.*ffn_dim|d_ff|.*hidden_dim|ffn_hidden_size|d_inner|n_inner|.*feedforward.*size|mamba_d_ssm|.*_mlp_dim", 64),
     (r".*max.*position_embeddings|n_positions|max_seq_len(gth)?|context_length|n_ctx|.*max_(source|target)_positions|seq_len(gth)?", 64),
     (r".*(sliding_)?window(_size)?|attention_window|chunk_size|attention_chunk_size|local_radius|.*chunk_length", 8),

@@ -2,8 +2,8 @@
 
 Its gradient need not be that of what it computes (a straight-through estimator, a gradient reversed), so weft's vjps would
 be wrong for it. One with one result is a node whose vjp is its own backward, traced once, and so is a value whose gradient a hook changes. For
-others torch's autograd runs under the trace: ATen's backward ops are traced like the forward ones, and an op heard above ATen enters autograd as one function, whose
-backward is weft's vjp.
+others torch's autograd runs under the trace: ATen's backward ops are traced like the forward ones, and an op heard above ATen enters autograd
+as one function, whose backward is weft's vjp.
 """
 
 from __future__ import annotations

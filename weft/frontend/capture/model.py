@@ -21,6 +21,7 @@ from weft.frontend.capture.caches import CacheWanted
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.joint import OwnGradient, has_old_hooks, require_no_held_nodes
 from weft.frontend.capture.micro import cut_of, in_micro_batches, micro_batch, require_parts, unrolled
+from weft.frontend.capture.numbers import NumberWanted
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
 
@@ -133,11 +134,11 @@ def _traced(
     model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None, given: Collection[str] = (),
     reads: Reads | None = None,
 ) -> Captured:  # fmt: skip
-    """Trace forward only, alike layers without their empty caches; again with autograd, or the caches, where they are needed."""
-    joint, cacheless = has_old_hooks(model), True
+    """Trace forward only, alike layers without their empty caches; again with autograd, the caches, or numbers that are computed, where needed."""
+    joint, cacheless, numbers = has_old_hooks(model), True, False
     while True:
         try:
-            with tracing(model, joint, capacity, given, cacheless, reads) as tape:
+            with tracing(model, joint, capacity, given, cacheless, reads, numbers) as tape:
                 step = Step(tape)
                 run(step, tape.batch(example))
                 step.keep_state()
@@ -147,9 +148,10 @@ def _traced(
         except BaseException as error:
             if reads is not None:
                 reads.undo()
-            if not isinstance(error, (OwnGradient, CacheWanted)):
+            if not isinstance(error, (OwnGradient, CacheWanted, NumberWanted)):
                 raise
             joint, cacheless = joint or isinstance(error, OwnGradient), cacheless and not isinstance(error, CacheWanted)
+            numbers = numbers or isinstance(error, NumberWanted)
 
 
 def _bare(model: nn.Module) -> nn.Module:

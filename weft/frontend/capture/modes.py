@@ -38,7 +38,7 @@ from weft.ops.fill import arange, full
 from weft.ops.opaque import each, opaque
 from weft.ops.pointwise import add, cast, where
 from weft.ops.registry import Kind
-from weft.ops.shape import expand, reshape
+from weft.ops.shape import expand, permute, reshape
 
 ATEN: dict[Any, Handler] = {}
 ATEN_ON_TENSORS: dict[Any, Handler] = {}
@@ -269,7 +269,7 @@ class Below(TorchDispatchMode):
         if known is None:
             known = asked(self.recorder, through(self.recorder, self.recorder.node(tensor), look=True))
         if known is None and self.recorder.computed is not None:
-            return self.recorder.computed(self.recorder.node(tensor))
+            known = self.recorder.computed(self.recorder.node(tensor))
         return func(tensor) if known is None else known
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -473,7 +473,9 @@ def by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: 
     outside = recorder.node(x)  # how an input lies in memory is not part of the program
     while outside.op.kind is Kind.VIEW or outside.op.name == "stop_gradient":
         outside = outside.args[0]
-    if outside.op.name == "input" or not x.is_contiguous() or first < 0 or last >= max(x.numel(), 1):
+    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))  # as its elements lie one after another
+    dense = x.permute(order).is_contiguous()
+    if outside.op.name == "input" or not dense or first < 0 or last >= max(x.numel(), 1):
         raise CaptureError(
             "as_strided reads memory that weft does not lay out as torch does",
             needed="a contiguous tensor that the step computes, and places inside it",
@@ -484,7 +486,7 @@ def by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: 
     at: Node = constant(first, torch.int64, recorder.mesh)
     for d, (n, by) in enumerate(zip(shape, strides, strict=True)):
         at = add(reshape(arange(n, recorder.mesh, step=by), tuple(n if i == d else 1 for i in range(len(shape)))), at)
-    return take(reshape(recorder.node(x), (-1,)), expand(at, tuple(shape)), 0)
+    return take(reshape(permute(recorder.node(x), order), (-1,)), expand(at, tuple(shape)), 0)
 
 
 _UNTAGGED = {torch.ops.aten.floor_divide.default, torch.ops.aten.hardswish.default, torch.ops.aten._prelu_kernel.default}  # of each element alone too

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node, constant, toposort, user_line
@@ -22,6 +23,7 @@ from weft.frontend.capture.known import unheard
 from weft.frontend.capture.modes import function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
+from weft.ops.fill import stop_gradient
 from weft.ops.shape import reshape
 
 MOST = 64  # questions on one way through an optimizer's step, and such ways
@@ -223,7 +225,31 @@ class Questions:
         return out
 
 
-_asking: list[Questions] = []
+class NumberWanted(Exception):
+    """A model takes a number out of what it computes."""
+
+
+class Unanswered:
+    """Numbers of a model: Python may compute with them, and asks nothing of them."""
+
+    def decide(self, condition: Node) -> bool:
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def of_model(wanted: bool) -> Callable[[Node], Number | None]:
+    """What `.item()` gives a model; a trace that has no such numbers yet is begun again."""
+
+    def number(node: Node) -> Number | None:
+        if not node.dtype.is_floating_point:
+            return None
+        if not wanted:
+            raise NumberWanted
+        return number_of(stop_gradient(node))
+
+    return number
+
+
+_asking: list[Questions | Unanswered] = []
 
 
 def _decide(condition: Node) -> bool:
@@ -246,7 +272,7 @@ def evaluate(node: Node, values: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def asking(questions: Questions) -> Iterator[None]:
+def asking(questions: Questions | Unanswered) -> Iterator[None]:
     """Inside, math's functions, min and max take numbers that are computed."""
     kept = {(m, n): getattr(m, n) for m, names in ((math, [*_MATH, "pow"]), (builtins, ["min", "max"])) for n in names}
     for name, op in _MATH.items():
@@ -301,7 +327,7 @@ def _item(r: Recorder, x: Tensor) -> Any:
 @function(Tensor.__bool__, tensors=True)
 def _truth(r: Recorder, x: Tensor) -> bool:
     """`if x.norm() > 1`: a question as any other, where such questions may be asked."""
-    if r.computed is None or x.numel() != 1 or all(n.op.name != "input" for n in toposort([r.node(x)])):
+    if not _asking or x.numel() != 1 or all(n.op.name != "input" for n in toposort([r.node(x)])):
         return Tensor.__bool__(x)
     node = reshape(r.node(x), ())
     return _decide(node if node.dtype == torch.bool else w.ne(node, constant(0, node.dtype, node.mesh)))

@@ -50,7 +50,7 @@ class Recorder:
     capacity: float | None = None  # of experts; None drops no token
     joint: bool = False  # autograd runs too, so it stops gradients itself
     given: frozenset[str] = frozenset()  # settings of the optimizer that are inputs
-    computed: Callable[[Node], Any] | None = None  # stands for a number that Python asks for and the program computes
+    computed: Callable[[Node], Any] | None = None  # gives what stands for a number that Python asks for and the program computes, or None
     reads: Reads | None = None  # notes what is read from Python
     batch: dict[str, Tensor] = field(default_factory=dict)  # the example's tensors, where they have values
     own: dict[int, Tensor] = field(default_factory=dict)  # a parameter's or buffer's id -> what stands for it

@@ -30,6 +30,7 @@ from weft.frontend.capture.guards import Change, Place, Reads, changed_attribute
 from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.joint import hook_alike, own_gradients
 from weft.frontend.capture.modes import listening_to_torch
+from weft.frontend.capture.numbers import Unanswered, asking, of_model
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
 
@@ -79,10 +80,10 @@ class Tape:
 @contextmanager
 def tracing(
     model: nn.Module, joint: bool = False, capacity: float | None = None, given: Collection[str] = (), cacheless: bool = True,
-    reads: Reads | None = None,
+    reads: Reads | None = None, numbers: bool = False,
 ) -> Iterator[Tape]:
-    """Inside, the module computes on traced tensors; afterwards it is as it was."""
-    recorder = Recorder(joint=joint, capacity=capacity, given=frozenset(given), reads=reads)
+    """Inside, the module computes on traced tensors, with `numbers` on what `.item()` gives too; afterwards it is as it was."""
+    recorder = Recorder(joint=joint, capacity=capacity, given=frozenset(given), reads=reads, computed=of_model(numbers))
     with ExitStack() as stack:
         stack.enter_context(explained())
         tape = stack.enter_context(_swapped(model, recorder))
@@ -103,6 +104,8 @@ def tracing(
             stack.enter_context(_lifted(reads, recorder))
             stack.enter_context(reads.listening())
         stack.enter_context(listening_to_torch(recorder))
+        if numbers:
+            stack.enter_context(asking(Unanswered()))
         yield tape
 
 
