@@ -25,6 +25,7 @@ LAYERS = int(os.environ.get("WEFT_BENCH_LAYERS", "0"))
 WIDE = {"num_hidden_layers": LAYERS or 22, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
 NARROW = {"num_hidden_layers": LAYERS or 8, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+BEGAN = time.time()
 MEAN = 1024  # tokens of a document
 Way = Callable[[], Any]
 Started = tuple[dict[str, Way], dict[str, Any]]
@@ -60,6 +61,7 @@ class Llama:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         step = parallelize(model, self.loss, optimizer, batch, plan=plan, device=self.device, precision=precision, check=False)
         self.seconds[name] = round(time.time() - start, 1)
+        print(f"{name}: {self.seconds[name]} s, {time.time() - BEGAN:.0f} s since the start", flush=True)
         return step
 
     def torch(self, compiled: bool) -> Callable[[dict[str, Tensor]], Tensor]:

@@ -6,6 +6,7 @@ python -m bench._gpu_train_model NAME[:LAYERS] tf32|bf16 ROUNDS FOLDER
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import sys
 import time
@@ -188,7 +189,9 @@ def when_told(name: str, folder: Path, start: Callable[[], tuple[Any, dict[str, 
         ready.touch()
         while not go.exists():
             time.sleep(0.02)
-        row = {**time_it(ways), **said}
+        with (folder / "lock").open("w") as alone:  # one is timed at a time
+            fcntl.flock(alone, fcntl.LOCK_EX)
+            row = {**time_it(ways), **said}
         row["machine"] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
     except Exception as error:
         row = {"case": name, "failed": f"{type(error).__name__}: {error}"[:800], "where": traceback.format_exc()[-1500:]}

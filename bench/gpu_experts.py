@@ -8,6 +8,7 @@ what lies between the two exchanges is compiled. Losses and the input's gradient
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -44,8 +45,9 @@ def layers(me: Rank, plans: list[str]) -> None:
     sizes, close = SIZES[me.cuda], CLOSE[me.cuda]
     x, want = batch(me, sizes), batch(me, sizes, 1)
     ways: dict[str, Callable[[], Any]] = {}
-    first = me.tried("torch alone", lambda: alone(me, sizes, x, want))
-    made = me.tried("torch", lambda: Sent(me, sizes))
+    whole = Layer(me, sizes)
+    first = me.tried("torch alone", lambda: alone(whole, x, want))
+    made = me.tried("torch", lambda: Sent(me, sizes, whole))
     if made is not None and first is not None:
         got = float(made(x.chunk(me.world)[me.rank], want.chunk(me.world)[me.rank]))
         off = abs(sum(me.all(got)) / me.world - first[0]) / abs(first[0])
@@ -58,7 +60,7 @@ def layers(me: Rank, plans: list[str]) -> None:
             ways["torch"] = lambda: made(*own)
     steps = {}
     for plan in plans:
-        start = me.tried(plan, functools.partial(planned, me, sizes, plan, x, want, first)) if first is not None else None
+        start = me.tried(plan, functools.partial(planned, me, whole, plan, x, want, first)) if first is not None else None
         if start is None:
             continue
         step, off, apart = start
@@ -98,12 +100,14 @@ class Layer(nn.Module):
             hidden_size=sizes["hidden"], moe_intermediate_size=sizes["inner"], num_experts=sizes["experts"], num_experts_per_tok=sizes["k"],
             norm_topk_prob=True, experts_implementation="eager",
         )  # fmt: skip
+        with torch.device("meta"):
+            self.block = Qwen3MoeSparseMoeBlock(config)
+            self.scale = nn.Parameter(torch.empty(me.world, sizes["tokens"], 1))
+        self.to(torch.bfloat16 if me.cuda else torch.float32).to_empty(device=me.device)
         torch.manual_seed(0)
-        self.block = Qwen3MoeSparseMoeBlock(config)
         for p in self.block.parameters():
             nn.init.normal_(p, std=0.02)
-        self.scale = nn.Parameter(torch.ones(me.world, sizes["tokens"], 1))
-        self.to(torch.bfloat16 if me.cuda else torch.float32)
+        nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.block(x * self.scale)
@@ -114,20 +118,21 @@ def loss_of(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
     return ((model(b["x"]) - b["want"]).float() ** 2).mean()
 
 
-def alone(me: Rank, sizes: dict[str, int], x: Tensor, want: Tensor) -> tuple[float, Tensor]:
+def alone(model: Layer, x: Tensor, want: Tensor) -> tuple[float, Tensor]:
     """The loss and the gradient of the factors with all experts on one rank, expert by expert."""
-    model = Layer(me, sizes).to(me.device)
     loss = loss_of(model, {"x": x, "want": want})
     loss.backward()
     assert model.scale.grad is not None
-    return float(loss.detach()), model.scale.grad.clone()
+    grad = model.scale.grad.clone()
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), grad
 
 
-def planned(me: Rank, sizes: dict[str, int], plan: str, x: Tensor, want: Tensor, first: tuple[float, Tensor]) -> tuple[Any, float, float]:
+def planned(me: Rank, whole: Layer, plan: str, x: Tensor, want: Tensor, first: tuple[float, Tensor]) -> tuple[Any, float, float]:
     """weft's step, how far its loss is off and how far its gradient of the factors, as one large step of them tells it."""
     from weft.api.parallelize import parallelize
 
-    model, (loss, grad) = Layer(me, sizes), first
+    model, (loss, grad) = copy.deepcopy(whole).cpu(), first
     rest = [p for n, p in model.named_parameters() if n != "scale"]
     rate = 0.5 / float(grad.abs().max())
     optimizer = torch.optim.SGD([{"params": [model.scale], "lr": rate}, {"params": rest, "lr": 0.0}])
@@ -145,8 +150,7 @@ def planned(me: Rank, sizes: dict[str, int], plan: str, x: Tensor, want: Tensor,
 class Sent:
     """One rank's tokens, and its share of the experts."""
 
-    def __init__(self, me: Rank, sizes: dict[str, int]) -> None:
-        whole = Layer(me, sizes).to(me.device)
+    def __init__(self, me: Rank, sizes: dict[str, int], whole: Layer) -> None:
         each = sizes["experts"] // me.world
         mine = slice(me.rank * each, (me.rank + 1) * each)
         self.me, self.k, self.each = me, sizes["k"], each

@@ -2,7 +2,7 @@
 
     python -m bench.gpu_features [--parts fp8,documents,offload] [--json]
 
-Every part is a process of its own (`bench._gpu_features_part`): all compile at the same time, then they are timed one after the other.
+Every part is a process of its own (`bench._gpu_features_part`): all compile at the same time, and are timed one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def features(parts: str = typer.Option(PARTS), device: str = _gpu.DEVICE, rounds
     if device == "cuda":
         _gpu.need_gpu()
     with _gpu.ended_with_us(), tempfile.TemporaryDirectory() as folder:
-        rows = run([Model(name, device, rounds, Path(folder), "bench._gpu_features_part") for name in parts.split(",")])
+        rows = run([Model(name, device, rounds, Path(folder), "bench._gpu_features_part") for name in parts.split(",")], together=False)
     done = {"stage": "one GPU", "ranks": 1, "status": "failed" if any("failed" in row for row in rows) else "ok", "rows": rows}
     _gpu.report("gpu-features", [done], json)
 

@@ -22,7 +22,7 @@ from weft.plan.named import input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Placements, PlacingOptions, place
 from weft.plan.spec import Spec
-from weft.plan.split import Stage, chosen_cuts, split
+from weft.plan.split import Stage, chosen_cuts, numbered, split
 from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
@@ -176,7 +176,7 @@ def cut(
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
     cuts = found.cuts if known else chosen_cuts(captured, spec.virtual_stages)
     regions = regions_of(captured, "full" if spec.offload else spec.recompute) if found.again is None or spec.offload else found.again
-    stages = split(captured, spec.virtual_stages, cuts, regions)
+    stages = numbered(split(captured, spec.virtual_stages, cuts, regions), spec.pipeline.places(spec.pp, spec.chunks))
     run = tuple(recomputed_stage(s, spec.pipeline.defers_weights, spec.offload) for s in stages)
     return Stages(stages, run, {**held, **(exact or {})}, options)
 

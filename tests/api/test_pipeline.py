@@ -76,7 +76,7 @@ def same(name: str, world: int, plans: list[str], folder: Path, clip: float | No
 
 def test_every_schedule_with_tied_embeddings_and_clipping(tmp_path: Path) -> None:
     plans = ["pp2", "pp2,gpipe,micro2", "pp2,interleaved,micro4", "pp2,zero-bubble,micro4", "pp2,zero-bubble,recompute"]
-    plans += ["pp2,1f1b-eager,micro4", "pp2,zero-bubble-eager,recompute:selective"]
+    plans += ["pp2,1f1b-eager,micro4", "pp2,zero-bubble-eager,recompute:selective", "pp2,zero-bubble-v,micro4", "pp2,dual-pipe-v,micro8"]
     same("gpt2", 2, plans, tmp_path, clip=0.5, layers=4)
 
 
@@ -84,12 +84,12 @@ def test_experts_and_sequences_shared_inside_stages(tmp_path: Path) -> None:
     same("mixtral-8x7b", 4, ["ep2,pp2,micro4"], tmp_path, mean=True, layers=2, balance=0.0)  # a balance loss is no sum over samples
 
 
-PRODUCTS = ["dp2,pp2,zero1", "dp2,pp2,zero3,micro2", "tp2,pp2", "tp2,pp2,sp,interleaved", "pp4,zero-bubble", "cp2,pp2,recompute"]
+PRODUCTS = ["dp2,pp2,zero1", "dp2,pp2,zero3,micro2", "tp2,pp2", "tp2,pp2,sp,interleaved", "pp4,zero-bubble", "pp4,dual-pipe-v,micro8", "cp2,pp2,recompute"]
 
 
 @pytest.mark.parametrize("plan", PRODUCTS)
 def test_products_with_other_plans(plan: str, tmp_path: Path) -> None:
-    same("gpt2", 4, [plan], tmp_path, clip=0.5, layers=4)
+    same("gpt2", 4, [plan], tmp_path, clip=0.5, layers=8 if "-v" in plan else 4)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_check_eval_state_and_the_model(tmp_path: Path) -> None:
 
     def job(rank: int) -> None:
         w = workload("gpt2", layers=4)
-        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan="pp2,interleaved")
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan="pp2,zero-bubble-v")
         step(w.example(8, seed=1))
         assert step.check(w.example(8, seed=2)) < 1e-8
         assert step.eval(w.example(8, seed=2)).item() == pytest.approx(value, rel=1e-8)
@@ -192,7 +192,7 @@ def test_check_eval_state_and_the_model(tmp_path: Path) -> None:
 
 
 def test_checkpoints_move_between_pipelines_and_other_plans(tmp_path: Path) -> None:
-    plans = ["dp2", "pp2", "pp2,interleaved", "micro2,dp2,zero1"]
+    plans = ["dp2", "pp2", "pp2,zero-bubble-v", "micro2,dp2,zero1"]
 
     def job(rank: int) -> None:
         steps, wants = {}, {}
@@ -359,6 +359,8 @@ def test_a_batch_of_another_shape_is_another_program() -> None:
         ("dp2,gpipe", "pp2 or more for gpipe"),
         ("pp2,virtual2", "interleaved"),
         ("pp2,interleaved,micro3", "micro4"),
+        ("pp2,zero-bubble-v,virtual3", "virtual2"),
+        ("pp4,dual-pipe-v,micro4", "8 micro-batches or more"),
         ("pp0", "degrees of 1"),
     ],
 )

@@ -358,7 +358,7 @@ class _Evaluation:
         held |= {n: places for n, places in step.held.items() if n in program.input_names and program.input_names[n].role is not Role.BATCH}
         laid: dict[str, Any] = {}
         stages = split_like(self.captured, step.stages)
-        self.stages = tuple(place_stage(s, plan, held, options, laid) for s in stages)
+        self.stages = tuple(sorted((place_stage(s, plan, held, options, laid) for s in stages), key=lambda s: s.number))
         order = tuple(tuple(Action("forward", c, 0) for c in range(plan.chunks)) for _ in range(plan.pp))
         self.runner = Runner(self.stages, order, step.compiled, step.messages)
         self.spread = step._spreader(self.stages)
@@ -377,6 +377,6 @@ class _Evaluation:
 
 def _settled(stages: tuple[PlacedStage, ...]) -> Program:
     """The loss of the last stage, whole on every rank."""
-    loss = stages[-1].turns[0].output_names["loss"]
+    loss = next(s.turns[0].output_names["loss"] for s in stages if "loss" in s.turns[0].output_names)
     given = input_node(LOSS_SUM, loss.type)
     return new_program("loss", loss.mesh, [given], {"loss": reshard(given, Layout.of(loss.mesh, ()))})

@@ -44,7 +44,7 @@ def simulate(
         "none", "--recompute", help="Activation checkpointing: none, selective (attention), per-op (all but some matmuls) or full."
     ),
     schedule: str = typer.Option(
-        "", "--schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager or zero-bubble-eager."
+        "", "--schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager, zero-bubble-eager, zero-bubble-v or dual-pipe-v."
     ),
     kernels: str = typer.Option(
         "compiled", "--kernels", help="compiled (fused, as torch.compile), eager (one kernel per op) or classic (Megatron of 2021)."

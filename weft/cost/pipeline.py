@@ -47,12 +47,15 @@ def pass_name(kind: str, micro: int, chunk: int, several: bool) -> str:
     return f"{kind} {micro}" + (f" of chunk {chunk}" if several else "")
 
 
-def neighbours(stages: int, ranks: int, travels: Callable[[int], float]) -> Routes:
-    """Each stage reads of the next before it, and of the next behind it in the backward pass; `travels(g)` is of what lies behind stage g."""
+def neighbours(places: Sequence[int], ranks: int, travels: Callable[[int], float]) -> Routes:
+    """Each stage reads of the next before it, and of the next behind it in the backward pass; `places` are their numbers, first to last, and
+    `travels(k)` is of what lies behind the k-th."""
+    at = {g: k for k, g in enumerate(places)}
 
     def routes(g: int, kind: str) -> Mapping[int, float]:
-        reader, at = {"forward": (g + 1, g), "backward": (g - 1, g - 1)}.get(kind, (-1, -1))
-        return {reader: travels(at) if ranks > 1 else 0.0} if 0 <= reader < stages else {}
+        k = at[g]
+        reader, behind = {"forward": (k + 1, k), "backward": (k - 1, k - 1)}.get(kind, (-1, -1))
+        return {places[reader]: travels(behind) if ranks > 1 else 0.0} if 0 <= reader < len(places) else {}
 
     return routes
 

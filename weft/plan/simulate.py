@@ -152,7 +152,12 @@ class _Simulation:
 
     @cached_property
     def parts(self) -> list[list[LayerRun]]:
-        """Layers of each virtual stage; the first also looks up words, the last also computes the loss."""
+        """Layers of each virtual stage, by its number."""
+        places = self.setting.pipeline.places(self.setting.pp, self.setting.virtual)
+        return [part for _, part in sorted(zip(places, self._in_order(), strict=True), key=lambda x: x[0])]
+
+    def _in_order(self) -> list[list[LayerRun]]:
+        """Layers of each virtual stage, first to last; the first also looks up words, the last also computes the loss."""
         cuts = self.setting.pp * self.setting.virtual
         if self.work.stages:
             return [[LayerRun(block, n) for block, n in stage] for stage in self.work.stages]
@@ -191,13 +196,13 @@ class _Simulation:
         return Pass("forward", s.recompute, param_bytes=kept_width(s.dtype), grad_bytes=float(WIDTH[s.grad_dtype]), reduce=reduce)
 
     def _passes(self) -> list[_Piece]:
-        s, stages, first = self.setting, len(self.parts), self.setting.pp
+        s, first = self.setting, self.setting.pp
         send = self.costs[0].send(self.work.boundary) if s.pp > 1 else 0.0
 
         def seconds(g: int, kind: str) -> float:
             return self._phase(g, self._way(kind)).seconds
 
-        made = passes(self.orders, seconds, neighbours(stages, s.pp, lambda g: send), s.overlap_sends, first)
+        made = passes(self.orders, seconds, neighbours(s.pipeline.places(s.pp, s.virtual), s.pp, lambda k: send), s.overlap_sends, first)
         stage = [(i, self._phase(a.chunk * s.pp + i, self._way(a.kind))) for i, order in enumerate(self.orders) for a in order]
         pieces = [_Piece(i, task, phase) for (i, phase), task in zip(stage, made, strict=False)]
         self._links = made[len(pieces) :]

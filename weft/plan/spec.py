@@ -109,11 +109,13 @@ class Spec:
             raise PlanError(f"no plan {text!r}", needed=f"pp2 or more for {self.schedule}", found="one stage")
         if self.virtual > 1 and not self.pipeline.takes_chunks and "schedule" not in self.open:
             raise PlanError(f"no plan {text!r}", needed=f"{CHUNKED}, where a rank has several runs of layers", found=self.schedule)
+        folds = self.pipeline.folded is not None
+        if folds and self.virtual not in (0, 2):
+            raise PlanError(f"no plan {text!r}", needed=f"two runs of layers on a rank for {self.schedule}", found=str(self.virtual), try_="virtual2")
         if not self.open and not self.pipeline.may_take(self.pp, self.micro_batches):
-            near = -(-self.micro_batches // self.pp) * self.pp
-            raise PlanError(
-                f"no plan {text!r}", needed=f"micro-batches in rounds of {self.pp}", found=str(self.micro_batches), try_=f"micro{near}"
-            )
+            near = self.pipeline.rounds * self.pp if folds else -(-self.micro_batches // self.pp) * self.pp
+            needed = f"{near} micro-batches or more" if folds else f"micro-batches in rounds of {self.pp}"
+            raise PlanError(f"no plan {text!r}", needed=needed, found=str(self.micro_batches), try_=f"micro{near}")
         if self.async_ep and self.ep == 1:
             raise PlanError(f"no plan {text!r}", needed="ep2 or more for async-ep", found=text)
         if self.offload and self.recompute:

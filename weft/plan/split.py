@@ -74,10 +74,15 @@ def split(captured: Captured, stages: int, cuts: Sequence[Cut] | None = None, ag
 def split_like(captured: Captured, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """The forward pass of another step of the same model, every parameter read where it was."""
     forward, homes = Forward(captured), dict[str, int]()
-    for s in stages:
+    for k, s in enumerate(stages):
         for name in s.forward.input_names:
-            homes.setdefault(name, s.number)
-    return tuple(forward.stages(forward.beside(homes, len(stages)), len(stages)))
+            homes.setdefault(name, k)
+    return numbered(forward.stages(forward.beside(homes, len(stages)), len(stages)), [s.number for s in stages])
+
+
+def numbered(stages: Iterable[Stage], numbers: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages, first to last, by the numbers that a schedule has for them."""
+    return tuple(replace(s, number=k) for s, k in zip(stages, numbers, strict=True))
 
 
 def chosen_cuts(captured: Captured, stages: int) -> tuple[Cut, ...]:

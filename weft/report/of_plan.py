@@ -128,7 +128,7 @@ def _stages(plan: Plan, layers: int) -> list[float]:
         chunks = [sum(halves.get(name, 0) * n for name, _, n in stage) / 2 for stage in plan.stages]
     else:
         chunks = [float(n) for n in plan.layers or share(layers, s.pp * s.virtual)]
-    return [sum(chunks[i :: s.pp]) for i in range(s.pp)]
+    return [sum(n for n, g in zip(chunks, s.pipeline.places(s.pp, s.virtual), strict=True) if g % s.pp == i) for i in range(s.pp)]
 
 
 def _placed(plan: Plan, w: Any) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def place_pipeline(
     placed, laid = list[PlacedStage](), dict[str, _Border]()
     for stage in stages:
         placed.append(place_stage(stage, named, held, options, laid))
+    placed.sort(key=lambda s: s.number)
     sources, given = _terms(placed, named)
     where = {name: placed[int(name.rsplit(".", 1)[1])].rank for name in given if name.startswith("d.")}
     layouts = {n: {**held.get(n, {}), **at(named, homes[n])} for n in homes}

@@ -127,5 +127,5 @@ def timeline(stages: Sequence[UnitStage], cluster: Cluster, rounds: int, schedul
         total, weight = stages[s].total, stages[s].total.weight if how.defers_weights else 0.0
         return {"forward": total.forward, "backward": total.backward + stages[s].more - weight, "weight": weight}[kind]
 
-    made = passes(how.orders(count, rounds), seconds, neighbours(count, count, sends.__getitem__), beside)
+    made = passes(how.orders(count, rounds), seconds, neighbours(range(count), count, sends.__getitem__), beside)
     return run([*made, *(Task("gradients and update", f"stage {s}", st.total.once, (), "optimizer") for s, st in enumerate(stages))])
