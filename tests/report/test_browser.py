@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.report.conftest import NAMES
+from weft import Mesh, lang, trace
+from weft.report import html
 
 pytestmark = pytest.mark.timeout(400)  # the pages take a while to make on a busy machine
 WAIT = 60  # seconds; a busy machine is slow to start a browser
@@ -112,8 +114,8 @@ def test_what_is_under_the_pointer_is_told(browser: Any, pages: dict[str, Path])
     show(browser, pages["gpt-run"])
     canvas = browser.find_element("id", "timeline")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-    lane = browser.execute_script("return timeline.lanes.find((l) => l.events).y")
-    across = browser.execute_script("const e = timeline.lanes.find((l) => l.events).events[5]; return (e.start + e.end) / 2 / timeline.end")
+    lane = browser.execute_script("return timeline.lanes.find((l) => l.name === \"compute\").y")
+    across = browser.execute_script("const e = timeline.lanes.find((l) => l.name === 'compute').events[5]; return (e.start + e.end) / 2 / timeline.end")
     box = canvas.size
     left = browser.execute_script("return timeline.left")
     x = left + across * (box["width"] - left) - box["width"] / 2
@@ -146,3 +148,18 @@ def test_the_toggle_and_views_work_by_keyboard(browser: Any, pages: dict[str, Pa
     tabs[1].send_keys("\ue007")
     assert tabs[1].get_attribute("aria-selected") == "true" and tabs[0].get_attribute("aria-selected") == "false"
     assert errors(browser) == []
+
+
+@pytest.mark.parametrize("theme", ['data-jp-theme-light="{}"', 'class="vscode-{}"', 'data-md-color-scheme="{}"', ""])
+@pytest.mark.parametrize("system", ["light", "dark"])
+@pytest.mark.parametrize("wanted", ["light", "dark"])
+def test_pictures_have_the_notebooks_colours(theme: str, system: str, wanted: str, browser: Any, tmp_path: Path) -> None:
+    words = {"data-jp": ("true", "false"), 'class="': ("light", "dark"), "data-md": ("default", "slate")}
+    said = theme.format(words[theme[:7]][wanted == "dark"]) if theme else ""
+    drawn = html(trace(lambda x: x + 1.0, Mesh(dp=2), x=lang.f32(4)))
+    (tmp_path / "cell.html").write_text(f"<!doctype html><html><body {said}>{drawn}</body></html>")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": system}]})
+    browser.get((tmp_path / "cell.html").as_uri())
+    colour = browser.execute_script("return getComputedStyle(document.querySelector('.weft-picture')).backgroundColor")
+    assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgba(0, 0, 0, 0)"  # the notebook's own
+    assert colour == {"light": "rgb(251, 250, 248)", "dark": "rgb(20, 22, 27)"}[wanted if theme else system]

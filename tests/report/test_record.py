@@ -12,14 +12,18 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import weft
+from weft import Mesh, P, lang
 from weft.api.parallelize import parallelize
+from weft.api.record import measured_line
 from weft.cli import app
 from weft.core.errors import PlanError
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.dynamic.watch import Costs, Piece
 from weft.record.progress import Printer, line, partings
 from weft.record.run import Run, load, median, parse
-from weft.runtime.trace import Statement, marked
+from weft.report.of_run import of_run
+from weft.runtime.trace import Statement, Trace, marked
 
 pytestmark = pytest.mark.timeout(400)  # the pages take a while to make on a busy machine
 
@@ -173,7 +177,10 @@ def test_what_is_foreseen_of_a_run_is_what_plans_are_priced_by(pages: dict[str, 
     assert run.predicted is not None and own["step_ms"] == pytest.approx(run.predicted.step_ms)
     assert {t["role"] for t in run.tensors} == {"param", "state", "batch"}
     assert {c["axis"] for c in run.communication} == {"dp"}
-    assert run.measured is not None and {t.stream for t in run.measured.line.tasks} == {"compute", "communication", "phase"}
+    assert run.measured is not None and {t.stream for t in run.measured.line.tasks} == {"compute", "communication", "phase", "layer"}
+    for seen in (run.predicted, run.measured):  # both in the same bands
+        bands = {kind: list(dict.fromkeys(t.name for t in seen.line.tasks if t.stream == kind)) for kind in ("phase", "layer")}
+        assert bands["phase"] == ["forward", "backward", "optimizer"] and {"blocks.0", "blocks.1"} <= set(bands["layer"])
     assert "fused" in run.measured.causes_ms and "fused" in run.predicted.causes_ms
 
 
@@ -285,3 +292,21 @@ def test_two_runs_side_by_side_and_a_run_that_is_watched(tmp_path: Path) -> None
     watched = CliRunner().invoke(app, ["watch", str(run_folder), "--patience", "0.3", "--every", "0.1", "-o", str(tmp_path / "live.html")])
     assert watched.exit_code == 0 and "step " in watched.stdout and "no news for 0.3 s" in watched.stderr
     assert (tmp_path / "live.html").exists()
+
+
+def test_waiting_for_ranks_that_start_later_is_no_communication() -> None:
+    """An all_reduce of a few bytes that another rank starts 0.3 s later is a wait for that rank, and communication of 0.01 s."""
+    p = weft.trace(lambda g: {"loss": lang.all_reduce(g, "dp") * 2.0}, Mesh(dp=2), g=lang.f32(2, dp=P()))
+    work, started, waited = Statement("t0", "comm.all_reduce(g, on.dp)", "dp"), 0.1, 0.41
+    trace = Trace([work, Statement("t0", "t0.wait()", waits=True), Statement("t1", "mul(t0)")], [0.0, started, waited], [started, waited, 0.5])
+    drawn, causes = measured_line(p, trace, {"t0": 0.4})
+    assert causes == pytest.approx({"dp": 10.0, "peers": 400.0, "compute": 90.0})
+    (solid,) = (t for t in drawn.tasks if t.stream == "communication" and t.cause == "dp")
+    assert solid.seconds == pytest.approx(0.01)
+    assert measured_line(p, trace)[1] == pytest.approx({"dp": 410.0, "compute": 90.0})
+
+
+def test_cards_and_timeline_tell_one_time() -> None:
+    """A traced step is slower than others; it is drawn as long as they are."""
+    facts = of_run(made(130.0, measured=seen(260.0, 1.0, compute=220.0, dp=40.0)))
+    assert facts.figures[0].value == "130 ms" and sum(facts.causes_ms["measured"].values()) == pytest.approx(130.0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from weft.api.bands import Span, bands, labelled, params_of
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import WeftError
@@ -24,11 +25,10 @@ from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.core.role import Role
 from weft.core.text import node_names
-from weft.cost.simulate import cause_of, name_of, predict
+from weft.cost.simulate import cause_of, predict
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.cost.work import DTYPES, Collective, records
 from weft.ops.registry import Kind, flops
-from weft.plan.roles import Roles
 from weft.record.progress import Printer, partings
 from weft.record.run import Run
 from weft.rewrite.engine import same_erased
@@ -76,6 +76,8 @@ class Recorder:
     def _traced(self, n: int, given: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         compiled = self.step.compiled
         plain = compiled._step
+        if dist.is_initialized():
+            dist.barrier()  # the clocks of all ranks begin here
         compiled._step, self._traces[n] = traced(plain, compiled.code.text, compiled.device, memory=n == HELD)
         try:
             return self.step.run(given, state)
@@ -135,7 +137,7 @@ class Recorder:
         }  # fmt: skip
 
     def _foresee(self, cluster: Cluster) -> Seen:
-        return predict(self.step.program, cluster)
+        return predict(self.step.program, cluster, above=bands)
 
     def _others(self, cluster: Cluster) -> list[dict[str, Any]]:
         return _others(self.step, cluster)
@@ -143,7 +145,7 @@ class Recorder:
     def _seen(self) -> Seen:
         """The traced step: statements as tasks, and bytes at the times the same statements had in the step before."""
         timed, held = self._traces.pop(TIMED), self._traces.pop(HELD)
-        line, causes = measured_line(self.step.program, timed)
+        line, causes = measured_line(self.step.program, timed, last_starts(self.step, timed))
         times = [*timed.began, timed.ended[-1]]
         memory = [(t, float(b)) for t, b in zip(times, held.held, strict=True)]
         return Seen(timed.ended[-1] * 1e3, max(held.held) / 1e9, causes, line, memory)
@@ -251,60 +253,62 @@ def _checked(step: Step) -> list[dict[str, Any]]:
 # --- the traced step
 
 
-def measured_line(program: Program, trace: Trace) -> tuple[Timeline, dict[str, float]]:
-    """Statements of the rank; a collective is in flight from its start until the rank waits for it, then exposed. Above them the phases."""
-    units, causes = _by_variable(program), dict[str, float]()
+def measured_line(program: Program, trace: Trace, starts: Mapping[str, float] | None = None) -> tuple[Timeline, dict[str, float]]:
+    """Statements of the rank; a collective is in flight from its start until the rank waits for it, then exposed. Above them phases and layers.
+
+    `starts` says when the last rank started each collective: until then this one waits for the others, and no byte moves."""
+    units, causes, params = _by_variable(program), dict[str, float](), params_of(program)
     tasks: list[tuple[Task, float]] = []
     started: dict[str, tuple[float, str, str]] = {}
-    roles, phases = Roles(program), list[tuple[str, float, float]]()
-    params = {n: name for name, n in program.inputs_for(Role.PARAMETER).items()}
+    spans: list[Span] = []
+
+    def add(name: str, stream: str, cause: str, began: float, ended: float) -> None:
+        if stream == "compute":
+            causes[cause] = causes.get(cause, 0.0) + (ended - began) * 1e3
+        if ended > began or stream == "compute":
+            tasks.append((Task(name, stream, ended - began, (), cause), began))
+
     for statement, began, ended in zip(trace.statements, trace.began, trace.ended, strict=True):
         unit = units.get(statement.text.partition("(")[0]) or units.get(statement.made)
-        name, cause = (_labelled(unit, params), cause_of(unit)) if unit is not None else (statement.text[:40], "compute")
-        _extend(phases, _phase(unit, roles), began, ended)
-        cause = statement.axis or cause
+        name, cause = (labelled(unit, params), cause_of(unit)) if unit is not None else (statement.text[:40], "compute")
+        spans.append((unit, began, ended))
+        late = min(max(began, (starts or {}).get(statement.made, 0.0)), ended) if statement.axis or statement.waits else began
         if statement.axis:
-            started[statement.made] = (ended, name, statement.axis)
+            started[statement.made], cause = (ended, name, statement.axis), statement.axis
         elif statement.waits and statement.made in started:
             start, name, cause = started.pop(statement.made)
-            tasks.append((Task(name, "communication", max(0.0, began - start), (), "in flight"), start))
-            tasks.append((Task(name, "communication", ended - max(began, start), (), cause), max(began, start)))
+            add(name, "communication", "in flight", start, began)
+            add(name, "communication", cause, max(late, start), ended)
             name = f"wait for {name}"
-        causes[cause] = causes.get(cause, 0.0) + (ended - began) * 1e3
-        tasks.append((Task(name, "compute", ended - began, (), cause), began))
-    tasks += [(Task(phase, "phase", ended - began, (), phase), began) for phase, began, ended in phases]
-    tasks.sort(key=lambda item: (item[1], item[0].stream != "phase"))
-    return Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks)), causes
+        if late > began:
+            add(f"wait for other ranks: {name}", "compute", "peers", began, late)
+        add(name, "compute", cause, late, ended)
+    tasks += bands(program, spans)
+    return arranged(tasks), {k: v for k, v in causes.items() if v > 0}
 
 
-def _phase(unit: Node | Group | None, roles: Roles) -> str:
-    """Forward, backward or optimizer; empty where nothing says it."""
-    nodes = () if unit is None else unit.nodes if isinstance(unit, Group) else (unit,)
-    if any(n in roles.after for n in nodes):
-        return "optimizer"
-    return "" if not nodes else "forward" if all(n in roles.forward for n in nodes) else "backward"
+def arranged(tasks: Sequence[tuple[Task, float]]) -> Timeline:
+    """Tasks with their starts as a timeline, bands first."""
+    order = sorted(tasks, key=lambda item: (item[1], {"phase": 0, "layer": 1}.get(item[0].stream, 2)))
+    return Timeline(tuple(t for t, _ in order), tuple(b for _, b in order), tuple(b + t.seconds for t, b in order))
 
 
-def _extend(phases: list[tuple[str, float, float]], phase: str, began: float, ended: float) -> None:
-    """The last phase goes on, or another begins."""
-    if phases and phase in ("", phases[-1][0]):
-        phases[-1] = (phases[-1][0], phases[-1][1], ended)
-    elif phase:
-        phases.append((phase, began, ended))
+def last_starts(step: Step, trace: Trace) -> dict[str, float]:
+    """When the last of its ranks started each collective of the traced step, by the name it binds. All ranks must ask.
 
-
-def _labelled(unit: Node | Group, params: Mapping[Node, str]) -> str:
-    """The op, and the module whose parameter it reads."""
-    nodes = unit.nodes if isinstance(unit, Group) else (unit,)
-    found = next((m for n in nodes for a in n.args if (m := _module(a, params))), "")
-    return f"{name_of(unit)} {found}".strip()
-
-
-def _module(n: Node, params: Mapping[Node, str]) -> str:
-    """The module of a parameter, also where it is first gathered or cast."""
-    while n not in params and len(n.args) == 1:
-        n = n.args[0]
-    return params.get(n, "").partition(".")[2].rpartition(".")[0]
+    Their clocks began where all met before the step. Nothing is said where ranks run different statements."""
+    own = {s.made: (s.axis, began) for s, began in zip(trace.statements, trace.began, strict=True) if s.axis}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (step.compiled.coords, own))
+    mine = step.compiled.coords
+    found: dict[str, float] = {}
+    for name, (axis, _) in own.items():
+        peers = [theirs for coords, theirs in every if all(coords[a] == mine[a] for a in mine if a != axis)]
+        if all(theirs.get(name, ("", 0.0))[0] == axis for theirs in peers):
+            found[name] = max(theirs[name][1] for theirs in peers)
+    return found
 
 
 def _by_variable(program: Program) -> dict[str, Node | Group]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 from weft.cluster import collectives
 from weft.cluster.spec import Cluster
@@ -19,17 +20,19 @@ from weft.ops.registry import Kind, nbytes
 from weft.rewrite.updates import by_rows
 
 FUSED = "fused"  # communication and computation in one kernel: its time cannot be told apart
+Above = Callable[[Program, Sequence[tuple[Node | Group | None, float, float]]], list[tuple[Task, float]]]
 
 
-def predict(program: Program, cluster: Cluster, stage: int | None = None) -> Seen:
+def predict(program: Program, cluster: Cluster, stage: int | None = None, above: Above | None = None) -> Seen:
     """Time, causes, timeline and memory of the busiest rank, which updates tables by rows; of a program over all ranks of a pipeline,
-    those at one stage of it."""
+    those at one stage of it. `above` makes more tasks of what ran from when until when, such as bands of phases and layers."""
     program = by_rows(program)
     walker = Walk(on_mesh(cluster, program.mesh))
     at, held = {n: i for i, n in enumerate(program.nodes)}, live_bytes(program)
     causes: dict[str, float] = defaultdict(float)
     copied: dict[Node, float] = {}  # copies to and from the host, and when they end
     tasks: list[tuple[Task, float]] = []
+    spans: list[tuple[Node | Group | None, float, float]] = []
     memory = []
     for unit, ops in by_place(program, compiles(cluster.device)):
         if stage is not None and not _is_at(unit, stage):
@@ -53,6 +56,8 @@ def predict(program: Program, cluster: Cluster, stage: int | None = None) -> See
         if spent > 0:
             causes[why] += spent
             tasks.append((Task(name_of(unit), stream_of(why), spent, (), why), began))
+            spans.append((unit, began, walker.now))
+    tasks = [*(above(program, spans) if above is not None else ()), *tasks]
     line = Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks))
     memory.append((walker.now, memory[-1][1] if memory else 0.0))
     return Seen(walker.now * 1e3, max(held, default=0) / 1e9, {k: v * 1e3 for k, v in causes.items()}, line, memory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.core.errors import PlanError
@@ -43,6 +43,11 @@ class Timeline:
     def busy(self, stream: str) -> float:
         return sum(self.tasks[i].seconds for i in self.on(stream))
 
+    def scaled(self, by: float) -> Timeline:
+        """The same, so many times longer."""
+        tasks = tuple(replace(t, seconds=t.seconds * by) for t in self.tasks)
+        return Timeline(tasks, tuple(t * by for t in self.start), tuple(t * by for t in self.end))
+
     def chrome(self, process: int = 0, title: str = "step") -> dict[str, Any]:
         """The timeline as Chrome and Perfetto read it: microseconds, one row per stream."""
         rows = {stream: n for n, stream in enumerate(dict.fromkeys(t.stream for t in self.tasks))}
@@ -67,6 +72,12 @@ class Seen:
     causes_ms: Mapping[str, float] = field(default_factory=dict)
     line: Timeline = field(default_factory=lambda: Timeline((), (), ()))
     memory: Sequence[tuple[float, float]] = ()
+
+    def lasting(self, ms: float) -> Seen:
+        """The same step, stretched or shortened evenly to so many milliseconds."""
+        by = ms / self.step_ms
+        causes, memory = {k: v * by for k, v in self.causes_ms.items()}, [(t * by, b) for t, b in self.memory]
+        return Seen(ms, self.memory_gb, causes, self.line.scaled(by), memory)
 
 
 def run(tasks: Iterable[Task]) -> Timeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,11 @@ from weft.report import charts, page
 from weft.report.facts import Facts, Figure
 from weft.report.graph import graph
 from weft.report.tags import Markup, join, tag
+
+PAGE = re.compile(r"^(?:html|main|nav|\*)[^{]*\{[^}]*\}\n", re.M)  # rules for what only a page has
+# How notebooks name their themes: JupyterLab, VS Code, Colab, and pages of this documentation.
+LIGHT = ('[data-jp-theme-light="true"]', ".vscode-light", 'html[theme="light"]', '[data-md-color-scheme="default"]')
+DARK = ('[data-jp-theme-light="false"]', ".vscode-dark", 'html[theme="dark"]', '[data-md-color-scheme="slate"]')
 
 
 def picture(thing: Any) -> str:
@@ -34,10 +40,12 @@ def wrapped(*inner: Any) -> str:
 
 @lru_cache(maxsize=1)
 def _scoped() -> Markup:
-    """The page's style, nested under the picture. Colours follow the system's scheme."""
-    text = page.asset("style.css").replace(":root", "&").replace("body {", "& {", 1)
-    plain = [line for line in text.split("\n") if not line.startswith(("html {", "main", "nav", "* {"))]
-    return Markup(".weft-picture {\n" + "\n".join(plain) + "\n& { padding: 10px 14px; border-radius: 10px; max-width: 1100px; }\n}")
+    """The page's style, nested under the picture. Colours follow the notebook's theme where it says which it has, else the system's scheme."""
+    text = str(page.asset("style.css"))
+    light, dark = (text.partition(f"{head} {{")[2].partition("}")[0] for head in (":root", ':root[data-theme="dark"]'))
+    themed = [f"{', '.join(f'{theme} &' for theme in themes)} {{{colours}}}" for themes, colours in ((LIGHT, light), (DARK, dark))]
+    nested = PAGE.sub("", text).replace(":root", "&").replace("body {", "& {", 1)
+    return Markup("\n".join([".weft-picture {", nested, "& { padding: 10px 14px; border-radius: 10px; max-width: 1100px; }", *themed, "}"]))
 
 
 def _plan(plan: Plan) -> Markup:

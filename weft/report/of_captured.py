@@ -164,7 +164,7 @@ class _Known:
         own = range(stage.first, stage.last)
         kept = {u: units[u - 1].sent * (u > 0) if u in stage.again else units[u].saved for u in own}
         passing = 2 * stage.total.work + max((units[u].saved for u in stage.again), default=0.0)
-        parts = {"state": stage.total.state, "gradients": stage.total.grads if self.rounds > 1 else 0.0, "passing": passing}
+        parts = {"state": stage.total.state, "gradients": stage.total.grads if self.rounds > 1 else 0.0, "temporaries": passing}
         yield from (Curve(name, [(0.0, held), (end, held)], stacked=True) for name, held in parts.items() if held)
         now, points = 0.0, [(0.0, 0.0)]
         for k in sorted(line.on(f"stage {i}"), key=line.start.__getitem__):
@@ -174,7 +174,7 @@ class _Known:
                 points.append((line.start[k] if comes else line.end[k], now))
         yield Curve("activations", [*points, (end, now)], stacked=True)
         spare = stage.memory - room(stage.memory)
-        yield Curve("allowance", [(0.0, spare), (end, spare)], stacked=True)
+        yield Curve("safety margin", [(0.0, spare), (end, spare)], stacked=True)
 
 
 def _causes(line: Timeline, stages: int) -> dict[str, float]:
@@ -205,7 +205,7 @@ def _at(stage: int | None) -> dict[str, str]:
 
 
 def _memory(placed: PlacedProgram, began: dict[Node, float], seconds: float, rounds: int) -> Iterator[Curve]:
-    """What is held over the pass, by what it is; gradients of earlier micro-batches, and the allowance, throughout."""
+    """What is held over the pass, by what it is; gradients of earlier micro-batches, and the safety margin, throughout."""
     order = [*placed.program.inputs, *placed.roles.order]
     clock, now = list[float](), 0.0
     for node in order:
@@ -226,7 +226,7 @@ def _memory(placed: PlacedProgram, began: dict[Node, float], seconds: float, rou
         yield Curve("sums of gradients", [(0.0, placed.accumulated), (seconds, placed.accumulated)], stacked=True)
     used = placed.peak + (placed.accumulated if rounds > 1 else 0.0)
     spare = needed(used) - used
-    yield Curve("allowance", [(0.0, spare), (seconds, spare)], stacked=True)
+    yield Curve("safety margin", [(0.0, spare), (seconds, spare)], stacked=True)
 
 
 def _kind(placed: PlacedProgram, node: Node) -> str:

@@ -191,14 +191,14 @@ def _sizes(plan: Plan, work: Workload, s: Setting) -> list[float]:
 
 
 def _memory(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> Iterator[Curve]:
-    """What is held all the time, activations as passes come and go, buffers of the pass at work, and the allowance."""
+    """What is held all the time, activations as passes come and go, buffers of the pass at work, and the safety margin."""
     m, end = step.memory[stage], step.seconds
     for name, held in (("parameters", m.params), ("gradients", m.grads), ("optimizer", m.optimizer), ("buffers", m.buffers)):
         if held:
             yield Curve(name, [(0.0, held), (end, held)], stacked=True)
     yield Curve("activations", _activations(s, step, sizes, stage), stacked=True)
-    yield Curve("passing", _passing(step, stage, m.passing), stacked=True)
-    yield Curve("allowance", [(0.0, m.total - m.allocated), (end, m.total - m.allocated)], stacked=True)
+    yield Curve("temporaries", _passing(step, stage, m.passing), stacked=True)
+    yield Curve("safety margin", [(0.0, m.total - m.allocated), (end, m.total - m.allocated)], stacked=True)
 
 
 def _activations(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> list[tuple[float, float]]:

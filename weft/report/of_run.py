@@ -18,7 +18,8 @@ from weft.report.words import count, ms, percent, size
 
 def of_run(run: Run) -> Facts:
     """Everything a page tells of a run."""
-    seen = {"predicted": run.predicted, "measured": run.measured}
+    measured = run.measured.lasting(run.step_ms) if run.measured is not None and run.measured.step_ms and run.step_ms else run.measured
+    seen = {"predicted": run.predicted, "measured": measured}
     known: dict[str, Seen] = {k: v for k, v in seen.items() if v is not None}
     ranks = " × ".join(f"{a} {n}" for a, n in run.mesh.items())
     steps = len(run.steps.get("ms", ()))
@@ -95,13 +96,14 @@ def _batching(schedule: Mapping[str, Any]) -> Any:
 
 def _views(run: Run, known: dict[str, Seen]) -> list[View]:
     lines = {k: v.line for k, v in known.items() if v.line.tasks}
-    note = "One traced step of rank 0. A collective is pale while it is overlapped and solid while the rank waits for it."
+    note = "One traced step of rank 0. A collective is pale while it is overlapped and solid while its bytes are waited for; "
+    note += "waiting for ranks that start it later is shown apart."
     if run.kind == "dynamic":
         note = "One traced step, batch by batch."
     elif "stage 0" in {t.stream for line in lines.values() for t in line.tasks}:
         note = "One traced step, pass by pass, on all stages."
     if run.measured is not None and run.step_ms and abs(run.measured.step_ms / run.step_ms - 1) > 0.05:
-        note += f" Tracing slows a step: this one took {ms(run.measured.step_ms)}, the median of the others is {ms(run.step_ms)}."
+        note += f" The traced step took {ms(run.measured.step_ms)}; it is drawn as long as the median of the others, {ms(run.step_ms)}."
     return [View("one step", lines, note)] if lines else []
 
 

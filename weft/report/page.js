@@ -144,7 +144,7 @@ class Timeline {
     }
     canvas.dataset.from = this.from;
     canvas.dataset.to = this.to;
-    const shown = this.to - this.from >= this.end * 0.999 ? "the whole step" : `${nice(this.from)} to ${nice(this.to)}`;
+    const shown = this.to - this.from >= this.end * 0.999 ? "the full step" : `${nice(this.from)} to ${nice(this.to)}`;
     document.getElementById("range").textContent = `Shown: ${shown}, ${nice(this.to - this.from)} wide.`;
   }
 
@@ -191,7 +191,8 @@ class Timeline {
   }
 
   inkOn(fill) {
-    const hex = fill.startsWith("#") ? fill.slice(1).match(/../g).map((h) => parseInt(h, 16)) : fill.match(/[\d.]+/g).map(Number);
+    const mixed = fill.startsWith("color("); // a mix of two is given in shares of 1
+    const hex = fill.startsWith("#") ? fill.slice(1).match(/../g).map((h) => parseInt(h, 16)) : fill.match(/[\d.]+/g).map((v) => Number(v) * (mixed ? 255 : 1));
     return hex[0] * 0.299 + hex[1] * 0.587 + hex[2] * 0.114 > 140 ? "#14161b" : "#ffffff";
   }
 

@@ -133,7 +133,7 @@ def _longest(f: Facts) -> Markup:
     rows = []
     for label, line in f.views[0].lines.items():
         total: dict[tuple[str, str], list[float]] = {}
-        for t in line.tasks:
+        for t in (t for t in line.tasks if t.stream not in ("phase", "layer")):
             total.setdefault((t.name, t.cause), []).append(t.seconds)
         for (name, cause), took in sorted(total.items(), key=lambda item: -sum(item[1]))[:LONGEST]:
             spent = sum(took) * 1e3

@@ -11,6 +11,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 MEANS = {
     "compute": "compute", "forward": "forward", "backward": "backward", "weight": "weight gradients", "host": "kernel launch overhead",
     "bubble": "pipeline bubble", "optimizer": "optimizer", FUSED: "update and its communication, one kernel",
+    "peers": "waiting for other ranks", "layer": "layer",
     "input": "waiting for input", "in flight": "communication, overlapped", "rounds": "rounds forward", "back": "rounds backward", "rest": "all else",
     "prepare": "schedule and index arrays", "loss": "loss and its gradient", "update": "weight gradients and update",
     **{axis: f"exposed communication, {axis}" for axis in AXES},
