@@ -29,8 +29,9 @@ from weft.core.node import Node, constant, make
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batches import changed
-from weft.frontend.capture.guards import Change, Place, Reads, holds_traced, is_number
+from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizers import COUNT, settings_of
+from weft.frontend.capture.places import Change, Place, holds_traced, is_number
 from weft.frontend.capture.step import named_batch
 
 if TYPE_CHECKING:

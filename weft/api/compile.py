@@ -20,7 +20,9 @@ from weft.core.layout import S
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.guards import Reads, as_before, evaluating, holds_traced
+from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.places import holds_traced
+from weft.frontend.capture.restored import as_before, evaluating
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import input_layouts, tensor_cuts
 from weft.plan.place import Placements, place

@@ -31,10 +31,10 @@ from weft.api.weights import begin_with
 from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.guards import as_before
 from weft.frontend.capture.micro import cut_of
 from weft.frontend.capture.model import require_torchs
 from weft.frontend.capture.optimizers import forget_updates
+from weft.frontend.capture.restored import as_before
 from weft.passes import Draft
 from weft.plan.pins import dtensor_pins, parse_pin
 from weft.plan.plan import Plan

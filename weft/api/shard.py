@@ -38,8 +38,9 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import leaves
-from weft.frontend.capture.guards import Change, Reads, holds_traced
+from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.model import called, capture_step, require_torchs
+from weft.frontend.capture.places import Change, holds_traced
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import input_layouts
 from weft.plan.pins import parse_pin, resolve

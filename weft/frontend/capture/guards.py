@@ -7,18 +7,14 @@ guard: it becomes an input that is read anew. What the trace itself leaves chang
 
 from __future__ import annotations
 
-import enum
 import functools
 import gc
-import pickle
 import random
 import sys
 import sysconfig
 import types
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,133 +22,51 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.core.errors import RuntimeFault
-from weft.core.node import Node, toposort
-from weft.frontend.capture.alike import PLAIN
-from weft.frontend.capture.batches import leaves, tensors, values
+from weft.frontend.capture.asked import Asked
+from weft.frontend.capture.batches import leaves, tensors
+from weft.frontend.capture.places import (
+    MISSING,
+    SKIPPED,
+    TABLES,
+    Attributes,
+    Cell,
+    Change,
+    Place,
+    copied,
+    holds_traced,
+    is_plain,
+    random_state,
+    restore,
+    same_contents,
+    same_kind,
+    set_random_state,
+    shown_contents,
+    slots,
+    unchanged,
+)
 
 DEPTH, MOST = 6, 50_000  # how deep containers and objects are followed, and how many places are kept at most
-_TENSORS = ("_parameters", "_buffers", "_modules")
-_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SKIPPED = {*_TENSORS, "_non_persistent_buffers_set", "_is_full_backward_hook", "_forward_hooks_with_kwargs",
-            "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
-            "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", *_TABLES}  # fmt: skip
-_SAME = frozenset(PLAIN) | {complex}
 _CONTAINERS = (list, tuple, dict, set, frozenset)
-_OPAQUE = ("torch", "weft", "numpy", "logging", "threading", "builtins", "weakref", "_thread", "_io", "io", "re", "collections.abc", "ctypes")
+_OPAQUE = (
+    "torch",
+    "weft",
+    "numpy",
+    "logging",
+    "threading",
+    "builtins",
+    "weakref",
+    "_thread",
+    "_io",
+    "io",
+    "re",
+    "collections.abc",
+    "ctypes",
+)
 _SOURCES = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _ROOT, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _LIBRARIES = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]})
-
-
-class _Cell:
-    """A variable that a function closes over, as something with an item."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.cell.cell_contents
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.cell.cell_contents = value
-
-
-@dataclass(eq=False)
-class Place:
-    """Where a value was read, and what it was."""
-
-    box: Any
-    key: Any
-    value: Any
-    words: str
-
-    @property
-    def where(self) -> tuple[int, Any]:
-        """The same for every place that is this one."""
-        anchor = self.box.cell if isinstance(self.box, _Cell) else self.box.of if isinstance(self.box, _Attributes) else self.box
-        return id(anchor), self.key
-
-    def now(self) -> Any:
-        try:
-            return self.box[self.key]
-        except (KeyError, IndexError, ValueError):
-            return MISSING
-
-    def put(self, value: Any) -> None:
-        if value is not MISSING:
-            self.box[self.key] = value
-        elif self.now() is not MISSING:
-            del self.box[self.key]
-
-
-MISSING = object()
-
-
-@dataclass(frozen=True)
-class Change:
-    """A value that is another than when it was traced."""
-
-    words: str
-    before: Any
-    now: Any
-    place: Place | None = None  # where a number could be made an input
-
-    def __str__(self) -> str:
-        return f"{self.words}: {_shown(self.before)} when traced, {_shown(self.now)} now"
-
-
-def _shown(x: Any) -> str:
-    return "nothing" if x is MISSING else repr(x) if isinstance(x, PLAIN) else f"another {type(x).__name__}"
-
-
-def is_number(x: Any) -> bool:
-    return type(x) in (int, float)
-
-
-def _plain(x: Any) -> bool:
-    return type(x) in _SAME or isinstance(x, (enum.Enum, np.generic))
-
-
-def _unchanged(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and (_plain(before)) and bool(now == before))
-
-
-@dataclass
-class Asked:
-    """A number that the batch alone decides and Python asked for: the trace serves batches that give the same."""
-
-    node: Node
-    held: dict[Node, Tensor]  # constants it reads
-    words: str
-    value: Any = None
-
-    def of(self, batch: Mapping[str, Tensor]) -> Any:
-        found = dict(self.held)
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            for n in toposort([self.node]):
-                if n not in found:
-                    found[n] = _whole(n, batch) if n.op.name == "input" else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
-            return found[self.node].item()
-
-    def holds(self, batch: Mapping[str, Tensor]) -> bool:
-        now = self.of(batch)
-        return bool(now == self.value or (now != now and self.value != self.value))
-
-
-def _whole(n: Node, batch: Mapping[str, Tensor]) -> Tensor:
-    x = batch[n.attr("name")]
-    if tuple(x.shape) != n.shape:
-        raise RuntimeFault(
-            "Python asks for a number that the full batch decides",
-            needed=f"the full batch on every rank: {n.attr('name').removeprefix('batch.')} {list(n.shape)}",
-            found=f"{list(x.shape)}, a part of it",
-            try_="give every rank the full batch",
-        )
-    return x.detach().cpu()
 
 
 class Reads:
@@ -197,7 +111,7 @@ class Reads:
         own = module.__dict__
         self.sizes.append((own, len(own), f"the attributes of {words}"))
         for name in own:
-            if name not in _SKIPPED:
+            if name not in SKIPPED:
                 self._walk(own, name, f"{words}.{name}")
         for table in (module._parameters, module._buffers):
             self.hooks += [(t, _hooks(t), f"the hooks of {words}.{n}") for n, t in table.items() if t is not None]
@@ -205,7 +119,7 @@ class Reads:
             self.places += [Place(table, n, t, f"{words}.{n}") for n, t in table.items()]
         for name, child in module._modules.items():
             self.places.append(Place(module._modules, name, child, f"{words}.{name}"))
-        for name in _TABLES:
+        for name in TABLES:
             if own[name]:
                 self._container(own[name], f"{words}.{name}", 1)
             else:
@@ -218,9 +132,9 @@ class Reads:
         if id(kind) in self._seen:
             return
         self._seen.add(id(kind))
-        named = [k for k, x in vars(kind).items() if not k.startswith("__") and (_plain(x) or isinstance(x, (Tensor, *_CONTAINERS)))]
+        named = [k for k, x in vars(kind).items() if not k.startswith("__") and (is_plain(x) or isinstance(x, (Tensor, *_CONTAINERS)))]
         for name in named:
-            self._walk(_Attributes(kind), name, f"{kind.__name__}.{name}")
+            self._walk(Attributes(kind), name, f"{kind.__name__}.{name}")
 
     def _walk(self, box: Any, key: Any, words: str, depth: int = 0, library: bool = False) -> None:
         value = box[key]
@@ -231,7 +145,7 @@ class Reads:
         if len(self.places) > MOST:
             return
         self.places.append(Place(box, key, value, words))
-        if _plain(value) or depth > DEPTH or id(value) in self._seen:
+        if is_plain(value) or depth > DEPTH or id(value) in self._seen:
             return
         if isinstance(value, nn.Module):
             for path, module in value.named_modules():
@@ -278,10 +192,10 @@ class Reads:
             self._object(value, words, depth)
 
     def _container(self, value: Any, words: str, depth: int) -> None:
-        self.wholes.append((value, _copied(value), words))
+        self.wholes.append((value, copied(value), words))
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
         for key, x in list(items):
-            if not _plain(x):
+            if not is_plain(x):
                 self._walk(value, key, f"{words}[{key!r}]", depth + 1)
 
     def _object(self, value: Any, words: str, depth: int) -> None:
@@ -291,8 +205,8 @@ class Reads:
             for name in list(own):
                 self._walk(own, name, f"{words}.{name}", depth + 1)
         for base in type(value).__mro__[:-1]:
-            for name in [n for n in _slots(base) if hasattr(value, n)]:
-                self._walk(_Attributes(value), name, f"{words}.{name}", depth + 1)
+            for name in [n for n in slots(base) if hasattr(value, n)]:
+                self._walk(Attributes(value), name, f"{words}.{name}", depth + 1)
 
     def _closure(self, function: types.FunctionType) -> None:
         code = function.__code__
@@ -302,13 +216,13 @@ class Reads:
                 self._seen.add(id(cell))
                 self._alive.append(cell)
                 try:
-                    self._walk(_Cell(cell), 0, f"{name} of {function.__qualname__}")
+                    self._walk(Cell(cell), 0, f"{name} of {function.__qualname__}")
                 except ValueError:  # a variable that has no value yet
                     continue
 
     def _source(self, source: Any) -> None:
         if not any(s is source for s, _ in self._sources):
-            self._sources.append((source, _state(source)))
+            self._sources.append((source, random_state(source)))
 
     # -- while the trace runs ------------------------------------------------------------------------------------------
 
@@ -350,7 +264,7 @@ class Reads:
             if isinstance(value, Tensor):
                 self._closures({code})
                 return
-            if isinstance(value, nn.Module) or not _plain(value):
+            if isinstance(value, nn.Module) or not is_plain(value):
                 self._walk([value], 0, f"{name} of {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}")
 
     def _globals(self, table: dict[str, Any], names: tuple[str, ...], home: str, library: bool) -> None:
@@ -359,7 +273,7 @@ class Reads:
                 continue
             self._named.add((id(table), name))
             value = table[name]
-            if isinstance(value, types.ModuleType) or (library and not _plain(value) and not isinstance(value, (Tensor, *_SOURCES))):
+            if isinstance(value, types.ModuleType) or (library and not is_plain(value) and not isinstance(value, (Tensor, *_SOURCES))):
                 continue
             if isinstance(value, type):
                 if not library and not value.__module__.startswith(_OPAQUE):
@@ -386,9 +300,12 @@ class Reads:
             self._closure(f)
 
     def _had(self, function: types.FunctionType) -> bool:
-        held, cells = self._free.get(function.__code__, {}), dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        held, cells = (
+            self._free.get(function.__code__, {}),
+            dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)),
+        )
         try:
-            return all(_unchanged(cells[n].cell_contents, x) for n, x in held.items() if _plain(x))
+            return all(unchanged(cells[n].cell_contents, x) for n, x in held.items() if is_plain(x))
         except ValueError:  # a variable that has no value yet
             return False
 
@@ -399,31 +316,31 @@ class Reads:
             at = len(self.places)
             self._closures(set(self._free))
             for p in self.places[at:]:  # as they were when the function was called
-                if isinstance(p.box, _Cell):
-                    was = [x for (_, n), x in values.items() if p.words.startswith(f"{n} of ") and _plain(x)]
-                    p.value = was[0] if len(was) == 1 and _plain(p.value) else p.value
+                if isinstance(p.box, Cell):
+                    was = [x for (_, n), x in values.items() if p.words.startswith(f"{n} of ") and is_plain(x)]
+                    p.value = was[0] if len(was) == 1 and is_plain(p.value) else p.value
         self.left = [*left, *self.changes(None)]
-        self.drew = any(_state(source) != state for source, state in self._sources)
+        self.drew = any(random_state(source) != state for source, state in self._sources)
 
     def undo(self) -> None:
         """Take back what the trace left in Python."""
         for whole, copy, _ in self.wholes:
-            if not _same_whole(whole, copy):
-                _restore(whole, copy)
+            if not same_contents(whole, copy):
+                restore(whole, copy)
         for place in self.places:
-            if not _unchanged(place.now(), place.value):
+            if not unchanged(place.now(), place.value):
                 place.put(place.value)
         for change in reversed(self.left):
             if change.place is not None:
                 change.place.put(change.before)
         for source, state in self._sources:
-            _set_state(source, state)
+            set_random_state(source, state)
 
     def forget_tensors(self) -> None:
         """Take tensors of the trace out of what the user keeps: they stand for no value."""
         for whole, copy, _ in self.wholes:
             if holds_traced(whole):
-                _restore(whole, copy)
+                restore(whole, copy)
         for place in self.places:
             if holds_traced(place.now()):
                 place.put(place.value)
@@ -449,16 +366,16 @@ class Reads:
         try:
             for box, key, value in self._flat:
                 now = box[key]
-                if now is not value and not _unchanged(now, value):
+                if now is not value and not unchanged(now, value):
                     return False
             for whole, size in self._lengths:
                 if len(whole) != size:
                     return False
-            if any(self._empty) or not all(map(_as_it_was, self.tensors.values())):
+            if any(self._empty) or not all(map(same_kind, self.tensors.values())):
                 return False
         except (KeyError, IndexError, ValueError):
             return False
-        if any(not _same_whole(whole, copy) for whole, copy, _ in self.wholes) or any(t.requires_grad is not f for t, f, _ in self.flags):
+        if any(not same_contents(whole, copy) for whole, copy, _ in self.wholes) or any(t.requires_grad is not f for t, f, _ in self.flags):
             return False
         if any(_hooks(t) != many for t, many, _ in self.hooks):
             return False
@@ -492,7 +409,7 @@ class Reads:
         now = _plain_leaves(batch)
         if now.keys() != self.batch.keys():
             return False
-        return all(_unchanged(now[n], x) or (n in self.lifted and type(now[n]) is type(x)) for n, x in self.batch.items())
+        return all(unchanged(now[n], x) or (n in self.lifted and type(now[n]) is type(x)) for n, x in self.batch.items())
 
     def in_any_mode(self) -> Reads:
         """The same, whatever the modules' training modes are: it was traced in evaluation mode, and shall be run in it."""
@@ -503,8 +420,8 @@ class Reads:
     def of_values(self) -> Reads:
         """What it read of plain values alone: the modules' parameters, hooks and attributes have been made others on purpose."""
         self.in_any_mode()
-        self.places = [p for p in self.places if _plain(p.value)]
-        self.wholes = [whole for whole in self.wholes if not whole[2].endswith(_TABLES)]
+        self.places = [p for p in self.places if is_plain(p.value)]
+        self.wholes = [whole for whole in self.wholes if not whole[2].endswith(TABLES)]
         self.sizes, self.hooks, self.flags, self.batch = [], [], [], _plain_leaves(None)
         self.fixed = [(p, p.value._version) for p in self.tensors.values()]
         return self
@@ -523,10 +440,14 @@ class Reads:
         """What is another than when it was traced, in words."""
         numbers = {p.where for p, _ in self.lifted.values() if isinstance(p, Place)}
         moved = [(p, p.now()) for p in self.places if p.where not in numbers]
-        found = [Change(p.words, p.value, now, p) for p, now in moved if not _unchanged(now, p.value)]
-        found += [Change(words, _text(copy), _text(_copied(whole))) for whole, copy, words in self.wholes if not _same_whole(whole, copy)]
+        found = [Change(p.words, p.value, now, p) for p, now in moved if not unchanged(now, p.value)]
+        found += [
+            Change(words, shown_contents(copy), shown_contents(copied(whole)))
+            for whole, copy, words in self.wholes
+            if not same_contents(whole, copy)
+        ]
         found += [Change(words, f"{size} of them", f"{len(whole)}") for whole, size, words in self.sizes if len(whole) != size]
-        found += [Change(p.words, p.value, p.now()) for p in self.tensors.values() if not _as_it_was(p)]
+        found += [Change(p.words, p.value, p.now()) for p in self.tensors.values() if not same_kind(p)]
         found += [Change(words, many, _hooks(t)) for t, many, words in self.hooks if _hooks(t) != many]
         found += [Change(words, f, t.requires_grad) for t, f, words in self.flags if t.requires_grad is not f]
         found += [Change(words, "its values", "others") for a, copy, words in self.arrays if not np.array_equal(a, copy)]
@@ -539,7 +460,7 @@ class Reads:
             found += [
                 Change(f"{n} of the batch" if n != "batch" else "the batch", a, b)
                 for n, a, b in pairs
-                if not _unchanged(b, a) and not (n in self.lifted and type(a) is type(b))
+                if not unchanged(b, a) and not (n in self.lifted and type(a) is type(b))
             ]
         return found
 
@@ -563,142 +484,14 @@ def unheard() -> Iterator[None]:
         sys.setprofile(listener)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode; afterwards every module of it is in the mode it was in."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for m, training in modes:
-            m.training = training
-
-
-@contextmanager
-def as_before(reads: Reads | None) -> Iterator[None]:
-    """Inside, Python is as it was before the trace; afterwards as it was before this, whatever ran inside."""
-    if reads is None:
-        yield
-        return
-    places = [(p, p.now()) for p in reads.places]
-    wholes = [(whole, _copied(whole)) for whole, _, _ in reads.wholes]
-    sources = [(source, _state(source)) for source, _ in reads._sources]
-    reads.undo()
-    try:
-        yield
-    finally:
-        reads.undo()
-        for whole, copy in wholes:
-            if not _same_whole(whole, copy):
-                _restore(whole, copy)
-        for place, value in places:
-            if not _unchanged(place.now(), value):
-                place.put(value)
-        for source, state in sources:
-            _set_state(source, state)
-
-
-class _Contents:
-    """What lies in a container, as an item."""
-
-    def __init__(self, whole: Any) -> None:
-        self.whole = whole
-
-    def __getitem__(self, _: Any) -> Any:
-        return _copied(self.whole)
-
-    def __setitem__(self, _: Any, copy: Any) -> None:
-        _restore(self.whole, copy)
-
-
-def changed_attributes(module: nn.Module, before: dict[str, Any], contents: list[tuple[Any, Any]], words: str) -> list[Change]:
-    """A module's own attributes that are others than before, or hold others; hooks that came while it ran are among them."""
-    own = module.__dict__
-    names = {id(x): n for n, x in before.items() if n not in _TENSORS}
-    held = [(f"{words}.{names[id(x)]}", x, _copied(was)) for x, was in contents if id(x) in names]
-    inside = [Change(text, was, _copied(x), Place(_Contents(x), 0, was, text)) for text, x, was in held if not _same_whole(x, was)]
-    return inside + _replaced(own, before, words)
-
-
-def _replaced(own: dict[str, Any], before: dict[str, Any], words: str) -> list[Change]:
-    names = [n for n in dict.fromkeys([*before, *own]) if n not in _SKIPPED]
-    pairs = [(n, before.get(n, MISSING), own.get(n, MISSING)) for n in names]
-    return [Change(f"{words}.{n}", a, b, Place(own, n, a, f"{words}.{n}")) for n, a, b in pairs if not _unchanged(b, a)]
-
-
-class _Attributes:
-    """An object's attributes as items."""
-
-    def __init__(self, of: Any) -> None:
-        self.of = of
-
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self.of, key, MISSING)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self.of, key, value)
-
-    def __delitem__(self, key: str) -> None:
-        delattr(self.of, key)
-
-
 def _hooks(t: Tensor) -> int:
     own, after = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
     return (len(own) if own else 0) + (len(after) if after else 0)
 
 
-def _as_it_was(place: Place) -> bool:
-    """Whether there still is a tensor of the same kind; its values may be others."""
-    now = place.now()
-    return now is place.value or (isinstance(now, Tensor) and now.shape == place.value.shape and now.dtype == place.value.dtype)
-
-
-def _slots(kind: type) -> list[str]:
-    found = kind.__dict__.get("__slots__", ())
-    return [n for n in ([found] if isinstance(found, str) else list(found)) if not n.startswith("__")]
-
-
-def _copied(whole: Any) -> Any:
-    if isinstance(whole, (set, frozenset, type({}.keys()))):
-        return frozenset(whole)
-    return dict(whole) if isinstance(whole, dict) else tuple(whole)
-
-
-def _same_whole(whole: Any, copy: Any) -> bool:
-    if len(whole) != len(copy):
-        return False
-    if isinstance(copy, frozenset):
-        return bool(whole == copy)
-    pairs = [(whole.get(k, MISSING), x) for k, x in copy.items()] if isinstance(copy, dict) else zip(whole, copy, strict=True)
-    return all(a is b or not _plain(b) or _unchanged(a, b) for a, b in pairs)
-
-
-def _restore(whole: Any, copy: Any) -> None:
-    if isinstance(whole, list):
-        whole[:] = copy
-    elif isinstance(whole, (dict, set)):
-        whole.clear()
-        whole.update(copy)
-
-
-def _text(copy: Any) -> str:
-    text = repr(sorted(copy, key=str) if isinstance(copy, frozenset) else copy)
-    return text if len(text) < 60 else f"{text[:57]}..."
-
-
 def _plain_leaves(batch: Any) -> dict[str, Any]:
     """All of a batch but its tensors, of which the place alone is read."""
     return {n: Tensor if isinstance(x, Tensor) else x for n, x in leaves("batch", batch)}
-
-
-def holds_traced(value: Any) -> bool:
-    """Whether a tensor of the trace is in it, or a weak reference that is of one or of nothing any more, as recurrent layers keep them."""
-    return any(isinstance(x, FakeTensor) or (isinstance(x, weakref.ref) and _traced(x())) for x in values(value, objects=False))
-
-
-def _traced(referred: Any) -> bool:
-    return referred is None or isinstance(referred, FakeTensor)
 
 
 @functools.cache
@@ -711,22 +504,3 @@ def _environment() -> dict[str, Any]:
     """Modes of torch that a trace runs under."""
     found = {f"torch's autocast on {k}": (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _devices()}
     return {"torch's default dtype": torch.get_default_dtype(), "torch's grad mode": torch.is_grad_enabled(), **found}
-
-
-def _state(source: Any) -> bytes:
-    """The state of a source of random numbers, as bytes that compare."""
-    if isinstance(source, random.Random):
-        return pickle.dumps(source.getstate())
-    if isinstance(source, np.random.RandomState):
-        return pickle.dumps(source.get_state())
-    return pickle.dumps((source.bit_generator if isinstance(source, np.random.Generator) else source).state)
-
-
-def _set_state(source: Any, state: bytes) -> None:
-    was = pickle.loads(state)
-    if isinstance(source, random.Random):
-        source.setstate(was)
-    elif isinstance(source, np.random.RandomState):
-        source.set_state(was)
-    else:
-        (source.bit_generator if isinstance(source, np.random.Generator) else source).state = was

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.node import Node, derived, toposort, user_line
-from weft.frontend.capture.guards import Asked
+from weft.frontend.capture.asked import Asked
 from weft.frontend.capture.recorder import Recorder, substituted
 
 ROOM = 1 << 24  # elements of a tensor that is computed while tracing

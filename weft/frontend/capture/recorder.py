@@ -17,7 +17,8 @@ from weft.core.errors import CaptureError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, Type, constant, derived, make, toposort, user_line
 from weft.core.role import Role
-from weft.frontend.capture.guards import Place, Reads
+from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.places import Place
 from weft.frontend.capture.values import TAG, Cell, Ref, Step, view
 from weft.ops.fill import full, stop_gradient
 from weft.ops.pointwise import cast

@@ -26,11 +26,12 @@ from weft.frontend.capture.blocks import Blocks, Instance, heard
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.errors import explained
 from weft.frontend.capture.flex import flex_heard
-from weft.frontend.capture.guards import Change, Place, Reads, changed_attributes
+from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.joint import hook_alike, own_gradients
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.numbers import Unanswered, asking, of_model
+from weft.frontend.capture.places import Change, Place, changed_attributes
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
 

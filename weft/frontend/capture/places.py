@@ -1,0 +1,209 @@
+"""Places where Python values were read: what lay there, whether it still does, and putting it back. Containers, objects, closures and
+sources of random numbers are places too.
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+import random
+import types
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.frontend.capture.alike import PLAIN
+from weft.frontend.capture.batches import values
+
+TENSORS = ("_parameters", "_buffers", "_modules")
+TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SKIPPED = {*TENSORS, "_non_persistent_buffers_set", "_is_full_backward_hook", "_forward_hooks_with_kwargs",
+            "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
+            "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", *TABLES}  # fmt: skip
+_SAME = frozenset(PLAIN) | {complex}
+MISSING = object()
+
+
+class Cell:
+    """A variable that a function closes over, as something with an item."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.cell.cell_contents
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a value was read, and what it was."""
+
+    box: Any
+    key: Any
+    value: Any
+    words: str
+
+    @property
+    def where(self) -> tuple[int, Any]:
+        """The same for every place that is this one."""
+        anchor = self.box.cell if isinstance(self.box, Cell) else self.box.of if isinstance(self.box, Attributes) else self.box
+        return id(anchor), self.key
+
+    def now(self) -> Any:
+        try:
+            return self.box[self.key]
+        except (KeyError, IndexError, ValueError):
+            return MISSING
+
+    def put(self, value: Any) -> None:
+        if value is not MISSING:
+            self.box[self.key] = value
+        elif self.now() is not MISSING:
+            del self.box[self.key]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that is another than when it was traced."""
+
+    words: str
+    before: Any
+    now: Any
+    place: Place | None = None  # where a number could be made an input
+
+    def __str__(self) -> str:
+        return f"{self.words}: {_shown(self.before)} when traced, {_shown(self.now)} now"
+
+
+def _shown(x: Any) -> str:
+    return "nothing" if x is MISSING else repr(x) if isinstance(x, PLAIN) else f"another {type(x).__name__}"
+
+
+def is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def is_plain(x: Any) -> bool:
+    return type(x) in _SAME or isinstance(x, (enum.Enum, np.generic))
+
+
+def unchanged(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and (is_plain(before)) and bool(now == before))
+
+
+class _Contents:
+    """What lies in a container, as an item."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def __getitem__(self, _: Any) -> Any:
+        return copied(self.whole)
+
+    def __setitem__(self, _: Any, copy: Any) -> None:
+        restore(self.whole, copy)
+
+
+def changed_attributes(module: nn.Module, before: dict[str, Any], contents: list[tuple[Any, Any]], words: str) -> list[Change]:
+    """A module's own attributes that are others than before, or hold others; hooks that came while it ran are among them."""
+    own = module.__dict__
+    names = {id(x): n for n, x in before.items() if n not in TENSORS}
+    held = [(f"{words}.{names[id(x)]}", x, copied(was)) for x, was in contents if id(x) in names]
+    inside = [Change(text, was, copied(x), Place(_Contents(x), 0, was, text)) for text, x, was in held if not same_contents(x, was)]
+    return inside + _replaced(own, before, words)
+
+
+def _replaced(own: dict[str, Any], before: dict[str, Any], words: str) -> list[Change]:
+    names = [n for n in dict.fromkeys([*before, *own]) if n not in SKIPPED]
+    pairs = [(n, before.get(n, MISSING), own.get(n, MISSING)) for n in names]
+    return [Change(f"{words}.{n}", a, b, Place(own, n, a, f"{words}.{n}")) for n, a, b in pairs if not unchanged(b, a)]
+
+
+class Attributes:
+    """An object's attributes as items."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self.of, key, MISSING)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self.of, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        delattr(self.of, key)
+
+
+def same_kind(place: Place) -> bool:
+    """Whether there still is a tensor of the same kind; its values may be others."""
+    now = place.now()
+    return now is place.value or (isinstance(now, Tensor) and now.shape == place.value.shape and now.dtype == place.value.dtype)
+
+
+def slots(kind: type) -> list[str]:
+    found = kind.__dict__.get("__slots__", ())
+    return [n for n in ([found] if isinstance(found, str) else list(found)) if not n.startswith("__")]
+
+
+def copied(whole: Any) -> Any:
+    if isinstance(whole, (set, frozenset, type({}.keys()))):
+        return frozenset(whole)
+    return dict(whole) if isinstance(whole, dict) else tuple(whole)
+
+
+def same_contents(whole: Any, copy: Any) -> bool:
+    if len(whole) != len(copy):
+        return False
+    if isinstance(copy, frozenset):
+        return bool(whole == copy)
+    pairs = [(whole.get(k, MISSING), x) for k, x in copy.items()] if isinstance(copy, dict) else zip(whole, copy, strict=True)
+    return all(a is b or not is_plain(b) or unchanged(a, b) for a, b in pairs)
+
+
+def restore(whole: Any, copy: Any) -> None:
+    if isinstance(whole, list):
+        whole[:] = copy
+    elif isinstance(whole, (dict, set)):
+        whole.clear()
+        whole.update(copy)
+
+
+def shown_contents(copy: Any) -> str:
+    text = repr(sorted(copy, key=str) if isinstance(copy, frozenset) else copy)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def holds_traced(value: Any) -> bool:
+    """Whether a tensor of the trace is in it, or a weak reference that is of one or of nothing any more, as recurrent layers keep them."""
+    return any(isinstance(x, FakeTensor) or (isinstance(x, weakref.ref) and _traced(x())) for x in values(value, objects=False))
+
+
+def _traced(referred: Any) -> bool:
+    return referred is None or isinstance(referred, FakeTensor)
+
+
+def random_state(source: Any) -> bytes:
+    """The state of a source of random numbers, as bytes that compare."""
+    if isinstance(source, random.Random):
+        return pickle.dumps(source.getstate())
+    if isinstance(source, np.random.RandomState):
+        return pickle.dumps(source.get_state())
+    return pickle.dumps((source.bit_generator if isinstance(source, np.random.Generator) else source).state)
+
+
+def set_random_state(source: Any, state: bytes) -> None:
+    was = pickle.loads(state)
+    if isinstance(source, random.Random):
+        source.setstate(was)
+    elif isinstance(source, np.random.RandomState):
+        source.set_state(was)
+    else:
+        (source.bit_generator if isinstance(source, np.random.Generator) else source).state = was

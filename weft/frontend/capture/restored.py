@@ -1,0 +1,47 @@
+"""Blocks inside which Python, or the model's mode, is as it was; whatever runs in them, it is put back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.places import copied, random_state, restore, same_contents, set_random_state, unchanged
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode; afterwards every module of it is in the mode it was in."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+@contextmanager
+def as_before(reads: Reads | None) -> Iterator[None]:
+    """Inside, Python is as it was before the trace; afterwards as it was before this, whatever ran inside."""
+    if reads is None:
+        yield
+        return
+    places = [(p, p.now()) for p in reads.places]
+    wholes = [(whole, copied(whole)) for whole, _, _ in reads.wholes]
+    sources = [(source, random_state(source)) for source, _ in reads._sources]
+    reads.undo()
+    try:
+        yield
+    finally:
+        reads.undo()
+        for whole, copy in wholes:
+            if not same_contents(whole, copy):
+                restore(whole, copy)
+        for place, value in places:
+            if not unchanged(place.now(), value):
+                place.put(value)
+        for source, state in sources:
+            set_random_state(source, state)
