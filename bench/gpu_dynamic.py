@@ -146,7 +146,7 @@ class Case:
             self.step(net(s, self.x))
             if time.monotonic() > deadline:
                 break
-        (templates,) = net._templates.values()
+        (templates,) = net._made.templates.values()
         return templates
 
     def run(self, net: dynamic.Model, warm: int, count: int, deadline: float = float("inf")) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
 from weft.transform.chunks import in_chunks
+from weft.transform.dealt import dealt
 from weft.transform.gathers import gathered_again
 from weft.transform.guard import guarded
 from weft.transform.low import low_precision
@@ -211,6 +212,10 @@ def _pinned(d: Draft) -> dict[str, Placements]:
     return resolve(d.pins, shapes, d.spec.mesh.sizes)
 
 
+def _deal(d: Draft) -> Draft:
+    return _with_turns(d, dealt) if d.decided is None else d
+
+
 def _noise(d: Draft) -> Draft:
     return _with(d, measured) if d.noise else d
 
@@ -273,6 +278,7 @@ PASSES = (
     Pass("stages", "the forward pass is cut where few values pass; backward passes follow by the chain rule, each recomputing its own", _stages),
     Pass("sparse updates", "tables of which a step reads few rows are updated by these rows alone", _sparse),
     Pass("place", "every tensor gets a layout on the mesh, and collectives stand where layouts change", _place),
+    Pass("deal", "samples of dynamic models are dealt to ranks by predicted time, so that none waits long for another", _deal),
     Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays whole in between", _gather_again),
     Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
     Pass("experts", "tokens go to experts in chunks, one on its way while the experts are at work on another, where the plan says so", _experts),

@@ -94,7 +94,7 @@ def test_a_template_replayed_equals_one_vertex_at_a_time(kind: str) -> None:
     model.replay = True
     for seed, count in enumerate((40, 30, 20, 38, 25)):
         _compare(cell, model, graphs(100 + seed, count, shapes, words, largest=6))
-    recorded = [t for templates in model._templates.values() for t in templates.kept]
+    recorded = [t for templates in model._made.templates.values() for t in templates.kept]
     assert 1 <= len(recorded) < 5
 
 

@@ -86,8 +86,8 @@ def test_inference_keeps_nothing_for_a_backward() -> None:
     with torch.no_grad():
         out = model(dynamic.trees([((0, 1), 2)]), torch.randn(3, 3))
     assert not out.requires_grad
-    assert all(not p.backward for v in model._variants.values() for p in v.plans.values())
-    assert [len(pool._free) for pool in model._pools.values()] == [1]
+    assert all(not p.backward for v in model._made.variants.values() for p in v.plans.values())
+    assert [len(pool._free) for pool in model._made.pools.values()] == [1]
 
 
 def test_memory_is_used_again() -> None:
@@ -97,7 +97,7 @@ def test_memory_is_used_again() -> None:
         model(s, x).sum().backward()
     kept = model(s, x)  # a result that is dropped without a backward gives its memory back too
     del kept
-    assert [len(pool._free) for pool in model._pools.values()] == [1]
+    assert [len(pool._free) for pool in model._made.pools.values()] == [1]
 
 
 def test_two_results_may_be_alive_at_once() -> None:

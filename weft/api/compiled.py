@@ -95,7 +95,7 @@ class Compiled:
         parts, unless they only update."""
         wanted = replay.is_accelerator(self.device) if asked is None else asked
         names = [n.op.name for n in self.program.nodes]
-        from_one = any(name in ("send", "reduce", "broadcast") for name in names)  # no op of a trace does what these do
+        from_one = any(name in ("send", "reduce", "broadcast", "rounds") for name in names)  # no op of a trace does what these do
         stays = names.count("to_host") == names.count("from_host")  # what is kept by the host is fetched by the same program
         return wanted and not from_one and stays and bool(self.code.parts) and os.environ.get("WEFT_INDUCTOR", "1") != "0"
 

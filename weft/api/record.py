@@ -29,6 +29,7 @@ from weft.cost.simulate import cause_of, predict
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.cost.work import DTYPES, Collective, records
 from weft.ops.registry import Kind, flops
+from weft.ops.rounds import RUNNERS, rounds
 from weft.record.progress import Printer, partings
 from weft.record.run import Run
 from weft.rewrite.engine import same_erased
@@ -122,7 +123,7 @@ class Recorder:
             name=step.captured.program.name, kind="training", plan=str(step.plan), machine=_machine(step),
             cluster=self.cluster.text if self.cluster is not None else "", mesh=dict(program.mesh.sizes), peak_flops=peak,
             steps={k: [round(x, 4) for x in v] for k, v in self.series.items()}, predicted=self.predicted, measured=self.measured,
-            alternatives=self.alternatives, **self._about(),
+            alternatives=self.alternatives, schedule=_rounds(program), **self._about(),
         )  # fmt: skip
         return Run(**{**made.__dict__, "says": list(partings(made))})
 
@@ -161,6 +162,11 @@ def _cluster(step: Step, text: str) -> Cluster | None:
         return with_doubles(here(step.program.mesh.ranks, step.compiled.device))
     except WeftError:
         return None
+
+
+def _rounds(program: Program) -> dict[str, Any]:
+    """How rank 0's samples of the first dynamic model ran in the last step."""
+    return next((RUNNERS[n.attr("runner")].shown() for n in program.nodes if n.op is rounds), {})
 
 
 def digest(program: Program) -> str:

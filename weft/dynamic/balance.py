@@ -96,13 +96,13 @@ def deal(sizes: Sizes, samples: Ints, ranks: int, cost: Cost) -> list[Ints]:
     """Give the samples of one step to ranks: the largest first, each to the rank that then ends soonest."""
     order = samples[np.argsort(-sizes.vertices[samples], kind="stable")]
     hands: list[list[int]] = [[] for _ in range(ranks)]
-    levels, vertices = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
-    for sample in order.tolist():
-        after = cost.level * np.maximum(levels, sizes.levels[sample]) + cost.vertex * (vertices + sizes.vertices[sample])
-        rank = int(after.argmin())
+    levels, vertices = [0] * ranks, [0] * ranks
+    for sample, deep, large in zip(order.tolist(), sizes.levels[order].tolist(), sizes.vertices[order].tolist(), strict=True):
+        after = [cost.level * max(a, deep) + cost.vertex * (b + large) for a, b in zip(levels, vertices, strict=True)]
+        rank = after.index(min(after))
         hands[rank].append(sample)
-        levels[rank] = max(levels[rank], sizes.levels[sample])
-        vertices[rank] += sizes.vertices[sample]
+        levels[rank] = max(levels[rank], deep)
+        vertices[rank] += large
     return [np.array(hand, np.int64) for hand in hands]
 
 

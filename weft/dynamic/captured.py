@@ -22,12 +22,16 @@ from weft.dynamic.workspace import Workspace
 from weft.runtime import replay
 
 KEPT = 4  # templates
+Weights = list[Tensor] | None  # none: the model's own
 
 
 class Captured:
     """One template, recorded."""
 
-    def __init__(self, plan: Plan, t: Template, s: Schedule, layout: Layout, device: torch.device, sizes: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, plan: Plan, t: Template, s: Schedule, layout: Layout, device: torch.device, sizes: Mapping[str, Tensor], weights: Weights = None
+    ) -> None:
+        self.weights = None if weights is None else [w.clone() for w in weights]  # copies, where others than the model's own are given
         self.template, self.plan, self.device, self.busy = t, plan, device, False
         kinds = s.structure.kinds
         self.rows = {name: _room(len(x)) for name, x in sizes.items()}
@@ -37,21 +41,23 @@ class Captured:
         self._host = replay.pinned(len(layout.packed), torch.int64, device)
         self._device = torch.empty(len(self._host), dtype=torch.int64, device=device)
         self._copied = replay.mark(device)
-        self.batch = Batch(plan, layout, kinds, Workspace(device), [w.detach() for w in plan.weights], True)
+        self.batch = Batch(plan, layout, kinds, Workspace(device), self.weights or [w.detach() for w in plan.weights], True)
         self._weights_at = [w.data_ptr() for w in plan.weights]
         self._forward = self._backward = None
         self._pieces: list[Callable[[], None]] = []
         self._totals: dict[int, Tensor] = {}
         self._wanted: dict[str, Tensor] = {}
 
-    def has_room(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> bool:
-        """Whether inputs and outputs fit, and the weights are still where they were."""
-        enough = all(len(x) <= self.rows[n] for n, x in inputs.items())
-        enough = enough and self._weights_at == [w.data_ptr() for w in self.plan.weights]
+    def has_room(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], given: bool) -> bool:
+        """Whether inputs and outputs fit, and the weights, where they are not given, are still where they were."""
+        enough = all(len(x) <= self.rows[n] for n, x in inputs.items()) and given == (self.weights is not None)
+        enough = enough and (given or self._weights_at == [w.data_ptr() for w in self.plan.weights])
         return enough and all(len(w) <= self.asked[n] for n, w in wanted.items() if self._forward is not None)
 
-    def forward(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> list[Tensor]:
+    def forward(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
         """Load a batch of graphs and replay."""
+        for own, given in zip(self.weights or (), weights, strict=False):
+            own.copy_(given)
         self.counts = {n: len(w) for n, w in wanted.items()}
         self._load(layout, inputs, wanted)
         if self._forward is None:
@@ -139,10 +145,11 @@ class Templates:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device, self.kept = plan, device, list[Captured]()
 
-    def take(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> tuple[Captured, Layout]:
+    def take(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: Weights) -> tuple[Captured, Layout]:
         """A free template with room for the schedule, the smallest there is, or a new one."""
-        free = [c for c in self.kept if not c.busy and c.has_room(inputs, wanted) and _holds(s, c.template) is not None]
-        captured = min(free, key=lambda c: c.template.cost(), default=None) or self._new(s, inputs)
+        given = weights is not None
+        free = [c for c in self.kept if not c.busy and c.has_room(inputs, wanted, given) and _holds(s, c.template) is not None]
+        captured = min(free, key=lambda c: c.template.cost(), default=None) or self._new(s, inputs, weights)
         return captured, self._padded(s, captured.template)
 
     def fit(self, s: Schedule) -> None:
@@ -154,11 +161,11 @@ class Templates:
     def _padded(self, s: Schedule, t: Template) -> Layout:
         return s.keep(("padded", t), lambda: padded(s, t, _holds(s, t) or [], self.plan.sent))
 
-    def _new(self, s: Schedule, inputs: Mapping[str, Tensor]) -> Captured:
+    def _new(self, s: Schedule, inputs: Mapping[str, Tensor], weights: Weights) -> Captured:
         """Record a template wider than the last one, or one of its own where the two do not join."""
         wider = template(s, self.kept[-1].template if self.kept else None)
         wider = wider if wider.holds(s) is not None else template(s)
-        made = Captured(self.plan, wider, s, self._padded(s, wider), self.device, inputs)
+        made = Captured(self.plan, wider, s, self._padded(s, wider), self.device, inputs, weights)
         idle = [c for c in self.kept if not c.busy]
         if len(self.kept) >= KEPT and idle:
             self.kept.remove(idle[0])

@@ -163,7 +163,7 @@ class Growing:
 
     @property
     def _pushed(self) -> dict[str, set[str]]:
-        variant = next(iter(self._runner._variants.values()))
+        variant = next(iter(self._runner._made.variants.values()))
         return {name: set(f.outputs) for name, f in variant.functions.items()}
 
     @property

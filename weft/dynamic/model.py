@@ -16,6 +16,7 @@ from weft.dynamic.captured import Templates
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
+from weft.dynamic.packed import Packed
 from weft.dynamic.plan import Variant, compile_plan, held_by
 from weft.dynamic.run import Again, Once, Ready, Run
 from weft.dynamic.schedule import Block, Reads, Schedule
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
     from weft.dynamic.grow import Growing
 
 Inputs = Mapping[str, Tensor]
+
+
+class Made:
+    """What a model has made so far, none of which a copy of it needs."""
+
+    def __init__(self) -> None:
+        self.variants: dict[Any, Variant] = {}
+        self.pools: dict[torch.device, Pool] = {}
+        self.templates: dict[Any, Templates] = {}
+
+    def __deepcopy__(self, _: Any) -> Made:
+        return Made()
+
+    def __reduce__(self) -> Any:
+        return Made, ()
 
 
 class Model(nn.Module):
@@ -58,24 +74,26 @@ class Model(nn.Module):
         self.policy = policy
         self.fuse, self.replay, self.target, self.split_products = fuse, replay, target, split_products
         self.ready: Ready = None
-        self._variants: dict[Any, Variant] = {}
-        self._pools: dict[torch.device, Pool] = {}
-        self._templates: dict[Any, Templates] = {}
+        self._made = Made()
 
-    def forward(self, graphs: Structure | Schedule, inputs: Any = None, *, at: Any = "roots") -> Any:
+    def forward(self, graphs: Structure | Schedule | Packed, inputs: Any = None, *, at: Any = "roots") -> Any:
         """Run a batch. Returns the pushed outputs at the roots, at "all" vertices, or at the vertices given.
 
         One tensor if the functions push one output, else a dict by name. `inputs` is a dict by name, or just "x"; an input is one
         tensor whose rows the graphs name, or a list with one tensor per sample.
         `at` may also be a dict of such choices by output.
         """
+        if isinstance(graphs, Packed):
+            from weft.dynamic.part import of_packed
+
+            return of_packed(self, graphs, _inputs(inputs, None), at)
         structure = graphs.structure if isinstance(graphs, Schedule) else graphs
         given = _inputs(inputs, structure)
         variant = self._variant(given, structure)
         schedule = graphs if isinstance(graphs, Schedule) else Schedule(graphs, variant.reads, self.policy)
         plan = self._plan(variant, schedule, given)
         wanted = {name: _pushing(schedule.structure, variant.functions, name, at) for name in plan.outputs}
-        call = self._call(variant, plan, schedule, given, wanted)
+        call = self.call_for(variant, plan, schedule, given, wanted)
         results = Run.apply(call, tuple(given), wanted, self.ready, *given.values(), *plan.weights)
         return results[0] if len(results) == 1 else dict(zip(plan.outputs, results, strict=True))
 
@@ -114,33 +132,42 @@ class Model(nn.Module):
 
     def reads(self, inputs: Any = None) -> dict[str, Reads]:
         """What each vertex function reads of its children."""
-        if inputs is None and self._variants:
-            return next(iter(self._variants.values())).reads
+        if inputs is None and self._made.variants:
+            return next(iter(self._made.variants.values())).reads
         return self._variant(_inputs(inputs, None), None).reads
+
+    def held(self) -> list[Tensor]:
+        """The tensors that the functions use."""
+        return [t for f in self.functions.values() for t in held_by(f)]
 
     def _variant(self, inputs: Inputs, structure: Structure | None) -> Variant:
         """The functions traced for inputs of these shapes, dtypes and device."""
         key = tuple((name, x.shape[1:], x.dtype, x.device) for name, x in inputs.items())
-        found = self._variants.get(key)
-        held = [t for f in self.functions.values() for t in held_by(f)] if found is None else found.held
+        found = self._made.variants.get(key)
+        held = self.held() if found is None else found.held
         now = (held[0].dtype, held[0].device) if held else None
         if found is None or found.kind != now:
             try:
-                found = self._variants[key] = Variant(self.functions, self.states, inputs, held, now)
+                found = self._made.variants[key] = Variant(self.functions, self.states, inputs, held, now)
             except (RuntimeError, StructureError) as error:
                 raise _mixed_dtypes(inputs, held, structure) or error from error
         return found
 
     def _plan(self, variant: Variant, schedule: Schedule, inputs: Inputs) -> Plan:
         grads = frozenset(k for k, v in inputs.items() if v.requires_grad)
+        needs = torch.is_grad_enabled() and (bool(grads) or any(w.requires_grad for w in variant.weights))
+        return self.plan_for(variant, schedule, inputs, grads, needs)
+
+    def plan_for(self, variant: Variant, schedule: Schedule, inputs: Inputs, grads: frozenset[str], needs: bool) -> Plan:
+        """What the batch runs by, where these inputs get gradients, and the weights that want them."""
         trained = tuple(w.requires_grad for w in variant.weights)
-        needs = torch.is_grad_enabled() and (bool(grads) or any(trained))
         absent = schedule.keep(("absent", variant), lambda: frozenset(_absent(schedule, variant.functions, inputs)))
         target = self._target(variant.device)
         in_parts = target == "triton" and (replay.is_accelerator(variant.device) if self.split_products is None else self.split_products)
         key = grads, needs, absent, trained, target, in_parts
         if key not in variant.plans:
-            variant.plans[key] = compile_plan(variant, absent, grads, needs, target, in_parts)
+            with torch.enable_grad():  # a step runs without, and asks for gradients all the same
+                variant.plans[key] = compile_plan(variant, absent, grads, needs, target, in_parts)
         return variant.plans[key]
 
     def _target(self, device: torch.device) -> str:
@@ -149,19 +176,22 @@ class Model(nn.Module):
             return ""
         return self.target or ("triton" if replay.is_accelerator(device) else "cpp" if _compiler() else "")
 
-    def _call(self, variant: Variant, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints]) -> Once | Again:
+    def call_for(
+        self, variant: Variant, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints], weights: list[Tensor] | None = None
+    ) -> Once | Again:
+        """The batch, ready to run; by weights given to it in place of the model's own."""
         if self._replays(variant):
-            return Again(self._templates_of(variant, plan), schedule, inputs, wanted)
-        return Once(plan, schedule, self._pools.setdefault(variant.device, Pool(variant.device)))
+            return Again(self._templates_of(variant, plan), schedule, inputs, wanted, weights)
+        return Once(plan, schedule, self._made.pools.setdefault(variant.device, Pool(variant.device)))
 
     def _replays(self, variant: Variant) -> bool:
         return replay.is_accelerator(variant.device) if self.replay is None else self.replay
 
     def _templates_of(self, variant: Variant, plan: Plan) -> Templates:
         key = id(plan), torch.get_float32_matmul_precision()  # a recording multiplies as it did when it was made
-        if key not in self._templates:
-            self._templates[key] = Templates(plan, variant.device)
-        return self._templates[key]
+        if key not in self._made.templates:
+            self._made.templates[key] = Templates(plan, variant.device)
+        return self._made.templates[key]
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.dynamic.captured import Templates
+from weft.dynamic.captured import Templates, Weights
 from weft.dynamic.engine import Batch, Plan, host_index
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
@@ -53,13 +53,15 @@ class Once:
 class Again:
     """A batch that replays a template."""
 
-    def __init__(self, templates: Templates, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
+    def __init__(
+        self, templates: Templates, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: Weights = None
+    ) -> None:
         self.plan = templates.plan
-        self.captured, self.layout = templates.take(s, inputs, wanted)
+        self.captured, self.layout = templates.take(s, inputs, wanted, weights)
         self._held = self.captured.busy = True
 
     def forward(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
-        return self.captured.forward(self.layout, inputs, wanted)
+        return self.captured.forward(self.layout, inputs, wanted, weights)
 
     def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
         return self.captured.backward(grads, ready)

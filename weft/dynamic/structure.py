@@ -76,6 +76,23 @@ class Structure:
                 f"children between 0 and {stop - start - 1}", f"{int(self.child[bad[0]]) - start}",
             )  # fmt: skip
 
+    @cached_property
+    def packed(self) -> Any:
+        """All of it as one tensor, a row for each sample."""
+        from weft.dynamic.packed import pack
+
+        return pack(self)
+
+    def batch_parts(self) -> list[tuple[str, Any]]:
+        """What a step is given of it: the tensor, and what it is only right for."""
+        return [("packed", self.packed), ("kinds", ", ".join(self.kinds))]
+
+    def with_batch_parts(self, parts: list[tuple[str, Any]]) -> Any:
+        """What stands for it where another tensor does: graphs that are traced, or others."""
+        from weft.dynamic.packed import Packed
+
+        return Packed(dict(parts)["packed"], self.kinds)
+
     def take(self, samples: Sequence[int] | Ints) -> Structure:
         """The structure of some samples alone; rows of inputs stay as they are."""
         picked = np.asarray(samples, np.int64)

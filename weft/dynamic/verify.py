@@ -21,7 +21,7 @@ ROWS, PER_ROW = 3, 2
 
 def check_rows(traced: Traced) -> None:
     """Refuse a function in which a vertex's result depends on other vertices of its batch."""
-    if any(_is_random(n) or n.target is exchange for n in traced.graph.nodes):
+    if any(is_random(n) or n.target is exchange for n in traced.graph.nodes):
         return  # not the same twice, or in need of other ranks
     values = {s: _example(s, n, traced) for s, n in traced.sources.items()}
     module = fx.GraphModule(torch.nn.Module(), traced.graph)
@@ -84,7 +84,7 @@ def _one(source: Source, value: Tensor, row: int) -> Tensor:
     return value[row : row + 1]
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -25,6 +25,7 @@ from weft.ops import (  # noqa: F401
     random,
     reduce,
     rotary,
+    rounds,
     shape,
     source,
 )

@@ -18,9 +18,11 @@ _WHOLE = (Tensor, nn.Module, torch.Size, str, bytes, type, types.ModuleType, typ
 
 
 def children(value: Any, objects: bool = True) -> list[tuple[Any, Any]] | None:
-    """The parts of a container and the keys they stand at, of any object its attributes; None for a leaf."""
+    """The parts of a container and the keys they stand at, of any object its attributes or what it says; None for a leaf."""
     if isinstance(value, _WHOLE):
         return None
+    if hasattr(type(value), "batch_parts"):
+        return list(value.batch_parts())
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (tuple, list)):
@@ -76,6 +78,8 @@ def _part(value: Any, key: Any) -> str:
 
 
 def _rebuilt(value: Any, items: list[tuple[Any, Any]]) -> Any:
+    if hasattr(type(value), "with_batch_parts"):
+        return value.with_batch_parts(items)
     if isinstance(value, tuple):
         parts = [x for _, x in items]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
