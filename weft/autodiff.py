@@ -1,8 +1,8 @@
 """Reverse mode: the gradient of a program is a program, made of the ops' vjps, its layouts and communication explicit.
 
-A cotangent denotes a global tensor like any value. Where the value is cut it is cut alike; where the value is a pending sum it
-is whole on every rank; where the value is whole it may itself be a pending sum, which is how gradients stay unreduced
-until someone asks. So the gradient of all_gather is reduce_scatter for a Partial cotangent, and slice for a whole one.
+A cotangent denotes a global tensor like any value. Where the value is sharded it is sharded the same; where the value is a partial sum it
+is replicated; where the value is replicated it may itself be a partial sum, which is how gradients stay unreduced
+until someone asks. So the gradient of all_gather is reduce_scatter for a Partial cotangent, and slice for a replicated one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _finish(ct: Node | None, arg: Node, reduce: bool) -> Node:
 
 
 def dual_layout(value: Type, ct: Layout | None = None) -> Layout:
-    """The layout a cotangent of the value must have; along axes where both whole and Partial will do, what `ct` has."""
+    """The layout a cotangent of the value must have; along axes where both replicated and partial will do, what `ct` has."""
     layout = Layout(value.mesh, value.layout.dims)
     for axis in value.mesh.axes:
         place: Placement = value.on(axis)
@@ -138,9 +138,9 @@ def _depends_on(order: Sequence[Node], targets: set[Node]) -> set[Node]:
 
 
 def _total(cts: list[Node], value: Type) -> Node | None:
-    """The sum of what came back; a whole and a pending one are first brought together.
+    """The sum of what came back; a replicated and a partial one are first brought together.
 
-    Products are added among themselves first: once placed they may be pending sums, which then travel as one."""
+    Matmuls are added among themselves first: once placed they may be partial sums, which then are sent as one."""
     if not cts:
         return None
     by_layout: dict[Layout, Node] = {}
@@ -160,7 +160,7 @@ def _total(cts: list[Node], value: Type) -> Node | None:
 
 
 def _summed(cts: Sequence[Node], products: bool) -> list[Node]:
-    """The products of some cotangents, or what else there is, added up layout by layout."""
+    """The matmuls of some cotangents, or what else there is, added up layout by layout."""
     sums: dict[Layout, Node] = {}
     for ct in cts:
         if (ct.op.kind is Kind.CONTRACT) == products:
@@ -202,7 +202,7 @@ def _through_parts(node: Node, cts: list[Node | None]) -> list[Node | None]:
 
 
 def _pull(node: Node, cts: list[Node | None]) -> Sequence[Node | None]:
-    """The op's vjp, on operands whose pending max or min is done; where it cannot take a pending cotangent, on reduced ones."""
+    """The op's vjp, on operands whose partial max or min is done; where it cannot take a partial cotangent, on reduced ones."""
     node = _with_extremes_done(node)
     full = (
         cts
@@ -218,7 +218,7 @@ def _pull(node: Node, cts: list[Node | None]) -> Sequence[Node | None]:
 
 
 def _with_extremes_done(node: Node) -> Node:
-    """A slope at a pending max is not the max of slopes, so the vjp sees the values themselves."""
+    """A slope at a partial max is not the max of slopes, so the vjp sees the values themselves."""
     pending = [len(a.types) == 1 and any(isinstance(p, P) and p.op != "sum" for _, p in a.layout.held) for a in node.args]
     if is_comm(node) or not any(pending):
         return node

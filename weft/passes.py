@@ -43,7 +43,7 @@ HOST = torch.device("cpu")
 
 
 class Follows(Protocol):
-    """What a plan says beyond its spec; `program` where it says how every tensor is held."""
+    """What a plan says beyond its spec; `program` where it says how every tensor is laid out."""
 
     @property
     def program(self) -> Program | None: ...
@@ -65,7 +65,7 @@ class Decided(Protocol):
 
 @dataclass(frozen=True)
 class Stages:
-    """A step cut into stages: as they were cut, as they run with what they recompute, and how inputs are held."""
+    """A step split into stages: as they were split, as they run with what they recompute, and how inputs are laid out."""
 
     cut: tuple[Stage, ...]
     run: tuple[Stage, ...]
@@ -75,7 +75,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Laid:
-    """The stages on the mesh and as they were cut, and how inputs are held."""
+    """The stages on the mesh and as they were split, and how inputs are laid out."""
 
     line: PlacedPipeline
     stages: tuple[Stage, ...]
@@ -94,7 +94,7 @@ class Draft:
     pins: tuple[Pin, ...] = ()
     noise: bool = False
     guard: bool = False
-    low: bool = False  # products in 8-bit floats
+    low: bool = False  # matmuls in 8-bit floats
     device: torch.device = HOST
     derive: Callable[[], Micro] | None = None  # gives the step of one micro-batch, where the plan has stages or several of them
     micro: Micro | None = None
@@ -144,7 +144,7 @@ def _guard(d: Draft) -> Draft:
 
 def _recompute(d: Draft) -> Draft:
     if d.micro is not None:
-        return d  # every stage its own, once they are cut
+        return d  # every stage its own, once they are split
     regions = regions_of(d.step, "full" if d.spec.offload else d.spec.recompute) if d.plan is None else ()
     again = d.plan.again(d.step) if d.plan is not None else recomputed(d.step, regions, d.spec.offload)
     return replace(d, captured=again)
@@ -170,8 +170,8 @@ def _stages(d: Draft) -> Draft:
 def cut(
     captured: Captured, spec: Spec, pinned: Mapping[str, Placements], exact: Mapping[str, Placements] | None = None, found: FoundPieces | None = None
 ) -> Stages:
-    """The captured step of one micro-batch in the stages of a spec. State of `pinned` parameters follows them; `exact` inputs are held as told;
-    where the stages are cut and what is recomputed is as `found`, or for balance and as the spec's words say."""
+    """The captured step of one micro-batch in the stages of a spec. State of `pinned` parameters follows them; `exact` inputs are laid out as given;
+    where the stages are split and what is recomputed is as `found`, or for balance and as the spec's words say."""
     held, options = input_layouts(captured.program, spec, captured.states, pinned)
     found = found or FoundPieces()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
@@ -189,7 +189,7 @@ def laid(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, fi
 
 
 def _sparse(d: Draft) -> Draft:
-    """Noise is told by sums of whole gradients, and micro-batches add them up; a plan's program has its own updates."""
+    """Noise is estimated from sums of full gradients, and micro-batches add them up; a plan's program has its own updates."""
     kept = d.stages is not None or d.noise or d.decided is not None or (d.plan is not None and d.plan.program is not None)
     source = d.source or d.step
     return replace(d, source=source) if kept else replace(d, source=source, captured=replace(d.step, program=by_rows(d.step.program)))

@@ -31,7 +31,7 @@ class Settings:
 
 
 def rotary_tables(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, [len, dim], both halves alike."""
+    """cos and sin of position times frequency, [len, dim], both halves the same."""
     frequencies = theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
     angle = positions.float()[:, None] * frequencies
     angle = torch.cat([angle, angle], -1)

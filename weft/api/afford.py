@@ -26,7 +26,7 @@ def has_values(t: torch.Tensor) -> bool:
 
 
 def parts(captured: Captured, samples: int, device: torch.device, whole: int = 1) -> int:
-    """The least power of two into whose parts the example must be cut to be compared in time and memory; 0 where none will do.
+    """The least power of two into as many parts as which the example must be split to be compared in time and memory; 0 where none will do.
 
     A part keeps a multiple of `whole` samples.
     """
@@ -56,7 +56,7 @@ def cost(program: Program, device: torch.device) -> str:
 
 
 def seconds(program: Program, device: torch.device) -> float:
-    """Of both sides, by how fast a product runs here and how fast a tensor is written."""
+    """Of both sides, by how fast a matmul runs here and how fast a tensor is written."""
     work = sum(flops(n) for n in program.nodes)
     written = sum(nbytes(t) for n in program.nodes for t in n.types)
     return 0.0 if work < 1e9 and written < 1e8 else RUNS * (work / _rate(device)[0] + written / _rate(device)[1])
@@ -69,7 +69,7 @@ def memory(program: Program, count: int) -> float:
 
 
 def alive(program: Program) -> int:
-    """The most bytes of computed values that are held at once, each dropped after its last reader."""
+    """The most bytes of computed values that are alive at once, each dropped after its last reader."""
     last: dict[Node, Node] = {a: n for n in program.nodes for a in n.args}
     now = most = 0
     for n in program.nodes:
@@ -83,7 +83,7 @@ _rates: dict[str, tuple[float, float]] = {}
 
 
 def _rate(device: torch.device) -> tuple[float, float]:
-    """Flops a second of a product of middling size, and bytes a second of a new tensor."""
+    """Flops a second of a matmul of middling size, and bytes a second of a new tensor."""
     if device.type not in _rates:
         x, y = torch.ones(512, 512, device=device), torch.ones(1 << 23, device=device)
         times = [_timed(lambda: x @ x), _timed(lambda: y + 1)]

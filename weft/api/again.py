@@ -56,11 +56,11 @@ class Form:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of the whole batches it is for, what it reads."""
+        """Of the full batches it is for, what it reads."""
         return {n: t.shape for n, t in self.attributes["_batch_types"].items()}
 
     def fits(self, shapes: Mapping[str, Shape]) -> bool:
-        """Whether it is for whole batches of these shapes."""
+        """Whether it is for full batches of these shapes."""
         return all(t.shape == shapes[n] for n, t in self.attributes["_batch_types"].items() if n in shapes)
 
 
@@ -153,7 +153,7 @@ class Forms:
         step.read_anew()
 
     def _shapes(self, step: Step, batch: Any, fits: bool) -> dict[str, Shape]:
-        """What the whole batch measures; ranks are asked only where no program has taken one like it."""
+        """What the full batch measures; ranks are asked only where no program has taken one like it."""
         given, coords = named_batch(batch), step.compiled.coords
         known = [step._batch_types, *(f.attributes["_batch_types"] for f in self.kept)]
         for types in known if fits else known[1:]:
@@ -267,7 +267,7 @@ class Forms:
 
     def _use(self, step: Step, reads: Reads, form: Form, batch: Any, shapes: dict[str, Shape]) -> None:
         form.reads = reads
-        if form.unjudged is not None:  # on the batch if it is a whole one, else on values like it
+        if form.unjudged is not None:  # on the batch if it is a full one, else on values like it
             whole = all(tuple(x.shape) == shapes.get(n) for n, x in named_batch(batch).items())
             form.attributes["judged"] = form.unjudged(batch if whole else self._example_of(batch, shapes))
             form.unjudged = None
@@ -421,7 +421,7 @@ class Forms:
         return found
 
     def _example_of(self, batch: Any, shapes: dict[str, Shape]) -> Any:
-        """A batch as it is traced: as it came, where it is whole; else of the shapes all ranks' parts make, with the numbers and flags of now."""
+        """A batch as it is traced: as it came, where it is a full one; else of the shapes all ranks' parts make, with the numbers and flags of now."""
         if one_process() or all(tuple(x.shape) == shapes[n] for n, x in named_batch(batch).items()):
             return batch
         name = "batch.0" if isinstance(batch, Tensor) else "batch"

@@ -1,4 +1,4 @@
-"""`plan="auto"`: every plan that can be run on these processes is placed and foreseen, and the fastest that fits is taken.
+"""`plan="auto"`: every plan that can be run on these processes is placed and predicted, and the fastest that fits is taken.
 
 The pool holds the plans by name, pipelines among them, what the layout solver chooses, also of a small step as rules rewrite it, and a
 user's own plans. Each is priced as it would run, by the simulator on a profile of this machine. Where one does not fit, so are its ways to hold
@@ -58,7 +58,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen, where, and beside what; `words` say its mesh. `text` is the program itself, the same on every rank; of a
+    """What was chosen, where, and next to what; `words` say its mesh. `text` is the program itself, the same on every rank; of a
     plan in micro-batches, which has several, it is empty, and `words` say everything. `moves` are those of a step that rules rewrote."""
 
     plan: str
@@ -183,7 +183,7 @@ def with_doubles(where: Cluster) -> Cluster:
 
 
 def words(captured: Captured, world: int) -> Iterator[Spec]:
-    """Every plan by name for so many processes; cp and ep where the step has sequences and experts to cut."""
+    """Every plan by name for so many processes; cp and ep where the step has sequences and experts to shard."""
     batch = [n for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim]
     rows = min((n.shape[0] for n in batch), default=1)
     length = min((n.shape[1] for n in batch if n.ndim > 1), default=1)
@@ -199,7 +199,7 @@ def words(captured: Captured, world: int) -> Iterator[Spec]:
 
 
 class _Pool:
-    """Plans that were placed, each with its program (none where it is run in micro-batches) and what is foreseen of it."""
+    """Plans that were placed, each with its program (none where it is run in micro-batches) and what is predicted of it."""
 
     def __init__(self, captured: Captured, where: Cluster, wish: Wish, lines: Lines | None) -> None:
         self.captured, self.where, self.wish = captured, where, wish

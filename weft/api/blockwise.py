@@ -1,8 +1,8 @@
-"""Torch as the judge of a step too large to be run whole: each distinct block once, forward and backward, and what stands around them.
+"""Torch as the judge of a step too large to be run in full: each distinct block once, forward and backward, and what stands around them.
 
 A block is a call of a module that the trace heard, taken out of the program between what it is given and what it returns. The user's own
 code runs in torch on a part of the example. At a block of a new kind the module itself runs and is compared with its part of the program;
-one alike is answered with the same results. What stands around is compared in the same way, with the blocks' results as its inputs.
+an isomorphic one is answered with the same results. What stands around is compared in the same way, with the blocks' results as its inputs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class Told:
     """What was found: how far each tensor is from torch's, how many blocks there are and were compared, and what was left out."""
 
-    parts: int  # into which the example was cut
+    parts: int  # into which the example was split
     blocks: int
     left: list[str]
     apart: dict[str, Apart] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class Stand:
     # -- what is around --------------------------------------------------------------------------------------------------------
 
     def around(self, example: Any) -> None:
-        """The user's code from the example to its results; what cannot be run or afforded is told."""
+        """The user's code from the example to its results; what cannot be run or afforded is reported."""
         around = self.cut.around
         if around is None:
             return
@@ -210,7 +210,7 @@ class Stand:
     def _require(
         self, program: Program, given: Mapping[str, Tensor], want: Mapping[str, Tensor | None], words: Callable[[str], str], doubt: bool = False
     ) -> None:
-        """Refuse a difference; where it may be due to results that stand for others it is told."""
+        """Refuse a difference; where it may be due to results that stand for others it is reported."""
         limit = allowed(program)
         with unheard():
             apart = compared(program, given, want, self.device, limit.tolerance, limit.digit)
@@ -233,7 +233,7 @@ class Stand:
 
 
 def random_of(shape: Iterable[int], dtype: torch.dtype, device: torch.device, random: torch.Generator) -> Tensor:
-    """Floats around 0, whole numbers that count or choose nothing beyond two, flags that are set."""
+    """Floats around 0, integers that count or choose nothing beyond two, flags that are set."""
     shape = tuple(shape)
     with unheard():
         if dtype is torch.bool:

@@ -1,4 +1,4 @@
-"""What a step has to run one program now and another later: state by name, held as the program at hand wants it."""
+"""What a step has to run one program now and another later: state by name, laid out as the program at hand wants it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision",
 
 
 class Changing:
-    """What a step has to run one program now and another later: state by name, held as the program at hand wants it."""
+    """What a step has to run one program now and another later: state by name, laid out as the program at hand wants it."""
 
     lifts = True  # whether numbers in Python may become inputs
     captured: Captured
@@ -150,7 +150,7 @@ class Changing:
             self.forms.kept = []
 
     def keep_for_later(self, state: Mapping[str, Tensor]) -> None:
-        """State of an optimizer that no program of this step reads yet, whole on every rank."""
+        """State of an optimizer that no program of this step reads yet, in full on every rank."""
         self._state |= state
         self._held_as |= {n: Type(x.dtype, Layout.of(self.program.mesh, tuple(x.shape))) for n, x in state.items()}
 
@@ -161,7 +161,7 @@ class Changing:
         return COUNT not in self.captured.given and any(self._missed[p] for p in self.captured.states.values())
 
     def held_as(self, name: str) -> Type:
-        """How a tensor of the state is held, by whichever program."""
+        """How a tensor of the state is laid out, by whichever program."""
         return self._held_as[name]
 
     def become(self, form: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ class Changing:
 
 
 def gathered(type_: Type, local: Tensor | None, compiled: Any) -> Tensor:
-    """A value whole on every rank, from what each holds, if anything."""
+    """A value in full on every rank, from what each holds, if anything."""
     layout = type_.layout
     everywhere = all(layout.where_cut(a) is None for a in layout.mesh.axes) and not layout.held
     if local is not None and (not dist.is_initialized() or everywhere):

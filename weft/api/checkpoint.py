@@ -1,4 +1,4 @@
-"""Checkpoints of a step: written by all ranks at once, whole or not at all, readable under any other plan.
+"""Checkpoints of a step: written by all ranks at once, completely or not at all, readable under any other plan.
 
 State is saved through torch's distributed checkpoint, each rank its boxes of every tensor. A checkpoint is first a folder ending in `.partial`; only when every
 rank has written is it given its name, so what has a name is complete. It says which model, plan and run it is of. What was damaged
@@ -64,7 +64,7 @@ class Store:
         self.folder, self.step, self.keep = Path(folder), step, keep
         self._pending: Any = None
         self._damaged: set[str] = set()
-        # ranks that write talk among themselves, beside those that train
+        # ranks that write talk among themselves, next to those that train
         self._ranks = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     # -- writing ---------------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Store:
         return [d for d in self._named() if (d / META).exists()]
 
     def restore(self) -> int | None:
-        """The newest checkpoint that is whole loaded, whatever plan it was saved under; its step number, or None if there is none."""
+        """The newest complete checkpoint, loaded, whatever plan it was saved under; its step number, or None if there is none."""
         self.finish()
         refused: dict[str, str] = {}
         for name in reversed(self._from_first(self._found)):
@@ -194,7 +194,7 @@ class Store:
         return sorted(found, key=lambda d: (_order(d), _number(d)))
 
     def _take(self, path: Path) -> str:
-        """Loads a checkpoint if every rank finds its share of it whole; else why not."""
+        """Loads a checkpoint if every rank finds its share of it complete; else why not."""
         opened, why = self._open(path)
         if why or opened is None:
             return why
@@ -286,7 +286,7 @@ class Store:
         return model_hash({n: tuple(x.shape) for n, x in self._own().items()} | kinds)
 
     def _distributed(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The tensors as parts of the whole, in place."""
+        """The tensors as parts of the full ones, in place."""
         mesh, known = self.step.program.mesh, self.step.state_names
         layouts = {n: self.step.held_as(n).layout if n in known else Layout.of(mesh, tuple(x.shape)) for n, x in state.items()}
         return {n: Boxes.of(x, layouts[n], self.step.compiled.coords) for n, x in state.items()}
@@ -380,7 +380,7 @@ def _refusal(headline: str, refused: Mapping[str, str]) -> CheckpointError:
 
 
 def as_dtensor(local: Tensor, layout: Layout, device_mesh: Any) -> Any:
-    """A rank's part as the DTensor of the whole, over the ranks of its stage of a pipeline; alone, the tensor itself."""
+    """A rank's part as the DTensor of the full tensor, over the ranks of its stage of a pipeline; alone, the tensor itself."""
     if device_mesh is None:
         return local
     from torch.distributed.tensor import DTensor

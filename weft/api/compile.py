@@ -46,9 +46,9 @@ def compile(
 
 
 class Inference:
-    """A model's forward pass under a plan; weights are held as the plan says, results are whole on every rank.
+    """A model's forward pass under a plan; weights are laid out as the plan says, results are replicated.
 
-    Buffers that the pass writes, such as a key-value cache, stay on the ranks, cut as what is written to them is. A batch of a new shape
+    Buffers that the pass writes, such as a key-value cache, stay on the ranks, sharded as what is written to them is. A batch of a new shape
     is compiled when it first comes, with the same weights and buffers: prefill and decode are two shapes of one model.
     """
 
@@ -136,7 +136,7 @@ class Inference:
 
 
     def _cut_with_caches(self, program: Program, layouts: Mapping[str, Placements]) -> dict[str, Placements]:
-        """Tensor parallelism that may also cut what the pass writes, so that a cut of heads goes through their cache."""
+        """Tensor parallelism that may also shard what the pass writes, so that a sharding of heads goes through their cache."""
         if self.named.tp == 1:
             return {}
         held = {held for _, held in program.state}

@@ -38,7 +38,7 @@ class Compiled:
         self, program: Program, device_mesh: Any = None, device: str | torch.device = "cpu", *, donate: bool = False,
         inductor: bool | None = None, together: bool = True, again: bool = False,
     ) -> None:  # fmt: skip
-        """`donate`: state may be overwritten. `inductor`: compile the step as a whole; left open, on GPUs only.
+        """`donate`: state may be overwritten. `inductor`: compile the step in one piece; left open, on GPUs only.
 
         `again`: most inputs are the very tensors of the call before, and state may be overwritten after all is computed.
 

@@ -1,4 +1,4 @@
-"""A captured program cut into blocks, which are calls of modules that the trace heard, and what stands around them."""
+"""A captured program split into blocks, which are calls of modules that the trace heard, and what stands around them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CutBlock:
     given: dict[Node, Node]  # what it is given, and the input that stands for it
     own: dict[str, Tensor]  # the module's tensors by input
     gives: dict[str, Node]
-    inner: set[Node]  # of the whole program
+    inner: set[Node]  # of the full program
     key: Any
 
     def program(self, differentiable: bool) -> Program:

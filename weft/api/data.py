@@ -1,6 +1,6 @@
 """Which samples of a data set are this rank's, batch by batch: the same order for every plan, and after every restart.
 
-A step takes whole batches, or on every rank its part of one. Where a shape is new, ranks ask each other which it is.
+A step takes full batches, or on every rank its part of one. Where a shape is new, ranks ask each other which it is.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rows_of(type_: Type, coords: dict[str, int], size: int) -> torch.Tensor:
 
 
 def beside_rows(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.Tensor | None:
-    """This rank's part of its own rows, which may be cut along other dims too; None if it is not its rows."""
+    """This rank's part of its own rows, which may be sharded along other dims too; None if it is not its rows."""
     local = type_.layout.local_shape(coords)
     if x.ndim == 0 or tuple(x.shape) != (local[0], *type_.shape[1:]):
         return None
@@ -75,18 +75,18 @@ def beside_rows(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.T
     return interp.take_local(x, Layout.of(type_.layout.mesh, tuple(x.shape), others), coords)
 
 
-# -- whole batches and parts of them ---------------------------------------------------------------------------------------------------
+# -- full batches and parts of them ---------------------------------------------------------------------------------------------------
 
 
 class Brought:
-    """How a step's calls bring the tensors of their batches, whole or in parts, and what whole ones measure."""
+    """How a step's calls bring the tensors of their batches, full or in parts, and what full ones measure."""
 
     def __init__(self, together: Together) -> None:
         self.together = together
-        self.parts: set[str] = set()  # what comes in parts; the example came whole
+        self.parts: set[str] = set()  # what comes in parts; the example came in full
 
     def fits(self, batch: Mapping[str, Tensor], types: Mapping[str, Type], coords: dict[str, int]) -> bool:
-        """Whether a program of these types takes this batch, brought as those before. Where a rank has none of it, another's part is the whole:
+        """Whether a program of these types takes this batch, brought as those before. Where a rank has none of it, another's part is the full tensor:
         then all are asked."""
         known = [(n, x, types[n]) for n, x in batch.items() if n in types]
         if any(_leaves_none(t) for _, _, t in known):
@@ -94,14 +94,14 @@ class Brought:
         return all(_is_part(x, t, coords) if n in self.parts else tuple(x.shape) == t.shape for n, x, t in known)
 
     def shapes(self, batch: Mapping[str, Tensor], types: Mapping[str, Type]) -> dict[str, Shape]:
-        """Of a batch that fits these types, the shapes of the whole."""
+        """Of a batch that fits these types, the shapes of the full tensor."""
         own = {n: tuple(x.shape) for n, x in batch.items()}
         rows = {own[n][0]: types[n].shape[0] for n in own if n in types and n in self.parts}
         return {n: types[n].shape if n in types else (rows.get(s[0], s[0]), *s[1:]) if n in self.parts else s for n, s in own.items()}
 
     def agreed(self, batch: Mapping[str, Tensor], types: Mapping[str, Type], known: set[str]) -> dict[str, Shape]:
-        """The same where the shape is new: all ranks say what they have. A tensor that all have alike is whole, unless it came in parts so far
-        and is not among those `known` to have measured so when they were whole, nor all others alike; any other is in parts."""
+        """The same where the shape is new: all ranks say what they have. A tensor that is the same on all is a full one, unless it came in parts so far
+        and is not among those `known` to have measured so when they were full, nor all others the same; any other is in parts."""
         own = {n: tuple(x.shape) for n, x in batch.items()}
         if one_process():
             return own
@@ -116,7 +116,7 @@ class Brought:
         return {n: _joined(n, [s[n] for s in shapes], self._axes(n, shapes, types), types) if n in self.parts else s for n, s in own.items()}
 
     def _axes(self, name: str, shapes: list[dict[str, Shape]], types: Mapping[str, Type]) -> tuple[str, ...]:
-        """The axes that cut the rows of a tensor; of one that no program read yet, those that cut another of as many rows."""
+        """The axes that shard the rows of a tensor; of one that no program read yet, those that shard another of as many rows."""
         if name in types:
             return _cut_rows(name, types[name])
         rows = [s[name][:1] for s in shapes]

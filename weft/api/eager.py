@@ -38,7 +38,7 @@ Pair = tuple[nn.Module, Any]
 
 @dataclass(frozen=True)
 class How:
-    """What a step does beside the loss: clips, adds up the gradients of equal parts of the batch, casts."""
+    """What a step does besides the loss: clips, adds up the gradients of equal parts of the batch, casts."""
 
     clip: float | None = None
     parts: int = 1

@@ -1,8 +1,8 @@
 """Torch as the judge of a captured step: before the first one, its loss, gradients and update against those of the user's own module.
 
 The forward and backward pass are compared on the example. The update is given torch's gradients, since an optimizer such as Adam turns
-the rounding of a gradient that is all but zero into a whole step. What rounding alone may do is learnt by running the program again
-from inputs moved in their last digit. What would take too long is compared on fewer samples; what is left out is told.
+the rounding of a gradient that is all but zero into a full step. What rounding alone may do is learnt by running the program again
+from inputs moved in their last digit. What would take too long is compared on fewer samples; what is left out is reported.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def judge(captured: Captured, case: Case, example: Any) -> Verdict:
 
 
 def _samples(example: Any) -> int:
-    """How many samples an example has; 1 where that cannot be told, so that it is not cut."""
+    """How many samples an example has; 1 where that cannot be told, so that it is not sharded."""
     try:
         return cut_of(example)[0]
     except PlanError:
@@ -134,7 +134,7 @@ def _fewer(samples: int, parts: int) -> str:
 
 
 def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start: float) -> Verdict:
-    """Block by block, where the whole cannot be run; a warning says what was compared and what was not."""
+    """Block by block, where the full step cannot be run; a warning says what was compared and what was not."""
     whole = replace(case, how=replace(case.how, parts=1))
     found = by_blocks(captured if case.how.parts == 1 else whole.capture(example), whole, example, samples)
     apart = found.apart | {told(n): x for n, x in case.updates(captured).items()}
@@ -152,7 +152,7 @@ def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start
 
 
 def judge_now(captured: Captured, case: Case, batch: Any, given: Values) -> Verdict:
-    """Compare a step from a state reached meanwhile: parameters, buffers and the optimizer's tensors, whole, by name."""
+    """Compare a step from a state reached meanwhile: parameters, buffers and the optimizer's tensors, in full, by name."""
     return _judged(captured, case, batch, "the batch", time.perf_counter(), given)
 
 

@@ -37,7 +37,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def with_lanes(program: Program, on: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The groups a program sends over, by axis, with others beside those that are better for it. All ranks call it together."""
+    """The groups a program sends over, by axis, with others next to those that are better for it. All ranks call it together."""
     asked = _asked()
     out = dict(on)
     for axis, group in on.items():

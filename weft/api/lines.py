@@ -1,6 +1,6 @@
-"""A training step in micro-batches, laid out over the ranks and foreseen: what `plan="auto"` offers beside plans of one pass.
+"""A training step in micro-batches, laid out over the ranks and predicted: what `plan="auto"` offers next to plans of one pass.
 
-Two ideas keep the offers few. Running again only costs time, so it is offered for plans that do not fit without. More micro-batches
+Two ideas keep the offers few. Recomputing only costs time, so it is offered for plans that do not fit without. More micro-batches
 hold less and take longer, so the fewest that fit are the best.
 """
 
@@ -29,7 +29,7 @@ MOST = 4  # micro-batches for every stage, where the batch has so many
 
 
 def foreseen(line: PlacedPipeline, plan: Spec, where: Cluster) -> Seen:
-    """What is foreseen of stages run in the order of a plan."""
+    """What is predicted of stages run in the order of a plan."""
     order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
     return StagedStep(line.stages, line.update, order, routes(line.stages), where).seen
 
@@ -63,12 +63,12 @@ class Lines:
         return foreseen(laid(micro.captured, plan, stages, first=micro.first).line, plan, where)
 
     def numbers(self, copies: int) -> list[int]:
-        """Numbers of micro-batches that leave every copy whole samples, the fewest first."""
+        """Numbers of micro-batches that leave every replica an integer number of samples, the fewest first."""
         own = self.samples // copies if self.samples % copies == 0 else 1
         return [n for n in divisors(own) if n > 1 and self.fixed in (0, n)]
 
     def stages(self, world: int, inside: Callable[[int], Iterable[Spec]]) -> Iterator[Spec]:
-        """Every cut of the processes into stages, each with every plan for the processes of one, in about four micro-batches for every stage."""
+        """Every split of the processes into stages, each with every plan for the processes of one, in about four micro-batches for every stage."""
         for pp in divisors(world)[1:]:
             for named in inside(world // pp):
                 some = [n for n in self.numbers(named.dp * named.ep) if n <= MOST * pp]

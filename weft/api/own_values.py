@@ -1,4 +1,4 @@
-"""What the user's module and optimizer hold beside a step that keeps its own: it is noticed when someone writes there.
+"""What the user's module and optimizer hold next to a step that keeps its own: it is noticed when someone writes there.
 
 A write bumps a tensor's version, moves its storage or, past both through `.data`, changes some elements that are looked at on CPUs.
 """
@@ -82,7 +82,7 @@ def _sample(t: Any) -> Tensor | None:
 
 
 def _bytes(tensors: list[Tensor]) -> Tensor:
-    """Their bytes, so that what is no number equals itself."""
+    """Their bytes, so that NaN equals itself."""
     by = {d: torch.cat([t for t in tensors if t.dtype is d]) for d in dict.fromkeys(t.dtype for t in tensors)}
     return torch.cat([x.contiguous().view(torch.uint8) for x in by.values()]) if by else torch.empty(0, dtype=torch.uint8)
 

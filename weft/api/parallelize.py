@@ -118,8 +118,8 @@ class _Asked:
     pins: Sequence[str]
     noise: bool
     check: bool
-    guard: bool  # leave out steps whose loss is no number
-    low: bool  # products in 8-bit floats
+    guard: bool  # leave out steps whose loss is NaN or Inf
+    low: bool  # matmuls in 8-bit floats
     named: Spec | None  # none until one is chosen
     file: planfile.Followed | None
     forms: Forms

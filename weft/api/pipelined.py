@@ -110,9 +110,9 @@ def pipelined(
 
 
 def _fewer(plan: Spec, steps: Callable[[int], Micro], example: Any) -> Micro:
-    """The step in as many micro-batches as the plan has, or in fewer: where it names no number, and for a batch of another size than the example.
+    """The step in as many micro-batches as the plan has, or in fewer: where it gives none, and for a batch of another size than the example.
 
-    Where samples cannot be told apart, or the loss is no sum over them, the whole batch goes through the stages at once."""
+    Where samples cannot be distinguished, or the loss is no sum over them, the full batch goes through the stages at once."""
     try:
         samples, _ = cut_of(example)
         most = next((n for n in range(plan.micro_batches, 0, -1) if samples % n == 0 and plan.pipeline.may_take(plan.pp, n)), plan.micro_batches)
@@ -129,7 +129,7 @@ def _fewer(plan: Spec, steps: Callable[[int], Micro], example: Any) -> Micro:
 def micro_steps(
     model: nn.Module, example: Any, loss: Loss, optimizer: torch.optim.Optimizer, *, mean: bool = False, **settings: Any
 ) -> Callable[[int], Micro]:
-    """Gives the step of one of so many micro-batches, derived from the whole batch's or, for the mean over them, captured by itself."""
+    """Gives the step of one of so many micro-batches, derived from the full batch's or, for the mean over them, captured by itself."""
     whole = functools.cache(lambda: capture(model, example, loss, optimizer, **settings))
 
     def one(parts: int) -> Micro:
@@ -162,7 +162,7 @@ def _alone(
 
 
 def _judged(micro: Micro, case: Case, example: Any) -> Verdict | None:
-    """The whole batch's step against torch or, where micro-batches go by themselves, that of the first."""
+    """The full batch's step against torch or, where micro-batches go by themselves, that of the first."""
     if micro.whole is not None:
         whole = micro.whole
         return seen_by_first(lambda: judge(whole, case, example))
@@ -172,7 +172,7 @@ def _judged(micro: Micro, case: Case, example: Any) -> Verdict | None:
 
 
 def _derived(captured: Captured, parts: int, dims: Mapping[str, int], example: Any) -> Micro:
-    """The same; a refusal names the tensors that were not cut."""
+    """The same; a refusal names the tensors that were not sharded."""
     try:
         return in_micro_batches(captured, parts, dims)
     except PlanError as e:
@@ -204,12 +204,12 @@ class PipelinedStep(Step):
         self._evaluate: _Evaluation | None = None
 
     def laid(self, plan: Spec) -> Laid:
-        """The same step under another plan of the same mesh: held, cut and run again alike, where it has as many stages."""
+        """The same step under another plan of the same mesh: laid out, split and recomputed in the same way, where it has as many stages."""
         found = self._draft.plan.found(self._draft.step) if self._draft.plan is not None else None
         return laid(self._draft.step, plan, cut(self._draft.step, plan, {}, self.held, found), first=self.micro.first)
 
     def _whole_types(self) -> dict[str, Type]:
-        """How a whole batch is held: every micro-batch as the stages hold it, one behind the other."""
+        """How a full batch is laid out: every micro-batch as the stages hold it, one behind the other."""
         programs = [self.micro.captured.program, *([self.micro.first] if self.micro.first is not None else ())]
         found: dict[str, Type] = {}
         for p, times in zip(programs, (self.micro.parts, 1), strict=False):
@@ -221,13 +221,13 @@ class PipelinedStep(Step):
         return found
 
     def _places(self, name: str, shape: tuple[int, ...], dim: int | None) -> Placements:
-        """Placements of a tensor of a micro-batch, in the whole."""
+        """Placements of a tensor of a micro-batch, in the full tensor."""
         each = {axis: p for axis, p in self.held.get(name, {}).items() if axis in self.plan.mesh.axes}
         size = shape[dim] // self.micro.parts if dim is not None else 0
         return {a: S(dim, size) if isinstance(p, S) and p.dim == dim and p.within is None else p for a, p in each.items()}  # type: ignore[arg-type]
 
     def _before(self, first: Program) -> Compiled:
-        """What is computed of the whole batch before its micro-batches, by all ranks together."""
+        """What is computed of the full batch before its micro-batches, by all ranks together."""
         held = {n: t.layout.placements for n, t in self._batch_types.items() if n in first.input_names}
         return Compiled(place(first, self.plan.mesh, held), self.compiled.device_mesh, self.compiled.device)
 
@@ -274,7 +274,7 @@ class PipelinedStep(Step):
         return [{n: xs[j] for n, xs in cut.items()} for j in range(k)]
 
     def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> Rows:
-        """All rows of every batch of a data set: a pipeline takes batches whole."""
+        """All rows of every batch of a data set: a pipeline takes full batches."""
         return Rows(samples, self.samples, torch.arange, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last)
 
     def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> LineRecorder:
@@ -308,7 +308,7 @@ class PipelinedStep(Step):
         return super()._inputs(batch, change) | self._seed(0)
 
     def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Mapping[str, Tensor]:
-        """The captured step of the whole batch, or micro-batch by micro-batch, by the interpreter, from changed inputs."""
+        """The captured step of the full batch, or micro-batch by micro-batch, by the interpreter, from changed inputs."""
         if self.micro.whole is not None:
             return super()._on_one_device(batch, change)
         return self._by_themselves(batch, self._inputs(batch, change), change)
@@ -331,7 +331,7 @@ class PipelinedStep(Step):
 
 
 def _batch_types(stages: tuple[PlacedStage, ...]) -> dict[str, Type]:
-    """How micro-batches are held, whichever stages read them."""
+    """How micro-batches are laid out, whichever stages read them."""
     found: dict[str, Type] = {}
     for s in stages:
         for p in s.turns:
@@ -344,7 +344,7 @@ def _without_pp(type_: Type) -> Any:
 
 
 class _Evaluation:
-    """The forward pass alone through the same stages, of a whole batch at once."""
+    """The forward pass alone through the same stages, of a full batch at once."""
 
     def __init__(self, step: PipelinedStep, batch: Any) -> None:
         self.step = step
@@ -377,7 +377,7 @@ class _Evaluation:
 
 
 def _settled(stages: tuple[PlacedStage, ...]) -> Program:
-    """The loss of the last stage, whole on every rank."""
+    """The loss of the last stage, in full on every rank."""
     loss = next(s.turns[0].output_names["loss"] for s in stages if "loss" in s.turns[0].output_names)
     given = input_node(LOSS_SUM, loss.type)
     return new_program("loss", loss.mesh, [given], {"loss": reshard(given, Layout.of(loss.mesh, ()))})

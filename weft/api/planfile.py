@@ -1,7 +1,7 @@
-"""Plans as `parallelize` follows them, words, a `Spec` or a plan file alike: exactly, or refused in words.
+"""Plans as `parallelize` follows them, words, a `Spec` or a plan file: exactly, or refused in words.
 
 A plan of a captured model holds its program, and the moves by which proved rules made it of the model's own. The moves are made again on
-the user's step, which is then held as the program is, at its own batch and in its own number types. What a step has beyond the plan's, such
+the user's step, which is then laid out as the program is, at its own batch and in its own number types. What a step has beyond the plan's, such
 as clipping, is placed around it.
 """
 
@@ -44,7 +44,7 @@ class Followed:
     pieces: Pieces | None = None  # what its stages are made of
 
     def guarded(self) -> Followed:
-        """The plan for a step that leaves state as it was where the loss is no number."""
+        """The plan for a step that leaves state as it was where the loss is NaN or Inf."""
         return replace(self, program=guard(self.program)) if self.program is not None else self
 
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
@@ -65,7 +65,7 @@ class Followed:
         return made, moves
 
     def found(self, captured: Captured) -> FoundPieces:
-        """Where the step is cut and what is recomputed, as far as the plan says so."""
+        """Where the step is split and what is recomputed, as far as the plan says so."""
         found = self.pieces.find(captured) if self.pieces is not None else FoundPieces()
         if found.again and not captured.gradients:
             found = FoundPieces(told=["what it recomputes: the model was traced together with its backward pass"])
@@ -82,7 +82,7 @@ class Followed:
         return recomputed(captured, regions_of(captured, way) if regions is None else regions)
 
     def held(self, captured: Captured, spec: Spec) -> dict[str, Placements]:
-        """How inputs are held: parameters and optimizer state as in the plan, and of a batch what can be cut as there."""
+        """How inputs are laid out: parameters and optimizer state as in the plan, and of a batch what can be sharded as there."""
         if self.program is None:
             return {}
         own, theirs = captured.program.input_names, self.program.input_names
@@ -104,7 +104,7 @@ class Followed:
             raise self._refused(f"{self.path} is for another model", f"{odd.removeprefix('param.')} of {words[0]}", words[1])
 
     def placed(self, captured: Captured, pins: Sequence[Pin]) -> Program | None:
-        """The step held as the plan says; None where it says nothing of single tensors."""
+        """The step laid out as the plan says; None where it says nothing of single tensors."""
         if self.program is None:
             return None
         if pins:

@@ -1,6 +1,6 @@
 """One compilation for many sizes of a batch: programs of a few sizes that differ in numbers alone, each number a function of the sizes.
 
-A size between theirs is traced. Where its trace is what the numbers foretell, it runs by the code at hand: nothing is planned, proved or compiled.
+A size between theirs is traced. Where its trace is what the numbers predict, it runs by the code at hand: nothing is planned, proved or compiled.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Unexplained(Exception):
 
 
 def changing(a: Shapes, b: Shapes) -> tuple[tuple[Place, ...], ...] | None:
-    """The dims that differ, those that are alike in both together; None where `b` lacks tensors of `a`."""
+    """The dims that differ, those that are the same in both together; None where `b` lacks tensors of `a`."""
     if not a.keys() <= b.keys() or any(len(a[n]) != len(b[n]) for n in a):
         return None
     found: dict[Sizes, list[Place]] = {}
@@ -104,7 +104,7 @@ def _node(sizes: Sequence[Sizes], seen: Sequence[Node]) -> Rule:
 
 
 def _formula(sizes: Sequence[Sizes], seen: Sequence[float]) -> Rule:
-    """c m + d, where m is a product of powers of the sizes: all numbers follow from two of them."""
+    """c m + d, where m is made of powers of the sizes: all numbers follow from two of them."""
     whole = isinstance(seen[0], int)
     ys = [Fraction(y) if whole else y for y in seen]
     for powers in sorted(itertools.product(POWERS, repeat=len(sizes[0])), key=lambda ps: sum(p != 1 for p in ps) - 2 * ps.count(0)):
@@ -186,7 +186,7 @@ def _common(sizes: Sequence[Sizes], texts: Sequence[str]) -> tuple[str, list[Rul
 
 
 def _cut_layouts(sizes: Sequence[Sizes], programs: Sequence[Program]) -> Iterator[Callable[[Sizes], Layout]]:
-    """Every layout that changes and is cut over ranks, evenly in all the programs."""
+    """Every layout that changes and is sharded over ranks, evenly in all the programs."""
     seen = set()
     for nodes in zip(*(p.nodes for p in programs), strict=True):
         for types in zip(*(n.types for n in nodes), strict=True):
@@ -259,7 +259,7 @@ class Range:
         return at
 
     def form(self, captured: Captured, reads: Reads, shapes: Shapes) -> Form | None:
-        """The step of a batch of these shapes, whose trace is this; None where it is another than foretold."""
+        """The step of a batch of these shapes, whose trace is this; None where it is another than predicted."""
         sizes, base = sizes_of(shapes, self.dims), self.forms[0]
         try:
             if not self._foretells(sizes, captured.program):

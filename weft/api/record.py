@@ -1,4 +1,4 @@
-"""What a training step writes about itself: per-step times, one step traced, one with its memory counted, beside what was foreseen.
+"""What a training step writes about itself: per-step times, one step traced, one with its memory counted, next to what was predicted.
 
     step = weft.parallelize(..., record="run/")        # then train as always; `weft report run/` shows it
 
@@ -43,7 +43,7 @@ TIMED, HELD = 3, 4  # the steps, counted from 0, that are traced
 SAID = 9  # the step after which there is enough to speak of
 OFTEN = 5.0  # seconds between two writes of the file
 PROVED = "A proved rule: both sides have the same values."
-MOST, LARGE = 12, 4000  # plans foreseen for comparison, and nodes of a program from which none are
+MOST, LARGE = 12, 4000  # plans predicted for comparison, and nodes of a program from which none are
 
 
 class Recorder:
@@ -153,7 +153,7 @@ class Recorder:
 
 
 def _cluster(step: Step, text: str) -> Cluster | None:
-    """Where the step is foreseen: as given, else this machine as `plan="auto"` sees it; None where there is no profile for it."""
+    """Where the step is predicted: as given, else this machine as `plan="auto"` sees it; None where there is no profile for it."""
     from weft.api.auto import here, with_doubles
 
     if text:
@@ -181,7 +181,7 @@ KINDS = {Role.PARAMETER: "param", Role.BUFFER: "buffer", Role.BATCH: "batch"}
 
 
 def tensors(program: Program, states: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Every input that is held: what it is, and along which axes it is cut."""
+    """Every input that a rank has: what it is, and along which axes it is sharded."""
     found = []
     for name, node in program.input_names.items():
         role = "state" if name in states else KINDS.get(node.role)
@@ -206,7 +206,7 @@ def communication(program: Program) -> list[dict[str, Any]]:
 
 
 def model_flops(program: Program) -> float:
-    """Of one step on one device: products and ops kept whole, forward and backward."""
+    """Of one step on one device: matmuls and ops kept in one piece, forward and backward."""
     return sum(flops(n) for n in program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE))
 
 
@@ -219,7 +219,7 @@ def _main_dtype(program: Program) -> str:
 
 
 def _taken(program: Program) -> tuple[str, float]:
-    """Tokens where a batch has rows of whole numbers, else samples."""
+    """Tokens where a batch has rows of integers, else samples."""
     batch = [n for n in program.inputs_for(Role.BATCH).values() if n.ndim]
     words = [n for n in batch if n.ndim == 2 and not n.dtype.is_floating_point]
     if words:
@@ -333,7 +333,7 @@ def _options(decision: Any) -> list[dict[str, Any]]:
 
 
 def _others(step: Step, cluster: Cluster) -> list[dict[str, Any]]:
-    """The other plans for these ranks, by name, each foreseen as it would run."""
+    """The other plans for these ranks, by name, each predicted as it would run."""
     from weft.api.auto import prepare, words
 
     found = []

@@ -1,4 +1,4 @@
-"""What a training step in micro-batches writes about itself: every pass of every stage, foreseen and measured.
+"""What a training step in micro-batches writes about itself: every pass of every stage, predicted and measured.
 
 Ranks of one host share a clock; between hosts, clocks are set to zero where all meet before a traced step. A pass is timed as one; its
 memory is counted at each statement.
@@ -55,7 +55,7 @@ class LineRecorder(Recorder):
         return self.foreseen.seen
 
     def _seen(self) -> Seen:
-        """The traced step of every stage; what one stage did is told of the one foreseen to be the busiest, or the fullest."""
+        """The traced step of every stage; what one stage did is reported of the one predicted to be the busiest, or the fullest."""
         timed, held = self._traces.pop(TIMED), self._traces.pop(HELD)
         told = _from_every_stage(self.step, timed, held)  # type: ignore[arg-type]
         known = hasattr(self, "foreseen")
@@ -200,7 +200,7 @@ class StageRecord:
     zero: float = 0.0
 
     def later(self, by: float) -> StageRecord:
-        """The same, told by a clock that began so much earlier."""
+        """The same, given by a clock that began so much earlier."""
         tasks, memory = [(t, at + by) for t, at in self.tasks], [(at + by, b) for at, b in self.memory]
         return StageRecord(tasks, self.causes, memory, self.ended + by, self.host, self.zero)
 

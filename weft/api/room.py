@@ -22,7 +22,7 @@ from weft.runtime.replay import is_accelerator
 
 
 def require_room(program: Program, named: Spec, example: Any, device: torch.device, made: Callable[[Spec], Program]) -> None:
-    """Refuse a program of which more must be held than any rank's device has free; `made` gives that of another plan."""
+    """Refuse a program of which more must be in memory than any rank's device has free; `made` gives that of another plan."""
     if not is_accelerator(device):
         return
     least, have = least_bytes(program), _least_free(device)

@@ -18,7 +18,7 @@ SPELLED = "matmul_as_einsum"
 
 
 def promising(captured: Captured, mesh: Mesh, where: Cluster) -> Iterator[tuple[Move, ...]]:
-    """Moves after which the step may cost less: none, where products of matrices are only written as such, and the best found."""
+    """Moves after which the step may cost less: none, where matmuls are only written as such, and the best found."""
     from weft.plan.rewritten import as_products
     from weft.plan.substitute import best_path, on_mesh, value_rules
 

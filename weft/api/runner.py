@@ -73,13 +73,13 @@ class Runner:
         self._rehearsed = False
         self._here: dict[Hashable, list[Tensor]] = {}  # messages between two stages of this rank
         self.call: Call = lambda _g, _action, step, given: step(given)  # what a recorder may put itself in the place of
-        self.alive: dict[str, Any] = {}  # what is held between two passes
+        self.alive: dict[str, Any] = {}  # what is alive between two passes
 
     def _compiled(self, program: Any) -> Compiled:
         return Compiled(program, self.like.device_mesh, self.like.device, together=False)
 
     def _rank(self, stage: int) -> int:
-        """The rank of the world beside this one at another place of the pipeline."""
+        """The rank of the world next to this one at another place of the pipeline."""
         return self.like.program.mesh.rank({**self.like.coords, **({"pp": stage % len(self.orders)} if len(self.orders) > 1 else {})})
 
     # -- who sends what ----------------------------------------------------------------------------------------------------------

@@ -381,7 +381,7 @@ def _locals(names: Sequence[str], params: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def _gradients(run: Compiled, passes: Passes, cts: Sequence[Any]) -> dict[str, Tensor]:
-    """What autograd gives for the results, held as the backward pass reads it."""
+    """What autograd gives for the results, laid out as the backward pass reads it."""
     out = {}
     for name, ct in zip(passes.outs, cts, strict=True):
         key = name.replace(OUT, CTS, 1)

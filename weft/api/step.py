@@ -1,4 +1,4 @@
-"""A training step on this rank: forward, backward and update as one call, and its state, held as the plan says."""
+"""A training step on this rank: forward, backward and update as one call, and its state, laid out as the plan says."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Step(Changing):
 
     @property
     def skipped(self) -> int:
-        """Steps whose loss was no number and which changed nothing."""
+        """Steps whose loss was NaN or Inf and which changed nothing."""
         return self.losses.skipped
 
     def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> Recorder:
@@ -395,7 +395,7 @@ class Step(Changing):
 
     @property
     def _whole(self) -> Captured | None:
-        """The step of a whole batch as it was captured."""
+        """The step of a full batch as it was captured."""
         return self.captured
 
     def _inputs(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
@@ -404,7 +404,7 @@ class Step(Changing):
         return values | {n: change(x).to(self.compiled.device) for n, x in {**named_batch(batch), **self.lifted(batch)}.items()}
 
     def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
-        """The captured step of the whole batch by the interpreter, from changed inputs."""
+        """The captured step of the full batch by the interpreter, from changed inputs."""
         values, whole = self._inputs(batch, change), cast(Captured, self._whole).program
         return interp.run_global(whole, {n: values[n] for n in whole.input_names})
 

@@ -66,7 +66,7 @@ Index = Mapping[str, Saved]
 
 
 class Boxes(Tensor):
-    """A rank's part of a tensor as torch's distributed checkpoint takes it: the boxes of the whole that it holds, one or, of a cut inside a dim,
+    """A rank's part of a tensor as torch's distributed checkpoint takes it: the boxes of the full tensor that it holds, one or, of a sharding inside a dim,
     several. Itself it is empty; torch looks for boxes in tensors only."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -99,7 +99,7 @@ class Boxes(Tensor):
 
 
 def _runs(positions: list[int]) -> list[tuple[int, int, int]]:
-    """Ascending positions as runs of neighbours: where each begins in the whole and here, and how long it is."""
+    """Ascending positions as runs of neighbours: where each begins in the full tensor and here, and how long it is."""
     begins = [i for i, x in enumerate(positions) if i == 0 or x != positions[i - 1] + 1]
     return [(positions[a], a, b - a) for a, b in itertools.pairwise([*begins, len(positions)])]
 
@@ -200,7 +200,7 @@ def _header(chunks: Iterable[tuple[Any, Any]], ends: list[int], sizes: list[int]
 
 
 def _box(name: str, shape: Any, chunk: Any) -> str:
-    """`w` for the whole, `w[0:4,8:16]` for a part of it."""
+    """`w` for the full tensor, `w[0:4,8:16]` for a part of it."""
     if list(shape) == list(chunk.sizes):
         return name
     return f"{name}[{','.join(f'{a}:{a + n}' for a, n in zip(chunk.offsets, chunk.sizes, strict=True))}]"

@@ -43,7 +43,7 @@ def begin_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None, examp
 
 
 def _lines(model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any) -> Iterator[str]:
-    """What ranks must have alike, a line for each thing."""
+    """What must be the same on all ranks, a line for each thing."""
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, t in tensors:
             yield f"{kind} {name}: {t.dtype} {list(t.shape)}{' frozen' * (not t.requires_grad and kind == 'parameter')}"
@@ -69,7 +69,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
 
 
 def _takes_rank_0s(t: Tensor, device: torch.device) -> bool:
-    """Whether the values were rank 0's already; now they are. They travel from the device where the processes speak from there."""
+    """Whether the values were rank 0's already; now they are. They are sent from the device where the processes speak from there."""
     if t.is_meta or hasattr(t, "to_local"):
         return True
     where = torch.device("cpu") if dist.get_backend() == "gloo" else device
@@ -113,7 +113,7 @@ class Together:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Inside, what this rank raises is told to those who ask it something."""
+        """Inside, what this rank raises is reported to those who ask it something."""
         try:
             yield
         except Exception as error:

@@ -1,6 +1,6 @@
 """A Hugging Face `Trainer` whose training step is weft's: `Trainer(..., plan="dp2")` in a script that `weft run` starts.
 
-Every rank reads whole batches in one process's order, so that plans, last small batches and token counts mean what they mean there.
+Every rank reads full batches in one process's order, so that plans, last small batches and token counts mean what they mean there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **more)
         self.plan, self.settings, self.step = plan, dict(settings or {}), None
         self.accelerator.prepare_model = lambda model, **_: model  # weft has what DDP would do
-        self.args.average_tokens_across_devices = False  # every rank counts the tokens of the whole batch
+        self.args.average_tokens_across_devices = False  # every rank counts the tokens of the full batch
         self._require()
 
     step: Step | None
@@ -45,7 +45,7 @@ class Trainer(transformers.Trainer):
                 try_=("plan='dp2,micro4' with a larger per_device_train_batch_size, for accumulation", "bf16=True", "plan='dp2,zero3'"),
             )
 
-    # -- whole batches on every rank ---------------------------------------------------------------------------------------------
+    # -- full batches on every rank ---------------------------------------------------------------------------------------------
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **more: Any) -> Any:
         if not is_training:

@@ -1,4 +1,4 @@
-"""Whether a step can be trusted: its plan is checked against the model before it runs, a loss that is no number does no harm,
+"""Whether a step can be trusted: its plan is checked against the model before it runs, a loss that is NaN or Inf does no harm,
 and a deterministic run gives the same bits again."""
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ def _with_inputs(single: Program, sharded: Program) -> Program:
 
 
 def _without_more(single: Program, sharded: Program) -> Program:
-    """Only the outputs that both have: a measurement beside the step is no part of it."""
+    """Only the outputs that both have: a measurement next to the step is no part of it."""
     more = [name for name, _ in sharded.outputs if name not in single.output_names]
     return sharded.with_outputs([o for o in sharded.outputs if o[0] not in more], "") if more else sharded
 
 
-# -- losses that are no number ---------------------------------------------------------------------------------------------------------
+# -- losses that are NaN or Inf ---------------------------------------------------------------------------------------------------------
 
 
 class Losses:
-    """Looks at losses as they come. On an accelerator one is looked at while the next step runs, so that nothing waits."""
+    """Looks at losses as they arrive. On an accelerator one is looked at while the next step runs, so that nothing waits."""
 
     def __init__(self, on_nan: str) -> None:
         if on_nan not in ON_NAN:

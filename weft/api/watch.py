@@ -2,7 +2,7 @@
 
 One thread per process looks at where the main thread is, and whether the device is done with the step it was given. A rank that has
 waited at one line of its program for too long asks the others, through the store the processes met at, where they are. `WEFT_TIMEOUT`
-sets the limit in seconds; 0 turns it off. That the thread itself can run is told to the launcher, if there is one.
+sets the limit in seconds; 0 turns it off. That the thread itself can run is reported to the launcher, if there is one.
 """
 
 from __future__ import annotations

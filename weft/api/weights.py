@@ -1,5 +1,5 @@
 """Values of a module that has none (`with torch.device("meta")`): each rank reads its slices of a Hugging Face folder, or of what the module's own
-initialisation gives, one tensor or one module at a time; and writes such a folder, every tensor whole in one file, from all ranks.
+initialisation gives, one tensor or one module at a time; and writes such a folder, every tensor in full in one file, from all ranks.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Weights:
 
 
 def _materialise(m: nn.Module) -> None:
-    """Memory for a module's own tensors; what no initialisation writes would be seen, as no number."""
+    """Memory for a module's own tensors; what no initialisation writes would be seen, as NaN."""
     for table in (m._parameters, m._buffers):
         for k, t in table.items():
             if t is not None and t.is_meta:
@@ -255,7 +255,7 @@ def files_for(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], size: 
 
 
 def write_folder(folder: Path, files: Sequence[File], full: Callable[[str], Tensor], rank: int, world: int) -> None:
-    """Every file by one rank; a tensor is made whole when its turn comes, by all ranks, and let go."""
+    """Every file by one rank; a tensor is gathered when its turn comes, by all ranks, and let go."""
     for k, file in enumerate(files):
         mine: BinaryIO | None = (folder / f"{file.name}.partial").open("wb") if k % world == rank else None
         try:

@@ -1,4 +1,4 @@
-"""`weft bench NAME`: every bench/*.py beside the package that has `register(app)`, imported only when asked for."""
+"""`weft bench NAME`: every bench/*.py next to the package that has `register(app)`, imported only when asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft diff A B`: what two plans decide and foresee differently."""
+"""`weft diff A B`: what two plans decide and predict differently."""
 
 from __future__ import annotations
 

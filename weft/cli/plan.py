@@ -102,7 +102,7 @@ def plan(
 
 
 def read_dtensor(path: str) -> dict[str, str]:
-    """A user's plan: modules by pattern, each with how `parallelize_module` cuts it."""
+    """A user's plan: modules by pattern, each with how `parallelize_module` shards it."""
     import json
     from pathlib import Path
 

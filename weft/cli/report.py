@@ -1,4 +1,4 @@
-"""`weft report PLAN_OR_RUN`: one self-contained page of a plan or of a training run, and a trace for Perfetto beside it."""
+"""`weft report PLAN_OR_RUN`: one self-contained page of a plan or of a training run, and a trace for Perfetto next to it."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def simulate(
 
 
 def _whole(recompute: str) -> str:
-    """Recompute of every layer alike; a mix is what a plan makes of its own memory."""
+    """The same recompute of every layer; a mix is what a plan makes of its own memory."""
     from weft.core.errors import PlanError
     from weft.plan.setting import MIXED, RECOMPUTE
 
@@ -183,7 +183,7 @@ def _show_memory(step: SimulatedStep, answer: Fit) -> None:
 
 
 def _save_trace(step: SimulatedStep, layers: Mapping[str, Timeline], path: str) -> None:
-    """The stages of the whole step, and beside them one layer op by op."""
+    """The stages of the full step, and next to them one layer op by op."""
     import json
     from pathlib import Path
 

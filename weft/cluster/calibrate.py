@@ -1,6 +1,6 @@
 """Measure the machine at hand and write what was found as a profile.
 
-A known device keeps its datasheet constants; for others the best rate seen stands in for the peak. Constants of the product
+A known device keeps its datasheet constants; for others the best rate seen stands in for the peak. Constants of the matmul
 surface and of the links are fitted to the samples by going round the logarithms of one constant after another.
 """
 
@@ -119,7 +119,7 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
 
 
 def _with_scores(device: Device, stored: Mapping[str, float], by: str) -> Device:
-    """With scores a second that attention passes over in memory, besides its products and exponentials."""
+    """With scores a second that attention passes over in memory, besides its matmuls and exponentials."""
     heads = passes.SAMPLES * passes.HEADS
     count = heads * passes.KEYS**2
     one = kernels.product(device, passes.KEYS, passes.KEYS, passes.WIDTH, heads, "fp32")
@@ -131,7 +131,7 @@ def _with_scores(device: Device, stored: Mapping[str, float], by: str) -> Device
 
 
 def _in_a_step(device: Device, step: float, by: str) -> Device:
-    """With what products lose among other ops, of a step whose other ops are priced: cold caches, new memory, the calls themselves."""
+    """With what matmuls lose among other ops, of a step whose other ops are priced: cold caches, new memory, the calls themselves."""
     rows, width = measure.ROWS, measure.WIDTH
     large, small = 4 * width * rows, width * rows
     sizes = ((rows, 4 * width, width), (rows, width, 4 * width), (4 * width, width, rows))

@@ -36,7 +36,7 @@ class Ranks:
 
 
 def wire(kind: str, size: int) -> float:
-    """Bytes a rank sends for each byte of the whole tensor (of its own part, for all_to_all and send)."""
+    """Bytes a rank sends for each byte of the full tensor (of its own part, for all_to_all and send)."""
     share = (size - 1) / size
     factors = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, "all_to_all": share}
     if kind not in KINDS:
@@ -45,7 +45,7 @@ def wire(kind: str, size: int) -> float:
 
 
 def seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks, copies: int = 1) -> float:
-    """Time of one collective of `size` bytes: the whole tensor, or one rank's part for all_to_all and send. Of an all_to_all `copies` of each
+    """Time of one collective of `size` bytes: the full tensor, or one rank's part for all_to_all and send. Of an all_to_all `copies` of each
     row go to as many ranks by chance, and one into each block that has some of them."""
     if ranks.size == 1 or size == 0:
         return 0.0

@@ -1,16 +1,16 @@
 """How long one kernel takes on one device.
 
-A product of [m, k] and [k, n] is cut into tiles of tm x tn that the units of the device take in waves, k in `s` pieces where few tiles are
-left (then their sums are added up); the best tile and cut win:
+A matmul of [m, k] and [k, n] is split into tiles of tm x tn that the units of the device take in waves, k in `s` pieces where few tiles are
+left (then their sums are added up); the best tile and split win:
 
     t = launch + | waves * (tile + max(2 * (tm * tn + half) * k / (s * r), (tm + tn) * k * w / (s * unit))),
                    bytes / memory,  tiles * (tm + tn) * k * w / (s * cache) |  +  [s > 1] (split + 4 * m * n * (s + 1) / cache)
     r = peak * efficiency * sustained * a / units,     tiles = s * batch * ceil(m / tm) * ceil(n / tn)
 
-|x, y, z| is the norm of exponent `joined` (their largest where none is given): how well computing, memory and cache run beside each
-other. A last wave that is not full costs a whole one to the share `whole`. `half` says how much small tiles lose, `a` what rows cost that
+|x, y, z| is the norm of exponent `joined` (their largest where none is given): how well computing, memory and cache overlap with each
+other. A last wave that is not full costs a full one to the share `whole`. `half` says how much small tiles lose, `a` what rows cost that
 no 16-byte load can take (measured for each number of missing factors of two, or a = misaligned ** (missing / 3)). A constant may have a
-value of its own for a dtype (`gemm.half.fp8`). A device of one unit takes the product as one tile. All else is bytes over bandwidth, or flops
+value of its own for a dtype (`gemm.half.fp8`). A device of one unit takes the matmul as one tile. All else is bytes over bandwidth, or flops
 over a rate.
 """
 
@@ -35,13 +35,13 @@ _WHOLE_K = np.array([(tm, tn, 1) for tm, tn in TILES], dtype=float).T
 
 
 def product(device: Device, m: Any, n: Any, k: Any, batch: int, dtype: str, aligned: Any = None) -> Any:
-    """Seconds of [m, k] x [k, n], `batch` times; of many products at once where sizes are arrays. `aligned` are sizes its tensors are contiguous along."""
+    """Seconds of [m, k] x [k, n], `batch` times; of many matmuls at once where sizes are arrays. `aligned` are sizes its tensors are contiguous along."""
     rate = device.peak(dtype) * _of(device, "gemm", dtype, "efficiency") * device.get("gemm.sustained", 1.0)
     rate = rate * _alignment(device, dtype, (n, k) if aligned is None else aligned)
     launch = _of(device, "gemm", dtype, "launch", device.get("kernel.launch"))
     memory = device.get("memory.bandwidth") * _of(device, "gemm", dtype, "memory", device.get("memory.efficiency"))
     width = WIDTH[dtype]
-    if device.get("units") == 1:  # takes the whole and wastes no part of a tile
+    if device.get("units") == 1:  # takes all of it and wastes no part of a tile
         moved = batch * (m * k + k * n + m * n) * width
         return launch + np.maximum(_of(device, "gemm", dtype, "tile") + 2 * batch * (m * n + _of(device, "gemm", dtype, "half")) * k / rate, moved / memory)
     wrote = batch * m * n * max(2, width) / (memory * _of(device, "gemm", dtype, "write", 1.0))
@@ -80,7 +80,7 @@ def _of(device: Device, kind: str, dtype: str, name: str, default: float | None 
 
 
 def kept_width(dtype: str) -> float:
-    """Bytes of an element of parameters and activations where products are computed in a dtype: narrow ones are made for each product."""
+    """Bytes of an element of parameters and activations where matmuls are computed in a dtype: narrow ones are made for each matmul."""
     return max(2.0, WIDTH[dtype])
 
 
@@ -114,7 +114,7 @@ def attention(
     back: bool = False, launches: int = 1, window: Any = 0, kind: str = "attention",
 ) -> Any:  # fmt: skip
     """Seconds of attention in one kernel that moves `size` bytes: units share out tiles of queries, and one of them meets the tiles of
-    keys that its mask and window leave, one after the other. The backward has five products for two. `kind` is "context" of kernels that
+    keys that its mask and window leave, one after the other. The backward has five matmuls for two. `kind` is "context" of kernels that
     read and fill a paged cache."""
     narrow, wide = device.get(f"{kind}.narrow", 0.3), device.get(f"{kind}.wide", 0.0)
     rate = device.peak(dtype) * device.get(f"{kind}.{'backward' if back else 'forward'}")
@@ -131,7 +131,7 @@ def attention(
 
 
 def tiles_of_keys(device: Device, queries: Any, keys: Any, causal: bool, window: Any, kind: str = "attention") -> tuple[Any, Any]:
-    """The most tiles of keys that a tile of queries meets, and how many on average. Those on the diagonal count whole where the device
+    """The most tiles of keys that a tile of queries meets, and how many on average. Those on the diagonal count in full where the device
     tells what a tile of queries costs before its first; a device of one unit has no tiles, but reaches half of its rate over so many keys."""
     across = np.maximum(1.0, np.ceil(keys / TILE))
     if device.get("units") == 1:
@@ -157,7 +157,7 @@ def decode(device: Device, batch: Any, heads: Any, shared: Any, keys: Any, head_
 
 def experts(device: Device, tokens: Any, hidden: Any, inner: Any, top: Any, count: Any, ranks: Any, dtype: str, gated: Any = True, skew: Any = 0.0) -> Any:
     """Seconds of one layer of experts on one of `ranks` ranks that share `count` experts out: routing, rows brought to their experts, both
-    products, the activation and the sum. `tokens` are those of all its ranks; `skew` the exponent of a power law of how experts are chosen."""
+    matmuls, the activation and the sum. `tokens` are those of all its ranks; `skew` the exponent of a power law of how experts are chosen."""
     own, chosen = np.maximum(1.0, count / ranks), tokens * top / ranks
     rows = chosen * np.where(np.asarray(skew) > 0, np.minimum(ranks, 1 + device.get("experts.skew", 0.0) * skew * np.minimum(ranks, 4)), 1.0)
     used = np.maximum(1.0, own * (1 - np.exp(-chosen / own)))  # experts that some row goes to
@@ -170,7 +170,7 @@ def experts(device: Device, tokens: Any, hidden: Any, inner: Any, top: Any, coun
 
 
 def grouped(device: Device, m: Any, n: Any, k: Any, groups: Any, dtype: str) -> Any:
-    """Seconds of a product for each of some groups whose rows the device counts, in one kernel: of a narrow dtype where that is the faster."""
+    """Seconds of a matmul for each of some groups whose rows the device counts, in one kernel: of a narrow dtype where that is the faster."""
     kinds = [d for d in (dtype, "bf16") if f"experts.memory.{LIKE.get(d, d)}" in device.constants]
     return device.get("kernel.launch") + np.minimum.reduce([_grouped(device, m, n, k, groups, d) for d in kinds])
 

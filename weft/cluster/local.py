@@ -33,7 +33,7 @@ _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of `size` bytes (the whole tensor; one rank's part for all_to_all) over `ranks` processes."""
+    """A collective of `size` bytes (the full tensor; one rank's part for all_to_all) over `ranks` processes."""
 
     kind: str
     size: int
@@ -82,7 +82,7 @@ def _worker(rank: int, ranks: int, device: str, store: str, work: Callable[[int]
         pipe.send((None, f"{type(error).__name__}: {error}"))
 
 
-Calls = Callable[[str, torch.Tensor, torch.Tensor], Mapping[str, Callable[[], Any]]]  # each kind, of a whole tensor and of a rank's part
+Calls = Callable[[str, torch.Tensor, torch.Tensor], Mapping[str, Callable[[], Any]]]  # each kind, of a full tensor and of a rank's part
 
 
 def collectives(device: str, ranks: int, calls: Calls | None = None) -> list[Sent]:

@@ -1,4 +1,4 @@
-"""Time kernels of this machine: products, attention, memory, launches. Each result is a sample the fit can predict."""
+"""Time kernels of this machine: matmuls, attention, memory, launches. Each result is a sample the fit can predict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Product:
-    """A product and the seconds it took."""
+    """A matmul and the seconds it took."""
 
     m: int
     n: int
@@ -36,7 +36,7 @@ class Product:
 
 def seconds(fn: Callable[[], Any], device: str, budget: float = 0.06) -> float:
     """Time of one call: the best of five batches long enough for the clock to see, since all that disturbs only adds. On a processor
-    the second best, since its clocks and caches are never at their best for a whole step."""
+    the second best, since its clocks and caches are never at their best for a full step."""
     fn()
     synchronize(device)
     once = _batch(fn, device, 1)
@@ -87,7 +87,7 @@ def time_product(device: str, m: int, n: int, k: int, batch: int, dtype: str) ->
 
 
 def sustained(device: str, span: float = 2.0) -> float:
-    """Rate of a large product after it has run for a while, over its rate at first: what the power limit takes."""
+    """Rate of a large matmul after it has run for a while, over its rate at first: what the power limit takes."""
     size = 8192 if device != "cpu" else 768
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if device != "cpu" else torch.float32)
     time.sleep(0.3)
@@ -100,7 +100,7 @@ def sustained(device: str, span: float = 2.0) -> float:
 
 
 def misaligned(device: str) -> dict[str, float]:
-    """Rates of products whose rows lack one, two or three factors of two of a 16-byte load, over that of one with none missing."""
+    """Rates of matmuls whose rows lack one, two or three factors of two of a 16-byte load, over that of one with none missing."""
     size, dtype = (4096, torch.bfloat16) if device != "cpu" else (512, torch.float32)
     left = torch.randn(size, size, device=device, dtype=dtype)
 
@@ -164,11 +164,11 @@ def math_rate(device: str) -> float:
     return x.numel() / seconds(lambda: F.gelu(x), device, 0.2)
 
 
-DEPTH, ROWS, WIDTH = 3, 512, 384  # of a step that shows what products lose among other ops
+DEPTH, ROWS, WIDTH = 3, 512, 384  # of a step that shows what matmuls lose among other ops
 
 
 def step() -> dict[str, float]:
-    """Seconds of a training step of a few layers (norm, product, gelu, product, residual) on a processor, its usual ones, not the best.
+    """Seconds of a training step of a few layers (norm, matmul, gelu, matmul, residual) on a processor, its usual ones, not the best.
 
     Ranks begin together and wait for the slowest; where others are on the machine too, not for them."""
     shapes = [(4 * WIDTH, WIDTH), (4 * WIDTH,), (WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,), (WIDTH,)]
@@ -231,7 +231,7 @@ def _weights(device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 def _trained(device: str) -> float:
     weights, x = _weights(device)
-    # product and gelu; two products, gelu and a sum back
+    # matmul and gelu; two matmuls, gelu and a sum back
     return seconds(lambda: _forward(weights, x).backward(), device, 0.3) / (6 * LAYERS)
 
 
@@ -244,18 +244,18 @@ def _plain(device: str) -> float:
 def _compiled(device: str) -> float:
     weights, x = _weights(device)
     fast = torch.compile(_forward)
-    return seconds(lambda: fast(weights, x).backward(), device, 0.3) / (5 * LAYERS)  # product and gelu; gelu and two products back
+    return seconds(lambda: fast(weights, x).backward(), device, 0.3) / (5 * LAYERS)  # matmul and gelu; gelu and two matmuls back
 
 
 def workspace() -> dict[str, float]:
-    """Bytes the product library keeps, of the forward's thread and of the backward's, in a process that has done nothing else."""
+    """Bytes the matmul library keeps, of the forward's thread and of the backward's, in a process that has done nothing else."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return {"workspace.bytes": float(pool.apply(_kept))}
 
 
 def _kept() -> int:
-    """What stays allocated after products with and without bias, forward and backward."""
+    """What stays allocated after matmuls with and without bias, forward and backward."""
     before = torch.cuda.memory_allocated()
     w = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (w @ w).sum().backward()
@@ -312,7 +312,7 @@ def _update(x: torch.Tensor) -> Callable[[], Any]:
 
 
 def samples(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is measured, one by one: a name for the progress bar and the measurement, a product or numbers by name."""
+    """What is measured, one by one: a name for the progress bar and the measurement, a matmul or numbers by name."""
     for shape in products(device):
         yield "products", lambda shape=shape: time_product(device, *shape)
     yield "memory", lambda: bandwidth(device)

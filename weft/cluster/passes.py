@@ -18,7 +18,7 @@ SAMPLES, HEADS, KEYS, WIDTH = 8, 8, 64, 64  # of attention as it is defined
 
 
 def among(calls: Sequence[Callable[[], Any]], budget: float = 0.06) -> float:
-    """Seconds of one of several calls alike, each on operands of its own: the thread's own time, the second best round of five.
+    """Seconds of one of several equal calls, each on operands of its own: the thread's own time, the second best round of five.
     Results are kept for a while, so that new ones do not go where the last one was."""
     turns, kept = itertools.cycle(calls), deque[Any](maxlen=len(calls))
 
@@ -73,7 +73,7 @@ def by_op() -> dict[str, float]:
 
 
 def scores() -> dict[str, float]:
-    """Seconds of causal attention as it is defined, its scores in memory, and of its backward: what cut rows run by."""
+    """Seconds of causal attention as it is defined, its scores in memory, and of its backward: what sharded rows run by."""
     from weft.ops.registry import OPS
 
     attrs = {"scale": WIDTH**-0.5, "causal": True}

@@ -117,7 +117,7 @@ def load(name: str) -> Profile:
 
 
 def is_node(name: str) -> bool:
-    """Whether a name is that of a whole node, as instances of a cloud are, and not of one device."""
+    """Whether a name is that of an entire node, as instances of a cloud are, and not of one device."""
     path = _index().get(name.lower())
     return path is not None and name.lower() in (n.lower() for n in _read(path).get("instances", ()))
 

@@ -101,7 +101,7 @@ class Cluster:
         return Cluster("+".join(_written(g, part) for g, part in zip(groups, parts, strict=True) if part), groups)
 
     def slice(self, first: int, count: int) -> Cluster:
-        """The cluster of `count` ranks from `first` on, which must be whole nodes or lie in one."""
+        """The cluster of `count` ranks from `first` on, which must be entire nodes or lie in one."""
         kept, start = [], 0
         for group in self.groups:
             low, high = max(first, start), min(first + count, start + group.devices)
@@ -156,7 +156,7 @@ def _part(text: str) -> Nodes:
         return _nodes(1, int(nodes) if nodes else None, kind, float(gbps) if gbps else None)
     if devices is None and is_node(kind):  # 8xp3.16xlarge is eight nodes
         return _nodes(int(nodes or 1), load(kind).node_size, kind, gbps and float(gbps))
-    if nodes is not None and devices is None:  # 8xA100 is eight devices, whole nodes where they are more than one holds
+    if nodes is not None and devices is None:  # 8xA100 is eight devices, entire nodes where they are more than one holds
         return _spread(int(nodes), load(kind), gbps and float(gbps))
     return _nodes(int(nodes or 1), devices and int(devices), kind, gbps and float(gbps))
 

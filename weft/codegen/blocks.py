@@ -59,7 +59,7 @@ class Chunked:
 
 @dataclass(frozen=True)
 class ChunkLocal(Local):
-    """What a rank knows when it runs one node on one chunk: which indices of the whole it has in hand."""
+    """What a rank knows when it runs one node on one chunk: which indices of the full tensor it has in hand."""
 
     how: dict[Node, tuple[int, int]]
     chunk: int
@@ -225,7 +225,7 @@ class _Chunking:
         return d, math.prod(n.mesh.size(a) for a in self.moving - cut)
 
     def _type(self, n: Node) -> Type:
-        """The type of one chunk: the dim shorter, held as before."""
+        """The type of one chunk: the dim shorter, laid out as before."""
         d, t = self.where[n], n.types[0]
         cut = [a for a in t.mesh.axes if isinstance(t.on(a), S) and t.on(a).dim == d]  # type: ignore[attr-defined]
         each = math.prod(t.mesh.size(a) for a in {*cut, *self.moving}) * self.chunks

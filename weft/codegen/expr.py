@@ -40,8 +40,8 @@ class Slot:
     spread: bool = False  # a copy on every rank, in peer memory
     disposable: bool = False  # this rank's own slice of it may be overwritten once it has been reduced
     inside: str = ""  # the spread slot whose own copy this one is
-    once: bool = False  # one element for the whole row
-    index: bool = False  # no memory: the number of each element in the whole tensor
+    once: bool = False  # one element for the full row
+    index: bool = False  # no memory: the number of each element in the full tensor
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +159,7 @@ def const(number: float) -> Value:
 
 
 def uniform(index: Slot, seed: Value, site: int) -> Value:
-    """A number in [0, 1) for each element, drawn from its place in the whole tensor, so that every way to cut gives the same."""
+    """A number in [0, 1) for each element, drawn from its place in the full tensor, so that every way to shard gives the same."""
     return make("uniform", (load(index), apply("low24", seed), apply("high24", seed)), name=str(int(site)))
 
 

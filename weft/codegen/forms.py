@@ -1,4 +1,4 @@
-"""Several nodes that torch does in one call: a product with its bias, pieces laid side by side, both gradients of a
+"""Several nodes that torch does in one call: a matmul with its bias, pieces laid side by side, both gradients of a
 convolution, the updates of many parameters. Each form is one step of a rank, found in its program.
 """
 

@@ -1,7 +1,7 @@
 """A `fuse` group of a program as a fused group of expressions, and which memory each of its slots is.
 
 Every rank works on its slice: a reduction collective reads all ranks' terms of it, a gather writes it to all ranks.
-Parts of the group that are alike (the same formulas for each of many parameters) become rows of one body.
+Parts of the group that are the same (the same formulas for each of many parameters) become rows of one body.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class _Component:
         return expr.load(self.slot(n, "own"))
 
     def _slice_of(self, n: Node) -> Value:
-        """This rank's slice of a value that it holds whole."""
+        """This rank's slice of a value that it holds in full."""
         if self.whole.axis is None or not isinstance(n.type.on(self.whole.axis), Replicated):
             raise NotFusable("a tensor held in another way than the rest of its group", needed=str(self.domain), found=str(n.type))
         return expr.load(self.slot(n, "whole", spread=self.whole.donate and n in self.whole.kept))
@@ -338,7 +338,7 @@ class _Component:
         )
 
     def _dropout(self, n: Node) -> Value:
-        """The mask is drawn from the element's number in the whole tensor, as everywhere."""
+        """The mask is drawn from the element's number in the full tensor, as everywhere."""
         x, seed, *part = n.args
         if part:
             raise NotFusable(
@@ -360,7 +360,7 @@ class _Component:
         return self._once(expr.total(self.value(x), REDUCES[n.op.name]))
 
     def _once(self, total: Value) -> Value:
-        """A total over all ranks' slices; of what every rank holds whole, a sum has counted it once for each rank."""
+        """A total over all ranks' slices; of what every rank holds in full, a sum has counted it once for each rank."""
         axis = self.whole.axis
         if axis is None or isinstance(self.domain.placement(axis), S) or total.name != "sum":
             return total

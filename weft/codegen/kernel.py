@@ -27,7 +27,7 @@ class Kernel:
     total_kinds: tuple[tuple[str, bool], ...]  # sum, max or min; whether over all rows
     numbers: str
     phases: int
-    bytes_per_element: int  # moved over all ranks, for each element of the whole
+    bytes_per_element: int  # moved over all ranks, for each element of the full tensor
 
 
 def compile_group(group: Group, world: int, target: str = "cpu") -> Kernel:

@@ -1,4 +1,4 @@
-"""How the part of a tensor that an axis cuts lies in a rank's local memory."""
+"""How the part of a tensor that an axis shards lies in a rank's local memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.core.layout import Atom, Layout, O, P, _atom_positions
 
 
 def local_size(atom: Atom, layout: Layout, coords: Mapping[str, int], without: str | None = None) -> int:
-    """Indices of the atom that the rank holds, as if one axis did not cut it."""
+    """Indices of the atom that the rank holds, as if one axis did not shard it."""
     bare = Atom(atom.size, tuple(a for a in atom.cut if a != without))
     start, stop = _atom_positions(bare, layout.mesh, tuple(coords.items()))
     return stop - start
@@ -18,13 +18,13 @@ def local_size(atom: Atom, layout: Layout, coords: Mapping[str, int], without: s
 
 @dataclass(frozen=True)
 class Lie:
-    """How the part an axis cuts lies in a rank's local tensor: [before, mine, after], of `whole` were it not cut."""
+    """How the part an axis shards lies in a rank's local tensor: [before, mine, after], of `whole` were it not sharded."""
 
     before: int
     mine: int
     after: int
     whole: int
-    start: int  # of this rank's piece within the whole part
+    start: int  # of this rank's piece within the full part
 
 
 def lie_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> Lie:

@@ -1,4 +1,4 @@
-"""A program as the list of things one rank does: local shapes, spans of what is cut, groups, and who waits when.
+"""A program as the list of things one rank does: local shapes, spans of what is sharded, groups, and who waits when.
 
 Every rank derives its own list from the same program, in the same order, so collectives meet.
 """

@@ -2,7 +2,7 @@
 
 A collective starts as soon as its operands are there, one of inputs a little ahead of its first reader. The backward pass is done as soon
 as it can be, so that the sums of gradients have the rest of it to hide behind. What only finishes such a sum (the update, the
-gather after it) waits as long as possible: until a few later sums are under way where it has something to send itself or lets go of a whole
+gather after it) waits as long as possible: until a few later sums are under way where it has something to send itself or lets go of a full
 gradient for a slice of it, else until all computation is done; in both cases in the order in which the sums were started, so that the link is
 never idle.
 """
@@ -34,7 +34,7 @@ def is_wire(node: Node) -> bool:
 
 
 def gathers_parameters(program: Program) -> bool:
-    """Whether any parameter is held in slices and made whole for a while, as ZeRO-3 does: memory is what it is short of."""
+    """Whether any parameter is sharded and gathered for a while, as ZeRO-3 does: memory is what it is short of."""
 
     def source(n: Node) -> Node:
         while len(n.args) == 1:
@@ -157,7 +157,7 @@ def tails(program: Program) -> tuple[set[Node], set[Node]]:
 
 
 def _is_work(n: Node) -> bool:
-    """Products and ops kept whole; updates are no more than a sweep over memory."""
+    """Matmuls and ops kept in one piece; updates are no more than a sweep over memory."""
     return n.op.kind is Kind.CONTRACT or n.op.kind is Kind.WHOLE and n.op.unfold is None
 
 

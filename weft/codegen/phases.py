@@ -1,9 +1,9 @@
-"""Cut a fused group where a total over all ranks must be known before work can go on.
+"""Split a fused group where a total over all ranks must be known before work can go on.
 
 Phase p of a value: 0 for what is in memory, max over arguments, plus one for a total.
 What a later phase needs is read again or computed again, whichever moves fewer bytes. Over the values v of a phase:
     choose the cheapest set C of values to read, so that every needed value is computed from C alone
-which is a minimum vertex cut: cost(v) is the bytes to read v (a reduce reads every rank's copy), plus the bytes to have
+which is a minimum vertex separator: cost(v) is the bytes to read v (a reduce reads every rank's copy), plus the bytes to have
 written it where no slot holds it; infinite where v did not exist before this phase.
 """
 
@@ -156,7 +156,7 @@ def min_vertex_cut(needed: list[Value], cost: Callable[[Value], float]) -> list[
 
 
 def _saturate(capacity: dict[int, dict[int, float]], source: int, sink: int) -> set[int]:
-    """Push flow until no path is left; return the side of the cut that `source` is on."""
+    """Push flow until no path is left; return the side of the separator that `source` is on."""
     while True:
         came: dict[int, int] = {source: source}
         queue = deque([source])

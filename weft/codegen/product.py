@@ -1,4 +1,4 @@
-"""A contraction of two operands as the torch product that needs no copy: linear, mm or a batched matmul."""
+"""A contraction of two operands as the torch matmul that needs no copy: linear, mm or a batched matmul."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _labels(a: str, b: str, out: str) -> Labels | None:
 
 
 def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
-    """The product as an expression over the operands' names; None where only einsum will do."""
+    """The matmul as an expression over the operands' names; None where only einsum will do."""
     found = _read(n, at)
     if found is None:
         return None
@@ -44,7 +44,7 @@ def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
 
 
 def matrices(n: Node, args: Sequence[str], at: Mapping[str, int]) -> tuple[str, str] | None:
-    """The operands as two matrices whose product is the result as it lies; None where it is no matrix."""
+    """The operands as two matrices whose matmul is the result as it lies; None where it is no matrix."""
     found = _read(n, at)
     if found is None or found[3].batch or n.ndim != 2 or _is_scaled(n):
         return None

@@ -21,7 +21,7 @@ FLASH = {
 
 HALF = (torch.bfloat16, torch.float16)
 _SITES = itertools.count()  # of copies that are kept by the host, in all programs of this process
-WIDE, ROOM = 128, 1 << 30  # numbers in a head, and bytes of scores that may be held for it
+WIDE, ROOM = 128, 1 << 30  # numbers in a head, and bytes of scores that may be in memory for it
 
 
 def _rows_whole(q: Node, k: Node) -> bool:
@@ -31,7 +31,7 @@ def _rows_whole(q: Node, k: Node) -> bool:
 
 
 def _products_are_quicker(q: Node, k: Node) -> bool:
-    """torch's kernel for f32 leaves the tensor cores to others: with wide heads two products and a softmax take half its time."""
+    """torch's kernel for f32 leaves the tensor cores to others: with wide heads two matmuls and a softmax take half its time."""
     scores = 4 * math.prod((*q.type.layout.largest_local[:4], k.type.layout.largest_local[2]))
     rounded = torch.get_float32_matmul_precision() != "highest"
     return q.dtype == torch.float32 and rounded and q.shape[-1] >= WIDE and scores <= ROOM
@@ -95,7 +95,7 @@ def _unsmoothed(n: Node, device: str) -> bool:
 
 
 def _grouped(first: int) -> Test:
-    """Where torch multiplies groups of rows without asking the host for their sizes: bf16 on a GPU, rows of whole 16 bytes."""
+    """Where torch multiplies groups of rows without asking the host for their sizes: bf16 on a GPU, rows of a multiple of 16 bytes."""
 
     def test(n: Node, device: str) -> bool:
         x, up = n.args[first], n.args[first + 3]

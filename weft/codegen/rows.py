@@ -1,4 +1,4 @@
-"""Which runs of memory a fused body works on: rows, so cut that every tensor of the group runs straight through each.
+"""Which runs of memory a fused body works on: rows, so split that every tensor of the group runs straight through each.
 
 All ranks have the same rows, those of the rank with the largest slice; a row this rank has nothing of is empty.
 """
@@ -13,7 +13,7 @@ from weft.core.errors import KernelError
 from weft.core.layout import Layout
 from weft.core.node import Node
 
-WHOLE = ("terms", "whole", "gathered")  # held whole, of which the slice is used
+WHOLE = ("terms", "whole", "gathered")  # replicated, of which the slice is used
 
 
 class NotFusable(KernelError):
@@ -21,7 +21,7 @@ class NotFusable(KernelError):
 
 
 class Rows:
-    """Rows over the slice that `domain` gives the rank at `coords`, cut along `axis`."""
+    """Rows over the slice that `domain` gives the rank at `coords`, sharded along `axis`."""
 
     def __init__(self, domain: Layout, axis: str | None, coords: Mapping[str, int]) -> None:
         self.domain, self.axis, self.coords = domain, axis, coords
@@ -30,11 +30,11 @@ class Rows:
         self.depth = 0  # dims that are rows of their own
 
     def add(self, node: Node, role: str) -> None:
-        """Cut rows short enough for this tensor too."""
+        """Split rows short enough for this tensor too."""
         self.depth = max(self.depth, self._broken_at(node, role))
 
     def is_once(self, node: Node, role: str) -> bool:
-        """Whether one element of the tensor serves a whole row."""
+        """Whether one element of the tensor serves a full row."""
         return role == "own" and self._aligned(node, self.first)[-1:] < self.largest[-1:]
 
     @property
@@ -46,7 +46,7 @@ class Rows:
         return tuple(mine if self._is_here(index) else 0 for index in self._indices())
 
     def offsets(self, node: Node, role: str) -> tuple[int, ...]:
-        """Where each row starts in the tensor; for role "index", the number of its first element in the whole."""
+        """Where each row starts in the tensor; for role "index", the number of its first element in the full tensor."""
         if role == "index":
             return tuple(self._numbers())
         strides = self._strides(node)

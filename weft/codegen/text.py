@@ -85,7 +85,7 @@ class Writer:
 
 
 def bare(text: str) -> str:
-    """`text` without parentheses around the whole of it."""
+    """`text` without parentheses around all of it."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0

@@ -1,4 +1,4 @@
-"""A fused group as C++: one function for the whole group, one sweep over the rows per phase.
+"""A fused group as C++: one function for the full group, one sweep over the rows per phase.
 
 A row of the table is: elements, index of its scalars, first row of the same tensor, then addresses, one per slot or one per
 rank for spread slots. Sums over a tensor in several rows are added up at its first.

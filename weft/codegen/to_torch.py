@@ -146,7 +146,7 @@ class _Writer:
         return f"{self.var[n]}, *{self.statistics[n]}"
 
     def term(self, n: Node) -> None:
-        """What ranks sum, made where the kernel that sums it reads it, if it is a product; else anywhere, to be brought there."""
+        """What ranks sum, made where the kernel that sums it reads it, if it is a matmul; else anywhere, to be brought there."""
         call, argument = self.rooms[n]
         pair = matrices(n, [self.tensor(a) for a in n.args], self.at)
         self.line(f"{self.var[n]} = {self.expression(n)}", n)
@@ -156,7 +156,7 @@ class _Writer:
             self.elsewhere[self.lines[-1]] = anywhere
 
     def value(self, n: Node) -> str:
-        """Its name, or the number it is, for what takes a number beside a tensor."""
+        """Its name, or the number it is, for what takes a number next to a tensor."""
         return self.var[n] if n in self.var else python(n.attr("value"))
 
     def tensor(self, n: Node) -> str:
@@ -323,7 +323,7 @@ class _Writer:
 
 
 def _beside(user: Node, n: Node) -> bool:
-    """Whether a constant stands beside a tensor of its dtype: as a number there it is the same, and compilers do more with numbers."""
+    """Whether a constant stands next to a tensor of its dtype: as a number there it is the same, and compilers do more with numbers."""
     return n.op.name == "const" and user.op.name in INFIX and any(a.op.name != "const" and a.dtype == n.dtype for a in user.args)
 
 
@@ -345,7 +345,7 @@ def _rooms(rp: RankProgram) -> dict[Node, tuple[str, int]]:
 
 
 def _updates(step: Step) -> bool:
-    """Whether it overwrites state, or is a kernel of ours that may stand beside what does."""
+    """Whether it overwrites state, or is a kernel of ours that may stand next to what does."""
     return isinstance(step.what, Block) and bool(step.what.calls) or isinstance(step.what, Form) and step.what.last
 
 
@@ -355,7 +355,7 @@ def _variable(name: str) -> str:
 
 
 def _expanded(have: Layout, want: Layout, axis: str, at: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """The local operand with both cut dims written as [before, part, after], and where the two parts are."""
+    """The local operand with both sharded dims written as [before, part, after], and where the two parts are."""
     old, new = have.where_cut(axis), want.where_cut(axis)
     assert old is not None and new is not None
     local, view, where = have.local_shape(at), list[int](), dict[int, int]()

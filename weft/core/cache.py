@@ -151,7 +151,7 @@ def _unsafe(path: Path, found: os.stat_result) -> KernelError:
     )
 
 
-# --- one entry: the file, and beside it the sum of what was written
+# --- one entry: the file, and next to it the sum of what was written
 
 
 def _kept(path: Path, make: Callable[[Path], None]) -> Path:
@@ -164,7 +164,7 @@ def _kept(path: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _write(path: Path, make: Callable[[Path], None]) -> None:
-    """Written beside its place and moved there, so that nobody finds half of it."""
+    """Written next to its place and moved there, so that nobody finds half of it."""
     draft = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         make(draft)
@@ -179,7 +179,7 @@ def _write(path: Path, make: Callable[[Path], None]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there as it was written: a full disk or a crash may have cut it."""
+    """Whether the file is there as it was written: a full disk or a crash may have truncated it."""
     try:
         return _sum_of(path).read_text() == _sum(path)
     except (FileNotFoundError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
 """Layouts to DTensor placements and back, in mesh-axis order; what one side cannot say is a LayoutError, not a guess.
 
-DTensor cuts what a rank holds, axis after axis: Shard(d) into chunks, _StridedShard(d, k) each of k blocks into chunks.
-So an atom becomes a Shard when nothing whole stands before it in its dim by then, and a _StridedShard otherwise.
+DTensor shards what a rank holds, axis after axis: Shard(d) into chunks, _StridedShard(d, k) each of k blocks into chunks.
+So an atom becomes a Shard when nothing replicated stands before it in its dim by then, and a _StridedShard otherwise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _shard(layout: Layout, axis: str, dim: int) -> Any:
 
 
 def _left(atom: Atom, before: Sequence[str], mesh: Mesh) -> int:
-    """What the first rank holds of the atom once the axes before have cut it."""
+    """What the first rank holds of the atom once the axes before have sharded it."""
     size = atom.size
     for axis in atom.cut:
         size = -(-size // mesh.sizes[axis]) if axis in before else size
@@ -88,7 +88,7 @@ def _placed(layout: Layout, axis: str, placement: Any) -> Layout:
 
 
 def _within(layout: Layout, axis: str, dim: int, blocks: int) -> int:
-    """The inner part of the dim that is cut when each of `blocks` blocks of what a rank holds is."""
+    """The inner part of the dim that is sharded when each of `blocks` blocks of what a rank holds is."""
     atoms, need = list(finest(layout.dims[dim], layout.mesh)[0]), blocks
     while atoms and (need > 1 or _left(atoms[0], layout.mesh.axes, layout.mesh) == 1):
         atom = atoms.pop(0)
@@ -104,7 +104,7 @@ def _within(layout: Layout, axis: str, dim: int, blocks: int) -> int:
 
 
 def _require_same(layout: Layout, placements: Sequence[Any]) -> None:
-    """What the layout says must be what was given: an axis that cuts across atoms has no layout."""
+    """What the layout says must be what was given: an axis that shards across atoms has no layout."""
     try:
         said = to_placements(layout)
     except LayoutError:

@@ -22,7 +22,7 @@ def read_json(path: str | Path, limit: int = BYTES) -> Any:
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """What JSON text says; no key twice, no number that is not finite or longer than DIGITS, nothing deeper than DEPTH."""
+    """What JSON text says; no key twice, only finite numbers no longer than DIGITS, nothing deeper than DEPTH."""
     try:
         text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
         value = json.loads(text, object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant)

@@ -1,8 +1,8 @@
 """How the ranks of a mesh hold one global tensor.
 
-A dim is an ordered product of atoms; an atom is cut by zero or more mesh axes, nested in mesh order, by torch.chunk's rule.
-An axis that cuts no atom holds the whole value (R), a term of it (P) or holds it at one rank only (O).
-Dims are kept canonical, so two dims that give every index to the same ranks are written alike and compare equal.
+A dim is an ordered product of atoms; an atom is sharded by zero or more mesh axes, nested in mesh order, by torch.chunk's rule.
+An axis that shards no atom holds the full value (R), a term of it (P) or holds it at one rank only (O).
+Dims are kept canonical, so two dims that give every index to the same ranks are written the same and compare equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.core.mesh import REDUCTIONS, Mesh, O, P, Placement, R, Replicated, S, 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One factor of a dim, and the axes that cut it, outermost first."""
+    """One factor of a dim, and the axes that shard it, outermost first."""
 
     size: int
     cut: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ def _join(left: Atom, right: Atom, mesh: Mesh) -> Atom | None:
 
 
 def _attach(atoms: list[Atom], axis: str, mesh: Mesh) -> list[Atom]:
-    """The dim with an axis that cuts single elements only: on the first atom where that is what it does, else on one of size 1."""
+    """The dim with an axis that shards single elements only: on the first atom where that is what it does, else on one of size 1."""
     want = finest((*atoms, Atom(1, (axis,))), mesh)
     for k, atom in enumerate(atoms):
         new = [*atoms[:k], Atom(atom.size, tuple(_in_order((*atom.cut, axis), mesh))), *atoms[k + 1 :]]
@@ -81,7 +81,7 @@ def _in_order(axes: Iterable[str], mesh: Mesh) -> list[str]:
 
 @lru_cache(maxsize=65536)
 def finest(dim: Dim, mesh: Mesh) -> tuple[Dim, tuple[str, ...]]:
-    """The dim as a product of its smallest atoms, and the axes that cut single elements only.
+    """The dim as its smallest atoms, and the axes that shard single elements only.
 
     Dims that give each index to the same ranks have the same smallest atoms. Of a lone axis only the first rank holds anything.
     """
@@ -99,7 +99,7 @@ def finest(dim: Dim, mesh: Mesh) -> tuple[Dim, tuple[str, ...]]:
 
 
 def _smallest(atom: Atom, mesh: Mesh) -> Iterator[Atom]:
-    """The atom as a product; axes that cut single elements only are left out."""
+    """The atom as smaller ones; axes that shard single elements only are left out."""
     cut = _that_cut(atom, mesh)
     if not cut:
         yield Atom(atom.size)
@@ -115,7 +115,7 @@ def _smallest(atom: Atom, mesh: Mesh) -> Iterator[Atom]:
 
 
 def _that_cut(atom: Atom, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that cut a piece of more than one element into more than one."""
+    """The axes that shard a piece of more than one element into more than one."""
     left, cut = atom.size, []
     for axis in atom.cut:
         if left > 1 and mesh.sizes[axis] > 1:
@@ -162,7 +162,7 @@ class Layout:
 
     @staticmethod
     def of(mesh: Mesh, shape: tuple[int, ...], placements: Mapping[str, Placement] | None = None) -> Layout:
-        """The layout of `shape` with the placements given; every other axis holds the whole value."""
+        """The layout of `shape` with the placements given; every other axis holds the full value."""
         odd = [n for n in shape if int(n) != n or n < 0]
         if odd:
             raise LayoutError("not a shape", needed="integer sizes, 0 or more", found=str(list(shape)))
@@ -416,7 +416,7 @@ class Layout:
 
 
 def split_at(dim: Dim, within: int, mesh: Mesh) -> tuple[Dim, Dim] | None:
-    """The dim as outer x `within`, no cut straddling; None where that cannot be."""
+    """The dim as outer x `within`, no sharding straddling; None where that cannot be."""
     atoms, lone = finest(dim, mesh)
     outer, need = list(atoms), within
     inner: list[Atom] = []
@@ -439,7 +439,7 @@ def show_dim(dim: Dim) -> str:
 
 
 def show_layout(layout: Layout) -> str:
-    """`[16*8192, 4096] dp:S(0) tp:S(0.1)`: dims as products of atoms, then what each axis holds."""
+    """`[16*8192, 4096] dp:S(0) tp:S(0.1)`: dims as product of atoms, then what each axis holds."""
     return f"[{', '.join(map(show_dim, layout.dims))}]" + "".join(f" {a}:{_show_place(layout, a)}" for a in layout.mesh.axes)
 
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 from weft.core import cache
 from weft.core.errors import KernelError
 
-# No -ffast-math: it would flush denormals for the whole process, and a NaN gradient must stay a NaN.
+# No -ffast-math: it would flush denormals for the full process, and a NaN gradient must stay a NaN.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno",
          "-fno-trapping-math", "-ffp-contract=fast", "-Wall",
          *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()))  # fmt: skip

@@ -103,19 +103,19 @@ class Op:
     equation: Function = None  # (types, attrs) -> labels of operands and results; None where it infers its types itself
     arity: int | None = None  # of an equation that takes any number
     linear: Linear | tuple[frozenset[int], ...] = Linear.NONE
-    monotone: Any = ()  # operand sets through which a pending max or min passes
+    monotone: Any = ()  # operand sets through which a partial max or min passes
     local: Function = None  # what a rank does where it must know which slice it holds
     vjp: Function = None  # cotangents of the operands, in weft ops
     written: Function = None  # it in other ops, by which it is differentiated where it has no vjp
-    across: Function = None  # it in other ops, collectives among them, where a dim that it keeps whole is cut
+    across: Function = None  # it in other ops, collectives among them, where a dim that it keeps in one piece is sharded
     sparse_cotangents: bool = False  # whether its vjp takes None for results nobody read
     field: Function = None  # its meaning over integers mod a prime
     normal: Callable[[Attrs], Attrs] = _as_is  # attributes as they are kept
     choices: Mapping[str, Any] | None = None  # values of attributes that rules about it are tried with
     flops: Function = None  # of the busiest rank
-    products: Function = None  # of an op made of products: (m, n, k, how often) of each, on the busiest rank
+    products: Function = None  # of an op made of matmuls: (m, n, k, how often) of each, on the busiest rank
     attends: int | None = None  # of attention and its backward: the operand that is the query, which the key follows
-    traffic: Function = None  # bytes the busiest rank moves, where it does not read every operand whole
+    traffic: Function = None  # bytes the busiest rank moves, where it does not read every operand in full
     beside: int = 0  # small kernels before the one that moves most
     early: bool = False  # whether it is done as soon as its operand is there, however late its result is read
     code: tuple[str, str, str] | None = None  # of a pointwise op: one element of it in numpy, C++ and Triton
@@ -123,7 +123,7 @@ class Op:
     exchange: Function = None  # of a collective: what every rank of a group has afterwards
     wire: Function = None  # of a collective: the share of the bytes that each rank sends
     unfold: Function = None  # of an optimizer's update: it in pointwise ops
-    update: Op | None = None  # of an update by rows: the update of the whole table
+    update: Op | None = None  # of an update by rows: the update of the full table
     defined: Function = None  # of an update by rows: it by its definition
     parts: Function = None  # of an update by rows: the nodes it stands for
     doc: str = ""
@@ -333,7 +333,7 @@ def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
 
 
 def inferred(op: Op, args: tuple[Node, ...], said: tuple[tuple[str, Any], ...]) -> tuple[Type, ...]:
-    """The types of an op's values, worked out once for operands of the same types: the blocks of a model are alike."""
+    """The types of an op's values, worked out once for operands of the same types: the blocks of a model are the same."""
     if op.name == "item":
         return (args[0].types[dict(said)["index"]],)
     return _inferred(op, tuple(_one(a, op) for a in args), said)
@@ -379,7 +379,7 @@ class Symbol:
 
 
 def apply(op: Op, args: tuple[Any, ...], attrs: Attrs) -> Any:
-    """An op on nodes, numbers or symbols; numbers become constants of the dtype of the operands beside them."""
+    """An op on nodes, numbers or symbols; numbers become constants of the dtype of the operands next to them."""
     flat = tuple(x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)))
     symbol = next((a for a in flat if isinstance(a, Symbol)), None)
     if symbol is not None:

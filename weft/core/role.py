@@ -13,7 +13,7 @@ class Role(enum.Enum):
     STATE = "state"  # what the optimizer keeps of a parameter
     SETTING = "setting"  # a number: a learning rate, the count of steps
     SEED = "seed"  # what a micro-batch draws by: the seed, and which of them it is
-    AHEAD = "ahead"  # computed of the whole batch before its micro-batches
+    AHEAD = "ahead"  # computed of the full batch before its micro-batches
 
     def __repr__(self) -> str:
         return self.value

@@ -1,6 +1,6 @@
 """Who gets which graphs: samples given to steps and ranks so that no rank waits long for another.
 
-A rank's time for a set of samples is foreseen as
+A rank's time for a set of samples is predicted as
     t = a * max over samples of levels + b * sum over samples of vertices + c,
 a for a round, b for a vertex; `Cost.fit` finds a, b, c from measured runs. A step takes as long as its slowest rank, so the sum over
 steps of the largest t over ranks is made small: samples of like depth share a step (then few rounds are wasted on one deep graph),
@@ -113,7 +113,7 @@ def at_random(total: int, ranks: int, per_rank: int, seed: int = 0) -> Assignmen
 
 
 def foreseen(graphs: Structure | Sizes, assignment: Assignment, cost: Cost | None = None) -> float:
-    """The foreseen time of all steps, each as long as its slowest rank."""
+    """The predicted time of all steps, each as long as its slowest rank."""
     sizes = graphs if isinstance(graphs, Sizes) else Sizes.of(graphs)
     cost = cost or Cost()
     return sum(max(cost.of(sizes, samples) for samples in step) for step in assignment)

@@ -81,7 +81,7 @@ class Captured:
         return {key: value.clone() for key, value in self._found.items()}
 
     def _one_by_one(self, ready: Callable[[Tensor], Any]) -> dict[Source | int, Tensor]:
-        """Rounds and weights recorded apart, so that the reduction of a gradient runs beside the product for the next one."""
+        """Rounds and weights recorded apart, so that the reduction of a gradient runs overlapped with the matmul for the next one."""
         trained = [w for w in self.plan.weights if w.requires_grad]
         if not self._pieces:
             self._pieces = [replay.record(self._run_rounds_back, self.device)]

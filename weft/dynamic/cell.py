@@ -1,6 +1,6 @@
-"""One class of a vertex function, ready to run: phases cut into steps, every value given its buffer.
+"""One class of a vertex function, ready to run: phases split into steps, every value given its buffer.
 
-A step is a fused kernel, a product, or any other op of torch; all work on a range of rows of the class.
+A step is a fused kernel, a matmul, or any other op of torch; all work on a range of rows of the class.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Cell:
 
 
 def address(traced: Traced) -> Traced:
-    """Say how the gradients of gathered states travel to the children: (state, how) -> value.
+    """Say how the gradients of gathered states are sent to the children: (state, how) -> value.
 
-    Through a slot they travel by place of the parent. To the rest of the children they travel by edge, unless every child
+    Through a slot they are sent by place of the parent. To the rest of the children they are sent by edge, unless every child
     of a vertex gets the same, as under a sum: then by place of the parent too, and nothing is stored per edge.
     """
     for source in [s for s in traced.grads if s.role in ("slot", "edge")]:
@@ -103,7 +103,7 @@ def vias(keys: set[Key], state: str) -> tuple[Via, ...]:
 
 
 def compile_cell(traced: Traced, sent: set[Key], outputs: Mapping[str, Home], fuse: bool) -> Cell:
-    """Cut a (differentiated) function into steps. `sent` are the messages of all classes together."""
+    """Split a (differentiated) function into steps. `sent` are the messages of all classes together."""
     _collect_where_needed(traced)
     phased = assign(narrow(traced))
     if fuse:

@@ -43,7 +43,7 @@ class Exchange:
         return whole if self.kind == "all_gather" else self._mine(whole)
 
     def _mine(self, x: Tensor) -> Tensor:
-        """The part of a value whole along the axis that this rank is to hold."""
+        """The part of a value replicated along the axis that this rank is to hold."""
         dim = _cut_dim(self.want, self.axis)
         return x.index_select(dim, self.want.positions(dim, dict(self.at)).to(x.device))
 

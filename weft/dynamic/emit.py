@@ -1,6 +1,6 @@
 """What every writer of fused kernels needs: which values a kernel loads, keeps and stores, and how to write an expression.
 
-A kernel works on vertex v and lane j. Passes over the edges of v split it: level i comes before the i-th pass.
+A kernel works on vertex v and column j. Passes over the edges of v split it: level i comes before the i-th pass.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Emitter:
 
 
 def column(access: Access, lane: str, over: str = "/") -> str:
-    """The column of a lane: offset + sum over dims of (lane / after % size) * stride."""
+    """The address of a column: offset + sum over dims of (column / after % size) * stride."""
     terms = [str(access.offset)] if access.offset else []
     for i, (after, size, stride) in enumerate(access.dims):
         if stride:

@@ -1,4 +1,4 @@
-"""Fused kernels as C++: for each vertex, for each block of lanes, loops over lanes and over edges.
+"""Fused kernels as C++: for each vertex, for each block of columns, loops over columns and over edges.
 
 The function takes a table of addresses, one per Pointer in order, the rows [lo, hi) of the class to work on, and the number of the
 class's first edge.
@@ -53,7 +53,7 @@ class CppEmitter(Emitter):
         return f"T({x!r})" if abs(x) != float("inf") else f"T({'-' if x < 0 else ''}INFINITY)"
 
     def text(self) -> str:
-        """The whole function."""
+        """The full function."""
         body = [f"    {line}" for line in self._row()]
         if any(" - e0" in line for line in body):
             body.insert(0, f"    const i64 e0 = {self.index('edge_first')}[lo];")
@@ -69,7 +69,7 @@ class CppEmitter(Emitter):
         ])  # fmt: skip
 
     def _row(self) -> Iterator[str]:
-        """All that happens to one block of lanes of one vertex. Kept values have an array each."""
+        """All that happens to one block of columns of one vertex. Kept values have an array each."""
         kept = sorted({*self.kept(), *self.gradients()}, key=lambda n: n.name)
         if kept:
             yield f"T {', '.join(f'{n.name}[{min(BLOCK, self.kernel.lanes)}]' for n in kept)};"
@@ -112,7 +112,7 @@ class CppEmitter(Emitter):
 
 
 class _Loop:
-    """One loop over lanes: rows are found before it, values live inside it."""
+    """One loop over columns: rows are found before it, values live inside it."""
 
     def __init__(self, emitter: CppEmitter) -> None:
         self.emitter, self.kept = emitter, emitter.kept()
@@ -133,7 +133,7 @@ class _Loop:
         for node in sums or ():
             self._add(node)
         yield from self.rows
-        yield "#pragma omp simd"  # lanes never meet, so buffers that overlap do no harm
+        yield "#pragma omp simd"  # columns never meet, so buffers that overlap do no harm
         yield "for (int j = 0; j < m; ++j) {"
         yield from (f"  {line}" for line in self.lines)
         yield "}"

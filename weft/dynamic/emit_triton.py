@@ -1,4 +1,4 @@
-"""Fused kernels as Triton: one program per vertex and block of lanes; values are vectors over the lanes."""
+"""Fused kernels as Triton: one program per vertex and block of columns; values are vectors over the columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.dynamic.store import Pointer, Stores
 from weft.runtime import modules
 
 TYPES = {torch.float32: "tl.float32", torch.float64: "tl.float64"}
-LARGEST = 512  # lanes of a program
+LARGEST = 512  # columns of a program
 HEADER = """\
 import triton
 import triton.language as tl
@@ -83,7 +83,7 @@ class TritonEmitter(Emitter):
         return repr(x) if abs(x) != float("inf") else f'float("{"-" if x < 0 else ""}inf")'
 
     def text(self) -> str:
-        """The whole function."""
+        """The full function."""
         body = [f"    {line}" for line in self._body()]
         if any(" - e0" in line for line in body):
             body.insert(0, f"    e0 = tl.load({self.index('edge_first')} + lo)")

@@ -1,7 +1,7 @@
 """Runs a batch: what is eager at once, then round by round, then what may wait; backwards likewise.
 
-The whole batch is one node of autograd. Its backward replays the rounds from the last to the first and forms every weight
-gradient at the end, in one product over all vertices of a class.
+The full batch is one node of autograd. Its backward replays the rounds from the last to the first and forms every weight
+gradient at the end, in one matmul over all vertices of a class.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan:
     dtype: torch.dtype
     backward: bool
     triton: bool  # what the kernels are written in
-    in_parts: bool = False  # float32 products as several of fewer bits, where torch is told to keep full precision
+    in_parts: bool = False  # float32 matmuls as several of fewer bits, where torch is asked to keep full precision
 
 
 class Batch:
@@ -82,7 +82,7 @@ class Batch:
         return [self._whole(home).index_select(0, self.wanted[name]) for name, home in self.plan.outputs.items()]
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
-        """Gradients of inputs (by source) and of weights (by identity). `ready` is told each weight gradient, and waited for."""
+        """Gradients of inputs (by source) and of weights (by identity). `ready` is given each weight gradient, and waited for."""
         self.rounds_back(grads)
         return {**self._weight_gradients(ready), **self.input_gradients()}
 
@@ -110,7 +110,7 @@ class Batch:
                 frame.bind(phase)
 
     def _weight_gradients(self, ready: Callable[[Tensor], Any] | None) -> dict[Source | int, Tensor]:
-        """One weight after the other, each complete when it is handed to `ready`; so its reduction runs beside the next ones."""
+        """One weight after the other, each complete when it is handed to `ready`; so its reduction overlaps with the next ones."""
         out: dict[Source | int, Tensor] = {}
         pending = []
         for frame in self.frames.values():

@@ -39,7 +39,7 @@ class Frame:
     index: Mapping[str, Tensor]
     workspace: Workspace
     compiled: Compiled
-    in_parts: bool = False  # float32 products as several of fewer bits
+    in_parts: bool = False  # float32 matmuls as several of fewer bits
 
     def __post_init__(self) -> None:
         self.fixed: dict[fx.Node, Tensor] = {}
@@ -114,7 +114,7 @@ class Frame:
         return found
 
     def everywhere(self, home: Home) -> Tensor:
-        """The whole buffer of a home, over all classes where it is shared."""
+        """The full buffer of a home, over all classes where it is shared."""
         edges = home.domain == "edge"
         if home.kind in GLOBAL:
             rows = self.edges if edges else self.places

@@ -1,8 +1,8 @@
-"""Fused kernels: all that happens to the rows of a round between two matrix products, in one pass over them.
+"""Fused kernels: all that happens to the rows of a round between two matmuls, in one pass over them.
 
-A kernel runs over vertices; for each it may loop over the edges to its children. Values are rows of `lanes` numbers and lane j
-of every value depends only on lane j of others, so a row is worked on lane by lane. What a kernel reads from memory is
-described by Access: which buffer, which row of it (its own, a child's, ...), and which column belongs to lane j.
+A kernel runs over vertices; for each it may loop over the edges to its children. Values are rows of `lanes` numbers and column j
+of every value depends only on column j of others, so a row is worked on column by column. What a kernel reads from memory is
+described by Access: which buffer, which row of it (its own, a child's, ...), and which column belongs to column j.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def cat_parts(node: fx.Node) -> list[fx.Node]:
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """Values an op reads lane by lane (not the index that says which vertex an edge belongs to)."""
+    """Values an op reads column by column (not the index that says which vertex an edge belongs to)."""
     if node.target in SEGMENT or node.target is ops.spread:
         return [node.args[0]]
     return node.all_input_nodes
@@ -113,7 +113,7 @@ def _one_domain(node: fx.Node) -> bool:
 
 
 def access(operand: fx.Node, shape: tuple[int, ...]) -> Access | None:
-    """How a kernel reads an operand from the buffer of what it looks at, broadcast to the lanes `shape`."""
+    """How a kernel reads an operand from the buffer of what it looks at, broadcast to the columns `shape`."""
     source = base(operand)
     rows = domain(source)
     whole = torch.empty(shape_of(source), device="meta")
@@ -139,7 +139,7 @@ def access(operand: fx.Node, shape: tuple[int, ...]) -> Access | None:
 
 
 def _look(node: fx.Node, source: fx.Node, whole: torch.Tensor) -> torch.Tensor | None:
-    """Run a chain of views on a pretended tensor, to learn its strides."""
+    """Run a chain of views on a fake tensor, to learn its strides."""
     if node is source:
         return whole
     inner = _look(node.args[0], source, whole)
@@ -167,8 +167,8 @@ def _merge(dims: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]
 def group(nodes: list[fx.Node], inside: set[fx.Node]) -> Iterator[Kernel | fx.Node]:
     """The ops of a phase as kernels (of those `inside`) and single ops, in an order that works.
 
-    Single ops (products above all) are barriers. A fusible op goes into the last kernel that is early enough, so that little is
-    computed before a product that does not need it.
+    Single ops (matmuls above all) are barriers. A fusible op goes into the last kernel that is early enough, so that little is
+    computed before a matmul that does not need it.
     """
     level = _barriers(nodes, inside)
     for at in range(max(level.values(), default=0) + 1):
@@ -196,7 +196,7 @@ def _inputs(node: fx.Node, known: set[fx.Node]) -> set[fx.Node]:
 
 
 def _kernels(nodes: list[fx.Node]) -> Iterator[Kernel]:
-    """Ops of one level, by lanes; an op joins the kernel of its width unless a later one feeds it."""
+    """Ops of one level, by columns; an op joins the kernel of its width unless a later one feeds it."""
     out: list[Kernel] = []
     home: dict[fx.Node, int] = {}
     for node in nodes:

@@ -58,7 +58,7 @@ def _exact(s: Schedule, sent: set[Key]) -> Layout:
 
 
 def _readers(arrays: dict[str, Ints], rows: int, sent: set[Key]) -> dict[str, Ints]:
-    """Who reads each row, in the ways in which gradients travel."""
+    """Who reads each row, in the ways in which gradients are sent."""
     out: dict[str, Ints] = {}
     hows = {how for _, how in sent}
     if hows & {"edge", "vertex"}:

@@ -11,7 +11,7 @@
 A call becomes a vertex. What it did with tensors is its type: two calls with the same ops on the same parameters are of one type and
 share batches. A call whose arguments are tensors alone is not even run: its ops are those of an earlier call with such shapes.
 A result is a tensor whose numbers come later; whatever needs them (`item`, `if`, an op outside of all decorated calls) runs what
-is pending.
+is deferred.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weft.dynamic.structure import NO_ROW, Structure
 
 
 class Lazy(Tensor):
-    """A tensor whose numbers are not there yet. It belongs to an open call (as `ref`), then to a pending one (as `port`)."""
+    """A tensor whose numbers are not there yet. It belongs to an open call (as `ref`), then to a deferred one (as `port`)."""
 
     meta_: Meta
     call: Call | None
@@ -110,7 +110,7 @@ class Call:
                 _recorder.cut(x.call)
             if x.meta_[1].is_floating_point:
                 return Ref("child", _position(self.children, x.vertex), x.port)
-            _recorder.flush()  # only floats travel between vertices
+            _recorder.flush()  # only floats are sent between vertices
         value = x.value if type(x) is Lazy else x
         return Ref("weight", _position(self.weights, value)) if is_weight(value) else Ref("in", _position(self.inputs, value))
 
@@ -186,7 +186,7 @@ class Recorder(threading.local):
         self.open[at] = Call()
 
     def flush(self) -> None:
-        """Run all that is pending, batched, and give the results to whoever holds them."""
+        """Run all that is deferred, batched, and give the results to whoever holds them."""
         for call in list(self.open):
             self.cut(call)
         pending, self.pending = self.pending, []
@@ -321,7 +321,7 @@ def _concerns(args: Any) -> bool:
 
 
 def _numbers(x: Any) -> Any:
-    """Arguments with numbers in place of lazy tensors, running what is pending if need be."""
+    """Arguments with numbers in place of lazy tensors, running what is deferred if need be."""
 
     def number(t: Any) -> Any:
         if type(t) is not Lazy:
@@ -379,5 +379,5 @@ def _position(items: list[Any], item: Any) -> int:
 
 
 def _only_tensors(args: tuple[Any, ...]) -> bool:
-    """Whether the arguments are tensors, at least one of them, and plain settings beside."""
+    """Whether the arguments are tensors, at least one of them, and plain settings."""
     return any(isinstance(a, Tensor) for a in args) and all(a is None or isinstance(a, (Tensor, bool, float, str)) for a in args)

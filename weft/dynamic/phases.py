@@ -7,7 +7,7 @@ late      depends on children, only outputs depend on it: once over all vertices
 before    does not depend on the gradient of states: once, before the rounds run backwards
 back      depends on it, and the gradients for children depend on it: once per round, last round first
 after     the rest with rows: once over all vertices at the end
-sums      without rows, weight gradients above all: one product over all vertices, when it is asked for
+sums      without rows, weight gradients above all: one matmul over all vertices, when it is asked for
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Phased:
 
 
 def assign(traced: Traced) -> Phased:
-    """Cut the graph into phases by what each op depends on and what depends on it."""
+    """Split the graph into phases by what each op depends on and what depends on it."""
     nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
     roles: dict[fx.Node, set[str]] = {n: {_effect(s)} for s, n in traced.sources.items()}
     for node in nodes:

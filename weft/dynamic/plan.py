@@ -1,4 +1,4 @@
-"""From vertex functions to something that runs: trace, simplify, specialise by class, differentiate, cut, compile."""
+"""From vertex functions to something that runs: trace, simplify, specialise by class, differentiate, split, compile."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def compile_plan(
 
 
 def _with_gradients(function: Traced, gone: set[Source], grads: frozenset[str], joint: Joint) -> Traced:
-    """Specialise and differentiate. A gradient the function brings with it is that of the whole, specialised afterwards."""
+    """Specialise and differentiate. A gradient the function brings with it is that of the full function, specialised afterwards."""
     one = simplify.specialise(function, gone)
     wanted = {s for s in one.sources if s.role in ("slot", "edge") or (s.role == "pull" and s.name in grads)}
     wanted |= {s for s in one.sources if s.role == "weight" and one.weights[int(s.name)].requires_grad}

@@ -1,11 +1,11 @@
-"""Products of float32 matrices on tensor cores, as exact as float32.
+"""Matmuls of float32 matrices on tensor cores, as exact as float32.
 
 x = h + l: h the 11 leading bits of x, rounded, l the rest. Tensor cores multiply numbers of 11 bits and add in float32, so
 
     x w  =  l_x h_w + h_x l_w + h_x h_w  + l_x l_w          with |l_x l_w| <= 2^-22 |x w|, left out
 
-are three such products. Matrices without rows (weights) are split once per run, rows when they are read. Sums over rows (weight
-gradients) are split into three numbers of 8 bits, in six products, which may be read in any order. Tensor cores cut off what they add, so
+are three such matmuls. Matrices without rows (weights) are split once per run, rows when they are read. Sums over rows (weight
+gradients) are split into three numbers of 8 bits, in six matmuls, which may be read in any order. Tensor cores truncate what they add, so
 a sum longer than one tile is added up outside of them. Which tile is used, or whether torch multiplies after all, is measured
 once per size. Infinite factors give nan, not inf.
 """
@@ -108,7 +108,7 @@ def w_over_rows(x, y, out, R, M, N, x_row, y_row, blocks, BM: tl.constexpr, BN: 
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of a product that one program makes, and how."""
+    """The part of a matmul that one program makes, and how."""
 
     BM: int
     BN: int
@@ -143,7 +143,7 @@ ROWS = (
 )  # fmt: skip
 OVER_ROWS = (Tile(128, 128, 32, 3, 8),)
 SHARE = 0.97  # of torch's time: what is not clearly faster is left to torch
-_chosen: dict[tuple[Any, ...], Any] = {}  # by kind of product, size and device
+_chosen: dict[tuple[Any, ...], Any] = {}  # by kind of matmul, size and device
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def over_rows(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _for_rows(m: int, k: int, n: int, device: torch.device) -> list[Plan]:
-    """Tiles for so many rows, each product made by one program or by as many as the device runs at once."""
+    """Tiles for so many rows, each matmul made by one program or by as many as the device runs at once."""
     out: list[Plan] = []
     for tile in (t for least, most, t in ROWS if least <= m <= most):
         count = tile.count(m, n)

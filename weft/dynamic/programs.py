@@ -1,4 +1,4 @@
-"""Vertex functions as weft programs: written out, rewritten, placed on a mesh, and run again as vertex functions.
+"""Vertex functions as weft programs: written out, rewritten, placed on a mesh, and run as vertex functions.
 
     p = dynamic.program(model, x)                       # p.program prints, and takes every rule and verb of weft
     model = dynamic.Model(p.with_program(better), states)
@@ -161,7 +161,7 @@ def evaluate(program: Program, given: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _compute(node: Node, args: list[Any], at: Mapping[str, int] | None) -> Any:
-    """One node, on one rank or as a whole. A lookup by edge is a spread, its transpose a sum over edges."""
+    """One node, on one rank or in one piece. A lookup by edge is a spread, its transpose a sum over edges."""
     if _by_edge(node, args):
         return ops.spread(args[0], args[1]) if node.op.name == "take" else ops.segment_sum(args[0], args[1], node.shape[0])
     attrs = dict(node.attrs)

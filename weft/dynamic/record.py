@@ -1,7 +1,7 @@
 """What `batched` writes down: calls, the ops they did, and the kinds of vertex that follow from them.
 
 An op is a tuple (function, arguments, keyword arguments) in which a Ref stands for every tensor, so equal work is equal data.
-Sequences of ops are numbered as they come, so telling the kind of a call costs one lookup per op.
+Sequences of ops are numbered in order of arrival, so telling the kind of a call costs one lookup per op.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Exact simplifications of a traced vertex function.
 
 `specialise` writes in that some inputs are absent: a vertex without children gathers zeros, zero times a weight is zero, and so
-the leaves of a tree lose their recurrent product. `hoist` moves a product with a gathered state to the vertices that scatter
+the leaves of a tree lose their recurrent matmul. `hoist` moves a matmul with a gathered state to the vertices that scatter
 it: gather(h) @ W = gather(h @ W), which then needs no copy of h per edge and is done once per vertex, not once per edge. A type
 that does not scatter h scatters zeros, before and after.
 """
@@ -144,7 +144,7 @@ def _same_part(traced: Traced, operand: fx.Node, node: fx.Node, part: fx.Node, p
 
 
 def hoist(functions: Mapping[str, Traced], states: dict[str, tuple[int, ...]]) -> None:
-    """Move products with a gathered state to where the state is scattered, as a new state."""
+    """Move matmuls with a gathered state to where the state is scattered, as a new state."""
     moved: dict[tuple[str, int], str] = {}
     for function in functions.values():
         for node in [n for n in function.graph.nodes if n.op == "call_function" and n.target is aten.mm.default]:

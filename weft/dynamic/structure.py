@@ -263,7 +263,7 @@ def join(parts: Sequence[Structure], rows: Sequence[int] | None = None) -> Struc
 
 
 def _from_pairs(pairs: Ints, sizes: Ints, kind: str, kinds: Sequence[Sequence[str]], inputs: str) -> Structure:
-    """From (child, parent) over the whole batch."""
+    """From (child, parent) over the full batch."""
     total = int(sizes.sum())
     order = np.argsort(pairs[1], kind="stable")
     arity = np.bincount(pairs[1], minlength=total) if total else np.empty(0, np.int64)

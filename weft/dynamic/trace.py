@@ -2,7 +2,7 @@
 
 It is traced with ROWS vertices and EDGES edges, two large primes; a multiple of one of them in the graph, as a size or as an
 argument, stands for that multiple of the number of rows or edges at hand. `differentiate` adds the gradient of all its
-inputs to the graph, so forward and backward are one dataflow graph that can be cut wherever it pays.
+inputs to the graph, so forward and backward are one dataflow graph that can be split wherever it pays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.dynamic.vertex import Source, Use, Vertex, check_use
 
 
 def pretence() -> FakeTensorMode:
-    """A mode of pretended tensors; functions of one model share it."""
+    """A mode of fake tensors; functions of one model share it."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -80,7 +80,7 @@ def trace(
     function: Function, name: str, states: Mapping[str, Shape], pulls: Mapping[str, tuple[Shape, torch.dtype]],
     dtype: torch.dtype, device: torch.device, mode: FakeTensorMode,
 ) -> Traced:  # fmt: skip
-    """Run the function once on pretended tensors of `mode` and write down what it did."""
+    """Run the function once on fake tensors of `mode` and write down what it did."""
     use = Use()
     with mode, torch.no_grad():
         function(Vertex(ROWS, EDGES, lambda s: _pretend(s, states, pulls, dtype, device, name), use))

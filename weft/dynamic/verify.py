@@ -36,7 +36,7 @@ def check_rows(traced: Traced) -> None:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Products of few and of many rows may round differently where torch is allowed to be coarse."""
+    """Matmuls of few and of many rows may round differently where torch is allowed to be coarse."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

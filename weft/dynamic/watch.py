@@ -1,4 +1,4 @@
-"""What training of a dynamic model writes about itself: times of steps, the batched schedule, one step foreseen and then traced.
+"""What training of a dynamic model writes about itself: times of steps, the batched schedule, one step predicted and then traced.
 
     run = weft.dynamic.Recorder(model, "run/")
     for graphs, x, y in batches:
@@ -7,7 +7,7 @@
             run.loss = float(loss)
     run.close()                                         # `weft report run/` shows it
 
-The fourth step is traced to learn what a round of each class costs, alpha + beta * rows. The sixth is foreseen from its graphs by
+The fourth step is traced to learn what a round of each class costs, alpha + beta * rows. The sixth is predicted from its graphs by
 these costs, and then traced too.
 """
 
@@ -229,7 +229,7 @@ class Recorder:
 
 
 def _seen(pieces: Sequence[Piece], spent: float) -> Seen:
-    """Phases on two lanes, forward and backward, what lies around them on a third; what is left of the step is all else."""
+    """Phases on two rows, forward and backward, what lies around them on a third; what is left of the step is all else."""
     every = sorted([*pieces, *around(pieces, spent)], key=lambda p: p.start)
     causes: dict[str, float] = {}
     for p in every:

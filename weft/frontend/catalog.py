@@ -25,7 +25,7 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a batch: whole numbers below `high`, or numbers drawn from a unit normal when `high` is None.
+    """One tensor of a batch: integers below `high`, or numbers drawn from a unit normal when `high` is None.
 
     Without a dtype, drawn numbers have the model's.
     """

@@ -73,7 +73,7 @@ def user_function(
 
 @contextlib.contextmanager
 def _neighbours(path: Path) -> Iterator[None]:
-    """While a user's file is at work it finds what lies beside it first, as a script does; afterwards last, for what it imports later."""
+    """While a user's file is at work it finds what lies next to it first, as a script does; afterwards last, for what it imports later."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:

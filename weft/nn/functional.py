@@ -20,7 +20,7 @@ from weft.nn.ways import PLAIN, Way, choose, divides, key_of
 
 
 def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Way | None, *more: Any) -> Any:
-    """The product `op` in the way asked for, or chosen for these shapes; plainly where the rows cannot be cut so."""
+    """The matmul `op` in the way asked for, or chosen for these shapes; plainly where the rows cannot be split so."""
     chosen = way or choose(key_of(op, x.shape[0], w.shape[0], x.shape[1], x.dtype, group))
     if not _fits(op, rows, group, chosen):
         chosen = Way(chosen.over) if _fits(op, rows, group, Way(chosen.over)) else PLAIN

@@ -1,4 +1,4 @@
-"""The overlapped products as modules: the two halves of a tensor-parallel block, and the layer that ends one."""
+"""The overlapped matmuls as modules: the two halves of a tensor-parallel block, and the layer that ends one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Sharded(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, *, group: Any = None, way: Way | None = None) -> Any:
-        """This rank's slice of a layer that every rank holds whole."""
+        """This rank's slice of a layer that every rank holds in full."""
         kind = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, group=group, way=way, **kind)
         world, rank = dist.get_world_size(group), dist.get_rank(group)

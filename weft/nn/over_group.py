@@ -1,4 +1,4 @@
-"""The three products with a collective, over a process group: in chunks, each sent while the next is multiplied.
+"""The three matmuls with a collective, over a process group: in chunks, each sent while the next is multiplied.
 
 x is [rows, k] and w is [n, k], as torch.nn.Linear keeps it. A chunk takes the same share of every rank's slice of rows, so what
 a rank receives chunk by chunk lies in its result in order. Results are written in place: no chunk is copied to be joined.
@@ -24,8 +24,8 @@ UNEVEN = ("product_all_reduce",)  # which take chunks of any size
 
 
 def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
-    """x @ w.T summed over the ranks. Only the first product and the last sum have nothing to run beside: where a sum is sooner done
-    than a product chunks should shrink, where it is later they should grow, each by the ratio of the two."""
+    """x @ w.T summed over the ranks. Only the first matmul and the last sum have nothing to overlap with: where a sum is sooner done
+    than a matmul chunks should shrink, where it is later they should grow, each by the ratio of the two."""
     sizes = _tapered(x.shape[0], way.chunks, way.taper)
     out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
     product = packed_product(w, sizes[0]) if way.packed and _packable(w) else lambda rows, into: torch.mm(rows, w.T, out=into)
@@ -39,7 +39,7 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
 
 
 def _tapered(rows: int, chunks: int, ratio: float) -> list[int]:
-    """So many parts of the rows, each as many times as large as the one before; none is empty."""
+    """So many parts of the rows, each larger than the one before by this factor; none is empty."""
     shares = [ratio**k for k in range(max(1, min(chunks, rows)))]
     edges = [min(k, rows) + round(max(0, rows - len(shares)) * sum(shares[:k]) / sum(shares)) for k in range(len(shares) + 1)]
     return [b - a for a, b in itertools.pairwise(edges)]
@@ -50,7 +50,7 @@ def _packable(w: Tensor) -> bool:
 
 
 def packed_product(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], object]:
-    """Products with w.T that read it as laid out here, once: torch's would lay it out anew for every chunk."""
+    """Matmuls with w.T that read it as laid out here, once: torch's would lay it out anew for every chunk."""
     ready = torch.ops.mkldnn._reorder_linear_weight(w, rows)
     return lambda x, into: into.copy_(torch.ops.mkldnn._linear_pointwise(x, ready, None, "none", [], ""))
 

@@ -1,4 +1,4 @@
-"""The three products with a collective, over memory all ranks can reach: a side line moves one chunk while the main line
+"""The three matmuls with a collective, over memory all ranks can reach: a side stream moves one chunk while the main stream
 multiplies the next. Every remote byte is read once, into memory of the rank that needs it.
 """
 
@@ -121,7 +121,7 @@ def space_of(group: dist.ProcessGroup | None, device: torch.device) -> Space:
 
 
 def _aligned(w: Tensor, space: Space) -> Tensor:
-    """The weight with as many more outputs as it takes for rows of results to begin on 16 bytes: a GPU's products of others are far slower."""
+    """The weight with as many more outputs as it takes for rows of results to begin on 16 bytes: a GPU's matmuls of others are far slower."""
     more = -w.shape[0] % (16 // w.element_size())
     return F.pad(w, (0, 0, 0, more)) if more and _pays(space) else w
 
@@ -184,7 +184,7 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
 
 def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
     """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `way.chunks` turns, on `way.lines`
-    lines in turn; or each rank's while its product carries the next's. With `keep`, the rows themselves too.
+    lines in turn; or each rank's while its matmul carries the next's. With `keep`, the rows themselves too.
 
     Rows that already lie in `Space.rows`, peer memory, are read by the others from there.
     """
@@ -222,7 +222,7 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
 
 
 def _each_brings_the_next(space: Space, x: Tensor, w: Tensor, gathered: Tensor, out: Tensor, keep: bool) -> None:
-    """Each product carries the rows of the next, beginning with this rank's own; the last carries nothing."""
+    """Each matmul carries the rows of the next, beginning with this rank's own; the last carries nothing."""
     world, rank = space.peers.world, space.peers.rank
     shards = space.rows(*x.shape, x.dtype)
     if x.data_ptr() != shards[rank].data_ptr():
@@ -243,13 +243,13 @@ def _each_brings_the_next(space: Space, x: Tensor, w: Tensor, gathered: Tensor, 
 
 
 def _in_turns(count: int, parts: int) -> list[range]:
-    """range(count) cut into at most so many parts, the later ones the longer: what comes first should not be waited for long."""
+    """range(count) split into at most so many parts, the later ones the longer: what comes first should not be waited for long."""
     parts = max(1, min(count, parts))
     return [range(p * count // parts, (p + 1) * count // parts) for p in range(parts)] if count else []
 
 
 def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
-    """Neighbouring numbers together, as first and one past the last: one product each."""
+    """Neighbouring numbers together, as first and one past the last: one matmul each."""
     found: list[tuple[int, int]] = []
     for n in sorted(numbers):
         if found and found[-1][1] == n:

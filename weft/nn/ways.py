@@ -1,4 +1,4 @@
-"""How a product and its collective are run: plainly, one after the other, or in chunks at once; over the process group or
+"""How a matmul and its collective are run: plainly, one after the other, or in chunks at once; over the process group or
 over peer memory. Which way is used is a choice per shape, made by measuring (`weft.tune`) or by hand.
 """
 
@@ -21,11 +21,11 @@ class Way:
 
     over: str = "group"
     chunks: int = 1
-    blocks: int = 16  # of a device kernel that moves data beside the product
-    by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, one "mover" for all or one in "flow", the "product"
+    blocks: int = 16  # of a device kernel that moves data overlapped with the matmul
+    by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, one "mover" for all or one in "flow", the "matmul"
     taper: float = 1.0  # rows of a chunk for each row of the one before, where results are summed over a group
-    packed: bool = False  # over a group, on CPUs: the weight is laid out once for all chunks, as the product would for each
-    lines: int = 1  # on which the products of a gather take turns: with two, the next fills the device while one runs out
+    packed: bool = False  # over a group, on CPUs: the weight is laid out once for all chunks, as the matmul would for each
+    lines: int = 1  # on which the matmuls of a gather take turns: with two, the next fills the device while one runs out
 
     def __str__(self) -> str:
         if self.by == "product":
@@ -42,7 +42,7 @@ _chosen: dict[tuple[Any, ...], Way] = {}
 
 
 def key_of(op: str, m: int, n: int, k: int, dtype: Any, group: dist.ProcessGroup | None) -> tuple[Any, ...]:
-    """What a choice depends on: the op, the local product, and who takes part."""
+    """What a choice depends on: the op, the local matmul, and who takes part."""
     return (op, m, n, k, str(dtype), tuple(dist.get_process_group_ranks(group)), dist.get_backend(group))
 
 
@@ -57,7 +57,7 @@ def set_way(key: tuple[Any, ...], way: Way) -> None:
 
 
 def divides(rows: int, world: int, way: Way) -> bool:
-    """Whether the rows can be cut into as many chunks on every rank."""
+    """Whether the rows can be split into as many chunks on every rank."""
     return rows % (world * way.chunks) == 0
 
 

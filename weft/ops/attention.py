@@ -1,9 +1,9 @@
-"""Scaled dot-product attention with grouped queries, and its backward. Batch, heads and query rows may be cut.
+"""Scaled dot-product attention with grouped queries, and its backward. Batch, heads and query rows may be sharded.
 
 Labels: b batch, g key heads, r query heads per key head, s query rows, n blocks of keys, t keys in a block, d and e features.
-With blocks, every block of keys gives its own result and log-sum-exp; cut n, and they merge by two reductions over it.
+With blocks, every block of keys gives its own result and log-sum-exp; sharded n, and they merge by two reductions over it.
 With dropout (attributes `p` and `site`, the seed as last operand) a weight is dropped by its global place in the scores; in a part of
-the batch, by its place in the whole (`of`, and which part it is as one more operand, as in `dropout`).
+the batch, by its place in the full tensor (`of`, and which part it is as one more operand, as in `dropout`).
 Gradients take the weights from the log-sum-exp and the result, as torch's kernels do; with `written_out`, from the scores, as torch does
 where it has no kernel. They differ in rounding, and in rows that see far keys alone: of these a log-sum-exp keeps no digits.
 """
@@ -160,7 +160,7 @@ def _seen(at: Where, attrs: Attrs, device: torch.device) -> torch.Tensor:
 
 
 def _blind(mask: torch.Tensor | None, at: Where, attrs: Attrs, device: torch.device) -> torch.Tensor:
-    """[b, g, r, s, n]: rows that look at nothing and give 0; with infinite operands instead a row gives no number."""
+    """[b, g, r, s, n]: rows that look at nothing and give 0; with infinite operands instead a row gives NaN."""
     seen = _seen(at, attrs, device)
     return ~(seen if mask is None else seen & (mask != -math.inf)).any(-1)
 
@@ -358,7 +358,7 @@ def attention(
 def attention_over_keys(
     q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, scale: float | None = None, window: int = 0, offset: int = 0
 ) -> tuple[Any, Any]:
-    """`attention` where the keys are cut: each rank attends to the keys it holds, and the parts merge by log-sum-exp.
+    """`attention` where the keys are sharded: each rank attends to the keys it holds, and the parts merge by log-sum-exp.
 
     One all_reduce of a maximum and two of sums, of the size of the result; the keys never move.
     """
@@ -396,7 +396,7 @@ def _scale(scale: float | None, d: int) -> float:
 
 
 def _blocks(k: Node) -> int:
-    """How many pieces the keys are cut into; they must be equal."""
+    """How many pieces the keys are split into; they must be equal."""
     n = math.prod(k.mesh.sizes[axis] for atom in k.layout.dims[2] for axis in atom.cut)
     if k.shape[2] % n:
         needed = f"a number of keys divisible by {n}, the pieces they are cut into"

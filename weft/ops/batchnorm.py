@@ -1,4 +1,4 @@
-"""Batch norm from sums over the global batch, so that a cut batch means what a whole one means (SyncBN)."""
+"""Batch norm from sums over the global batch, so that a sharded batch means what a full one means (SyncBN)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.ops.shape import reshape
 def batch_norm(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, *, momentum: float = 0.1, eps: float = 1e-5
 ) -> tuple[Any, Any, Any]:
-    """Normalised by its own statistics; also the new running mean and variance. What is cut of the batch is reduced."""
+    """Normalised by its own statistics; also the new running mean and variance. What is sharded of the batch is reduced."""
     dims = (0, *range(2, x.ndim))
     count = math.prod(x.shape[d] for d in dims)
     if count < 2:

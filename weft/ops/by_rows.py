@@ -1,7 +1,7 @@
 """Updates of tables that read their gradient as the rows a batch looked up: update(p, put(x, index, rows), ...), without the put's result.
 
 Each is made from the update it stands for, and means that update of that put. Rows of equal index are summed first, so the batch may not be
-cut; table and state are cut alike, by rows or by columns. Where a zero gradient changes nothing, only rows looked up are touched.
+sharded; table and state are sharded the same, by rows or by columns. Where a zero gradient changes nothing, only rows looked up are touched.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def stays(update: Op, settings: tuple[tuple[str, Any], ...], states: int) -> boo
 
 
 def _hits(n: Node) -> float:
-    """Rows looked up that a rank holds, where all rows are looked up alike; some more than once."""
+    """Rows looked up that a rank holds, where all rows are looked up the same; some more than once."""
     whole, held = n.args[0].shape[n.attr("dim")], n.args[0].type.layout.largest_local[n.attr("dim")]
     return float(math.prod(n.args[2].shape) * held / max(1, whole))
 

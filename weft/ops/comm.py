@@ -205,15 +205,15 @@ def _undo(x: Any, axis: str, target: Layout) -> Any:
 
 
 def _may_cut(layout: Layout, axis: str, place: S, target: Layout) -> bool:
-    """Whether the cut may be made now: it makes its dim what it has to be in the end."""
+    """Whether the shard may be made now: it makes its dim what it has to be in the end."""
     try:
         return layout.place(axis, place).dims[place.dim] == target.dims[place.dim]
-    except LayoutError:  # the cut does not fit yet
+    except LayoutError:  # the sharding does not fit yet
         return False
 
 
 def _same_cut(a: Layout, b: Layout, axis: str) -> bool:
-    """Whether an axis cuts the same atom, under the same outer cuts."""
+    """Whether an axis shards the same atom, under the same outer shards."""
     at, bt = a.where_cut(axis), b.where_cut(axis)
     if at is None or bt is None:
         return at is bt

@@ -1,7 +1,7 @@
 """Convolution over the last two dims, and its two gradients.
 
-Channels in groups are dims of their own, so a cut along groups is a cut of one label: x is [n, c, h, w] or [n, g, c, h, w].
-The window dims stay whole; `conv2d_halo` cuts one of them, each rank getting the rows it lacks from its neighbours.
+Channels in groups are dims of their own, so a sharding along groups is a sharding of one label: x is [n, c, h, w] or [n, g, c, h, w].
+The window dims are never sharded; `conv2d_halo` shards one of them, each rank getting the rows it lacks from its neighbours.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _weight_grad(x: torch.Tensor, y: torch.Tensor, kernel: Pair, **how: Any) -> 
     return torch.nn.grad.conv2d_weight(_flat_image(x), flat, _flat_image(y), groups=groups, **how).reshape(shape)
 
 
-# Over a prime field: one product per place in the kernel.
+# Over a prime field: one matmul per place in the kernel.
 
 
 def _tap(x: torch.Tensor, at: Pair, places: Pair, how: Attrs) -> torch.Tensor:
@@ -221,7 +221,7 @@ _conv2d_weight_grad: Op = define(
 
 
 def conv2d(x: Any, w: Any, bias: Any = None, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:
-    """torch's conv2d. Batch, channels and groups may be cut; a cut of the channels summed over leaves the result Partial."""
+    """torch's conv2d. Batch, channels and groups may be sharded; a sharding of the channels summed over leaves the result Partial."""
     how = {"stride": pair(stride), "padding": pair(padding), "dilation": pair(dilation)}
     if groups == 1:
         y = _conv2d(x, w, **how)
@@ -237,11 +237,11 @@ def _split_groups(x: Node, dim: int, groups: int) -> Any:
     return reshape(x, (*x.shape[:dim], groups, x.shape[dim] // groups, *x.shape[dim + 1 :]))
 
 
-# -- space cut: rows from the neighbours ------------------------------------------------------------------------------------------
+# -- space sharded: rows from the neighbours ------------------------------------------------------------------------------------------
 
 
 def conv2d_halo(x: Any, w: Any, bias: Any = None, *, axis: str, stride: Any = 1, padding: Any = 0, dilation: Any = 1) -> Any:
-    """conv2d on images whose height or width is cut along `axis`; the edges the windows reach over are gathered first."""
+    """conv2d on images whose height or width is sharded along `axis`; the edges the windows reach over are gathered first."""
     place, ranks = x.type.on(axis), x.mesh.size(axis)
     if not isinstance(place, S) or place.dim not in (2, 3) or place.within is not None:
         needed = f"{axis}:S(2) or {axis}:S(3) in its images"

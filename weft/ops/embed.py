@@ -1,7 +1,7 @@
 """Reading and writing by index: take and gather, and their transposes, which add values up at the rows they came from.
 
-A lookup along a cut dim reads the rows this rank holds, zero for the rest, so the result is a pending sum. The transposes take
-the rows they fill as an operand (`indices` makes them, cut as one likes), so their layouts too follow from the equation.
+A lookup along a sharded dim reads the rows this rank holds, zero for the rest, so the result is a partial sum. The transposes take
+the rows they fill as an operand (`indices` makes them, sharded as one likes), so their layouts too follow from the equation.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _first(types: Types, attrs: Attrs) -> torch.dtype:
     return types[0].dtype
 
 
-# -- take: whole rows, by one index of any shape ---------------------------------------------------------------------------------
+# -- take: full rows, by one index of any shape ---------------------------------------------------------------------------------
 
 
 def _take_equation(types: Types, attrs: Attrs) -> Equation:
@@ -188,7 +188,7 @@ def index_add(x: Any, index: Any, src: Any, dim: int = 0) -> Any:
     return _added(x, put(src, index, indices(x, dim), dim))
 
 
-# -- gather: one element per index, all else alike -------------------------------------------------------------------------------
+# -- gather: one element per index, all else the same -------------------------------------------------------------------------------
 
 
 def _gather_equation(types: Types, attrs: Attrs) -> Equation:
@@ -227,7 +227,7 @@ def gather(x: Any, index: Any, dim: int) -> Any:
 
 
 def pick(x: Any, index: Any) -> Any:
-    """One element of the last dim for each index: x[..., v], index[...] -> [...]; pending where that dim is cut."""
+    """One element of the last dim for each index: x[..., v], index[...] -> [...]; partial where that dim is sharded."""
     return reshape(gather(x, reshape(index, (*index.shape, 1)), -1), index.shape)
 
 
@@ -270,7 +270,7 @@ def scatter_add(x: Any, index: Any, src: Any, dim: int) -> Any:
 
 
 def _added(x: Any, more: Any) -> Any:
-    """The sum, where a pending addend is first reduced to meet an `x` that is not pending."""
+    """The sum, where a partial addend is first reduced to meet an `x` that is not partial."""
     for axis in x.mesh.axes:
         if isinstance(more.type.on(axis), P) and not isinstance(x.type.on(axis), P):
             more = all_reduce(more, axis=axis)

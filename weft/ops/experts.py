@@ -1,9 +1,9 @@
 """Experts without a capacity: each token goes through the experts in its row of `picks`, and none is dropped.
 
-Labels: t tokens, d features, k picks of a token, e experts, f hidden features of an expert. Cut t, and each rank takes its
-tokens through all experts; cut e, and it takes all tokens through its own experts, and the result is a pending sum; cut f
+Labels: t tokens, d features, k picks of a token, e experts, f hidden features of an expert. Sharded t, and each rank takes its
+tokens through all experts; sharded e, and it takes all tokens through its own experts, and the result is a partial sum; sharded f
 likewise. A token's work is k experts', however many there are. With a capacity (`capture(capacity=...)`) the same
-modules become dispatch, products over slots and combine, whose tokens travel by all_to_all.
+modules become dispatch, matmuls over slots and combine, whose tokens are sent by all_to_all.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _back_run(ct: Tensor, *xs: Tensor, act: str) -> tuple[Tensor, ...]:
 
 
 def _work(n: Node, up: int, factor: float) -> float:
-    """Products of the picks that fall on the experts held, if picks fall evenly."""
+    """Matmuls of the picks that fall on the experts held, if picks fall evenly."""
     t, k = n.args[up - 2].type.layout.largest_local
     e, f, d = n.args[up].type.layout.largest_local
     return factor * t * k * (e / n.args[up].shape[0]) * f * d * (len(n.args) - up)

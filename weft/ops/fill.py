@@ -25,7 +25,7 @@ _AS_CUT: ContextVar[bool] = ContextVar("as_cut", default=False)
 
 @contextmanager
 def as_cut() -> Iterator[None]:
-    """Ops are written as where a dim is cut that they keep whole, whether it is or not."""
+    """Ops are written as where a dim is sharded that they keep full, whether it is or not."""
     token = _AS_CUT.set(True)
     try:
         yield
@@ -34,14 +34,14 @@ def as_cut() -> Iterator[None]:
 
 
 def is_cut(x: Node, dim: int) -> bool:
-    """Whether any axis cuts the dim."""
+    """Whether any axis shards the dim."""
     if not -x.ndim <= dim < x.ndim:
         raise TypeMismatch(f"no dim {dim} in a tensor of {x.ndim} dims", needed=f"{abs(dim)} dims or more", found=str(x.type), where=user_line())
     return _AS_CUT.get() or any(atom.cut for atom in x.layout.dims[dim])
 
 
 def cuts_of(x: Node, dims: Iterable[int] | None = None) -> Cuts:
-    """How (some) dims of a value are cut, as (axis, dim, within)."""
+    """How (some) dims of a value are sharded, as (axis, dim, within)."""
     wanted = range(x.ndim) if dims is None else [d % x.ndim for d in dims]
     places = [(axis, x.type.on(axis)) for axis in x.mesh.axes]
     return tuple((axis, p.dim, p.within) for axis, p in places if isinstance(p, S) and p.dim in wanted)
@@ -91,7 +91,7 @@ def full(shape: Iterable[int], value: float, mesh: Mesh, dtype: str | torch.dtyp
 
 
 def zeros_like(x: Any) -> Any:
-    """Zeros of the same type, whole along axes where `x` is pending."""
+    """Zeros of the same type, replicated along axes where `x` is partial."""
     return full(x.shape, 0.0 if x.dtype.is_floating_point else 0, x.mesh, x.dtype, cuts_of(x))
 
 
@@ -130,7 +130,7 @@ def arange(size: int, mesh: Mesh, *, start: float = 0, step: float = 1, dtype: s
 
 
 def indices(x: Any, dim: int) -> Any:
-    """The indices of a dim, held as the dim is."""
+    """The indices of a dim, laid out as the dim is."""
     dim = one_dim(dim, x.ndim)
     return arange(x.shape[dim], x.mesh, cuts=tuple((axis, 0, within) for axis, _, within in cuts_of(x, [dim])))
 

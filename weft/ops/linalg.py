@@ -1,4 +1,4 @@
-"""Products: matmul, and einsum for every other contraction."""
+"""Matmuls: matmul, and einsum for every other contraction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.ops.shape import expand_like, reshape
 
 
 def einsum_mod(p: int, text: str, *xs: torch.Tensor) -> torch.Tensor:
-    """einsum over integers mod p < 2^31: products are reduced before they are summed, so nothing overflows."""
+    """einsum over integers mod p < 2^31: matmuls are reduced before they are summed, so nothing overflows."""
     left, right = text.replace(" ", "").split("->")
     ins = left.split(",")
     order = list(dict.fromkeys("".join(ins)))

@@ -1,4 +1,4 @@
-"""cross_entropy: one op and its backward where the vocabulary is whole, three reductions where it is cut."""
+"""cross_entropy: one op and its backward where the vocabulary is replicated, three reductions where it is sharded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _back_run(ct: torch.Tensor, x: torch.Tensor, target: torch.Tensor, ignore_in
 
 
 def _back_written(ct: Node, x: Node, target: Node, ignore_index: int, smoothing: float) -> Any:
-    """The same in ops, for a gradient of the gradient, and where classes are cut: each rank knows which it holds."""
+    """The same in ops, for a gradient of the gradient, and where classes are sharded: each rank knows which it holds."""
     w = to_dtype(x, wide_dtype(x.dtype))
     classes = reshape(indices(x, -1), (*(1,) * target.ndim, x.shape[-1]))
     hit = cast(eq(to_dtype(reshape(target, (*target.shape, 1)), torch.int64), classes), dtype=w.dtype)
@@ -69,13 +69,13 @@ def _chances(w: Node) -> Any:
 
 
 def _peak_and_norm(w: Node) -> tuple[Any, Any]:
-    """The largest logit and log(sum(exp(w - largest))), one all_reduce each where classes are cut; forward and backward pass share them."""
+    """The largest logit and log(sum(exp(w - largest))), one all_reduce each where classes are sharded; forward and backward pass share them."""
     peak = settle(amax(stop_gradient(w), dims=-1, keepdim=True))
     return peak, log(settle(sum_(exp(w - peak), dims=-1, keepdim=True)))
 
 
 def _token_across(x: Node, target: Node, ignore_index: int, smoothing: float) -> Any:
-    """Cut classes: the maximum, the sum and the target's logit are reduced, each as small as the targets."""
+    """Sharded classes: the maximum, the sum and the target's logit are reduced, each as small as the targets."""
     w = to_dtype(x, wide_dtype(x.dtype))
     keep = ne(target, ignore_index)
     peak, norm = _peak_and_norm(w)
@@ -113,7 +113,7 @@ _cross_entropy = define(
 
 
 def token_losses(logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
-    """logits [..., v], target [...] -> losses [...], 0 where ignored; a cut vocabulary costs three small all_reduces."""
+    """logits [..., v], target [...] -> losses [...], 0 where ignored; a sharded vocabulary costs three small all_reduces."""
     apply = _token_across if is_cut(logits, -1) else _cross_entropy
     return apply(logits, target, ignore_index=ignore_index, smoothing=float(label_smoothing))
 
@@ -129,7 +129,7 @@ def cross_entropy(logits: Any, target: Any, *, ignore_index: int = -100, label_s
 
 
 def _kept(losses: Node, target: Node, ignore_index: int) -> Any:
-    """How many targets count, exactly: whole numbers are summed."""
+    """How many targets count, exactly: integers are summed."""
     count = settle(sum_(cast(ne(target, ignore_index), dtype="i64")))
     return cast(count, dtype=losses.dtype)
 

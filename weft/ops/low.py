@@ -1,7 +1,7 @@
-"""Products of 8-bit floats: operands scaled row by row to fill the range, multiplied, summed in a wider dtype and scaled back.
+"""Matmuls of 8-bit floats: operands scaled row by row to fill the range, multiplied, summed in a wider dtype and scaled back.
 
 A row is what one sum runs over. Rounded to three digits, an element x of a row whose largest is A is off by at most
-|x| / 16 + A / 458752, so a product with y by ROUNDING of the sum of |x||y|, and a little where rows span more than five decades.
+|x| / 16 + A / 458752, so a matmul with y by ROUNDING of the sum of |x||y|, and a little where rows span more than five decades.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ low_einsum = define("low_einsum", kind=Kind.CONTRACT, equation=_equation, run=_r
 
 
 def quantised(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
-    """x in 8 bits, and the scale of every row along `dims`, which are kept: x is about their product. A row of zeros stays one.
+    """x in 8 bits, and the scale of every row along `dims`, which are kept: x is about one times the other. A row of zeros stays one.
 
     What is gathered is made small before: rounding and gathering commute.
     """
@@ -63,7 +63,7 @@ def quantised(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def scaled_product(equation: str, x: Node, y: Node, dtype: torch.dtype) -> Any:
-    """The einsum of x and y by a product of 8-bit floats."""
+    """The einsum of x and y by a matmul of 8-bit floats."""
     left, out = equation.split("->")
     ins = left.split(",")
     parts = [quantised(v, tuple(i for i, c in enumerate(labels) if c not in out)) for v, labels in zip((x, y), ins, strict=True)]

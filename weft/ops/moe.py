@@ -1,7 +1,7 @@
 """Mixture of experts by capacity: tokens are put into the slots of the experts they chose, and read back from them.
 
 Labels: g groups, t tokens of a group, k choices of a token, e experts, c slots of an expert, d features. A group is routed
-alone, so g may be cut; after `dispatch` an all_to_all turns the cut from g to e, and another turns it back before `combine`.
+alone, so g may be sharded; after `dispatch` an all_to_all turns the sharding from g to e, and another turns it back before `combine`.
 A slot is numbered expert * capacity + place; a choice that found its expert full has none (-1) and is dropped.
 """
 
@@ -115,7 +115,7 @@ def _held_slots(ctx: Local, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _reads_slots(name: str, equation: Any, run: Any, vjp: Any) -> Any:
-    """An op that looks up slots: what is cut along experts or places reads its own and leaves a pending sum."""
+    """An op that looks up slots: what is sharded along experts or places reads its own and leaves a partial sum."""
     return define(
         name,
         kind=Kind.WHOLE,
@@ -172,7 +172,7 @@ def combine(y: Any, slots: Any, gates: Any) -> Any:
     return _combine(y, slots, gates)
 
 
-# -- routing and the whole layer ---------------------------------------------------------------------------------------------------
+# -- routing and the full layer ---------------------------------------------------------------------------------------------------
 
 
 def capacity_of(tokens: int, experts: int, k: int, factor: float) -> int:
@@ -207,7 +207,7 @@ def moe(
 ) -> tuple[Any, Any]:
     """x [g, t, d] through the k best experts of each token -> [g, t, d] and the balance loss.
 
-    With `axis`, which must cut the groups of x and the experts of up, gate and down, tokens travel by two all_to_alls.
+    With `axis`, which must shard the groups of x and the experts of up, gate and down, tokens are sent by two all_to_alls.
     """
     e = router.shape[-1]
     if up.shape[0] != e:

@@ -1,7 +1,7 @@
-"""softmax, log_softmax, layer_norm and rms_norm: whole along the dim they normalise, or, where it is cut, in pieces.
+"""softmax, log_softmax, layer_norm and rms_norm: replicated along the dim they normalise, or, where it is split, in pieces.
 
 Where the dim is uncut each is one op, and so is its backward, which needs the operand (or the result) and nothing else.
-Where it is cut the functions emit the reductions and their all_reduces, visible in the program.
+Where it is sharded the functions emit the reductions and their all_reduces, visible in the program.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def need_float(name: str, types: Types, *args: int) -> None:
 
 
 def _along(name: str) -> Any:
-    """Every operand and the result alike; `dim` must be whole."""
+    """Every operand and the result the same; `dim` must be replicated."""
 
     def equation(types: Types, attrs: Attrs) -> Equation:
         need_float(name, types)

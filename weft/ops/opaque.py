@@ -1,4 +1,4 @@
-"""Torch ops without an entry of their own: kept whole, or cut in any way where torch treats each element alone."""
+"""Torch ops without an entry of their own: kept in one piece, or sharded in any way where torch treats each element alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.core.node import Attrs, Node, Type, dtype_of, user_line
 from weft.ops.pointwise import elementwise, fit, spread
 from weft.ops.registry import Kind, Linear, Types, define
 
-# -- a torch op without an entry: kept whole, never cut -----------------------------------------------------------------
+# -- a torch op without an entry: kept in one piece, never sharded -----------------------------------------------------------------
 
 
 def _torch_op(target: str) -> Any:
@@ -74,7 +74,7 @@ def _opaque_infer(types: Types, attrs: Attrs) -> Types:
 
 
 def _where_whole(types: Types, target: str) -> dict[str, Placement]:
-    """The one rank of each axis that has the operands, where not all have them; none may be cut or pending."""
+    """The one rank of each axis that has the operands, where not all have them; none may be sharded or partial."""
     at: dict[str, Placement] = {}
     for k, t in enumerate(types):
         held = dict(t.layout.held)
@@ -186,7 +186,7 @@ opaque_grad_again = define(
 )
 
 
-# -- a torch op on each element: torch's own function and derivative, cut in any way -----------------------------------------
+# -- a torch op on each element: torch's own function and derivative, sharded in any way -----------------------------------------
 
 
 def _given_dtype(types: Types, attrs: Attrs) -> torch.dtype:

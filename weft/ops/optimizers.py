@@ -35,7 +35,7 @@ def _numbers(attrs: Mapping[str, Any]) -> int:
 
 
 def _equation(types: Types, attrs: Attrs) -> Equation:
-    """Parameter, gradient and state alike; then numbers. Out: parameter and state."""
+    """Parameter, gradient and state the same; then numbers. Out: parameter and state."""
     labels, last = tuple(f"d{i}" for i in range(len(types[0].shape))), _numbers(attrs)
     return Equation((labels,) * (len(types) - last) + ((),) * last, (labels,) * (len(types) - last - 1))
 
@@ -272,7 +272,7 @@ update = define(
 
 
 def aligned(gradient: Node, state: Node) -> Node:
-    """A gradient held as the state that it meets is: an update that is not of each element alone reads it in pieces, or sums it, from there."""
+    """A gradient laid out as the state that it meets is: an update that is not of each element alone reads it in pieces, or sums it, from there."""
     if gradient.shape != state.shape or gradient.dtype != state.dtype or not gradient.shape:
         return gradient
     made: Node = update(state, gradient, body=_identity(gradient.dtype), numbers=0)

@@ -169,7 +169,7 @@ pow_ = _binary("pow", torch.pow, _pow_vjp)
 
 
 def _extreme_vjp(beats: str) -> Any:
-    """A tie is shared evenly; where one of the two is no number, both get all."""
+    """A tie is shared evenly; where one of the two is NaN, both get all."""
 
     def vjp(n: Node, ct: Node) -> Any:
         a, b = n.args
@@ -283,7 +283,7 @@ def _nothing(n: Node) -> Node:
     return expand_like(constant(0.0, x.dtype, x.mesh), x)  # type: ignore[no-any-return]
 
 
-OF_POSITIVES = {"min": FIRST}  # a positive max may hide negative terms, and they give no number; a positive min hides none
+OF_POSITIVES = {"min": FIRST}  # a positive max may hide negative terms, and they give NaN; a positive min hides none
 
 neg = define(
     "neg",
@@ -372,7 +372,7 @@ def _cast_normal(attrs: Attrs) -> Attrs:
 
 
 def _wraps(wide: torch.dtype, small: torch.dtype) -> bool:
-    """Whether numbers of the one dtype wrap around in the other, a smaller one of whole numbers."""
+    """Whether numbers of the one dtype wrap around in the other, a smaller one of integers."""
     if small.is_floating_point or small == torch.bool:
         return False
     return (
@@ -381,7 +381,7 @@ def _wraps(wide: torch.dtype, small: torch.dtype) -> bool:
 
 
 def _cast_dtype(types: Types, attrs: Attrs) -> torch.dtype:
-    """A pending sum passes where the cast is additive up to rounding; none of a bool, nor from fractions to whole numbers or to 8 bits."""
+    """A partial sum passes where the cast is additive up to rounding; none of a bool, nor from fractions to integers or to 8 bits."""
     here, to = types[0].dtype, dtype_of(attrs["dtype"])
     pending = {p.op for _, p in types[0].layout.held if isinstance(p, P)}
     truncates = here.is_floating_point and (not to.is_floating_point or to.itemsize == 1)
@@ -413,7 +413,7 @@ cast: Op = define(
 
 
 # -- dropout: the mask is a function of (seed, site, global element index), so every layout draws the same one ---------------
-# Of one micro-batch it is that of the whole batch: `of` says along which dim, in runs of how many, one of how many, an operand which.
+# Of one micro-batch it is that of the full batch: `of` says along which dim, in runs of how many, one of how many, an operand which.
 
 Of: TypeAlias = tuple[int, int, int] | None
 
@@ -439,7 +439,7 @@ def _global_index(positions: list[torch.Tensor], shape: tuple[int, ...]) -> torc
 
 
 def places_of(at: torch.Tensor, part: torch.Tensor, run: int, parts: int) -> torch.Tensor:
-    """Where positions of one part of a dim stand in the whole of it, whose runs of `run` are dealt to the parts in turn."""
+    """Where positions of one part of a dim stand in the full tensor of it, whose runs of `run` are dealt to the parts in turn."""
     return at.to(part.device) // run * (run * parts) + part * run + at.to(part.device) % run
 
 
@@ -450,7 +450,7 @@ def _drop(x: torch.Tensor, seed: torch.Tensor, index: torch.Tensor, p: float, si
 
 
 def _drawn(positions: list[torch.Tensor], shape: tuple[int, ...], part: tuple[torch.Tensor, ...], of: Of) -> torch.Tensor:
-    """The numbers that elements at some positions are drawn by: those in the whole where this is one part of it."""
+    """The numbers that elements at some positions are drawn by: those in the full tensor where this is one part of it."""
     if of is not None:
         dim, run, parts = of
         positions = [places_of(at, part[0], run, parts) if d == dim else at.to(part[0].device) for d, at in enumerate(positions)]

@@ -1,4 +1,4 @@
-"""Pooling over windows of the last two dims, which stay whole; batch and channels may be cut."""
+"""Pooling over windows of the last two dims, which stay replicated; batch and channels may be sharded."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def avg_pool2d(x: Any, kernel: Any, stride: Any = None, padding: Any = 0, *, cou
 
 
 def adaptive_avg_pool2d(x: Any, places: Any) -> Any:
-    """Means of parts of the image. Equal parts are a plain mean, so that a cut height or width is reduced, not gathered."""
+    """Means of parts of the image. Equal parts are a plain mean, so that a sharded height or width is reduced, not gathered."""
     (rows, columns), (h, w) = pair(places), x.shape[2:]
     if h % rows or w % columns:
         return _adaptive(x, places=(rows, columns))
@@ -169,7 +169,7 @@ def max_pool2d(x: Any, kernel: Any, stride: Any = None, padding: Any = 0) -> Any
 
 
 def upsample_nearest2d(x: Any, factor: int) -> Any:
-    """Every pixel repeated `factor` times in height and width; cuts survive, as it only repeats."""
+    """Every pixel repeated `factor` times in height and width; shards survive, as it only repeats."""
     n, c, h, w = x.shape
     wide = expand(reshape(x, (n, c, h, 1, w, 1)), (n, c, h, factor, w, factor))
     return reshape(wide, (n, c, h * factor, w * factor))

@@ -1,4 +1,4 @@
-"""Reductions over dims of one operand. Of a cut dim the result is Partial, never wrong."""
+"""Reductions over dims of one operand. Of a sharded dim the result is Partial, never wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.ops.shape import expand_like
 
 
 def norm_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """Dims as a sorted tuple of whole numbers from 0; None is all of them."""
+    """Dims as a sorted tuple of integers from 0; None is all of them."""
     given = range(rank) if dims is None else (dims,) if isinstance(dims, int) else dims
     for d in given:
         if not isinstance(d, int) or not -rank <= d < rank:
@@ -42,7 +42,7 @@ def _normal(attrs: Attrs) -> Attrs:
 
 
 def stretch(x: Node, like: Node, dims: Any, keepdim: bool) -> Node:
-    """A reduced value put back over the dims it was reduced along, ready to be stretched; the others are cut as in `like`."""
+    """A reduced value put back over the dims it was reduced along, ready to be stretched; the others are sharded as in `like`."""
     if keepdim:
         return x
     gone = norm_dims(dims, like.ndim)
@@ -65,7 +65,7 @@ def _sum_field(p: int, x: torch.Tensor, dims: Any = None, keepdim: bool = False)
 
 
 def _sum_dtype(types: Types, attrs: Attrs) -> torch.dtype:
-    """Whole numbers and bools are counted in i64, as torch does."""
+    """Integers and bools are counted in i64, as torch does."""
     return types[0].dtype if types[0].dtype.is_floating_point else torch.int64
 
 
@@ -115,7 +115,7 @@ squares_about = define(
 
 
 def _along_whole(outs: int) -> Any:
-    """The reduced dims may not be cut; so many results alike."""
+    """The reduced dims may not be sharded; so many results the same."""
 
     def equation(types: Types, attrs: Attrs) -> Equation:
         eq = _reducing("sum")(types, attrs)
@@ -179,7 +179,7 @@ def _lowest(dtype: torch.dtype, sign: int) -> float | int:
 
 
 def _extreme(sign: int) -> Any:
-    """max (sign 1) or min (sign -1); of an empty slice the neutral value, as a rank of an uneven cut needs it."""
+    """max (sign 1) or min (sign -1); of an empty slice the neutral value, as a rank of an uneven shard needs it."""
 
     def run(x: torch.Tensor, dims: Any = None, keepdim: bool = False, numbers: bool = True) -> torch.Tensor:
         axes = norm_dims(dims, x.ndim)
@@ -192,7 +192,7 @@ def _extreme(sign: int) -> Any:
 
 
 def _extreme_vjp(n: Node, ct: Node) -> Any:
-    """Ties share the cotangent evenly, as torch.amax has it; without `numbers` what is no number shares it too, as torch.max has it."""
+    """Ties share the cotangent evenly, as torch.amax has it; without `numbers` NaN shares it too, as torch.max has it."""
     x, dims, keep = n.args[0], n.attr("dims"), n.attr("keepdim", False)
     best = expand_like(stretch(settle(n), x, dims, keep), x)
     same = op_named("eq")(x, best)

@@ -1,6 +1,6 @@
 """One entry per op. From its index equation and its linearity follow the shape rule, the legal layouts and the work.
 
-Cut a label that an output keeps, and that output is cut; cut one it lacks, and it is Partial. A pending sum passes
+Shard a label that an output keeps, and that output is sharded; shard one it lacks, and it is Partial. A partial sum passes
 through an op that is linear in it. What an equation cannot say goes into the entry's other facets.
 """
 
@@ -22,7 +22,7 @@ from weft.core.node import Linear as Linear
 
 Types: TypeAlias = tuple[Type, ...]
 ArgSets: TypeAlias = tuple[frozenset[int], ...]
-Ordered: TypeAlias = "ArgSets | Mapping[str, ArgSets]"  # for every pending max and min, or by kind
+Ordered: TypeAlias = "ArgSets | Mapping[str, ArgSets]"  # for every partial max and min, or by kind
 ONE = "1"  # the label of a dim of size 1 that is stretched over the others
 
 
@@ -32,7 +32,7 @@ class Equation:
 
     ins: tuple[tuple[str, ...], ...]
     outs: tuple[tuple[str, ...], ...]
-    whole: frozenset[str] = frozenset()  # labels that may not be cut
+    whole: frozenset[str] = frozenset()  # labels that may not be sharded
     reduce: str = "sum"
     sizes: Mapping[str, int] = field(default_factory=dict)  # of labels only an output has
 
@@ -147,7 +147,7 @@ def _infer_from_equation(op: Op, types: Types, attrs: Attrs, dtype: Callable[[Ty
 
 
 def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
-    """The dim every label stands for; all operands must hold it alike."""
+    """The dim every label stands for; all operands must hold it the same."""
     bound: dict[str, tuple[Dim, int]] = {}
     for k, (labels, t) in enumerate(zip(eq.ins, types, strict=True)):
         if len(labels) != len(t.shape):
@@ -197,7 +197,7 @@ def _repair(types: Types, a: int, b: int) -> str:
 def _held(
     name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear: Linear | ArgSets, monotone: Ordered
 ) -> dict[str, Placement]:
-    """What every axis holds of the outputs apart from cuts they keep; a cut label is listed under its axis."""
+    """What every axis holds of the outputs apart from shards they keep; a sharded label is listed under its axis."""
     held: dict[str, Placement] = {}
     for axis in types[0].mesh.axes if types else ():
         places = [t.on(axis) for t in types]
@@ -212,8 +212,8 @@ def _held(
 
 
 def _ordered(eq: Equation, monotone: Ordered) -> dict[str, ArgSets]:
-    """Which operands a pending max or min may pass; an op that reduces lets only its own kind through. What is kept whole and not summed is
-    no reduction: of a dim that is cut to size, each element stays what it was."""
+    """Which operands a partial max or min may pass; an op that reduces lets only its own kind through. What is kept in one piece and not summed is
+    no reduction: of a dim that is narrowed, each element stays what it was."""
     reduces = any(x not in out and (x not in eq.whole or eq.reduce != "sum") for labels in eq.ins for x in labels for out in eq.outs if x != ONE)
     by_kind = monotone if isinstance(monotone, Mapping) else dict.fromkeys(("max", "min"), monotone)
     return {kind: by_kind.get(kind, ()) if not reduces or eq.reduce == kind else () for kind in ("max", "min")}
@@ -290,7 +290,7 @@ def arg_sets(linear: Linear | ArgSets, args: int) -> ArgSets:
 
 
 def passing(op: Op, kind: str, args: int) -> ArgSets:
-    """The sets of operands in which a pending sum, max or min may pass the op, the others whole; its type rule has the last word."""
+    """The sets of operands in which a partial sum, max or min may pass the op, the others replicated; its type rule has the last word."""
     if kind == "sum":
         return arg_sets(op.linear, args)
     ordered: Ordered = op.monotone

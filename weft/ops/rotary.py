@@ -30,7 +30,7 @@ def _equation(types: Types, attrs: Attrs) -> Equation:
 
 
 def _turn(x: torch.Tensor, freq: torch.Tensor, at: torch.Tensor, attrs: Attrs) -> torch.Tensor:
-    """`at` [s] or [b, s]: the positions of what is held."""
+    """`at` [s] or [b, s]: the positions of the elements there."""
     angle = at.to(freq.device, freq.dtype)[..., None] * freq
     dim, ndim = attrs["dim"], x.ndim
     shape = [1] * (ndim - 1) + [len(freq)]
@@ -110,7 +110,7 @@ def rotary(
 
 
 def _rope_equation(types: Types, attrs: Attrs) -> Equation:
-    """x [..., d] and tables stretched over it; the last dim, whose halves meet, stays whole."""
+    """x [..., d] and tables stretched over it; the last dim, whose halves meet, stays replicated."""
     eq = elementwise(types, attrs)
     return Equation(eq.ins, eq.outs, whole=frozenset({eq.outs[0][-1]}))
 

@@ -116,7 +116,7 @@ def transpose(x: Any, a: int = -2, b: int = -1) -> Any:
     return permute(x, *order)
 
 
-# -- expand: a dim of size 1 repeated; the repeats may be cut, since a rank makes only its own ----------------------------------
+# -- expand: a dim of size 1 repeated; the repeats may be sharded, since a rank makes only its own ----------------------------------
 
 
 def _expand_infer(types: Types, attrs: Attrs) -> Type:
@@ -173,7 +173,7 @@ def expand(x: Any, shape: Any, cuts: Any = ()) -> Any:
 
 
 def expand_like(x: Any, like: Any) -> Any:
-    """Repeated to the shape of `like`, the repeated dims, and those of size 1, cut as there."""
+    """Repeated to the shape of `like`, the repeated dims, and those of size 1, sharded as there."""
     here = reshape(x, (1,) * (like.ndim - x.ndim) + tuple(x.shape))
     places = [(axis, like.type.on(axis)) for axis in like.mesh.axes if isinstance(here.type.on(axis), Replicated)]
     cuts = [(axis, p.dim, p.within) for axis, p in places if isinstance(p, S) and here.shape[p.dim] == 1]
@@ -183,7 +183,7 @@ def expand_like(x: Any, like: Any) -> Any:
     return out
 
 
-# -- one dim not whole: narrow, concat, pad -------------------------------------------------------------------------------------
+# -- one dim changed: narrow, concat, pad -------------------------------------------------------------------------------------
 
 
 def _one_dim(attrs: Attrs, rank: int) -> tuple[tuple[str, ...], int]:

@@ -39,7 +39,7 @@ def _const_infer(types: Types, attrs: Attrs) -> Type:
 
 
 def _residue(value: float, p: int) -> int:
-    """A float is a whole number over a power of two, and so has an exact place in the field."""
+    """A float is an integer over a power of two, and so has an exact place in the field."""
     over, under = float(value).as_integer_ratio()
     return over * pow(under, -1, p) % p
 

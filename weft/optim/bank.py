@@ -1,7 +1,7 @@
 """Parameters and gradients of one group in peer memory, their slices over the ranks, and this rank's share of the state.
 
-The tensors are laid end to end and cut into equal runs, one per rank, so a rank's share of a tensor is one run or nothing. For a
-kernel on a GPU every tensor is cut by itself: there all ranks have the same pieces of work, and one that has nothing of a tensor idles.
+The tensors are laid end to end and split into equal runs, one per rank, so a rank's share of a tensor is one run or nothing. For a
+kernel on a GPU every tensor is sharded by itself: there all ranks have the same pieces of work, and one that has nothing of a tensor idles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.runtime.fused import Row
 from weft.runtime.memory import zeros
 
-UNIT = 64  # elements: tensors start, and slices are cut, on multiples of this, so every access is aligned
+UNIT = 64  # elements: tensors start, and slices begin, on multiples of this, so every access is aligned
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Bank:
         return buffer.view(self.slices.starts[k] * self.dtype.itemsize, tuple(p.shape), self.dtype)
 
     def run_of(self, whole: Tensor, k: int) -> Tensor:
-        """This rank's run of a whole tensor of the shape of parameter `k`."""
+        """This rank's run of a full tensor of the shape of parameter `k`."""
         lo, hi = self.slices.runs[k][self.peers.rank]
         return whole.reshape(-1)[lo:hi]
 
@@ -116,7 +116,7 @@ class Bank:
         return max(hi - lo for lo, hi in self.slices.runs[k])
 
     def gathered(self, k: int, name: str) -> Tensor:
-        """A whole state of parameter `k`, from all ranks: a collective call."""
+        """A full state of parameter `k`, from all ranks: a collective call."""
         whole = torch.zeros(self.params[k].numel(), device=self.peers.device)
         self.run_of(whole, k).copy_(self.state(k, name))
         dist.all_reduce(whole, group=self.peers.group)

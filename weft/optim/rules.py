@@ -97,7 +97,7 @@ def step_program(rule: Rule, world: int, numbers: Numbers, clip: bool) -> Progra
     """One step over a list of tensors, fused: the gradients are averaged over `world` ranks, each updates its slice."""
     try:
         whole = recipes.zero1(_written(rule, world, numbers, clip), "dp", params="" if numbers.master else "x")
-    except InvalidTransform:  # some state does not come from the gradients, so nothing says how it is cut
+    except InvalidTransform:  # some state does not come from the gradients, so nothing says how it is sharded
         whole = _written(rule, world, numbers, clip, sliced=True)
     return recipes.one_kernel(whole)
 

@@ -15,7 +15,7 @@ DROPOUT = 0.1
 
 
 def close(y: Any, bias: Any, residual: Any, seed: Any, gain: Any, shift: Any, p: float, site: int) -> Any:
-    """What follows the product of a block: bias, dropout, residual, norm."""
+    """What follows the matmul of a block: bias, dropout, residual, norm."""
     return layer_norm(w.dropout(y + bias, seed, p=p, site=site) + residual, gain, shift)
 
 
@@ -33,7 +33,7 @@ def unheads(x: Any) -> Any:
 def mlp(
     mesh: Mesh, batch: int, seq: int, hidden: int, *, ffn: int | None = None, p: float = DROPOUT, dtype: str = "f32", tp: str | None = "tp"
 ) -> Program:
-    """The feed-forward block. With `tp`, its weights are cut column then row and its sum is there; without, it is whole."""
+    """The feed-forward block. With `tp`, its weights are sharded column then row and its sum is there; without, it is replicated."""
     f = ffn or 4 * hidden
 
     def block(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, gain: Any, shift: Any, seed: Any) -> Any:
@@ -69,7 +69,7 @@ def self_attention(
     dtype: str = "f32",
     tp: str | None = "tp",
 ) -> Program:
-    """The self-attention block, heads cut over `tp` where given."""
+    """The self-attention block, heads sharded over `tp` where given."""
 
     def block(x: Any, wq: Any, wk: Any, wv: Any, wo: Any, bo: Any, gain: Any, shift: Any, seed: Any) -> Any:
         q, k, v = (heads(x @ m, n_heads) for m in (wq, wk, wv))
@@ -99,7 +99,7 @@ def self_attention(
 def projection(
     mesh: Mesh, batch: int, seq: int, hidden: int, *, inner: int | None = None, p: float = DROPOUT, dtype: str = "f32", tp: str = "tp"
 ) -> Program:
-    """CoCoNet's model-parallel segment: a product whose inner dim is cut, its sum, bias, dropout and residual."""
+    """CoCoNet's model-parallel segment: a matmul whose inner dim is sharded, its sum, bias, dropout and residual."""
 
     def segment(x: Any, m: Any, b: Any, r: Any, seed: Any) -> Any:
         return w.dropout(w.all_reduce(x @ m, tp) + b, seed, p=p, site=0) + r

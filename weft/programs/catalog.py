@@ -44,13 +44,13 @@ def fused_rs_c_ag(p: Program) -> Program:
 
 
 def mm_rs_c_ag(p: Program) -> Program:
-    """The sum of a product split along the sequence, the gather after all that is elementwise."""
+    """The sum of a matmul split along the sequence, the gather after all that is elementwise."""
     p = split(p, p.find("all_reduce"), dim=1)
     return r.slice_early(sink(p, p.find("all_gather")))
 
 
 def overlapped_mm(p: Program) -> Program:
-    """The product pipelined with one kernel of sum, compute and gather; a norm, which needs rows whole, stays after it."""
+    """The matmul pipelined with one kernel of sum, compute and gather; a norm, which needs full rows, stays after it."""
     p = mm_rs_c_ag(p)
     product = p.find("reduce_scatter").args[0]
     whole = p.find_all(where=lambda n: n.op.kind is Kind.WHOLE)

@@ -137,7 +137,7 @@ def _budget(frame: Frame, budget: float) -> Markup:
 
 
 def shares(causes_ms: Mapping[str, Mapping[str, float]]) -> Markup:
-    """A bar for each of predicted and measured, on one scale, cut by cause."""
+    """A bar for each of predicted and measured, on one scale, split by cause."""
     most = max(sum(parts.values()) for parts in causes_ms.values())
     rows = [_bar(label, parts, most) for label, parts in causes_ms.items()]
     seen = dict.fromkeys(c for parts in causes_ms.values() for c, v in parts.items() if v > 0)

@@ -1,4 +1,4 @@
-"""What a page shows, whichever it is of: a plan that is foreseen, or a run that was measured."""
+"""What a page shows, whichever it is of: a plan that is predicted, or a run that was measured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Facts:
-    """`held` are tensors as `weft.record.run` writes them; `repeats` says how often a folded layer stands in the whole model."""
+    """`held` are tensors as `weft.record.run` writes them; `repeats` says how often a folded layer stands in the full model."""
 
     title: str
     about: str

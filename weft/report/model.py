@@ -12,14 +12,14 @@ from weft.report.tags import Markup, join, tag
 from weft.report.words import colour, count, means
 
 SMALL, LARGE = 10.0, 68.0  # pixels of the shortest and the longest side of a tensor
-LINES = 8  # cuts drawn at most; the chip says how many there are
+LINES = 8  # shard boundaries drawn at most; the chip says how many there are
 _CUT = re.compile(r"S\((\d+)(?:\.\d+)?\)")
 _AT = re.compile(r"O\((\d+)\)")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Layers that are alike, or one part of the model. `parts` are its tensors by module."""
+    """Layers that are the same, or one part of the model. `parts` are its tensors by module."""
 
     title: str
     layers: tuple[int, ...]

@@ -78,7 +78,7 @@ class _Known:
         return cluster(self.plan.cluster)
 
     def require_room(self) -> None:
-        """A program is placed on a mesh of the whole cluster, or of a stage of it."""
+        """A program is placed on a mesh of the entire cluster, or of a stage of it."""
         needed, mesh = self.plan.setting.pp * math.prod(self.plan.layouts["mesh"].values()), self.program.mesh.sizes
         if needed != self.cluster.devices or dict(mesh) != dict(self.plan.layouts["mesh"]):
             raise PlanError(
@@ -110,7 +110,7 @@ class _Known:
 
     @cached_property
     def stages(self) -> list[UnitStage]:
-        """The stages as they were split, with what each runs again."""
+        """The stages as they were split, with what each recomputes."""
         told, setting = self.plan.stages, self.plan.setting
         again = FULL if told and all(how == "full" for stage in told for _, how, _ in stage) else MIXED
         stager = Stager(self.units.all, self.budget, self.rounds, again, setting.schedule)
@@ -187,7 +187,7 @@ def _causes(line: Timeline, stages: int) -> dict[str, float]:
 
 
 def _held(known: _Known) -> dict[str, Any]:
-    """Every tensor with its layout, stages among it, and what travels."""
+    """Every tensor with its layout, stages among it, and what is sent."""
     from weft.api.record import communication, tensors
 
     program, pp = known.program, known.plan.setting.pp
@@ -205,7 +205,7 @@ def _at(stage: int | None) -> dict[str, str]:
 
 
 def _memory(placed: PlacedProgram, began: dict[Node, float], seconds: float, rounds: int) -> Iterator[Curve]:
-    """What is held over the pass, by what it is; gradients of earlier micro-batches, and the safety margin, throughout."""
+    """What is in memory over the pass, by what it is; gradients of earlier micro-batches, and the safety margin, throughout."""
     order = [*placed.program.inputs, *placed.roles.order]
     clock, now = list[float](), 0.0
     for node in order:
@@ -236,7 +236,7 @@ def _kind(placed: PlacedProgram, node: Node) -> str:
 
 
 def _summed(changes: dict[int, float], clock: Sequence[float]) -> Iterator[tuple[float, float]]:
-    """Bytes after every change, in the order of the nodes; what ends with the step is held until then."""
+    """Bytes after every change, in the order of the nodes; what ends with the step is in memory until then."""
     now = 0.0
     for at in sorted(changes):
         if at < len(clock):

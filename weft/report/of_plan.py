@@ -1,4 +1,4 @@
-"""A plan as facts for a page: its step is foreseen again, its model captured with few layers, its decisions explained."""
+"""A plan as facts for a page: its step is predicted again, its model captured with few layers, its decisions explained."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _alternatives(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _model(plan: Plan) -> dict[str, Any]:
-    """Tensors of the model and how they are held, placed as the plan says: of one known by its sizes two layers, since all are alike."""
+    """Tensors of the model and how they are laid out, placed as the plan says: of one known by its sizes two layers, since all are the same."""
     from weft.frontend.catalog import few_layers
     from weft.frontend.source import load
 
@@ -160,7 +160,7 @@ def _step(plan: Plan) -> dict[str, Any]:
         setting = replace(setting, global_batch=setting.dp * setting.micro_batch * few)
     step = search.step(setting, plan.layers, plan.stages)
     views = [View("the full step", {"predicted": step.timeline}, note)]
-    plain = replace(setting, recompute="none") if plan.stages else setting  # of stages cut to measure no layer is like another
+    plain = replace(setting, recompute="none") if plan.stages else setting  # of uneven stages no layer is like another
     for title, line in detail(search.work(setting), plain, search.cluster).items():
         views.append(View(title, {"predicted": line}, "Op by op: what the host issues, the device computes and the links carry."))
     worst = max(range(len(step.memory)), key=lambda i: step.memory[i].total)
@@ -191,7 +191,7 @@ def _sizes(plan: Plan, work: Workload, s: Setting) -> list[float]:
 
 
 def _memory(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> Iterator[Curve]:
-    """What is held all the time, activations as passes come and go, buffers of the pass at work, and the safety margin."""
+    """What is in memory all the time, activations as passes come and go, buffers of the pass at work, and the safety margin."""
     m, end = step.memory[stage], step.seconds
     for name, held in (("parameters", m.params), ("gradients", m.grads), ("optimizer", m.optimizer), ("buffers", m.buffers)):
         if held:

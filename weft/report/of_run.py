@@ -76,7 +76,7 @@ def _plan(run: Run) -> Any:
 
 
 def _passes(run: Run, words: Sequence[str]) -> Any:
-    """How a step is cut into passes, where it is."""
+    """How a step is split into passes, where it is."""
     if run.mesh.get("pp", 1) > 1:
         yield "schedule", next((w for w in SCHEDULES if w in words), PLAIN), "the order in which stages take up their passes"
     micro = sum(t.cause == "forward" for t in run.measured.line.tasks if t.stream == "stage 0") if run.measured is not None else 0

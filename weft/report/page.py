@@ -20,7 +20,7 @@ Section = tuple[str, str, Callable[[Facts], Markup | None]]
 
 
 def page(facts: Facts) -> str:
-    """The whole document."""
+    """The entire document."""
     parts = [(key, title, body) for key, title, make in SECTIONS if (body := make(facts)) is not None]
     links = [tag("a", title, href=f"#{key}") for key, title, _ in parts]
     toggle = tag("button", "light or dark", id="theme", type="button", title="switch between light and dark")

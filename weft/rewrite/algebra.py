@@ -1,4 +1,4 @@
-"""Rules about values: the laws of sums, products, views and blocks, each as a line of weft. `prove` has the last word on them."""
+"""Rules about values: the laws of sums, matmuls, views and blocks, each as a line of weft. `prove` has the last word on them."""
 
 from __future__ import annotations
 

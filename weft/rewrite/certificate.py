@@ -1,4 +1,4 @@
-"""Certificates: what was proved of a rule, kept as data beside it and bound to its text and to the op entries it rests on."""
+"""Certificates: what was proved of a rule, kept as data next to it and bound to its text and to the op entries it rests on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether two whole programs denote the same outputs: a model on one device, and its form on a mesh.
+"""Whether two full programs denote the same outputs: a model on one device, and its form on a mesh.
 
 First by derivation: both are erased and views that undo each other are taken out; outputs that become the same nodes are equal for all
-values. Then every kind of node of the sharded program is run on all ranks of a pretended mesh against its global meaning, once per kind, so
+values. Then every kind of node of the sharded program is run on all ranks of a simulated mesh against its global meaning, once per kind, so
 repeated blocks cost nothing. Outputs that are not derived are compared by value, and the first node that strays is named with its layer.
 """
 
@@ -85,7 +85,7 @@ def check(single: Program, sharded: Program, *, run: bool = True, seed: int = 0)
 
 
 def _as_written(single: Program, sharded: Program) -> Program:
-    """The single program with ops in others where the sharded one has none of them: it cuts a dim there that they keep whole."""
+    """The single program with ops in others where the sharded one has none of them: it shards a dim there that they need in full."""
     left = {n.op for n in sharded.nodes}
     with as_cut():
         swap = {n: n.op.across(*n.args, **dict(n.attrs)) for n in single.nodes if n.op.across is not None and n.op not in left}
@@ -147,7 +147,7 @@ class _Tidy:
         return node
 
     def _part(self, node: Node, joined: Node) -> Node | None:
-        """The operands of a concat that a narrow picks, where it cuts between them."""
+        """The operands of a concat that a narrow picks, where it ends between them."""
         dim = joined.attr("dim")
         if joined not in self.starts:
             self.starts[joined] = list(accumulate((a.shape[dim] for a in joined.args), initial=0))

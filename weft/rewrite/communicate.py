@@ -63,7 +63,7 @@ def unsplit(node: Node) -> Rule:
     return rule("unsplit", comm.all_gather(call(inner, x), axis=axis), comm.all_reduce(x, axis=axis))
 
 
-# -- where a cut goes when it passes an op -----------------------------------------------------------------------------------------
+# -- where a sharding goes when it passes an op -----------------------------------------------------------------------------------------
 
 
 def label_of(eq: Equation, arg: int, cut: S) -> str:
@@ -76,7 +76,7 @@ def cut_of(layout: Layout, axis: str) -> S | None:
 
 
 def sliced(x: Any, node: Node, axis: str, cut: S) -> Any:
-    """`slice` of an operand, or what was gathered to make it when that is held alike."""
+    """`slice` of an operand, or what was gathered to make it when that is laid out the same."""
     if node.op is comm.all_gather and node.attr("axis") == axis and len(node.args) == 1:
         source = node.args[0]
         if source.layout == node.layout.cut(axis, cut.dim, cut.within):
@@ -92,7 +92,7 @@ def _arg_dims(eq: Equation, label: str) -> dict[int, int]:
 
 
 def sink_gather(node: Node, gathered: Sequence[int], axis: str, items: Sequence[Node] = ()) -> Rule:
-    """f(all_gather(x), y)  ->  all_gather(f(x, slice(y)));  where f reduces the cut dim, the result is all_reduced instead.
+    """f(all_gather(x), y)  ->  all_gather(f(x, slice(y)));  where f reduces the sharded dim, the result is all_reduced instead.
 
     Of an op with several results, `items` are those that are read, each with a gather or a sum of its own.
     """
@@ -108,7 +108,7 @@ def sink_gather(node: Node, gathered: Sequence[int], axis: str, items: Sequence[
 
 
 def _gather_sides(node: Node, gathered: Sequence[int], axis: str, holes: Holes) -> tuple[Call, Call, str]:
-    """The op on gathered operands, the op on cut ones, and the label that is cut."""
+    """The op on gathered operands, the op on sharded ones, and the label that is sharded."""
     outer = {k: call(a, *(holes(x) for x in a.args)) for k, a in enumerate(node.args) if a.op is comm.all_gather and a.attr("axis") == axis}
     left = [outer[k] if k in outer else holes(a) for k, a in enumerate(node.args)]
     eq = equation_of(node)
@@ -130,7 +130,7 @@ def _inner(x: Any, node: Node, k: int, gathered: Sequence[int], dims: dict[int, 
 
 
 def hoist_gather(node: Node) -> Rule:
-    """all_gather(f(x, y))  ->  f(all_gather(x), all_gather(y)), for the operands that are cut"""
+    """all_gather(f(x, y))  ->  f(all_gather(x), all_gather(y)), for the operands that are sharded"""
     holes, axis, f = Holes(), node.attr("axis"), node.args[0]
     args = [holes(a) for a in f.args]
     gathered = [comm.all_gather(x, axis=axis) if cut_of(a.layout, axis) is not None else x for x, a in zip(args, f.args, strict=True)]
@@ -138,7 +138,7 @@ def hoist_gather(node: Node) -> Rule:
 
 
 def hoist_slice(node: Node) -> Rule:
-    """slice(f(x, y))  ->  f(slice(x), slice(y)), for the operands that have the cut dim"""
+    """slice(f(x, y))  ->  f(slice(x), slice(y)), for the operands that have the sharded dim"""
     holes, axis, f = Holes(), node.attr("axis"), node.args[0]
     args = [holes(a) if a.op is not comm.all_gather else call(a, *(holes(x) for x in a.args)) for a in f.args]
     cuts = _cuts_above(f, S(node.attr("dim"), node.attr("within")), axis, node.layout)
@@ -147,7 +147,7 @@ def hoist_slice(node: Node) -> Rule:
 
 
 def _cuts_above(f: Node, cut: S, axis: str, want: Layout) -> dict[int, S]:
-    """Where each operand must be cut for the result to be cut so."""
+    """Where each operand must be sharded for the result to be sharded so."""
     eq = equation_of(f)
     if eq is not None:
         label = eq.outs[0][cut.dim]
@@ -254,7 +254,7 @@ def hierarchy(node: Node, inside: str, dim: int) -> Rule:
     return rule("by_hierarchy", call(node, call(inner, x)), comm.all_gather(part, axis=inside))
 
 
-# -- cuts from nothing -------------------------------------------------------------------------------------------------------------
+# -- shards made from nothing -------------------------------------------------------------------------------------------------------------
 
 
 def cut_whole(node: Node, axis: str, dim: int, within: Within = None) -> Rule:
@@ -264,6 +264,6 @@ def cut_whole(node: Node, axis: str, dim: int, within: Within = None) -> Rule:
 
 
 def turn_gather(node: Node, dim: int, within: Within = None) -> Rule:
-    """all_gather(x)  ->  all_gather(all_to_all(x)), which leaves it cut along another dim"""
+    """all_gather(x)  ->  all_gather(all_to_all(x)), which leaves it sharded along another dim"""
     x, axis = Hole("x"), node.attr("axis")
     return rule("turn", call(node, x), call(node, comm.all_to_all(x, axis=axis, dim=dim, within=within)))

@@ -1,8 +1,8 @@
 """What a rule of TASO's and FlexFlow's files says there: tensors with a degree per dim, read by their own ops.
 
-A tensor is [replica, sample, channel], a weight [replica, out, in], and each dim is cut in `degree` equal parts. Partition and combine change a
+A tensor is [replica, sample, channel], a weight [replica, out, in], and each dim is sharded into `degree` equal parts. Partition and combine change a
 degree, replicate repeats a dim and its degree, reduce adds the two halves of a dim. Linear reads, for every part of the weight's out channels,
-another copy of the input, and for every part of the samples another copy of the weight; its channel parts are sums left pending in the replica
+another copy of the input, and for every part of the samples another copy of the weight; its channel parts are sums left partial in the replica
 dim. Copies that nobody asks for are not read, as in the generator of these files.
 """
 
@@ -213,7 +213,7 @@ class Sharded:
 
 
 def judge_foreign(rule: ForeignRule, seed: int = 0) -> Sharded:
-    """The rule in its own meaning: whole numbers on one device and under shardings of its inputs, then for all values by Z3."""
+    """The rule in its own meaning: integers on one device and under shardings of its inputs, then for all values by Z3."""
     rng = random.Random(seed)
     try:
         alone, why = _on_one_device(rule, rng)
@@ -232,7 +232,7 @@ def _on_one_device(rule: ForeignRule, rng: random.Random) -> tuple[str, str]:
 
 
 def _shardings(names: Sequence[int], rng: random.Random) -> Iterator[dict[int, Degrees]]:
-    """Degrees of 1 and 2 for every dim of every input: all, or some and those where inputs of a kind are cut alike."""
+    """Degrees of 1 and 2 for every dim of every input: all, or some and those where inputs of a kind are sharded the same."""
     degrees = list(itertools.product((1, 2), repeat=3))
     if len(degrees) ** len(names) <= MOST:
         yield from (dict(zip(names, chosen, strict=True)) for chosen in itertools.product(degrees, repeat=len(names)))
@@ -267,7 +267,7 @@ def _given(names: Mapping[int, Degrees], value: Callable[[int, tuple[int, ...]],
 
 
 def _compare(rule: ForeignRule, degrees: Mapping[int, Degrees], rng: random.Random) -> str:
-    """Nothing where both sides agree, else where they part; whole numbers of both signs, so relu is relu."""
+    """Nothing where both sides agree, else where they part; integers of both signs, so relu is relu."""
     given = _given(degrees, lambda *_: rng.randint(-9, 9))
     left, right = (evaluate(side, given, lambda v: max(v, 0)) for side in (rule.left, rule.right))
     for k, (x, y) in enumerate(zip(left, right, strict=True)):
@@ -289,7 +289,7 @@ def _other_degrees(rule: ForeignRule, degrees: Mapping[int, Degrees]) -> str:
 
 
 def _for_all_values(rule: ForeignRule) -> str:
-    """Both sides on one device as terms over the reals, by Z3; whole numbers only, where there is none."""
+    """Both sides on one device as terms over the reals, by Z3; integers only, where there is none."""
     from weft.rewrite.second.judge import available, decide
     from weft.rewrite.second.meaning import Meaning
 

@@ -56,7 +56,7 @@ def match_rule(r: Rule, places: Sequence[Node]) -> Bindings | None:
 
 
 def find_matches(r: Rule, program: Program) -> list[tuple[tuple[Node, ...], Bindings]]:
-    """Every place of a one-output rule where both sides type alike."""
+    """Every place of a one-output rule where both sides type the same."""
     found: list[tuple[tuple[Node, ...], Bindings]] = []
     for node in program.nodes:
         bound = match_rule(r, (node,)) if len(r.left) == 1 else None
@@ -172,7 +172,7 @@ def _erased(node: Node, args: list[Node]) -> Node:
     if node.op.name == "item" and args[0].op.name == "together":
         return args[0].args[int(node.attr("index"))]
     attrs = {k: LAYOUT_ATTRS.get(k, v) for k, v in node.attrs}
-    attrs = {k: v for k, v in attrs.items() if args or k not in LAYOUT_ATTRS or v != ()}  # of what is made of nothing no cuts are none said
+    attrs = {k: v for k, v in attrs.items() if args or k not in LAYOUT_ATTRS or v != ()}  # what is made of nothing names no shards
     if "mesh" in attrs:
         attrs["mesh"] = _ALONE.key
     return make(node.op, tuple(args), attrs)

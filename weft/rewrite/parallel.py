@@ -1,6 +1,6 @@
 """Rules that begin, move and end parallelism around computation, and those that only change communication.
 
-An op hole may be any op: whether a cut or a pending sum passes it is a matter of its layout rule, so of types. A rule of
+An op hole may be any op: whether a sharding or a partial sum passes it is a matter of its layout rule, so of types. A rule of
 `communicate` that a verb applies is one of these, filled at a place; a test holds every verb to its line here.
 """
 

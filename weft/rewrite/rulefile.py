@@ -121,7 +121,7 @@ def _shapes(text: str, head: str) -> dict[str, tuple[str, ...]]:
 
 
 def _dims(text: str) -> tuple[str, ...]:
-    """`i, k+l` as labels; `int: b` marks a tensor of whole numbers."""
+    """`i, k+l` as labels; `int: b` marks a tensor of integers."""
     word, _, rest = text.rpartition(":")
     return ((f"{word.strip()}:",) if word else ()) + tuple(x.replace(" ", "") for x in rest.split(",") if x.strip())
 

@@ -1,6 +1,6 @@
 """Rules that stand for many: an op, an attribute or a size may be a hole, and conditions say which ops may fill it.
 
-A schema claims: for every choice of ops, attributes and values under its conditions for which both sides type alike, both sides
+A schema claims: for every choice of ops, attributes and values under its conditions for which both sides type the same, both sides
 denote the same. Types carry most conditions, so few are written.
 """
 
@@ -226,7 +226,7 @@ def shapes_fit(bound: Mapping[str, Node], conditions: Sequence[Condition]) -> bo
 
 
 def dims_fit(expr: Any, node: Node, conditions: Sequence[Condition], attrs: Attrs) -> bool:
-    """Whether ops keep the dims they must: a label that is not whole, and stands once in operand and result."""
+    """Whether ops keep the dims they must: a label that is not full, and stands once in operand and result."""
     for call, at in _applications(expr, node):
         for c in conditions:
             if c.kind == "keeps" and c.who[0] == call.op.name:

@@ -1,6 +1,6 @@
 """Substitutions chosen by cost: best first, with relaxation and a budget.
 
-A state is a program; a move uses one rule at one place, or at all places that look alike: a stack of equal blocks is changed as one.
+A state is a program; a move uses one rule at one place, or at all places that look the same: a stack of equal blocks is changed as one.
 States are kept in order of cost; one that costs more than `relax` times the best is dropped, so a step uphill is allowed and a long
 way up is not. Nodes are interned: equal programs are one state, and common parts are shared.
 """
@@ -20,7 +20,7 @@ from weft.rewrite.pattern import Hole
 from weft.rewrite.schema import Schema, flipped, matches
 
 Cost = Callable[[Program], float]
-LOOKS = 3  # how deep two places must be alike to be changed together
+LOOKS = 3  # how deep two places must be the same to be changed together
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _key(program: Program) -> tuple[Node, ...]:
 @dataclass(frozen=True)
 class Use:
     """A rule used at a place: which of the nodes of an op, in the program's order, and in which of the ways it matches there.
-    Of several places alike it is the first."""
+    Of several equal places it is the first."""
 
     rule: str
     op: str
@@ -93,7 +93,7 @@ class Use:
 
 
 def moves(program: Program, rules: Sequence[Schema]) -> Iterator[tuple[str, Program]]:
-    """Every program one move away: each rule at each place, and at all places alike at once."""
+    """Every program one move away: each rule at each place, and at all equal places at once."""
     return ((str(use), there) for use, there in uses(program, rules))
 
 

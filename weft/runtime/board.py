@@ -1,6 +1,6 @@
 """Pages all ranks can see: where each rank is, what ops are called, and the last word when a run fails.
 
-Ranks of one group share a page each. Under `weft run` the pages of the whole world are the launcher's, so it can read
+Ranks of one group share a page each. Under `weft run` the pages of the entire world are the launcher's, so it can read
 where every rank was even after the rank is gone.
 """
 

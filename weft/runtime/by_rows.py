@@ -29,7 +29,7 @@ def update_(
     run: Run, kept: Sequence[Tensor], x: Tensor, index: Tensor, rows: Tensor | None, lr: Tensor, step: Tensor, *,
     still: bool, adam: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Overwrites a table and its state. `rows` are the ascending rows of the table that are held, None where all are; `adam` has the settings
+    """Overwrites a table and its state. `rows` are the ascending rows of the table that are here, None where all are; `adam` has the settings
     where torch's own kernel does the update."""
     if not kept[0].numel():
         return
@@ -56,7 +56,7 @@ def update_(
 
 
 def _held(x: Tensor, at: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What was looked up of the rows that are held, and where among them it stands."""
+    """What was looked up of the rows that are here, and where among them it stands."""
     if rows is None:
         return x, at
     place = torch.searchsorted(rows, at.contiguous()).clamp(max=rows.numel() - 1)

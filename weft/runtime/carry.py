@@ -1,6 +1,6 @@
-"""A product that carries: while its blocks multiply they also copy a tensor, a little in every step.
+"""A matmul that carries: while its blocks multiply they also copy a tensor, a little in every step.
 
-A copy beside a product takes multiprocessors from it, since a product's blocks leave room for no other; this one takes none, and
+A copy next to a matmul takes multiprocessors from it, since a matmul's blocks leave room for no other; this one takes none, and
 since a kernel ends before the next begins, what it carried needs no signal.
 """
 
@@ -21,13 +21,13 @@ WORDS = 1024, 4096  # in a piece held in registers: 4 and 16 in each thread
 
 
 def can_multiply(x: Tensor, w: Tensor) -> bool:
-    """Whether rows x [m, k] and w [n, k] suit the kernels: half precision, rows of whole 16 bytes, x of whole lines, w as it is."""
+    """Whether rows x [m, k] and w [n, k] suit the kernels: half precision, rows of a multiple of 16 bytes, x of full lines, w as it is."""
     even = x.shape[1] % 8 == 0 and w.shape[0] % 8 == 0 and x.numel() % WIDTH == 0 and w.data_ptr() % 16 == 0
     return x.dtype == w.dtype and x.dtype in (torch.bfloat16, torch.float16) and w.is_contiguous() and even and x.numel() > 0
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor, source: Tensor, target: Tensor, blocks: int) -> None:
-    """out = x w^T by so many blocks, which copy `source` to `target` on the way. All are contiguous; the source has whole lines."""
+    """out = x w^T by so many blocks, which copy `source` to `target` on the way. All are contiguous; the source has full lines."""
     tiles = -(-x.shape[0] // TILE[0]) * -(-w.shape[0] // TILE[1])
     grid = max(1, min(blocks, tiles))
     steps = grid * -(-tiles // grid) * -(-x.shape[1] // TILE[2])
@@ -36,7 +36,7 @@ def multiply(x: Tensor, w: Tensor, out: Tensor, source: Tensor, target: Tensor, 
 
 @functools.cache
 def _has_copy_engine(device: torch.device) -> bool:
-    """Whether the kernel for tensor cores and a copy engine that work beside the warps can be had."""
+    """Whether the kernel for tensor cores and a copy engine that work asynchronously can be had."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     try:

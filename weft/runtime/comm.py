@@ -1,7 +1,7 @@
 """Collectives as generated code calls them: over a process group, along the middle of [before, size, after], uneven or not.
 
 Each starts at once and returns a `Pending`; `wait()` gives the tensor. Uneven pieces are padded to the first, largest one,
-and since only late pieces are short, what is gathered is right after cutting off the tail. Under a trace the same collectives
+and since only late pieces are short, what is gathered is right after dropping the tail. Under a trace the same collectives
 are torch's functional ones, which a compiler sees as ops.
 """
 
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft.runtime.lanes import Lanes
 from weft.runtime.near import FOLD, Near
 
-Span = tuple[int, int, int]  # elements before the cut part, its size, elements after
+Span = tuple[int, int, int]  # elements before the sharded part, its size, elements after
 REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -157,7 +157,7 @@ def _joined(pieces: torch.Tensor, n: int, span: Span, whole: int, shape: Sequenc
 
 
 def all_gather_list(xs: Sequence[torch.Tensor], group: Any, *, hows: Sequence[tuple[Span, int, Sequence[int]]]) -> tuple[Pending, ...]:
-    """Several gathers in one message; for each its span, whole and shape."""
+    """Several gathers in one message; for each its span, full size and shape."""
     n = ranks_of(group)
     if isinstance(group, Near) and group.takes_apart:
         return tuple(all_gather(x, group, span=span, whole=whole, shape=shape) for x, (span, whole, shape) in zip(xs, hows, strict=True))
@@ -170,7 +170,7 @@ def all_gather_list(xs: Sequence[torch.Tensor], group: Any, *, hows: Sequence[tu
 
 
 def reduce_scatter(x: torch.Tensor, group: Any, op: str = "sum", *, span: Span, mine: int, shape: Sequence[int]) -> Pending:
-    """The terms reduced and each rank's piece of the part kept; `span` is how the whole part lies."""
+    """The terms reduced and each rank's piece of the part kept; `span` is how the full part lies."""
     parts = _parts(x, ranks_of(group), span)
     sums = _scattered(parts if isinstance(group, Near) else parts.contiguous(), group, op)
     return Pending(None, lambda: sums.wait()[:, :mine].reshape(tuple(shape)))
@@ -262,5 +262,5 @@ def reach(group: Any, device: Any) -> torch.device:
 
 
 def cut(x: torch.Tensor, *, span: Span, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:
-    """This rank's slice of a value it holds whole."""
+    """This rank's slice of a value it holds in full."""
     return x.reshape(span)[:, start:stop].reshape(tuple(shape))

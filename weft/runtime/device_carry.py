@@ -1,4 +1,4 @@
-"""The kernel of a product that carries, for any GPU, and for the interpreter on CPU."""
+"""The kernel of a matmul that carries, for any GPU, and for the interpreter on CPU."""
 
 from __future__ import annotations
 

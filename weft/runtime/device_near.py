@@ -1,7 +1,7 @@
 """Collectives between ranks that can map each other's device memory: every one is a few launches on the current stream.
 
 A rank copies its operand where the others can read it, all meet inside a kernel, each takes what it needs, all meet again: so
-a recording of them can be replayed, alone or between others. Slices of parameters are laid out once for a whole step (`runtime.laid_out`):
+a recording of them can be replayed, alone or between others. Slices of parameters are laid out once for a full step (`runtime.laid_out`):
 whoever needs one then takes it without a meeting. They are torch ops, so a traced graph has each as one node. All ranks call the same ones in
 the same order, on one stream.
 """

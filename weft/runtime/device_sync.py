@@ -35,7 +35,7 @@ def mix(x):
 
 @triton.jit
 def uniform(index, seed, site):
-    """In [0, 1), from the element's number in the whole tensor, the seed and the site: what weft's dropout draws everywhere."""
+    """In [0, 1), from the element's number in the full tensor, the seed and the site: what weft's dropout draws everywhere."""
     key = mix(seed * -7046029254386353131 + site)
     return ((mix(index + key) >> 40) & 0xFFFFFF).to(tl.float32) / 16777216.0
 

@@ -184,7 +184,7 @@ def _ready(x: Tensor) -> Tensor:
 
 
 def _ordered(mask: Tensor | None, q: Tensor, k: Tensor, causal: bool, window: int) -> tuple[Tensor | None, bool]:
-    """The mask with the order of rows and keys in it, where the kernels do not take both; and whether they are told of the order."""
+    """The mask with the order of rows and keys in it, where the kernels do not take both; and whether they are told the order."""
     if not window and (mask is None or not causal):
         return mask, causal
     rows, keys = torch.arange(q.shape[3], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
@@ -197,7 +197,7 @@ def _ordered(mask: Tensor | None, q: Tensor, k: Tensor, causal: bool, window: in
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, causal: bool = False, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """q [b, g, r, s, d], k and v [b, g, t, d] -> result and log-sum-exp, without the scores ever being whole."""
+    """q [b, g, r, s, d], k and v [b, g, t, d] -> result and log-sum-exp, without all scores ever being in memory."""
     b, g, r, s, d = q.shape
     mask, causal = _ordered(mask, q, k, causal, window)
     if not q.numel() or not k.numel():

@@ -38,7 +38,7 @@ class Use:
     """One slot of one part: which argument or result it is, how ranks hold it, where its rows start."""
 
     slot: str
-    # terms, whole, own, out, gathered; shared: whole, and its next value is written to all ranks' copies; index: no memory,
+    # terms, whole, own, out, gathered; shared: replicated, and its next value is written to all ranks' copies; index: no memory,
     # the offset is the number of the row's first element
     role: str
     value: int  # index among the arguments, or among the results
@@ -148,7 +148,7 @@ class FusedCall:
 
     @torch.no_grad()
     def product(self, argument: int, a: Tensor, b: Tensor) -> Tensor:
-        """A term that is a product of two matrices, made in peer memory, so that nobody need bring it there. The room is free: every
+        """A term that is a matmul of two matrices, made in peer memory, so that nobody need bring it there. The room is free: every
         call ends when all ranks have read it."""
         room = self._hold("terms", argument, torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="meta")).own
         return torch.mm(a, b, out=room.view(a.shape[0], b.shape[1]))

@@ -1,4 +1,4 @@
-"""Experts as grouped products, nothing of it on the host: picks are sorted by expert, and sizes stay on the device.
+"""Experts as grouped matmuls, nothing of it on the host: picks are sorted by expert, and sizes stay on the device.
 
 A rank holds the experts `first`, `first + 1`, ... of all; rows that picked another come last, and nothing reads or writes them.
 """
@@ -41,7 +41,7 @@ def _products(rows: Tensor, weight: Tensor, s: Sorted) -> Tensor:
 
 
 def _gradient(left: Tensor, right: Tensor, s: Sorted) -> Tensor:
-    """Per expert the product [a, n] x [n, b] of what stands in its rows; nothing for one that nobody picked."""
+    """Per expert the matmul [a, n] x [n, b] of what stands in its rows; nothing for one that nobody picked."""
     out = torch._grouped_mm(left.t(), right, offs=s.ends)
     begins = torch.cat([s.ends.new_zeros(1), s.ends[:-1]])
     picked = (s.ends > begins)[:, None, None]

@@ -1,6 +1,6 @@
-"""The kernel of a product that carries, for GPUs whose tensor cores and copy engine work beside the warps: eight warps multiply,
+"""The kernel of a matmul that carries, for GPUs whose tensor cores and copy engine work next to the warps: eight warps multiply,
 one fetches the operands, and one carries, so that moving takes a little shared memory and bandwidth, but no block and no register
-of the product. Pieces are small and one at a time is under way: an even trickle costs the product less than a burst.
+of the matmul. Pieces are small and one at a time is under way: an even trickle costs the matmul less than a burst.
 No interpreter runs it: tests compile it and interpret its twin in `device_carry`, `python -m bench.gpu_products --stages gather` checks it.
 """
 
@@ -55,7 +55,7 @@ def multiply_carrying(
 
 @gluon.jit
 def multiply(out, a, b, full, free, m, n, tiles, across, steps, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
-    """A stage is given back when the product of the next is under way, so that the tensor cores do not wait for the signal."""
+    """A stage is given back when the matmul of the next is under way, so that the tensor cores do not wait for the signal."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
     at = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):

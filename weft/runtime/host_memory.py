@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host's memory, on a stream of their own each way, beside what computes.
+"""Copies between a GPU and the host's memory, on a stream of their own each way, overlapped with compute.
 
 They are torch ops, so a compiled step has each as one node and a recording can hold them. A compiler may write over an operand as soon as the
 op has returned, so what leaves is copied into one of a few places first, and what arrives is handed on as a copy: both cost what the device's
@@ -114,7 +114,7 @@ _ops_land = define("landed(Tensor x) -> Tensor", _land, lambda x: x.new_empty(x.
 
 
 def to_host(x: Tensor, *, site: int = -1) -> Tensor:
-    """A copy in pinned memory, made beside what follows; by its `site`, in memory that is kept from call to call."""
+    """A copy in pinned memory, overlapped with what follows; by its `site`, in memory that is kept from call to call."""
     return _ops_send(x, site)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Numbers that the host works out for a kernel, as tensors would be: what overflows is infinite, what is undefined is no number."""
+"""Numbers that the host works out for a kernel, as tensors would be: what overflows is infinite, what is undefined is NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and which a GPU of it, told once by every rank to all: what is shared there need not be sent."""
+"""Which ranks share a host, and which a GPU of it, sent once by every rank to all: what they share need not be sent."""
 
 from __future__ import annotations
 

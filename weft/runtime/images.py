@@ -1,4 +1,4 @@
-"""A traced step over images, with their channels beside each other in memory: what the GPU's convolutions read without turning it first.
+"""A traced step over images, with their channels next to each other in memory: what the GPU's convolutions read without turning it first.
 
 Only how values lie changes, and what leaves the graph lies as it did before. Whether it helps depends on the convolutions, grouped ones
 above all, so each kind of them that a graph has is timed both ways.

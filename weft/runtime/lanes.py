@@ -1,4 +1,4 @@
-"""Groups of the same ranks beside each other: between hosts one may carry less than the link does.
+"""Groups of the same ranks next to each other: between hosts one may carry less than the link does.
 
 A message goes over the group that has carried least since the step began. What it has carried follows from the messages alone, so ranks
 that start the same messages in the same order take the same groups, and every group sees them in the same order on all its ranks.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-_others: dict[Any, list[Any]] = {}  # of a group, those beside it that there are already
+_others: dict[Any, list[Any]] = {}  # of a group, those next to it that there are already
 
 
 class Lanes:
@@ -23,7 +23,7 @@ class Lanes:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was carried: at the start of a step, so that all its runs send alike, however one ran before."""
+        """Forget what was carried: at the start of a step, so that all its runs send the same, however one ran before."""
         self._carried = [0] * len(self.groups)
 
     def take(self, sent: int) -> Any:

@@ -47,7 +47,7 @@ class Stopped(Exception):
 
 
 def launch(script: Sequence[str], ranks: Ranks) -> None:
-    """Run `script` with its arguments on all ranks; return when all have ended well, else raise what happened."""
+    """Run `script` with its arguments on all ranks; return when all have exited with 0, else raise what happened."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch

@@ -1,4 +1,4 @@
-"""A product of 8-bit floats: the device's own where it has one, else the same numbers multiplied in a wider dtype."""
+"""A matmul of 8-bit floats: the device's own where it has one, else the same numbers multiplied in a wider dtype."""
 
 from __future__ import annotations
 

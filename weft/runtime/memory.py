@@ -38,7 +38,7 @@ def keep() -> None:
 @functools.cache
 def give_back() -> None:
     """Give large tensors back as soon as they are freed, for steps that gather parameters to hold few of them: kept, holes between tensors of many
-    sizes grow to as much as a third of what is held. For good, whatever else is run."""
+    sizes grow to as much as a third of what is in use. For good, whatever else is run."""
     keep()
     _allocate(LARGE, LARGE // 2)
 

@@ -1,6 +1,6 @@
-"""One long-lived kernel of few blocks that moves several tensors in turn, while products on the other blocks wait for each.
+"""One long-lived kernel of few blocks that moves several tensors in turn, while matmuls on the other blocks wait for each.
 
-A copy made by the driver, or by one kernel per tensor, needs blocks anew for each and gets them only when the product lets go.
+A copy made by the driver, or by one kernel per tensor, needs blocks anew for each and gets them only when the matmul lets go.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Near:
         self._turn = 0
 
     def _next(self, nbytes: int) -> PeerBuffer:
-        """The place whose turn it is, grown by all ranks alike if it is too small."""
+        """The place whose turn it is, grown by all ranks equally if it is too small."""
         self._turn ^= 1
         place = self._places[self._turn]
         if place is None or self._sizes[self._turn] < nbytes:
@@ -121,7 +121,7 @@ class Near:
 
 
 def _rounds(x: Tensor, first: int, out: Tensor, same: int) -> list[tuple[Tensor, Tensor]]:
-    """An operand in parts that fit into a place, cut along its longest dim from `first` on, with what `out`, whose dims from `same` on are those,
+    """An operand in parts that fit into a place, split along its longest dim from `first` on, with what `out`, whose dims from `same` on are those,
     has of each."""
     many = -(-x.nbytes // PLACE)
     if many <= 1:

@@ -1,7 +1,7 @@
 """Chunked pipelines: the same work on every chunk, each chunk giving way to the next while its collective is under way.
 
 The work is a generator that yields where it would have to wait. Chunks are started in order and resumed in order, on every
-rank alike, so collectives meet and nothing can wait in a circle.
+rank the same, so collectives meet and nothing can wait in a circle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Chunks:
         return x.unflatten(self.dim, (self.parts, chunks, size)).select(self.dim + 1, chunk).flatten(self.dim, self.dim + 1)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole from its chunks."""
+        """The full tensor from its chunks."""
         if self.parts == 1:
             return torch.cat(list(pieces), self.dim)
         return torch.stack([p.unflatten(self.dim, (self.parts, -1)) for p in pieces], self.dim + 1).flatten(self.dim, self.dim + 2)

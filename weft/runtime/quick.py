@@ -1,4 +1,4 @@
-"""Whole ops by torch's own fused kernels, called by generated code where one computes exactly the op."""
+"""Entire ops by torch's own fused kernels, called by generated code where one computes exactly the op."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def put(x: Tensor, index: Tensor, rows: Tensor, *, dim: int) -> Tensor:
 
 
 def put_all(x: Tensor, index: Tensor, *, dim: int, rows: int) -> Tensor:
-    """The same where all rows are held."""
+    """The same where all rows are here."""
     if dim == 0:
         row = x.shape[index.ndim :]
         flat = x.reshape(index.numel(), math.prod(row))
@@ -71,7 +71,7 @@ def put_all(x: Tensor, index: Tensor, *, dim: int, rows: int) -> Tensor:
 
 
 def put_run(x: Tensor, index: Tensor, *, dim: int, rows: range) -> Tensor:
-    """The same where rows without a gap are held."""
+    """The same where rows without a gap are here."""
     at = index - rows.start
     hit = (at >= 0) & (at < len(rows))
     shape = (*(1,) * dim, *index.shape, *(1,) * (x.ndim - dim - index.ndim))

@@ -50,13 +50,13 @@ class Segment:
 
     @cached_property
     def bytes(self) -> Tensor:
-        """The whole segment as a tensor, which keeps it mapped."""
+        """The full segment as a tensor, which keeps it mapped."""
         return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 def host_identity() -> str:
     """Equal for two processes exactly if they may share memory. A network namespace of its own counts as a host, and so does what
-    NCCL is told to take for one."""
+    NCCL is made to take for one."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net", "user"))

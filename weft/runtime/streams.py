@@ -1,4 +1,4 @@
-"""Work beside the main line: a second stream where the device has streams, the same line where it has none."""
+"""Work overlapped with the main stream: a second stream where the device has streams, the same one where it has none."""
 
 from __future__ import annotations
 

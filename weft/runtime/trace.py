@@ -30,7 +30,7 @@ class Statement:
 
 @dataclass
 class Trace:
-    """When each statement began and ended, in seconds from the first, and what was held then where that was asked for."""
+    """When each statement began and ended, in seconds from the first, and how many bytes were in use then where that was asked for."""
 
     statements: list[Statement]
     began: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ def traced(step: Callable[..., Any], text: str, device: torch.device, *, memory:
     """The step marked, to be called once, and what its marks will have noted. It runs node by node, however the step runs else."""
     new, statements = marked(text)
     trace, marks = Trace(statements), _Held(device) if memory else _clock(device)
-    plain = getattr(step, "_plain", step)  # a step compiled whole has no statements; what it was compiled from has
+    plain = getattr(step, "_plain", step)  # a step compiled in one piece has no statements; what it was compiled from has
     names = {**plain.__globals__, "_mark": marks.mark}
     exec(compile(new, "<traced step>", "exec"), names)  # the text is weft's own
 
@@ -133,7 +133,7 @@ class _Held:
 
 
 def held_bytes(values: Any, device: torch.device, without: Any = ()) -> int:
-    """Bytes of the storage of all tensors in `values` beside those in `without`; none where an allocator counts them already."""
+    """Bytes of the storage of all tensors in `values` without those in `without`; none where an allocator counts them already."""
     if device.type == "cuda":
         return 0
     less = _stores(without)
@@ -145,7 +145,7 @@ def _stores(values: Any) -> dict[int, int]:
 
 
 def _reached(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a value: in containers, and in what a pending collective will give."""
+    """Tensors in a value: in containers, and in what a collective in flight will give."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A rank's generated step compiled whole: traced to ATen, given to Inductor, and on a GPU recorded as one CUDA graph.
+"""A rank's generated step compiled in one piece: traced to ATen, given to Inductor, and on a GPU recorded as one CUDA graph.
 
 The trace sees only tensors, so the generated code may use any Python it likes; collectives are ops of the graph. What overwrites
 state is left out of it: that is one fused call already. State keeps its addresses from step to step, so a recording stays good.
@@ -125,7 +125,7 @@ def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device)
 
 
 def in_parts(graph: GraphModule, error: Exception) -> Parts:
-    """A graph that Inductor refused whole: collectives, and the op it named, run by themselves, and what lies between is compiled. Where
+    """A graph that Inductor refused in one piece: collectives, and the op it named, run by themselves, and what lies between is compiled. Where
     there is neither, the refusal stands."""
     named = re.search(r"target: (\S+)", str(error))
     refused = named.group(1) if named else ""
@@ -143,7 +143,7 @@ def _short(error: Exception) -> str:
 
 
 class Parts:
-    """A graph cut around some of its ops. Each part between them is compiled when it is first called, or runs op by op if it cannot be."""
+    """A graph split around some of its ops. Each part between them is compiled when it is first called, or runs op by op if it cannot be."""
 
     def __init__(self, graph: GraphModule, refused: str) -> None:
         from torch.fx.passes.split_module import split_module

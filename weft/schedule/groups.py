@@ -64,7 +64,7 @@ def _check_members(p: Program, nodes: Sequence[Node]) -> None:
 
 
 def _as_overlap(p: Program, n: Node, nodes: Sequence[Node]) -> Iterator[str]:
-    """Pipelines of the node with a collective beside it."""
+    """Pipelines of the node with a collective next to it."""
     pairs = [(n, c) for c in nodes if n in c.args] + [(a, n) for a in n.args if a in nodes]
     for a, b in pairs:
         for d in range(len(a.types[0].shape)):

@@ -23,7 +23,7 @@ def sink(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None, 
     """A gather, or a slice, moved after the ops that read it.
 
         f(all_gather(x), y)      ->   all_gather(f(x, slice(y)))       f treats each slice alone
-        sum(all_gather(x))       ->   all_reduce(sum(x))               a reduction of the cut dim brings its own
+        sum(all_gather(x))       ->   all_reduce(sum(x))               a reduction of the sharded dim brings its own
         all_gather(x) @ y        ->   all_reduce(x @ slice(y))         likewise, where `summing` allows it
         f(slice(x), slice(y))    ->   slice(f(x, y))
 
@@ -233,7 +233,7 @@ def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
 
 
 def _must(reduction: Node) -> str:
-    """What lets a pending reduction pass."""
+    """What lets a partial reduction pass."""
     place = reduction.args[0].type.on(reduction.attr("axis"))
     return "be linear in" if isinstance(place, P) and place.op == "sum" else f"keep the order of the pending {getattr(place, 'op', '')}"
 

@@ -1,4 +1,4 @@
-"""Verbs that begin parallelism where there is none yet: `cut` a whole value, `turn` a gather to another dim."""
+"""Verbs that begin parallelism where there is none yet: `cut` a full value, `turn` a gather to another dim."""
 
 from __future__ import annotations
 

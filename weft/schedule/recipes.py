@@ -17,7 +17,7 @@ from weft.schedule.verbs import merge, split, undo
 
 
 def gradient_sums(p: Program, axis: str) -> list[Node]:
-    """The all_reduces along the axis of whole tensors: scalars, such as norms and losses, are left alone."""
+    """The all_reduces along the axis of full tensors: scalars, such as norms and losses, are left alone."""
     return [n for n in p.find_all("all_reduce") if n.attr("axis") == axis and not is_scalar(n) and len(n.args) == 1]
 
 
@@ -31,7 +31,7 @@ def scatter_compute_gather(p: Program, axis: str, dim: int = 0) -> Program:
 
 
 def slice_early(p: Program) -> Program:
-    """Slices moved before the ops that only they read, so that nothing is computed whole and then cut."""
+    """Slices moved before the ops that only they read, so that nothing is computed in full and then sharded."""
     while True:
         moved = next((q for s in p.find_all("slice") if _only_sliced(p, s.args[0]) and (q := _hoisted(p, s)) is not None), None)
         if moved is None:
@@ -67,7 +67,7 @@ def zero1(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Prog
 
 
 def zero2(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Program:
-    """ZeRO-1 with gradients in slices too: none is ever whole after its sum. Accumulated gradients are state like any other."""
+    """ZeRO-1 with gradients in slices too: none is ever replicated after its sum. Accumulated gradients are state like any other."""
     p = zero1(p, axis, params, dim)
     left = gradient_sums(p, axis)
     if left:
@@ -78,13 +78,13 @@ def zero2(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Prog
 
 
 def zero3(p: Program, axis: str = "dp", params: str = "x", dim: int = 0) -> Program:
-    """ZeRO-2 with the parameters in slices too, gathered where they are read whole."""
+    """ZeRO-2 with the parameters in slices too, gathered where they are read in full."""
     p = zero2(p, axis, params, dim)
     return shard_state(p, *[i for _, i in p.state if i.split(".")[0] == params], gather=True)
 
 
 def megatron(p: Program, *weights: str, axis: str = "tp") -> Program:
-    """Column then row: the first weight is cut by columns, the ones beside and after it follow, and one sum is left at the end.
+    """Column then row: the first weight is sharded by columns, the ones next to and after it follow, and one sum is left at the end.
 
     gelu(x @ w1) @ w2   ->   all_reduce(gelu(x @ w1) @ w2)        w1: S(1), w2: S(0)
     """
@@ -102,7 +102,7 @@ def _gather_of(p: Program, name: str) -> Node:
 
 
 def sequence_parallel(p: Program, axis: str = "tp", dim: int = 1) -> Program:
-    """Between the sums and the next products, everything on slices of the sequence.
+    """Between the sums and the next matmuls, everything on slices of the sequence.
 
     all_reduce ; dropout, residual, norm   ->   reduce_scatter ; dropout, residual, norm ; all_gather
     """
@@ -110,7 +110,7 @@ def sequence_parallel(p: Program, axis: str = "tp", dim: int = 1) -> Program:
 
 
 def ring_attention(p: Program, x: str, axis: str = "cp", dim: int = 1) -> Program:
-    """Context parallelism by ring: queries stay cut along the sequence; keys and values are gathered chunk by chunk under the attention."""
+    """Context parallelism by ring: queries stay sharded along the sequence; keys and values are gathered chunk by chunk under the attention."""
     p = cut(p, x, axis=axis, dim=dim)
     p = sink(p, _gather_of(p, x))
     for k in range(len(p.find_all("attention"))):
@@ -187,7 +187,7 @@ def _beside(p: Program, terms: set[Node], last: str) -> list[Node]:
 
 
 def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gather") -> Program:
-    """Everything from the scatter to the gathers in one kernel, and the state that is updated beside them; several scatters, or gathers,
+    """Everything from the scatter to the gathers in one kernel, and the state that is updated along with them; several scatters, or gathers,
     are merged first."""
     for op in (first, last):
         nodes = [n for n in p.find_all(op) if not is_scalar(n)]

@@ -87,7 +87,7 @@ def with_repairs(e: InvalidTransform, repairs: Sequence[str]) -> InvalidTransfor
 
 
 def as_one_step(p: Program, q: Program, step: str) -> Program:
-    """The steps between two programs told as one."""
+    """The steps between two programs as one."""
     moved = {n: after for n in p.nodes if (after := _through(q, p, n)) is not None}
     return replace(q, parent=p, step=step, moved=moved)
 

@@ -38,7 +38,7 @@ def shard_state(p: Program, *names: str, gather: bool = False) -> Program:
 
 
 def _gather_at_use(p: Program, name: str) -> Program:
-    """The input cut as its next value is, and gathered where it is read; slices of it then are the cut itself."""
+    """The input sharded as its next value is, and gathered where it is read; slices of it then are the sharding itself."""
     m = p.input_names[name]
     cuts = [n for n in (*_next_value(p, name), *p.users[m]) if n.op in (comm.all_gather, comm.slice_)]
     if not cuts:

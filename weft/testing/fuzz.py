@@ -1,4 +1,4 @@
-"""Random programs x layouts x schedules, judged by the interpreter. What differs is cut down to the first wrong step and
+"""Random programs x layouts x schedules, judged by the interpreter. What differs is reduced to the first wrong step and
 printed as a script that repeats it."""
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from weft.core.layout import REDUCTIONS, Atom, Dim, Layout, Mesh, O, P, Placemen
 
 
 def layouts(mesh: Mesh, shape: Sequence[int], *, held: bool = True, inner: bool = True) -> list[Layout]:
-    """All layouts of the shape: every axis whole, cutting any atom of any dim, or (`held`) pending or at a root.
+    """All layouts of the shape: every axis replicated, sharding any atom of any dim, or (`held`) partial or at a root.
 
-    `inner` adds the cuts of parts of a dim, several axes nested in one dim among them; without it an axis cuts whole dims only.
+    `inner` adds the shardings of parts of a dim, several axes nested in one dim among them; without it an axis shards entire dims only.
     """
     found: dict[Layout, None] = {}
     for choice in itertools.product(range(-1, len(shape)), repeat=len(mesh.axes)):
@@ -30,7 +30,7 @@ def _of(cut: dict[str, int], dim: int) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _dims(mesh: Mesh, size: int, axes: tuple[str, ...], inner: bool) -> tuple[Dim, ...]:
-    """Every way the axes given, and no others, cut a dim."""
+    """Every way the axes given, and no others, can shard a dim."""
     found: dict[Dim, None] = {}
     for factors in factorizations(size) if inner and axes else [(size,)]:
         for at in itertools.product(range(len(factors)), repeat=len(axes)):

@@ -64,7 +64,7 @@ class Maker:
         for axis in self.mesh.axes:
             try:
                 layout = layout.place(axis, self.placement(shape, axis, sums))
-            except LayoutError:  # the axis then holds the whole value
+            except LayoutError:  # the axis then holds the full value
                 continue
         return layout
 
@@ -98,7 +98,7 @@ class Maker:
         return got or self.input(want, dtype=dtype, kind=kind)
 
     def index(self, below: int, shape: Sequence[int]) -> Node:
-        """Whole numbers below a bound."""
+        """Integers below a bound."""
         return self.sized(shape, "i64", f"below {below}", lambda n: _within(self.value(n), below))
 
     def positive(self, shape: Sequence[int] | None = None) -> Node:
@@ -187,7 +187,7 @@ class Maker:
         return comm.slice_(x, axis=axis, dim=dim) if rng.random() < 0.9 else comm.keep(x, axis=axis, root=rng.randrange(ranks))
 
     def whole(self, x: Node) -> Node:
-        """Whole along every axis."""
+        """Replicated along every axis."""
         return self.one(comm.reshard(x, Layout.of(self.mesh, x.shape)))
 
     def _aligned(self, x: Node, like: Node) -> Node:

@@ -20,12 +20,12 @@ def _axis(m: Maker) -> str:
 
 
 def _on(m: Maker, places: Mapping[str, Placement] | None = None) -> dict[str, Placement]:
-    """Whole along every axis but those named."""
+    """Replicated along every axis but those named."""
     return {**dict.fromkeys(m.mesh.axes, R), **(places or {})}
 
 
 def _sums(m: Maker, axis: str) -> dict[str, Placement]:
-    """Pending along one axis, or along all."""
+    """Partial along one axis, or along all."""
     return dict.fromkeys(m.mesh.axes, P()) if m.rng.random() < 0.4 else _on(m, {axis: P()})
 
 
@@ -37,7 +37,7 @@ def _reduced(m: Maker, x: Node) -> Node:
 
 
 def optimizer(m: Maker) -> None:
-    """Several parameters, gradients pending, moments as state; sometimes by norms, as LAMB and clipping do."""
+    """Several parameters, gradients partial, moments as state; sometimes by norms, as LAMB and clipping do."""
     axis, norms = _axis(m), m.rng.choice(("none", "none", "trust", "clip"))
     shapes = [m.shape(1, 2) for _ in range(m.rng.randint(1, 3))]
     grads = [_reduced(m, m.input(s, _sums(m, axis))) for s in shapes]
@@ -62,7 +62,7 @@ def _update(m: Maker, shape: tuple[int, ...], g: Node, trust: bool) -> None:
 
 
 def layers(m: Maker) -> None:
-    """A column-cut and a row-cut product, the sum, then bias, dropout, residual and perhaps a norm."""
+    """A column-sharded and a row-sharded matmul, the sum, then bias, dropout, residual and perhaps a norm."""
     axis, (b, s, h, f) = _axis(m), (m.rng.choice(m.sizes) for _ in range(4))
     shape = m.rng.choice(((b, h), (b, s, h)))
     others = [a for a in m.mesh.axes if a != axis]
@@ -78,7 +78,7 @@ def layers(m: Maker) -> None:
 
 
 def whole(m: Maker) -> None:
-    """Nothing cut yet."""
+    """Nothing sharded yet."""
     (b, h, f) = (m.rng.choice(m.sizes) for _ in range(3))
     x, w = m.input((b, h), _on(m)), m.input((h, f), _on(m))
     y = m.keep(tanh(x @ w) @ m.input((f, h), _on(m)))

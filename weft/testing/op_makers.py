@@ -1,6 +1,6 @@
 """One little maker per op: it picks or makes operands that fit, and emits the op. A test fails when an op has none.
 
-Here the elementwise ops, the views, reductions and products; larger ops and communication are beside.
+Here the elementwise ops, the views, reductions and matmuls; larger ops and communication are in modules of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def makes(*names: str) -> Callable[[Grow], Grow]:
 
 
 def _beside(m: Maker, x: Node) -> Any:
-    """Another operand: alike, stretched over x, or a number."""
+    """Another operand: the same, stretched over x, or a number."""
     what = m.rng.random()
     if what < 0.15:
         return m.rng.choice((0.5, 2.0, -1.5))
@@ -220,7 +220,7 @@ def _const(m: Maker) -> Any:
     return m.emit(lambda x: x * 0.5, m.some())
 
 
-# -- reductions, products ----------------------------------------------------------------------------------------------------------
+# -- reductions, matmuls ----------------------------------------------------------------------------------------------------------
 
 
 @makes("squares_about", "var_mean", "logsumexp")

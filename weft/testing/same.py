@@ -17,7 +17,7 @@ from weft.core.text import parse
 from weft.rewrite.engine import erase_nodes, same_erased
 from weft.testing.values import draw_inputs
 
-CHANGES_VALUES = ("bucket",)  # a step that flattens and cuts, so only its values are the same, not its nodes
+CHANGES_VALUES = ("bucket",)  # a step that flattens and shards, so only its values are the same, not its nodes
 
 
 class MeaningChanged(AssertionError):

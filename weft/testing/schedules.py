@@ -152,7 +152,7 @@ def _turn(s: Scene) -> Step | None:
 
 
 def _fuse(s: Scene) -> Step | None:
-    """A walk along edges from a node, its members as they come, so that holes and strangers get in too."""
+    """A walk along edges from a node, its members in the order met, so that holes and strangers get in too."""
     start = [n for n in s.names if n.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.REDUCE) or n.op.name in FUSED]
     if not start:
         return None

@@ -100,7 +100,7 @@ class Draft:
         return f"self.{name}"
 
     def indices(self, shape: Shape, most: int) -> str:
-        """Whole numbers below `most`, in the batch where they have its rows, else a buffer."""
+        """Integers below `most`, in the batch where they have its rows, else a buffer."""
         if shape[:1] == (BATCH,):
             name = f"i{len(self.batch)}"
             self.batch[name] = f"indices({shape}, {most}, {self.seed()})"
@@ -125,7 +125,7 @@ class Draft:
 
 
 def _stands_in(name: str, text: str) -> bool:
-    """Whether a name is in a text as a whole word."""
+    """Whether a name is in a text as a word."""
     at = text.find(name)
     while at >= 0:
         before, after = text[at - 1 : at], text[at + len(name) : at + len(name) + 1]
@@ -256,7 +256,7 @@ def norm(d: Draft) -> None:
     d.say(d.rng.choice(ways), x.shape)
 
 
-# -- products ------------------------------------------------------------------------------------------------------------------------
+# -- matmuls ------------------------------------------------------------------------------------------------------------------------
 
 
 @rule(9)

@@ -1,5 +1,5 @@
 """Random torch modules, judged by torch itself: one step of plain eager torch against the interpreter on the captured program, the compiled
-step, and the interpreter on the ranks of pretended meshes under random plans. What differs is cut down and printed as a script."""
+step, and the interpreter on the ranks of simulated meshes under random plans. What differs is reduced and printed as a script."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Values = Mapping[str, Tensor]
 
 
 def draw(shape: Sequence[int], values: str, seed: int) -> Tensor:
-    """Whole numbers from -2 to 2, with zeros and ties, or normal ones."""
+    """Integers from -2 to 2, with zeros and ties, or normal ones."""
     gen = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, tuple(shape), generator=gen).double() if values == "whole" else _normal(shape, gen)
 
@@ -144,7 +144,7 @@ def _compiled(captured: Captured, given: Values) -> Values:
 
 
 def _under(plan: str, captured: Captured, given: Values, want: Values, checked: bool) -> bool:
-    """Runs the step on all ranks of a pretended mesh; whether the plan is refused."""
+    """Runs the step on all ranks of a simulated mesh; whether the plan is refused."""
     try:
         program = auto.prepare(captured, Spec.parse(plan))
     except REFUSALS:

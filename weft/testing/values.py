@@ -1,6 +1,6 @@
 """Values for the inputs of a program, each drawn from its type, a kind and a seed, so that a text and a seed reproduce them.
 
-Kinds: `normal`, `positive` (at least 1/2), `flags`, `below N` (whole numbers from 0).
+Kinds: `normal`, `positive` (at least 1/2), `flags`, `below N` (integers from 0).
 """
 
 from __future__ import annotations

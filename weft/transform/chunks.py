@@ -1,6 +1,6 @@
 """Tokens dispatched to experts in chunks: while one chunk is gathered or summed, the experts are at work on another.
 
-An op made of products that reads what is gathered along an axis is done for chunks of that dim, each a part of every rank's slice; results
+An op made of matmuls that reads what is gathered along an axis is done for chunks of that dim, each a part of every rank's slice; results
 that have the dim are laid side by side, after their own sums over the ranks, and those that lack it are added up.
 """
 
@@ -25,7 +25,7 @@ from weft.plan.place import remake
 
 @dataclass(frozen=True)
 class _Parts:
-    """A value in chunks: their nodes, the dim that they stand side by side along, and the shape of the whole, where that dim may be part of another."""
+    """A value in chunks: their nodes, the dim that they stand side by side along, and the shape of the full tensor, where that dim may be part of another."""
 
     nodes: tuple[Node, ...]
     dim: int
@@ -69,7 +69,7 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
 
 
 def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[Node | _Parts] | None:
-    """The results of an op made of products, whose tokens are gathered along the axis; none where there is nothing to be chunked."""
+    """The results of an op made of matmuls, whose tokens are gathered along the axis; none where there is nothing to be chunked."""
     eq = equation_of(n) if n.op.products is not None else None
     gathered = [(k, a) for k, a in enumerate(n.args) if eq is not None and a.op is all_gather and a.attr("axis") == axis and len(a.args) == 1]
     if eq is None or not gathered:

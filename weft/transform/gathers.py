@@ -1,4 +1,4 @@
-"""ZeRO-3 gathers a parameter again for the backward pass, so that none stays whole between the passes.
+"""ZeRO-3 gathers a parameter again for the backward pass, so that none stays gathered between the passes.
 
 A second gather is another node of the same value: it reads the parameter as an item of `together(parameter, value)`, there once the value
 is. That is one of the backward pass, a message's worth of gathers before the first reader, so that the gather is under way while others are read.
@@ -19,7 +19,7 @@ from weft.plan.roles import Roles
 
 @dataclass(frozen=True)
 class _Whole:
-    """A parameter made whole: what is made of it alone from the gather on, and who reads that in the backward pass, the first first."""
+    """A gathered parameter: what is made of it alone from the gather on, and who reads that in the backward pass, the first first."""
 
     nodes: tuple[Node, ...]
     readers: tuple[Node, ...]
@@ -27,7 +27,7 @@ class _Whole:
 
 
 def gathered_again(p: Program, axis: str) -> Program:
-    """The program with parameters that both passes read whole along an axis gathered for each of them. What the backward pass begins with is
+    """The program with parameters that both passes read in full gathered along an axis for each of them. What the backward pass begins with is
     kept: it would be gathered again at once."""
     roles, number = Roles(p), {n: i for i, n in enumerate(p.nodes)}
     every = (_whole(p, roles, axis, source, number) for source in p.inputs_for(Role.PARAMETER).values())

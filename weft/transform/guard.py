@@ -1,4 +1,4 @@
-"""A step that does no harm where its loss is no number."""
+"""A step that does no harm where its loss is NaN or Inf."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.ops.pointwise import isfinite, logical_and, where
 
 
 def guarded(captured: Captured) -> Captured:
-    """The step that leaves all state as it was where the loss, or the norm of the gradient, is no number."""
+    """The step that leaves all state as it was where the loss, or the norm of the gradient, is NaN or Inf."""
     return replace(captured, program=guard(captured.program))
 
 

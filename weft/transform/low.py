@@ -1,7 +1,7 @@
-"""Products in 8-bit floats: the one transform that changes values, each product by at most `ops.low.ROUNDING` of its terms.
+"""Matmuls in 8-bit floats: the one transform that changes values, each matmul by at most `ops.low.ROUNDING` of its terms.
 
-It comes after all that is proved equal. A product of two matrices, forward or backward, is rewritten where its sizes are multiples of 16;
-parameters, their updates and everything between products stay in the dtypes they have.
+It comes after all that is proved equal. A matmul of two matrices, forward or backward, is rewritten where its sizes are multiples of 16;
+parameters, their updates and everything between matmuls stay in the dtypes they have.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weft.ops.low import scaled_product
 from weft.ops.registry import Kind, equation_of
 from weft.plan.place import remake
 
-EVEN = 16  # sizes that products of 8-bit floats take are multiples of this
+EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
 
 
 def low_precision(p: Program) -> Program:
-    """The placed program with its products in 8 bits."""
+    """The placed program with its matmuls in 8 bits."""
     made: dict[Node, Node] = {}
 
     def node(n: Node) -> Node:
@@ -35,7 +35,7 @@ def low_precision(p: Program) -> Program:
 
 
 def _plain(n: Node) -> str:
-    """The equation of a product of two matrices, which has no batch of its own, in letters; nothing for other nodes."""
+    """The equation of a matmul of two matrices, which has no batch of its own, in letters; nothing for other nodes."""
     eq = equation_of(n)
     if n.op.kind is not Kind.CONTRACT or len(n.args) != 2 or eq is None or not n.dtype.is_floating_point or n.args[0].dtype != n.args[1].dtype:
         return ""

@@ -91,7 +91,7 @@ def _loss_sum(p: Program) -> Node:
 
 
 def _squares(p: Program, sums: list[Node]) -> Iterator[Node]:
-    """The sum of squares of what ranks hold after the sums, a number for each way it is held: whole, or in slices."""
+    """The sum of squares of what ranks hold after the sums, a number for each way it is laid out: replicated, or in slices."""
     found: dict[Type, list[Node]] = {}
     for n in sums:
         number = sum_(pointwise.square(n))

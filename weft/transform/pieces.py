@@ -1,7 +1,7 @@
-"""What the stages of a plan are made of, found again in a captured step: where it is cut, and what runs again.
+"""What the stages of a plan are made of, found again in a captured step: where it is split, and what is recomputed.
 
 A plan made from sizes counts layers and halves of layers; a plan of a captured program names the values that end its units. Either gives
-cuts and regions of the step's own nodes, and words for whatever could not be found.
+splits and regions of the step's own nodes, and words for whatever could not be found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 
 @dataclass
 class FoundPieces:
-    """Where a step is cut and what runs again, None where that is left open; what of the plan is not followed, and why."""
+    """Where a step is split and what is recomputed, None where that is left open; what of the plan is not followed, and why."""
 
     cuts: tuple[Cut, ...] | None = None
     again: tuple[Region, ...] | None = None
@@ -94,7 +94,7 @@ class Counted:
         return any(way != "none" for stage in self.stages for _, way, _ in stage)
 
     def _cuts(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> tuple[Cut, ...] | None:
-        """The ends of all stages but the last; none where one of them is no place to cut."""
+        """The ends of all stages but the last; none where one of them is no place to split."""
         ends = itertools.accumulate(sum(n * HALVES[name][1] for name, _, n in stage if name in HALVES) for stage in stages[:-1])
         cuts = [(at, layers.end(at)) for at in ends]
         told += [f"where stage {g} of it ends: {_said(at)} no value passes alone" for g, (at, cut) in enumerate(cuts, 1) if not cut]
@@ -235,7 +235,7 @@ def _uncast(n: Node) -> Node:
 
 
 def run_again(placed: Program, captured: Captured, again: Sequence[Region]) -> Program:
-    """A placed step with regions of the step it was made of run again, and with them what is gathered for them alone."""
+    """A placed step with regions of the step it was made of recomputed, and with them what is gathered for them alone."""
     from weft.rewrite.engine import erase_nodes
 
     own, gone = erase_nodes(captured.program), erase_nodes(placed)

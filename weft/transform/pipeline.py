@@ -1,6 +1,6 @@
 """Pipeline stages placed on a mesh with an axis `pp`: stage g is at rank g mod pp, its values at O(g mod pp).
 
-Between two stages a value goes rank to rank, in slices: along every axis that holds it whole or as a pending sum it is cut for
+Between two stages a value goes rank to rank, in slices: along every axis that holds it replicated or as a partial sum it is sharded for
 the way, and gathered on the far side, so each byte is sent once.
 """
 
@@ -123,14 +123,14 @@ def homes_of(captured: Captured, stages: Sequence[Stage], named: Spec) -> dict[s
 
 @dataclass(frozen=True)
 class _Border:
-    """How a value that passes a border is held where it is made, whole or cut, and on its way."""
+    """How a value that passes a border is laid out where it is made, and on its way."""
 
     home: Layout
     way: Layout
 
 
 def place_stage(stage: Stage, named: Spec, held: Held, options: PlacingOptions, laid: dict[str, _Border]) -> PlacedStage:
-    """The stage on the mesh. `laid` tells of the borders before it and is told of those after."""
+    """The stage on the mesh. `laid` tells of the borders before it and learns those after."""
     rank = stage.number % named.pp
     here = at(named, rank)
     inputs = {n: {**held.get(n, {}), **here} for n in stage.step.input_names if not _passes(n)}
@@ -177,7 +177,7 @@ def _only(inputs: Held, program: Program) -> dict[str, Placements]:
 
 
 def _open(program: Program, here: Placements) -> dict[str, Placements]:
-    """Outputs left as they come, at the stage's rank; state as it was."""
+    """Outputs left as they are, at the stage's rank; state as it was."""
     state = {o for o, _ in program.state}
     return {n: here for n in program.output_names if n not in state}
 
@@ -193,7 +193,7 @@ def _groups(stage: Stage, named: Spec) -> list[list[str]]:
 
 
 def border(type_: Type, here: Placements) -> _Border:
-    """Pending sums done and, for the way, cut by every axis that does not cut it yet, where some dim divides evenly."""
+    """Partial sums done and, for the way, sharded by every axis that does not shard it yet, where some dim divides evenly."""
     home = type_.layout
     for axis, pending in type_.layout.held:
         home = home.release(axis) if isinstance(pending, P) else home
@@ -220,7 +220,7 @@ def _cut_evenly(layout: Layout, axis: str) -> Layout:
 
 
 def _terms(placed: Sequence[PlacedStage], named: Spec) -> tuple[dict[str, list[str]], dict[str, Placements]]:
-    """The inputs of the update that hold terms of each gradient, one per stage that has any, and how they and the loss are held."""
+    """The inputs of the update that hold terms of each gradient, one per stage that has any, and how they and the loss are laid out."""
     sources: dict[str, list[str]] = {}
     given: dict[str, Placements] = {}
     for stage in placed:
@@ -252,7 +252,7 @@ def update(captured: Captured, sources: Mapping[str, Sequence[str]], home: Home,
     """What follows the last micro-batch: gradients, given by the inputs that hold their terms, clipped and applied; the loss.
 
     Parameters may share a gradient, as those of two branches that are added do: then any of them gives it. `more` are inputs that
-    the step keeps beside those of the captured one. `home` tells the rank of the pipeline where an input is; numbers gathered from
+    the step keeps besides those of the captured one. `home` tells the rank of the pipeline where an input is; numbers gathered from
     several are first put together on each.
     """
     p = captured.program

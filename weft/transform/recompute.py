@@ -1,4 +1,4 @@
-"""Recomputation: of a region of the forward pass only its inputs are kept, and it runs again before its backward pass.
+"""Recomputation: of a region of the forward pass only its inputs are kept, and the rest is recomputed before its backward pass.
 
 Nodes are values, so running a region again needs inputs that are other nodes of the same value. Region i is remade over the items
 of one tuple, `together(its inputs, what its backward pass starts from)`: the same values, there once all that stands after the
@@ -27,7 +27,7 @@ from weft.plan.split import Region, Stage
 
 
 def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
-    """What runs again where every repeated block does in this way; nothing if it is none."""
+    """What is recomputed where every repeated block does so in this way; nothing if it is none."""
     if not way:
         return ()
     layers = Layers(captured)
@@ -69,10 +69,10 @@ def recomputed_stage(stage: Stage, weights_apart: bool, offload: bool = False) -
 def recompute(
     p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool = True, offload: bool = False
 ) -> tuple[Program, Mapping[Node, Node]]:
-    """The program with regions run again for their backward pass, and what became of its nodes.
+    """The program with regions recomputed for their backward pass, and what became of its nodes.
 
     `forward` names the outputs of the forward pass. With `before`, a region waits for the gradients of the next one's parameters,
-    which then need not wait with all they read. With `offload` nothing runs again: what the backward pass reads comes from the host.
+    which then need not wait with all they read. With `offload` nothing is recomputed: what the backward pass reads comes from the host.
     """
     made = (_Kept if offload else _Again)(p, again, forward, gradients, before).made()
     everything = remade([n for _, n in p.outputs], made)
@@ -161,7 +161,7 @@ class _Again:
         return list(dict.fromkeys(a for n in self.back for a in n.args if self.inside.get(a) == i))
 
     def _needed(self, i: int) -> list[Node]:
-        """The nodes of a region that must run again for it, in order."""
+        """The nodes of a region that must be recomputed for it, in order."""
         mine, needed = set(self.regions[i]), set[Node]()
         todo = [n for n in self._read_of(i) if n in mine]
         while todo:

@@ -1,4 +1,4 @@
-"""Context parallelism by ring: keys and values are gathered chunk by chunk beside the attention that reads them."""
+"""Context parallelism by ring: keys and values are gathered chunk by chunk overlapped with the attention that reads them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _chunked(p: Program, node: Node, axis: str) -> Program:
 
 
 def gathering(p: Program, axis: str) -> list[Node]:
-    """Ops kept whole that read what is gathered along the axis."""
+    """Ops kept in one piece that read what is gathered along the axis."""
     return [n for n in p.nodes if n.op.kind is Kind.WHOLE and any(_is_gather(a, axis) for a in n.args)]
 
 

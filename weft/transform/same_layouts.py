@@ -1,7 +1,7 @@
 """The layouts of a placed program, given to a step of the same model: at another batch, in other number types, with other settings.
 
 Nodes that move nothing are paired with those of the step from the inputs on: the same op on paired operands, of several the one with the same
-attributes, else the next. A pair is made again as the step's node, on operands held as in the placed program; communication is made again as it
+attributes, else the next. A pair is made again as the step's node, on operands laid out as in the placed program; communication is made again as it
 is. So without communication the result is the step, node for node. What has no pair, as clipping where the plan had none, is placed around the rest.
 """
 
@@ -25,7 +25,7 @@ Groups = dict[tuple[Op, tuple[Node, ...]], list[Node]]
 
 @dataclass(frozen=True)
 class Carried:
-    """A step as it is held, those of its nodes that had no pair, and those inputs and nodes of the plan's forward pass that had none."""
+    """A step as it is laid out, those of its nodes that had no pair, and those inputs and nodes of the plan's forward pass that had none."""
 
     program: Program
     alone: tuple[Node, ...]
@@ -33,7 +33,7 @@ class Carried:
 
 
 def carried(placed: Program, step: Program, options: PlacingOptions | None = None) -> Carried:
-    """The step held as the placed program is, and placed around that where the program has no such nodes."""
+    """The step laid out as the placed program is, and placed around that where the program has no such nodes."""
     meant = _meant(placed, step)
     made = _made_again(placed, meant)
     held = {n.attr("name"): _places(made[n]) for n in placed.inputs if n in made}
@@ -96,7 +96,7 @@ def _attrs(n: Node, *aside: str) -> tuple[tuple[str, object], ...]:
 
 
 def _made_again(placed: Program, meant: Mapping[Node, Node]) -> dict[Node, Node]:
-    """Nodes with a pair, as far as the step's sizes can be cut so."""
+    """Nodes with a pair, as far as the step's sizes can be sharded so."""
     made: dict[Node, Node] = {}
     for n in placed.nodes:
         if n in meant and all(a in made for a in n.args):

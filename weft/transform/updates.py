@@ -31,7 +31,7 @@ def updated(n: Node) -> str:
 
 
 def unfold_updates(p: Program, but: Collection[Node] = ()) -> Program:
-    """Optimizers kept whole until now, in elementwise ops, so that they can be fused with what surrounds them."""
+    """Optimizers kept in one piece until now, in elementwise ops, so that they can be fused with what surrounds them."""
     swap: dict[Node, Node] = {}
     but = set(but)
     for n in p.nodes:
@@ -85,7 +85,7 @@ def _calls(p: Program, sums: Sequence[Node]) -> set[Node]:
 
 
 def _following(p: Program, nodes: set[Node]) -> set[Node]:
-    """What is computed from the nodes and goes into state: measurements beside the step are no part of it."""
+    """What is computed from the nodes and goes into state: measurements next to the step are no part of it."""
     found = set[Node]()
     for n in p.nodes:
         if any(a in found or a in nodes for a in n.args):
@@ -100,7 +100,7 @@ def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     taken = {n for g in p.groups for n in g.nodes}
     for n in sums:
         if not is_scalar(n) and _alone(p, n) and n not in taken and n.args[0].type.on(axis) == P():
-            alike.setdefault((n.dtype, n.layout.held, n.attrs), []).append(n)  # some may still be pending along another axis
+            alike.setdefault((n.dtype, n.layout.held, n.attrs), []).append(n)  # some may still be partial along another axis
     for group in alike.values():
         waits = p.waits(group)
         free = [p.at(n) for n in group if n not in waits]
@@ -110,5 +110,5 @@ def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
 
 
 def _alone(p: Program, n: Node) -> bool:
-    """Cut by no axis: only such values can be laid end to end."""
+    """Sharded by no axis: only such values can be laid end to end."""
     return all(n.layout.where_cut(a) is None for a in p.mesh.axes)

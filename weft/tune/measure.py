@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 MARGIN = 0.03
-TOGETHER = 6  # candidates timed in the same rounds, beside the baseline
+TOGETHER = 6  # candidates timed in the same rounds, next to the baseline
 BEST = 3  # that meet again
 Call = Callable[[], object]
 
@@ -45,7 +45,7 @@ def measure(
     heard: Callable[[str, float], None] = lambda name, ms: None,
     device: torch.device | None = None,
 ) -> Measured:
-    """Time what is not `known` yet; `heard` is told each time. All ranks call it with the same candidates."""
+    """Time what is not `known` yet; `heard` is called each time. All ranks call it with the same candidates."""
     device = device or torch.device("cpu")
     times = {name: ms for name, ms in (known or {}).items() if name in candidates}
     fresh = {name: call for name, call in candidates.items() if name not in times or baseline not in times}

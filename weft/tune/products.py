@@ -1,4 +1,4 @@
-"""Choose how a product and its collective run, by timing every way on the real ranks."""
+"""Choose how a matmul and its collective run, by timing every way on the real ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tune_product(
 
 
 def _works(run: Callable[[Any], object], way: Any) -> bool:
-    """A way that cannot be used here (no shared memory, no compiler) is left out on every rank alike."""
+    """A way that cannot be used here (no shared memory, no compiler) is left out on all ranks."""
     try:
         run(way)
     except WeftError:

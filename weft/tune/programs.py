@@ -91,7 +91,7 @@ def recipes_sums(p: Program) -> list[Node]:
 
 
 def _overlaps(p: Program, said: str) -> Iterator[tuple[str, Callable[[], Program]]]:
-    """Products with a collective right after or right before them, in chunks."""
+    """Matmuls with a collective right after or right before them, in chunks."""
     for pair in _neighbours(p):
         for dim in range(pair[0].types[0].layout.rank):
             for chunks in CHUNKS:

@@ -18,7 +18,7 @@ class Store:
         self.times: dict[str, float] = self._read()
 
     def _read(self) -> dict[str, float]:
-        """What was kept, or nothing where the file is not there or not whole: then it is measured again."""
+        """What was kept, or nothing where the file is not there or not complete: then it is measured again."""
         try:
             times = json.loads(self.path.read_text())["times"]
             return {str(name): float(ms) for name, ms in times.items()}

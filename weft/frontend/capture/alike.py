@@ -1,4 +1,4 @@
-"""Which modules are alike: by what can be seen from outside, and by what a trace of them reads."""
+"""Which modules are the same: by what can be seen from outside, and by what a trace of them reads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def candidates(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-    """Every module that has another like it, with its whole class; leaves are not worth it."""
+    """Every module that has another like it, with all of its class; leaves are not worth it."""
     keys: dict[nn.Module, Any] = {}
     classes: dict[Any, list[nn.Module]] = {}
     for m in model.modules():
@@ -109,7 +109,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def differing(group: list[nn.Module]) -> set[Key]:
-    """Attributes that are not surely alike in all of a class; some may lack one."""
+    """Attributes that are not surely the same in all of a class; some may lack one."""
     first, *rest = map(attributes, group)
     keys = set(first).union(*rest)
     return {k for k in keys if not all(same(first.get(k, MISSING), r.get(k, MISSING)) for r in rest)}

@@ -1,6 +1,6 @@
 """Empty caches of transformers, which a model that is trained hands from layer to layer though nothing is in them.
 
-A cache would make every layer another one. Where a layer is shown to compute the same without it, alike layers are traced without;
+A cache would make every layer another one. Where a layer is shown to compute the same without it, isomorphic layers are traced without;
 whoever then looks into the cache is answered by a trace that keeps it (`CacheWanted`).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class CacheWanted(Exception):
-    """A cache that alike layers were traced without is needed after all."""
+    """A cache that isomorphic layers were traced without is needed after all."""
 
 
 def is_cache(x: Any) -> bool:

@@ -58,7 +58,7 @@ class ModuleCall:
         )  # fmt: skip
 
     def within(self, path: str, slots: set[Node], kept: set[Node]) -> ModuleCall:
-        """The call as a part of the block at the path, which is made again of the nodes kept; whole if it needs no other."""
+        """The call as a part of the block at the path, which is made again of the nodes kept; all of it if it needs no other."""
         lost = [n for n in self.nodes if n not in kept and not slots.isdisjoint(toposort([n]))]
         inside, below = tuple(c.within(path, slots, kept) for c in self.inside), not path or self.path.startswith(f"{path}.")
         return replace(self, path=self.path.removeprefix(path).strip("."), whole=self.whole and below and not lost, inside=inside)

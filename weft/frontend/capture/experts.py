@@ -1,4 +1,4 @@
-"""Experts over tokens, as one op or, with a capacity, as dispatch, products over slots and combine, whose tokens travel by all_to_all."""
+"""Experts over tokens, as one op or, with a capacity, as dispatch, matmuls over slots and combine, whose tokens are sent by all_to_all."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Reads:
         self.asked: list[Asked] = []
         self.left: list[Change] = []  # what the trace changed
         self.drew = False  # whether it drew random numbers in Python
-        self.shared = True  # layers alike are traced once
+        self.shared = True  # isomorphic layers are traced once
         self._sources: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []

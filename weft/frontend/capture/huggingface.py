@@ -1,7 +1,7 @@
-"""What transformers is told while it is traced. Its models run the attention, masks and cache that their user configured.
+"""What transformers is shown while it is traced. Its models run the attention, masks and cache that their user configured.
 
 It asks whether a tensor is fake before it reads one: a tensor that depends on no input can be read. Experts that it calls through
-its interface are one op where they are shown to be of the form that op has; its own batched products do for all others.
+its interface are one op where they are shown to be of the form that op has; its own batched matmuls do for all others.
 transformers is never imported by weft: only a model that brings it needs this.
 """
 
@@ -31,12 +31,12 @@ from weft.ops.norm import to_dtype
 from weft.ops.shape import concat, narrow, permute, reshape
 
 NAME = "weft"
-EVEN = 8  # features that biases take, so that rows stay whole lines
+EVEN = 8  # features that biases take, so that rows stay full lines
 
 
 @contextmanager
 def interfaces(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Inside, models of transformers are told what can be read, and call weft for experts."""
+    """Inside, models of transformers are shown what can be read, and call weft for experts."""
     configs = list({id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")}.values())
     if not configs or "transformers" not in sys.modules:
         yield
@@ -99,7 +99,7 @@ def _own_experts(configs: list[Any], recorder: Recorder) -> Iterator[None]:
 
 
 def experts(r: Recorder, module: nn.Module, x: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
-    """Experts stored as [experts, 2 x hidden, features] (gate then up) or their transposes; others by transformers' own products."""
+    """Experts stored as [experts, 2 x hidden, features] (gate then up) or their transposes; others by transformers' own matmuls."""
     from transformers.integrations.moe import batched_mm_experts_forward
 
     act = _activation(r, module)
@@ -164,7 +164,7 @@ def _wider(x: Node, dim: int, *more: Node) -> Node:
 
 
 def _up_and_gate(both: Node, dim: int, beside: bool) -> tuple[Node, Node]:
-    """The joined dim is split in two, so that what is inside a half can be cut; the halves stand side by side, or in turn."""
+    """The joined dim is split in two, so that what is inside a half can be sharded; the halves stand side by side, or in turn."""
     half = both.shape[dim] // 2
     pair = reshape(both, (*both.shape[:dim], *((2, half) if beside else (half, 2)), *both.shape[dim + 1 :]))
     at = dim if beside else dim + 1

@@ -67,7 +67,7 @@ def value(r: Recorder, node: Node) -> Tensor | None:
 
 
 def counting(r: Recorder, node: Node) -> int | None:
-    """The first of whole numbers that are known to go up by one."""
+    """The first of integers that are known to go up by one."""
     found = None if node.dtype.is_floating_point else value(r, through(r, node))
     if found is None or not found.numel():
         return None

@@ -1,4 +1,4 @@
-"""What a mask of attention is shown to be: nothing, causal, a window, or a smaller mask beside these.
+"""What a mask of attention is shown to be: nothing, causal, a window, or a smaller mask next to these.
 
 A mask is a value of the program. A bool one is taken apart into the parts that must all hold; a part that depends on no input
 is computed here and compared, element for element. What is not shown stays a mask. `i` are query rows, `j` keys.

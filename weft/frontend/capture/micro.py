@@ -1,9 +1,9 @@
-"""A step in micro-batches, derived from the step of the whole batch.
+"""A step in micro-batches, derived from the step of the full batch.
 
-The micro-batches are one more axis of a mesh, along which the batch is cut. What treats samples apart is then cut like them (S), and a sum
+The micro-batches are one more axis of a mesh, along which the batch is sharded. What treats samples apart is then sharded like them (S), and a sum
 over samples is a sum of the micro-batches' terms (P), which passes on where an op is linear in it. Where the loss comes out as such a sum,
-the terms' gradients sum to the whole batch's, whatever the loss is. What needs all samples at once and no parameter, such as the number
-of labels that count, is computed first, of the whole batch; what needs them and a parameter is refused.
+the terms' gradients sum to the full batch's, whatever the loss is. What needs all samples at once and no parameter, such as the number
+of labels that count, is computed first, of the full batch; what needs them and a parameter is refused.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ BY_SAMPLE = ("take", "gather", "scatter", "rotary", "combine", "slot_dots", "exp
 
 @dataclass(frozen=True)
 class Micro:
-    """The step of one of some micro-batches: its loss and gradients, and the buffers in `summed`, add up to the whole batch's.
+    """The step of one of some micro-batches: its loss and gradients, and the buffers in `summed`, add up to the full batch's.
 
-    `dims` are the tensors of the batch that are cut, and along which dim; `first` gives, of the whole batch, inputs of every micro-batch
+    `dims` are the tensors of the batch that are sharded, and along which dim; `first` gives, of the full batch, inputs of every micro-batch
     and buffers that no parameter changes. Other buffers are the same after every micro-batch, each begun with what was there before.
     Where `whole` is none, the step is not derived: its loss is a part of the mean over the micro-batches' own.
     """
@@ -59,7 +59,7 @@ GIVEN = (Role.BATCH, Role.AHEAD, Role.SEED)  # inputs that come with a micro-bat
 
 
 def in_micro_batches(captured: Captured, parts: int, dims: Mapping[str, int]) -> Micro:
-    """The step cut into equal micro-batches; one that is no sum over them is refused in words."""
+    """The step split into equal micro-batches; one that is no sum over them is refused in words."""
     require_gradients(captured)
     return Micro(captured, 1, dims, whole=captured) if parts == 1 else _Derivation(captured, parts, dims).micro()
 
@@ -108,7 +108,7 @@ def require_parts(samples: int, parts: int) -> None:
 
 
 def micro_batch(batch: Any, k: int, parts: int) -> Any:
-    """One of equal parts of a batch, each tensor cut along its samples; what has none goes to every part."""
+    """One of equal parts of a batch, each tensor sharded along its samples; what has none goes to every part."""
     samples, dims = cut_of(batch)
     require_parts(samples, parts)
 
@@ -123,7 +123,7 @@ def micro_batch(batch: Any, k: int, parts: int) -> Any:
 
 @dataclass(frozen=True)
 class _Held:
-    """A value of the whole batch as one micro-batch has it: how the axis holds it, and the node that makes the micro-batch's part."""
+    """A value of the full batch as one micro-batch has it: how the axis holds it, and the node that makes the micro-batch's part."""
 
     types: tuple[Type, ...]
     node: Node
@@ -195,7 +195,7 @@ class _Derivation:
         return _Held((Type(n.dtype, layout),), input_held(n, own))
 
     def _first(self, n: Node) -> _Held:
-        """The whole value, computed before the micro-batches."""
+        """The full value, computed before the micro-batches."""
         if n not in self.known:
             self.known[n] = input_node(f"{FIRST}{len(self.known)}", n.type, Role.AHEAD)
         return _Held((Type(n.dtype, Layout.of(self.mesh, n.shape)),), self.known[n])
@@ -228,12 +228,12 @@ class _Derivation:
         return self._sliced(n, held, place)
 
     def _share(self, held: _Held) -> _Held:
-        """An even share of a whole value, so that the shares sum to it."""
+        """An even share of a full value, so that the shares sum to it."""
         (t,) = held.types
         return _Held((t.with_layout(t.layout.hold(AXIS, P())),), mul(held.node, 1.0 / self.parts))
 
     def _sliced(self, n: Node, held: _Held, place: S) -> _Held | None:
-        """A micro-batch's slice of a whole value."""
+        """A micro-batch's slice of a full value."""
         (t,), dim = held.types, place.dim
         layout = t.layout.cut(AXIS, dim, place.within)
         if not layout.is_even or place.within is not None:
@@ -278,7 +278,7 @@ class _Derivation:
         return tuple(Type(t.dtype, layout.with_dim(0, first)) for t, layout in zip(n.types, whole, strict=True))
 
     def _local(self, n: Node, args: Sequence[_Held], types: Sequence[Type]) -> tuple[list[Node], dict[str, Any]]:
-        """Operands and attributes of the op in one micro-batch; where it must know which it is, it is told."""
+        """Operands and attributes of the op in one micro-batch; where it must know which it is, it is an operand."""
         nodes, attrs = [x.node for x in args], dict(n.attrs)
         places = [x.place for x in args if len(x.types) == 1]
         if n.op is own_gradient and not self._by_sample(n, args):
@@ -302,7 +302,7 @@ class _Derivation:
         return nodes, attrs
 
     def _of(self, held: _Held) -> tuple[int, int, int]:
-        """Where a micro-batch's elements stand in the whole: along which dim, in runs of how many, one of how many."""
+        """Where a micro-batch's elements stand in the full tensor: along which dim, in runs of how many, one of how many."""
         layout = held.types[0].layout
         at = layout.where_cut(AXIS)
         assert at is not None
@@ -324,7 +324,7 @@ class _Derivation:
         return held
 
     def _by_sample(self, n: Node, args: Sequence[_Held]) -> bool:
-        """Whether a gradient of the user's own, made of a micro-batch's cotangent, is the micro-batch's part of what the whole one gives."""
+        """Whether a gradient of the user's own, made of a micro-batch's cotangent, is the micro-batch's part of what the full one gives."""
         if all(isinstance(x.place, Replicated) for x in args):
             return True
         rule, many = rule_of(n), n.attr("operands")
@@ -362,16 +362,16 @@ def _said(n: Node) -> str:
 
 
 def _first_cut(n: Node) -> tuple[Placement, ...]:
-    """The operands of an opaque op that have samples cut along them, the others whole."""
+    """The operands of an opaque op that have samples sharded along them, the others replicated."""
     return tuple(S(0) if k < apart(n) else R for k in range(len(n.args)))
 
 
 class _ByPlace(Exception):
-    """An op that would have to know where in the whole its slice lies."""
+    """An op that would have to know where in the full tensor its slice lies."""
 
 
 def _cuts(eq: Equation, here: Sequence[Placement]) -> list[tuple[Placement, ...]]:
-    """Every operand cut along a label that one is cut along, the others whole."""
+    """Every operand sharded along a label that one is sharded along, the others replicated."""
     found = []
     labels = {eq.label(k, p.dim): p.within for k, p in enumerate(here) if isinstance(p, S)}
     for label, within in labels.items():
@@ -382,7 +382,7 @@ def _cuts(eq: Equation, here: Sequence[Placement]) -> list[tuple[Placement, ...]
 
 
 def _sums(n: Node, here: Sequence[Placement]) -> list[tuple[Placement, ...]]:
-    """Every operand of a set in which the op is linear a pending sum, the others whole."""
+    """Every operand of a set in which the op is linear a partial sum, the others replicated."""
     pending = {k for k, p in enumerate(here) if p == P()}
     sets = [s for s in arg_sets(n.op.linear, len(here)) if s & pending]
     return [tuple(P() if k in s else R for k in range(len(here))) for s in sets]
@@ -456,7 +456,7 @@ def _whole_block(micro: Micro, copy: Mapping[Node, Node], copies: Sequence[Mappi
 
 
 def _given(micro: Micro, j: int, name: str, n: Node) -> Node:
-    """An input of micro-batch j, made of the whole batch's inputs."""
+    """An input of micro-batch j, made of the full batch's inputs."""
     assert micro.whole is not None
     if name == PART:
         return constant(j, n.dtype, n.mesh)

@@ -1,8 +1,8 @@
 """A torch module, or a training step over it, as one program.
 
-The forward pass is traced on fake CPU tensors, op by op, and gradients come from weft's own vjps: a whole op's backward is
-then a whole op too, and half of the tracing is saved. Only a model with an autograd function of its own, whose
-gradient is not that of what it computes, is traced jointly (`joint`). Layers alike are traced once (`blocks`); optimizers
+The forward pass is traced on fake CPU tensors, op by op, and gradients come from weft's own vjps: an opaque op's backward is
+then an opaque op too, and half of the tracing is saved. Only a model with an autograd function of its own, whose
+gradient is not that of what it computes, is traced jointly (`joint`). Isomorphic layers are traced once (`blocks`); optimizers
 are not traced at all (`optimizers`).
 """
 
@@ -134,7 +134,7 @@ def _traced(
     model: nn.Module, example: Any, run: Callable[[Step, Any], None], capacity: float | None, name: str | None, given: Collection[str] = (),
     reads: Reads | None = None,
 ) -> Captured:  # fmt: skip
-    """Trace forward only, alike layers without their empty caches; again with autograd, the caches, or numbers that are computed, where needed."""
+    """Trace forward only, isomorphic layers without their empty caches; again with autograd, the caches, or numbers that are computed, where needed."""
     joint, cacheless, numbers = has_old_hooks(model), True, False
     while True:
         try:
@@ -183,7 +183,7 @@ def _require_gradients(step: Step) -> None:
 
 
 class _Part(nn.Module):
-    """The loss of one part of a batch, as a module, so that parts alike are traced once."""
+    """The loss of one part of a batch, as a module, so that isomorphic parts are traced once."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()

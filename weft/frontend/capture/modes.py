@@ -1,4 +1,4 @@
-"""Where torch calls are heard: above ATen for ops that must stay whole, at ATen for all the rest.
+"""Where torch calls are heard: above ATen for ops that must stay in one piece, at ATen for all the rest.
 
 `FUNCTIONS` maps torch functions (F.layer_norm) to handlers, `ATEN` maps ATen ops. A handler takes the recorder, then what
 the op was given with tensors replaced by nodes, and gives nodes; NotImplemented passes the call on downwards.
@@ -293,7 +293,7 @@ class Below(TorchDispatchMode):
             raise DynamicOutputShapeException(func) from None
 
     def _foreach(self, func: Any, args: Any) -> Any:
-        """An op over lists is the op on each; lists beside the first go along with it."""
+        """An op over lists is the op on each; lists next to the first go along with it."""
         name = func._schema.name.removeprefix("aten::_foreach_")
         each = torch.ops.aten.linalg_vector_norm if name == "norm" else getattr(torch.ops.aten, name)
         with self:
@@ -428,7 +428,7 @@ def _as_nodes(recorder: Recorder, given: Any) -> Any:
 
 
 def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
-    """An op without an entry. Of each element alone, it is torch's function and derivative, cut as its operands are; else one opaque node."""
+    """An op without an entry. Of each element alone, it is torch's function and derivative, sharded as its operands are; else one opaque node."""
     require_drawn_alike(func)
     func = _TRAINED.get(func, func)
     if any(t.layout is not torch.strided for t in _tensors(out)):

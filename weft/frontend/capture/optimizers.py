@@ -399,7 +399,7 @@ class Updates:
     of: Sequence[Update]
     groups: Mapping[int, Update]
     settings: Mapping[str, Node]  # `lr.0` and others that are inputs
-    count: Node | None  # which update it is, where that matters beside state that counts
+    count: Node | None  # which update it is, where that matters next to state that counts
     guards: Mapping[Node, bool]  # questions about settings, and the answers it holds for
     apart: bool = True  # no parameter reads another's
 

@@ -142,7 +142,7 @@ class Grounder:
 
 
 class Closure:
-    """Union-find over the expressions of a universe, closed under clauses as they come."""
+    """Union-find over the expressions of a universe, closed under clauses as they are added."""
 
     def __init__(self, universe: Universe) -> None:
         self.u = universe

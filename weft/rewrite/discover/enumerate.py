@@ -145,7 +145,7 @@ class Enumerator:
         self.held.append([] if last else held)
 
     def _fingerprint(self, nodes: list[Node], held: list[Any]) -> bytes | None:
-        """What is denoted and how it is held, on every mesh; None for a value that is zero whatever the inputs."""
+        """What is denoted and how it is laid out, on every mesh; None for a value that is zero whatever the inputs."""
         digest = hashlib.blake2b(digest_size=16)
         for node, values in zip(nodes, held, strict=True):
             whole = ranks.denote(self.domain, values, node.type)

@@ -1,6 +1,6 @@
-"""The whole search: worlds, pairs, rules, the fewest of them, proofs. The same input gives the same rules.
+"""The full search: worlds, pairs, rules, the fewest of them, proofs. The same input gives the same rules.
 
-Verdicts are kept in a state file as they come, so that a search that was stopped goes on where it was.
+Verdicts are kept in a state file as they are found, so that a search that was stopped goes on where it was.
 """
 
 from __future__ import annotations

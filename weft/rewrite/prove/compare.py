@@ -74,7 +74,7 @@ def _alone(program: Program, domain: Domain) -> Difference | None:
 def differ_in_numbers(
     instance: Instance, seed: int, tolerance: float = 1e-9
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor] | None:
-    """Small whole numbers in floats, where max and relu mean what they say: inputs and the two results, if they differ."""
+    """Small integers in floats, where max and relu mean what they say: inputs and the two results, if they differ."""
     gen = torch.Generator().manual_seed(seed)
     given = {n.attr("name"): _small(n, gen) for n in instance.inputs}
     left, right = (interp.run(instance.program(s), given, seed=seed) for s in ("left", "right"))

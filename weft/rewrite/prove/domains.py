@@ -157,7 +157,7 @@ def _positions(node: Node, eq: Equation, at: Mapping[str, int]) -> dict[str, lis
 
 
 def _opaque(node: Node) -> Equation:
-    """An op without an equation is one function of all its operands, which are whole."""
+    """An op without an equation is one function of all its operands, which are replicated."""
     ins = tuple(tuple(f"w{k}_{d}" for d in range(a.ndim)) for k, a in enumerate(node.args))
     outs = tuple(tuple(f"o{k}_{d}" for d in range(len(t.shape))) for k, t in enumerate(node.types))
     return Equation(ins, outs, whole=frozenset(x for labels in (*ins, *outs) for x in labels))

@@ -43,7 +43,7 @@ def _numbers(instance: Instance, seed: int) -> Any:
 
 
 def _terms(instance: Instance, name: str, given: dict[str, torch.Tensor], seed: int) -> str:
-    """What the ranks hold of a pending value."""
+    """What the ranks hold of a partial value."""
     at = [n.attr("name") for n in instance.inputs].index(name)
     node = instance.inputs[at]
     if not node.layout.held or given[name].numel() > 6:
@@ -53,7 +53,7 @@ def _terms(instance: Instance, name: str, given: dict[str, torch.Tensor], seed: 
 
 
 def _show(x: torch.Tensor) -> str:
-    """Rows in brackets, whole numbers without a point."""
+    """Rows in brackets, integers without a point."""
     return _number(x.item()) if x.ndim == 0 else "[" + " ".join(_show(row) for row in x) + "]"
 
 

@@ -22,7 +22,7 @@ _GIVEN: tuple[tuple[str, int, dict[str, Any], tuple[float, ...]], ...] = (
 
 
 def usual_forms() -> list[Form]:
-    """Ops of every kind: elementwise, linear or not, views, reductions, products, lookups, and one that needs a dim whole."""
+    """Ops of every kind: elementwise, linear or not, views, reductions, matmuls, lookups, and one that needs a full dim."""
     return [form(name, arity, attrs, fixed) for name, arity, attrs, fixed in _GIVEN]
 
 

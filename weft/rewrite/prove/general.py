@@ -1,13 +1,13 @@
 """Proof for all sizes, meshes and layouts.
 
 Types do the first half. An op's layout rule is an axiom: under every layout it accepts, the ranks together compute the op's
-global value. Communication is the identity on global values. So two sides that type alike denote the same exactly where their
+global value. Communication is the identity on global values. So two sides that type the same denote the same exactly where their
 erasures denote the same, and if the erasures are one expression nothing is left to prove. The same is true where they become one
 expression once ops that are defined by others are written as those.
 
 Cut-off theorem, for the rest. Each element of an erased side is a term over indices, the same for all sizes: sums over bound indices of
 products of elements and of unknown functions of such terms. Indices of a size that is not tied to another range over sets of their own, and
-renaming the members of such a set renames both sides alike. A monomial names at most d members of a set, d the number of free and
+renaming the members of such a set renames both sides equally. A monomial names at most d members of a set, d the number of free and
 bound indices over it in the larger side; so its coefficient is seen already when the set has d members. An index that no factor names only
 counts its set, so the coefficient is a polynomial in the size, of degree at most the number of such indices; sizes d, d+1, ... tell it.
 Hence normal forms that agree at the cut-off sizes agree at all larger ones, and smaller ones are the same with elements left out.

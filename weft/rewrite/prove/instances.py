@@ -1,4 +1,4 @@
-"""Where a rule is tried: every way to fill its holes on small meshes, in every layout in which both sides type alike."""
+"""Where a rule is tried: every way to fill its holes on small meshes, in every layout in which both sides type the same."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def settings(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: 
 
 
 def _bare(left: tuple[Any, ...], right: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Both sides without communication; items of a merged collective are told by the side that has none."""
+    """Both sides without communication; items of a merged collective are known by the side that has none."""
     bare = tuple(erased(e) for e in left), tuple(erased(e) for e in right)
     whole = next((side for side in bare if not _merged(side)), ())
     return (whole, whole) if any(map(_merged, bare)) else bare
@@ -196,7 +196,7 @@ def _types_like(exprs: Sequence[Any], bound: Mapping[str, Node], nodes: Sequence
 
 @lru_cache(maxsize=4096)
 def layouts(mesh: Mesh, shape: tuple[int, ...], roots: bool, inner: bool, extremes: bool) -> tuple[Layout, ...]:
-    """Ways to hold a tensor: per axis whole, cut along a dim, pending; at a root, inside a dim or a pending max where asked for."""
+    """Ways to hold a tensor: per axis full, sharded along a dim, partial; at a root, inside a dim or a partial max where asked for."""
     cuts: list[Placement] = [S(d) for d in range(len(shape))]
     cuts += [S(d, within=n // 2) for d, n in enumerate(shape) if inner and n % 2 == 0 and n > 2]
     held: list[Placement] = [P(), *([O(0), O(1)] if roots else []), *([P("max")] if extremes else [])]
@@ -212,8 +212,8 @@ def layouts(mesh: Mesh, shape: tuple[int, ...], roots: bool, inner: bool, extrem
 def instances(
     setting: Setting, mesh: Mesh, *, inner: bool = False, rng: random.Random | None = None, most: int = 0, labels: Labels | None = None
 ) -> Iterator[Instance]:
-    """Every choice of layouts in which both sides type, and alike; with `most`, of so many layouts per hole, drawn by `rng`. Of more than
-    MANY holes with `labels`, those in which every axis cuts one label, or none: few others type."""
+    """Every choice of layouts in which both sides type, and the same; with `most`, of so many layouts per hole, drawn by `rng`. Of more than
+    MANY holes with `labels`, those in which every axis shards one label, or none: few others type."""
     if labels is not None and len(setting.shapes) > MANY:
         for choices in _by_label(setting, mesh, labels):
             yield from _instances(setting, mesh, choices)
@@ -280,7 +280,7 @@ def _calls(expr: Any) -> Iterator[Call]:
 def sample(
     schema: Schema, forms: Sequence[Form], rng: random.Random, per_site: int, *, inner: bool = False, every: bool = False, patience: int = 6
 ) -> Iterator[Instance]:
-    """Some instances of a rule on every small mesh, from many fillings; gives up on a mesh after `patience` times as many.
+    """Some instances of a rule on every small mesh, from many fillings; gives up on a mesh after `patience` times more.
 
     With `every`, the first filling that types on a mesh is tried in all layouts the types allow.
     """

@@ -64,7 +64,7 @@ def refute(schema: Schema, effort: Effort, forms: Sequence[Form]) -> tuple[list[
 
 
 def _fault(instance: Instance, seed: int) -> Difference | None:
-    """A difference mod a prime; where only an unknown function's table differs, whole numbers decide."""
+    """A difference mod a prime; where only an unknown function's table differs, integers decide."""
     try:
         wrong = differ(instance, Field(seed + 1))
     except Unsuitable:

@@ -26,12 +26,12 @@ AT_ONE_RANK = {"reduce", "broadcast", "send", "keep"}
 INT = "int:"
 MOST_FILLINGS, MOST_CASES = 120, 60  # of which a mesh's share is tried
 LARGE = (5, 6)  # sizes at which one device is tried too: no rule compares more members of a dim than five (`prove.general`)
-MANY = 4  # holes; of more, every axis cuts one label of them all or none
+MANY = 4  # holes; of more, every axis shards one label of them all or none
 
 
 @dataclass(frozen=True)
 class AnyOp:
-    """An op of which only these are known: the labels of operands and result, those it needs whole, and in which operands it is linear."""
+    """An op of which only these are known: the labels of operands and result, those it needs full, and in which operands it is linear."""
 
     ins: tuple[str, ...]
     out: str
@@ -92,7 +92,7 @@ def any_ops(arity: int) -> tuple[AnyOp | Lookup, ...]:
 
 @cache
 def _op(name: str, known: AnyOp) -> Op:
-    """The op as an entry, so that its types are told by the rules all ops have."""
+    """The op as an entry, so that its types follow from the rules all ops have."""
     made = {x: 2 for x in known.out if not any(x in labels for labels in known.ins)}
     equation = Equation(tuple(map(tuple, known.ins)), (tuple(known.out),), frozenset(known.whole), sizes=made)
     op = define(f"{name}?{known}", kind=Kind.WHOLE, equation=lambda types, attrs: equation, run=_unknown, linear=known.linear)

@@ -135,7 +135,7 @@ class Meaning:
         return None if gone else self._computed(node, args, at)
 
     def settled(self, node: Node) -> list[Array]:
-        """What every rank would hold were its pending sums done."""
+        """What every rank would hold were its partial sums done."""
         held = list(self.held(node))
         for axis, place in node.layout.held:
             if isinstance(place, P):
@@ -164,7 +164,7 @@ class Meaning:
         return outs[0] if len(outs) == 1 else list(zip(*outs, strict=True))
 
     def _fetched(self, tables: list[dict[Any, Any] | None], own: int, have: Layout, want: Layout, axis: str, at: Place) -> Array:
-        """The elements a rank is to hold, from its own or from a rank of its group; a pending sum is added up over the group."""
+        """The elements a rank is to hold, from its own or from a rank of its group; a partial sum is added up over the group."""
         place = have.placement(axis)
         if not want.present(at) or all(t is None for t in tables):
             return None
@@ -245,7 +245,7 @@ class Meaning:
         return boxed(shape, terms)
 
     def _applied(self, name: str, node: Node, rows: list[list[Any]]) -> Any:
-        """The unknown function at what it sees; a sum of products with unknown coefficients where it is linear."""
+        """The unknown function at what it sees; a sum of matmuls with unknown coefficients where it is linear."""
         sets = arg_sets(node.op.linear, len(rows))
         each = sorted({k for s in sets if len(s) == 1 for k in s})
         joint = max((sorted(s) for s in sets if len(s) > 1), key=len, default=[])

@@ -21,7 +21,7 @@ from weft.ops.shape import expand, narrow, permute, reshape
 
 
 def _wrapped(index: Node, size: int) -> Node:
-    """Negative indices counted from the end, as torch counts them; known sources of whole numbers need none of it."""
+    """Negative indices counted from the end, as torch counts them; known sources of integers need none of it."""
     source = index.args[0] if index.op.name == "item" else index
     if source.op.name in ("arange", "argmax", "topk", "sort"):
         return index
@@ -79,7 +79,7 @@ def _by_offsets(r: Recorder, rows: Node, starts: Node, weights: Any, mode: str) 
 
 
 def _tabled(x: Node, index: Node) -> bool:
-    """Whether x has a dim to look along, and the index whole numbers to look by."""
+    """Whether x has a dim to look along, and the index integers to look by."""
     return x.ndim > 0 and index.ndim > 0 and index.dtype in (torch.int64, torch.int32)
 
 
@@ -163,7 +163,7 @@ def _index(r: Recorder, x: Node, indices: Any) -> Node:
 
 
 def _sliced(r: Recorder, x: Node, indices: Any) -> Node | None:
-    """x[i, j] where i and j count along dims of their own, i before j: slices of x, whose dims can then be cut."""
+    """x[i, j] where i and j count along dims of their own, i before j: slices of x, whose dims can then be sharded."""
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
     last = -1
     for d, index in enumerate(indices):

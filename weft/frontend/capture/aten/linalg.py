@@ -1,4 +1,4 @@
-"""Products: matmul, linear, einsum, and their ATen forms."""
+"""Matmuls: matmul, linear, einsum, and their ATen forms."""
 
 from __future__ import annotations
 

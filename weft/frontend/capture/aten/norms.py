@@ -45,7 +45,7 @@ def _log_softmax(r: Recorder, x: Node, dim: int, half_to_float: bool = False) ->
 
 
 def _over_last(x: Node, shape: Any, weight: Any, bias: Any, run: Any) -> Node:
-    """A norm over several last dims is one over their product."""
+    """A norm over several last dims is one over all of them at once."""
     if len(shape) == 1:
         return run(x, weight, bias)
     lead = x.shape[: x.ndim - len(shape)]
@@ -108,7 +108,7 @@ def _glu(r: Recorder, x: Node, dim: int = -1) -> Node:
 
 
 def _half(x: Node, dim: int, i: int) -> Node:
-    """One half of a dim, as a part of that dim split in two, so that what is inside can be cut."""
+    """One half of a dim, as a part of that dim split in two, so that what is inside can be sharded."""
     shape = (*x.shape[:dim], x.shape[dim] // 2, *x.shape[dim + 1 :])
     return reshape(narrow(reshape(x, (*shape[:dim], 2, *shape[dim:])), dim, i, i + 1), shape)
 
@@ -154,7 +154,7 @@ if hasattr(F, "linear_cross_entropy"):
 @function(F.ctc_loss)
 def _ctc_loss(r: Recorder, logp: Node, targets: Node, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean",
               zero_infinity: bool = False) -> Node:  # fmt: skip
-    """Torch's own op, kept whole: what it leaves for its gradient has a shape that depends on the lengths."""
+    """Torch's own op, kept in one piece: what it leaves for its gradient has a shape that depends on the lengths."""
     op = torch.ops.aten.ctc_loss.Tensor if isinstance(input_lengths, Node) else torch.ops.aten.ctc_loss.IntList
     shape = (logp.shape[1],) if reduction == "none" and logp.ndim == 3 else ()
     how = blank, {"none": 0, "mean": 1, "sum": 2}[reduction], zero_infinity
@@ -201,7 +201,7 @@ def _dropout(r: Recorder, x: Node, p: float = 0.5, training: bool = True, inplac
 
 @function(F.dropout1d, F.dropout2d, F.dropout3d)
 def _dropout_channels(r: Recorder, x: Node, p: float = 0.5, training: bool = True, inplace: bool = False) -> Node:
-    """Whole channels are dropped: the mask of one element each, stretched."""
+    """Entire channels are dropped: the mask of one element each, stretched."""
     if not training or p == 0:
         return x
     ones = full((*x.shape[:2], *(1,) * (x.ndim - 2)), 1.0, r.mesh, x.dtype)

@@ -90,7 +90,7 @@ def _unbind(shape: Shape, dim: int = 0) -> list[list[Step]]:
 
 @views("split.Tensor")
 def _split(shape: Shape, size: int, dim: int = 0) -> list[list[Step]]:
-    """Equal parts are a dim of their own, so that what is inside a part can still be cut."""
+    """Equal parts are a dim of their own, so that what is inside a part can still be sharded."""
     dim %= len(shape)
     whole = shape[dim]
     if size and whole % size == 0 and whole > size:
@@ -214,7 +214,7 @@ def _roll(r: Recorder, x: Node, shifts: Any, dims: Any = ()) -> Node:
 
 @aten("upsample_nearest2d.default", "upsample_nearest2d.vec")
 def _upsample(r: Recorder, x: Node, size: Any, *_: Any, **__: Any) -> Node:
-    """Whole multiples are repeats."""
+    """Multiples are repeats."""
     (n, c, h, wide), factors = x.shape, _[-1] if _ and isinstance(_[-1], (list, tuple)) else None
     height, width = size if size is not None else (int(h * factors[0]), int(wide * factors[1]))
     if height % h or width % wide:
