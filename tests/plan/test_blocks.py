@@ -307,12 +307,28 @@ def test_units_of_several_blocks_and_blocks_apart_are_found(tmp_path: Path) -> N
     (tmp_path / "own.py").write_text(SMALL)
     own = load_model(f"{tmp_path / 'own.py'}:mixed", device="meta")
     captured = capture(own.model, own.example(2, device="meta"), own.loss)
-    (row,) = Layers(captured).rows
-    assert (row.period, row.count) == (2, 3) and row.start in (0, 1)
+    rows = Layers(captured).rows
+    assert sorted((row.period, row.count) for row in rows) == [(1, 1), (2, 3)] and rows[1].start == rows[0].blocks
     short = short_of(captured)
-    assert short.repeats == (3,) and len([n for n in short.program.input_names if n.endswith("qkv.weight")]) == 3
-    pieces = Counted(((("layer", "none", 2),), (("layer", "none", 1),))).find(captured)
+    assert short.repeats == tuple(row.count for row in rows) and len([n for n in short.program.input_names if n.endswith("qkv.weight")]) == 3
+    pieces = Counted(((("layer", "none", 2),), (("layer", "none", 2),))).find(captured)
     assert pieces.cuts is not None and len(pieces.cuts) == 1 and not pieces.told
+
+
+def test_dense_layers_before_those_with_experts_are_a_row_of_their_own() -> None:
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    low = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8}
+    with torch.device("meta"):
+        kind = transformers.DeepseekV3Config(**sizes, **low, num_hidden_layers=5, first_k_dense_replace=2, vocab_size=128, n_group=2, topk_group=1,
+                                             num_experts_per_tok=2, use_cache=False)  # fmt: skip
+        model = transformers.DeepseekV3ForCausalLM(kind)
+    at = Stack("deepseek", lambda n: capture(model, {k: torch.zeros(n, 32, dtype=torch.long, device="meta") for k in ("input_ids", "labels")},
+                                             lambda m, b: m(**b).loss))  # fmt: skip
+    work = at.work(Setting(global_batch=4, micro_batch=4, dp=2, ep=2))
+    assert [n for _, n in work.kinds] == [2, 3] and [b.expert_params > 0 for b, _ in work.kinds] == [False, True]
+    assert work.first.params == 128 * 64 and all(b.parts and b.kept for b, _ in work.kinds)  # what runs again, and what is kept then
 
 
 def test_what_is_not_trained_is_held_and_has_neither_gradient_nor_state() -> None:

@@ -17,8 +17,9 @@ from weft.cost.walk import Walk
 from weft.cost.work import Attention, Collective, Gemm
 from weft.plan.fits import fit
 from weft.plan.models import shape
+from weft.plan.partition import share
 from weft.plan.setting import Setting
-from weft.plan.simulate import SimulatedStep, held, share, simulate
+from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.transformer import Shape, workload
 from weft.plan.workload import backward, flops, per_op, split_weight
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from weft.core.errors import PlanError, WeftError
 from weft.plan.configs import Read, read
+from weft.plan.partition import share
 from weft.plan.plan import Plan
 from weft.plan.setting import MIXED, Setting
-from weft.plan.simulate import share
 from weft.plan.told import summary
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32", "fp8": "bfloat16"}

@@ -25,6 +25,7 @@ from weft.plan.split import Cut, Forward, Region, narrow
 
 ATTENTION, FFN, WHOLE = 0, 1, 2  # which half of a layer
 PERIOD = 8  # blocks of a unit that repeats, at most
+ROWS = 4  # of blocks of one kind each, at most
 MOST_OF_IT = 0.75  # of all blocks that rows must hold for a model to be a stack
 
 
@@ -38,7 +39,7 @@ class Row:
 
     @property
     def blocks(self) -> int:
-        return self.period * self.count if self.count > 1 else 0
+        return self.period * self.count
 
 
 class Layers:
@@ -54,9 +55,13 @@ class Layers:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Stretches of blocks that repeat, in order: one where that is most of the model, else all of them, as an encoder's and a decoder's."""
-        best = self._longest(0, self.count)
-        return (best,) if best.blocks >= MOST_OF_IT * self.count else tuple(self._rows(0, self.count))
+        """Stretches of blocks that repeat, in order, with blocks that come once as rows of one, as dense layers before those with experts are. Where
+        that makes too many rows, those that repeat alone, or the one that is most of the model."""
+        every = tuple(self._rows(0, self.count))
+        repeated = tuple(row for row in every if row.count > 1)
+        best = max(repeated, key=lambda row: row.blocks, default=None)
+        most = (best,) if best and best.blocks >= MOST_OF_IT * self.count else repeated
+        return next((rows for rows in (every, repeated) if len(rows) <= ROWS), most) if repeated else ()
 
     def _rows(self, first: int, last: int) -> Iterator[Row]:
         best = self._longest(first, last)
@@ -64,6 +69,8 @@ class Layers:
             yield from self._rows(first, best.start)
             yield best
             yield from self._rows(best.start + best.blocks, last)
+        else:
+            yield from (Row(i, 1, 1) for i in range(first, last))
 
     def _longest(self, first: int, last: int) -> Row:
         """The longest stretch of some blocks that repeats, alone or with neighbours of other kinds; of equal ones that of the shorter unit."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 Tie = Callable[[Any, float, int], Any]  # from what it was before, the cost of one more part and where this ends; the least is taken
@@ -71,3 +72,18 @@ def _equal(length: int, parts: int, cost: Callable[[int, int, int], float | None
             return math.inf
         slowest, a = max(slowest, here), b
     return slowest
+
+
+@lru_cache(maxsize=1024)
+def even_layers(depth: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk where nothing says otherwise; two chunks more than layers are embedding and head alone."""
+    return (0, *[1] * depth, 0) if chunks == depth + 2 else tuple(share(depth, chunks))
+
+
+def share(layers: int, stages: int) -> list[int]:
+    """Layers per stage; what is left over goes to the middle ones, since the outer two do more."""
+    counts = [layers // stages] * stages
+    middle = sorted(range(stages), key=lambda i: abs(i - (stages - 1) / 2))
+    for i in middle[: layers % stages]:
+        counts[i] += 1
+    return counts

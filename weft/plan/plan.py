@@ -135,7 +135,7 @@ class Plan:
 
     def _alike(self) -> tuple[tuple[Piece, ...], ...]:
         """Stages of layers that all recompute the same."""
-        from weft.plan.simulate import even_layers
+        from weft.plan.partition import even_layers
 
         s = self.setting
         counts = self.layers or (even_layers(self.depth, s.pp * s.virtual) if self.depth else ())
@@ -318,7 +318,7 @@ def _of_data(data: Mapping[str, Any], where: str) -> Plan:
 
 def _layers(spec: Spec, s: Setting) -> tuple[tuple[int, ...], tuple[tuple[Piece, ...], ...], int]:
     """Layers and stages as a plan has them, and how many layers are shared evenly: the least that says what the spec does."""
-    from weft.plan.simulate import even_layers
+    from weft.plan.partition import even_layers
 
     counts = tuple(sum(n for name, _, n in stage if name == "layer") for stage in spec.stages)
     way = "none" if s.recompute == MIXED else s.recompute

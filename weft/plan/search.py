@@ -29,19 +29,20 @@ from weft.cost.price import Costs
 from weft.cost.timeline import Timeline
 from weft.cost.walk import Phase
 from weft.cost.work import Collective, Op
-from weft.plan.memory import stage_memory
+from weft.plan.memory import saved, stage_memory
+from weft.plan.partition import even_layers
 from weft.plan.phase import LayerRun, Pass, gathers, reductions
 from weft.plan.plan import nine_digits
 from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
-from weft.plan.simulate import SimulatedStep, share, simulate
+from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.space import LATER, Limits, PlanProblem, Space, candidates, shardings
-from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, by_kind, layers_of, least_more, stage_devices
+from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, by_kind, layers_of, least_more, mean_hull, stage_devices
 from weft.plan.workload import Block, Workload, padded, split_weight
 
 CLOSE = 0.003  # a bound this near the best found is not followed further
 WORK = 40_000  # tasks of all simulations of one space; what is then left unproved is told as the gap
-FORWARD = (Action("forward", 0, 0),)
+NEAREST = 16  # of the settings that do not fit, whose memory is told
 CANDIDATE, BOUNDED, MEASURED = range(3)  # what is known of a setting: that it divides, its bound, its stages
 Stages = tuple[tuple[Piece, ...], ...]
 
@@ -115,8 +116,9 @@ class Search:
                 made = self._measured(c, space.measure)
                 state = MEASURED
             else:
+                before = self.simulated
                 found = self._better(c.setting, found, objective, space.measure)
-                work += _tasks(c.setting)
+                work += _tasks(c.setting) if self.simulated > before else 0
                 if progress and self.simulated % 25 == 0:
                     progress(f"{self.simulated} simulated of {len(queue)} candidates")
                 continue
@@ -133,7 +135,7 @@ class Search:
         return [b for b in made if b.memory <= self.memory]
 
     def _measured(self, c: Bounded, measure: Measure) -> list[Bounded]:
-        """A candidate with its stages cut to measure: now its slowest stage is known."""
+        """A candidate with its stages cut to measure: now each stage is known, and how long it waits for those before it."""
         stages = self._stages(c.setting, measure)
         if stages is None:
             return []
@@ -143,10 +145,14 @@ class Search:
             sum(self.times(s, devices[g % s.pp]).of(name, way) * n for name, way, n in by_kind(work, stage, start))
             for g, (stage, start) in enumerate(zip(stages, starts, strict=False))
         ]
-        slowest = max(sum(own[i :: s.pp]) for i in range(s.pp))
-        return [replace(c, seconds=max(c.seconds, s.micro_batches * slowest))]
+        late = self._late(s, self.plain(s).layer)
+        before = itertools.accumulate((max(0.0, t - late * layers_of(stage)) for t, stage in zip(own, stages, strict=True)), initial=0.0)
+        longest = max(s.micro_batches * sum(own[i :: s.pp]) + waits for i, waits in zip(range(s.pp), before, strict=False))
+        return [replace(c, seconds=max(c.seconds, longest))]
 
     def _better(self, setting: Setting, found: Found | None, objective: str, measure: Measure) -> Found | None:
+        if setting.recompute != MIXED and setting.pp > 1 and held(self.work(setting), setting, self.cluster) > self.memory:
+            return found
         made = self.price(setting) if setting.recompute != MIXED else self.tailored(setting, measure)
         if made is None or made.memory > self.memory:
             return found
@@ -188,8 +194,10 @@ class Search:
         return f"no degrees divide {p.cluster.devices} devices, a batch of {p.batch} and what the model can be cut into"
 
     def _too_large(self, space: Space, queue: Sequence[Bounded]) -> Nothing:
-        lean = [_leanest(space, c.setting) for c in queue]
-        needed, least = min(((self._memory(s), s) for s in lean), key=lambda found: (found[0], plainness(found[1])))
+        """By the memory of those that are bounded least."""
+        lean = [_leanest(space, replace(c.setting, recompute="full") if c.setting.recompute == MIXED else c.setting) for c in queue]
+        few = heapq.nsmallest(NEAREST, dict.fromkeys(lean), key=lambda s: (self._memory(s), plainness(s)))
+        needed, least = min(((held(self.work(s), s, self.cluster), s) for s in few), key=lambda found: (found[0], plainness(found[1])))
         reason = f"needs at least {needed / 1e9:.1f} GB of {self.memory / 1e9:.1f} GB, with {describe(least)}"
         return Nothing(reason, needed, least)
 
@@ -204,7 +212,7 @@ class Search:
         counts = tuple(sum(n for name, _, n in stage if name == "layer") for stage in stages)
         whole = all(name in ("first", "layer", "last") for stage in stages for name, *_ in stage)
         if len(ways) == 1 and whole:
-            even = setting.pp == 1 or list(counts) == share(self.problem.depth, setting.pp * setting.virtual)
+            even = setting.pp == 1 or counts == even_layers(self.problem.depth, setting.pp * setting.virtual)
             return (
                 self.price(replace(setting, recompute=min(ways)), () if even else counts)
                 if min(ways) in RECOMPUTE
@@ -294,51 +302,45 @@ class Search:
     def _seconds(self, s: Setting, plain: _Plain, travels: bool = True) -> float:
         depth = self.problem.depth
         if s.pp == 1:
-            again = s.micro_batches * self._must_rerun(s) if s.recompute == MIXED else 0.0
-            return self._stage(s, plain, depth, (plain.first, plain.last), travels) + again
+            again = self._must_rerun(s)[0] if s.recompute == MIXED else 0.0
+            return self._stage(s, plain, depth, (plain.first, plain.last), travels) + s.micro_batches * again
         if s.recompute == MIXED and s.virtual == 1:
             return self._balanced(s, plain, travels)
-        chunk, less = self._chunk(s)
-        outer = chunk * s.virtual - less
-        layers = (outer, -(-depth // s.pp), outer)  # some stage in between holds as many
-        ends = ((plain.first,), (), (plain.last,))
-        before = (0, s.pp // 2, s.pp - 1)
+        counts = even_layers(depth, s.pp * s.virtual)
+        own = [sum(counts[i :: s.pp]) for i in range(s.pp)]
+        fullest = max(range(s.pp), key=lambda i: (own[i], i))
+        ends = {0: (plain.first,), s.pp - 1: (plain.last,)}
         layer = plain.layer.forward + plain.layer.backward[s.recompute] - self._late(s, plain.layer)
-        send, stages = self._send(s), zip(layers, ends, before, strict=True)
-        blocked = 0.0 if s.overlap_sends else send * s.virtual * s.micro_batches
-        filled = ((self._stage(s, plain, n, extra, travels), i) for n, extra, i in stages)
-        computed = max(own + max(0, i * chunk - less) * layer + i * 2 * send for own, i in filled)
-        return max(computed + blocked, send * s.virtual * s.micro_batches)
+        send, passes = self._send(s), s.virtual * s.micro_batches
+        blocked = 0.0 if s.overlap_sends else send * passes
+        again = s.micro_batches * min(self._must_rerun(s)) if s.recompute == MIXED else 0.0
+        computed = max(self._stage(s, plain, own[i], ends.get(i, ()), travels) + sum(counts[:i]) * layer + i * 2 * send for i in {0, fullest, s.pp - 1})
+        return max(computed + blocked + again, send * passes)
 
     def _balanced(self, s: Setting, plain: _Plain, travels: bool) -> float:
-        """Stages of the same length, whatever they hold: none can be shorter than the average, and the others fill and drain once."""
-        whole = self._stage(s, plain, self.problem.depth, (plain.first, plain.last), travels)
-        once = self._stage(replace(s, global_batch=s.dp * s.micro_batch), plain, self.problem.depth, (plain.first, plain.last), False)
+        """Stages as long as suits the pipeline, T together. Let r be the part of a pass that others wait for: M t_i + r sum_{j<i} t_j <= C for all i
+        is least where all are equal, which gives t_i = t_0 (1 - r/M)^i and C = T r / (1 - (1 - r/M)^p)."""
+        m, ends, again = s.micro_batches, (plain.first, plain.last), sum(self._must_rerun(s))
+        total = self._stage(s, plain, self.problem.depth, ends, travels) / m * self._slower(s) + again
         late = self.problem.depth * self._late(s, plain.layer)
-        filled = max(0.0, once - late) * (s.pp - 1) / s.pp**2
+        once = self._stage(replace(s, global_batch=s.dp * s.micro_batch), plain, self.problem.depth, ends, False)
+        r = min(1.0, max(1e-9, once - late + again) / total)
         trip = 2 * self._send(s) * (s.pp - 1) / s.pp  # a micro-batch there and back, shared by as many as are in flight
         waits = 0.0 if s.pipeline.hides_sends else max(0.0, trip - late / s.pp)
-        return whole / s.pp * self._slower(s) + filled + s.micro_batches * (self._must_rerun(s) + waits)
+        return total * r / (1 - (1 - r / m) ** s.pp) + m * waits
 
-    def _must_rerun(self, s: Setting) -> float:
-        """Seconds of a micro-batch on the average stage that go into running again what its memory cannot keep."""
-        if self.work(s).others:
-            return 0.0
-        key = (_work_key(s), self._fastest(s).name)
+    def _must_rerun(self, s: Setting) -> list[float]:
+        """Seconds of a micro-batch that each stage spends on running again what its memory cannot keep, were layers shared out evenly."""
+        key, work, layers = (_work_key(s), self._fastest(s).name), self.work(s), self.problem.depth / s.pp
+        shares = [n / self.problem.depth for _, n in work.kinds]
         if key not in self._hulls:
-            self._hulls[key] = self.times(s, self._fastest(s)).hull(WAYS)
-        layers = self.problem.depth / s.pp
-        held = stage_memory(s, [[LayerRun(self.work(s).layer, 1)]], ())
-        state = (held.params + held.grads + held.optimizer) * layers + held.passing + held.buffers
-        left = room(self.memory) - state
-        alive = s.pipeline.in_flight(s.pp, s.micro_batches)
-        return sum(layers * least_more(self._hulls[key], left / (n * layers)) for n in alive) / s.pp
-
-    def _chunk(self, s: Setting) -> tuple[int, int]:
-        """Layers of a chunk, and how many fewer the first and the last have."""
-        cuts, depth = s.pp * s.virtual, self.problem.depth
-        even = self.problem.chunk(cuts)
-        return (even, int(even * cuts > depth)) if even else (depth // cuts, 0)
+            times = self.times(s, self._fastest(s))
+            self._hulls[key] = mean_hull([times.hull(WAYS, layer) for layer, _ in work.kinds], shares)
+        held = [stage_memory(s, [[LayerRun(layer, 1)]], ()) for layer, _ in work.kinds]
+        state = sum((m.params + m.grads + m.optimizer) * share for m, share in zip(held, shares, strict=True)) * layers
+        left = room(self.memory) - state - min(m.passing + m.buffers for m in held)
+        alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)
+        return [layers * least_more(self._hulls[key], left * s.virtual / (n * layers)) for n in alive]
 
     def _send(self, s: Setting) -> float:
         key = ("send", s.micro_batch, s.tp, s.cp, s.dp)
@@ -376,22 +378,27 @@ class Search:
         return self._links[key, "r"], self._links[key, "g"] if s.zero else 0.0
 
     def _memory(self, s: Setting) -> float:
-        """The first stage with as many forwards in flight as its order reaches, and the last with one."""
+        """The first two stages with as many forwards in flight as their order reaches, of the chunk that keeps least, and the last with one of each."""
         if s.recompute == MIXED:
             return min(self._memory(replace(s, recompute=how)) for how in ("selective", "full"))
-        work, (chunk, less) = self.work(s), self._chunk(s)
-        chunks = [_runs(work, g * chunk - less * (g > 0), chunk - less * (g == 0)) for g in range(0, s.pp * s.virtual, s.pp)]
-        chunks[0].insert(0, LayerRun(work.first, 1))
-        alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)[0]
-        if s.pp == 1:
-            return stage_memory(s, [[*chunks[0], LayerRun(work.last, 1)]], FORWARD).total
-        first = stage_memory(s, chunks, (Action("forward", s.virtual - 1, 0),) * alive).total
-        held = chunk * s.virtual - less
-        return max(first, stage_memory(s, [[*_runs(work, work.depth - held, held), LayerRun(work.last, 1)]], FORWARD).total)
+        work, counts = self.work(s), even_layers(self.problem.depth, s.pp * s.virtual)
+        alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)
+        found = 0.0
+        for i in {0, 1, s.pp - 1} if s.pp > 1 and (work.others or counts[1] > counts[0]) else {0, s.pp - 1}:
+            chunks = _chunks(work, counts, i, s.pp)
+            least = min(range(s.virtual), key=lambda c: sum(saved(s, run.block) * run.count for run in chunks[c]))
+            order = [Action("forward", c, 0) for c in range(s.virtual)] if i == s.pp - 1 else [Action("forward", least, 0)] * alive[i]
+            found = max(found, stage_memory(s, chunks, tuple(order)).total)
+        return found
 
 
-def _runs(work: Workload, start: int, count: int) -> list[LayerRun]:
-    return [LayerRun(*run) for run in work.layers(start, count)]
+def _chunks(work: Workload, counts: Sequence[int], stage: int, stages: int) -> list[list[LayerRun]]:
+    """Layers of each chunk of a stage, with embedding and head where it has them."""
+    starts = list(itertools.accumulate(counts, initial=0))
+    chunks = [[LayerRun(*run) for run in work.layers(starts[g], counts[g])] for g in range(stage, len(counts), stages)]
+    chunks[0][:0] = [LayerRun(work.first, 1)] * (stage == 0)
+    chunks[-1] += [LayerRun(work.last, 1)] * (stage == stages - 1)
+    return chunks
 
 
 class Padded(Search):

@@ -15,10 +15,9 @@ from weft.core.errors import PlanError
 from weft.core.node import Node, remade, toposort
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
-from weft.plan.layers import ATTENTION, FFN, MOST_OF_IT, WHOLE, Layers, Row
+from weft.plan.layers import ATTENTION, FFN, MOST_OF_IT, ROWS, WHOLE, Layers, Row
 
 FIRST, LAYER = 0, 1  # parts of it: what stands before all rows, and the first row
-ROWS = 4  # of blocks of one kind each, at most
 WAYS = ("activation", "ffn", "selective", "per-op")  # of running a part of a block again
 
 
@@ -49,7 +48,7 @@ def short_of(captured: Captured) -> Short:
     """The short step; refused where too little repeats."""
     layers = Layers(captured)
     ahead, rows = layers.forward, layers.rows
-    blocks = sum(row.blocks for row in rows)
+    blocks = sum(row.blocks for row in rows if row.count > 1)
     if not 0 < len(rows) <= ROWS or blocks < max(2, MOST_OF_IT * layers.count):
         found = f"{layers.count} blocks, of which {blocks} in {len(rows)} rows are alike"
         raise PlanError("the model is no stack of equal blocks", needed="most of its blocks isomorphic, or in groups that are", found=found)

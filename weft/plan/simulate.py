@@ -20,6 +20,7 @@ from weft.cost.timeline import Task, Timeline, run
 from weft.cost.walk import Phase, minus
 from weft.cost.work import Collective, Touch
 from weft.plan.memory import Memory, stage_memory
+from weft.plan.partition import even_layers
 from weft.plan.phase import LayerRun, Pass, gathers, phase, reductions, walk
 from weft.plan.schedules import Order
 from weft.plan.setting import Setting
@@ -320,17 +321,3 @@ class _Simulation:
                         total[key] = total.get(key, 0.0) + value
         causes["bubble"] = max(0.0, seconds - busy[stage])
         return causes, hidden
-
-
-def even_layers(depth: int, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk where nothing says otherwise; two chunks more than layers are embedding and head alone."""
-    return (0, *[1] * depth, 0) if chunks == depth + 2 else tuple(share(depth, chunks))
-
-
-def share(layers: int, stages: int) -> list[int]:
-    """Layers per stage; what is left over goes to the middle ones, since the outer two do more."""
-    counts = [layers // stages] * stages
-    middle = sorted(range(stages), key=lambda i: abs(i - (stages - 1) / 2))
-    for i in middle[: layers % stages]:
-        counts[i] += 1
-    return counts

@@ -245,4 +245,5 @@ def _schedules(problem: PlanProblem, space: Space, base: Setting) -> Iterator[tu
         if not SCHEDULES[name].takes_chunks:
             yield name, 1
         elif SCHEDULES[name].may_take(base.pp, base.micro_batches):
-            yield from ((name, v) for v in CHUNKS if problem.chunk(base.pp * v))
+            even = [v for v in CHUNKS if problem.chunk(base.pp * v)]
+            yield from ((name, v) for v in even or CHUNKS if base.pp * v <= problem.depth + 2 * bool(even))

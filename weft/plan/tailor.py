@@ -24,7 +24,7 @@ from weft.core.errors import PlanError
 from weft.cost.memory import needed
 from weft.cost.price import Costs
 from weft.plan.memory import Memory, stage_memory
-from weft.plan.partition import even, partition
+from weft.plan.partition import even, even_layers, partition
 from weft.plan.phase import LayerRun, Pass, phase
 from weft.plan.schedules import Action, Order
 from weft.plan.setting import Setting
@@ -99,9 +99,8 @@ class Times:
             self._known[name, way] = more - less
         return self._known[name, way]
 
-    def hull(self, ways: Sequence[str]) -> list[Point]:
+    def hull(self, ways: Sequence[str], layer: Block) -> list[Point]:
         """The lower hull of (bytes kept, seconds more), from the fastest to the leanest."""
-        layer = self.work.layer
         points = [Point(sum(self.costs.seconds(op) for op in layer.rerun(w)), _kept(layer, w), w) for w in ways]
         hull: list[Point] = []
         for p in sorted(points, key=lambda p: (p.more, p.kept)):
@@ -111,6 +110,20 @@ class Times:
                 hull.pop()
             hull.append(p)
         return hull
+
+
+def mean_hull(hulls: Sequence[Sequence[Point]], shares: Sequence[float]) -> list[Point]:
+    """Of the average layer, of whose kinds these are the hulls and the shares: what frees most for its seconds runs again first."""
+    if len(hulls) == 1:
+        return list(hulls[0])
+    steps = [(a, b, share) for hull, share in zip(hulls, shares, strict=True) for a, b in itertools.pairwise(hull)]
+    more, kept = (sum(getattr(h[0], k) * share for h, share in zip(hulls, shares, strict=True)) for k in ("more", "kept"))
+    at = Point(more, kept, "")
+    made = [at]
+    for a, b, share in sorted(steps, key=lambda step: -_slope(*step[:2])):
+        at = Point(at.more + (b.more - a.more) * share, at.kept + (b.kept - a.kept) * share, b.way)
+        made.append(at)
+    return made
 
 
 def least_more(hull: Sequence[Point], kept: float) -> float:
@@ -159,7 +172,7 @@ class Tailor:
     @cached_property
     def ways(self) -> tuple[str, ...]:
         """Ways on the lower hull, from the fastest to the leanest."""
-        return tuple(point.way for point in self.layer_times.hull(self.measure.ways))
+        return tuple(point.way for point in self.layer_times.hull(self.measure.ways, self.work.layer))
 
     @cached_property
     def layer_times(self) -> Times:
@@ -276,12 +289,12 @@ class Tailor:
         return tuple(made)
 
     def _even(self) -> tuple[tuple[Piece, ...], ...] | None:
-        """Equal chunks, embedding and head counted as a layer where only that divides; every stage runs as much again as the
-        fullest must, or, where stages may differ, as it must itself."""
+        """Equal chunks, embedding and head counted as a layer where only that divides, or chunks as equal as can be; every stage runs as much
+        again as the fullest must, or, where stages may differ, as it must itself."""
         s, cuts = self.setting, self.setting.pp * self.setting.virtual
-        counts = _even_counts(self.work.depth, cuts)
-        if counts is None:
+        if cuts > self.work.depth:
             return None
+        counts = even_layers(self.work.depth, cuts)
         levels = []
         for stage in range(s.pp):
             own = [counts[g] for g in range(stage, cuts, s.pp)]
@@ -311,17 +324,6 @@ class Tailor:
 
         first = bisect.bisect_left(range(most), True, key=fits)
         return first if first < most else None
-
-
-def _even_counts(depth: int, cuts: int) -> list[int] | None:
-    if cuts > depth:
-        return None
-    if depth % cuts == 0:
-        return [depth // cuts] * cuts
-    if (depth + 2) % cuts == 0 and cuts > 1:
-        each = (depth + 2) // cuts
-        return [each - 1, *[each] * (cuts - 2), each - 1]
-    return None
 
 
 def _slope(a: Point, b: Point) -> float:

@@ -12,12 +12,13 @@ from weft.core.errors import WeftError
 from weft.cost.interval import NOT_MODELLED, spread
 from weft.plan.memory import saved
 from weft.plan.named import input_layouts
+from weft.plan.partition import share
 from weft.plan.place import place
 from weft.plan.plan import Plan
 from weft.plan.planner import EXACT, Request
 from weft.plan.search import Search, describe
 from weft.plan.setting import Setting
-from weft.plan.simulate import SimulatedStep, detail, share
+from weft.plan.simulate import SimulatedStep, detail
 from weft.plan.space import Limits
 from weft.plan.spec import Spec
 from weft.plan.tailor import blocks_of
