@@ -29,10 +29,10 @@ def specs(draw: st.DrawFn) -> Spec:
     schedule = draw(st.sampled_from(list(SCHEDULES))) if pp > 1 else "1f1b"
     how = SCHEDULES[schedule]
     virtual = draw(st.integers(2, 2 if how.folded else 4)) if how.takes_chunks else 0
-    chunks = pp * max(1, virtual)
+    chunks, micro = pp * max(1, virtual), [0, 2 * pp, *([pp] if how.may_take(pp, pp) else [])]
     degrees: Any = {a: draw(st.integers(1, 8)) for a in ("dp", "cp", "ep", "tp")}
     return Spec(
-        **degrees, pp=pp, schedule=schedule, virtual=virtual, micro=draw(st.sampled_from([0, 2 * pp, *([pp] if how.may_take(pp, pp) else [])])), zero=draw(st.integers(0, 3)),
+        **degrees, pp=pp, schedule=schedule, virtual=virtual, micro=draw(st.sampled_from(micro)), zero=draw(st.integers(0, 3)),
         pieces=draw(st.sampled_from([0, 3])), recompute=draw(st.sampled_from(["", "mixed", *AGAIN.values()])),
         **{f: draw(st.booleans()) for f in ("sp", "ring", "a2a", "gather_once", "async_tp")},
         groups=tuple(draw(st.lists(st.tuples(NAMES, st.integers(0, 3)), max_size=2))),
