@@ -145,8 +145,8 @@ def _guard(d: Draft) -> Draft:
 def _recompute(d: Draft) -> Draft:
     if d.micro is not None:
         return d  # every stage its own, once they are split
-    regions = regions_of(d.step, "full" if d.spec.offload else d.spec.recompute) if d.plan is None else ()
-    again = d.plan.again(d.step) if d.plan is not None else recomputed(d.step, regions, d.spec.offload)
+    regions = regions_of(d.step, d.spec.recompute or ("full" if d.spec.offload else "")) if d.plan is None else ()
+    again = d.plan.again(d.step) if d.plan is not None else recomputed(d.step, regions, d.spec.offloads)
     return replace(d, captured=again)
 
 
@@ -176,9 +176,10 @@ def cut(
     found = found or FoundPieces()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
     cuts = found.cuts if known else chosen_cuts(captured, spec.virtual_stages)
-    regions = regions_of(captured, "full" if spec.offload else spec.recompute) if found.again is None or spec.offload else found.again
+    whole = spec.offloads == "all"
+    regions = regions_of(captured, "full" if whole else spec.recompute) if found.again is None or whole else found.again
     stages = numbered(split(captured, spec.virtual_stages, cuts, regions), spec.pipeline.places(spec.pp, spec.chunks))
-    run = tuple(recomputed_stage(s, spec.pipeline.defers_weights, spec.offload) for s in stages)
+    run = tuple(recomputed_stage(s, spec.pipeline.defers_weights, spec.offloads) for s in stages)
     return Stages(stages, run, {**held, **(exact or {})}, options)
 
 

@@ -77,9 +77,9 @@ class Followed:
         """The step of one stage, with what is recomputed by its words or layer by layer; of a placed program that is said of its units."""
         regions = self.found(captured).again if self.program is None else None
         way = "" if self.spec.recompute == MIXED else self.spec.recompute
-        if self.spec.offload:
-            return recomputed(captured, regions_of(captured, "full"), offload=True)
-        return recomputed(captured, regions_of(captured, way) if regions is None else regions)
+        if self.spec.offloads == "all":
+            regions, way = None, "full"
+        return recomputed(captured, regions_of(captured, way) if regions is None else regions, self.spec.offloads)
 
     def held(self, captured: Captured, spec: Spec) -> dict[str, Placements]:
         """How inputs are laid out: parameters and optimizer state as in the plan, and of a batch what can be sharded as there."""

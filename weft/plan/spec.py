@@ -4,7 +4,7 @@ Words joined by commas parse into a Spec and print from it; rules' moves alone h
 in three equal pieces by torch.chunk's rule, two to the first rank and one to the last. `pp4,zero-bubble,micro8` cuts the layers into four
 stages and the batch into eight micro-batches; `micro8` without `pp` accumulates. `recompute` keeps of a repeated block only its inputs,
 `recompute:activation` and the like recompute a part of it (`plan.layers`); `offload` keeps what the backward pass reads of repeated blocks in
-the host's memory. `ep2,async-ep` sends tokens to experts in chunks, beside the experts' products. `cp2,ring` gathers keys in chunks, overlapped
+the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, beside the experts' products. `cp2,ring` gathers keys in chunks, overlapped
 with the attention that reads them; `cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the
 layout of some, `cut:layers.4` a module that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is made of, and `?` leaves open
 whatever no word says.
@@ -118,13 +118,6 @@ class Spec:
             raise PlanError(f"no plan {text!r}", needed=needed, found=str(self.micro_batches), try_=f"micro{near}")
         if self.async_ep and self.ep == 1:
             raise PlanError(f"no plan {text!r}", needed="ep2 or more for async-ep", found=text)
-        if self.offload and self.recompute:
-            raise PlanError(
-                f"no plan {text!r}",
-                needed="offload or recompute: the activations of a block are offloaded or recomputed",
-                found=text,
-                try_="offload",
-            )
         for name, said in (("stage:", self.stages), ("cut:", self.cuts)):
             wanted = self.virtual_stages - (name == "cut:")
             if said and len(said) != wanted:
@@ -136,6 +129,11 @@ class Spec:
     @property
     def pipeline(self) -> Schedule:
         return SCHEDULES[self.schedule]
+
+    @property
+    def offloads(self) -> str:
+        """What the host keeps of repeated blocks: their inputs where they run again, or all that the backward pass reads."""
+        return "" if not self.offload else "inputs" if self.recompute else "all"
 
     @property
     def mesh(self) -> Mesh:

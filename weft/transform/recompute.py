@@ -48,8 +48,8 @@ def _lacking(captured: Captured, layers: Layers, way: str) -> str:
     return f"blocks with no {way} between two products with weights" if layers.count else "no block that repeats"
 
 
-def recomputed(captured: Captured, again: Sequence[Region], offload: bool = False) -> Captured:
-    """The captured step with some of its forward pass run twice, or kept by the host."""
+def recomputed(captured: Captured, again: Sequence[Region], offload: str = "") -> Captured:
+    """The captured step with some of its forward pass run twice, or kept by the host (see `recompute`)."""
     if not again:
         return captured
     kept = [name for name in captured.program.output_names if name == "loss" or name.startswith("buffer.")]
@@ -57,7 +57,7 @@ def recomputed(captured: Captured, again: Sequence[Region], offload: bool = Fals
     return replace(captured, program=program, gradients={name: made[g] for name, g in captured.gradients.items()})
 
 
-def recomputed_stage(stage: Stage, weights_apart: bool, offload: bool = False) -> Stage:
+def recomputed_stage(stage: Stage, weights_apart: bool, offload: str = "") -> Stage:
     """A pipeline stage with its regions run twice; where weight gradients come later, no region waits for them."""
     if not stage.again or stage.step is stage.forward:
         return stage
@@ -67,14 +67,15 @@ def recomputed_stage(stage: Stage, weights_apart: bool, offload: bool = False) -
 
 
 def recompute(
-    p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool = True, offload: bool = False
+    p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool = True, offload: str = ""
 ) -> tuple[Program, Mapping[Node, Node]]:
     """The program with regions recomputed for their backward pass, and what became of its nodes.
 
     `forward` names the outputs of the forward pass. With `before`, a region waits for the gradients of the next one's parameters,
-    which then need not wait with all they read. With `offload` nothing is recomputed: what the backward pass reads comes from the host.
+    which then need not wait with all they read. What is kept comes back from the host with `offload`: of `inputs` those of
+    the regions that are recomputed; of `all` nothing is recomputed, and all that the backward pass reads was kept.
     """
-    made = (_Kept if offload else _Again)(p, again, forward, gradients, before).made()
+    made = {"": _Again, "inputs": _Fetched, "all": _Kept}[offload](p, again, forward, gradients, before).made()
     everything = remade([n for _, n in p.outputs], made)
     new = p.with_outputs([(name, everything[n]) for name, n in p.outputs], "recompute")
     return replace(new, lines={everything[n]: line for n, line in p.lines.items() if n in everything}), everything
@@ -134,11 +135,12 @@ class _Again:
     def made(self) -> dict[Node, Node]:
         """The backward pass over second runs, later regions first."""
         for n in sorted(self.back, key=lambda n: -self.level[n]):
-            args = tuple(self._read(a) for a in n.args)
+            args = tuple(self._read(a, self.level[n]) for a in n.args)
             self._made[n] = make(n.op, args, dict(n.attrs))
         return self._made
 
-    def _read(self, a: Node) -> Node:
+    def _read(self, a: Node, level: float) -> Node:
+        """What a node of the backward pass reads, by the region it belongs to."""
         if a in self.inside:
             return self._run_again(self.inside[a])[a]
         return self._made.get(a, a)
@@ -149,12 +151,25 @@ class _Again:
             inner = set(nodes)
             outer = dict.fromkeys(a for n in nodes for a in n.args if a not in inner and _is_value(a))
             outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.name == "input")
-            tied = make(op_named("together"), (*outer, *(self._made[s] for s in self.starts[i])), {})
-            second = {a: make(op_named("item"), (tied,), {"index": k}) for k, a in enumerate(outer)}
+            second = self._there_again(i, list(outer))
             for n in nodes:
                 second[n] = make(n.op, tuple(second.get(a, a) for a in n.args), dict(n.attrs))
             self._second[i] = second
         return self._second[i]
+
+    def _there_again(self, i: int, outer: Sequence[Node]) -> dict[Node, Node]:
+        """What a region reads, as other nodes of the same values, there once its backward pass may start."""
+        return dict(zip(outer, self._after(outer, i), strict=True))
+
+    def _after(self, values: Sequence[Node], i: int, op: Any = lambda x: x) -> list[Node]:
+        """The op on every value, once a region's backward pass may start."""
+        tied = make(op_named("together"), (*values, *(self._made[s] for s in self.starts[i])), {})
+        return [op(make(op_named("item"), (tied,), {"index": k})) for k in range(len(values))]
+
+    def _from_host(self, i: int, values: Sequence[Node]) -> list[Node]:
+        """Values that went to the host, and come back while the region after this one is at work."""
+        sooner = next((k for k in range(i + 1, len(self.regions)) if self.starts[k]), i)
+        return self._after(self._after([to_host(a) for a in values], sooner, from_host), i, landed)
 
     def _read_of(self, i: int) -> list[Node]:
         """What the backward pass reads inside a region."""
@@ -172,6 +187,30 @@ class _Again:
         return [n for n in self.regions[i] if n in needed]
 
 
+class _Fetched(_Again):
+    """What one region alone reads of those before it is kept by the host, and comes back while the region after it runs again."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        readers: dict[Node, set[float]] = {}
+        for i, nodes in enumerate(self.regions):
+            own = set(nodes)
+            for a in (a for n in nodes for a in n.args if a not in own):
+                readers.setdefault(a, set()).add(i)
+        for n in self.back:
+            for a in n.args:
+                readers.setdefault(a, set()).add(self.level[n])
+        self.host = {a: next(iter(of)) for a, of in readers.items() if len(of) == 1 and a in self.ahead and a.args and _is_value(a) and a.ndim}
+
+    def _read(self, a: Node, level: float) -> Node:
+        mine = level < math.inf and self.host.get(a) == level and a not in self.inside
+        return self._run_again(int(level))[a] if mine else super()._read(a, level)
+
+    def _there_again(self, i: int, outer: Sequence[Node]) -> dict[Node, Node]:
+        kept = [a for a in outer if self.host.get(a) == i]
+        return super()._there_again(i, [a for a in outer if a not in kept]) | dict(zip(kept, self._from_host(i, kept), strict=True))
+
+
 class _Kept(_Again):
     """What the backward pass reads of a region goes to the host, and comes back while the region after it is at work."""
 
@@ -179,16 +218,9 @@ class _Kept(_Again):
         if i not in self._second:
             read = self._read_of(i)
             kept = [a for a in dict.fromkeys(map(_viewed, read)) if len(a.types) == 1 and a.ndim and a.op.name != "input" and self.inside.get(a) == i]
-            sooner = next((k for k in range(i + 1, len(self.regions)) if self.starts[k]), i)
-            fetched = self._after([to_host(a) for a in kept], sooner, from_host)
-            second = dict(zip(kept, self._after(fetched, i, landed), strict=True))
+            second = dict(zip(kept, self._from_host(i, kept), strict=True))
             self._second[i] = {a: self._view(a, second) for a in read} | second
         return self._second[i]
-
-    def _after(self, values: Sequence[Node], i: int, op: Any) -> list[Node]:
-        """The op on every value, once a region's backward pass may start."""
-        tied = make(op_named("together"), (*values, *(self._made[s] for s in self.starts[i])), {})
-        return [op(make(op_named("item"), (tied,), {"index": k})) for k in range(len(values))]
 
     def _view(self, a: Node, second: Mapping[Node, Node]) -> Node:
         base = _viewed(a)
