@@ -4,10 +4,10 @@ Words joined by commas parse into a Spec and print from it; rules' moves alone h
 in three equal pieces by torch.chunk's rule, two to the first rank and one to the last. `pp4,zero-bubble,micro8` cuts the layers into four
 stages and the batch into eight micro-batches; `micro8` without `pp` accumulates. `recompute` keeps of a repeated block only its inputs,
 `recompute:activation` and the like recompute a part of it (`plan.layers`); `offload` keeps what the backward pass reads of repeated blocks in
-the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, beside the experts' products. `cp2,ring` gathers keys in chunks, overlapped
-with the attention that reads them; `cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the
-layout of some, `cut:layers.4` a module that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is made of, and `?` leaves open
-whatever no word says.
+the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, beside the experts' products.
+`cp2,ring` gathers keys in chunks, overlapped with the attention that reads them; `cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of
+some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `cut:layers.4` a module that begins a stage, `stage:first+layer*3+layer/full*5` what
+a stage is made of, and `?` leaves open whatever no word says.
 """
 
 from __future__ import annotations
