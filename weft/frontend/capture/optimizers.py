@@ -81,7 +81,7 @@ def is_given(name: str, given: Collection[str]) -> bool:
 
 
 def require_own_step(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what one call of `step()` does not say: a closure that it calls, hooks around it, methods put into the object."""
+    """Refuse what one call of `step()` does not say: a closure that it calls, hooks after it, methods put into the object."""
     from torch.optim import optimizer as torchs
 
     name = type(optimizer).__name__
@@ -104,13 +104,12 @@ def require_own_step(optimizer: torch.optim.Optimizer) -> None:
         raise CaptureError(
             f"{name} shall be differentiated through", needed="differentiable=False", found="differentiable=True", try_="leave it out"
         )
-    mine = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everyones = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    hooks = [h for k in mine for h in getattr(optimizer, k, {}).values()] + [h for k in everyones for h in getattr(torchs, k, {}).values()]
+    hooks = [*getattr(optimizer, "_optimizer_step_post_hooks", {}).values(), *(h for k in everyones for h in getattr(torchs, k, {}).values())]
     if hooks:
         raise CaptureError(
             f"{name} has hooks that run around its step",
-            needed="an optimizer without step hooks",
+            needed="an optimizer without hooks but those of register_step_pre_hook",
             found=", ".join(getattr(h, "__qualname__", type(h).__name__) for h in hooks),
             try_="call what they do in the training loop, after step(batch)",
         )

@@ -202,6 +202,7 @@ class Step:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """optimizer.step(): the next value of every parameter that has a gradient, and of the optimizer's state, as its own step makes them."""
+        self._run_hooks(optimizer)
         names = {id(t): name for name, t in self.tape.parameters.items()}
         moving: list[tuple[int, Tensor, Tensor]] = []
         for i, group in enumerate(optimizer.param_groups):
@@ -217,6 +218,22 @@ class Step:
             self.groups, self.guards = [settings_of(group) for group in optimizer.param_groups], made.guards
             self.rates = [group.numbers.get("lr", 0.0) for group in self.groups]
             self._apply(optimizer, made, [(i, names[id(t)], p, t) for i, p, t in moving], grads)
+
+    def _run_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hooks that run before the optimizer's step, on what stands for its parameters."""
+        groups, traced = optimizer.param_groups, self.tape.traced
+        kept = [group["params"] for group in groups]
+        try:
+            for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
+                for group, params in zip(groups, kept, strict=True):
+                    group["params"] = [traced.get(id(p), p) for p in params]
+                with torch.no_grad():
+                    given = hook(optimizer, (), {})
+                if given is not None:
+                    raise CaptureError("a hook gives the optimizer's step other arguments", needed="None", found=repr(given)[:80])
+        finally:
+            for group, params in zip(groups, kept, strict=True):
+                group["params"] = params
 
     def _apply(self, optimizer: torch.optim.Optimizer, made: Updates, moving: Sequence[tuple[int, str, Tensor, Tensor]], grads: Sequence[Node]) -> None:
         step = self.states["step"] = w.add(self._held("step", (), torch.int64), 1)

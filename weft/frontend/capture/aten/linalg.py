@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.core.node import Node
 from weft.frontend.capture.aten.pointwise import promoted
-from weft.frontend.capture.modes import aten, function
+from weft.frontend.capture.modes import aten, function, to_dtype
 from weft.frontend.capture.patterns import improved
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
@@ -27,9 +27,12 @@ def _mm(r: Recorder, a: Node, b: Node, *_: Any) -> Node:
 
 @aten("addmm", "baddbmm")
 def _addmm(r: Recorder, c: Node, a: Node, b: Node, beta: float = 1, alpha: float = 1) -> Node:
+    dtype = a.dtype
+    if (alpha, beta) != (1, 1) and dtype.itemsize < 4 and not any(map(r.moves, (a, b, c))):  # torch rounds the scaled sum once, as Muon has it
+        a, b, c = (to_dtype(x, torch.float32) for x in (a, b, c))
     out = matmul(a, b)
     out = out if alpha == 1 else w.mul(out, float(alpha))
-    return w.add(out, c if beta == 1 else w.mul(c, float(beta)))
+    return to_dtype(w.add(out, c if beta == 1 else w.mul(c, float(beta))), dtype)
 
 
 @aten("mv")
