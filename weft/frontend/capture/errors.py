@@ -30,12 +30,6 @@ def _shown(error: BaseException) -> dict[str, Any]:
     return {"where": f"{Path(frame.filename).name}, line {frame.lineno}", "program": f"  > {frame.line}"}
 
 
-def _instead(func: str) -> str:
-    if "_pack_padded_sequence" in func:
-        return "run the recurrent layer over the padded batch, and take each row's last step: out[torch.arange(len(n)), n - 1]"
-    return "a mask and torch.where instead of selecting elements; one_hot and sum instead of counting"
-
-
 @contextmanager
 def explained():
     """Turn what torch raises while tracing into a CaptureError that shows the user's line."""
@@ -56,7 +50,7 @@ def explained():
             "the model makes a tensor whose shape depends on data",
             needed="shapes that follow from the shapes of the inputs",
             found=f"{error.func}",
-            try_=_instead(str(error.func)),
+            try_="a mask and torch.where instead of selecting elements; one_hot and sum instead of counting",
             **_shown(error),
         ) from error
     except RuntimeError as error:
