@@ -29,6 +29,7 @@ FP8 = {
     "launch": 5e-6, "tile": 1e-7, "efficiency": 0.8, "half": 200.0, "memory": 0.9, "unit": 1.7e11, "cache": 8e12, "write": 0.7, "whole": 0.75,
     "joined": 3.0,
 }  # fmt: skip
+TF32 = {"efficiency": 0.8, "half": 400.0, "tile": 4e-7, "launch": 4e-6, "memory": 0.8, "unit": 1.5e11}
 QUANTISE = {"quantise.row": 7e-9, "quantise.memory": 0.45, "quantise.length": 2.6e-10}
 CONTEXT = {
     "context.launch": 9e-6, "context.forward": 0.6, "context.narrow": 0.5, "context.wide": 0.05, "context.start": 0.5,
@@ -49,6 +50,8 @@ def start_of(table: Table) -> dict[str, float] | None:
     """Constants to fit to a table, from where the search begins."""
     if table.kind == "product":
         return {f"gemm.{k}": v for k, v in GEMM.items()} if table.dtype == "bf16" else {f"gemm.{k}.fp8": v for k, v in FP8.items()} | QUANTISE
+    if table.kind == "product (openxla)":
+        return {f"gemm.{k}.tf32": v for k, v in TF32.items()} if table.dtype == "tf32" else None
     if table.kind == "experts":
         return {f"experts.{k}.{table.dtype}": v for k, v in EXPERTS.items()} | ({"experts.skew": 0.3} if table.dtype == "bf16" else {})
     if table.kind == "collective":
@@ -66,7 +69,8 @@ def fit(profile: Profile, table: Table, start: Mapping[str, float], rounds: int 
     weights = np.array([1 / (share[x] * len(share)) for x in labels])
     names, measured = list(start), ours.measured
     most = np.array([0.0 if name.endswith(SHARES) or ".memory" in name or ".efficiency" in name else np.inf for name in names])
-    origin = f"fitted: half, by hash, of aiconfigurator's table of {table.kind} kernels on {table.device}, {table.dtype}"
+    owner = "openxla" if "openxla" in table.kind else "aiconfigurator"
+    origin = f"fitted: half, by hash, of {owner}'s table of {table.kind.removesuffix(' (openxla)')} kernels on {table.device}, {table.dtype}"
 
     def made(x: Any) -> Profile:
         return change(profile, dict(zip(names, np.exp(np.minimum(x, most)), strict=True)), origin)

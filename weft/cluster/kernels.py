@@ -36,7 +36,7 @@ _WHOLE_K = np.array([(tm, tn, 1) for tm, tn in TILES], dtype=float).T
 
 def product(device: Device, m: Any, n: Any, k: Any, batch: int, dtype: str, aligned: Any = None) -> Any:
     """Seconds of [m, k] x [k, n], `batch` times; of many matmuls at once where sizes are arrays. `aligned` are sizes its tensors are contiguous along."""
-    rate = device.peak(dtype) * _of(device, "gemm", dtype, "efficiency") * device.get("gemm.sustained", 1.0)
+    rate = device.peak(dtype) * _of(device, "gemm", dtype, "efficiency") * _of(device, "gemm", dtype, "sustained", 1.0)
     rate = rate * _alignment(device, dtype, (n, k) if aligned is None else aligned)
     launch = _of(device, "gemm", dtype, "launch", device.get("kernel.launch"))
     memory = device.get("memory.bandwidth") * _of(device, "gemm", dtype, "memory", device.get("memory.efficiency"))

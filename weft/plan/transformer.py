@@ -307,7 +307,8 @@ class _WorkBuilder:
             (style.softmax_wide, style.softmax_wide_launches) if self.width > 2
             else (style.softmax, style.softmax_launches) if heads % 4 == 0 else (style.softmax_apart, style.softmax_apart_launches)
         )  # fmt: skip
-        soft = Touch("softmax", f * scores, b * scores, *launches, saved=scores)
+        walk = "memory.softmax" if self.width > 2 else ""  # a kernel per step: rows are read again for their largest, their sum, the mask
+        soft = Touch("softmax", f * scores, b * scores, *launches, saved=scores, walk=walk)
         drop = (Touch("attention dropout", 2.5 * scores, 2.5 * scores, 1, 1, saved=1.5 * scores),) if s.dropout else ()
         return first, soft, *drop, second
 

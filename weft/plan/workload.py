@@ -153,7 +153,7 @@ def backward(op: Op) -> Iterator[Op]:
         yield replace(op, back=True, saved=0, name=f"{op.name} backward", launches=2)
     elif isinstance(op, Touch):
         if op.back:
-            yield Touch(f"{op.name} backward", op.back, 0, op.back_launches)
+            yield Touch(f"{op.name} backward", op.back, 0, op.back_launches, walk=op.walk)
     else:
         yield replace(op, kind=_ADJOINT.get(op.kind, op.kind))
 
