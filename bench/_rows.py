@@ -22,7 +22,7 @@ from weft.cost.memory import RESIDENT
 from weft.plan.planner import sized_stack
 from weft.plan.search import Search
 from weft.plan.setting import Setting
-from weft.plan.simulate import SimulatedStep, simulate
+from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.space import PlanProblem
 from weft.plan.transformer import Shape, workload
 
@@ -178,6 +178,9 @@ def _published(cells: Cells, case: str) -> Row:
     profile = _with_network(profile, b.rate("network_gbps_per_gpu", _usual(profile), "usual for this device"))
     if "precision_recipe" not in cells and modern:
         profile = _of_its_time(profile, b.assumed)
+    if "Megatron-Bridge" in source and "" < (cells.get("date") or "") < FUSED_EXPERTS and (cells.get("experts") or "").strip():
+        b.assumed["experts"] = f"software of before {FUSED_EXPERTS}: kernels around the experts are not fused"
+        profile = dataclasses.replace(profile, device=dataclasses.replace(profile.device, constants={**profile.device.constants, **APART}))
     gpus, tp = b.devices("gpus", ("tp", "pp", "dp", "cp")), b.whole("tp", 1)
     layers, hidden = b.sizes("layers", "hidden", source)
     heads = b.heads("heads", hidden, tp)
@@ -222,6 +225,14 @@ def _beside(b: Blanks) -> Iterator[str]:
 FLASH_2 = {  # shares of an H100's peak
     "attention.forward": Constant(0.42, "table: FlashAttention-3 paper, FlashAttention-2 forward, causal, head 128, about 415 TF/s of 989"),
     "attention.backward": Constant(0.35, "table: FlashAttention-3 paper, FlashAttention-2 backward, causal, head 128, about 350 TF/s of 989"),
+}
+
+
+FUSED_EXPERTS = "2026-06"  # month of the containers that brought four recipes from their slowest to twice that
+APART = {
+    "memory.experts": Constant(
+        0.29, "fitted: the slowest container of four recipes of experts (least values of Megatron-Bridge), whose newest ones are rows to be predicted"
+    )
 }
 
 
@@ -345,11 +356,23 @@ def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, mod
     for word, name in AGAIN.items():
         if word in text:
             return dataclasses.replace(setting, recompute=name)
-    if modern:
-        assumed["recompute"] = "none (not stated)" if not text.strip() else f"none (no meaning known of {text!r})"
+    if modern and text.strip():
+        assumed["recompute"] = f"none (no meaning known of {text!r})"
         return setting
+    if modern:
+        return _least_recompute(setting, shape, profile, assumed)
     setting, assumed["recompute"] = _with_recompute(shape, setting, profile)
     return setting
+
+
+def _least_recompute(setting: Setting, shape: Shape, profile: Profile, assumed: dict[str, str]) -> Setting:
+    """The least that fits into memory where nothing is stated; none where not even all of it does."""
+    place = Cluster("here", (_nodes(setting.devices, profile),))
+    tried = [dataclasses.replace(setting, recompute=name) for name in ("none", "selective", "full")]
+    fit = (t for t in tried if held(sized_stack(shape, t.kernels, t.dtype, None).work(t), t, place) <= profile.device.memory)
+    found = next(fit, setting)
+    assumed["recompute"] = f"{found.recompute} (not stated: the least that fits)"
+    return found
 
 
 AGAIN = {"full": "full", "selective": "selective", "none": "none", "no": "none", "off": "none", "false": "none", "yes": "full", "true": "full"}

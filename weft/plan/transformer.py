@@ -357,12 +357,13 @@ class _WorkBuilder:
         rows = max(1, self.tokens * s.chosen // local)
         sent = self.between * s.chosen
         route = Gemm(self.tokens, s.experts, s.hidden, dtype=self.wide_dtype, name="router", saved=self.between)
-        place = Touch("dispatch", 2 * sent, 2 * sent, 4, 4, saved=sent)
+        place = Touch("dispatch", 2 * sent, 2 * sent, 4, 4, saved=sent, walk="memory.experts")
         swap = (Collective("all_to_all", sent, "ep", "tokens to experts", copies=s.chosen),) if t.ep > 1 else ()
         inner = s.inner // t.tp
         up = Gemm(rows, inner * (2 if s.gated else 1), s.hidden, local, t.dtype, "experts up", saved=sent, grouped=True)
         wide = rows * local * inner * self.width
         f, b = self.style.gate
-        act = Touch("expert activation", f * wide, b * wide, *self.style.activation_launches, saved=2 * wide)
+        act = Touch("expert activation", f * wide, b * wide, *self.style.activation_launches, saved=2 * wide, walk="memory.experts")
         down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide, grouped=True)
-        return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, Touch("combine", 3 * sent, 3 * sent, 3, 3))
+        back = Touch("combine", 3 * sent, 3 * sent, 3, 3, walk="memory.experts")
+        return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, back)
