@@ -132,7 +132,7 @@ def test_a_max_waits_past_what_keeps_the_order():
 @pytest.mark.parametrize("fn", [lambda a: 2.0 * weft.all_reduce(a, "dp"), lambda a: weft.sum(weft.all_reduce(a, "dp"))])
 def test_a_max_does_not_wait_past_what_is_only_linear(fn):
     p = weft.trace(fn, MESH, a=weft.f32(8, dp=P("max")))
-    with pytest.raises(InvalidTransform, match="keep the order of the pending max") as e:
+    with pytest.raises(InvalidTransform, match="keep the order of the partial max") as e:
         weft.delay(p, "all_reduce")
     assert "is cut along" not in str(e.value)
 

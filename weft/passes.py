@@ -272,21 +272,21 @@ def _with(d: Draft, change: Callable[[Program], Program]) -> Draft:
 
 
 PASSES = (
-    Pass("micro-batch", "the step of one micro-batch is derived from the whole batch's, so that gradients add up to that one's", _micro_batch),
-    Pass("guard", "a step whose loss is no number leaves all state as it was, where that is asked for", _guard),
-    Pass("recompute", "what the plan does not keep of the forward pass runs again before its backward pass, or is kept by the host", _recompute),
+    Pass("micro-batch", "the step of one micro-batch is derived from the full batch's, so that gradients add up to that one's", _micro_batch),
+    Pass("guard", "a step whose loss is NaN or Inf leaves all state as it was, where that is asked for", _guard),
+    Pass("recompute", "what the plan does not keep of the forward pass is recomputed before its backward pass, or is kept by the host", _recompute),
     Pass("rules", "the moves of proved rules that the plan names, or that a choice between plans found", _rules),
-    Pass("stages", "the forward pass is cut where few values pass; backward passes follow by the chain rule, each recomputing its own", _stages),
+    Pass("stages", "the forward pass is split where few values pass; backward passes follow by the chain rule, each recomputing its own", _stages),
     Pass("sparse updates", "tables of which a step reads few rows are updated by these rows alone", _sparse),
     Pass("place", "every tensor gets a layout on the mesh, and collectives stand where layouts change", _place),
     Pass("deal", "samples of dynamic models are dealt to ranks by predicted time, so that none waits long for another", _deal),
-    Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays whole in between", _gather_again),
+    Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays gathered in between", _gather_again),
     Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
     Pass("experts", "tokens go to experts in chunks, one on its way while the experts are at work on another, where the plan says so", _experts),
-    Pass("low precision", "products in 8-bit floats, where that is asked for: the one pass that rounds, after all that is proved equal", _low_precision),
+    Pass("low precision", "matmuls in 8-bit floats, where that is asked for: the one pass that rounds, after all that is proved equal", _low_precision),
     Pass("ring", "keys of context parallelism are gathered in chunks, overlapped with the attention that reads them", _ring),
     Pass("fused update", "sums of gradients, the updates they lead to and the gathers after them are one kernel where peers share memory", _fused_update),
-    Pass("buckets", "sums of small gradients travel in a few messages, in the order the backward pass makes them", _buckets),
+    Pass("buckets", "sums of small gradients are sent in a few messages, in the order the backward pass makes them", _buckets),
 )
 NAMES = [p.name for p in PASSES]
 

@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_line(damage: str, tmp_path
     assert store.save() == tmp_path / "step-00000001" and store.restore() == 1  # still the last good one, whatever `keep` counts
     DAMAGES[damage](tmp_path / "step-00000001")
     before = {n: x.clone() for n, x in step.state.items()}
-    with pytest.raises(CheckpointError, match="has no checkpoint that is whole") as e:
+    with pytest.raises(CheckpointError, match="has no complete checkpoint") as e:
         store.restore()
     assert "step-00000001: " in str(e.value) and "step-00000002: " in str(e.value)
     assert equal(step.state, before)  # nothing was loaded in part
@@ -176,7 +176,7 @@ def test_odd_values_in_weft_json_are_refused(name: str, value: Any, words: str, 
     path = plain.checkpoints(str(tmp_path)).save()
     meta = json.loads((path / "weft.json").read_text())
     (path / "weft.json").write_text(json.dumps(meta | {name: value}))
-    with pytest.raises(CheckpointError, match="no checkpoint that is whole") as e:
+    with pytest.raises(CheckpointError, match="no complete checkpoint") as e:
         plain.checkpoints(str(tmp_path)).restore()
     assert words in str(e.value)
 
@@ -185,7 +185,7 @@ def test_odd_values_in_weft_json_are_refused(name: str, value: Any, words: str, 
 def test_what_is_no_weft_json_is_refused(text: str, tmp_path: Path, plain: Any) -> None:
     path = plain.checkpoints(str(tmp_path)).save()
     (path / "weft.json").write_bytes(text.encode("latin1"))
-    with pytest.raises(CheckpointError, match="no checkpoint that is whole"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         plain.checkpoints(str(tmp_path)).restore()
 
 
@@ -199,7 +199,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, plain:
     index = (path / "index.json").read_text().replace("rank-00000.safetensors", "../../elsewhere")
     (path / "index.json").write_text(index)
     (path / "weft.json").write_text(sealed(read_meta(path) | {"index": digest(index)}))
-    with pytest.raises(CheckpointError, match="no checkpoint that is whole") as e:
+    with pytest.raises(CheckpointError, match="no complete checkpoint") as e:
         plain.checkpoints(str(tmp_path / "saves")).restore()
     assert "parts that do not make up a tensor" in str(e.value)
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_of_weft_01_is_refused_and_runs_nothing(meta: Any, tmp_path
     if meta is not None:
         (old / "weft.json").write_text(json.dumps(meta))
     store = plain.checkpoints(str(tmp_path / "saves"))
-    with pytest.raises(CheckpointError, match=r"no checkpoint that is whole: weft 0.1 wrote it") as e:
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: weft 0.1 wrote it") as e:
         store.restore()
     assert "whose index is a pickle and could run anything" in str(e.value) and "step.sync_model()" in str(e.value)
     with pytest.raises(CheckpointError, match=r"step-00000000 is no complete checkpoint: weft 0.1 wrote it"):

@@ -171,7 +171,7 @@ def test_a_step_that_is_not_the_planned_one_is_refused(folder: Path) -> None:
     own, found = net(folder), planfile.follow(folder / "plan.json")
     model = own.make()[0]
     other = capture(model, own.batch(0), lambda m, b: (m(b["x"]) - b["y"]).abs().mean(), adamw(model))
-    with pytest.raises(PlanError, match=r"(?s)is for another step.*the plan's \d nodes \(.*none that could be held so.*--save plan.json"):
+    with pytest.raises(PlanError, match=r"(?s)is for another step.*the plan's \d nodes \(.*none that could be laid out so.*--save plan.json"):
         found.placed(other, ())
     odd = {k: x[:7] for k, x in own.batch(0).items()}
     captured = capture(model, odd, own.loss, adamw(model))

@@ -108,7 +108,7 @@ def test_the_stages_of_a_plan_have_its_layers_and_run_again_what_it_says(planned
 
 
 def halves_of(stage: Any) -> list[str]:
-    """What a stage is made of, half layer by half layer, each with what it runs again."""
+    """What a stage is made of, half layer by half layer, each with what it recomputes."""
     made = {"layer": ("attention", "ffn"), "attention": ("attention",), "ffn": ("ffn",)}
     return [f"{half} {way}" for name, way, n in stage for _ in range(n) for half in made.get(name, ())]
 
@@ -288,9 +288,9 @@ def test_a_model_of_other_layers_is_told(tmp_path: Path) -> None:
     assert pieces is not None
     found = pieces.find(captured("gpt2", layers=4))
     assert found.cuts is None and found.again is None
-    assert found.told == ["where its stages are cut: it has 7 layers and this model 4 blocks that repeat"]
+    assert found.told == ["where its stages are split: it has 7 layers and this model 4 blocks that repeat"]
     both = Counted((ROW[:3], ROW[3:])).find(captured("gpt2", layers=4))
-    assert both.told == ["where its stages are cut and what it runs again: it has 7 layers and this model 4 blocks that repeat"]
+    assert both.told == ["where its stages are split and what it recomputes: it has 7 layers and this model 4 blocks that repeat"]
 
 
 def test_half_a_layer_where_there_is_none(folder: Path) -> None:
@@ -307,7 +307,7 @@ def test_half_a_layer_where_there_is_none(folder: Path) -> None:
 def test_a_part_that_a_layer_does_not_have() -> None:
     stages = ((("first", "none", 1), ("layer", "activation", 2), ("last", "none", 1)),)
     found = Counted(stages).find(captured("mixtral-8x7b", layers=2))
-    assert found.told == ["recompute activation of layer 1, 2: it has no such part that could run again, and keeps everything"]
+    assert found.told == ["recompute activation of layer 1, 2: it has no such part that could be recomputed, and keeps everything"]
     assert found.again == ()
 
 
@@ -315,7 +315,7 @@ def test_a_program_of_other_ops(lean: Plan) -> None:
     program = parse(lean.layouts["program"])
     pieces = pieces_of(lean.spec, program, lean.layouts["units"])
     assert pieces is not None
-    told = "where its stages are cut and what runs again: "
+    told = "where its stages are split and what is recomputed: "
     assert pieces.find(captured("mlp")).told == [f"{told}the step has other ops than the plan's"]
     assert pieces_of(lean.spec, program).find(captured("mlp")).told == [f"{told}the file does not say which values end its units; plan again"]  # type: ignore[union-attr]
 

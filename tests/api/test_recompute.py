@@ -105,7 +105,7 @@ def test_a_part_that_no_block_has_is_refused() -> None:
     w = zoo.small("mixtral-8x7b", layers=2)
     with pytest.raises(PlanError, match="nothing can be recomputed") as e:
         parallelize(w.model, w.loss, torch.optim.SGD(w.model.parameters(), lr=0.1), w.example(8), plan="recompute:activation")
-    assert "blocks with no activation between two products with weights" in str(e.value)
+    assert "blocks with no activation between two matmuls with weights" in str(e.value)
 
 
 def test_a_pipeline_keeps_less_of_every_micro_batch(tmp_path: Path) -> None:

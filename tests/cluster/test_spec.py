@@ -108,7 +108,7 @@ def test_a_group_without_kind(tmp_path: Path) -> None:
     ("group", "more", "says"),
     [
         ("nodes: -2, devices: 8", "", "nodes of .* cannot be -2"),
-        ("nodes: 1.5, devices: 8", "", "a whole number of 1 or more"),
+        ("nodes: 1.5, devices: 8", "", "an integer of 1 or more"),
         ("nodes: 2, devices: true", "", "devices of .* cannot be True"),
         ("nodes: 2, network_gbps_per_device: 0", "", "network_gbps_per_device of .* cannot be 0"),
         ("nodes: 2", "spines: {devices: 16}", "has more than a cluster"),

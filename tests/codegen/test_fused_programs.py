@@ -157,7 +157,7 @@ def test_tensors_of_whole_numbers_are_left_to_torch() -> None:
     p = weft.trace(lambda x, i: weft.cast(weft.cast(x * 2.0, "i64") + i, "f32"), Mesh(tp=1), x=weft.f32(4, 6), i=weft.i64(4, 6))
     p = fuse(p, p.find_all(where=lambda n: bool(n.args)))
     text = lower(p, fuse=("tp", None)).text
-    assert "runs node by node: a cast to whole numbers" in text or "runs node by node: a tensor that is not of floats" in text
+    assert "runs node by node: a cast to integers" in text or "runs node by node: a tensor that is not of floats" in text
 
 
 def test_the_kernel_is_shown_with_the_code() -> None:

@@ -248,7 +248,7 @@ def test_enumeration_is_complete_for_one_axis() -> None:
         (lambda: Layout.of(Mesh(a=2, b=2), (4,), {"b": S(0)}).cut("a", 0), "already shards it and comes later in the mesh"),
         (lambda: Layout.of(Mesh(a=2, b=2), (3,), {"a": S(0), "b": S(0)}).uncut("a"), r"try     gather b first"),
         (lambda: Layout.of(Mesh(a=2), (4,)).reshape((3,)), r"cannot reshape \[4\] to \[3\]\n\n  needed  the same number of elements"),
-        (lambda: Layout.of(Mesh(a=4), (8, 3), {"a": S(0)}).reshape((2, 12)), r"runs through an atom of 4 cut by a"),
+        (lambda: Layout.of(Mesh(a=4), (8, 3), {"a": S(0)}).reshape((2, 12)), r"runs through an atom of 4 sharded by a"),
         (lambda: Layout.of(Mesh(a=2), (0, 4), {"a": S(1)}).reshape((4, 0)), "cannot reshape an empty tensor that is sharded"),
     ],
 )

@@ -144,7 +144,7 @@ def test_operators_and_composites_name_the_line_that_wrote_them() -> None:
 def test_a_repair_is_named() -> None:
     with pytest.raises(TypeMismatch, match="try     slice operand 0 along a, or all_gather operand 1"):
         X * value("z", 4, 3, a=S(0))
-    with pytest.raises(TypeMismatch, match=r"exp to be linear in operand 0, the others whole\n.*\n  try     all_reduce\(operand 0, 'a'\)"):
+    with pytest.raises(TypeMismatch, match=r"exp to be linear in operand 0, the others replicated\n.*\n  try     all_reduce\(operand 0, 'a'\)"):
         pointwise.exp(value("p", 4, a=P()))
 
 

@@ -40,7 +40,7 @@ def test_reshard_reaches_the_layout_asked_for(mesh: Mesh, shape: tuple[int, ...]
 
 def test_a_reshape_does_not_run_through_a_cut() -> None:
     """4 over 4 ranks as 2 x 2 would cut both dims by one axis."""
-    with pytest.raises(LayoutError, match="runs through an atom of 4 cut by a"):
+    with pytest.raises(LayoutError, match="runs through an atom of 4 sharded by a"):
         Layout.of(Mesh(a=4), (4,), {"a": S(0)}).reshape((2, 2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -29,7 +30,7 @@ DIALECT = {
     r"hull of": "time-memory Pareto front",
     r"what (?:the )?copies share|what is shared": "ZeRO stage",
     r"alike": "isomorphic, the same",
-    r"(?<!Jacobian )(?<!ordered )(?<!inner )products?(?! of (?:atoms|elements|degrees))": "matmul, GEMM",
+    r"(?<!Jacobian )(?<!ordered )(?<!inner )(?<!dot-)(?<!Cartesian )products?(?! of (?:atoms|elements|degrees|unknowns|the operands))": "matmul, GEMM",
     r"(?:is|are) told|told (?:too|as|by|apart)": "printed, reported",
     r"lanes?": "process groups, channels",
     r"tailor\w*|to measure(?= \()": "stage partitioner",
@@ -40,6 +41,8 @@ WANTED = (
     "data-parallel", "tensor parallelism", "sequence parallel", "context parallelism", "expert parallelism", "Ulysses", "FSDP", "ZeRO", "DeviceMesh", "DTensor",
     "safetensors", "torch.distributed.checkpoint", "NaN or Inf", "matmul", "Pareto front", "global batch", "MFU", "CUDA graph",
 )  # fmt: skip
+CODE = ("tl.load(", "Kind.WHOLE", ", whole=")  # in strings that are code
+LATER = ("plan", "cost")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -65,6 +68,21 @@ def test_help_speaks_no_dialect() -> None:
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         found = dialect(" ".join([command.help or "", *(getattr(p, "help", "") or "" for p in command.params)]))
         assert not found, f"weft {name}: " + "\n".join(found)
+
+
+ROOMS = sorted(p for p in [*(ROOT / "weft").iterdir(), ROOT / "weft_zoo"] if p.is_dir() and p.name not in LATER)
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=[p.name for p in ROOMS])
+def test_docstrings_and_messages_speak_no_dialect(room: Path) -> None:
+    found = [f"{path.name}, line {line}: {hit}" for path in sorted(room.rglob("*.py")) for line, text in texts(path) for hit in dialect(prose(text))]
+    assert not found, "\n".join(found)
+
+
+def texts(path: Path) -> list[tuple[int, str]]:
+    """Docstrings and other strings of more than one word, with their lines; code that is written as text is left out."""
+    strings = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return [(n.lineno, n.value) for n in strings if " " in n.value.strip() and not any(code in n.value for code in CODE)]
 
 
 def test_the_words_of_the_field_are_there() -> None:

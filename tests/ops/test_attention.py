@@ -117,7 +117,7 @@ def test_work_halves_with_the_slice_and_with_the_mask() -> None:
 def test_cut_keys_are_refused_with_a_repair() -> None:
     with pytest.raises(TypeMismatch) as e:
         trace(_out(), MESH, q=f64(2, 2, 4, 3), k=f64(2, 2, 4, 3, a=S(2)), v=f64(2, 2, 4, 3, a=S(2)))
-    assert "needed  dim 2 of operand 1, which attention needs whole, uncut" in str(e.value)
+    assert "needed  dim 2 of operand 1, which attention needs in full, unsharded" in str(e.value)
     assert "try     all_gather(operand 1, 'a')" in str(e.value)
 
 

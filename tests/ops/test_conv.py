@@ -28,7 +28,7 @@ IMAGES = f64(2, 4, 6, 6)
         (conv2d, {"x": IMAGES, "w": f64(3, 4, 7, 7)}, "the kernel does not fit into the image"),
         (conv2d, {"x": f64(2, 4, 6), "w": f64(3, 4, 2)}, r"two operands of 4 dims, or of 5 with groups\n  found   3 dims and 3 dims"),
         (lambda x, w: conv2d(x, w, groups=3), {"x": IMAGES, "w": f64(3, 4, 2, 2)}, "needed  channels divisible by 3"),
-        (conv2d, {"x": f64(2, 4, 6, 6, a=S(2)), "w": f64(3, 4, 2, 2)}, "dim 2 of operand 0, which conv2d needs whole, uncut"),
+        (conv2d, {"x": f64(2, 4, 6, 6, a=S(2)), "w": f64(3, 4, 2, 2)}, "dim 2 of operand 0, which conv2d needs in full, unsharded"),
         (conv2d, {"x": f64(2, 4, 6, 6, a=P()), "w": f64(3, 4, 2, 2, a=P())}, "to be linear in operands 0, 1"),
         (
             lambda x, w: conv2d_halo(x, w, axis="a"), {"x": IMAGES, "w": f64(3, 4, 3, 3)},

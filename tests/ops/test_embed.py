@@ -140,12 +140,12 @@ def test_a_float_index_is_refused() -> None:
 def test_rows_and_tokens_cut_by_one_axis_are_refused() -> None:
     with pytest.raises(TypeMismatch) as e:
         trace(embed.embedding, MESH, weight=f64(6, 4, a=S(0)), index=i64(4, a=S(0)))
-    assert "needed  axis a to cut one label" in str(e.value)
+    assert "needed  axis a to shard one label" in str(e.value)
 
 
 def test_order_along_a_cut_dim_is_refused() -> None:
     for fn in (lambda x: order.cumsum(x, 0), lambda x: order.topk(x, 2, 0)[0], lambda x: order.argmax(x, 0)):
-        with pytest.raises(TypeMismatch, match="needs whole, uncut"):
+        with pytest.raises(TypeMismatch, match="needs in full, unsharded"):
             trace(fn, MESH, x=f64(5, 4, a=S(0)))
 
 

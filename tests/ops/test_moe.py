@@ -143,7 +143,7 @@ def test_capacity_is_the_even_share_times_the_factor() -> None:
 def test_tokens_of_a_group_cut_are_refused_by_the_router() -> None:
     with pytest.raises(TypeMismatch) as e:
         layer(Mesh(a=2), {"x": {"a": S(1)}}, None)
-    assert "expert_slots needs whole, uncut" in str(e.value)
+    assert "expert_slots needs in full, unsharded" in str(e.value)
 
 
 def test_another_number_of_experts_is_refused() -> None:

@@ -44,7 +44,7 @@ def test_only_what_is_refused_runs_apart(seen: list[list[str]]) -> None:
 
     step = Traced(lambda v: pytest.fail("it ran node by node"), compute, lambda v, made: {}, (), torch.device("cpu"), record=False)
     with pytest.warns(
-        UserWarning, match=r"in parts, around aten.cumsum.default: Inductor refused the whole \(NotImplementedError: Lowering"
+        UserWarning, match=r"in parts, around aten.cumsum.default: Inductor refused it in one piece \(NotImplementedError: Lowering"
     ):
         first = step(given)
     for out in (first, step(given)):

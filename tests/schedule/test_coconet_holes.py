@@ -98,7 +98,7 @@ def test_replicated_and_sliced_need_an_explicit_slice() -> None:
 
 
 def test_local_and_sliced_do_not_mix() -> None:
-    with pytest.raises(TypeMismatch, match="cut alike"):
+    with pytest.raises(TypeMismatch, match="sharded the same"):
         traced(lambda x, y: x + y, x=f64(6, dp=P()), y=f64(6, dp=S(0)))
 
 
@@ -299,7 +299,7 @@ def test_sharded_state_over_steps() -> None:
 
 
 def test_state_read_whole_is_not_sharded() -> None:
-    with pytest.raises(InvalidTransform, match="reads the whole of it"):
+    with pytest.raises(InvalidTransform, match="reads all of it"):
         shard_state(momentum(), "m")
 
 

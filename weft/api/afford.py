@@ -47,7 +47,7 @@ def fits(program: Program, device: torch.device, count: int = 1) -> bool:
 def reason(captured: Captured, device: torch.device) -> str:
     if not all(map(has_values, captured.parameters.values())):
         return "its parameters have no values yet"
-    return f"the whole step {cost(captured.program, device)}, and no smaller part of the example is few enough samples"
+    return f"the full step {cost(captured.program, device)}, and no smaller part of the example is few enough samples"
 
 
 def cost(program: Program, device: torch.device) -> str:

@@ -172,7 +172,7 @@ class Store:
                 return int(self.step.steps)
             refused[name] = why
         if refused:
-            raise _refusal(f"{self.folder} has no checkpoint that is whole", refused)
+            raise _refusal(f"{self.folder} has no complete checkpoint", refused)
         return None
 
     def load(self, path: str | Path) -> None:

@@ -122,7 +122,7 @@ def _fewer(plan: Spec, steps: Callable[[int], Micro], example: Any) -> Micro:
             raise
         whole = steps(1)
         if plan.pp > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
-            warnings.warn(f"{plan}: the whole batch goes through the stages at once, which wait for each other ({e.message}: {e.found})", stacklevel=4)
+            warnings.warn(f"{plan}: the full batch goes through the stages at once, which wait for each other ({e.message}: {e.found})", stacklevel=4)
         return whole
 
 
@@ -178,7 +178,7 @@ def _derived(captured: Captured, parts: int, dims: Mapping[str, int], example: A
     except PlanError as e:
         left = [f"{n.removeprefix('batch.')} {list(x.shape)}" for n, x in named_batch(example).items() if n not in dims and x.ndim]
         if left:
-            e.found = f"{e.found}; {', '.join(left)} of the batch has no dim of its samples and is taken whole"
+            e.found = f"{e.found}; {', '.join(left)} of the batch has no dim of its samples and is taken in full"
         raise e.at(None) from None
 
 

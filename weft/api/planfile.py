@@ -91,7 +91,7 @@ class Followed:
         odd = next((n for n in shared if theirs[n].ndim != own[n].ndim or not _divides(own[n].shape, theirs[n], spec)), None)
         if odd is not None:
             held = ", ".join(f"{a}:{p}" for a, p in theirs[odd].layout.placements.items())
-            raise self._refused(f"{self.path} cannot be followed on this step", f"{odd} to be held as {held}", f"{list(own[odd].shape)}")
+            raise self._refused(f"{self.path} cannot be followed on this step", f"{odd} to be laid out as {held}", f"{list(own[odd].shape)}")
         return {n: {a: p for a, p in theirs[n].layout.placements.items() if p != R} for n in shared}
 
     def _require_same_model(self, captured: Captured) -> None:
@@ -114,7 +114,7 @@ class Followed:
         found = carried(self.program, captured.program, PlacingOptions(gather=frozenset({"dp"} if self.spec.most_zero == 3 else ())))
         same = bool(found.alone) and _is_same(captured.program, self.program)
         if found.lost and not same:
-            raise self._refused(f"{self.path} is for another step", f"the plan's {_said(found.lost)}", "none that could be held so")
+            raise self._refused(f"{self.path} is for another step", f"the plan's {_said(found.lost)}", "none that could be laid out so")
         program = self.program if same else found.program
         again = self.found(captured).again
         return run_again(program, captured, again) if again else program
@@ -174,7 +174,7 @@ def runnable(spec: Spec, path: str) -> Spec:
         needed = "equal shares, or one stage and shares that torch.chunk's rule deals out"
         raise PlanError(f"{path} cannot be run by parallelize", needed=needed, found=kinds, try_=FREE)
     for asked, words, pin in (
-        (spec.async_tp, "collectives of tp overlapped with the products they belong to", "overlap_tp=false"),
+        (spec.async_tp, "collectives of tp overlapped with the matmuls they belong to", "overlap_tp=false"),
         (spec.gather_once, "parameters gathered once a step, not for every micro-batch", "keep_gathered=false"),
     ):
         if asked:

@@ -128,7 +128,7 @@ def _product(at: Sizes, powers: Sequence[int]) -> Fraction:
 
 def _number(x: Fraction, whole: bool) -> float:
     if whole and x.denominator != 1:
-        raise Unexplained(f"{x} is no whole number")
+        raise Unexplained(f"{x} is not an integer")
     return int(x) if whole else float(x)
 
 
@@ -141,7 +141,7 @@ class Code:
     def __init__(self, sizes: Sequence[Sizes], made: Sequence[Compiled]) -> None:
         self.base = made[0]
         if any(isinstance(c._step, Traced) for c in made):
-            raise Unexplained("a program that is compiled as a whole")
+            raise Unexplained("a program that is compiled in one piece")
         text, self.numbers = _common(sizes, [c.code.text for c in made])
         self.code = compile(text.replace("def step(inputs):", "def step(inputs, n):", 1), f"<weft {self.base.program.name}, of many sizes>", "exec")
         self.names = explained(sizes, [c.code.names for c in made])

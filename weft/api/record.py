@@ -253,7 +253,7 @@ def ruled(moves: Sequence[str]) -> list[dict[str, Any]]:
 def _checked(step: Step) -> list[dict[str, Any]]:
     """What the check of the plan found before the first step, where it was asked for."""
     report = getattr(step, "report", None)
-    return [] if report is None else [{"step": "check the whole step", "same": report.equal, "said": f"Against the captured model: {report}."}]
+    return [] if report is None else [{"step": "check the full step", "same": report.equal, "said": f"Against the captured model: {report}."}]
 
 
 # --- the traced step

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SPLIT = (
     "Each stage is a stretch of the captured forward pass with its own gradient, and losses of micro-batches are averaged; "
-    "step.check(batch) compares the whole with one device."
+    "step.check(batch) compares all of it with one device."
 )
 
 

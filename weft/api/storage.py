@@ -280,7 +280,7 @@ def _blocks(folder: Path, part: StoredPart) -> Iterator[bytes]:
 
 def _require_whole(part: StoredPart, crc: int, left: int) -> None:
     if left:
-        raise ValueError(f"{part.file} is cut: {left} bytes are missing")
+        raise ValueError(f"{part.file} is truncated:  {left} bytes are missing")
     if crc != part.crc:
         raise ValueError(f"{part.file} was changed between bytes {part.at} and {part.at + part.nbytes}")
 

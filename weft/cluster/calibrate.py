@@ -177,7 +177,7 @@ def _unknown(device: str, timed: Sequence[Product], by: str) -> dict[str, Consta
     """What a datasheet would say, from the best that was seen."""
     rates = {d: max((p.flops / p.seconds for p in timed if p.dtype == d), default=0.0) for d in measure.DTYPES}
     best = max(rates.values())
-    how = f"{by}; the best product seen is taken for nine tenths"
+    how = f"{by}; the best matmul seen is taken for nine tenths"
     constants = {f"peak.{d}": Constant((r or best) / 0.9, how) for d, r in rates.items()}
     size = torch.cuda.get_device_properties(0).total_memory if device != "cpu" else _memory() / local.cores()
     units = torch.cuda.get_device_properties(0).multi_processor_count if device != "cpu" else 1

@@ -235,7 +235,7 @@ def _group(group: Any, where: str) -> Nodes:
 def _positive(where: str, key: str, value: Any, whole: bool = False) -> None:
     kinds = (int,) if whole else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-        needed = "a whole number of 1 or more" if whole else "a number above 0"
+        needed = "an integer of 1 or more" if whole else "a number above 0"
         raise ClusterError(f"{key} of {where} cannot be {value!r}", needed=needed, found=repr(value))
 
 

@@ -200,7 +200,7 @@ class _Chunking:
         else:
             label = eq.outs[0][int(self.group.option("dim"))]
         if label not in eq.outs[0]:
-            raise NotFusable(f"{n.op.name} needs the chunked dim whole")
+            raise NotFusable(f"{n.op.name} needs the full chunked dim")
         self.where[n] = eq.outs[0].index(label)
         for k, a in enumerate(n.args):
             if a.op.name != "const" and label in eq.ins[k]:
@@ -230,7 +230,7 @@ class _Chunking:
         cut = [a for a in t.mesh.axes if isinstance(t.on(a), S) and t.on(a).dim == d]  # type: ignore[attr-defined]
         each = math.prod(t.mesh.size(a) for a in {*cut, *self.moving}) * self.chunks
         if t.shape[d] % each or len(t.layout.dims[d]) > 1:
-            raise NotFusable(f"dim {d} of {list(t.shape)} cannot be cut into {self.chunks} even chunks on every rank")
+            raise NotFusable(f"dim {d} of {list(t.shape)} cannot be split into {self.chunks} even chunks on every rank")
         shape = tuple(s // self.chunks if k == d else s for k, s in enumerate(t.shape))
         layout = Layout.of(t.mesh, shape, {a: t.on(a) for a in t.mesh.axes})
         return Type(t.dtype, layout)

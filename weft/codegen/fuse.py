@@ -29,7 +29,7 @@ class Place:
     """Where a slot of one row group lives: a value of the program, and the first element of each of its rows."""
 
     node: Node
-    role: str  # terms, whole, own, out, gathered: how the ranks hold it
+    role: str  # terms, full, own, out, gathered: how the ranks hold it
     offsets: tuple[int, ...]
 
 
@@ -294,7 +294,7 @@ class _Component:
             return self.value(n.args[0])
         raise NotFusable(
             f"{n.op.name} cannot be part of a fused group",
-            needed="pointwise ops, whole sums, and collectives along one axis",
+            needed="pointwise ops, full sums, and collectives along one axis",
             found=n.op.name,
         )
 
@@ -330,7 +330,7 @@ class _Component:
         if name == "slice":
             if x in self.whole.members:
                 raise NotFusable(
-                    "slice of a value made in the same group", needed="the whole value in memory before the group starts", found=x.op.name
+                    "slice of a value made in the same group", needed="the full value in memory before the group starts", found=x.op.name
                 )
             return self._slice_of(x)
         raise NotFusable(
@@ -342,7 +342,7 @@ class _Component:
         x, seed, *part = n.args
         if part:
             raise NotFusable(
-                "dropout in a part of the batch", needed="a mask by the element's number in the tensor", found="in the whole batch"
+                "dropout in a part of the batch", needed="a mask by the element's number in the tensor", found="in the full batch"
             )
         if n.shape != self.domain.shape:
             raise NotFusable("dropout of another shape than its group", needed=str(list(self.domain.shape)), found=str(list(n.shape)))
@@ -439,7 +439,7 @@ def _cast(n: Node, x: Value) -> Value:
     if dtype == "bool":
         return expr.apply("ne", x, 0.0)
     if dtype not in expr.BYTES:
-        raise NotFusable("a cast to whole numbers", needed=f"{', '.join(expr.BYTES)} or bool", found=dtype)
+        raise NotFusable("a cast to integers", needed=f"{', '.join(expr.BYTES)} or bool", found=dtype)
     return expr.cast(x, dtype)
 
 

@@ -92,7 +92,7 @@ class Rows:
             here, there = self.domain.positions(d, self.coords), node.type.layout.positions(d, self.coords)
             starts[d] = int((there < here[0]).sum()) if len(here) else 0
             if len(here) and int(here[-1] - here[0]) + 1 != len(here):
-                raise NotFusable("a slice that is not one run of its dim", needed="a dim cut once", found=str(node.type))
+                raise NotFusable("a slice that is not one run of its dim", needed="a dim sharded once", found=str(node.type))
         return starts
 
     def _numbers(self) -> Iterable[int]:

@@ -52,12 +52,12 @@ def _int(text: str) -> int:
 def _float(text: str) -> float:
     value = float(text) if len(text) <= DIGITS else math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{text[:DIGITS]} is no number that can be kept")
+        raise ValueError(f"{text[:DIGITS]} is not a number that can be kept")
     return value
 
 
 def _constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _deeper(value: Any, depth: int) -> bool:

@@ -400,7 +400,7 @@ class Layout:
         return canonical(tuple(got), self.mesh)
 
     def _straddle(self, shape: tuple[int, ...], atom: Atom) -> LayoutError:
-        cut = f"an atom of {atom.size} cut by {', '.join(atom.cut)}" if atom.cut else f"an atom of {atom.size}"
+        cut = f"an atom of {atom.size} sharded by {', '.join(atom.cut)}" if atom.cut else f"an atom of {atom.size}"
         return LayoutError(
             f"reshape {list(self.shape)} to {list(shape)} runs through {cut}",
             needed="every sharded atom to lie in one dim of the result, its blocks unsplit",

@@ -85,7 +85,7 @@ class Kind(enum.Enum):
     REDUCE = "reduces dims of one operand"
     CONTRACT = "multiplies and sums"
     VIEW = "only renames elements"
-    WHOLE = "a larger computation kept whole"
+    WHOLE = "a larger computation kept in one piece"
     COMM = "changes the layout, never the value"
 
 

@@ -117,7 +117,7 @@ class Maybe:
 
 
 def whole(low: int = 0, high: int = MOST) -> Kind:
-    return Kind(f"a whole number of {low} to {high:,}", lambda x: type(x) is int and low <= x <= high)
+    return Kind(f"an integer of {low} to {high:,}", lambda x: type(x) is int and low <= x <= high)
 
 
 def number(low: float = -1e18, high: float = 1e18) -> Kind:

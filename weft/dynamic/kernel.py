@@ -27,7 +27,7 @@ SEGMENT = {ops.segment_sum: "sum", ops.segment_max: "max"}
 
 @dataclass(frozen=True)
 class Access:
-    """Lane j of a value lies at column offset + sum over dims of (j / after % size) * stride of a row of `source`."""
+    """Column j of a value lies at column offset + sum over dims of (j / after % size) * stride of a row of `source`."""
 
     source: fx.Node
     offset: int
@@ -58,7 +58,7 @@ def lane_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def lanes_of(node: fx.Node) -> int:
-    """Lanes of the kernel an op belongs in: a cat writes its parts, each as wide as one part."""
+    """Columns of the kernel an op belongs in: a cat writes its parts, each as wide as one part."""
     parts = cat_parts(node)
     return prod(lane_shape(parts[0] if parts else node))
 

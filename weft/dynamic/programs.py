@@ -269,7 +269,7 @@ def shard(
     placed = place(whole.program, mesh, inputs)
     want = {n: Layout.of(mesh, placed.output_names[n].shape, {axis: rows[s]} if s in rows else {}) for n, s in whole.states.items()}
     want |= {n: Layout.of(mesh, placed.output_names[n].shape) for n in whole.outputs}
-    placed = placed.with_outputs([(n, _held_as(node, want[n])) for n, node in placed.outputs], "as the states are held")
+    placed = placed.with_outputs([(n, _held_as(node, want[n])) for n, node in placed.outputs], "as the states are laid out")
     at = mesh.coords(rank)
     local = {s: placed.output_names[n].layout.local_shape(at)[1:] for n, s in whole.states.items()}
     return Sharded(whole, placed, at, groups or {}), local

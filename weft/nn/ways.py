@@ -29,7 +29,7 @@ class Way:
 
     def __str__(self) -> str:
         if self.by == "product":
-            return f"{self.over}, carried by the product"
+            return f"{self.over}, carried by the matmul"
         chunks = f"{self.chunks} chunks" if self.chunks > 1 else "plain"
         chunks += f", each {self.taper:g} of the last" if self.taper != 1.0 else ""
         chunks += f", {self.lines} lines" if self.lines > 1 else ""

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention with grouped queries, and its backward. Batch, heads and query rows may be sharded.
+"""Scaled dot-matmul attention with grouped queries, and its backward. Batch, heads and query rows may be sharded.
 
 Labels: b batch, g key heads, r query heads per key head, s query rows, n blocks of keys, t keys in a block, d and e features.
 With blocks, every block of keys gives its own result and log-sum-exp; sharded n, and they merge by two reductions over it.
@@ -399,7 +399,7 @@ def _blocks(k: Node) -> int:
     """How many pieces the keys are split into; they must be equal."""
     n = math.prod(k.mesh.sizes[axis] for atom in k.layout.dims[2] for axis in atom.cut)
     if k.shape[2] % n:
-        needed = f"a number of keys divisible by {n}, the pieces they are cut into"
+        needed = f"a number of keys divisible by {n}, the pieces they are split into"
         repair = "pad the keys and mask them, or all_gather them"
         raise TypeMismatch("attention_over_keys shards keys evenly", needed=needed, found=str(k.type), try_=repair, where=user_line())
     return n

@@ -114,7 +114,7 @@ opaque = define(
     run=_opaque_run,
     vjp=_opaque_vjp,
     sparse_cotangents=True,
-    doc="A torch op without an entry: correct, and whole on every rank.",
+    doc="A torch op without an entry: correct, and replicated on every rank.",
 )
 
 

@@ -134,7 +134,7 @@ keep_where: Op = define(
     dtype=_keep_dtype,
     vjp=lambda n, ct: (fit(keep(ct, n.args[1]), n.args[0]), None),
     linear=Linear.FIRST,
-    doc="(x, here) -> x where `here` holds, else 0, though x be infinite or no number there: a product with 0 would not be",
+    doc="(x, here) -> x where `here` holds, else 0, though x be infinite or NaN there, where a multiplication by 0 would not give 0",
 )
 
 

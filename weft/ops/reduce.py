@@ -140,7 +140,7 @@ var_mean = define(
     run=lambda x, less, dims=None, keepdim=False: torch.var_mean(x, norm_dims(dims, x.ndim), correction=less, keepdim=keepdim),
     vjp=_var_mean_vjp,
     normal=lambda attrs: {**_normal(attrs), "less": attrs["less"]},
-    doc="the variance and the mean along dims that are whole, in one pass; `less` is taken from the count",
+    doc="the variance and the mean along dims that are not sharded, in one pass; `less` is taken from the count",
 )
 
 
@@ -167,7 +167,7 @@ logsumexp = define(
     vjp=_logsumexp_vjp,
     across=_logsumexp_across,
     normal=_normal,
-    doc="the logarithm of the sum of exp(x) along dims that are whole",
+    doc="the logarithm of the sum of exp(x) along dims that are not sharded",
 )
 
 

@@ -166,7 +166,7 @@ def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
                 raise _bad(
                     name,
                     types,
-                    f"{label!r} cut alike in operands {first} and {k}",
+                    f"{label!r} sharded the same in operands {first} and {k}",
                     f"{_show_cut(seen)} and {_show_cut(dim)}",
                     try_=_repair(types, first, k),
                 )
@@ -176,13 +176,13 @@ def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
 def _require_uncut(name: str, types: Types, label: str, k: int, d: int, dim: Dim) -> None:
     if any(a.cut for a in dim):
         axis = next(a.cut[-1] for a in dim if a.cut)
-        why = "a dim that is stretched" if label == ONE else f"dim {d} of operand {k}, which {name} needs whole,"
-        raise _bad(name, types, f"{why} uncut", _show_cut(dim), try_=f"all_gather(operand {k}, {axis!r})")
+        why = "a dim that is stretched" if label == ONE else f"dim {d} of operand {k}, which {name} needs in full,"
+        raise _bad(name, types, f"{why} unsharded", _show_cut(dim), try_=f"all_gather(operand {k}, {axis!r})")
 
 
 def _show_cut(dim: Dim) -> str:
-    cut = [f"{a.size} cut by {', '.join(a.cut)}" for a in dim if a.cut]
-    return f"[{show_dim(dim)}: {'; '.join(cut)}]" if cut else f"[{show_dim(dim)}: uncut]"
+    cut = [f"{a.size} sharded by {', '.join(a.cut)}" for a in dim if a.cut]
+    return f"[{show_dim(dim)}: {'; '.join(cut)}]" if cut else f"[{show_dim(dim)}: unsharded]"
 
 
 def _repair(types: Types, a: int, b: int) -> str:
@@ -224,8 +224,8 @@ def _check_cut(name: str, eq: Equation, types: Types, axis: str, cutting: list[s
         raise _bad(
             name,
             types,
-            f"axis {axis} to cut one label",
-            f"it cuts {' and '.join(map(repr, cutting))}",
+            f"axis {axis} to shard one label",
+            f"it shards {' and '.join(map(repr, cutting))}",
             try_=f"gather one of them along {axis}",
         )
     for k, (labels, place) in enumerate(zip(eq.ins, places, strict=True)):
@@ -233,7 +233,7 @@ def _check_cut(name: str, eq: Equation, types: Types, axis: str, cutting: list[s
             raise _bad(
                 name,
                 types,
-                f"operand {k} whole along {axis}, which cuts {cutting[0]!r}",
+                f"operand {k} replicated along {axis}, which shards {cutting[0]!r}",
                 f"{axis}:{place}",
                 try_=f"all_reduce(operand {k}, {axis!r})" if isinstance(place, P) else None,
             )
@@ -262,7 +262,7 @@ def _pending(
         legal = arg_sets(linear, len(types)) if kind == "sum" else ordered[kind]
         if who in legal:
             return P(kind)
-        needed = f"{name} to be linear in operand{'s' if len(who) > 1 else ''} {', '.join(map(str, sorted(who)))}, the others whole"
+        needed = f"{name} to be linear in operand{'s' if len(who) > 1 else ''} {', '.join(map(str, sorted(who)))}, the others replicated"
         if kind != "sum":
             needed = f"{name} to keep the order of operand {min(who)}"
         k = min(who)
@@ -270,10 +270,10 @@ def _pending(
             name,
             types,
             needed,
-            f"a pending {kind} along {axis} in operand{'s' if len(who) > 1 else ''} {', '.join(map(str, sorted(who)))}",
+            f"a partial {kind} along {axis} in operand{'s' if len(who) > 1 else ''} {', '.join(map(str, sorted(who)))}",
             try_=f"all_reduce(operand {k}, {axis!r})",
         )
-    raise _bad(name, types, "one kind of pending reduction", " and ".join(sorted(kinds)))
+    raise _bad(name, types, "one kind of partial reduction", " and ".join(sorted(kinds)))
 
 
 def arg_sets(linear: Linear | ArgSets, args: int) -> ArgSets:

@@ -1,7 +1,7 @@
 """A dynamic model's batch as one op: graphs, a row of numbers for each sample, with inputs and weights, give a row at each sample's root.
 
-Labels: s samples, r hands, all others kept whole. Samples are apart, so s may be cut. Or every rank has all graphs and some of the hands: samples
-are dealt to the hands by predicted time, a rank runs those of its own and leaves the rows of others zero, and the result is a pending sum.
+Labels: s samples, r hands, all others kept in one piece. Samples are apart, so s may be sharded. Or every rank has all graphs and some of the hands: samples
+are dealt to the hands by predicted time, a rank runs those of its own and leaves the rows of others zero, and the result is a partial sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rounds_of(runner: str, graphs: Node, tensors: Sequence[Node], wants: tuple[i
 
 
 def _given(types: Types, first: int) -> list[tuple[str, ...]]:
-    """Labels of graphs, hands and tensors; the latter are whole."""
+    """Labels of graphs, hands and tensors; the latter are replicated."""
     tensors = [tuple(f"{k}.{d}" for d in range(len(t.shape))) for k, t in enumerate(types[first + 2 :])]
     return [("s", "w"), ("r",), *tensors]
 
@@ -79,7 +79,7 @@ def _back_run(*xs: Tensor, runner: str, wants: tuple[int, ...], gives: Any) -> A
 
 
 def _work(n: Node, first: int, factor: float) -> float:
-    """Of a vertex, a product with every matrix; three vertices to twelve numbers of a graph's row, whose length is about its largest's."""
+    """Of a vertex, a matmul with every matrix; three vertices to twelve numbers of a graph's row, whose length is about its largest's."""
     samples, width = n.args[first].type.layout.largest_local
     hands = n.args[first + 1].type.layout.largest_local[0] / HANDS
     return factor * samples * hands * width / 4 * sum(math.prod(a.shape) for a in n.args[first + 2 :] if a.ndim == 2)

@@ -72,7 +72,7 @@ class Spec:
     ring: bool = False  # keys gathered along cp in chunks, overlapped with the attention
     a2a: bool = False  # heads sharded along cp during the attention
     gather_once: bool = False  # under ZeRO-3, parameters gathered and gradients reduced once a step, not for every micro-batch
-    async_tp: bool = False  # collectives of tp overlapped with the products they belong to
+    async_tp: bool = False  # collectives of tp overlapped with the matmuls they belong to
     async_ep: bool = False  # tokens dispatched to experts in chunks, beside the experts' products
     offload: bool = False  # what the backward pass reads of repeated blocks is kept in the host's memory
     groups: tuple[tuple[str, int], ...] = ()  # ZeRO of parameters by pattern, where it is not `zero`; the last that fits

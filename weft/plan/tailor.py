@@ -34,7 +34,7 @@ WAYS = ("none", "activation", "selective", "ffn", "per-op", "full")
 REACH = 5  # half layers more or fewer than the average that a stage may hold
 ONE = (Action("forward", 0, 0),)
 LAYER = "layer"
-Piece = tuple[str, str, int]  # name of a block, what it runs again, how often it comes
+Piece = tuple[str, str, int]  # name of a block, what it recomputes, how often it comes
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""A run: what training writes about itself, as plain data beside the plan: times, memory, one traced step, what was foreseen.
+"""A run: what training writes about itself, as plain data next to the plan: times, memory, one traced step, what was predicted.
 
-A run is a folder with `run.json`, or that file. It is written whole each time, so a reader never sees half of one.
+A run is a folder with `run.json`, or that file. It is written anew each time, so a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRY = 'weft.parallelize(..., record="run/"), or weft.dynamic.Recorder(model, "ru
 
 @dataclass(frozen=True)
 class Run:
-    """`tensors` are held as `places` say; `steps` has a list each of ms, wait_ms and loss; `unit` is what a step takes so many of."""
+    """`tensors` are laid out as `places` say; `steps` has a list each of ms, wait_ms and loss; `unit` is what a step takes so many of."""
 
     name: str
     kind: str  # "training", or "dynamic" for models of graphs
@@ -149,14 +149,14 @@ def parse(data: Any, where: str = "run") -> Run:
 
 
 def _check_line(line: Mapping[str, Any] | None, where: str) -> None:
-    """Rows name what is in the lists beside them."""
+    """Rows name what is in the lists next to them."""
     for name, stream, cause, *_ in line["rows"] if line else ():
         assert line is not None
         if name >= len(line["names"]) or stream >= len(line["streams"]) or cause >= len(line["causes"]):
             raise PlanError(f"{where} cannot be read", needed="rows that name what is listed", found=short([name, stream, cause]))
 
 
-# --- a timeline in few bytes: names once, microseconds as whole numbers where they are long
+# --- a timeline in few bytes: names once, microseconds as integers where they are long
 
 
 def _pack(seen: Seen | None) -> dict[str, Any] | None:

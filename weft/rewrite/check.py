@@ -89,7 +89,7 @@ def _as_written(single: Program, sharded: Program) -> Program:
     left = {n.op for n in sharded.nodes}
     with as_cut():
         swap = {n: n.op.across(*n.args, **dict(n.attrs)) for n in single.nodes if n.op.across is not None and n.op not in left}
-    return single.rewrite(swap, "written across a cut") if swap else single
+    return single.rewrite(swap, "written across a shard boundary") if swap else single
 
 
 def _interface(a: Program, b: Program) -> tuple[str, ...]:

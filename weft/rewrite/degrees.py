@@ -135,7 +135,7 @@ def _need(holds: bool, op: ForeignOp, needed: str, xs: Sequence[Tensor]) -> None
 
 def _alike(f: Callable[[Any, Any], Any]) -> Callable[[ForeignOp, list[Tensor]], Tensor]:
     def run(op: ForeignOp, xs: list[Tensor]) -> Tensor:
-        _need(xs[0].shape == xs[1].shape and xs[0].degrees == xs[1].degrees, op, "operands of one shape, cut alike", xs)
+        _need(xs[0].shape == xs[1].shape and xs[0].degrees == xs[1].degrees, op, "operands of one shape, sharded the same", xs)
         return Tensor(f(xs[0].values, xs[1].values), xs[0].degrees)
 
     return run
@@ -143,7 +143,7 @@ def _alike(f: Callable[[Any, Any], Any]) -> Callable[[ForeignOp, list[Tensor]], 
 
 def _concat(op: ForeignOp, xs: list[Tensor]) -> Tensor:
     others = [tuple(n for d, n in enumerate(x.shape) if d != op.dim) for x in xs]
-    _need(len(set(others)) == 1 and len({x.degrees for x in xs}) == 1, op, f"operands alike but for dim {op.dim}", xs)
+    _need(len(set(others)) == 1 and len({x.degrees for x in xs}) == 1, op, f"operands equal but for dim {op.dim}", xs)
     return Tensor(np.concatenate([x.values for x in xs], op.dim), xs[0].degrees)
 
 
@@ -177,7 +177,7 @@ def _linear(op: ForeignOp, xs: list[Tensor]) -> Tensor:
     x, w = xs
     (copies, samples, channels), (copies_w, outs, channels_w) = x.shape, w.shape
     (_, ks, kc), (_, ko, kc_w) = x.degrees, w.degrees
-    _need(channels == channels_w and kc == kc_w, op, "channels of one size, cut alike", xs)
+    _need(channels == channels_w and kc == kc_w, op, "channels of one size, sharded the same", xs)
     _need(copies >= ko, op, "a copy of the input for every part of the out channels", xs)
     _need(copies_w >= ks, op, "a copy of the weight for every part of the samples", xs)
     made = np.empty((kc, samples, outs), dtype=object)

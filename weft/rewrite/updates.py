@@ -65,7 +65,7 @@ def _has_a_rule(n: Node) -> bool:
 def by_definition(program: Program) -> Program:
     """The program with every such update written as what it stands for."""
     swap = {n: n.op.defined(*n.args, **dict(n.attrs)) for n in program.nodes if n.op in AT.values()}
-    return program.rewrite(swap, "whole gradients") if swap else program
+    return program.rewrite(swap, "full gradients") if swap else program
 
 
 def rules_of(program: Program) -> tuple[str, ...]:

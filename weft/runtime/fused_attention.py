@@ -184,7 +184,7 @@ def _ready(x: Tensor) -> Tensor:
 
 
 def _ordered(mask: Tensor | None, q: Tensor, k: Tensor, causal: bool, window: int) -> tuple[Tensor | None, bool]:
-    """The mask with the order of rows and keys in it, where the kernels do not take both; and whether they are told the order."""
+    """The mask with the order of rows and keys in it, where the kernels do not take both; and whether they know the order."""
     if not window and (mask is None or not causal):
         return mask, causal
     rows, keys = torch.arange(q.shape[3], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)

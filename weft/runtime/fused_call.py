@@ -38,7 +38,7 @@ class Use:
     """One slot of one part: which argument or result it is, how ranks hold it, where its rows start."""
 
     slot: str
-    # terms, whole, own, out, gathered; shared: replicated, and its next value is written to all ranks' copies; index: no memory,
+    # terms, full, own, out, gathered; shared: replicated, and its next value is written to all ranks' copies; index: no memory,
     # the offset is the number of the row's first element
     role: str
     value: int  # index among the arguments, or among the results

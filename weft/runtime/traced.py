@@ -107,7 +107,7 @@ class Traced:
                 return inductor(graph, given, options=_options(graph))  # type: ignore[no-any-return]
             except Exception as error:
                 self._parts, why = in_parts(graph, error), _short(error)
-        warnings.warn(f"the step is compiled in parts, around {self._parts.around}: Inductor refused the whole ({why})", stacklevel=2)
+        warnings.warn(f"the step is compiled in parts, around {self._parts.around}: Inductor refused it in one piece ({why})", stacklevel=2)
         return self._parts
 
 

@@ -185,7 +185,7 @@ def _check_chunks(p: Program, nodes: Sequence[Node], dim: int, chunks: int, stag
                     n,
                     "overlap",
                     f"{n.op.name} to make chunks of dim {dim} one at a time",
-                    f"it needs all of its operands for each, or cuts dim {dim} otherwise",
+                    f"it needs all of its operands for each, or shards dim {dim} otherwise",
                     tried(p, again),
                 )
             continue
@@ -193,7 +193,7 @@ def _check_chunks(p: Program, nodes: Sequence[Node], dim: int, chunks: int, stag
             continue
         out = _follow_dim(n, where)
         if out is None:
-            raise refuse(p, n, "overlap", f"{n.op.name} to treat each chunk alone", f"{n.op.name} needs the chunked dim whole")
+            raise refuse(p, n, "overlap", f"{n.op.name} to treat each chunk alone", f"{n.op.name} needs the full chunked dim")
         where[n] = out
 
 

@@ -101,7 +101,7 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Progr
         label = rules.label_of(eq, gathered[0], cut)
         lost = any(label not in out for out in eq.outs)
         if label in eq.whole or lost and f.op.kind is not Kind.REDUCE and not summing:
-            verb = "sums over" if label not in eq.whole else "needs the whole of"
+            verb = "sums over" if label not in eq.whole else "needs all of"
             raise refuse(
                 p,
                 f,
@@ -144,10 +144,10 @@ def _sink_slice(p: Program, f: Node, axis: str) -> Program:
     whole = [k for k, a in enumerate(f.args) if isinstance(a.type.on(axis), S) and not (a.op is comm.slice_ and a.attr("axis") == axis)]
     if whole:
         raise refuse(
-            p, f, what, f"every operand cut along {axis} to be a slice", f"operand {whole[0]} is {f.args[whole[0]].op.name}, cut already"
+            p, f, what, f"every operand sharded along {axis} to be a slice", f"operand {whole[0]} is {f.args[whole[0]].op.name}, sharded already"
         )
     if not isinstance(f.types[0].on(axis), S):
-        raise refuse(p, f, what, f"{f.op.name} to keep the cut along {axis}", f"its result is {axis}:{f.types[0].on(axis)}")
+        raise refuse(p, f, what, f"{f.op.name} to keep the shards along {axis}", f"its result is {axis}:{f.types[0].on(axis)}")
     return apply_rule(p, rules.sink_slice(f, axis), [f], what)
 
 
@@ -190,7 +190,7 @@ def hoist_one(p: Program, node: Node) -> Program:
     try:
         r = rules.hoist_slice(node) if node.op is comm.slice_ else rules.hoist_gather(node)
     except LayoutError as e:
-        raise refuse(p, node, what, e.needed or "a cut that can be made above it", e.found or str(node.type)) from e
+        raise refuse(p, node, what, e.needed or "shards that can be made above it", e.found or str(node.type)) from e
     return apply_rule(p, r, [node], what)
 
 
@@ -227,7 +227,7 @@ def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
         p,
         f,
         f"{what} past {f.op.name}",
-        f"{f.op.name} to {_must(node)} {name_in(p, node)} with its other operands whole along {axis}",
+        f"{f.op.name} to {_must(node)} {name_in(p, node)} with its other operands replicated along {axis}",
         _why_not_linear(p, f, node, bool(sets)),
     )
 
@@ -235,12 +235,12 @@ def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
 def _must(reduction: Node) -> str:
     """What lets a partial reduction pass."""
     place = reduction.args[0].type.on(reduction.attr("axis"))
-    return "be linear in" if isinstance(place, P) and place.op == "sum" else f"keep the order of the pending {getattr(place, 'op', '')}"
+    return "be linear in" if isinstance(place, P) and place.op == "sum" else f"keep the order of the partial {getattr(place, 'op', '')}"
 
 
 def _why_not_linear(p: Program, f: Node, node: Node, some: bool) -> str:
     if some:
-        return f"another operand of {f.op.name} is cut along {node.attr('axis')}"
+        return f"another operand of {f.op.name} is sharded along {node.attr('axis')}"
     if _must(node) != "be linear in":
         return f"{f.op.name} may change it"
     others = [name_in(p, a) if a.op.name != "const" else repr(a.attr("value")) for a in f.args if a is not node]

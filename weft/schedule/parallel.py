@@ -32,9 +32,9 @@ def turn(p: Program, at: Place, *, dim: int, within: Within = None) -> Program:
     step = f"turn {name_in(p, node)} to dim {dim}"
     cut_now = rules.cut_of(node.args[0].layout, node.attr("axis"))
     if cut_now is not None and cut_now.dim == dim and cut_now.within == within:
-        raise refuse(p, node, step, "another dim than it is cut along", f"dim {dim}")
+        raise refuse(p, node, step, "another dim than it is sharded along", f"dim {dim}")
     try:
         return apply_rule(p, rules.turn_gather(node, dim, within), [node], step)
     except InvalidTransform as e:
         others = (f'turn(p, "{name_in(p, node)}", dim={d})' for d in range(node.ndim) if d != dim)
-        raise refuse(p, node, step, e.needed or "a dim that may be cut", e.found or str(node.type), tried(p, others)) from e
+        raise refuse(p, node, step, e.needed or "a dim that may be sharded", e.found or str(node.type), tried(p, others)) from e

@@ -43,7 +43,7 @@ def _gather_at_use(p: Program, name: str) -> Program:
     cuts = [n for n in (*_next_value(p, name), *p.users[m]) if n.op in (comm.all_gather, comm.slice_)]
     if not cuts:
         raise refuse(
-            p, m, f"shard_state {name}", f"a slice of {name}, or a gather that makes its next value, to say how it is cut", "neither"
+            p, m, f"shard_state {name}", f"a slice of {name}, or a gather that makes its next value, to say how it is sharded", "neither"
         )
     axis = cuts[0].attr("axis")
     cut = rules.cut_of(cuts[0].layout if cuts[0].op is comm.slice_ else cuts[0].args[0].layout, axis)
@@ -105,7 +105,7 @@ def _the_slice(p: Program, m: Node, name: str, what: str) -> Node:
         raise refuse(p, m, what, f"{name} to be read in slices only", f"it is an output as it is: {', '.join(p.outputs_of(m))}")
     if not uses or whole or len(set(uses)) != 1:
         needed = f"every use of {name} to be one and the same slice"
-        found = f"{name_in(p, whole[0])} reads the whole of it" if whole else f"{len(uses)} different slices" if uses else "no use"
+        found = f"{name_in(p, whole[0])} reads all of it" if whole else f"{len(uses)} different slices" if uses else "no use"
         after = (f'shard_state(sink(p, "{name_in(p, g)}"), {name!r})' for g in p.find_all("all_gather"))
         raise refuse(p, whole[0] if whole else m, what, needed, found, tried(p, after, most=1) if whole else ())
     return uses[0]

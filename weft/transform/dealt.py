@@ -1,7 +1,7 @@
 """Samples of a dynamic model balanced over ranks: each runs those that are dealt to it by predicted time, whichever rank's rows they are.
 
 Where samples are sharded over an axis, all its ranks gather the graphs, a few numbers each, and take hands instead; the roots' rows, summed,
-go back to the ranks they belong to. Along an axis that has every sample on every rank (tp), ranks share the work alike.
+go back to the ranks they belong to. Along an axis that has every sample on every rank (tp), ranks share the work the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def dealt(p: Program) -> Program:
 
 
 def shared(n: Node, first: int) -> list[str]:
-    """Axes whose ranks share the samples: those along which graphs are sharded, or whole while each of the ranks has two samples or more."""
+    """Axes whose ranks share the samples: those along which graphs are sharded, or full while each of the ranks has two samples or more."""
     graphs, axes, left, ranks = n.args[first], list[str](), n.args[first].type.layout.largest_local[0], 1
     for axis in n.mesh.axes:
         size = n.mesh.size(axis)
@@ -57,7 +57,7 @@ def shared(n: Node, first: int) -> list[str]:
 
 
 def _gathered(n: Node, args: Sequence[Node], first: int, axes: list[str]) -> tuple[Node, ...]:
-    """Operands whole along the axes, but for the hands, which each rank has some of."""
+    """Operands replicated along the axes, but for the hands, which each rank has some of."""
     whole = [reshard(a, _without(a.layout, axes)) for a in args[: first + 1]]
     hands = arange(HANDS, n.mesh, cuts=tuple((axis, 0, None) for axis in axes))
     return (*whole, hands, *args[first + 2 :])

@@ -61,7 +61,7 @@ class Counted:
         stages = self._in_blocks(layers) or self.stages
         depth = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
         if depth != layers.count:
-            lost = ["where its stages are cut"] * (len(stages) > 1) + ["what it runs again"] * self._mixed
+            lost = ["where its stages are split"] * (len(stages) > 1) + ["what it recomputes"] * self._mixed
             why = f"it has {depth} layers and this model {layers.count} blocks that repeat"
             return FoundPieces(told=[f"{' and '.join(lost)}: {why}"] if lost else [])
         found = FoundPieces()
@@ -112,7 +112,7 @@ class Counted:
                     lost.setdefault(way, []).append(str(k // 2 + 1))
             at += n * width
         told += [
-            f"recompute {way} of layer {', '.join(of)}: it has no such part that could run again, and keeps everything"
+            f"recompute {way} of layer {', '.join(of)}: it has no such part that could be recomputed, and keeps everything"
             for way, of in lost.items()
         ]
 
@@ -192,12 +192,12 @@ class PlacedUnits:
     def find(self, captured: Captured) -> FoundPieces:
         if len(self.ends) + 1 != sum(map(len, self.stages)):
             return FoundPieces(
-                told=["where its stages are cut and what runs again: the file does not say which values end its units; plan again"]
+                told=["where its stages are split and what is recomputed: the file does not say which values end its units; plan again"]
             )
         forward = Forward(captured)
         ends = self._own(forward)
         if ends is None:
-            return FoundPieces(told=["where its stages are cut and what runs again: the step has other ops than the plan's"])
+            return FoundPieces(told=["where its stages are split and what is recomputed: the step has other ops than the plan's"])
         parts = forward.cut_at([(n,) for n in ends])
         last = [sum(map(len, self.stages[: g + 1])) - 1 for g in range(len(self.stages) - 1)]
         return FoundPieces(tuple((ends[k],) for k in last), tuple(self._regions(parts)))

@@ -45,7 +45,7 @@ def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
 def _lacking(captured: Captured, layers: Layers, way: str) -> str:
     if not captured.gradients:
         return "a model traced together with its backward pass"
-    return f"blocks with no {way} between two products with weights" if layers.count else "no block that repeats"
+    return f"blocks with no {way} between two matmuls with weights" if layers.count else "no block that repeats"
 
 
 def recomputed(captured: Captured, again: Sequence[Region], offload: str = "") -> Captured:

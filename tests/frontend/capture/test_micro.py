@@ -1,4 +1,4 @@
-"""Micro-batches derived from the whole batch's step: torch on the whole batch is the judge; what is no sum over samples is refused."""
+"""Micro-batches derived from the full batch's step: torch on the whole batch is the judge; what is no sum over samples is refused."""
 
 from __future__ import annotations
 

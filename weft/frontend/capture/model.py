@@ -56,7 +56,7 @@ def capture(
     `reads` notes what the trace reads from Python, and what it leaves changed there.
     """
     require_torchs(model, optimizer)
-    _require(isinstance(accumulate, int) and accumulate >= 1, "accumulate", "a whole number, 1 or more", accumulate)
+    _require(isinstance(accumulate, int) and accumulate >= 1, "accumulate", "an integer, 1 or more", accumulate)
     _require(precision is None or isinstance(precision, torch.dtype), "precision", "a dtype such as torch.bfloat16", precision)
     model = _bare(model)
     learns = loss is not None and (gradients or optimizer is not None)

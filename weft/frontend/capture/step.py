@@ -106,7 +106,7 @@ class Captured:
         told = [f"assumed: {what}" for what in self.assumed]
         for target, lines in self.opaque.items():
             places = ", ".join(dict.fromkeys(line for line in lines if line)) or "the model"
-            told.append(f"{target} has no entry: it stays whole on every rank ({len(lines)} times, {places}). To teach it:")
+            told.append(f"{target} has no entry: it stays replicated on every rank ({len(lines)} times, {places}). To teach it:")
             told.append(lesson(target))
         return "\n".join(told)
 

@@ -55,7 +55,7 @@ class Domain:
         raise NotImplementedError
 
     def extreme(self, kind: str, codes: Sequence[int]) -> int:
-        raise Unsuitable(f"a pending {kind} has no meaning in a field", needed="sums only", found=kind)
+        raise Unsuitable(f"a partial {kind} has no meaning in a field", needed="sums only", found=kind)
 
     def polynomial(self, node: Node, args: list[torch.Tensor]) -> torch.Tensor:
         """The value of an op that has a meaning over a field."""

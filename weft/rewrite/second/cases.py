@@ -53,7 +53,7 @@ class AnyOp:
         return bool(label) and self.out[e : e + 1] == label and label not in self.whole and alone
 
     def __str__(self) -> str:
-        said = f"{', '.join(self.ins)} -> {self.out}" + (f", whole {self.whole}" if self.whole else "")
+        said = f"{', '.join(self.ins)} -> {self.out}" + (f", unsharded {self.whole}" if self.whole else "")
         return said + (f", linear in {' and '.join(str(sorted(s)) for s in self.linear)}" if self.linear else "")
 
 

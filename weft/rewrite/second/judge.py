@@ -134,7 +134,7 @@ def _ask(z3: Any, equal: list[Any]) -> tuple[Any, Any]:
 
 
 def _linear(z3: Any, term: Any, known: dict[Any, Any]) -> Any:
-    """The term with every product of unknowns as an unknown of its own: what holds of it holds of the products."""
+    """The term with every product of unknowns as an unknown of its own: what holds of it holds of these."""
     if term.get_id() in known:
         return known[term.get_id()][1]
     factors = [c for c in term.children() if not z3.is_rational_value(c)]

@@ -307,7 +307,7 @@ def _each(f: Callable[..., Any]) -> Callable[..., Array]:
 
 def _matmul(m: Meaning, node: Node, shape: Any, x: Array, y: Array) -> Array:
     if x.ndim < 2 or y.ndim < 2:
-        raise Inexpressible("a product of vectors")
+        raise Inexpressible("a matmul of vectors")
     batch = "abcdefg"[: max(x.ndim, y.ndim) - 2]
     shared = y.ndim > 2
     return m.contract([batch[-(x.ndim - 2) :] + "ik" if x.ndim > 2 else "ik", (batch if shared else "") + "kj"], batch + "ij", [x, y])
@@ -329,14 +329,14 @@ def _sum(m: Meaning, node: Node, shape: Any, x: Array) -> Array:
 def _narrow(m: Meaning, node: Node, shape: Any, x: Array) -> Array:
     dim = node.attr("dim")
     if x.shape[dim] != node.args[0].shape[dim]:
-        raise Inexpressible("a narrow of a dim that is cut")
+        raise Inexpressible("a narrow of a dim that is sharded")
     return x[(slice(None),) * dim + (slice(node.attr("start"), node.attr("stop"), node.attr("step") or 1),)]
 
 
 def _concat(m: Meaning, node: Node, shape: Any, *xs: Array) -> Array:
     dim = node.attr("dim")
     if any(x.shape[dim] != a.shape[dim] for x, a in zip(xs, node.args, strict=True)):
-        raise Inexpressible("a concat along a dim that is cut")
+        raise Inexpressible("a concat along a dim that is sharded")
     return np.concatenate(xs, dim)
 
 
