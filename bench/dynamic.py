@@ -225,7 +225,7 @@ def dag_rnn(batches: int) -> Row:
 
 def compare(
     case: str, ways: dict[str, Callable[..., Any]], batch: Callable[[], tuple[Any, Any]],
-    limit: Callable[..., list[tuple[int, int, int]]], cells: list[Any], batches: int, slow: tuple[str, ...] = (),
+    limit: Callable[..., list[tuple[int, int, int]]], cells: list[Any], batches: int, slow: tuple[str, ...] = (), learns: bool = True,
 ) -> Row:  # fmt: skip
     """Time ways of one model on new batches, after asserting that they agree. Construction is inside every way's time here."""
     import torch
@@ -233,8 +233,10 @@ def compare(
     def step(way: Callable[..., Any], args: tuple[Any, Any]) -> Any:
         for cell in cells:
             cell.zero_grad(set_to_none=True)
-        out = way(*args)
-        out.sum().backward()
+        with torch.set_grad_enabled(learns):
+            out = way(*args)
+        if learns:
+            out.sum().backward()
         return out
 
     first = batch()

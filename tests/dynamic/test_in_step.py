@@ -55,7 +55,7 @@ def trees(seed: int, samples: int = 8) -> dict[str, Any]:
 
     graphs = dynamic.trees([(tree(1 + i // 2),) for i in range(samples)])
     gen = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, WORDS, (64,), generator=gen)
+    ids = torch.randint(0, WORDS, (256,), generator=gen)
     return {"graphs": graphs, "ids": ids, "y": torch.randint(0, 3, (samples,), generator=gen)}
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from examples.dynamic import (
     dag_rnn,
     experts,
+    gat,
     lattice_lstm,
     recursive_transformer,
     sequence,
@@ -189,3 +190,18 @@ def test_the_example_runs(example: object, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     if "largest difference" in said:
         assert float(said.split("largest difference:")[1].split()[0]) < 1e-6
+
+
+@pytest.mark.parametrize("fuse", [False, None], ids=["ops", "kernels"])
+def test_attention_over_graphs_equals_its_plain_form(fuse: bool | None) -> None:
+    """Its output is a view of a value that gradients read too, which must be there when the forward pass ends."""
+    torch.manual_seed(0)
+    net = gat.GAT(8, 2, layers=2).double()
+    net.net.fuse = fuse
+    edges = torch.cat([torch.randint(0, 20, (2, 60)), torch.arange(20).expand(2, 20)], 1)
+    x = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
+    found = []
+    for out in (net.net(gat.unrolled(20, edges.numpy(), 2), x, at=range(40, 60)), net.plain(x, *edges)):
+        found.append([out, *torch.autograd.grad(out.square().sum(), [x, *net.parameters()])])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-12)

@@ -119,11 +119,11 @@ def compile_cell(traced: Traced, sent: set[Key], outputs: Mapping[str, Home], fu
 
 def _sink(phased: Phased) -> None:
     """Cheap ops that only gradients need run where they are read, rather than being stored until then."""
-    order = (*FORWARD, *BACKWARD)
+    order, results = (*FORWARD, *BACKWARD), {base(n) for n in phased.traced.results()}
     for node in reversed(phased.traced.graph.nodes):
         if phased.phase.get(node) in ("eager", "rounds", "late", "before") and fusible(node):
             readers = {phased.phase[r] for r in _readers(node)}
-            if readers and node not in phased.traced.results() and min(map(order.index, readers)) >= order.index("before"):
+            if readers and node not in results and min(map(order.index, readers)) >= order.index("before"):
                 phased.phase[node] = min(readers, key=order.index)
 
 
