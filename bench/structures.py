@@ -136,7 +136,7 @@ def rollouts_transformer(batches: int, compiled: bool) -> dict[str, Any]:
         return (before, samples, paths), torch.randint(0, 64, (len(before),))
 
     def weft(given: Any, tokens: torch.Tensor) -> torch.Tensor:
-        before, samples, paths = given
+        before, _, paths = given
         return _along_trees(net, before, tokens)[np.array([p[-1] for p in paths])]  # type: ignore[no-any-return]
 
     def padded(run: Callable[..., Any], given: Any, tokens: torch.Tensor) -> torch.Tensor:
