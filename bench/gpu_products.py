@@ -1,6 +1,6 @@
 """Products beside their collective, in bf16 on ranks that share a GPU: weft's ways, torch's fused ops, and one after the other.
 
-    python -m bench.gpu_products [--stages sums,gather] [--ranks 4] [--shapes "4096,3072,8192;..."] [--quick] [--json]
+    python -m bench.gpu_products [--stages sums,gather] [--ranks 4] [--shapes "4096,3072,8192;..."] [--few] [--quick] [--json]
 
 `sums`: a product whose terms are summed over the ranks, scattered or whole (K / ranks each). `gather`: rows are gathered and multiplied
 (N / ranks each), with a trace of the fastest way. Every way is compared with float32 products before it is timed and after.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +30,11 @@ STAGES = {"sums": _gpu.Stage("sums", limit=150), "gather": _gpu.Stage("gather", 
 SUMS = ("product_reduce_scatter", "product_all_reduce")
 SHAPES = [(512, 4096, 14336), (2048, 8192, 8192), (8192, 8192, 8192), (8192, 4096, 28672)]  # M, N, K of all ranks together
 AWKWARD = ((136, 264, 72), (128, 8, 64), (512, 8, 8), (64, 1032, 1000), (1000, 520, 4104))
+FEW: dict[str, list[tuple[Any, ...]]] = {
+    "gather_product": [("peers", 1, 16, "product"), ("peers", 1), ("peers", 2), ("peers", 2, 8, "mover"), ("peers", 2, 8, "flow", 1.0, False, 2)],
+    "product_reduce_scatter": [("peers", 1, 128), ("peers", 2, 128), ("peers", 4, 128)],
+    "product_all_reduce": [("peers", 1, 32), ("peers", 2, 32)],
+}
 CLOSE = 0.02  # relative to the largest result
 Shape = tuple[int, int, int]
 
@@ -42,27 +46,29 @@ def register(app: typer.Typer) -> None:
 def products(
     stages: str = typer.Option(",".join(STAGES)), ranks: int = _gpu.RANKS, quick: bool = _gpu.QUICK, json: bool = _gpu.JSON,
     shapes: str = typer.Option("", help="M,N,K of all ranks together, with semicolons between."),
+    few: bool = typer.Option(False, help="Only ways that were ever the fastest, and only ops that torch has too."),
 ) -> None:  # fmt: skip
     """GEMM + reduce_scatter, GEMM + all_reduce and all_gather + GEMM on one GPU; --quick: the largest shape alone."""
     wanted = [tuple(map(int, one.split(","))) for one in shapes.split(";")] if shapes else SHAPES[-1:] if quick else SHAPES
-    _gpu.report("gpu-products", _gpu.run_stages("bench.gpu_products", STAGES, stages, ranks, shapes=wanted), json)
+    _gpu.report("gpu-products", _gpu.run_stages("bench.gpu_products", STAGES, stages, ranks, shapes=wanted, few=few), json)
 
 
-def sums(me: Rank, shapes: list[list[int]]) -> None:
+def sums(me: Rank, shapes: list[list[int]], few: bool) -> None:
     for m, n, k in reversed(shapes):
-        for op in SUMS:
-            fastest(me, op, (m, n, k))
+        for op in SUMS[:1] if few else SUMS:
+            me.tried(f"{op} {(m, n, k)}", lambda op=op, m=m, n=n, k=k: fastest(me, op, (m, n, k), few))
         torch.cuda.empty_cache()
 
 
-def gather(me: Rank, shapes: list[list[int]]) -> None:
+def gather(me: Rank, shapes: list[list[int]], few: bool) -> None:
     from bench import _gpu_overlap
 
-    check_carrying(me)
+    if not few:
+        check_carrying(me)
     for m, n, k in reversed(shapes):
         shape = m, n, k
-        way = fastest(me, "gather_product", shape)
-        if shape == SHAPES[-1]:
+        way = me.tried(f"gather_product {shape}", lambda shape=shape: fastest(me, "gather_product", shape, few))
+        if shape == SHAPES[-1] and way is not None and not few:
             x, w = Case(me, "gather_product", shape).operands
             _gpu_overlap.trace(me, x, w, way)
             if way.by == "product":
@@ -101,6 +107,12 @@ class Case:
 
         return getattr(over_peers, self.op)(*self.operands, None, way, *((False,) if self.gathers else ()))
 
+    def called(self, way: Any) -> Any:
+        """As a user calls it."""
+        from weft.nn import functional
+
+        return getattr(functional, self.op)(*self.operands, None, way, *((False,) if self.gathers else ()))
+
     def error(self, got: Any) -> float:
         """The largest relative error over all ranks, of 32 rows each, against float32 products of every rank's operands."""
         me, w, m = self.me, self.operands[1], self.shape[0]
@@ -115,13 +127,14 @@ class Case:
         return me.worst(((have - want).abs().max() / want.abs().max()).item())
 
 
-def fastest(me: Rank, op: str, shape: Shape) -> Any:
+def fastest(me: Rank, op: str, shape: Shape, few: bool) -> Any:
     """The fastest of the candidates. Those on one line come first; the best of them is timed again beside those on two."""
-    from weft.nn.ways import candidates
+    from weft.nn.ways import Way, candidates
 
+    some = [Way(*how) for how in FEW[op]] if few else candidates(op)
     case, best, tried = Case(me, op, shape), list[Any](), dict[str, float]()
     for lines in (1, 2):
-        ways = [way for way in candidates(op) if way.lines == lines]
+        ways = [way for way in some if way.lines == lines]
         ways = [way for way in ways if case.gathers or shape[0] % (way.chunks * me.world) == 0]
         if ways:
             ms, error = time_ways(case, best + ways)
@@ -175,8 +188,8 @@ def torch_fused(case: Case, way: Any) -> tuple[dict[str, float], dict[str, float
     call = calls.get(case.op)
     if call is None or case.me.tried(f"torch's {case.op}", call) is None:
         return {}, {}
-    plain = replace(way, chunks=1, lines=1)
-    ways: dict[Any, Call] = {"weft": functools.partial(case.run, way), "weft plain": functools.partial(case.run, plain), "torch_fused": call}
+    ways: dict[Any, Call] = {"weft": functools.partial(case.called, way), "torch_fused": call}
+    assert case.error(case.called(way)) < CLOSE
     return case.me.time_graphs({"torch_fused": call}), rounded(case.me.time_calls(ways, rounds=5, calls=20))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from weft.core.errors import TypeMismatch
 from weft.nn import over_group, over_peers
 from weft.nn.ways import PLAIN, Way, choose, divides, key_of
+from weft.runtime import recorded
 
 
 def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Way | None, *more: Any) -> Any:
@@ -24,8 +25,11 @@ def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Way | None, 
     chosen = way or choose(key_of(op, x.shape[0], w.shape[0], x.shape[1], x.dtype, group))
     if not _fits(op, rows, group, chosen):
         chosen = Way(chosen.over) if _fits(op, rows, group, Way(chosen.over)) else PLAIN
-    module: Any = over_peers if chosen.over == "peers" else over_group
-    return getattr(module, op)(x, w, group, chosen, *more)
+    if chosen.over != "peers":
+        return getattr(over_group, op)(x, w, group, chosen, *more)
+    key = op, tuple(x.shape), x.dtype, w.data_ptr(), tuple(w.shape), w.stride(), group or dist.group.WORLD, chosen, more
+    run = getattr(over_peers, op)
+    return recorded.call(key, lambda given: run(given, w, group, chosen, *more), x, lambda: over_peers.rows_for(op, x, group))
 
 
 def _fits(op: str, rows: int, group: Any, way: Way) -> bool:

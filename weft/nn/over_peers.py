@@ -120,6 +120,12 @@ def space_of(group: dist.ProcessGroup | None, device: torch.device) -> Space:
     return _spaces[key]
 
 
+def rows_for(op: str, x: Tensor, group: Any) -> Tensor | None:
+    """Where an op wants its rows to lie: those that are gathered, where the others read them."""
+    space = space_of(group, x.device)
+    return space.rows(*x.shape, x.dtype)[space.peers.rank] if op == "gather_product" else None
+
+
 def _aligned(w: Tensor, space: Space) -> Tensor:
     """The weight with as many more outputs as it takes for rows of results to begin on 16 bytes: a GPU's matmuls of others are far slower."""
     more = -w.shape[0] % (16 // w.element_size())
