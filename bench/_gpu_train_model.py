@@ -134,6 +134,7 @@ def started(name: str, precision: str) -> tuple[dict[str, Callable[[], Any]], di
 
     torch.set_float32_matmul_precision("high")
     made = Ways(name, precision)
+    made.torch(False)()  # the device's libraries are there before anything is timed
     ways = {"weft": made.weft(), "eager": made.torch(False), "compile": made.torch(True)}
     losses, seconds, phases = {}, {}, {}
     for key, way in ways.items():

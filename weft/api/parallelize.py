@@ -41,6 +41,7 @@ from weft.plan.plan import Plan
 from weft.plan.space import bytes_of
 from weft.plan.spec import Spec
 from weft.runtime import hosts
+from weft.runtime.traced import warm_up
 from weft.transform.recompute import recomputed, regions_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -126,6 +127,7 @@ class _Asked:
     wish: auto.Wish = field(init=False)
 
     def step(self, others: Mapping[str, Mapping[str, Any]], memory: float) -> Step:
+        warm_up(self.device)
         self.wish = auto.Wish(tuple(map(parse_pin, self.pins)), self.noise, memory)
         if self.named is not None and self.named.virtual_stages * self.named.micro_batches > 1:
             return self._line()

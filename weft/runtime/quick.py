@@ -16,6 +16,7 @@ from weft.runtime.grouped import experts_backward as experts_backward
 from weft.runtime.host_memory import from_host as from_host
 from weft.runtime.host_memory import landed as landed
 from weft.runtime.host_memory import to_host as to_host
+from weft.runtime.once import again as again
 
 _aten = torch.ops.aten
 

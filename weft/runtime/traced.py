@@ -6,6 +6,7 @@ state is left out of it: that is one fused call already. State keeps its address
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +23,14 @@ WARM_UP = 3  # calls before one is recorded
 WIRES = ("_c10d_functional.", "weft.")  # collectives
 AS_TRACED = {"layout_optimization": False}  # it would turn the images of the forward pass only, which the backward pass reads as traced
 IN_ORDER = {"reorder_for_peak_memory": False}  # they stay in the program's order, which is that of every rank
+
+
+def warm_up(device: torch.device) -> None:
+    """Start the processes in which Inductor compiles kernels, as torch.compile does: till they run it compiles one after the other itself."""
+    if replay.is_accelerator(device) and os.environ.get("WEFT_INDUCTOR", "1") != "0":
+        from torch._inductor import async_compile
+
+        getattr(async_compile, "maybe_warm_pool", async_compile.AsyncCompile.warm_pool)()
 
 
 class Traced:
@@ -113,6 +122,7 @@ class Traced:
 
 def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device) -> GraphModule:
     """The trace in the form Inductor does most with."""
+    once.mark_again(graph.graph)
     moments.in_one_pass(graph.graph)
     graph.graph.eliminate_dead_code()
     if hasattr(torch.ops.weft, "near_gather"):
@@ -223,6 +233,8 @@ class Recorder:
         self._calls = 0
         self.why = ""  # it could not be recorded
         self._places: dict[str, int] = {}
+        self._last: list[tuple[str, Tensor | None]] = [("", None)]  # the tensors there
+        self._fresh: list[str] = []  # results that are the caller's own
         self._graph: Any = None
         self._given: dict[str, Tensor] = {}
         self._out: Values = {}
@@ -232,19 +244,25 @@ class Recorder:
         return self._graph is not None
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Values:
-        places = {n: x.data_ptr() for n, x in inputs.items() if n in self._state}
-        if places != self._places:
-            moved = {n for n, at in places.items() if self._places.get(n, at) != at}
-            self._state -= moved & self._moved if len(moved) < len(places) else set()  # what comes anew with every call is copied in
-            self._moved = moved
-            self._places, self._calls, self._graph = {n: at for n, at in places.items() if n in self._state}, 0, None
+        if not all(inputs.get(n, self) is x for n, x in self._last):
+            self._look(inputs)
         self._calls += 1
         if self._graph is None and (self._calls != WARM_UP or not self._record(inputs)):
             return self._in_place(inputs)
         for name, x in self._given.items():
             x.copy_(inputs[name], non_blocking=True)
         self._graph.replay()
-        return {name: x if self._lends or self._homes.get(name) in self._state else x.clone() for name, x in self._out.items()}
+        return {**self._out, **{name: self._out[name].clone() for name in self._fresh}}
+
+    def _look(self, inputs: Mapping[str, Tensor]) -> None:
+        """Where the state is now. What has moved is recorded anew."""
+        places = {n: x.data_ptr() for n, x in inputs.items() if n in self._state}
+        if places != self._places:
+            moved = {n for n, at in places.items() if self._places.get(n, at) != at}
+            self._state -= moved & self._moved if len(moved) < len(places) else set()  # what comes anew with every call is copied in
+            self._moved = moved
+            self._places, self._calls, self._graph = {n: at for n, at in places.items() if n in self._state}, 0, None
+        self._last = [(n, inputs[n]) for n in self._places]
 
     def _in_place(self, inputs: Mapping[str, Tensor]) -> Values:
         """The work, with every piece of state left where it was."""
@@ -271,5 +289,6 @@ class Recorder:
             self.why = str(error)
             warnings.warn(f"the step is not recorded as a CUDA graph: {error}", stacklevel=2)
             return False
+        self._fresh = [name for name in self._out if not self._lends and self._homes.get(name) not in self._state]
         self._graph = graph
         return True

@@ -10,6 +10,7 @@ import random
 import types
 import weakref
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,8 @@ def same_contents(whole: Any, copy: Any) -> bool:
         return False
     if isinstance(copy, frozenset):
         return bool(whole == copy)
+    if isinstance(copy, dict) and isinstance(whole, dict) and all(map(is_, whole.values(), copy.values())) and list(whole) == list(copy):
+        return True
     pairs = [(whole.get(k, MISSING), x) for k, x in copy.items()] if isinstance(copy, dict) else zip(whole, copy, strict=True)
     return all(a is b or not is_plain(b) or unchanged(a, b) for a, b in pairs)
 
