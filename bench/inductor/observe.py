@@ -36,7 +36,7 @@ class Observed:
     ops: list[Op] = field(default_factory=list)
     held: int = 0
     peak: int = 0
-    issued: Counter[str] = field(default_factory=Counter)  # kernels by the constant that says what issuing one costs the host
+    issued: Counter[str] = field(default_factory=Counter)  # kernels, and a step's optimizer, by the constant that says what one costs the host
 
     def note(self, ops: Sequence[Op], host: str) -> None:
         self.ops.extend(ops)
@@ -47,7 +47,7 @@ def seconds(seen: Observed, device: Device, recorded: bool = False) -> float:
     """Time of a step among many: the host issues ahead where it can, so the slower of host and device sets the pace.
 
     A step `recorded` as one graph is issued at once."""
-    issued = sum(count * device.get(host, device.get("host.launch")) for host, count in seen.issued.items())
+    issued = sum(count * device.get(host, 0.0 if host == "host.step" else device.get("host.launch")) for host, count in seen.issued.items())
     return max(0.0 if recorded else issued, sum(device_seconds(device, op) for op in seen.ops))
 
 
@@ -106,7 +106,8 @@ class Recorder(TorchDispatchMode):
         out = self._result(func, args, kwargs or {})
         if self.quiet or TracingContext.try_get() is not None:
             return out
-        self.seen.note(list(kernels(func, args, kwargs or {}, out)), self.host)
+        self.seen.note([*kernels(func, args, kwargs or {}, out), *_laid_out(_packet(func), args, out)], self.host)
+        self.seen.issued["host.step"] += _packet(func) in UPDATES
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.follow(tensor)
@@ -244,6 +245,8 @@ def _walk(name: str, args: Any, out: Any) -> str:
         return "memory.update"
     if name == "_to_copy" and out.element_size() > args[0].element_size():
         return "memory.widen"
+    if "batch_norm" in name and _channels_first(args[0]):
+        return "memory.batch_norm"
     if (
         name == "sum"
         and len(args) > 1
@@ -332,6 +335,21 @@ def _convolution(name: str, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
         yield Gemm(m, k, n, groups, _dtype(x), f"{name} of input")
     if wanted[1]:
         yield Gemm(n, k, m, groups, _dtype(x), f"{name} of weight", loose="k")
+
+
+def _channels_first(x: torch.Tensor) -> bool:
+    return x.dim() == 4 and x.shape[1] > 1 and not x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _laid_out(name: str, args: Any, out: Any) -> Iterator[Op]:
+    """Convolutions of 16 bits work on channels last: what lies otherwise is brought there and back, a kernel for each tensor."""
+    if name not in ("convolution", "convolution_backward"):
+        return
+    x = args[1] if name == "convolution_backward" else args[0]
+    if x.device.type == "cpu" or x.element_size() > 2 or not _channels_first(x):
+        return
+    moved = [args[0], args[1], *_tensors(out)[:1]] if name == "convolution_backward" else [x, out]
+    yield Touch("layout", 2.0 * sum(_bytes(t) for t in moved), 0, launches=len(moved))
 
 
 def _whole_loads(channels: int, x: torch.Tensor) -> int:
