@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench._blanks import Blanks, Cells, device_kind, stated_size
+from bench._hybrid import hybrid
 from bench._lora import adapters
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
@@ -22,7 +23,7 @@ from weft.cost.memory import RESIDENT
 from weft.plan.planner import sized_stack
 from weft.plan.search import Search
 from weft.plan.setting import Setting
-from weft.plan.simulate import SimulatedStep, held, simulate
+from weft.plan.simulate import SimulatedStep, simulate
 from weft.plan.space import PlanProblem
 from weft.plan.transformer import Shape, workload
 
@@ -187,9 +188,9 @@ def _published(cells: Cells, case: str) -> Row:
     kv, ffn = b.whole("kv_heads", heads), b.whole("ffn", 4 * hidden)
     vocab, seq = b.whole("vocab", 51200, "Megatron's padded GPT-2 words"), b.whole("seq", 4096 if modern else 2048, "usual of its time")
     shape = Shape(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern, head=b.whole("head_dim", hidden // heads))
-    if "hybrid" in (cells.get("attention") or ""):
-        raise WeftError("layers of mamba are not modelled", found=cells["attention"])
     shape = _with_experts(b, shape) if (cells.get("experts") or "").strip() else _of_size(shape, source, b.assumed) if modern else shape
+    if "hybrid" in (cells.get("attention") or ""):
+        shape = hybrid(shape, cells["attention"], *(int(b.number(key, 0)) for key in ("shared_expert_ffn", "mtp_layers")))
     setting = _setting(b, _known(dtype, profile, b.assumed), shape, profile, gpus)
     cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(setting.devices, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}x{profile.name}"
@@ -218,8 +219,8 @@ def _beside(b: Blanks) -> Iterator[str]:
     """What of a row is read as something else, or not at all."""
     yield from (f"{key}: {b.assumed[key]}" for key in ("gpu", "dtype") if key in b.assumed)
     said = {key: (b.cells.get(key) or "").strip() for key in ("shared_expert_ffn", "dense_layers", "attention")}
-    yield from (f"{key} {value}" for key, value in said.items() if key != "attention" and value not in ("", "0"))
-    yield from (f"attention: {word}" for word in ("mla", "hybrid", "offload") if word in said["attention"])
+    yield from (f"{key} {value}" for key, value in said.items() if key != "attention" and value not in ("", "0") and "hybrid" not in said["attention"])
+    yield from (f"attention: {word}" for word in ("mla", "offload") if word in said["attention"])
 
 
 FLASH_2 = {  # shares of an H100's peak
@@ -356,23 +357,11 @@ def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, mod
     for word, name in AGAIN.items():
         if word in text:
             return dataclasses.replace(setting, recompute=name)
-    if modern and text.strip():
-        assumed["recompute"] = f"none (no meaning known of {text!r})"
-        return setting
     if modern:
-        return _least_recompute(setting, shape, profile, assumed)
+        assumed["recompute"] = "none (not stated)" if not text.strip() else f"none (no meaning known of {text!r})"
+        return setting
     setting, assumed["recompute"] = _with_recompute(shape, setting, profile)
     return setting
-
-
-def _least_recompute(setting: Setting, shape: Shape, profile: Profile, assumed: dict[str, str]) -> Setting:
-    """The least that fits into memory where nothing is stated; none where not even all of it does."""
-    place = Cluster("here", (_nodes(setting.devices, profile),))
-    tried = [dataclasses.replace(setting, recompute=name) for name in ("none", "selective", "full")]
-    fit = (t for t in tried if held(sized_stack(shape, t.kernels, t.dtype, None).work(t), t, place) <= profile.device.memory)
-    found = next(fit, setting)
-    assumed["recompute"] = f"{found.recompute} (not stated: the least that fits)"
-    return found
 
 
 AGAIN = {"full": "full", "selective": "selective", "none": "none", "no": "none", "off": "none", "false": "none", "yes": "full", "true": "full"}

@@ -171,7 +171,7 @@ def experts(device: Device, tokens: Any, hidden: Any, inner: Any, top: Any, coun
 
 def grouped(device: Device, m: Any, n: Any, k: Any, groups: Any, dtype: str) -> Any:
     """Seconds of a matmul for each of some groups whose rows the device counts, in one kernel: of a narrow dtype where that is the faster."""
-    kinds = [d for d in (dtype, "bf16") if f"experts.memory.{LIKE.get(d, d)}" in device.constants]
+    kinds = [d for d in (LIKE.get(dtype, dtype), "bf16") if f"experts.memory.{d}" in device.constants]  # runs in 4 bits gain nothing here
     return device.get("kernel.launch") + np.minimum.reduce([_grouped(device, m, n, k, groups, d) for d in kinds])
 
 
