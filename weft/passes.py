@@ -27,11 +27,11 @@ from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
-from weft.transform.chunks import in_chunks
+from weft.transform.chunks import in_chunks, sent_alone
 from weft.transform.dealt import dealt
 from weft.transform.gathers import gathered_again
 from weft.transform.guard import guarded
-from weft.transform.low import low_precision
+from weft.transform.low import heads, low_precision
 from weft.transform.noise import measured
 from weft.transform.pieces import FoundPieces
 from weft.transform.pipeline import PlacedPipeline, place_pipeline
@@ -222,19 +222,27 @@ def _noise(d: Draft) -> Draft:
 
 
 def _experts(d: Draft) -> Draft:
-    if not d.spec.async_ep:
+    word = "async-ep" if d.spec.async_ep else "ragged-ep" if d.spec.ragged_ep else ""
+    if not word:
         return d
-    made = _with_turns(d, lambda p: in_chunks(p, "ep"))
-    if made.nodes == d.nodes:
+    made = _with_turns(d, lambda p: in_chunks(p, "ep") if d.spec.async_ep else sent_alone(p, "ep"))
+    if _programs(made) == _programs(d):
         raise PlanError(
-            "async-ep has nothing to overlap", needed="experts whose tokens are gathered along ep, an even number on every rank",
-            found="none in the step", try_="leave out async-ep",
+            f"{word} has nothing to do", needed="experts whose tokens are gathered along ep, an even number on every rank",
+            found="none in the step", try_=f"leave out {word}",
         )  # fmt: skip
     return made
 
 
+def _programs(d: Draft) -> list[object]:
+    """What is computed, by which two drafts are told apart."""
+    placed = [p for s in d.laid.line.stages for p in s.turns] if d.laid is not None else [d.program]
+    return [p.outputs for p in placed if p is not None]
+
+
 def _low_precision(d: Draft) -> Draft:
-    return _with_turns(d, low_precision) if d.low else d
+    spared = heads(d.step.program) if d.low else ()
+    return _with_turns(d, lambda p: low_precision(p, spared)) if d.low else d
 
 
 def _with_turns(d: Draft, change: Callable[[Program], Program]) -> Draft:
@@ -282,7 +290,11 @@ PASSES = (
     Pass("deal", "samples of dynamic models are dealt to ranks by predicted time, so that none waits long for another", _deal),
     Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays gathered in between", _gather_again),
     Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
-    Pass("experts", "tokens go to experts in chunks, one on its way while the experts are at work on another, where the plan says so", _experts),
+    Pass(
+        "experts",
+        "tokens go to experts in chunks, overlapped with the experts' work on others, or to the ranks they picked alone, where the plan says so",
+        _experts,
+    ),
     Pass("low precision", "matmuls in 8-bit floats, where that is asked for: the one pass that rounds, after all that is proved equal", _low_precision),
     Pass("ring", "keys of context parallelism are gathered in chunks, overlapped with the attention that reads them", _ring),
     Pass("fused update", "sums of gradients, the updates they lead to and the gathers after them are one kernel where peers share memory", _fused_update),

@@ -73,9 +73,9 @@ def torch_losses(name: str) -> list[float]:
 
 
 PLANS = {
-    "mixtral": (4, ["ep2,pp2,micro2,async-ep"]),
-    "qwen3": (2, ["ep2", "ep2,async-ep"]),
-    "deepseek": (4, ["ep2,tp2"]),
+    "mixtral": (4, ["ep2,pp2,micro2,async-ep", "ep4,ragged-ep"]),
+    "qwen3": (2, ["ep2", "ep2,async-ep", "ep2,ragged-ep"]),
+    "deepseek": (4, ["ep2,tp2", "dp2,ep2,ragged-ep"]),
     "gpt-oss": (2, ["ep2,async-ep"]),
 }
 
@@ -127,5 +127,5 @@ def test_nothing_to_overlap_is_refused() -> None:
         Spec.parse("dp2,async-ep")
     own = nn.Linear(4, 4)
     captured = capture(own, torch.ones(4, 4), lambda m, x: m(x).sum(), torch.optim.SGD(own.parameters(), lr=1e-2))
-    with pytest.raises(PlanError, match="async-ep has nothing to overlap"):
+    with pytest.raises(PlanError, match="async-ep has nothing to do"):
         passes.run(passes.Draft(captured, Spec.parse("ep2,async-ep")))

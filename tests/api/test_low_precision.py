@@ -54,7 +54,8 @@ class Net(nn.Module):
     def __init__(self, linear: type[nn.Linear] = nn.Linear, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.up, self.down, self.head = nn.Embedding(64, 32), linear(32, 64), linear(64, 32), linear(32, 64)
+        self.table, self.up, self.down = nn.Embedding(64, 32), linear(32, 64), linear(64, 32)
+        self.head = nn.Linear(32, 64)  # products beside the loss keep their dtype
         self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def test_gathered_weights_travel_in_8_bits() -> None:
     program = passes.run(Draft(captured, Spec.parse("dp2,zero3"), low=True)).program
     assert program is not None
     gathered = [n.args[0].dtype for n in program.nodes if n.op.name == "all_gather" and n.ndim == 2 and n.shape[1] > 1]
-    assert gathered.count(torch.float8_e4m3fn) == len(gathered) - 1  # all but the table, which is looked up
+    assert gathered.count(torch.float8_e4m3fn) == len(gathered) - 2  # all but the table, which is looked up, and the head's, beside the loss
 
 
 def test_other_words_are_refused() -> None:

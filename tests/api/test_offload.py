@@ -46,7 +46,7 @@ def program(words: str, batch: int = 16) -> Program:
 
 
 def test_less_is_held_and_the_link_is_paid_for() -> None:
-    plain, kept = program("dp1"), program("offload")
+    plain, kept = program("dp1", 256), program("offload", 256)
     assert peak_bytes(kept) < 0.75 * peak_bytes(plain)
     quick, slow = (predict(kept, cluster(f"1x1x{device}")) for device in ("GH200", "H100"))
     sent, back, there = (len(kept.find_all(op)) for op in ("to_host", "from_host", "landed"))

@@ -21,7 +21,7 @@ from weft.core import native
 from weft.core.errors import RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
-from weft.runtime import by_rows, comm, low, memory, pipeline, quick, replay
+from weft.runtime import by_rows, comm, low, memory, pipeline, quick, replay, sent
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
@@ -71,7 +71,7 @@ class Compiled:
             "device": self.device,
             **self.code.names,
         }
-        names |= {"quick": quick, "low_product": low.product, "by_rows": by_rows, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
+        names |= {"quick": quick, "low_product": low.product, "by_rows": by_rows, "sent": sent, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(plan_of(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         names["__source__"] = self.code.text  # for whoever looks at a frame of it
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
@@ -99,7 +99,8 @@ class Compiled:
         names = [n.op.name for n in self.program.nodes]
         from_one = any(name in ("send", "reduce", "broadcast", "rounds") for name in names)  # no op of a trace does what these do
         stays = names.count("to_host") == names.count("from_host")  # what is kept by the host is fetched by the same program
-        return wanted and not from_one and stays and bool(self.code.parts) and os.environ.get("WEFT_INDUCTOR", "1") != "0"
+        asks = any(n.attr("sent") for n in self.program.nodes)  # the host reads sizes
+        return wanted and not from_one and not asks and stays and bool(self.code.parts) and os.environ.get("WEFT_INDUCTOR", "1") != "0"
 
     def __call__(self, inputs: Mapping[str, torch.Tensor], known: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """The outputs by name. `known` are inputs that have been here before and need no check."""

@@ -4,16 +4,18 @@ convolution, the updates of many parameters. Each form is one step of a rank, fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from weft.codegen.form import Form
+from weft.codegen.form import Form, Text
 from weft.codegen.product import is_linear
-from weft.codegen.quick import QUICK, documents
+from weft.codegen.quick import QUICK, documents, quick_call
 from weft.codegen.text import settings
 from weft.codegen.updates import updates
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.experts import _back as experts_back
+from weft.ops.experts import _through as experts_through
 from weft.ops.registry import Kind
 
 
@@ -21,7 +23,7 @@ def forms_of(program: Program, busy: Collection[Node], coords: Mapping[str, int]
     """The forms in a program, none sharing a node with another or with `busy`."""
     taken, found = set(busy), []
     plain = (*_buckets(program), *_convolutions(program), *_sides(program), *_linears(program))
-    for form in (*updates(program, donate, device), *plain, *_documents(program, device)):
+    for form in (*updates(program, donate, device), *plain, *_documents(program, device), *_sent(program, coords, device)):
         present = all(t.layout.present(coords) for n in form.nodes for t in n.types)
         if present and not taken & set(form.nodes):
             taken |= set(form.nodes)
@@ -58,6 +60,63 @@ def _documents(p: Program, device: str) -> Iterator[Form]:
             inputs = (*n.args[:-1], *found)
             how = ", ".join(settings((k, v) for k, v in n.attrs if k in ("scale", "causal")))
             yield Form((n,), inputs, (n,), lambda v, n=n, xs=inputs, how=how: f"quick.document_{n.op.name}({', '.join(map(v, xs))}, {how})")
+
+
+# -- experts whose tokens are sent to the ranks they picked, where they would be gathered ---------------------------------------------
+
+
+def _sent(p: Program, coords: Mapping[str, int], device: str) -> Iterator[Form]:
+    done: set[Node] = set()
+    for n in p.nodes:
+        axis = n.attr("sent")
+        rows = (0, 1) if axis and n.op.name == "experts_backward" else (0,)  # operands with a row of features for every token
+        made = _scattered(p, n, axis, len(n.types) > 1) if axis else None
+        if made is None or any(n.args[k].op.name != "all_gather" or n.args[k].attr("axis") != axis for k in rows):
+            continue
+        done |= {n.args[k] for k in rows} | {n}
+        inputs = (*(n.args[k].args[0] for k in rows), *n.args[len(rows) :])
+        outputs = (made[-1], n) if len(n.types) > 1 else made[-1:]
+        text = _sent_text(n, inputs, made[-1], axis, coords, device)
+        yield Form((n, *made), inputs, outputs, text, names={f"{n.op.name}_on": _EXPERTS[n.op.name]})
+    for gather in dict.fromkeys(a for n in done for a in n.args if a in done):
+        if all(u in done for u in p.users[gather]) and not p.outputs_of(gather):
+            yield Form((gather,), (), (), lambda v: "pass")
+
+
+def _scattered(p: Program, n: Node, axis: str, first: bool) -> tuple[Node, ...] | None:
+    """What leads from the result of experts, or the first of several, to its sum over the ranks, each a slice; nothing but reshapes between."""
+    found: list[Node] = []
+    users = [u for u in p.users[n] if u.op.name == "item" and u.attr("index") == 0] if first else list(p.users[n])
+    while len(users) == 1 and not p.outputs_of(users[0]):
+        found.append(users[0])
+        if users[0].op.name == "reduce_scatter" and users[0].attr("axis") == axis and users[0].attr("dim") == 0:
+            return tuple(found)
+        if users[0].op.name not in ("reshape", "item"):
+            return None
+        users = list(p.users[users[0]])
+    return None
+
+
+def _sent_text(n: Node, inputs: Sequence[Node], made: Node, axis: str, coords: Mapping[str, int], device: str) -> Text:
+    up = n.args[3 if n.op.name == "experts" else 4]
+    held = up.layout.positions(0, coords)
+    on_gpu = quick_call(n, [], device, False, coords) is not None
+    run = f"quick.{n.op.name}" if on_gpu else f"{n.op.name}_on"
+    how = f"first={int(held[0])}" if on_gpu else f"held=torch.arange({int(held[0])}, {int(held[0]) + len(held)})"
+    shape = made.types[0].layout.local_shape(coords)
+    name = f"sent.{n.op.name}"
+
+    def text(v: Callable[[Node], str]) -> str:
+        call = f"{name}({', '.join(map(v, inputs))}, group=on.{axis}, through=lambda *xs: {run}(*xs, act={n.attr('act')!r}, {how}))"
+        return call if len(n.types) > 1 else f"{call}.reshape({shape})"
+
+    return text
+
+
+_EXPERTS = {
+    "experts": lambda *xs, act, held: experts_through(held, *xs, act=act),
+    "experts_backward": lambda *xs, act, held: experts_back(held, *xs, act=act),
+}
 
 
 # -- pieces side by side: a sum of pads that do not overlap --------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def quick_call(
     if n.op.name == "put" and (run := rows_held(n.args[2], at)):
         whole = len(run) == n.args[2].shape[0]
         return f"quick.put_{'all' if whole else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if whole else run})"
-    attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out")} | ({"own": own} if n.op.name == "adam" else {})
+    attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out", "sent")} | ({"own": own} if n.op.name == "adam" else {})
     if n.op.name == "to_host" and fetches:
         attrs["site"] = next(_SITES)
     if n.op.name in ("experts", "experts_backward"):

@@ -56,7 +56,8 @@ def _through(held: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor
     return out
 
 
-def _run(*xs: Tensor, act: str) -> Tensor:
+def _run(*xs: Tensor, act: str, sent: str = "") -> Tensor:
+    """`sent` names the axis along which tokens go to the ranks they picked alone, where they would be gathered: a way to run it, no other value."""
     return _through(torch.arange(xs[3].shape[0]), *xs, act=act)
 
 
@@ -74,7 +75,7 @@ def _back_equation(types: Types, attrs: Attrs) -> Equation:
     return Equation(ins, (ins[1], *ins[3:]), whole=WHOLE)
 
 
-def _back_run(ct: Tensor, *xs: Tensor, act: str) -> tuple[Tensor, ...]:
+def _back_run(ct: Tensor, *xs: Tensor, act: str, sent: str = "") -> tuple[Tensor, ...]:
     return _back(torch.arange(xs[3].shape[0]), ct, *xs, act=act)
 
 
@@ -99,7 +100,7 @@ experts_backward = define(
     kind=Kind.WHOLE,
     equation=_back_equation,
     run=_back_run,
-    local=lambda ctx, ct, *xs, act: _back(ctx.positions(4, 0), ct, *xs, act=act),
+    local=lambda ctx, ct, *xs, act, sent="": _back(ctx.positions(4, 0), ct, *xs, act=act),
     dtype=lambda types, attrs: (types[1].dtype, *(t.dtype for t in types[3:])),
     linear=(frozenset({0}),),
     flops=lambda n: _work(n, 4, 6.0),
@@ -112,7 +113,7 @@ def _vjp(n: Node, ct: Node) -> Any:
     return dx, None, *rest
 
 
-def _local(ctx: Local, *xs: Tensor, act: str) -> Tensor:
+def _local(ctx: Local, *xs: Tensor, act: str, sent: str = "") -> Tensor:
     return _through(ctx.positions(3, 0), *xs, act=act)
 
 

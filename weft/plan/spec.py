@@ -4,10 +4,10 @@ Words joined by commas parse into a Spec and print from it; rules' moves alone h
 in three equal pieces by torch.chunk's rule, two to the first rank and one to the last. `pp4,zero-bubble,micro8` cuts the layers into four
 stages and the batch into eight micro-batches; `micro8` without `pp` accumulates. `recompute` keeps of a repeated block only its inputs,
 `recompute:activation` and the like recompute a part of it (`plan.layers`); `offload` keeps what the backward pass reads of repeated blocks in
-the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, beside the experts' products.
-`cp2,ring` gathers keys in chunks, overlapped with the attention that reads them; `cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of
-some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `cut:layers.4` a module that begins a stage, `stage:first+layer*3+layer/full*5` what
-a stage is made of, and `?` leaves open whatever no word says.
+the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, beside the experts' products;
+`ragged-ep` sends them to the ranks they picked alone. `cp2,ring` gathers keys in chunks, overlapped with the attention that reads them;
+`cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `cut:layers.4` a module
+that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is made of, and `?` leaves open whatever no word says.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from weft.rewrite.search import Use
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
-FLAGS = {"sp": "sp", "ring": "ring", "a2a": "a2a", "gather-once": "gather_once", "async-tp": "async_tp", "async-ep": "async_ep", "offload": "offload"}
+FLAGS = {"sp": "sp", "ring": "ring", "a2a": "a2a", "gather-once": "gather_once", "async-tp": "async_tp", "async-ep": "async_ep", "ragged-ep": "ragged_ep",
+         "offload": "offload"}  # fmt: skip
 DECIDED = (
     "dp",
     "cp",
@@ -74,6 +75,7 @@ class Spec:
     gather_once: bool = False  # under ZeRO-3, parameters gathered and gradients reduced once a step, not for every micro-batch
     async_tp: bool = False  # collectives of tp overlapped with the matmuls they belong to
     async_ep: bool = False  # tokens dispatched to experts in chunks, beside the experts' products
+    ragged_ep: bool = False  # tokens go to the ranks of the experts they picked alone
     offload: bool = False  # what the backward pass reads of repeated blocks is kept in the host's memory
     groups: tuple[tuple[str, int], ...] = ()  # ZeRO of parameters by pattern, where it is not `zero`; the last that fits
     stages: tuple[tuple[Piece, ...], ...] = ()  # what each virtual stage is made of; balanced where it says nothing
@@ -116,8 +118,11 @@ class Spec:
             near = self.pipeline.rounds * self.pp if folds else -(-self.micro_batches // self.pp) * self.pp
             needed = f"{near} micro-batches or more" if folds else f"micro-batches in rounds of {self.pp}"
             raise PlanError(f"no plan {text!r}", needed=needed, found=str(self.micro_batches), try_=f"micro{near}")
-        if self.async_ep and self.ep == 1:
-            raise PlanError(f"no plan {text!r}", needed="ep2 or more for async-ep", found=text)
+        for word, wanted_ep in (("async-ep", self.async_ep), ("ragged-ep", self.ragged_ep)):
+            if wanted_ep and self.ep == 1:
+                raise PlanError(f"no plan {text!r}", needed=f"ep2 or more for {word}", found=text)
+        if self.async_ep and self.ragged_ep:
+            raise PlanError(f"no plan {text!r}", needed="async-ep or ragged-ep: chunks of tokens are gathered, not sent", found=text, try_="ragged-ep")
         for name, said in (("stage:", self.stages), ("cut:", self.cuts)):
             wanted = self.virtual_stages - (name == "cut:")
             if said and len(said) != wanted:

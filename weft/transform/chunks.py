@@ -68,6 +68,24 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
     return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
 
 
+def sent_alone(p: Program, axis: str) -> Program:
+    """The placed program with the experts that are reached along an axis told to have tokens sent to the ranks they picked: the same values, run
+    by an all_to_all whose sizes the moment decides. Where each rank has as many tokens and as many experts."""
+    made: dict[Node, Node] = {}
+
+    def node(n: Node) -> Node:
+        args, attrs = tuple(made[a] for a in n.args), dict(n.attrs)
+        gathered = n.args[0].op is all_gather and n.args[0].attr("axis") == axis if n.op.products is not None and n.args else False
+        even = gathered and not any(a.shape[0] % n.mesh.ranks for a in (n.args[0].args[0], n.args[-1]))
+        return make(n.op, args, {**attrs, "sent": axis} if even else attrs)
+
+    def same(n: Node) -> Node:
+        made[n] = n
+        return n
+
+    return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+
+
 def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[Node | _Parts] | None:
     """The results of an op made of matmuls, whose tokens are gathered along the axis; none where there is nothing to be chunked."""
     eq = equation_of(n) if n.op.products is not None else None

@@ -1,16 +1,19 @@
 """Matmuls in 8-bit floats: the one transform that changes values, each matmul by at most `ops.low.ROUNDING` of its terms.
 
 It comes after all that is proved equal. A matmul of two matrices, forward or backward, is rewritten where its sizes are multiples of 16;
-parameters, their updates and everything between matmuls stay in the dtypes they have.
+parameters, their updates and everything between matmuls stay in the dtypes they have. So do matmuls beside a loss over classes: the gradient
+of a softmax spans more decades than 8 bits have.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from weft.core.layout import P
 from weft.core.node import Node, make
 from weft.core.program import Program
+from weft.core.role import Role
 from weft.ops.low import scaled_product
 from weft.ops.registry import Kind, equation_of
 from weft.plan.place import remake
@@ -18,13 +21,14 @@ from weft.plan.place import remake
 EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
 
 
-def low_precision(p: Program) -> Program:
-    """The placed program with its matmuls in 8 bits."""
+def low_precision(p: Program, spared: Collection[str] = ()) -> Program:
+    """The placed program with its matmuls in 8 bits, but for those of the parameters that are spared."""
     made: dict[Node, Node] = {}
+    kept = _of_heads(p, spared)
 
     def node(n: Node) -> Node:
         args = tuple(made[a] for a in n.args)
-        equation = _plain(n)
+        equation = _plain(n) if n not in kept else ""
         return scaled_product(equation, args[0], args[1], n.dtype) if equation else make(n.op, args, dict(n.attrs))  # type: ignore[no-any-return]
 
     def same(n: Node) -> Node:
@@ -32,6 +36,33 @@ def low_precision(p: Program) -> Program:
         return n
 
     return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+
+
+def heads(p: Program) -> frozenset[str]:
+    """The parameters whose product a loss over classes reads, whatever is added, cast or cut out between; of a program that is not placed yet."""
+    products = {x for n in p.nodes if n.op.name == "cross_entropy" for x in _ahead_of(n.args[0])}
+    bases = {_base(a) for x in products for a in x.args}
+    return frozenset(n.attr("name") for n in bases if n.op.name == "input" and n.role is Role.PARAMETER)
+
+
+def _ahead_of(n: Node) -> set[Node]:
+    passes = n.op.kind is Kind.VIEW or n.op.name in ("add", "cast", "narrow")
+    return {n} if n.op.kind is Kind.CONTRACT else {x for a in n.args for x in _ahead_of(a)} if passes else set()
+
+
+def _base(n: Node) -> Node:
+    """What a value is but for its dtype, shape and layout."""
+    while len(n.args) == 1 and len(n.types) == 1 and (n.op.kind in (Kind.VIEW, Kind.COMM) or n.op.name == "cast"):
+        n = n.args[0]
+    return n
+
+
+def _of_heads(p: Program, names: Collection[str]) -> set[Node]:
+    """The products of these parameters, forward and backward, and those of what they were multiplied with: their gradients."""
+    products = {n: [_base(a) for a in n.args] for n in p.nodes if n.op.kind is Kind.CONTRACT}
+    own = {n for n, of in products.items() if any(a.op.name == "input" and a.attr("name") in names for a in of)}
+    partners = {a for n in own for a in products[n] if a.op.name != "input" or a.attr("name") not in names}
+    return own | {n for n, of in products.items() if not partners.isdisjoint(of)}
 
 
 def _plain(n: Node) -> str:

@@ -166,9 +166,15 @@ class _Again:
         tied = make(op_named("together"), (*values, *(self._made[s] for s in self.starts[i])), {})
         return [op(make(op_named("item"), (tied,), {"index": k})) for k in range(len(values))]
 
+    def _sooner(self, i: int) -> int | None:
+        """The region whose backward pass comes before that of this one; none of the last, whose values are needed at once."""
+        return next((k for k in range(i + 1, len(self.regions)) if self.starts[k]), None)
+
     def _from_host(self, i: int, values: Sequence[Node]) -> list[Node]:
         """Values that went to the host, and come back while the region after this one is at work."""
-        sooner = next((k for k in range(i + 1, len(self.regions)) if self.starts[k]), i)
+        sooner = self._sooner(i)
+        if sooner is None:
+            return self._after(values, i)
         return self._after(self._after([to_host(a) for a in values], sooner, from_host), i, landed)
 
     def _read_of(self, i: int) -> list[Node]:
