@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bench._graph.rules import best_bases, is_large, joint, rewritten_ways, rule_names
+from bench._graph.search import Candidate, GraphSearch
 from weft.cluster.spec import Cluster, Nodes
 from weft.core.layout import Mesh
 from weft.core.program import Program
 from weft.cost.price import compiles, on_mesh
 from weft.cost.work import records
-from weft.plan.graph.search import Candidate, GraphSearch
 from weft.plan.rewritten import RewrittenStep, as_products, as_run
-from weft.plan.substitute import Path, Price, best_bases, best_path, is_large, joint, replayed, rewritten_ways, rule_names, value_rules
+from weft.plan.substitute import Path, Price, best_path, replayed, value_rules
 from weft.rewrite.schema import Schema
 from weft.rewrite.updates import rules_of
 

@@ -91,11 +91,11 @@ def pair(model: str, cluster: str) -> Row:
 def of_unity(model: str, cluster: str) -> Row:
     """In fp32, with plain SGD (Adam for BERT), as the paper has it."""
     import weft_zoo as zoo
+    from bench._graph.search import Candidate, GraphSearch
+    from bench._graph.task import CapturedTask
     from bench._sequential import joint_and_sequential
     from weft.cli.output import console
     from weft.cluster.spec import cluster as read
-    from weft.plan.graph.search import Candidate, GraphSearch
-    from weft.plan.graph.task import CapturedTask
 
     begun = time.perf_counter()
     place = read(cluster)

@@ -39,7 +39,7 @@ def test_every_import_goes_the_one_way() -> None:
         ("weft.core.node", "weft.ops.linalg", True),
         ("weft.cost.price", "weft.codegen.pipeline", True),
         ("weft.cost.price", "weft.plan.layouts", True),
-        ("weft.plan.graph.timing", "weft.cost.price", False),
+        ("weft.plan.layouts.moves", "weft.cost.price", False),
         ("weft.runtime.worker", "weft.core.errors", False),
         ("weft.runtime.worker", "weft.core.native", False),
         ("weft.runtime.worker", "weft.runtime.faults", False),

@@ -14,6 +14,7 @@ import torch
 
 from weft.core import native
 from weft.core.errors import PlanError
+from weft.core.layout import S
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
@@ -92,6 +93,7 @@ class Draft:
     plan: Follows | None = None
     decided: Decided | None = None
     pins: tuple[Pin, ...] = ()
+    samples: Mapping[str, int] = field(default_factory=dict)  # the dim of a batch's tensor that counts samples, where it is not the first
     noise: bool = False
     guard: bool = False
     low: bool = False  # matmuls in 8-bit floats
@@ -204,7 +206,8 @@ def _place(d: Draft) -> Draft:
     followed = d.plan.placed(d.step, d.pins) if d.plan is not None else None
     if followed is not None:
         return replace(d, program=followed)
-    layouts, options = input_layouts((d.source or d.step).program, d.spec, d.step.states, _pinned(d))
+    dealt: dict[str, Placements] = {name: {"dp": S(dim)} for name, dim in d.samples.items()} if d.spec.dp > 1 else {}
+    layouts, options = input_layouts((d.source or d.step).program, d.spec, d.step.states, {**_pinned(d), **dealt})
     return replace(d, program=by_definition(place(d.step.program, d.spec.mesh, layouts, options)))
 
 

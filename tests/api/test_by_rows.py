@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import weft_zoo as zoo
+from bench._graph.planner import record
+from bench._graph.search import ALL, Candidate
+from bench._graph.task import CapturedTask
+from bench._graph.timing import PlacedProgram
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, S
-from weft.plan.graph.planner import record
-from weft.plan.graph.search import ALL, Candidate
-from weft.plan.graph.task import CapturedTask
-from weft.plan.graph.timing import PlacedProgram
 from weft.plan.layouts import OnCluster, choose
 from weft.plan.rewritten import as_run
 from weft.plan.space import Limits

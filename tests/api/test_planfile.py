@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench._graph.planner import make_plan, task_of
 from tests.api.ranks import on_ranks
 from weft.api import planfile
 from weft.api.parallelize import parallelize
@@ -21,7 +22,6 @@ from weft.core.errors import PlanError
 from weft.core.layout import R
 from weft.frontend.capture import capture
 from weft.ops.comm import is_comm
-from weft.plan.graph.planner import make_plan, task_of
 from weft.plan.plan import Plan
 from weft.plan.space import Limits
 from weft.plan.spec import Spec

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import weft_zoo as zoo
+from bench._graph.planner import make_plan as plan_program
+from bench._graph.planner import task_of
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
@@ -19,8 +21,6 @@ from weft.core.errors import PlanError
 from weft.core.layout import O
 from weft.core.text import parse
 from weft.frontend.capture import capture
-from weft.plan.graph.planner import make_plan as plan_program
-from weft.plan.graph.planner import task_of
 from weft.plan.plan import Plan, load
 from weft.plan.planner import Request, captured_stack, make_plan
 from weft.plan.setting import Setting

@@ -28,7 +28,7 @@ def adamw(w: Any) -> torch.optim.Optimizer:
 def priced(w: Any, where: Any) -> dict[str, float]:
     """Milliseconds of every plan by name that `auto` compares as it will run, for two processes."""
     lines = Lines(micro_steps(w.model, w.example(BATCH), w.loss, adamw(w)), BATCH)
-    pool = auto._Pool(capture(w.model, w.example(BATCH), w.loss, adamw(w)), where, auto.Wish(), lines)
+    pool = auto.Pool(capture(w.model, w.example(BATCH), w.loss, adamw(w)), where, auto.Wish(), lines)
     for named in auto.words(pool.captured, where.devices):
         pool.try_named(str(named), named, pool.wish)
     pool.try_stages()

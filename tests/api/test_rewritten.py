@@ -12,6 +12,10 @@ import pytest
 import torch
 
 import weft_zoo as zoo
+from bench._graph.planner import record
+from bench._graph.search import ALL, Candidate
+from bench._graph.task import CapturedTask
+from bench._graph.timing import PlacedProgram
 from tests.api.ranks import on_ranks
 from weft.api import auto, planfile, ruled
 from weft.api.parallelize import parallelize
@@ -20,10 +24,6 @@ from weft.core.errors import PlanError
 from weft.core.layout import Mesh, Placement, S
 from weft.core.program import Program
 from weft.frontend.capture import capture
-from weft.plan.graph.planner import record
-from weft.plan.graph.search import ALL, Candidate
-from weft.plan.graph.task import CapturedTask
-from weft.plan.graph.timing import PlacedProgram
 from weft.plan.layouts import OnCluster, choose
 from weft.plan.plan import Plan
 from weft.plan.rewritten import PRODUCTS, Move, as_products
@@ -223,11 +223,11 @@ def test_micro_batches_are_rewritten_too(case: Case, axis: str, setting: dict[st
 
 
 def test_auto_offers_rewritten_steps_and_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fitting = auto._Pool.fitting.fget  # type: ignore[attr-defined]
+    fitting = auto.Pool.fitting.fget  # type: ignore[attr-defined]
     rewritten_first = property(
         lambda pool: sorted(fitting(pool), key=lambda o: (o.plan not in pool.moves, not o.plan.startswith(auto.SOLVER)))
     )
-    monkeypatch.setattr(auto._Pool, "fitting", rewritten_first)
+    monkeypatch.setattr(auto.Pool, "fitting", rewritten_first)
     want = torch_losses(DLRM)
 
     def job(rank: int) -> None:

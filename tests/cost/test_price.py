@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import weft_zoo as zoo
+from bench._graph.timing import PlacedProgram
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, P
 from weft.core.program import Program
@@ -15,7 +16,6 @@ from weft.cost.work import Collective, Touch, Work, records
 from weft.frontend import lang as w
 from weft.frontend.capture import capture
 from weft.frontend.trace import tensor, trace
-from weft.plan.graph.timing import PlacedProgram
 from weft.plan.layouts import OnCluster, choose
 from weft.programs.blocks import self_attention
 

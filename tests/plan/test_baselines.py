@@ -7,11 +7,11 @@ import math
 
 import pytest
 
+from bench._graph.search import Candidate, GraphSearch
+from bench._graph.stages import FULL, NONE, Stager
+from bench._graph.task import CapturedTask
 from weft.cluster.spec import cluster
 from weft.plan.baselines import BASELINES
-from weft.plan.graph.search import Candidate, GraphSearch
-from weft.plan.graph.stages import FULL, NONE, Stager
-from weft.plan.graph.task import CapturedTask
 from weft.plan.planner import captured_stack
 from weft.plan.roles import GRADS, PARAMS
 from weft.plan.search import CLOSE, Found, Search

@@ -24,7 +24,7 @@ from weft.plan.plan import parse
 
 HERE = Path(__file__).parent
 OWN = HERE / "golden_models.py"
-EFFORT = 1e6  # work of one ILP, a hundredth of the usual
+EFFORT = 1e6  # work of one solution of layouts, a hundredth of the usual
 Figures = Callable[[str, Mapping[str, Any]], None]
 
 SIMULATED = {
@@ -72,7 +72,7 @@ def test_simulate(case: str, golden_figures: Figures) -> None:
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_plan(case: str, golden_figures: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.plan.graph.search.EFFORT", EFFORT)
+    monkeypatch.setattr("weft.api.auto.EFFORT", EFFORT)
     saved = tmp_path / "plan.json"
     found = {"plan": planned(_said("plan", *PLANNED[case].split(), "--out", str(saved)))}
     if case in EXPLAINED:

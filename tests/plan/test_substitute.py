@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import weft_zoo as zoo
+from bench._graph.planner import all_ways, record
+from bench._graph.search import Candidate, GraphSearch
+from bench._graph.task import CapturedTask
 from bench._sequential import joint_and_sequential, one_device
 from weft import interp
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, S
 from weft.frontend.capture import Captured, capture
-from weft.plan.graph.planner import all_ways, record
-from weft.plan.graph.search import Candidate, GraphSearch
-from weft.plan.graph.task import CapturedTask
 from weft.plan.layouts import OnCluster, choose
 from weft.plan.rewritten import RewrittenStep, as_products
 from weft.plan.space import Limits

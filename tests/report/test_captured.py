@@ -68,7 +68,7 @@ def test_stages_of_a_plan_are_told_tensor_by_tensor(module: str, tmp_path: Path)
     assert at["words.weight"] == at["blocks.0.0.weight"] == "O(0)" and at["blocks.5.2.weight"] == "O(1)"
     assert list(at.values()) == sorted(at.values()) and f.mesh == {"pp": 2, "dp": 2}
     assert highest(f) / 1e9 <= plan.foreseen["memory_gb"] * 1.01
-    page, trace = report(tmp_path / "plan.json", explained=False)
+    page, trace = report(tmp_path / "plan.json", explained=False, run_model=True)
     text = page.read_text()
     assert "stage 1" in text and "Op by op" in text and page.stat().st_size < 2_000_000
     assert {"stage 0", "stage 1"} < {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "M"}
@@ -77,7 +77,7 @@ def test_stages_of_a_plan_are_told_tensor_by_tensor(module: str, tmp_path: Path)
 def test_a_model_that_changed_since_is_told(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
-    plan = planned(f"{own}:make", 2)
+    plan = planned(f"{own}:make", 1)
     gone = facts(load_with(plan, f"{tmp_path}/gone.py:make", tmp_path), tmp_path)
     assert gone.says[0].startswith("The plan is not compared with its model here") and gone.held
     other = tmp_path / "other.py"
@@ -95,7 +95,7 @@ def test_the_command_knows_the_ops_of_a_plan_made_elsewhere(module: str, tmp_pat
 
 def test_a_captured_plan_is_explained_by_a_search(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Reason("mesh", "dp2", "dp1 tp2", 0.25, -0.5, "tp +0.3 ms", "no change found")
-    monkeypatch.setattr("weft.plan.graph.explain.explain_captured", lambda plan, say: iter([told]))
+    monkeypatch.setattr("weft.api.plan_program.explain_program", lambda plan, say: iter([told]))
     planned(module, 2).save(tmp_path / "plan.json")
     text = report(tmp_path / "plan.json", run_model=True)[0].read_text()
     assert "Each decision and its runner-up" in text and "+0.25 ms" in text and "−500.0 MB" in text
@@ -129,11 +129,9 @@ def load_with(plan: Plan, model: str, folder: Path) -> Plan:
     return load(folder / "with.json")
 
 
-def test_a_plan_saved_without_its_program_says_so(module: str, tmp_path: Path) -> None:
-    data = planned(module, 2).data()
-    data["layouts"] = {k: v for k, v in data["layouts"].items() if k != "program"}
-    (tmp_path / "old.json").write_text(json.dumps(data))
-    assert "plan again" in facts_of(tmp_path / "old.json").says[0]
+def test_stages_are_drawn_only_where_the_model_may_be_run(module: str, tmp_path: Path) -> None:
+    planned(module, 2).save(tmp_path / "plan.json")
+    assert "--run-model" in facts_of(tmp_path / "plan.json").says[0]
 
 
 def test_stages_cut_to_measure_are_drawn_as_they_were_priced(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ less: running blocks again, and micro-batches. Rank 0 plans and tells the others
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -41,6 +41,7 @@ from weft.transform.recompute import recomputed, regions_of
 
 FINALISTS = 6  # placed plans whose buckets and kernels are made too before they are compared
 REORDERED = 2  # pipelines that are tried in every order
+EFFORT = 1e8  # work of one solution of the layouts
 SOLVER = "layouts"  # the name of what the layout solver chooses
 Others = Mapping[str, Sequence[Pin]]
 
@@ -106,6 +107,8 @@ class Wish:
     pins: tuple[Pin, ...] = ()
     noise: bool = False
     memory: float = 0.0
+    rows: int = 0  # samples of the batch, where they are not what the first dims of all its tensors count, and the dims that do
+    samples: Mapping[str, int] = field(default_factory=dict)
 
 
 def prepare(captured: Captured, named: Spec, wish: Wish = Wish(), device: torch.device = HOST) -> Program:
@@ -113,8 +116,8 @@ def prepare(captured: Captured, named: Spec, wish: Wish = Wish(), device: torch.
     return passes.prepare(captured, named, wish.pins, wish.noise, device)
 
 
-def _placed(captured: Captured, named: Spec, wish: Wish) -> Program:
-    return cast(Program, passes.run(Draft(captured, named, pins=wish.pins, noise=wish.noise), after="stages", until="noise").program)
+def _placed(captured: Captured, named: Spec, wish: Wish) -> Draft:
+    return passes.run(Draft(captured, named, pins=wish.pins, samples=wish.samples, noise=wish.noise), after="stages", until="place")
 
 
 def scheduled(captured: Captured, program: Program, named: Spec) -> Program:
@@ -156,20 +159,29 @@ def decide(
     """The fastest plan that fits and grants the wish; `others` are a user's own tensor-parallel plans by name, `lines` plans in micro-batches.
 
     `by_name` leaves out what only the program itself can say: layouts of the solver, and rules."""
-    pool = _Pool(captured, with_doubles(where), wish, lines)
-    for named in words(captured, where.devices):
+    return fill(Pool(captured, with_doubles(where), wish, lines), others, by_name).decision()
+
+
+def fill(pool: Pool, others: Others | None = None, by_name: bool = False, say: Callable[[str], None] = lambda _: None) -> Pool:
+    """The pool with every plan it can have, those in it last that need not be looked at further."""
+    wish = pool.wish
+    for named in filter(pool.allows, words(pool.captured, pool.where.devices, wish.rows)):
+        say(str(named))
         pool.try_named(str(named), named, wish)
         for name, own in (others or {}).items():
             if named.tp > 1:
                 pool.try_named(f"{named} as {name}", named, replace(wish, pins=(*own, *wish.pins)))
+    say("stages")
     pool.try_stages()
     pool.make_room()
     pool.reorder()
     pool.schedule()
     if not by_name:
+        say("layouts")
         pool.try_layouts()
+        say("rules")
         pool.try_rules()
-    return pool.decision()
+    return pool
 
 
 def with_doubles(where: Cluster) -> Cluster:
@@ -182,10 +194,10 @@ def with_doubles(where: Cluster) -> Cluster:
     return replace(where, groups=tuple(groups))
 
 
-def words(captured: Captured, world: int) -> Iterator[Spec]:
+def words(captured: Captured, world: int, rows: int = 0) -> Iterator[Spec]:
     """Every plan by name for so many processes; cp and ep where the step has sequences and experts to shard."""
     batch = [n for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim]
-    rows = min((n.shape[0] for n in batch), default=1)
+    rows = rows or min((n.shape[0] for n in batch), default=1)
     length = min((n.shape[1] for n in batch if n.ndim > 1), default=1)
     stacked = any(n.ndim > 2 for n in captured.program.inputs_for(Role.PARAMETER).values())
     for dp in divisors(world):
@@ -198,14 +210,19 @@ def words(captured: Captured, world: int) -> Iterator[Spec]:
                     yield from (Spec(dp, cp, ep, tp, zero, sp) for sp in ((False, True) if tp > 1 else (False,)))
 
 
-class _Pool:
+class Pool:
     """Plans that were placed, each with its program (none where it is run in micro-batches) and what is predicted of it."""
 
-    def __init__(self, captured: Captured, where: Cluster, wish: Wish, lines: Lines | None) -> None:
-        self.captured, self.where, self.wish = captured, where, wish
+    def __init__(
+        self, captured: Captured, where: Cluster, wish: Wish, lines: Lines | None, allows: Callable[[Spec], bool] = lambda _: True,
+        solved: tuple[Spec, ...] = (),
+    ) -> None:  # fmt: skip
+        self.captured, self.where, self.wish, self.allows = captured, where, wish, allows
+        self.solved = solved  # meshes that the layout solver looks at whatever else is fast
         self.lines = lines if captured.gradients and not wish.noise else None
         self.memory = min(wish.memory or where.device.memory, where.device.memory)
         self.programs: dict[str, tuple[Spec, Program | None]] = {}
+        self.placed: dict[str, Program] = {}  # the programs as they were placed, before buckets and kernels were made
         self.options: dict[str, Option] = {}
         self.scheduled: set[str] = set()  # names of programs that are as they will run
         self.moves: dict[str, tuple[Move, ...]] = {}  # by which steps were rewritten
@@ -214,7 +231,9 @@ class _Pool:
 
     def try_named(self, name: str, named: Spec, wish: Wish) -> None:
         try:
-            self.add(name, named, _placed(self._of(named), named, wish))
+            draft = _placed(self._of(named), named, wish)
+            self.placed[name] = cast(Program, draft.program)
+            self.add(name, named, cast(Program, passes.run(draft, after="place", until="noise").program))
         except (PlanError, LayoutError) as e:
             self._refuse(name, e)
 
@@ -244,8 +263,8 @@ class _Pool:
         return self.options[name]
 
     def try_stages(self) -> None:
-        inside = partial(words, self.captured)
-        for named in self.lines.stages(self.where.devices, inside) if self.lines is not None else ():
+        inside = partial(words, self.captured, rows=self.wish.rows)
+        for named in filter(self.allows, self.lines.stages(self.where.devices, inside)) if self.lines is not None else ():
             self.try_line(named)
 
     def reorder(self) -> None:
@@ -253,7 +272,7 @@ class _Pool:
         for others in (self.lines.halved, self.lines.orders) if self.lines is not None else ():
             fastest = [self.programs[o.plan][0] for o in self.fitting]
             for named in [n for n in fastest if n.pp > 1][:REORDERED]:
-                for other in others(named):
+                for other in filter(self.allows, others(named)):
                     self.try_line(other)
 
     def make_room(self) -> None:
@@ -268,6 +287,8 @@ class _Pool:
             if self._fits(option.plan) or option.plan != str(named):
                 continue
             again = replace(named, recompute="full")
+            if not self.allows(again):
+                continue
             if program is None:
                 self.try_line(again)
                 continue
@@ -290,7 +311,7 @@ class _Pool:
     def _fewest(self, named: Spec) -> None:
         """The plan in the fewest micro-batches that fit, if the most do."""
         numbers = self.lines.numbers(named.dp * named.ep) if self.lines is not None else []
-        plans = [replace(named, micro=n) for n in (*numbers[-1:], *numbers[:-1])]
+        plans = list(filter(self.allows, (replace(named, micro=n) for n in (*numbers[-1:], *numbers[:-1]))))
         for k, plan in enumerate(plans):
             if self._fits(self.try_line(plan).plan) != (k == 0):
                 return
@@ -326,12 +347,13 @@ class _Pool:
                 self._as_run(name)
 
     def try_layouts(self) -> None:
-        """What the layout solver makes of the two best meshes."""
+        """What the layout solver makes of the two best meshes, and of those it is told."""
         plans = [named for named, program in (self.programs[o.plan] for o in self.fitting) if program is not None]
-        for named in list(dict.fromkeys(Spec(**n.mesh.sizes, recompute=n.recompute) for n in plans))[:2]:
+        best = list(dict.fromkeys(Spec(**n.mesh.sizes, recompute=n.recompute) for n in plans))[:2]
+        for named in dict.fromkeys((*best, *self.solved)):
             name = f"{SOLVER} {named}"
             try:
-                self.add(name, named, self._solved(named, self._of(named)))
+                self._solve(name, named, self._of(named))
             except PlanError as e:
                 self.options[name] = Option(name, reason=e.message)
 
@@ -344,20 +366,21 @@ class _Pool:
         for moves in promising(self.captured, named.mesh, self.where):
             name = f"{best} by {', '.join(map(str, moves)) or SPELLED}"
             try:
-                self.add(name, named, self._solved(named, replayed(self.captured, moves)))
+                self._solve(name, named, replayed(self.captured, moves))
                 self.moves[name] = moves
             except PlanError as e:
                 self._refuse(name, e)
 
-    def _solved(self, named: Spec, captured: Captured) -> Program:
+    def _solve(self, name: str, named: Spec, captured: Captured) -> None:
         from weft.plan.layouts import OnCluster, choose
 
         mesh = named.mesh
         shapes = {n: node.shape for n, node in captured.program.inputs_for(Role.PARAMETER).items()}
         pins = {n: [p] for n, p in resolve(self.wish.pins, shapes, mesh.sizes).items()}
         prices = OnCluster(self.where, mesh)
-        program = choose(captured.program, mesh, prices, memory=self.memory, blocks=captured.blocks, pins=pins).program
-        return scheduled(captured, measured(program) if self.wish.noise else program, named)
+        made = choose(captured.program, mesh, prices, memory=self.memory, blocks=captured.blocks, pins=pins, work=EFFORT)
+        self.placed[name] = program = made.program
+        self.add(name, named, scheduled(captured, measured(program) if self.wish.noise else program, named))
 
     def decision(self) -> Decision:
         best = self.fitting[0]

@@ -15,7 +15,7 @@ from weft.cluster.spec import Cluster
 from weft.core.errors import CaptureError, PlanError
 from weft.cost.staged import StagedStep
 from weft.frontend.capture.micro import Micro
-from weft.passes import cut, laid
+from weft.passes import Laid, cut, laid
 from weft.plan.pins import Pin, resolve
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
@@ -57,10 +57,14 @@ class Lines:
         return found
 
     def foreseen(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
+        return self.built(plan, where, pins)[1]
+
+    def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> tuple[Laid, Seen]:
+        """The stages of a plan, and what is predicted of them."""
         micro = self.step(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
-        stages = cut(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes))
-        return foreseen(laid(micro.captured, plan, stages, first=micro.first).line, plan, where)
+        made = laid(micro.captured, plan, cut(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes)), first=micro.first)
+        return made, foreseen(made.line, plan, where)
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every replica an integer number of samples, the fewest first."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
+from weft.core.picture import part_of_root
 from weft.plan.baselines import EVERYTHING
 from weft.plan.plan import Plan
-from weft.plan.planner import Request, settings_on_unequal
+from weft.plan.planner import PROGRAMS, Request, settings_on_unequal
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, PlanProblem
@@ -70,9 +71,7 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
     """
     plan.require_may_run(run_model)
     if not plan.is_stack:
-        from weft.plan.graph.explain import explain_captured
-
-        yield from explain_captured(plan, say)
+        yield from part_of_root(PROGRAMS).explain_program(plan, say)
         return
     problem = _problem(plan)
     limits = Limits.of(plan.limits)

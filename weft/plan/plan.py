@@ -210,7 +210,7 @@ class Plan:
         """Which measured steps it is like, as `cost.interval` knows them."""
         from weft.plan.models import is_transformer, shape
 
-        captured = "program" in self.layouts
+        captured = bool(self.layouts)
         experts = self.setting.ep > 1 or (not captured and is_transformer(self.model) and shape(self.model).experts > 0)
         return kind_of(self.setting.kernels, experts, captured)
 

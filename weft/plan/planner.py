@@ -12,6 +12,7 @@ from typing import Any
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
+from weft.core.picture import part_of_root
 from weft.cost.grouping import COMPILED
 from weft.cost.interval import equal_within
 from weft.plan.baselines import BASELINES, EVERYTHING
@@ -30,6 +31,7 @@ TOKENS, MANY_TOKENS, LARGE = 2**22, 2**24, 1e11  # tokens of a step where no bat
 EXACT = 4096  # passes of a step up to which all are simulated, not the first rounds alone
 WORTH = 0.02  # of a step that a padded size must save to be named
 CROWDED = 0.9  # of the memory, beyond which a plan may not fit after all
+PROGRAMS = "api.plan_program"  # which plans what is no stack of blocks
 TRIED = 6  # settings whose layers or shares are split unevenly
 OVERLAPPED = ", overlapped"
 Say = Callable[[str], None]
@@ -58,22 +60,11 @@ class Request:
             known = " or ".join((*OBJECTIVES, "goodput"))
             raise PlanError(f"no objective {self.objective!r}", needed=known, found=self.objective)
         if ":" in self.model:
-            self._check_length()
+            self.check_length()
 
-    def _check_length(self) -> None:
+    def check_length(self) -> None:
         if self.seq:
             raise PlanError(f"{self.model} has the length of its example", needed="--seq of a model by name", found=f"--seq {self.seq}", try_="without --seq")
-
-    def check_layouts_alone(self) -> None:
-        """A program in which no block repeats has no degrees to be fixed: layouts are chosen tensor by tensor."""
-        self._check_length()
-        asked = [f"--pin {k}={v}" for k, v in self.limits.pins.items() if v != "false"]  # what such a program never does
-        asked += [f"--max-tp {self.limits.max_tp}"] * (self.limits.max_tp > 0)
-        if asked:
-            raise PlanError(
-                f"{self.model} is planned as a program, whose layouts are chosen tensor by tensor",
-                needed="--batch, --memory, --objective", found=", ".join(asked), try_="without " + " and ".join(asked),
-            )  # fmt: skip
 
     def problem(self) -> PlanProblem:
         self.check()
@@ -164,8 +155,7 @@ def make_plan(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
     """The best plan found, or why there is none. No baseline is better: each is searched on its own and is in the pool."""
     request.check()
     if not is_stack(request.model, request.cluster):
-        request.check_layouts_alone()
-        return _captured(request, say)
+        return _program(request, say)
     problem = request.problem()
     if request.objective == "cost":
         timed = replace(request, objective="time")
@@ -173,25 +163,22 @@ def make_plan(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
     return _plan(request, problem, say)
 
 
-def _captured(request: Request, say: Say) -> Plan | Infeasible:
-    """A model that is not a stack of equal layers is captured and planned as a program."""
-    from weft.plan.graph import planner as graph
-
-    request.check()
-    place = read_cluster(request.cluster)
+def _program(request: Request, say: Say) -> Plan | Infeasible:
+    """A model that is no stack of blocks is planned as a program, by what would run."""
+    request.check_length()
+    place, programs = read_cluster(request.cluster), part_of_root(PROGRAMS)
     say(f"capturing {request.model}")
-    whole = graph.task_of(request.model, place, request.batch, best_dtype(place))
+    whole = request.batch or programs.example_size(request.model) * place.devices
 
-    def on(part: Cluster, batch: int = whole.batch, limits: Limits = request.limits) -> Plan | Infeasible:
+    def on(part: Cluster, batch: int = whole, limits: Limits = request.limits) -> Plan | Infeasible:
         objective = "time" if request.objective == "cost" else request.objective
-        made = graph.make_plan(replace(whole, cluster=part, batch=batch), limits, say, objective)
-        return made if isinstance(made, Plan) else Infeasible(f"{made['weft']}; zero3 {made['zero3']}", "", made)
+        return programs.plan_program(request.model, part, batch, best_dtype(place), limits, objective, say)  # type: ignore[no-any-return]
 
     made = _cheapest(place, on, say) if request.objective == "cost" else on(place)
-    return made if isinstance(made, Plan) else _nearest_captured(made, request, place, whole.batch, on, say)
+    return made if isinstance(made, Plan) else _nearest_program(made, request, place, whole, on, say)
 
 
-def _nearest_captured(
+def _nearest_program(
     answer: Infeasible, request: Request, place: Cluster, batch: int, on: Callable[[Cluster, int, Limits], Plan | Infeasible], say: Say
 ) -> Infeasible:
     """The first of fewer limits and more nodes at which the program fits; it is planned there."""

@@ -61,7 +61,7 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_m
 
         say("the program")
         made = replace(base, **{"causes_ms": _causes(plan), **of_captured(plan, run_model)})
-        return replace(made, reasons=_reasons(plan, say, run_model)) if explained and made.verbs else made  # of a model that is still the one planned
+        return replace(made, reasons=_reasons(plan, say, run_model)) if explained and not made.says else made  # of a model that is still the one planned
     plan.require_may_run(run_model)
     say("the model")
     made = replace(base, **_model(plan))

@@ -13,11 +13,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
+from bench._graph.timing import PlacedProgram
 from weft.core.node import Node
 from weft.core.role import Role
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
-from weft.plan.graph.timing import PlacedProgram
 
 MOST = 48  # units of one program; neighbours are joined beyond
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bench._graph.search import Candidate, GraphSearch, Spot
+from bench._graph.task import CapturedTask
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh
-from weft.plan.graph.search import Candidate, GraphSearch, Spot
-from weft.plan.graph.task import CapturedTask
 
 SMALL = {"tables": (20_000, 20_000), "width": 8, "bag": 1, "dense": 5, "bottom": (8, 8), "top": (8, 1)}
 

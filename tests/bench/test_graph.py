@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench._graph.planner import make_plan
+from bench._graph.search import ALL, NOTHING, Candidate, GraphSearch
+from bench._graph.stages import MIXED, NONE, Stager, pipelined
+from bench._graph.task import CapturedTask
+from bench._graph.timing import PlacedProgram
+from bench._graph.units import Unit, Units
 from weft.cluster.spec import cluster
 from weft.core.errors import UnknownName
 from weft.core.layout import Mesh, R, S
 from weft.frontend.capture import Captured, capture
 from weft.ops.comm import is_comm
 from weft.plan.explain import explain
-from weft.plan.graph.planner import make_plan
-from weft.plan.graph.search import ALL, NOTHING, Candidate, GraphSearch
-from weft.plan.graph.stages import MIXED, NONE, Stager, pipelined
-from weft.plan.graph.task import CapturedTask
-from weft.plan.graph.timing import PlacedProgram
-from weft.plan.graph.units import Unit, Units
 from weft.plan.named import input_layouts
 from weft.plan.place import place
 from weft.plan.plan import Plan, parse
@@ -40,7 +40,7 @@ FOUR = cluster("2x2xV100")
 
 @pytest.fixture(autouse=True)
 def _little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.plan.graph.search.EFFORT", 1e7)
+    monkeypatch.setattr("bench._graph.search.EFFORT", 1e7)
 
 
 @cache

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from bench._graph.units import Unit
 from weft.cluster import collectives
 from weft.cluster.spec import Cluster
 from weft.cost.memory import needed
 from weft.cost.pipeline import neighbours, passes, repeated
 from weft.cost.timeline import Task, Timeline, run
-from weft.plan.graph.units import Unit
 from weft.plan.partition import partition
 from weft.plan.schedules import PLAIN, SCHEDULES
 

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from bench._graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
+from bench._graph.task import CapturedTask
+from bench._graph.timing import PlacedProgram
+from bench._graph.units import Unit, Units
 from weft.cluster.spec import Cluster
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Mesh, Placement, S
 from weft.core.role import Role
 from weft.cost.memory import RESIDENT, room
 from weft.frontend.capture import Captured
-from weft.plan.graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
-from weft.plan.graph.task import CapturedTask
-from weft.plan.graph.timing import PlacedProgram
-from weft.plan.graph.units import Unit, Units
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
 from weft.plan.named import as_state, input_layouts
 from weft.plan.place import place

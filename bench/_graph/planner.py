@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from bench._graph.rules import joint
+from bench._graph.search import Candidate, GraphSearch
+from bench._graph.task import CapturedTask, example_size
+from bench._graph.units import Units
 from weft.cluster.spec import Cluster
 from weft.core.layout import R
-from weft.plan.graph.search import Candidate, GraphSearch
-from weft.plan.graph.task import CapturedTask, example_size
-from weft.plan.graph.units import Units
 from weft.plan.plan import Plan, nine_digits, rounded_ms, zero_levels
 from weft.plan.schedules import PLAIN
 from weft.plan.setting import MIXED, Setting
-from weft.plan.substitute import joint
 from weft.rewrite.updates import by_definition
 
 if TYPE_CHECKING:

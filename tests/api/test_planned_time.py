@@ -1,0 +1,103 @@
+"""The time that `weft plan` prints is what the simulator says of the programs that `parallelize` builds from the plan's file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.api.ranks import on_ranks
+from weft.api.auto import with_doubles
+from weft.api.parallelize import parallelize
+from weft.api.pipelined import PipelinedStep
+from weft.api.runner import routes
+from weft.cli import app
+from weft.cluster.spec import cluster
+from weft.cost.simulate import predict
+from weft.cost.staged import StagedStep
+
+WHERE = "2xx86-2"
+MODELS = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.out = nn.EmbeddingBag(4096, 32, mode="sum"), nn.Linear(32, 16)
+    def forward(self, x):
+        return self.out(self.rows(x))
+
+class Attend(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 16)
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(32, 64), nn.Linear(32, 48), nn.Linear(112, 16)
+    def forward(self, x):
+        return self.out(torch.cat([torch.relu(self.left(x)), torch.tanh(self.right(x))], -1))
+
+def square(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+def perceptron():
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 16)), square, {"x": torch.rand(8, 32), "y": torch.rand(8, 16)}
+def table():
+    return Table(), square, {"x": torch.randint(4096, (8, 4)), "y": torch.rand(8, 16)}
+def pictures():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(576, 16))
+    return model, square, {"x": torch.rand(8, 3, 8, 8), "y": torch.rand(8, 16)}
+def attend():
+    return Attend(), square, {"x": torch.rand(8, 6, 32), "y": torch.rand(8, 6, 16)}
+def towers():
+    return Towers(), square, {"x": torch.rand(8, 32), "y": torch.rand(8, 16)}
+'''
+PINS = ("dp=2,zero=0", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,micro_batches=4", "pp=2,schedule=gpipe", "")
+
+
+def printed(source: str, pins: str, out: Path) -> float | None:
+    """The milliseconds that the command prints of the plan it saves; None where there is no such plan."""
+    fixed = [word for pin in pins.split(",") if pin for word in ("--pin", pin)]
+    result = CliRunner().invoke(app, ["plan", source, "--cluster", WHERE, "--batch", "16", "--json", "--out", str(out), *fixed])
+    said = json.loads(result.stdout.splitlines()[-1]) if result.exit_code == 0 else {}
+    return said.get("step_ms")
+
+
+def simulated(step: Any) -> float:
+    """What the simulator says of the programs that a step has."""
+    where = with_doubles(cluster(WHERE))
+    if isinstance(step, PipelinedStep):
+        orders = step.plan.pipeline.orders(step.plan.pp, step.plan.micro_batches, step.plan.chunks)
+        return StagedStep(step.line.stages, step.line.update, orders, routes(step.line.stages), where).seen.step_ms
+    return predict(step.program, where).step_ms
+
+
+@pytest.mark.parametrize("name", ["perceptron", "table", "pictures", "attend", "towers"])
+def test_a_plan_takes_what_its_step_is_predicted_to(name: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(MODELS)
+    files = {pins: tmp_path / f"plan{k}.json" for k, pins in enumerate(PINS)}
+    said = {pins: printed(f"{tmp_path}/own.py:{name}", pins, out) for pins, out in files.items()}
+    plans = {pins: ms for pins, ms in said.items() if ms is not None}
+    assert len(plans) >= 6, said
+
+    def job(rank: int) -> None:
+        scope: dict[str, Any] = {}
+        exec(MODELS, scope)
+        for pins, ms in plans.items():
+            model, loss, batch = scope[name]()
+            example = {k: torch.cat([x, x]) for k, x in batch.items()}
+            step = parallelize(model, loss, torch.optim.AdamW(model.parameters()), example, plan=files[pins], precision=torch.bfloat16, check=False)
+            assert simulated(step) == pytest.approx(ms, rel=1e-3), pins
+
+    on_ranks(2, job, tmp_path)
