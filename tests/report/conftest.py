@@ -82,7 +82,7 @@ def planned(model: str, pp: int) -> Any:
     from weft.cluster.spec import cluster
     from weft.plan.space import Limits
 
-    return plan_program(model, cluster("2x2xV100"), 64, "fp16", Limits(pins={"pp": str(pp), "tp": "1", "zero": "0"}))
+    return plan_program(model, cluster("2x2xV100"), 64, "fp16", Limits(pins={"pp": str(pp), "tp": "1", "zero": "0", "schedule": "1f1b"}))
 
 
 def llama() -> Any:

@@ -347,7 +347,7 @@ class Pool:
                 self._as_run(name)
 
     def try_layouts(self) -> None:
-        """What the layout solver makes of the two best meshes, and of those it is told."""
+        """What the layout solver makes of the two best meshes, and of those it is given."""
         plans = [named for named, program in (self.programs[o.plan] for o in self.fitting) if program is not None]
         best = list(dict.fromkeys(Spec(**n.mesh.sizes, recompute=n.recompute) for n in plans))[:2]
         for named in dict.fromkeys((*best, *self.solved)):

@@ -104,7 +104,7 @@ class Candidates:
         return Pool(captured, with_doubles(self.cluster), wish, lines, self.allows, tuple(filter(self.allows, meshes)))
 
     def allows(self, spec: Spec) -> bool:
-        """Within the user's limits; sequences are sharded only where that is asked for, products within a node, and stages are whole nodes."""
+        """Within the user's limits; sequences are sharded only where that is asked for, tp stays within a node, and a stage has all devices of one."""
         try:
             s = self.setting(spec)
         except PlanError:
@@ -206,7 +206,7 @@ def _reason(asked: Candidates, decision: str, value: str, chosen: Option, other:
     def wins(rate: float) -> bool:
         return asked.seen(other.plan, rate).step_ms < asked.seen(chosen.plan, rate).step_ms
 
-    when, factor = ("what is held does not depend on the network", 0.0) if least else network_flips(wins)
+    when, factor = ("memory does not depend on the network", 0.0) if least else network_flips(wins)
     grown = sorted(((other.causes.get(k, 0.0) - chosen.causes.get(k, 0.0), k) for k in {**chosen.causes, **other.causes}), reverse=True)
     why = ", ".join(dict.fromkeys(f"{k} {d:+,.1f} ms" for d, k in (*grown[:1], *grown[-1:]) if abs(d) > 1e-3)) or "no difference in time"
     return Reason(decision, value, other.plan, other.ms - chosen.ms, other.gb - chosen.gb, why, when, factor)

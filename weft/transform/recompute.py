@@ -194,7 +194,7 @@ class _Again:
 
 
 class _Fetched(_Again):
-    """What one region alone reads of those before it is kept by the host, and comes back while the region after it runs again."""
+    """What one region alone reads of those before it is kept by the host, and comes back while the region after it is recomputed."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
