@@ -1,6 +1,8 @@
 """One model of `bench.gpu_train` in a process of its own: ways to take a training step, their losses compared, then their times.
 
-python -m bench._gpu_train_model NAME[:LAYERS] tf32|bf16 ROUNDS FOLDER
+python -m bench._gpu_train_model NAME[:LAYERS][@WAY] tf32|bf16 ROUNDS FOLDER
+
+With a way (weft or compile) its first step alone is timed, in a process in which nothing was compiled before.
 """
 
 from __future__ import annotations
@@ -170,8 +172,22 @@ def described(name: str) -> str:
     return ", ".join([name, *(f"{k} {v}" for k, v in sizes.items() if v), *([kind, f"batch {batch}x{size}"] if kind else [])])
 
 
+def first_step(name: str, precision: str) -> tuple[Any, dict[str, Any]]:
+    """Seconds to the first loss, in a process that has run torch's own step already."""
+    model, _, way = name.partition("@")
+    torch.set_float32_matmul_precision("high")
+    made = Ways(model, precision)
+    made.torch(False)()
+    start = time.time()
+    loss = float((made.weft() if way == "weft" else made.torch(True))().detach())
+    return None, {"case": f"first step of {described(model)}, {way}", "seconds": round(time.time() - start, 1), "loss": loss}
+
+
 def main() -> None:
     name, precision, rounds, folder = sys.argv[1:]
+    if "@" in name:
+        when_told(name, Path(folder), lambda: first_step(name, precision), lambda ways: {})
+        return
     when_told(name, Path(folder), lambda: started(name, precision), lambda ways: timed(name, ways, int(rounds)))
 
 

@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    models: str = typer.Option(MODELS, help="Joined by commas, NAME or NAME:LAYERS; sizes are in bench/_gpu_train_model.py."),
+    models: str = typer.Option(MODELS, help="Joined by commas: NAME, NAME:LAYERS; with @weft or @compile first steps alone."),
     precision: str = typer.Option("tf32", help="Of products: tf32 or bf16."),
     rounds: int = typer.Option(10), json: bool = _gpu.JSON,
 ) -> None:  # fmt: skip
