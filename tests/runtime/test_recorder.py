@@ -2,6 +2,7 @@
 
 import torch
 
+from weft.runtime import traced
 from weft.runtime.traced import WARM_UP, Recorder
 
 
@@ -54,3 +55,45 @@ def test_a_result_goes_home_under_another_name():
         assert out["cache.new"] is cache and torch.equal(cache, before + k) and torch.equal(out["out"], before * 2)
         assert torch.equal(out["old"], before[:2])
     assert recorder._state == {"cache", "weight"} and recorder.asked == 1
+
+
+def test_results_before_an_update_that_asks_for_numbers_are_the_callers_own(monkeypatch):
+    """The recording is replaced by one that writes into the same memory again; the compiler by none."""
+
+    class Again(Recorder):
+        def _record(self, inputs):
+            self._given = {n: x.clone() for n, x in inputs.items() if n not in self._state}
+            self._out = self._work({**inputs, **self._given})
+            self._graph = self
+            return True
+
+        def replay(self):
+            for name, x in self._work({**self._stay, **self._given}).items():
+                self._out[name].copy_(x)
+
+    def compute(inputs):
+        return {"loss": (inputs["weight"] * inputs["x"]).sum()}, (inputs["x"] * 2,)
+
+    def update(inputs, values):
+        inputs["weight"].sub_(float(values[0].sum()) * values[0])
+        return {}
+
+    step = traced.Traced(None, compute, update, [("weight.new", "weight")], torch.device("cpu"), record=False, asks=True)
+    monkeypatch.setattr(step, "_compile", lambda inputs: lambda *given: _flat(step, compute, dict(zip(step._names, given, strict=True))))
+    weight, want = torch.ones(3), torch.ones(3)
+    step._recorder = Again(step._values, {"weight"}, {}, lends=True)
+    step._recorder._stay = {"weight": weight}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    losses, wanted = [], []
+    for k in range(WARM_UP + 3):
+        x = torch.full((3,), k + 1.0)
+        wanted.append(float((want * x).sum()))
+        want = want - float(2 * x.sum()) * 2 * x
+        losses.append(step({"weight": weight, "x": x})["loss"])
+    assert [float(x) for x in losses] == wanted and torch.equal(weight, want)
+
+
+def _flat(step, compute, inputs):
+    out, values = compute(inputs)
+    step._results = list(out)
+    return [*out.values(), *values]

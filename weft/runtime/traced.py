@@ -55,7 +55,9 @@ class Traced:
             if self._recorder is None or torch.cuda.is_current_stream_capturing():  # into a recording of the caller's
                 return self._once(inputs)
             if self._asks and self._ready(inputs):
-                return self._updated(inputs, [*self._recorder(inputs).values()])
+                lent = [*self._recorder(inputs).values()]
+                own = len(self._results)  # what the caller keeps; the rest is read by the update alone
+                return self._updated(inputs, [*(x.clone() for x in lent[:own]), *lent[own:]])
             return self._once(inputs) if self._asks else self._recorder(inputs)
 
     @property
