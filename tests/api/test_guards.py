@@ -446,12 +446,36 @@ def test_a_value_that_never_settles_is_named():
         [step(batch) for batch in others]
 
 
-def test_groups_and_state_that_came_later_are_refused():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_group_that_comes_later(frozen: bool) -> None:
+    """Its parameters count their updates from then on, whether or not they had gradients before."""
+    models = [Net().double()]
+    models.append(copy.deepcopy(models[0]))
+    ours, theirs = (torch.optim.AdamW(m.a.parameters(), lr=0.1) for m in models)
+    for m in models:
+        m.b.requires_grad_(not frozen)
+    step = parallelize(models[0], mean, ours, batches()[0])
+    for i in range(5):
+        if i == 2:
+            for m, optimizer in zip(models, (ours, theirs), strict=True):
+                m.b.requires_grad_(True)
+                optimizer.add_param_group({"params": list(m.b.parameters()), "lr": 0.03, "weight_decay": 0.2})
+        x = batches()[i % len(batches())]
+        models[1].zero_grad()
+        want = mean(models[1], x)
+        want.backward()
+        theirs.step()
+        torch.testing.assert_close(step(x), want.detach(), rtol=1e-11, atol=1e-11)
+    for n, p in models[1].named_parameters():
+        torch.testing.assert_close(step.full(f"param.{n}"), p.detach(), rtol=1e-11, atol=1e-11, msg=n)
+
+
+def test_groups_and_state_that_change_are_refused():
     model = Net().double()
-    optimizer = torch.optim.SGD(model.a.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([{"params": m.parameters()} for m in (model.a, model.b)], lr=0.1)
     step = parallelize(model, mean, optimizer, batches()[0])
     step(batches()[0])
-    optimizer.add_param_group({"params": list(model.b.parameters())})
+    del optimizer.param_groups[1]
     with pytest.raises(RuntimeFault, match="other parameter groups than when the step was made"):
         step(batches()[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

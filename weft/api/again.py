@@ -404,15 +404,19 @@ class Forms:
         if self.optimizer is None or self._settings_hold():
             return []
         groups, before = self.optimizer.param_groups, step.captured.groups
-        if len(groups) != len(before) or [len(g["params"]) for g in groups] != [n for n, *_ in self._settings]:
+        if [len(g["params"]) for g in groups[: len(before)]] != [n for n, *_ in self._settings]:
             raise RuntimeFault(
                 "the optimizer has other parameter groups than when the step was made",
-                needed=f"{len(before)} groups of the same parameters",
+                needed=f"{len(before)} groups of the same parameters, and those that add_param_group adds",
                 found=f"{len(groups)} groups of {', '.join(str(len(g['params'])) for g in groups)} parameters",
-                try_="add all groups before parallelize",
+                try_="optimizer.add_param_group, or parallelize again",
             )
         found = []
-        for i, (group, was) in enumerate(zip(groups, before, strict=True)):
+        if len(groups) > len(before):
+            self._keys += [set(g) for g in groups[len(before) :]]
+            self.kept, self.ranges = [], []
+            found.append(Change("the optimizer's groups", len(before), len(groups)))
+        for i, (group, was) in enumerate(zip(groups, before, strict=False)):
             now = settings_of({k: x for k, x in group.items() if k in self._keys[i]}).numbers
             moved = [k for k, x in now.items() if k != "lr" and x != was.numbers.get(k) and k not in self.given]
             self.given |= set(moved)
