@@ -16,7 +16,7 @@ from bench._wild.tools import CLASSES, SAMPLES, Table, batches, ints, quiet, rea
 CASES = Table()
 IMAGE = 32
 SMALL: list[tuple[str, Any]] = [
-    (r"(shared_|n_|num_)?(routed_|local_)?experts?_per_tok|moe_k|moe_top_?k|top_?k(_experts)?|router_topk", 2),
+    (r"(shared_|n_|num_)?(routed_|local_)?experts?_per_tok(en)?|moe_k|moe_top_?k|top_?k(_experts)?|router_topk", 2),
     (r"(n_|num_)(routed_|local_|block_sparse_)?experts|moe_num_experts|num_sparse_.*layers", 4),
     (r"num_kv_shared_layers|hidden_size_per_layer_input|num_mem_blocks", 0), (r"mamba_d_head|mamba_headdim", 16),
     (r"n_groups?|topk_groups?|n_shared_experts|num_shared_experts|num_nextn_predict_layers|first_k_dense_replace|mamba_n_groups|ngroups", 1),
@@ -51,7 +51,7 @@ def small(config: Any) -> dict[str, Any]:
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             size = _small_size(name)
             out |= {name: min(size, value) if value > 0 else value} if size is not None else {}
-        elif value is None and re.search(r"experts|pad_token_id|num_key_value_heads|vocab_size", name):
+        elif value is None and re.search(r"experts|pad_token_id|num_key_value_heads|vocab_size|^head_dim$", name):
             out |= {name: size} if (size := _small_size(name)) is not None else {}
         elif isinstance(value, (list, tuple)) and value and all(isinstance(x, int) and not isinstance(x, bool) for x in value):
             out |= _small_list(name, value)
@@ -67,6 +67,8 @@ def _small_size(name: str) -> Any:
 def _small_list(name: str, value: Any) -> dict[str, Any]:
     if "depth" in name or name in ("layers", "num_blocks"):
         return {name: [1] * len(value)}
+    if name == "intermediate_size":
+        return {name: 64}
     if re.search(r"hidden_sizes|.*channels|embed_dims|widths|key_dim", name):
         return {name: [16 * (1 + i // 2) for i in range(len(value))]}
     return {name: [2] * len(value)} if "heads" in name else {}
@@ -80,14 +82,29 @@ def add(kind: str, model_type: str, name: str, data: Callable[[int], dict[str, A
     def make() -> tuple[Any, ...]:
         import transformers
 
-        default = transformers.CONFIG_MAPPING[model_type]()
-        model = getattr(transformers, name)(type(default)(**small(default) | OWN.get(model_type, {})))
-        return quiet(model), hf.of_model, batches(data)
+        cls = getattr(transformers, name)
+        default = (cls.config_class or transformers.CONFIG_MAPPING[model_type])()
+        more = {"num_labels": CLASSES} if kind == "image" else {"decoder_start_token_id": 0} if kind == "seq2seq" else {}
+        return quiet(cls(type(default)(**small(default) | more | OWN.get(case, OWN.get(model_type, {}))))), hf.of_model, batches(data)
 
-    CASES.add(f"{kind}_{model_type.replace('-', '_')}", make)
+    case = f"{kind}_{model_type.replace('-', '_')}"
+    CASES.add(case, make)
 
 
-OWN: Mapping[str, dict[str, Any]] = {"bamba": {"attn_layer_indices": [1]}, "bit": {"num_groups": 2}}
+SPOKEN = ("audioflamingo3", "fsmt", "glmasr", "granite_speech", "granite_speech_plus", "musicflamingo", "qwen2_audio", "qwen3_asr", "voxtral", "vibevoice_asr")
+OWN: Mapping[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "bit": {"num_groups": 2},
+    "causal_reformer": {"is_decoder": True, "axial_pos_embds": False, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
+    "masked_reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
+    "xmod": {"default_language": "en_XX"},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "mobilebert": {"true_hidden_size": 32, "intra_bottleneck_size": 32, "hidden_size": 32, "embedding_size": 32},
+    "esmc": {"vocab_size": hf.VOCAB},
+}
 
 if find_spec("transformers"):
     from transformers.models.auto import modeling_auto as auto
@@ -103,4 +120,4 @@ if find_spec("transformers"):
             name = given if isinstance(given, str) else given[0]
             if name not in done:
                 done.add(name)
-                add(kind, model_type, name, data)
+                add(kind, model_type, name, hf.text_padded if model_type in SPOKEN else data)

@@ -489,7 +489,16 @@ def _answers_hold(step: Step, captured: Captured) -> bool:
 
 
 def _require_same_state(step: Step, captured: Captured) -> None:
-    """Refuse another form of the optimizer that keeps other state of a parameter than the step has."""
+    """Refuse parameters under other names, and another form of the optimizer that keeps other state of a parameter than the step has."""
+    names = {id(t): n for n, t in step.captured.parameters.items()}
+    for name, t in captured.parameters.items():
+        if names.get(id(t), name) != name:
+            raise RuntimeFault(
+                "the model holds a parameter in another place than when the step was made",
+                needed=names[id(t)].removeprefix("param."),
+                found=name.removeprefix("param."),
+                try_="call the model on a batch once, then parallelize",
+            )
     for name, now in captured.updates.items():
         was = step.captured.updates.get(name, now)
         if now.outputs.keys() != was.outputs.keys():

@@ -73,7 +73,7 @@ def _blocks(kept: Sequence[Tensor], sums: Tensor, found: Tensor) -> Any:
     gradient = sums.new_zeros(min(size, total), *sums.shape[1:])
     for start, first, last in zip(starts, ends, ends[1:], strict=False):
         some = [t[start : start + size] for t in kept]
-        g, here = gradient[: some[0].shape[0]], found[first:last] - start
+        g, here = gradient[: some[0].shape[0]], found[first:last].long() - start
         g.index_copy_(0, here, sums[first:last])
         yield some, g
         g.index_fill_(0, here, 0)

@@ -37,6 +37,7 @@ def per_sample(m, h):
     lambda m, h: torch.func.vjp(torch.tanh, h)[1](torch.ones_like(h))[0],
     lambda m, h: torch.vmap(torch.func.jacrev(lambda r: torch.sin(r) * r.sum()))(h).sum(-1),
     per_sample,
-], ids=["vmap", "vmap of a module", "functional_call", "grad", "jvp", "vjp", "jacrev", "per sample"])  # fmt: skip
+    lambda m, h: torch.vmap(torch.vmap(lambda a: a.sin() * 2))(h),
+], ids=["vmap", "vmap of a module", "functional_call", "grad", "jvp", "vjp", "jacrev", "per sample", "two vmaps"])  # fmt: skip
 def test_transforms(f):
     same_as_torch(Net(f).double(), lambda m, b: m(*b).square().mean(), (X,), 1e-12)

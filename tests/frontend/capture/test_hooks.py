@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft import parallelize
-from weft.core.errors import CaptureError, PlanError
+from weft.core.errors import CaptureError, PlanError, RuntimeFault
 
 
 class Net(nn.Module):
@@ -192,3 +192,37 @@ def test_a_hook_of_several_parameters_is_refused_until_it_is_removed() -> None:
     kept = loss(model, given[3])  # a graph that is alive holds such nodes too, and hooks nothing
     parallelize(*given)
     assert kept.requires_grad
+
+
+class Bounded(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+class Swaps(Net):
+    """Puts another module in place of one as it runs, as BigBird does when sequences are too short for its sparse attention."""
+
+    kind, nested = "first", False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "first":
+            self.kind, layer = "second", self.layers[1]
+            self.layers[1] = Bounded(layer) if self.nested else Bounded(*layer)
+        return super().forward(x)
+
+
+def test_a_model_that_puts_another_module_in_place_as_it_runs():
+    same(lambda m: setattr(m, "__class__", Swaps))
+
+
+def test_parameters_that_come_under_other_names_are_refused():
+    model, x = Swaps().double(), torch.randn(6, 4).double()
+    model.nested = True
+    words = r"holds a parameter in another place[\s\S]*layers\.1\.0\.weight[\s\S]*layers\.1\.0\.0\.weight[\s\S]*once, then parallelize"
+    with pytest.raises(RuntimeFault, match=words):
+        step = parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), x)
+        [step(x) for _ in range(2)]
+    model = Swaps().double()
+    model.nested = True
+    model(x)
+    parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), x)(x)

@@ -137,7 +137,7 @@ for _name, _op in {"neg": w.neg, "abs": w.abs_, "sign": w.sign, "relu": w.relu, 
 
 aten("gelu")(lambda r, x, approximate="none": w.gelu(x, tanh=True) if approximate == "tanh" else w.gelu(x))
 aten("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "detach_copy")(lambda r, x, **_: x)
-aten("_to_copy")(lambda r, x, dtype=None, **_: x if dtype is None else to_dtype(x, dtype))
+aten("_to_copy")(lambda r, x, dtype=None, **_: r.number(x, dtype) if isinstance(x, (bool, int, float)) else x if dtype is None else to_dtype(x, dtype))
 aten("isnan")(lambda r, x: w.ne(x, x))
 aten("logical_not", "bitwise_not")(lambda r, x: w.logical_not(_truth(x)) if _boolean(x) else NotImplemented)
 
