@@ -143,14 +143,16 @@ class Weights:
         return x.read([layout.positions(d, coords) if cut[d] else range(n) for d, n in enumerate(layout.shape)]).to(dtype)
 
     def _initialised(self, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """What the module's own initialisation gives, one submodule after another, each let go before the next: every rank draws the same."""
+        """What the module's own initialisation gives, one submodule after another, each let go before the next: every rank draws the same.
+        Where there are files, submodules that lack nothing are left out, as Hugging Face's loading does."""
         program = {own: n for n, names in self.names.items() for own in names}
         rng = torch.get_rng_state()
         torch.manual_seed(self.seed)
         try:
             for path, m in self.model.named_modules():
                 own = {k: t for table in (m._parameters, m._buffers) for k, t in table.items() if t is not None and t.is_meta}
-                init = _init_of(self.model, m) if own else None
+                names = {k: program[f"{path}.{k}".strip(".")] for k in own}
+                init = _init_of(self.model, m) if own and (not self.stored or any(n in wanted for n in names.values())) else None
                 if init is None:
                     continue
                 kept = dict(m._parameters), dict(m._buffers)
@@ -158,8 +160,7 @@ class Weights:
                     _materialise(m)
                     with torch.no_grad():
                         init(m)
-                    for k in own:
-                        name = program[f"{path}.{k}".strip(".")]
+                    for k, name in names.items():
                         if name in wanted:
                             yield name, (m._parameters.get(k) if k in kept[0] else m._buffers[k]).detach()  # type: ignore[union-attr]
                 finally:
