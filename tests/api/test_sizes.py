@@ -140,3 +140,20 @@ def test_numbers_are_explained_by_sizes() -> None:
         explained(at, [1, 0, 7])
     with pytest.raises(Unexplained, match="not an integer"):
         explained(at, [2, 3, 8])((5,))
+
+
+def test_steps_of_many_sizes_are_recorded(tmp_path: Path) -> None:
+    """The fourth and fifth step, which are traced, run by the code of many sizes."""
+    torch.manual_seed(0)
+    model = Words()
+    mine = copy.deepcopy(model)
+    step = parallelize(mine, loss, torch.optim.SGD(mine.parameters(), 0.1), batch(4, 6, 0), record=str(tmp_path), progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for seed, length in enumerate((6, 9, 7, 5, 8, 6)):
+        b = batch(4, length, seed)
+        optimizer.zero_grad()
+        value = loss(model, b)
+        value.backward()
+        optimizer.step()
+        assert float(step(b).detach()) == pytest.approx(float(value.detach()), rel=1e-5)
+    assert step.recorder is not None and step.recorder.measured is not None

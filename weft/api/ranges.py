@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,8 +143,8 @@ class Code:
         self.base = made[0]
         if any(isinstance(c._step, Traced) for c in made):
             raise Unexplained("a program that is compiled in one piece")
-        text, self.numbers = _common(sizes, [c.code.text for c in made])
-        self.code = compile(text.replace("def step(inputs):", "def step(inputs, n):", 1), f"<weft {self.base.program.name}, of many sizes>", "exec")
+        self.text, self.numbers = _common(sizes, [c.code.text for c in made])
+        self.code = compile(self.text.replace("def step(inputs):", "def step(inputs, n):", 1), f"<weft {self.base.program.name}, of many sizes>", "exec")
         self.names = explained(sizes, [c.code.names for c in made])
         fused = [{k: _alike(plan_of(call, c.coords)) for k, call in c.code.calls.items()} for c in made]
         if any(x != fused[0] for x in fused):
@@ -160,7 +161,9 @@ class Code:
         made, step = copy.copy(self.base), names["step"]
         shapes = self.shapes(sizes)
         made._expected = [(n, torch.Size(shapes[n]), dtype) for n, _, dtype in self.base._expected]
-        made._step = lambda inputs: step(inputs, numbers)
+        made._step = functools.partial(step, n=numbers)
+        made._step._plain = step  # type: ignore[attr-defined]
+        made.code = dataclasses.replace(self.base.code, text=re.sub(r"\bn\[(\d+)\]", lambda m: repr(numbers[int(m[1])]), self.text))
         return made
 
 
