@@ -23,15 +23,16 @@ from weft.frontend.capture import Captured
 from weft.ops.host import from_host, landed, to_host
 from weft.ops.registry import Kind
 from weft.plan.layers import Layers
-from weft.plan.split import Region, Stage
+from weft.plan.split import Forward, Region, Stage, balanced_cuts
 
 
 def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
-    """What is recomputed where every repeated block does so in this way; nothing if it is none."""
+    """What is recomputed where every repeated block does so in this way; nothing if it is none. Where no block repeats, the forward pass is parted
+    for `full` at values that pass alone: n such places into about sqrt(n) segments, which together keep the least."""
     if not way:
         return ()
     layers = Layers(captured)
-    found = tuple(r for k in range(layers.count) for r in layers.again(k, way))
+    found = tuple(r for k in range(layers.count) for r in layers.again(k, way)) if layers.count or way != "full" else _segments(layers.forward)
     if not found or not captured.gradients:
         raise PlanError(
             "nothing can be recomputed",
@@ -42,10 +43,19 @@ def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
     return found
 
 
+def _segments(forward: Forward) -> tuple[Region, ...]:
+    cuts = balanced_cuts(forward, max(1, math.isqrt(len(forward.ends) + 1)))
+    parts: dict[int, set[Node]] = {}
+    for n, part in forward.cut_at(cuts).items():
+        if n.args:
+            parts.setdefault(part, set()).add(n)
+    return tuple(Region(nodes, nodes) for nodes in map(frozenset, parts.values())) if cuts else ()
+
+
 def _lacking(captured: Captured, layers: Layers, way: str) -> str:
     if not captured.gradients:
         return "a model traced together with its backward pass"
-    return f"blocks with no {way} between two matmuls with weights" if layers.count else "no block that repeats"
+    return f"blocks with no {way} between two matmuls with weights" if layers.count else "no block that repeats, and no value that passes alone"
 
 
 def recomputed(captured: Captured, again: Sequence[Region], offload: str = "") -> Captured:
