@@ -20,6 +20,8 @@ def documents(kind: str, batch: int, tokens: int) -> Tensor:
     gen = torch.Generator().manual_seed(0)
     if kind == "packed":
         return (torch.rand(batch, tokens, generator=gen) < 0.02).cumsum(1)
+    if kind == "long":
+        return (torch.arange(tokens) >= 250).long().expand(batch, -1)
     return torch.randint(0, 4, (batch, tokens), generator=gen) if kind == "mixed" else torch.zeros(1, tokens, dtype=torch.int64)
 
 
@@ -27,6 +29,7 @@ def kernels(rank: int) -> None:
     from weft.runtime.quick import document_attention, document_attention_backward
 
     cases = (2, 1, 2, 300, True, "packed"), (1, 2, 1, 150, False, "packed"), (2, 1, 1, 150, True, "mixed"), (2, 1, 1, 64, True, "one")
+    cases += (1, 1, 2, 520, True, "long"), (1, 1, 1, 520, False, "long"), (1, 1, 1, 330, True, "one")
     for b, g, r, s, causal, kind in cases:
         torch.manual_seed(0)
         q, k, v = (torch.randn(b, s, *heads, 16).movedim(1, -2) for heads in ((g, r), (g,), (g,)))  # as projections leave them

@@ -1,7 +1,8 @@
 """Attention inside packed documents by kernels of our own: a query sees the keys of its document, up to itself if it is causal.
 
-Documents are numbers of tokens, in any order. Of every block of rows the first and the last block of keys whose numbers may meet its own are
-found on the device, and only these are read: exact for every numbering, and as much work as the documents are long where they lie end to end.
+Documents are numbers of tokens, in any order. Of every few rows the keys whose numbers may meet their own are found on the device, and only
+these are read, without a look at numbers where all are one document's: exact for every numbering, and as much work as the documents are long
+where they lie end to end.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from torch import Tensor
 
 from weft.runtime.library import define
 
-ROWS, KEYS = 128, 64  # tokens of a block
-LOG2E = 1.4426950408889634
+FEW = 64  # tokens that are looked at together
+SIZES = {  # rows and keys of a block, warps and stages of each kernel
+    "attend": {"M": 128, "N": 64, "num_warps": 4, "num_stages": 3},
+    "to_queries": {"M": 128, "N": 64, "num_warps": 4, "num_stages": 3},
+    "to_keys": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3},
+}
 
 
 @triton.jit
@@ -35,8 +40,42 @@ def _seen(rows, keys, of_rows, of_keys, S, T, CAUSAL: tl.constexpr):  # type: ig
 
 
 @triton.jit
+def _range(MET, at, count, MINE: tl.constexpr, THEIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The blocks that a block of MINE tokens reads: from, to, and those between that need no look at numbers."""
+    few: tl.constexpr = MINE // 64
+    each: tl.constexpr = THEIRS // 64
+    g = at * few + tl.arange(0, few)
+    first = tl.min(tl.load(MET + g, mask=g < count, other=1 << 30)) // each
+    last = tl.cdiv(tl.max(tl.load(MET + count + g, mask=g < count, other=0)), each)
+    begin = tl.cdiv(tl.max(tl.load(MET + 2 * count + g, mask=g < count, other=0)), each)
+    end = tl.min(tl.load(MET + 3 * count + g, mask=g < count, other=0)) // each
+    begin = tl.minimum(tl.maximum(begin, first), tl.maximum(last, first))
+    return first, tl.maximum(last, first), begin, tl.maximum(begin, tl.minimum(end, last))
+
+
+@triton.jit
+def _look(  # type: ignore[no-untyped-def]
+    q, K, V, OF_KEYS, of_rows, rows, peak, total, out, start, stop, S, T, k_s, v_s, scale,
+    LOOK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    for j in range(start, stop):
+        k, v = _tile(K, j * N, T, k_s, D, N), _tile(V, j * N, T, v_s, D, N)
+        s = tl.dot(q, tl.trans(k)) * scale
+        if LOOK:
+            keys = j * N + tl.arange(0, N)
+            of_keys = tl.load(OF_KEYS + keys, mask=keys < T, other=0)
+            s = tl.where(_seen(rows, keys, of_rows, of_keys, S, T, CAUSAL), s, float("-inf"))
+        now = tl.maximum(peak, tl.max(s, 1))
+        safe = tl.where(now == float("-inf"), 0.0, now) if LOOK else now
+        p, left = tl.exp2(s - safe[:, None]), tl.exp2(peak - safe)
+        out = tl.dot(p.to(v.dtype), v, out * left[:, None])
+        total, peak = total * left + tl.sum(p, 1), now
+    return peak, total, out
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    Q, K, V, OF_ROWS, OF_KEYS, FIRST, LAST, OUT, LSE, S, T, H, R, of_rows_step, of_keys_step, scale, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+    Q, K, V, OF_ROWS, OF_KEYS, MET, OUT, LSE, S, T, H, R, of_rows_step, of_keys_step, scale, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
     CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     i, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -46,19 +85,13 @@ def _attend(  # type: ignore[no-untyped-def]
     of_rows = tl.load(OF_ROWS + b * of_rows_step + rows, mask=rows < S, other=0)
     peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     out = tl.zeros([M, D], tl.float32)
-    blocks = tl.cdiv(S, M)
-    for j in range(tl.load(FIRST + b * blocks + i), tl.load(LAST + b * blocks + i)):
-        keys = j * N + tl.arange(0, N)
-        k = _tile(K + b * k_b + h // R * k_h, j * N, T, k_s, D, N)
-        of_keys = tl.load(OF_KEYS + b * of_keys_step + keys, mask=keys < T, other=0)
-        s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
-        s = tl.where(_seen(rows, keys, of_rows, of_keys, S, T, CAUSAL), s, float("-inf"))
-        now = tl.maximum(peak, tl.max(s, 1))
-        safe = tl.where(now == float("-inf"), 0.0, now)
-        p, left = tl.exp2(s - safe[:, None]), tl.exp2(peak - safe)
-        v = _tile(V + b * v_b + h // R * v_h, j * N, T, v_s, D, N)
-        out = tl.dot(p.to(v.dtype), v, out * left[:, None])
-        total, peak = total * left + tl.sum(p, 1), now
+    count = tl.cdiv(S, 64)
+    first, last, begin, end = _range(MET + b * 4 * count, i, count, M, N)
+    K, V, OF_KEYS = K + b * k_b + h // R * k_h, V + b * v_b + h // R * v_h, OF_KEYS + b * of_keys_step
+    by = scale * 1.4426950408889634
+    peak, total, out = _look(q, K, V, OF_KEYS, of_rows, rows, peak, total, out, first, begin, S, T, k_s, v_s, by, True, CAUSAL, D, N)
+    peak, total, out = _look(q, K, V, OF_KEYS, of_rows, rows, peak, total, out, begin, end, S, T, k_s, v_s, by, False, CAUSAL, D, N)
+    peak, total, out = _look(q, K, V, OF_KEYS, of_rows, rows, peak, total, out, end, last, S, T, k_s, v_s, by, True, CAUSAL, D, N)
     some = tl.where(total == 0.0, 1.0, total)
     tl.store(LSE + bh * S + rows, tl.where(total == 0.0, float("-inf"), (peak + tl.log2(some)) / 1.4426950408889634), mask=rows < S)
     at = (b * S + rows[:, None]) * H * D + h * D + tl.arange(0, D)[None, :]
@@ -66,17 +99,33 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
     """[rows, keys] again from the log-sum-exp; 0 where nothing is seen."""
-    s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
-    seen = _seen(rows, keys, of_rows, of_keys, S, T, CAUSAL)
-    return tl.where(seen, tl.exp2(s - lse[:, None] * 1.4426950408889634), 0.0)
+    p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634) - lse[:, None] * 1.4426950408889634)
+    if LOOK:
+        p = tl.where(_seen(rows, keys, of_rows, of_keys, S, T, CAUSAL), p, 0.0)
+    return p
+
+
+@triton.jit
+def _some_queries(  # type: ignore[no-untyped-def]
+    q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, start, stop, S, T, k_s, v_s, scale,
+    LOOK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    for j in range(start, stop):
+        keys = j * N + tl.arange(0, N)
+        k, v = _tile(K, j * N, T, k_s, D, N), _tile(V, j * N, T, v_s, D, N)
+        of_keys = tl.load(OF_KEYS + keys, mask=keys < T, other=0)
+        p = _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK, CAUSAL)
+        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq)
+    return dq
 
 
 @triton.jit
 def _to_queries(  # type: ignore[no-untyped-def]
-    DO, Q, K, V, OF_ROWS, OF_KEYS, FIRST, LAST, LSE, DELTA, DQ, S, T, H, R, of_rows_step, of_keys_step, scale, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
-    o_b, o_h, o_s, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DO, Q, K, V, OF_ROWS, OF_KEYS, MET, LSE, DELTA, DQ, S, T, H, R, of_rows_step, of_keys_step, scale,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     i, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
@@ -85,22 +134,37 @@ def _to_queries(  # type: ignore[no-untyped-def]
     of_rows = tl.load(OF_ROWS + b * of_rows_step + rows, mask=rows < S, other=0)
     lse, delta = tl.load(LSE + bh * S + rows, mask=rows < S, other=0.0), tl.load(DELTA + bh * S + rows, mask=rows < S, other=0.0)
     dq = tl.zeros([M, D], tl.float32)
-    blocks = tl.cdiv(S, M)
-    for j in range(tl.load(FIRST + b * blocks + i), tl.load(LAST + b * blocks + i)):
-        keys = j * N + tl.arange(0, N)
-        k, v = _tile(K + b * k_b + h // R * k_h, j * N, T, k_s, D, N), _tile(V + b * v_b + h // R * v_h, j * N, T, v_s, D, N)
-        of_keys = tl.load(OF_KEYS + b * of_keys_step + keys, mask=keys < T, other=0)
-        p = _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, CAUSAL)
-        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq)
+    count = tl.cdiv(S, 64)
+    first, last, begin, end = _range(MET + b * 4 * count, i, count, M, N)
+    K, V, OF_KEYS = K + b * k_b + h // R * k_h, V + b * v_b + h // R * v_h, OF_KEYS + b * of_keys_step
+    dq = _some_queries(q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, first, begin, S, T, k_s, v_s, scale, True, CAUSAL, D, N)
+    dq = _some_queries(q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, begin, end, S, T, k_s, v_s, scale, False, CAUSAL, D, N)
+    dq = _some_queries(q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, end, last, S, T, k_s, v_s, scale, True, CAUSAL, D, N)
     at = (b * S + rows[:, None]) * H * D + h * D + tl.arange(0, D)[None, :]
     tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=rows[:, None] < S)
 
 
 @triton.jit
+def _some_keys(  # type: ignore[no-untyped-def]
+    k, v, Q, DO, OF_ROWS, LSE, DELTA, of_keys, keys, dk, dv, start, stop, S, T, q_s, o_s, scale,
+    LOOK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    for i in range(start, stop):
+        rows = i * M + tl.arange(0, M)
+        q, do = _tile(Q, i * M, S, q_s, D, M), _tile(DO, i * M, S, o_s, D, M)
+        of_rows = tl.load(OF_ROWS + rows, mask=rows < S, other=0)
+        lse, delta = tl.load(LSE + rows, mask=rows < S, other=0.0), tl.load(DELTA + rows, mask=rows < S, other=0.0)
+        p = _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK, CAUSAL)
+        dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
+        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
+        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk)
+    return dk, dv
+
+
+@triton.jit
 def _to_keys(  # type: ignore[no-untyped-def]
-    DO, Q, K, V, OF_ROWS, OF_KEYS, FIRST, LAST, LSE, DELTA, DK, DV, S, T, H, R, of_rows_step, of_keys_step, scale, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
-    o_b, o_h, o_s, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DO, Q, K, V, OF_ROWS, OF_KEYS, MET, LSE, DELTA, DK, DV, S, T, H, R, of_rows_step, of_keys_step, scale,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     j, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, g = group // (H // R), group % (H // R)
@@ -108,20 +172,15 @@ def _to_keys(  # type: ignore[no-untyped-def]
     k, v = _tile(K + b * k_b + g * k_h, j * N, T, k_s, D, N), _tile(V + b * v_b + g * v_h, j * N, T, v_s, D, N)
     of_keys = tl.load(OF_KEYS + b * of_keys_step + keys, mask=keys < T, other=0)
     dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
-    blocks = tl.cdiv(T, N)
-    first, last = tl.load(FIRST + b * blocks + j), tl.load(LAST + b * blocks + j)
+    count = tl.cdiv(T, 64)
+    first, last, begin, end = _range(MET + b * 4 * count, j, count, N, M)
+    OF = OF_ROWS + b * of_rows_step
     for r in range(R):
         h = g * R + r
-        bh = b * H + h
-        for i in range(first, last):
-            rows = i * M + tl.arange(0, M)
-            q, do = _tile(Q + b * q_b + h * q_h, i * M, S, q_s, D, M), _tile(DO + b * o_b + h * o_h, i * M, S, o_s, D, M)
-            of_rows = tl.load(OF_ROWS + b * of_rows_step + rows, mask=rows < S, other=0)
-            lse, delta = tl.load(LSE + bh * S + rows, mask=rows < S, other=0.0), tl.load(DELTA + bh * S + rows, mask=rows < S, other=0.0)
-            p = _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, CAUSAL)
-            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
-            ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
-            dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk)
+        at, Qh, Oh = (b * H + h) * S, Q + b * q_b + h * q_h, DO + b * o_b + h * o_h
+        dk, dv = _some_keys(k, v, Qh, Oh, OF, LSE + at, DELTA + at, of_keys, keys, dk, dv, first, begin, S, T, q_s, o_s, scale, True, CAUSAL, D, M)
+        dk, dv = _some_keys(k, v, Qh, Oh, OF, LSE + at, DELTA + at, of_keys, keys, dk, dv, begin, end, S, T, q_s, o_s, scale, False, CAUSAL, D, M)
+        dk, dv = _some_keys(k, v, Qh, Oh, OF, LSE + at, DELTA + at, of_keys, keys, dk, dv, end, last, S, T, q_s, o_s, scale, True, CAUSAL, D, M)
     at = ((b * T + keys[:, None]) * (H // R) + g) * D + tl.arange(0, D)[None, :]
     tl.store(DK + at, (dk * scale).to(DK.dtype.element_ty), mask=keys[:, None] < T)
     tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=keys[:, None] < T)
@@ -130,36 +189,41 @@ def _to_keys(  # type: ignore[no-untyped-def]
 # -- which blocks meet ---------------------------------------------------------------------------------------------------------
 
 
-def _bounds(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The least and the greatest number in every block of tokens, [batch, blocks]."""
-    short = -x.shape[1] % size
-    blocks = torch.cat([x, x[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, size)) if short else x.unflatten(1, (-1, size))
+def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest number of every few tokens, [batch, blocks]."""
+    short = -x.shape[1] % FEW
+    blocks = torch.cat([x, x[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, FEW)) if short else x.unflatten(1, (-1, FEW))
     return blocks.amin(-1), blocks.amax(-1)
 
 
-def _range(met: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the last dim that is met, and the one after the last; both 0 where none is."""
-    count = torch.arange(met.shape[-1], device=met.device, dtype=torch.int32)
-    last = torch.where(met, count + 1, 0).amax(-1)
-    return torch.where(met, count, met.shape[-1]).amin(-1).minimum(last).to(torch.int32), last.to(torch.int32)
+def _runs(met: Tensor, same: Tensor) -> Tensor:
+    """[batch, 4, blocks]: the first that is met, the one after the last, and a run of those that are one document with it."""
+    n = met.shape[-1]
+    count = torch.arange(n, device=met.device)
+    first, last = torch.where(met, count, n).amin(-1), torch.where(met, count + 1, 0).amax(-1)
+    begin = torch.where(same, count, n).amin(-1)
+    end = torch.where(~same & (count > begin.unsqueeze(-1)), count, n).amin(-1)
+    return torch.stack([first.minimum(last), last, begin, end], 1).to(torch.int32)
 
 
 def ranges(rows: Tensor, keys: Tensor, causal: bool) -> list[Tensor]:
-    """Of every block of rows the blocks of keys it reads, from and to, and of every block of keys those of rows."""
-    (r_least, r_most), (k_least, k_most) = _bounds(rows, ROWS), _bounds(keys, KEYS)
+    """Of every few rows the keys they read, and of every few keys the rows that read them."""
+    (r_least, r_most), (k_least, k_most) = _bounds(rows), _bounds(keys)
     met = (r_least[:, :, None] <= k_most[:, None]) & (r_most[:, :, None] >= k_least[:, None])
+    same = (r_least[:, :, None] == k_most[:, None]) & (r_most[:, :, None] == k_least[:, None])
+    i, j = torch.arange(met.shape[1], device=rows.device)[:, None], torch.arange(met.shape[2], device=rows.device)
+    same = same & ((i + 1) * FEW <= rows.shape[1]) & ((j + 1) * FEW <= keys.shape[1])
     if causal:
-        i, j = (torch.arange(n, device=rows.device) for n in met.shape[1:])
-        met = met & (j * KEYS <= i[:, None] * ROWS + (ROWS - 1))
-    return [*_range(met), *_range(met.transpose(1, 2))]
+        met, same = met & (j <= i), same & (j < i)
+    return [_runs(met, same), _runs(met.transpose(1, 2), same.transpose(1, 2))]
 
 
 # -- the calls -----------------------------------------------------------------------------------------------------------------
 
 
-def _meta(q: Tensor, causal: bool) -> dict[str, Any]:
-    d = q.shape[-1]
-    return {"CAUSAL": causal, "D": d, "M": ROWS, "N": KEYS, "num_warps": 4 if d <= 64 else 8, "num_stages": 2}
+def _meta(kernel: str, q: Tensor, causal: bool) -> dict[str, Any]:
+    wide = {"num_warps": 8, "num_stages": 2} if q.shape[-1] > 64 else {}
+    return {"CAUSAL": causal, "D": q.shape[-1], **SIZES[kernel], **wide}
 
 
 def _sizes(q: Tensor, k: Tensor, rows: Tensor, keys: Tensor) -> tuple[int, ...]:
@@ -182,7 +246,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, met: list[
     b, h, s, _ = q.shape
     out, lse = _by_tokens(q), torch.empty((b, h, s), dtype=torch.float32, device=q.device)
     rest = (*_sizes(q, k, rows, keys), scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    _attend[(triton.cdiv(s, ROWS), b * h)](q, k, v, rows, keys, met[0], met[1], out, lse, *rest, **_meta(q, causal))
+    meta = _meta("attend", q, causal)
+    _attend[(triton.cdiv(s, meta["M"]), b * h)](q, k, v, rows, keys, met[0], out, lse, *rest, **meta)
     return out, lse
 
 
@@ -194,8 +259,9 @@ def _run_back(
     (b, h, s, _), (_, g, t, _) = q.shape, k.shape
     dq, dk, dv = map(_by_tokens, (q, k, v))
     rest = (*_sizes(q, k, rows, keys), scale, *(n for x in (q, k, v, do) for n in x.stride()[:3]))
-    _to_queries[(triton.cdiv(s, ROWS), b * h)](do, q, k, v, rows, keys, met[0], met[1], lse, delta, dq, *rest, **_meta(q, causal))
-    _to_keys[(triton.cdiv(t, KEYS), b * g)](do, q, k, v, rows, keys, met[2], met[3], lse, delta, dk, dv, *rest, **_meta(q, causal))
+    one, other = _meta("to_queries", q, causal), _meta("to_keys", q, causal)
+    _to_queries[(triton.cdiv(s, one["M"]), b * h)](do, q, k, v, rows, keys, met[0], lse, delta, dq, *rest, **one)
+    _to_keys[(triton.cdiv(t, other["N"]), b * g)](do, q, k, v, rows, keys, met[1], lse, delta, dk, dv, *rest, **other)
     return dq, dk, dv
 
 
@@ -216,7 +282,7 @@ def _heads(x: Tensor) -> Tensor:
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
     """q [b, g, r, s, d], k and v [b, g, t, d], documents of rows [b or 1, s] and of keys [b or 1, t] -> result and log-sum-exp."""
-    met = [x.expand(q.shape[0], -1).contiguous() for x in ranges(rows, keys, causal)]
+    met = [x.expand(q.shape[0], -1, -1).contiguous() for x in ranges(rows, keys, causal)]
     out, lse = _forward(_heads(q), k, v, rows, keys, met, scale, causal)
     return out.unflatten(1, q.shape[1:3]), lse.unflatten(1, q.shape[1:3])
 
@@ -224,6 +290,6 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tens
 def document_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor, keys: Tensor, *, scale: float, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    met = [x.expand(q.shape[0], -1).contiguous() for x in ranges(rows, keys, causal)]
+    met = [x.expand(q.shape[0], -1, -1).contiguous() for x in ranges(rows, keys, causal)]
     dq, dk, dv = _backward(_heads(do), _heads(q), k, v, _heads(out), lse.flatten(1, 2), rows, keys, met, scale, causal)
     return dq.unflatten(1, q.shape[1:3]), dk, dv
