@@ -12,6 +12,13 @@ X = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual
 Y = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+def written(z, y):
+    """Into a part of complex numbers, and by a real one."""
+    z[:, 1:3] *= 1j
+    z[0] = y[0] + 0j
+    return torch.view_as_real(z)
+
+
 @pytest.mark.parametrize("f", [
     lambda x, y: torch.fft.fft(x).real,
     lambda x, y: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(y), n=6),
@@ -23,7 +30,9 @@ Y = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual
     lambda x, y: torch.view_as_real(torch.cat([torch.complex(x, y), 2j * torch.complex(y, x)], 1).sum(1)),
     lambda x, y: torch.einsum("bij,bkj->bik", torch.complex(x, y), torch.complex(y, x)).imag,
     lambda x, y: torch.complex(x, y).unsqueeze(0).expand(2, 3, 4, 6).permute(3, 0, 1, 2).real,
-], ids=range(10))  # fmt: skip
+    lambda x, y: torch.fft.fft(x).mul_(2j).add_(torch.complex(y, x)).abs(),
+    lambda x, y: written(torch.complex(x, y), y),
+], ids=range(12))  # fmt: skip
 def test_complex_between_real(f):
     same_function(f, X, Y, tolerance=1e-12)
 
@@ -57,7 +66,7 @@ class Holds(nn.Module):
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: Holds(torch.fft.fft), r"what the module returns \(out\) is complex"),
-    (lambda: Holds(lambda x: torch.fft.fft(x).mul_(2).real), "the target of the in-place op aten.mul_.Tensor is complex"),
+    (lambda: Holds(lambda x: torch.mul(torch.fft.fft(x), 2, out=torch.empty(3, 4, 6, dtype=torch.complex128)).real), "the target of the in-place op"),
     (lambda: nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), "the parameter 0 is complex"),
 ])  # fmt: skip
 def test_complex_at_the_border(make, words):

@@ -312,7 +312,16 @@ class Below(TorchDispatchMode):
         if func._schema.is_mutable and _twin(func) in VIEWS:
             return self._turn(VIEWS[_twin(func)], func, args, of_pairs)
         if func._schema.is_mutable:
-            raise refuse_complex(f"the target of the in-place op {func}", args[0])
+            twin = _twin(func)
+            if twin is None or "out" in kwargs or not args[0].is_complex():
+                raise refuse_complex(f"the target of the in-place op {func}", args[0])
+            shape, dtype = parts_of(args[0])
+            if func is torch.ops.aten.copy_.default and args[1].is_complex():
+                new = expand(to_dtype(recorder.node(args[1]), dtype), shape)
+            else:
+                new = unknown(recorder, twin, twin(*args, **kwargs), *_as_nodes(recorder, (args, kwargs)))
+            recorder.write(args[0], new)
+            return out
         if _tensors(out):
             nodes = unknown(recorder, func, out, *_as_nodes(recorder, (args, kwargs)))
             for tensor, node in zip(_tensors(out), [nodes] if isinstance(nodes, Node) else nodes, strict=True):
