@@ -1,7 +1,8 @@
-"""Models with a gradient of their own: functions with one result are nodes, for others autograd runs under the trace."""
+"""Models with a gradient of their own: functions are nodes; for those that write in place, and old hooks, autograd runs under the trace."""
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -81,8 +82,16 @@ def test_own_gradients_are_respected():
     assert captured.opaque == {}
 
 
-def test_in_double_it_is_exact():
-    same_as_torch(Net().double(), loss, (BATCH[0].double(), BATCH[1]), tolerance=1e-12)
+def joint(model: nn.Module) -> nn.Module:
+    """With a hook for which torch's autograd must run under the trace."""
+    model.register_backward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("changed", [lambda m: m, joint])
+def test_in_double_it_is_exact(changed):
+    captured = same_as_torch(changed(Net().double()), loss, (BATCH[0].double(), BATCH[1]), tolerance=1e-12)
+    assert captured.joint == (changed is joint)
 
 
 def test_a_whole_step_with_accumulation():
@@ -103,8 +112,8 @@ def test_blocks_are_not_reused_under_autograd():
         def forward(self, x, ids):
             return sum(net(x, ids) for net in self.nets)
 
-    captured = same_as_torch(Two(), loss, BATCH)
-    assert captured.blocks == ()
+    assert same_as_torch(Two(), loss, BATCH).blocks
+    assert same_as_torch(joint(Two()), loss, BATCH).blocks == ()
 
 
 class Scaled(torch.autograd.Function):

@@ -1,15 +1,17 @@
 """Models with an autograd function of their own, or hooks of the backward pass.
 
 Its gradient need not be that of what it computes (a straight-through estimator, a gradient reversed), so weft's vjps would
-be wrong for it. One with one result is a node whose vjp is its own backward, traced once, and so is a value whose gradient a hook changes. For
-others torch's autograd runs under the trace: ATen's backward ops are traced like the forward ones, and an op heard above ATen enters autograd
-as one function, whose backward is weft's vjp.
+be wrong for it. It is a node whose vjp is its own backward, traced once, and so is a value whose gradient a hook changes. For functions that
+write in place, and for old hooks, torch's autograd runs under the trace: ATen's backward ops are traced like the forward ones, and an op heard
+above ATen enters autograd as one function, whose backward is weft's vjp.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from weft.core.errors import CaptureError, WeftError
 from weft.core.node import Node, toposort, user_line
 from weft.frontend.capture.recorder import Recorder, substituted
 from weft.ops.own import with_gradient
+from weft.ops.shape import concat, narrow, reshape
 
 
 class OwnGradient(Exception):
@@ -67,10 +70,13 @@ class _Context:
 
     def __init__(self, needs: tuple[bool, ...], decline: Callable[..., Any]) -> None:
         self.needs_input_grad, self.saved_tensors = needs, ()
-        self.mark_dirty = self.mark_non_differentiable = decline
+        self.mark_dirty, self.fixed, self.zeros = decline, list[Tensor](), True
 
     def set_materialize_grads(self, value: bool) -> None:
-        """The one result has its gradient."""
+        self.zeros = value  # gradients of results that nobody reads
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.fixed += tensors
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors  # type: ignore[assignment]
@@ -79,7 +85,7 @@ class _Context:
 
 
 def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
-    """An autograd function with one result as a node whose gradient is what its own backward makes of a cotangent; any other needs autograd."""
+    """An autograd function as a node whose gradient is what its own backward makes of a cotangent; several results are parts of one."""
     moving = [isinstance(a, Tensor) and recorder.moves(recorder.node(a)) for a in args]
     context = _Context(tuple(moving), lambda *_: _decline(cls))
     with torch.no_grad():
@@ -88,19 +94,36 @@ def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
         else:
             out = cls.forward(*args)
             cls.setup_context(context, args, out)
-        if not any(moving):
+        outs = out if isinstance(out, tuple) else (out,)
+        own = [x for x in outs if isinstance(x, Tensor) and x.is_floating_point() and not any(x is y for y in context.fixed)]
+        if not any(moving) or not own:
             return out
-        if not isinstance(out, Tensor) or not out.is_floating_point():
+        if len({x.dtype for x in own}) > 1 or len(outs) > 1 and not context.zeros:
             return _decline(cls)
-        ct = recorder.placeholder(out)
-        found = cls.backward(context, ct)
+        value = [recorder.ref(x).read() for x in own]
+        whole = value[0] if len(own) == 1 else concat([reshape(n, (-1,)) for n in value], 0)
+        start = recorder.ref(recorder.placeholder(recorder.wrap(whole))).read()
+        cts = iter([recorder.wrap(n, x) for n, x in zip(_parts(start, value), own, strict=True)])
+        found = cls.backward(context, *(next(cts) if any(x is y for y in own) else torch.zeros_like(x) for x in outs))
         grads = [g for g, moves in zip(found if isinstance(found, tuple) else (found,), moving, strict=False) if moves]
         gradients = [None if g is None else recorder.ref(g).read() for g in grads]
-        value, start = recorder.ref(out).read(), recorder.ref(ct).read()
     operands = [recorder.node(a) for a, moves in zip(args, moving, strict=True) if moves]
     if len(gradients) != len(operands) or any(g is not None and g.type != x.type for g, x in zip(gradients, operands, strict=True)):
         return _decline(cls)
-    return recorder.wrap(with_gradient(cls.__name__, value, operands, start, gradients, recorder.next_call()), out) if torch.is_grad_enabled() else out
+    if not torch.is_grad_enabled():
+        return out
+    made = _parts(with_gradient(cls.__name__, whole, operands, start, gradients, recorder.next_call()), value)
+    wrapped = iter([recorder.wrap(n, x) for n, x in zip(made, own, strict=True)])
+    results = tuple(next(wrapped) if any(x is y for y in own) else x for x in outs)
+    return results if isinstance(out, tuple) else results[0]
+
+
+def _parts(whole: Node, like: Sequence[Node]) -> list[Node]:
+    """What nodes are of the one they were put together to."""
+    if len(like) == 1:
+        return [whole]
+    ends = list(itertools.accumulate(math.prod(n.shape) for n in like))
+    return [reshape(narrow(whole, 0, end - math.prod(n.shape), end), n.shape) for n, end in zip(like, ends, strict=True)]
 
 
 def _once(function: Any, preserve: Any, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:

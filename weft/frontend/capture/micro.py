@@ -68,7 +68,7 @@ def require_gradients(captured: Captured) -> None:
     if not captured.gradients:
         raise PlanError(
             "a step in micro-batches needs gradients that follow from the forward pass",
-            needed="no hooks of the backward pass, and autograd functions of one result",
+            needed="no old hooks of the backward pass, and autograd functions that write into none of their operands",
             found="one that was traced together with its backward pass",
             try_="a plan without pp, micro and accumulate",
         )
