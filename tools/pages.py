@@ -12,8 +12,10 @@ printed into its output blocks.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -42,8 +44,17 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page whose code is run."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Every page whose code is run, notebooks among them."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*.ipynb"))]
+
+
+def text_of(path: Path) -> str:
+    """A page; of a notebook, its cells as one."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    parts = ["".join(c["source"]) if c["cell_type"] == "markdown" else f"```python\n{''.join(c['source'])}\n```" for c in cells]
+    return "\n\n".join(parts) + "\n"
 
 
 def blocks(text: str) -> list[Block]:
@@ -64,7 +75,7 @@ def run_page(path: Path, folder: Path, accept: bool = False) -> int:
     printed, done = "", 0
     sys.path[:0] = [str(folder), str(ROOT / "examples")]  # the process is the page's own
     with contextlib.chdir(folder):
-        for number, block in enumerate(blocks(path.read_text())):
+        for number, block in enumerate(blocks(text_of(path))):
             where = f"{path.name}, line {block.line}"
             if block.skip or block.kind in SHOWN:
                 continue
@@ -94,10 +105,14 @@ def rewrite(path: Path, number: int, text: str) -> None:
 def run_python(block: Block, name: str, space: dict[str, object]) -> str:
     """What it prints. Line numbers, also those in weft's errors, are the page's."""
     out = io.StringIO()
-    code = compile("\n" * (block.line - 1) + block.text, name, "exec")
+    tree = ast.parse("\n" * (block.line - 1) + block.text, name)
+    shown = tree.body.pop() if name.endswith(".ipynb") and tree.body and isinstance(tree.body[-1], ast.Expr) else None
     try:
         with contextlib.redirect_stdout(out):
-            exec(code, space)
+            exec(compile(tree, name, "exec"), space)
+            if isinstance(shown, ast.Expr):  # what a notebook draws beneath the cell
+                value = eval(compile(ast.Expression(shown.value), name, "eval"), space)
+                value._repr_html_() if hasattr(value, "_repr_html_") else repr(value)
     except Exception as error:
         raise PageError(f"{name}, block at line {block.line}: {type(error).__name__}: {error}") from error
     return out.getvalue()

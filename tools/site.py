@@ -1,18 +1,22 @@
 """The documentation as a site that needs no network: pages are gathered for mkdocs-material, which builds, searches and checks every link.
 
     python -m tools.site            # writes site/; the contents are in mkdocs.yml
+    python -m tools.site site 0.2   # writes site/0.2 next to other versions there, which readers can switch between where it is served
 
 README.md becomes the first page, and files of the source that pages link to become pages of code.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
 import shutil
 import sys
 from pathlib import Path
+
+from tools import pages
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
@@ -54,12 +58,17 @@ def gather(out: Path, root: Path = ROOT) -> None:
     names = [*(name for name in OUTSIDE if (root / name).exists()), *(f"docs/{p.name}" for p in sorted((root / "docs").glob("*.md")))]
     for name in names:
         (out / page_of(name)).write_text(FENCE.sub(fence, linked(name, (root / name).read_text(), root, out)))
+    for notebook in sorted((root / "docs").glob("*.ipynb")):
+        head, _, rest = pages.text_of(notebook).partition("\n")
+        note = f"This page is a notebook: [{notebook.name}]({notebook.name}), run by the tests."
+        (out / f"{notebook.stem}.md").write_text(f"{head}\n\n{note}\n{linked(f'docs/{notebook.name}', rest, root, out)}")
+        shutil.copy(notebook, out)
     for picture in [*(root / "docs").glob("*.png"), *(root / "docs").glob("*.svg")]:
         shutil.copy(picture, out)
 
 
 def page_of(name: str) -> str:
-    return OUTSIDE.get(name, name.removeprefix("docs/"))
+    return OUTSIDE.get(name, re.sub(r"\.ipynb$", ".md", name.removeprefix("docs/")))
 
 
 def fence(found: re.Match[str]) -> str:
@@ -86,8 +95,8 @@ def linked(name: str, text: str, root: Path, out: Path) -> str:
     return LINK.sub(address, text)
 
 
-def build(out: Path, root: Path = ROOT) -> list[str]:
-    """Writes the site; its pages."""
+def build(out: Path, root: Path = ROOT, versions: bool = False) -> list[str]:
+    """Writes the site; its pages. With `versions` they have a menu of the versions that lie next to it."""
     from mkdocs.commands.build import build as make
     from mkdocs.config import load_config
 
@@ -96,14 +105,16 @@ def build(out: Path, root: Path = ROOT) -> list[str]:
     heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("mkdocs")
     logger.addHandler(heard)
-    pages = out.parent / f".{out.name}-pages"
+    gathered = out.parent / f".{out.name}-pages"
     try:
-        gather(pages, root)
-        config = load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(pages.resolve()), site_dir=str(out.resolve()), strict=False)
+        gather(gathered, root)
+        config = load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(gathered.resolve()), site_dir=str(out.resolve()), strict=False)
+        if versions:
+            config["extra"]["version"] = {"provider": "mike"}  # the theme's name for a versions.json one folder up
         make(config)
     finally:
         logger.removeHandler(heard)
-        shutil.rmtree(pages, ignore_errors=True)
+        shutil.rmtree(gathered, ignore_errors=True)
     if said:
         raise Broken("\n".join(said))
     (out / "assets" / "worker.js").write_text(WORKER)
@@ -113,10 +124,21 @@ def build(out: Path, root: Path = ROOT) -> list[str]:
     return sorted(str(p.relative_to(out)) for p in out.rglob("*.html"))
 
 
+def release(out: Path, version: str, root: Path = ROOT) -> list[str]:
+    """Writes the site of one version into a folder of them all; the newest is where readers arrive."""
+    made = build(out / version, root, versions=True)
+    known = sorted({p.parent.name for p in out.glob("*/index.html")}, key=lambda v: [int(n) for n in re.findall(r"\d+", v)], reverse=True)
+    listed = [{"version": v, "title": v, "aliases": ["latest"] if v == known[0] else []} for v in known]
+    (out / "versions.json").write_text(json.dumps(listed) + "\n")
+    first = f"{known[0]}/index.html"
+    (out / "index.html").write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={first}"><a href="{first}">weft {known[0]}</a>\n')
+    return made
+
+
 def main() -> int:
-    out = Path((sys.argv[1:] or ["site"])[0])
+    out, version = Path((sys.argv[1:] or ["site"])[0]), (sys.argv[2:] or [""])[0]
     try:
-        made = build(out)
+        made = release(out, version) if version else build(out)
     except Broken as error:
         print(error, file=sys.stderr)
         return 1

@@ -40,7 +40,7 @@ def test_the_code_of_a_page_does_what_it_says(path: Path, tmp_path: Path) -> Non
 
 def test_a_block_that_is_left_out_says_why() -> None:
     for path in PAGES:
-        for block in pages.blocks(path.read_text()):
+        for block in pages.blocks(pages.text_of(path)):
             known = block.kind in ("python", "sh", "output", *pages.SHOWN)
             assert known, f"{path.name}, line {block.line}: a block of {block.kind or 'no language'}"
             assert block.skip is None or len(block.skip) > 10, f"{path.name}, line {block.line}: why is it skipped?"
@@ -50,6 +50,13 @@ def page(folder: Path, text: str) -> Path:
     path = folder / "page.md"
     path.write_text(text)
     return path
+
+
+def test_a_notebook_that_fails_is_caught(tmp_path: Path) -> None:
+    cells = [{"cell_type": "markdown", "source": ["# A"]}, {"cell_type": "code", "source": ["x = 1\n", "x / 0"]}]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    with pytest.raises(pages.PageError, match=r"n.ipynb, block at line 4: ZeroDivisionError"):
+        pages.run_page(tmp_path / "n.ipynb", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +106,28 @@ def test_search_finds_the_words_of_the_field(built: Path, words: str) -> None:
     assert any(words.lower() in f"{d['title']} {d['text']}".lower() for d in found)
 
 
-def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
+def small(root: Path) -> None:
+    """Pages of every name, with little in them."""
+    (root / "docs").mkdir(parents=True)
     for name in site.ROOT.glob("docs/*.md"):
-        (tmp_path / "docs" / name.name).write_text(f"# {name.stem}\n")
+        (root / "docs" / name.name).write_text(f"# {name.stem}\n")
+    for name in site.ROOT.glob("docs/*.ipynb"):
+        (root / "docs" / name.name).write_text(name.read_text())
     for name in site.OUTSIDE:
-        (tmp_path / name).write_text("# Title\n\n[here](#title)\n")
+        (root / name).write_text("# Title\n\n[here](#title)\n")
+
+
+def test_versions_lie_next_to_each_other(tmp_path: Path) -> None:
+    small(tmp_path / "pages")
+    for version in ("0.10", "0.9"):
+        site.release(tmp_path / "site", version, tmp_path / "pages")
+    listed = json.loads((tmp_path / "site/versions.json").read_text())
+    assert [(v["version"], v["aliases"]) for v in listed] == [("0.10", ["latest"]), ("0.9", [])]
+    assert '"provider": "mike"' in (tmp_path / "site/0.9/index.html").read_text() and "0.10/index.html" in (tmp_path / "site/index.html").read_text()
+
+
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
+    small(tmp_path)
     (tmp_path / "README.md").write_text("# Title\n\n[here](#title) and [there](docs/none.md) and [so](#not)\n")
     with pytest.raises(site.Broken, match=r"(?s)none.md.*#not"):
         site.build(tmp_path / "out", tmp_path)

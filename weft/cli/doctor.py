@@ -89,6 +89,14 @@ def z3() -> Finding:
     return _package("Z3", "z3-solver", "z3", advice="pip install 'weft[prove]': rules are not judged a second time without it")
 
 
+def transformers() -> Finding:
+    return _package("transformers", "transformers", advice="pip install 'weft[hf]': hf: models and the Trainer need it", low=(4, 50))
+
+
+def yaml() -> Finding:
+    return _package("PyYAML", "pyyaml", "yaml", advice="pip install 'weft[plan]': clusters and configurations in YAML are not read without it")
+
+
 def _package(
     name: str,
     distribution: str,
@@ -163,11 +171,10 @@ def shared_memory() -> Finding:
 
 def threads() -> Finding:
     value = os.environ.get("OMP_NUM_THREADS")
-    if value == "1":
-        return Finding("threads", "ok", "OMP_NUM_THREADS=1")
-    found = f"OMP_NUM_THREADS={value}" if value else "OMP_NUM_THREADS is not set"
+    if value in (None, "1"):
+        return Finding("threads", "ok", "OMP_NUM_THREADS=1" if value else "OMP_NUM_THREADS is not set: weft run and torchrun start processes with 1")
     advice = "export OMP_NUM_THREADS=1 when ranks are processes on CPUs: ranks x threads should not exceed the cores"
-    return Finding("threads", "warn", found, advice)
+    return Finding("threads", "warn", f"OMP_NUM_THREADS={value}", advice)
 
 
 def compiler() -> Finding:
@@ -265,6 +272,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     torch,
     triton,
     highs,
+    yaml,
+    transformers,
     z3,
     cores,
     memory,
