@@ -60,7 +60,7 @@ class Blanks:
         return value if value > 0 else default
 
     def measured(self, key: str) -> tuple[float, str]:
-        """What was measured, and why nothing can be compared with it, where that is so: the row can be foreseen all the same."""
+        """What was measured, and why nothing can be compared with it, where that is so: the row can be predicted all the same."""
         if not (self.cells.get(key) or "").strip():
             return math.nan, f"{key} is blank, so there is nothing to compare with"
         value = self.number(key)

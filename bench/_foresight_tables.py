@@ -1,4 +1,4 @@
-"""Tables of what was foreseen and measured on the machine at hand, for the documentation."""
+"""Tables of what was predicted and measured on the machine at hand, for the documentation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def times(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[r["case"], f"{r['measured_ms']:.2f}", f"{r['predicted_ms']:.2f}", f"{r['error']:+.1%}"] for r in read]
     errors = [abs(r["error"]) for r in read]
     last = [f"median and worst of {len(read)}", "", "", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
-    return _table(["step", "measured ms", "foreseen ms", "error"], [*lines, last])
+    return _table(["step", "measured ms", "predicted ms", "error"], [*lines, last])
 
 
 def memory(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -36,26 +36,26 @@ def memory(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         error = row.get("memory_error")
         name = row["case"].replace(f" {row['way']}", "")
-        settings.setdefault(name, {})[row["way"]] = f"{error:+.1%}" if error is not None else "not foreseen"
+        settings.setdefault(name, {})[row["way"]] = f"{error:+.1%}" if error is not None else "not predicted"
     lines = [[name, *(ways.get(way, "") for way in WAYS)] for name, ways in sorted(settings.items())]
     return _table(["setting", *WAYS.values()], lines)
 
 
 def on_processor(rows: Sequence[Mapping[str, Any]], orders: Mapping[str, Mapping[str, Any]]) -> str:
-    """Row by row, and below what was foreseen in another order than measured."""
+    """Row by row, and below what was predicted in another order than measured."""
     read = [r for r in rows if r.get("error") is not None]
     lines = [[r["case"], f"{r['measured']:.1f}", f"{r['predicted']:.1f}", f"{r['error']:+.1%}"] for r in read]
     errors = [abs(r["error"]) for r in read]
     last = [f"median and worst of {len(read)}", "", "", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
     said = [f"- {name}: {_order(found)}{_ties(found)}" for name, found in orders.items()]
-    return _table(["step", "measured ms", "foreseen ms", "error"], [*lines, last]) + "\n\nOrder of the five kinds:\n\n" + "\n".join(said)
+    return _table(["step", "measured ms", "predicted ms", "error"], [*lines, last]) + "\n\nOrder of the five kinds:\n\n" + "\n".join(said)
 
 
 def _order(found: Mapping[str, Any]) -> str:
     measured = " < ".join(found["measured"])
     if found["same"]:
-        return f"{measured}, as foreseen"
-    return f"{measured}; foreseen the other way round: " + "; ".join(f"{pair} ({by:.1%} apart)" for pair, by in found["wrong"].items())
+        return f"{measured}, as predicted"
+    return f"{measured}; predicted the other way round: " + "; ".join(f"{pair} ({by:.1%} apart)" for pair, by in found["wrong"].items())
 
 
 def _ties(found: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from weft.plan.transformer import Shape, workload
 
 @dataclass(frozen=True)
 class Row:
-    """One run: what was run, where, what was measured, and how a foreseen step is turned into the same measure."""
+    """One run: what was run, where, what was measured, and how a predicted step is turned into the same measure."""
 
     case: str
     group: str

@@ -1,7 +1,7 @@
-"""`weft bench cpu-foresight`: step times of weft's plans on the ranks at hand, foreseen from a calibrated profile and measured.
+"""`weft bench cpu-foresight`: step times of weft's plans on the ranks at hand, predicted from a calibrated profile and measured.
 
 Five plans are compared in order, one for each thing a plan can cut: samples alone, parameters too, features, features and tokens, tokens.
-They are the same for every size and number of ranks. Others are timed beside them and foreseen, but lie too near to these to have an order.
+They are the same for every size and number of ranks. Others are timed beside them and predicted, but lie too near to these to have an order.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _calibrate(ranks: int) -> str:
 def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table("case", "measured ms", "foreseen ms", "error", title="one training step")
+    table = Table("case", "measured ms", "predicted ms", "error", title="one training step")
     for r in rows:
         if r["error"] is None:
             table.add_row(r["case"], "-", "-", r["reason"])
@@ -92,7 +92,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
 
 def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], place: str) -> list[dict[str, Any]]:
-    """Every plan that can be made, foreseen and timed in turn with the others; what was measured is the lower quartile of its rounds."""
+    """Every plan that can be made, predicted and timed in turn with the others; what was measured is the lower quartile of its rounds."""
     from bench.train import workload
     from weft.cluster.spec import cluster
     from weft.cost.simulate import predict
@@ -108,12 +108,12 @@ def measure(rank: int, world: int, size: str, rounds: int, plans: list[str], pla
             rows.append({"case": f"gpt-{size} x{world} {plan}", "group": f"{size} x{world}", "error": None, "reason": reason})
     took = _time({p: (lambda s=s: s(example)) for p, s in steps.items()}, rounds)
     for plan, step in steps.items():
-        foreseen = predict(step.program, cluster(place))
-        predicted, measured = foreseen.step_ms, sorted(took[plan])[rounds // 4]
+        seen = predict(step.program, cluster(place))
+        predicted, measured = seen.step_ms, sorted(took[plan])[rounds // 4]
         rows.append(
             {
                 "case": f"gpt-{size} x{world} {plan}", "group": f"{size} x{world}", "measured": measured, "predicted": predicted,
-                "error": predicted / measured - 1, "causes_ms": dict(foreseen.causes_ms), "rounds_ms": took[plan],
+                "error": predicted / measured - 1, "causes_ms": dict(seen.causes_ms), "rounds_ms": took[plan],
             }
         )  # fmt: skip
     return rows

@@ -331,7 +331,7 @@ def mixed_graphs(rng: random.Random, samples: int = 64) -> Any:
 
 
 def balance(batches: int) -> Row:
-    """Two processes, data parallel, skewed trees of long-tailed sizes: samples dealt out by foreseen time against at random."""
+    """Two processes, data parallel, skewed trees of long-tailed sizes: samples dealt out by predicted time against at random."""
     from bench._ranks import run_ranks
 
     return run_ranks(balance_on_ranks, 2, batches)
@@ -380,9 +380,9 @@ def balance_on_ranks(rank: int, world: int, batches: int, hidden: int = 128, per
 
 
 def foreseen_of(sizes: Any, steps: Any, cost: Any) -> float:
-    from weft.dynamic.balance import foreseen
+    from weft.dynamic.balance import predicted
 
-    return foreseen(sizes, steps, cost)
+    return predicted(sizes, steps, cost)
 
 
 def _same_samples(ways: dict[str, Any]) -> bool:

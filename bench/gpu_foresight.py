@@ -325,8 +325,8 @@ def timed(case: Case, seen: Observed | str, got: dict[str, Any] | str, held: flo
     row |= {"measured_ms": got["seconds"] * 1e3, "measured_gb": held / 1e9, "ran": got["kernels"]}
     if isinstance(seen, str):
         return row | {"reason": f"not observed: {seen}"}
-    foreseen = seconds(seen, device, case.recorded(place))
-    row |= {"kernels": sum(seen.issued.values()), "predicted_ms": foreseen * 1e3, "error": foreseen / got["seconds"] - 1}
+    predicted = seconds(seen, device, case.recorded(place))
+    row |= {"kernels": sum(seen.issued.values()), "predicted_ms": predicted * 1e3, "error": predicted / got["seconds"] - 1}
     return row | _memory(seen, held, device, case.recorded(place))
 
 
@@ -340,8 +340,8 @@ def _memory(seen: Observed, held: float, device: Device, recorded: bool) -> dict
     """Foreseen and measured. A graph is recorded on a stream of its own, which has a workspace of its own."""
     if not held:
         return {}
-    foreseen = seen.peak + device.get("workspace.bytes", 0.0) * (2 if recorded else 1)
-    return {"predicted_gb": foreseen / 1e9, "measured_gb": held / 1e9, "memory_error": foreseen / held - 1}
+    predicted = seen.peak + device.get("workspace.bytes", 0.0) * (2 if recorded else 1)
+    return {"predicted_gb": predicted / 1e9, "measured_gb": held / 1e9, "memory_error": predicted / held - 1}
 
 
 def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
@@ -386,7 +386,7 @@ class Run:
             Path(self.out).write_text(json.dumps({"rows": self.rows, "observed": self.observed, "code": self.code}))
 
     def gather(self, cases: Sequence[Case], ends: float) -> Iterator[tuple[Case, Child | None, Any, Observed | str]]:
-        """Each case once it is both measured and foreseen: its process, what it held, what was foreseen."""
+        """Each case once it is both measured and predicted: its process, what it held, what was predicted."""
         lock, device = get_context("spawn").Lock(), self.profile.device
         begin = [partial(Child, work, case, *args) for case in cases
                  for work, args in ((_measured, (self.place, lock)), (_predicted, (self.place, device)))]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`weft bench microbatch`: the largest micro-batch that fits, with optimizer state on every device or in slices, as foreseen.
+"""`weft bench microbatch`: the largest micro-batch that fits, with optimizer state on every device or in slices, as predicted.
 
 BERT of three sizes by data parallelism alone, Adam and LAMB, as in CoCoNet's table 1: half precision with masters and moments in
 fp32, 128 words, 32 GB. A micro-batch counts if it is a power of two, as there. With `--run`, a small BERT is trained on processes of this
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
         if run:
             small = [held_row(words, run, budget * 1e6) for words in ("replicated", "sliced")]
             for row_ in small:
-                console.print(f"{row_['case']}: {row_['largest']} by bytes held, {row_['foreseen']} foreseen; MB {row_['mb']}", markup=False)
+                console.print(f"{row_['case']}: {row_['largest']} by bytes held, {row_['predicted']} predicted; MB {row_['mb']}", markup=False)
             if json:
                 emit({"bench": "microbatch", "ranks": run, "budget_mb": budget, "rows": small})
             return
@@ -91,20 +91,20 @@ def needed(size: str, optimizer: str, devices: int, kernels: str, zero: int, mic
 
 
 def held_row(how: str, ranks: int, budget: float) -> dict[str, Any]:
-    """The largest micro-batch whose step stays within the budget, by what ranks held and as foreseen; one is tried beyond both."""
+    """The largest micro-batch whose step stays within the budget, by what ranks held and as predicted; one is tried beyond both."""
     from bench._ranks import run_ranks
 
     plan, seen, size = f"dp{ranks}" + (",zero1" if how == "sliced" else ""), dict[int, tuple[float, float]](), 1
     while size <= 1024 and (not seen or min(seen[size // 2]) <= budget):
         seen[size] = run_ranks(held, ranks, plan, size)
         size *= 2
-    largest, foreseen = (max((b for b, found in seen.items() if found[k] <= budget), default=0) for k in range(2))
+    largest, predicted = (max((b for b, found in seen.items() if found[k] <= budget), default=0) for k in range(2))
     mb = {b: [round(x / 1e6, 2) for x in found] for b, found in seen.items()}
-    return {"case": f"{how}, {plan}", "largest": largest, "foreseen": foreseen, "mb": mb}
+    return {"case": f"{how}, {plan}", "largest": largest, "predicted": predicted, "mb": mb}
 
 
 def held(rank: int, world: int, plan: str, micro_batch: int) -> tuple[float, float]:
-    """The most bytes a rank held in a step, counted and foreseen."""
+    """The most bytes a rank held in a step, counted and predicted."""
     import torch
 
     import weft_zoo as zoo

@@ -1,4 +1,4 @@
-"""`weft bench orders`: five plans of different kind on the ranks at hand, in the order they are foreseen and in the order measured."""
+"""`weft bench orders`: five plans of different kind on the ranks at hand, in the order they are predicted and in the order measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         plans = [p.format(n=ranks) for p in KINDS.values()]
         rows = [order(size, run_ranks(measure, ranks, size, rounds, plans, where), plans) for size in sizes.split(",")]
         for r in rows:
-            console.print(f"{r['case']}: foreseen {' < '.join(r['foreseen'])}\n{' ' * len(r['case'])}  measured {' < '.join(r['measured'])}")
+            console.print(f"{r['case']}: predicted {' < '.join(r['predicted'])}\n{' ' * len(r['case'])}  measured {' < '.join(r['measured'])}")
         if json:
             emit({"bench": "orders", "machine": machine(), "ranks": ranks, "rows": rows})
 
@@ -40,7 +40,7 @@ def order(size: str, found: list[dict[str, Any]], plans: list[str]) -> dict[str,
     by = {key: sorted(took, key=lambda p: took[p][key]) for key in ("predicted", "measured")}
     wrong = {f"{a}, {b}": apart(took, a, b) for a, b in combinations(by["measured"], 2) if by["predicted"].index(a) > by["predicted"].index(b)}
     return {
-        "case": f"gpt-{size}", "foreseen": by["predicted"], "measured": by["measured"], "same": not wrong and len(took) == len(plans),
+        "case": f"gpt-{size}", "predicted": by["predicted"], "measured": by["measured"], "same": not wrong and len(took) == len(plans),
         "wrong": wrong, "neighbours": neighbours(took, by["measured"]), "failed": failed, "foreseen_ms": {p: took[p]["predicted"] for p in took},
         "measured_ms": {p: took[p]["measured"] for p in took}, "correct": "every plan was checked against the model before it ran",
     }  # fmt: skip

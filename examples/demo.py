@@ -124,7 +124,7 @@ def one_process() -> list[float]:
 
 
 def two_processes(rank: int, world: int) -> dict[str, Any]:
-    """The same under the plan that is foreseen to be fastest here, with a bar; then step times of all ways."""
+    """The same under the plan that is predicted to be fastest here, with a bar; then step times of all ways."""
     w = gpt()
     data = batches(list(w.example(1)))
     made = parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters(), lr=RATE), data[0], plan="auto")

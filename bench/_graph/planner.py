@@ -1,4 +1,4 @@
-"""A plan for any model that can be captured: every baseline and weft's own ways priced alike, the best taken and written down."""
+"""A plan for any model that can be captured: every baseline and weft's own ways priced the same, the best taken and written down."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def record(task: CapturedTask, limits: Limits, way: Candidate, others: Mapping[s
 
     work = sum(flops(n) for n in task.captured().program.nodes)
     peak = task.cluster.devices * task.cluster.device.peak(task.dtype)
-    foreseen = {
+    predicted = {
         "step_ms": rounded_ms(way.seconds), "tokens_per_s": float(f"{task.batch / way.seconds:.6g}"),
         "mfu": float(f"{work / way.seconds / peak:.4g}"), "memory_gb": float(f"{way.memory / 1e9:.4g}"), "gap": 0.0,
         "causes_ms": {k: rounded_ms(v) for k, v in sorted(way.causes.items()) if v > 1e-9}, "memory_parts_gb": {},
     }  # fmt: skip
     stages = tuple(_pieces(way)) if way.staged else ()
     return Plan(
-        task.model, task.cluster.text, 0, objective, way.name, setting_of(task, way), (), (), limits.data(), foreseen, others, lacking,
+        task.model, task.cluster.text, 0, objective, way.name, setting_of(task, way), (), (), limits.data(), predicted, others, lacking,
         stages=stages, layouts=layouts_of(way),
     )  # fmt: skip
 
@@ -88,8 +88,8 @@ def setting_of(task: CapturedTask, way: Candidate) -> Setting:
 
 
 def layouts_of(way: Candidate) -> dict[str, Any]:
-    """The mesh of a stage, how every input that is not whole is held on it, what is gathered again, the rules used, with the moves where they
-    led to another step, what runs beside compute, and the program so placed, updates by rows written as what they stand for."""
+    """The mesh of a stage, how every input that is not replicated is laid out on it, what is gathered again, the rules used, with the moves where they
+    led to another step, what runs overlapped with compute, and the program so placed, updates by rows written as what they stand for."""
     inputs = {
         name: {axis: str(place) for axis, place in node.layout.placements.items() if place != R}
         for name, node in way.placed.program.input_names.items()

@@ -1,8 +1,8 @@
 """Every way to run a captured program that the systems have, each priced by the same walk over the same nodes.
 
 A way is a mesh for each stage, a layout for every input, a number of micro-batches and stages. Baselines hold their inputs as those systems do
-and let run beside compute what those systems let; ways of weft come from the layout ILP at several shares of hideable communication, and
-the simulated step ranks them. Weft's ways, and experts' tables apart, update tables by rows; all others make a table's whole gradient.
+and let run overlapped with compute what those systems let; ways of weft come from the layout ILP at several shares of hideable communication, and
+the simulated step ranks them. Weft's ways, and experts' tables apart, update tables by rows; all others make a table's full gradient.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Candidate:
         degrees = " ".join(f"{a}{n}" for a, n in self.mesh.sizes.items() if n > 1) or "one device"
         more = [f"pp{self.pp} {self.staged.schedule}"] if self.staged and self.pp > 1 else []
         again = sum(len(s.again) for s in self.staged.stages) if self.staged else 0
-        more += [f"{again} units run again"] if again else []
+        more += [f"{again} units recomputed"] if again else []
         more += [f"{self.rounds} micro-batches"] if self.rounds > 1 else []
         return ", ".join([degrees, *more, *self.rules])
 
@@ -134,7 +134,7 @@ class GraphSearch:
         return made | ({"tables apart": self._tables_apart()} if self.tables else {})
 
     def _tables_apart(self) -> Candidate | str:
-        """Tables cut by columns over as many devices as their rows allow and updated by rows, all else data parallel: what experts do for
+        """Tables sharded by columns over as many devices as their rows allow and updated by rows, all else data parallel: what experts do for
         recommenders."""
         n, captured = self.cluster.devices, self.task.captured()
         widest = max(t for t in divisors(n) if all(w % t == 0 for w in self.tables.values()))
@@ -180,7 +180,7 @@ class GraphSearch:
                     continue
                 best = made if best is None or made.seconds < best.seconds else best
                 if made.staged is None:
-                    break  # nothing runs again: more micro-batches would only do the same in smaller pieces
+                    break  # nothing is recomputed: more micro-batches would only do the same in smaller pieces
         return best if best is not None else why.said(self.memory)
 
     def _least(self, named: Spec, rounds: int) -> float:
@@ -195,7 +195,7 @@ class GraphSearch:
         return held / named.tp + RESIDENT
 
     def _leanest(self, placed: PlacedProgram, overlap: frozenset[str], rounds: int) -> float:
-        """Bytes where every unit is run again."""
+        """Bytes where every unit is recomputed."""
         stages = Stager(self.units(placed, overlap), math.inf, rounds, FULL).split(1)
         return placed.memory(rounds) if stages is None else min(stages[0].memory, placed.memory(rounds))
 
@@ -205,7 +205,7 @@ class GraphSearch:
         return self._units[placed, overlap]
 
     def rounds(self, copies: int) -> list[int]:
-        """Numbers of micro-batches that leave every copy whole samples."""
+        """Numbers of micro-batches that leave every replica an integer number of samples."""
         own = self.task.batch // max(1, copies)
         if not own or self.task.batch % copies:
             return []
@@ -230,7 +230,7 @@ class GraphSearch:
         return PlacedProgram(program, self.cluster, again)
 
     def _whole(self, name: str, placed: PlacedProgram, overlap: frozenset[str], rounds: int, again: Sequence[str]) -> Candidate | None:
-        """One stage: as it is where it fits, else with parts of the forward pass run again."""
+        """One stage: as it is where it fits, else with parts of the forward pass recomputed."""
         rules = rules_of(placed.program)
         if placed.memory(rounds) <= self.memory:
             timed = placed.step(overlap, rounds)
@@ -275,7 +275,7 @@ class GraphSearch:
         return self._own[key]
 
     def free(self, say: Say) -> dict[str, Candidate | str]:
-        """Ways with layouts by the ILP: weft's own; the same with parameters held as used, without overlap and without stages
+        """Ways with layouts by the ILP: weft's own; the same with parameters laid out as used, without overlap and without stages
         (unity-like), or with stages of 1F1B (alpa-like)."""
         best: dict[str, Candidate] = {}
         for way in self._everything():
@@ -289,7 +289,7 @@ class GraphSearch:
         return {**best, **lacking}
 
     def _everything(self) -> Iterator[Candidate]:
-        """First every mesh at full price; the best again at lower prices of what may be hidden; then, with parameters held as used, every mesh
+        """First every mesh at full price; the best again at lower prices of what may be hidden; then, with parameters laid out as used, every mesh
         that could beat the best so held, judged by what it takes without overlap when held freely."""
         own: list[tuple[float, Spot]] = []
         without: list[tuple[float, Spot]] = []
@@ -312,7 +312,7 @@ class GraphSearch:
             yield from self._ways(spot, 1.0, restricted, issued=True)
 
     def _in_more_rounds(self, spot: Spot) -> Iterator[Candidate]:
-        """The same in more micro-batches, for as long as something runs again."""
+        """The same in more micro-batches, for as long as something is recomputed."""
         made = list(self._ways(spot, 1.0))
         for rounds in (r for r in self.rounds(spot.mesh.sizes["dp"]) if r > spot.rounds and spot.pp == 1):
             if not made or all(w.staged is None for w in made):
@@ -333,7 +333,7 @@ class GraphSearch:
                         yield way
 
     def _without(self, ways: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The first of these ways as it would be with nothing beside compute."""
+        """The first of these ways as it would be with nothing overlapped with compute."""
         for way in ways[:1]:
             yield from itertools.islice(self.run("", way.placed, NOTHING, way.rounds, way.pp, (NONE, FULL), (PLAIN,)), 1)
 
@@ -367,7 +367,7 @@ class GraphSearch:
 
     @cached_property
     def boundary_bytes(self) -> float:
-        """Of the whole batch, what must be kept between units of the forward pass even if all else is run again."""
+        """Of the full batch, what must be kept between units of the forward pass even if all else is recomputed."""
         units = Units(PlacedProgram(self.task.captured().program, self.cluster), NOTHING).all
         return sum(u.sent for u in units) + max(u.saved for u in units)
 
@@ -377,7 +377,7 @@ class GraphSearch:
         own = room(self.memory)
         rates = Rates(hide, rounds, restricted)
         made = self.chosen(captured, part, mesh, rates, own * pp, issued)
-        if made is None and pp == 1:  # what does not fit may fit when parts are run again
+        if made is None and pp == 1:  # what does not fit may fit when parts are recomputed
             made = self.chosen(captured, part, mesh, rates, math.inf, issued)
         if made is None:
             return

@@ -1,8 +1,8 @@
-"""Units to stages of a pipeline, with what is run again chosen stage by stage.
+"""Units to stages of a pipeline, with what is recomputed chosen stage by stage.
 
-Let c_i(a, b) be the seconds of one micro-batch on stage i with units a..b-1, the least amount of work run again included that makes it
+Let c_i(a, b) be the seconds of one micro-batch on stage i with units a..b-1, the least amount of work recomputed included that makes it
 fit: early stages keep more micro-batches in flight, so they run more again and take fewer units.
-`partition` gives the stages whose slowest is fastest. Within a stage units are run again in the order of seconds per byte saved. The order
+`partition` gives the stages whose slowest is fastest. Within a stage units are recomputed in the order of seconds per byte saved. The order
 of passes is then simulated.
 """
 
@@ -27,13 +27,13 @@ NONE, FULL, MIXED = "none", "full", "mixed"
 
 @dataclass(frozen=True)
 class UnitStage:
-    """Units of one stage as one, which of them are run again, and the bytes it needs."""
+    """Units of one stage as one, which of them are recomputed, and the bytes it needs."""
 
     first: int
     last: int
     total: Unit
     again: tuple[int, ...]
-    more: float  # seconds that running again adds to the backward
+    more: float  # seconds that recomputing adds to the backward
     memory: float
 
     @property
@@ -79,7 +79,7 @@ class Stager:
         return tuple(s for s in found if s is not None)
 
     def stage(self, a: int, b: int, alive: int) -> UnitStage | None:
-        """Units a..b-1 with as little run again as fits."""
+        """Units a..b-1 with as little recomputed as fits."""
         key = a, b, alive
         if key not in self._known:
             self._known[key] = self._stage(a, b, alive)
@@ -119,7 +119,7 @@ def pipelined(stages: Sequence[UnitStage], cluster: Cluster, rounds: int, schedu
 
 
 def timeline(stages: Sequence[UnitStage], cluster: Cluster, rounds: int, schedule: str, beside: bool) -> Timeline:
-    """Every pass of every stage in time, what travels between them, and each stage's gradients and update after its last."""
+    """Every pass of every stage in time, what is sent between them, and each stage's gradients and update after its last."""
     count, how = len(stages), SCHEDULES[schedule]
     sends = [collectives.send_seconds(cluster, st.total.sent, cluster.devices // count) for st in stages]
 

@@ -14,7 +14,7 @@ from weft.ops.registry import nbytes
 
 @dataclass(frozen=True)
 class CapturedTask:
-    """`dtype` is what products are computed in; state and gradients are kept in fp32."""
+    """`dtype` is what matmuls are computed in; state and gradients are kept in fp32."""
 
     model: str
     cluster: Cluster

@@ -2,7 +2,7 @@
 
     compute     one node after another in the order of `roles`, each when its operands are there
     collective  from when its operand is there and its link is free; waited for where it is first read, or at once where the
-                system lets nothing of its kind run beside compute
+                system lets nothing of its kind run overlapped with compute
     parameters  gathered one ahead of where they are needed, as they are used
     gradients   sent in buckets that grow as those do that are run
 
@@ -29,7 +29,7 @@ from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
 from weft.schedule.verbs import BUCKET, FIRST, is_full
 
-SLICES = ("slice", "turn")  # change the layout of what is at hand; nothing travels
+SLICES = ("slice", "turn")  # change the layout of what is at hand; nothing is sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class PlacedProgram:
 
     @cached_property
     def accumulated(self) -> float:
-        """Bytes of gradients as they are before they travel."""
+        """Bytes of gradients as they are before they are sent."""
         made = {a for u in self.roles.updates for a in u.args if a not in self.roles.given}
         sources = {_before_travel(self.roles, n) for n in made}
         return float(sum(nbytes(n.type) for n in sources if n.args and len(n.types) == 1))

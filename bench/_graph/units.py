@@ -1,6 +1,6 @@
-"""A placed program cut into units that may become stages, and what each unit costs.
+"""A placed program split into units that may become stages, and what each unit costs.
 
-A forward pass may be cut where one value alone goes on to later nodes (parameters and the batch aside). A backward node belongs to the unit
+A forward pass may be split where one value alone goes on to later nodes (parameters and the batch aside). A backward node belongs to the unit
 of what it needs of the forward pass, and never to a later one than the gradient it works on. Of every unit: seconds forward,
 backward, of weight gradients (which nothing waits for) and once a step; bytes of state, of what is kept for the backward pass, and of the value
 handed on.
@@ -35,7 +35,7 @@ class Unit:
     saved: float = 0.0
     work: float = 0.0
     sent: float = 0.0  # bytes of the value the unit hands on
-    last: int = 0  # of the stretches between cuts that it is made of
+    last: int = 0  # of the stretches between splits that it is made of
 
     def __add__(self, other: Unit) -> Unit:
         both = {k: getattr(self, k) + getattr(other, k) for k in vars(self)}

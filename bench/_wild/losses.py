@@ -250,7 +250,7 @@ def loss_policy_gradient() -> tuple[Any, ...]:
 
 @CASES.case
 def loss_diffusion() -> tuple[Any, ...]:
-    """Noise foreseen at a step that is embedded; the noise comes with the batch."""
+    """Noise predicted at a step that is embedded; the noise comes with the batch."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`plan="auto"`: all ranks take rank 0's choice, it is the fastest foreseen that fits, and it trains as one process does."""
+"""`plan="auto"`: all ranks take rank 0's choice, it is the fastest predicted that fits, and it trains as one process does."""
 
 from __future__ import annotations
 

@@ -137,9 +137,9 @@ def counted(program: Any, *names: str) -> Counter[str]:
 
 
 def by_hand(path: Path, stages: Any, layers: tuple[int, ...] = (), **setting: Any) -> Plan:
-    foreseen = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.1, "memory_gb": 1.0, "gap": 0.0}
+    predicted = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.1, "memory_gb": 1.0, "gap": 0.0}
     own = Setting(**{"global_batch": BATCH, "recompute": "mixed", "dtype": "fp32", **setting})
-    made = Plan("gpt2", "4xx86-2", 16, "time", "weft", own, layers, (), LIMITS, foreseen, stages=stages)
+    made = Plan("gpt2", "4xx86-2", 16, "time", "weft", own, layers, (), LIMITS, predicted, stages=stages)
     made.save(path)
     return load(path)
 
@@ -227,7 +227,7 @@ def plan_own(folder: Path, memory: float, name: str = "plan.json") -> Plan:
 def test_the_units_of_a_captured_program_are_found_again(folder: Path, tmp_path: Path) -> None:
     plan, want = plan_own(folder, 1.5003e9), torch_losses(Own(folder))
     again = [sum(way == "full" for _, way, _ in stage) for stage in plan.stages]
-    assert plan.setting.pp == 4 and 0 < sum(again) < sum(map(len, plan.stages)), "the case: some units run again"
+    assert plan.setting.pp == 4 and 0 < sum(again) < sum(map(len, plan.stages)), "the case: some units recomputed"
 
     def job(rank: int) -> None:
         got, step = weft_losses(Own(folder), folder / "plan.json")
@@ -256,7 +256,7 @@ def test_the_units_of_one_stage_run_again(folder: Path, lean: Plan, tmp_path: Pa
     def job(rank: int) -> None:
         got, step = weft_losses(Own(folder), folder / "whole.json")
         close(got, want)
-        assert counted(step.program, "tanh")["tanh"] == 6, "the placed program itself, its units run again"
+        assert counted(step.program, "tanh")["tanh"] == 6, "the placed program itself, its units recomputed"
 
     on_ranks(4, job, tmp_path)
 

@@ -181,12 +181,12 @@ def test_one_command_renews_every_table_of_every_page(tmp_path: Path, capsys: py
     stages = [{"stage": "sums", "ranks": 4}, {"stage": "gather", "ranks": 4}]
     timed = {"case": "p", "weft_ms": 2.0, "ratios": {"torch": 1.5}, "way": "2 chunks", "gemm_ms": 1.5, "of_limit": 0.75}
     rows = [{**stages[0], "case": "check"}, {**stages[0], **timed}]
-    foreseen = {"case": "r", "measured": 10.0, "predicted": 11.0, "error": 0.1}
+    predicted = {"case": "r", "measured": 10.0, "predicted": 11.0, "error": 0.1}
     told = {"count": 1, "median_error": 0.1, "p90_error": 0.1, "rank_correlation": None}
     printed = {
         "a": {"bench": "optimizer", "rows": [{"case": "adamw", "weft_ms": 150.0, "ratios": {}}]},
         "b": {"bench": "gpu-products", "stages": stages, "rows": rows},
-        "c": {"bench": "foresight", "rows": [foreseen], "files": {"published": 1}, "groups": {"published": told}},
+        "c": {"bench": "foresight", "rows": [predicted], "files": {"published": 1}, "groups": {"published": told}},
         "d": {"bench": "nowhere", "rows": [{"case": "y", "weft_ms": 1.0}]},
     }
     for name, result in printed.items():

@@ -1,4 +1,4 @@
-"""Samples dealt out by foreseen time, and gradients summed over ranks while the next ones are worked out."""
+"""Samples dealt out by predicted time, and gradients summed over ranks while the next ones are worked out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples.dynamic import tree_lstm
 from tests.dynamic.graphs import graphs
 from weft import dynamic
 from weft.core.errors import StructureError
-from weft.dynamic.balance import Sizes, at_random, foreseen
+from weft.dynamic.balance import Sizes, at_random, predicted
 
 COST = dynamic.Cost(level=0.1, vertex=0.01)
 
@@ -32,9 +32,9 @@ def test_every_sample_is_dealt_once() -> None:
 
 def test_balanced_steps_are_foreseen_to_be_shorter_than_random_ones() -> None:
     s = dynamic.trees(long_tailed_batch(2 * 16 * 20, random.Random(0)))
-    balanced = foreseen(s, dynamic.assign(s, 2, 16, cost=COST), COST)
-    mixed = foreseen(s, dynamic.assign(s, 2, 16, cost=COST, mixing=1.0), COST)
-    chance = foreseen(s, at_random(len(s), 2, 16), COST)
+    balanced = predicted(s, dynamic.assign(s, 2, 16, cost=COST), COST)
+    mixed = predicted(s, dynamic.assign(s, 2, 16, cost=COST, mixing=1.0), COST)
+    chance = predicted(s, at_random(len(s), 2, 16), COST)
     assert chance / balanced > 1.15
     assert balanced < mixed < chance
 

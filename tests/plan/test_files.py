@@ -222,7 +222,7 @@ def recorded() -> dict[str, Any]:
         flops=1e9, peak_flops=1e12, steps={"ms": [3.0, 2.0, 2.0, 2.0], "wait_ms": [0.0] * 4, "loss": [1.0, 0.9, 0.8, 0.7]}, predicted=seen, measured=seen,
         tensors=[{"name": "w", "role": "param", "shape": [4, 4], "local": [2, 4], "dtype": "f32", "places": {"dp": "S(0)"}}],
         communication=[{"kind": "all_reduce", "axis": "dp", "count": 1, "bytes": 64}], verbs=[{"step": "place on dp 2", "same": True}],
-        alternatives=[{"plan": "tp2", "step_ms": 3.0, "memory_gb": 0.5, "causes_ms": {"tp": 1.0}, "reason": ""}], says=["as foreseen"],
+        alternatives=[{"plan": "tp2", "step_ms": 3.0, "memory_gb": 0.5, "causes_ms": {"tp": 1.0}, "reason": ""}], says=["as predicted"],
         schedule={"samples": 2, "vertices": 7, "edges": 6, "batches": 2, "least": 2, "policy": "depth", "rounds": rounds},
     ).data()  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_the_batch_of_a_plan_grows_with_the_noise() -> None:
     batches = [p.setting.global_batch for p in plans]
     assert batches[0] < batches[1]
     for p in plans:
-        rate = {int(b): progress(int(b), p.foreseen["noise"]) / ms for b, ms in p.foreseen["batches_ms"].items()}
+        rate = {int(b): progress(int(b), p.predicted["noise"]) / ms for b, ms in p.predicted["batches_ms"].items()}
         assert max(rate, key=lambda b: rate[b]) == p.setting.global_batch
         assert parse(p.text()).text() == p.text()
 

@@ -32,7 +32,7 @@ def test_the_same_request_gives_the_same_bytes(plan: Plan) -> None:
 def test_no_baseline_is_better(plan: Plan) -> None:
     """But by what predictions are off against each other, where a simpler plan is taken; those are named."""
     best = min(plan.baselines_ms.values())
-    assert plan.step_ms <= best * math.exp(equal_within()) and min([plan.step_ms, *plan.foreseen["equal_ms"].values()]) <= best
+    assert plan.step_ms <= best * math.exp(equal_within()) and min([plan.step_ms, *plan.predicted["equal_ms"].values()]) <= best
     fastest = make_plan(Request("gpt2", "1x4xA100", batch=32, fastest=True))
     assert isinstance(fastest, Plan) and fastest.step_ms <= min(fastest.baselines_ms.values())
 

@@ -1,4 +1,4 @@
-"""A foreseen step: what must hold of any, and what is refused."""
+"""A predicted step: what must hold of any, and what is refused."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ def test_the_plans_own_cut_is_free_and_another_costs(layers: CapturedLayers) -> 
     names = [n for n, _ in layers.model().model.named_parameters()]
     up = next(n for n in names if n.endswith("mlp.up.weight")).replace("blocks.0", "blocks.*")
     made = plan_pinned(REQUEST, [parse_pin(f"{up}=tp:S(0)")])
-    assert isinstance(made, Plan) and made.setting.tp == 2 and made.foreseen["layouts_ms"] == 0.0
+    assert isinstance(made, Plan) and made.setting.tp == 2 and made.predicted["layouts_ms"] == 0.0
     other = plan_pinned(REQUEST, [parse_pin(f"{up}=tp:S(1)")])
-    assert isinstance(other, Plan) and other.foreseen["layouts_ms"] > 0 and other.step_ms > made.step_ms
+    assert isinstance(other, Plan) and other.predicted["layouts_ms"] > 0 and other.step_ms > made.step_ms
     assert other.limits["layouts"] == [f"{up}=tp:S(1)"]
 
 

@@ -92,8 +92,8 @@ def test_differences_of_stages_and_of_what_is_held(plan: Plan) -> None:
 def test_an_odd_vocabulary_is_no_reason_to_share_products_and_padding_it_is_offered(plan: Plan) -> None:
     """50257 is odd; 50257 // 2 is divided by eight, but no device holds half a row less."""
     assert plan.setting.tp == 1
-    (advice, ms), = plan.foreseen["padded_ms"].items()
+    (advice, ms), = plan.predicted["padded_ms"].items()
     assert advice.startswith("pad the vocabulary 50257 -> 50304, with dp4")
     assert ms < 0.95 * plan.step_ms
     assert f"tip: {advice}: {ms:,.1f} ms" in words.told(plan)
-    assert "padded_ms" not in make_plan(Request("llama3-1b", "1x4xA100", batch=8)).foreseen  # 128256 is a multiple of 128
+    assert "padded_ms" not in make_plan(Request("llama3-1b", "1x4xA100", batch=8)).predicted  # 128256 is a multiple of 128

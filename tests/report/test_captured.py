@@ -52,7 +52,7 @@ def test_a_plan_in_one_stage_is_drawn_as_it_was_priced(module: str, tmp_path: Pa
     plan = planned(module, 1)
     f = facts(plan, tmp_path)
     assert f.views[0].lines["predicted"].seconds * 1e3 == pytest.approx(plan.step_ms, rel=1e-4)
-    assert highest(f) / 1e9 == pytest.approx(plan.foreseen["memory_gb"], rel=0.02)
+    assert highest(f) / 1e9 == pytest.approx(plan.predicted["memory_gb"], rel=0.02)
     held = {t["name"]: t["places"] for t in f.held if t["role"] == "param"}
     assert held == {n.removeprefix("param."): plan.layouts["inputs"].get(n, {}) for n in (f"param.{k}" for k in held)}
     assert [v["same"] for v in f.verbs] == [True] and f.says == ()
@@ -67,7 +67,7 @@ def test_stages_of_a_plan_are_told_tensor_by_tensor(module: str, tmp_path: Path)
     at = {t["name"]: t["places"]["pp"] for t in f.held if t["role"] == "param"}
     assert at["words.weight"] == at["blocks.0.0.weight"] == "O(0)" and at["blocks.5.2.weight"] == "O(1)"
     assert list(at.values()) == sorted(at.values()) and f.mesh == {"pp": 2, "dp": 2}
-    assert highest(f) / 1e9 <= plan.foreseen["memory_gb"] * 1.01
+    assert highest(f) / 1e9 <= plan.predicted["memory_gb"] * 1.01
     page, trace = report(tmp_path / "plan.json", explained=False, run_model=True)
     text = page.read_text()
     assert "stage 1" in text and "Op by op" in text and page.stat().st_size < 2_000_000
@@ -139,9 +139,9 @@ def test_stages_cut_to_measure_are_drawn_as_they_were_priced(tmp_path: Path) -> 
     last = (("ffn", "none", 1), ("layer", "activation", 6), ("last", "none", 1))
     setting = Setting(global_batch=16, micro_batch=1, dp=2, pp=2, zero=1, recompute="mixed", dtype="fp16", grad_dtype="fp32")
     step = Search(Request("gpt2", "4xV100", 16, 256).problem(), Limits()).step(setting, (), (first, last))
-    foreseen = {"step_ms": step.seconds * 1e3, "tokens_per_s": 1.0, "mfu": 0.1, "memory_gb": step.peak_memory.total / 1e9, "gap": 0.0}
+    predicted = {"step_ms": step.seconds * 1e3, "tokens_per_s": 1.0, "mfu": 0.1, "memory_gb": step.peak_memory.total / 1e9, "gap": 0.0}
     none = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
-    f = facts(Plan("gpt2", "4xV100", 256, "time", "weft", setting, (5, 6), (), none, foreseen, stages=(first, last)), tmp_path)
+    f = facts(Plan("gpt2", "4xV100", 256, "time", "weft", setting, (5, 6), (), none, predicted, stages=(first, last)), tmp_path)
     assert f.views[0].lines["predicted"].seconds == pytest.approx(step.seconds)
     assert highest(f) == pytest.approx(step.peak_memory.total, rel=0.01)
     assert list(f.stages) == [5.5, 6.5]

@@ -254,7 +254,7 @@ class Pool:
         assert self.lines is not None
         name = str(named)
         try:
-            seen = self.lines.foreseen(named, self.where, self.wish.pins)
+            seen = self.lines.predicted(named, self.where, self.wish.pins)
         except (PlanError, LayoutError) as e:
             self._refuse(name, e)
         else:

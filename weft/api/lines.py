@@ -28,7 +28,7 @@ from weft.plan.schedules import SCHEDULES
 MOST = 4  # micro-batches for every stage, where the batch has so many
 
 
-def foreseen(line: PlacedPipeline, plan: Spec, where: Cluster) -> Seen:
+def predicted(line: PlacedPipeline, plan: Spec, where: Cluster) -> Seen:
     """What is predicted of stages run in the order of a plan."""
     order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
     return StagedStep(line.stages, line.update, order, routes(line.stages), where).seen
@@ -56,7 +56,7 @@ class Lines:
             raise found
         return found
 
-    def foreseen(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
+    def predicted(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
         return self.built(plan, where, pins)[1]
 
     def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> tuple[Laid, Seen]:
@@ -64,7 +64,7 @@ class Lines:
         micro = self.step(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
         made = laid(micro.captured, plan, cut(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes)), first=micro.first)
-        return made, foreseen(made.line, plan, where)
+        return made, predicted(made.line, plan, where)
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every replica an integer number of samples, the fewest first."""

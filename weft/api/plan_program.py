@@ -145,13 +145,13 @@ class Candidates:
         )  # fmt: skip
         seen = predict(as_built(made.spec, placed), self.pool.where) if placed is not None else self.seen(best.plan)
         seconds, work = seen.step_ms / 1e3, sum(map(flops, self.pool.captured.program.nodes))
-        foreseen = {
+        predicted = {
             "step_ms": rounded_ms(seconds), "tokens_per_s": float(f"{self.batch / seconds:.6g}"),
             "mfu": float(f"{work / seconds / (self.cluster.devices * self.cluster.device.peak(self.dtype)):.4g}"),
             "memory_gb": float(f"{needed(seen.memory_gb * 1e9) / 1e9:.4g}"), "gap": 0.0,
             "causes_ms": {k: rounded_ms(v / 1e3) for k, v in sorted(seen.causes_ms.items()) if v > 1e-6}, "memory_parts_gb": {},
         }  # fmt: skip
-        return replace(made, foreseen=foreseen)
+        return replace(made, predicted=predicted)
 
     def _system(self, of: Callable[[Spec], bool]) -> Option | str:
         """The best plan of one pass that a system has, or why it has none."""
@@ -183,7 +183,7 @@ class Candidates:
         if program is not None:
             return predict(program, where)
         assert self.pool.lines is not None
-        return self.pool.lines.foreseen(spec, where)
+        return self.pool.lines.predicted(spec, where)
 
 
 def explain_program(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from weft.api.compiled import Compiled
-from weft.api.lines import foreseen
+from weft.api.lines import predicted
 from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, ruled, tensors
 from weft.api.runner import Values
 from weft.cluster.spec import Cluster
@@ -51,15 +51,15 @@ class LineRecorder(Recorder):
 
     def _foresee(self, cluster: Cluster) -> Seen:
         step = self.step
-        self.foreseen = StagedStep(step.line.stages, step.line.update, step.runner.orders, step.runner.routes, cluster)
-        return self.foreseen.seen
+        self.staged = StagedStep(step.line.stages, step.line.update, step.runner.orders, step.runner.routes, cluster)
+        return self.staged.seen
 
     def _seen(self) -> Seen:
         """The traced step of every stage; what one stage did is reported of the one predicted to be the busiest, or the fullest."""
         timed, held = self._traces.pop(TIMED), self._traces.pop(HELD)
         told = _from_every_stage(self.step, timed, held)  # type: ignore[arg-type]
-        known = hasattr(self, "foreseen")
-        busy, full = (told[self.foreseen.busiest], told[self.foreseen.fullest]) if known else (told[0], told[0])
+        known = hasattr(self, "staged")
+        busy, full = (told[self.staged.busiest], told[self.staged.fullest]) if known else (told[0], told[0])
         seconds = max(t.ended for t in told.values())
         causes = {**busy.causes, "bubble": max(0.0, seconds - sum(busy.causes.values()))}
         tasks = [item for t in told.values() for item in t.tasks]
@@ -88,7 +88,7 @@ class LineRecorder(Recorder):
                 continue
             try:
                 checked = Spec.parse(str(other))
-                found[str(other)] = foreseen(self.step.laid(checked).line, checked, cluster)
+                found[str(other)] = predicted(self.step.laid(checked).line, checked, cluster)
             except WeftError as error:
                 reasons[str(other)] = error.message
         timed = [

@@ -147,9 +147,9 @@ def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[st
             "model": request.model, "cluster": request.cluster, **empty, "seconds": seconds, "baselines_ms": {}, "infeasible": lacking,
             "plan": None,
         }  # fmt: skip
-    equal = dict(made.foreseen.get("equal_ms", {}))
+    equal = dict(made.predicted.get("equal_ms", {}))
     return {
-        "model": request.model, "cluster": request.cluster, **{k: made.foreseen[k] for k in keys}, **made.bounds(), "interval": str(spread(made.kind)),
+        "model": request.model, "cluster": request.cluster, **{k: made.predicted[k] for k in keys}, **made.bounds(), "interval": str(spread(made.kind)),
         "fastest_ms": min([made.step_ms, *equal.values()]), "equal_ms": equal, "seconds": seconds,
         "baselines_ms": dict(made.baselines_ms), "infeasible": dict(made.infeasible), "plan": made.data(),
     }  # fmt: skip
@@ -170,5 +170,5 @@ def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) ->
         results().print(f"what if {text}: infeasible, {other.reason}\n  nearest: {other.change}", highlight=False)
         return
     ratio = f" ({other.step_ms / made.step_ms:.2f}x)" if isinstance(made, Plan) else ""
-    rate = f"{other.foreseen['tokens_per_s']:,.0f} {'tokens' if other.seq else 'samples'}/s"
+    rate = f"{other.predicted['tokens_per_s']:,.0f} {'tokens' if other.seq else 'samples'}/s"
     results().print(f"what if {text}: {other.step_ms:,.1f} ms{ratio}, {rate}, {describe(other.setting)}", highlight=False)

@@ -1,7 +1,7 @@
 """How the nodes of a program join into kernels, and what each kernel does.
 
-`compiled`: ops that only move memory join the chain they stand in, up to the next product, attention, lookup or collective, as Inductor joins
-them; a chain touches what enters and leaves it, and a product adds its bias. `eager`: every op is a kernel, as torch runs it by itself.
+`compiled`: ops that only move memory join the chain they stand in, up to the next matmul, attention, lookup or collective, as Inductor joins
+them; a chain touches what enters and leaves it, and a matmul adds its bias. `eager`: every op is a kernel, as torch runs it by itself.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Kernels:
         return self.moves(n) and level[a] == level[n] and self.apart(a) == self.apart(n)
 
     def base(self, node: Node) -> Node:
-        """What a view is of, and what a product adds its bias to."""
+        """What a view is of, and what a matmul adds its bias to."""
         while True:
             if node.op.kind is Kind.VIEW and len(node.args) == 1:
                 node = node.args[0]

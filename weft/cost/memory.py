@@ -11,12 +11,12 @@ RESIDENT = 1.5e9  # context, kernels, and buffers of the communication library, 
 
 
 def needed(held: float) -> float:
-    """Bytes a device must have where so many are held."""
+    """Bytes a device must have where so many are in use."""
     return held * (1 + FRAGMENTATION) + RESIDENT
 
 
 def room(memory: float) -> float:
-    """Bytes that may be held on a device that has so many."""
+    """Bytes that may be in use on a device that has so many."""
     return (memory - RESIDENT) / (1 + FRAGMENTATION)
 
 
@@ -33,7 +33,7 @@ def least_bytes(program: Program) -> int:
 def live_bytes(program: Program, fused: bool = False) -> list[int]:
     """What the busiest rank holds while each node runs: inputs throughout, every other value from its making to its last use.
 
-    Of what one kernel makes only that is held which others read, and the next value of a state is written over the last."""
+    Of what one kernel makes only that is kept which others read, and the next value of a state is written over the last."""
     place, free = {n: i for i, n in enumerate(program.nodes)}, _never_held(program) | (_passed_on(program) if fused else set())
     outputs = {n for _, n in program.outputs}
     dies: dict[int, list[Node]] = {}

@@ -1,7 +1,7 @@
 """Passes of a pipeline in time and memory, whatever they were priced from: blocks of a stack, units of a program, or programs that run.
 
 Stage g = chunk * ranks + rank. A pass waits for the one before it on the same stage and micro-batch, and for what other stages send it,
-which travels beside compute on the link between two ranks, or keeps the sender busy.
+which is sent overlapped with compute on the link between two ranks, or keeps the sender busy.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from weft.cost.timeline import Task, Timeline
 
 Pass = tuple[str, int, int]  # forward, backward or weight; chunk; micro-batch
 Seconds = Callable[[int, str], float]  # of a pass of a stage
-Routes = Callable[[int, str], Mapping[int, float]]  # the stages that read of a pass, and the seconds it travels to each
+Routes = Callable[[int, str], Mapping[int, float]]  # the stages that read of a pass, and the seconds it is sent to each
 BEFORE = {"forward": "", "backward": "forward", "weight": "backward"}
 STEADY = 2  # rounds of micro-batches after which a pipeline repeats itself
 
 
 def passes(orders: Sequence[Sequence[Pass]], seconds: Seconds, routes: Routes, overlap: bool = True, first: int = 0) -> list[Task]:
-    """Every pass of every rank in its order, then what travels, as tasks that are numbered from `first` on."""
+    """Every pass of every rank in its order, then what is sent, as tasks that are numbered from `first` on."""
     ranks = len(orders)
     keys = [(kind, chunk * ranks + rank, micro) for rank, order in enumerate(orders) for kind, chunk, micro in order]
     index: dict[Pass, int] = {key: i for i, key in enumerate(keys)}

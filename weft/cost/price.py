@@ -89,7 +89,7 @@ def device_seconds(device: Device, op: Op) -> float:
 
 
 def _work(device: Device, op: Touch) -> float:
-    """Flops of an op kept whole; over few keys attention is slower where that was measured."""
+    """Flops of an op kept in one piece; over few keys attention is slower where that was measured."""
     short = 1 + device.get(f"{op.share}.half", 0.0) / op.keys if op.keys else 1.0
     return op.flops * short / (device.peak(op.dtype) * device.get(op.share)) if op.flops else 0.0
 

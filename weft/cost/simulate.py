@@ -1,4 +1,4 @@
-"""One run of a program on a cluster, predicted: when each node would run, for what, and what is held meanwhile."""
+"""One run of a program on a cluster, predicted: when each node would run, for what, and what is in memory meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.ops.host import COPIES, landed
 from weft.ops.registry import Kind, nbytes
 from weft.rewrite.updates import by_rows
 
-FUSED = "fused"  # communication and computation in one kernel: its time cannot be told apart
+FUSED = "fused"  # communication and computation in one kernel: its time cannot be told apart from the rest
 Above = Callable[[Program, Sequence[tuple[Node | Group | None, float, float]]], list[tuple[Task, float]]]
 
 

@@ -1,5 +1,5 @@
 """A step in micro-batches over the stages of a pipeline, predicted: each pass takes its program's own time, passes come in the order the ranks
-take them up, messages travel beside them, and the update follows the last.
+take them up, messages are sent meanwhile, and the update follows the last.
 
 Of the memory of a rank: its state throughout; of every micro-batch under way what its later passes read; sums of gradients from the
 first on; and what the pass at work makes beyond that.
@@ -81,7 +81,7 @@ class StagedStep:
 
     @cached_property
     def busiest(self) -> int:
-        """The stage that works longest, whose time is told apart by cause."""
+        """The stage that works longest, whose time is split by cause."""
         return max(range(self.ranks), key=lambda r: self.timeline.busy(f"stage {r}"))
 
     @property

@@ -16,7 +16,7 @@ from weft.cost.work import Collective, Op
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds of a pass, and for what: `compute`, `host`, each axis waited for; `hidden` ran beside compute."""
+    """Seconds of a pass, and for what: `compute`, `host`, each axis waited for; `hidden` ran overlapped with compute."""
 
     seconds: float
     causes: Mapping[str, float] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Walk:
             self.events.append((Task(name, stream, seconds, cause=cause), start))
 
     def copy(self, name: str, size: float, ready: float) -> float:
-        """Put a copy to or from the host's memory beside all else, each way one after another; when it ends."""
+        """Put a copy to or from the host's memory overlapped with all else, each way one after another; when it ends."""
         start, seconds = max(ready, self.now, self.links[name]), size / self.costs.device.host_bandwidth
         self.links[name] = start + seconds
         self.note(name, name, seconds, "host", start)
@@ -104,7 +104,7 @@ class Walk:
             self.now = until
 
     def join(self) -> None:
-        """From here on, what ran beside is needed."""
+        """From here on, what was overlapped is needed."""
         for axis, end in self.beside:
             self.wait(axis, end)
         self.beside = []

@@ -1,4 +1,4 @@
-"""What the busiest rank of a program computes, touches and sends, as neutral records: products, attention, memory-bound passes, collectives.
+"""What the busiest rank of a program computes, touches and sends, as neutral records: matmuls, attention, memory-bound passes, collectives.
 
 Sizes come from the layouts of the nodes. Nodes fused into one kernel touch only what enters and leaves it. Bytes and flops are counted,
 never timed: `cost.price` prices them.
@@ -37,7 +37,7 @@ class Gemm:
     weight: bool = True  # the second operand is a parameter; its gradient may be put off
     launches: int = 1
     bias: bool = False
-    reads: int = 0  # a number of the operand that is no parameter, where products of one are to be told
+    reads: int = 0  # a number of the operand that is no parameter, where matmuls of one are to be found
     grouped: bool = False  # rows of each of the batch are known on the device only, as of experts
     loose: str = "m"  # sizes that no tensor of it is contiguous along, as rows of activations: they may be odd
 
@@ -74,7 +74,7 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        """What must be computed: half of the scores under a causal mask. The backward has five products for two."""
+        """What must be computed: half of the scores under a causal mask. The backward has five matmuls for two."""
         pairs = self.queries * self.keys * (0.5 if self.causal else 1.0)
         return 4.0 * self.batch * self.heads * pairs * self.head_dim * (2.5 if self.back else 1.0)
 
@@ -95,7 +95,7 @@ class Touch:
     launches: int = 1
     back_launches: int = 1
     saved: float = 0
-    flops: float = 0.0  # where they may outweigh the bytes, as in a larger op kept whole
+    flops: float = 0.0  # where they may outweigh the bytes, as in a larger op kept in one piece
     dtype: str = "fp32"
     share: str = "gemm.efficiency"  # the constant that says which share of the peak such flops reach
     math: float = 0.0  # elements put through exp, tanh and the like
@@ -107,14 +107,14 @@ class Touch:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective over one mesh axis. `bytes` is the whole tensor, or one rank's part for all_to_all and send."""
+    """A collective over one mesh axis. `bytes` is the full tensor, or one rank's part for all_to_all and send."""
 
     kind: str
     bytes: float
     axis: str
     name: str = ""
     launches: int = 1
-    hidden: bool = False  # runs beside the compute that does not need it
+    hidden: bool = False  # runs overlapped with the compute that does not need it
     flops: float = 0.0
     saved: float = 0
     copies: int = 1  # of each row of an all_to_all, for as many ranks
@@ -184,7 +184,7 @@ class Work:
         return self.chained and node.op.kind is Kind.POINTWISE and bool(node.args) and not self.is_done_by_product(node)
 
     def is_done_by_product(self, node: Node) -> bool:
-        """A bias is added by the product it follows."""
+        """A bias is added by the matmul it follows."""
         if node.op.name != "add":
             return False
         for one, other in (node.args, node.args[::-1]):
@@ -306,7 +306,7 @@ def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
 
 
 def _cuts(node: Node) -> Iterator[tuple[Layout, int, int]]:
-    """Of what a collective takes and gives, the layouts that its axis cuts: in which dim, and at which atom of it."""
+    """Of what a collective takes and gives, the layouts that its axis shards: in which dim, and at which atom of it."""
     for layout in (t.layout for t in (*(a.type for a in node.args), *node.types)):
         if (at := layout.where_cut(str(node.attr("axis")))) is not None:
             yield layout, *at
@@ -318,7 +318,7 @@ def _strided(node: Node) -> bool:
 
 
 def _uneven(node: Node) -> bool:
-    """Whether some ranks' pieces are shorter, so that they are padded to be sent and cut afterwards."""
+    """Whether some ranks' pieces are shorter, so that they are padded to be sent and trimmed afterwards."""
     return any(y.dims[d][k].size % math.prod(y.mesh.sizes[a] for a in y.dims[d][k].cut) for y, d, k in _cuts(node))
 
 
@@ -381,7 +381,7 @@ def _in_one_kernel(node: Node) -> bool:
 
 
 def _with_scores(node: Node) -> Iterator[Op]:
-    """Attention as it is defined: products, and passes over scores that reach memory (scaled, masked, their sums, exponentials)."""
+    """Attention as it is defined: matmuls, and passes over scores that reach memory (scaled, masked, their sums, exponentials)."""
     q, k = query_and_key(node)
     *heads, rows, width = q.type.layout.largest_local
     keys = math.prod(k.type.layout.largest_local[2:-1])

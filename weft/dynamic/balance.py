@@ -112,7 +112,7 @@ def at_random(total: int, ranks: int, per_rank: int, seed: int = 0) -> Assignmen
     return [np.array_split(order[i : i + per_step], ranks) for i in range(0, total, per_step)]
 
 
-def foreseen(graphs: Structure | Sizes, assignment: Assignment, cost: Cost | None = None) -> float:
+def predicted(graphs: Structure | Sizes, assignment: Assignment, cost: Cost | None = None) -> float:
     """The predicted time of all steps, each as long as its slowest rank."""
     sizes = graphs if isinstance(graphs, Sizes) else Sizes.of(graphs)
     cost = cost or Cost()

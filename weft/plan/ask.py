@@ -69,7 +69,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked beside the request: layouts of tensors, a user's own plan to compare with, a noise scale."""
+    """What is asked next to the request: layouts of tensors, a user's own plan to compare with, a noise scale."""
 
     pins: Sequence[str] = ()
     own: Mapping[str, Any] | None = None

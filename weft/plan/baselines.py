@@ -15,24 +15,24 @@ EVERYTHING = Space()
 _ALONE = {
     "sequence_parallel": (False,), "schedules": ("1f1b",), "overlap_tp": (False,), "keep_gathered": (False,), "recompute": RECOMPUTE,
 }  # fmt: skip
-_SOME_LAYERS = Measure(("none", "full"), free=False)  # a number of layers run again whole, the same on every stage
+_SOME_LAYERS = Measure(("none", "full"), free=False)  # a number of layers recomputed in full, the same on every stage
 
 BASELINES: dict[str, Space] = {
-    # gradients reduced in buckets beside the backward
+    # gradients reduced in buckets overlapped with the backward
     "data parallel": Space(axes=("dp",), zero=(0,), **_ALONE),  # type: ignore[arg-type]
     # the update is sharded; updated parameters are gathered at the end of the step
     "zero1": Space(axes=("dp",), zero=(1,), overlap_params=False, **_ALONE),  # type: ignore[arg-type]
     "zero2": Space(axes=("dp",), zero=(2,), overlap_params=False, **_ALONE),  # type: ignore[arg-type]
     # parameters gathered ahead, layer by layer
     "zero3": Space(axes=("dp",), zero=(3,), **{**_ALONE, "keep_gathered": (False, True)}),  # type: ignore[arg-type]
-    # tensor parallelism inside the node, interleaved stages, sharded optimizer, sends and tensor collectives beside compute
+    # tensor parallelism inside the node, interleaved stages, sharded optimizer, sends and tensor collectives overlapped with compute
     "megatron 3D": Space(
         axes=("dp", "tp", "pp", "ep"), inside_node=("tp",), zero=(0, 1), keep_gathered=(False,),
         recompute=("none", "selective", "full", "mixed"), measure=_SOME_LAYERS, schedules=("1f1b", "interleaved"),
     ),
-    # sharded parameters across, tensor parallelism inside the node, collectives in pieces beside products
+    # sharded parameters across, tensor parallelism inside the node, collectives in pieces overlapped with matmuls
     "fsdp+tp": Space(axes=("dp", "tp", "ep"), inside_node=("tp",), zero=(3,), schedules=("1f1b",), measure=_SOME_LAYERS),
-    # one fused reduction at the end and nothing beside compute; layers recomputed whole or not; 1F1B
+    # one fused reduction at the end and nothing overlapped with compute; layers recomputed in full or not; 1F1B
     "alpa-like": Space(
         axes=("dp", "tp", "pp", "ep"), zero=(0, 1), keep_gathered=(False,), sequence_parallel=(False,), recompute=("none", "full"),
         schedules=("1f1b",), overlap_tp=(False,), overlap_grads=False, overlap_params=False, overlap_sends=False,

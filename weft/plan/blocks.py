@@ -1,7 +1,7 @@
 """A captured model as a stack: what its first part, its repeated block and its last part do on one device under a setting.
 
-The short step (`plan.short`) is placed as the setting cuts it, and every node becomes a record of `cost.work`, so what is priced is what is
-run. What copies share (dp, ZeRO) is no part of it: `plan.simulate` counts parameters and gradients by block.
+The short step (`plan.short`) is placed as the setting shards it, and every node becomes a record of `cost.work`, so what is priced is what is
+run. What replicas share (dp, ZeRO) is no part of it: `plan.simulate` counts parameters and gradients by block.
 
 Sizes of any micro-batch follow from two that were captured, since every size of a record is a constant plus a multiple of
 the samples.
@@ -34,7 +34,7 @@ from weft.plan.spec import Spec
 from weft.plan.workload import Block, Workload, beside_products, odd_of, quantised
 
 FEW = 2  # samples for each rank of ep that are captured, and twice as many; sizes of others follow
-LEAST_SLICE = 512  # of what blocks hand on, that one rank of cp keeps at least along what is cut
+LEAST_SLICE = 512  # of what blocks hand on, that one rank of cp keeps at least along what is sharded
 
 
 # -- a short step on a mesh ----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class PlacedShort:
                 yield op
 
     def _reads(self, nodes: Sequence[Node]) -> int:
-        """A number of the first operand of a product that is no parameter, in the order of the program."""
+        """A number of the first operand of a matmul that is no parameter, in the order of the program."""
         product = next((n for n in nodes if n.op.kind is Kind.CONTRACT), nodes[0])
         return next((self._order[b] for a in product.args if (b := self.joined.base(a)).role is not Role.PARAMETER and b in self._order), 0)
 
@@ -252,7 +252,7 @@ class PlacedShort:
         return {n: size for n, size in self.saved.items() if self.part[n] == part and (half == WHOLE or self._halves.get(n, FFN) == half)}
 
     def _again(self, way: str, part: int, half: int) -> tuple[str, tuple[Op, ...], float]:
-        """What runs again in this way, and the bytes that need not wait then."""
+        """What is recomputed in this way, and the bytes that need not wait then."""
         _, made = self._made
         inside = {made[n] for n in self.short.ways[part, way, half] if n in made}
         inside |= {n for n in self.program.nodes if n in self.ahead and is_comm(n) and self.part[n] == part and self.joined.base(n.args[0]) in inside
@@ -285,7 +285,7 @@ class Stack:
 
     name: str
     at: Callable[[int], Captured]
-    dtype: str = ""  # of its products, where it is another than what is captured: fp8, fp4, tf32
+    dtype: str = ""  # of its matmuls, where it is another than what is captured: fp8, fp4, tf32
     seq: int = 0  # tokens of a sample; 0 where samples are counted
     repeats: int = 0
     captured_params: float = 0.0
@@ -308,14 +308,14 @@ class Stack:
             self.captured_params = float(sum(x.numel() for x in captured.parameters.values()))
         return self._shorts[samples]
 
-    # -- what may be cut
+    # -- what may be sharded
 
     def may_cut(self, tp: int, cp: int) -> bool:
-        """Whether products can be shared by so many devices, and samples by so many in slices worth having."""
+        """Whether matmuls can be shared by so many devices, and samples by so many in slices worth having."""
         return self._is_cut("tp", tp) and self._is_cut("cp", cp) and (cp == 1 or self._slice(cp) >= LEAST_SLICE)
 
     def _slice(self, cp: int) -> int:
-        """What a rank of cp keeps of the value between blocks, along what is cut."""
+        """What a rank of cp keeps of the value between blocks, along what is sharded."""
         if cp not in self._slices:
             placed = self._placed(Setting(cp=cp), FEW)
             layouts = [placed.became(x).layout for end in placed.short.boundary for x in end]
@@ -435,7 +435,7 @@ class Stack:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Of forward and backward: products and attention."""
+        """Of forward and backward: matmuls and attention."""
         short = self.short(FEW)
         times = dict(zip(short.rows, short.repeats, strict=True)) | ({LAYER: self.repeats} if self.repeats else {})
         work = (flops(n) * times.get(short.part[n], 1) for n in short.program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE))
@@ -461,7 +461,7 @@ def _together(blocks: Sequence[Block]) -> Block:
 
 
 def _computed_in(work: Workload, dtype: str) -> Workload:
-    """With its products in another dtype than they were captured in: in fp8 and fp4 those of the repeated blocks by weights alone, as
+    """With its matmuls in another dtype than they were captured in: in fp8 and fp4 those of the repeated blocks by weights alone, as
     recipes have it; in tf32 all, attention too."""
     if dtype not in ("fp8", "fp4", "tf32"):
         return work
@@ -486,7 +486,7 @@ class _Differ(Exception):
 
 
 def grown(one: Any, two: Any) -> Callable[[float], Any]:
-    """What `one` and `two`, of some samples and twice as many, say of x times as many; refused with `_Differ` where they differ in more than sizes.
+    """What `one` and `two`, of some samples and twice as many, say of x times as many samples; refused with `_Differ` where they differ in more than sizes.
 
     What does not grow is handed on as it is, so the parts of many sizes are shared."""
     if type(one) is not type(two):

@@ -199,7 +199,7 @@ NUMBERS: dict[type, Callable[[Any, Any], Any]] = {ast.Mult: operator.mul, ast.Ad
 
 
 def _value(path: str, node: ast.expr) -> dict[str, Any]:
-    """A literal, or a product or sum of them; what only running tells is left out."""
+    """A literal, or one multiplied with or added to another; what only running tells is left out."""
     try:
         return {path: ast.literal_eval(node)}
     except ValueError:
@@ -255,7 +255,7 @@ def _titan_recompute(k: Keys, again: str) -> str:
 
 
 def _titan_batch(k: Keys, dp: int, pp: int, seq: int) -> tuple[int, int]:
-    """Samples of a micro-batch, and of the whole step."""
+    """Samples of a micro-batch, and of the full step."""
     if "training.local_batch_size" in k.of or "training.batch_size" in k.of:
         local = k.get("training.local_batch_size", 8, "training.batch_size")
         micro = k.get("parallelism.pipeline_parallel_microbatch_size", 1) if pp > 1 else local
@@ -335,7 +335,7 @@ def _flag(k: Keys, name: str) -> bool:
 
 
 def _blocks(recompute: str, full: int, layers: Sequence[int]) -> tuple[tuple[Piece, ...], ...]:
-    """Stages of which so many layers are recomputed whole."""
+    """Stages of which so many layers are recomputed in full."""
     ends: list[list[Piece]] = [[("layer", "full", min(full, n)), *([("layer", "none", n - full)] if n > full else [])] for n in layers]
     ends[0].insert(0, ("first", "none", 1))
     ends[-1].append(("last", "none", 1))

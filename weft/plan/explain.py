@@ -49,7 +49,7 @@ class Reason:
 @dataclass(frozen=True)
 class _Not(Limits):
     """Limits of the user, and one decision that must come out otherwise. Mixed recompute is another plan's only if it is this one's:
-    cutting every other to measure takes minutes."""
+    partitioning every other takes minutes."""
 
     decision: str = ""
     value: str = ""

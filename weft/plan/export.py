@@ -24,17 +24,17 @@ TITAN_BASE = {"llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3-405b
 HALVES = ("attention", "ffn")
 WHY = {
     ("torchtitan", "schedule"): "torch has no such schedule with one chunk a stage",
-    ("torchtitan", "recompute"): "its selective keeps attention and every second matmul, its full nothing, for all layers alike",
+    ("torchtitan", "recompute"): "its selective keeps attention and every second matmul, its full nothing, the same for all layers",
     ("torchtitan", "zero"): "fully_shard shards all state, and parameters too unless they are never resharded after the forward",
     ("torchtitan", "dtype"): "give the model_spec a Float8LinearConverter for fp8",
     ("torchtitan", "batch_first"): "it keeps the batch first, so slices of the sequence are copied",
-    ("megatron", "recompute"): "it recomputes core attention, or whole layers, as many on every stage",
+    ("megatron", "recompute"): "it recomputes core attention, or entire layers, as many on every stage",
     ("megatron", "kernels"): "its layers are of fused kernels, whatever is asked",
     ("accelerate", "micro_batch"): "pass it to the DataLoader", ("accelerate", "global_batch"): "by gradient_accumulation_steps of the Accelerator",
     ("accelerate", "pp"): "it has no pipeline", ("huggingface", "pp"): "its Trainer has no pipeline",
-    ("deepspeed", "pp"): "PipelineModule cuts the model in code",
-    ("deepspeed", "recompute"): "model.gradient_checkpointing_enable() recomputes whole layers",
-    ("fsdp2", "pp"): "cut the model with torch.distributed.pipelining first",
+    ("deepspeed", "pp"): "PipelineModule splits the model in code",
+    ("deepspeed", "recompute"): "model.gradient_checkpointing_enable() recomputes entire layers",
+    ("fsdp2", "pp"): "split the model with torch.distributed.pipelining first",
 }  # fmt: skip
 PIPELINE = ("schedule", "virtual", "layers", "overlap_sends")  # which go with it
 
@@ -57,7 +57,7 @@ def unsaid(plan: Plan, form: str, text: str = "") -> list[str]:
     found += [f"how {len(held)} tensors are sharded, each by itself"] if (held := plan.layouts.get("inputs")) else []
     found += [f"the step rewritten by {', '.join(rules)}"] if (rules := plan.layouts.get("rules")) else []
     if form == "megatron" and plan.setting.kernels != "classic" and set(_ways(plan)) & {"selective", "activation"}:
-        found.append("recompute of the activation beside that of core attention")
+        found.append("recompute of the activation next to that of core attention")
     gone = lost(plan, form, text)
     for name, (wanted, other) in gone.items():
         why = WHY.get((form, name), "")
@@ -79,7 +79,7 @@ def decided(found: Read, depth: int) -> dict[str, Any]:
 
 
 def decisions(s: Setting, layers: Sequence[float], stages: Sequence[Sequence[tuple[str, str, int]]], depth: int) -> dict[str, Any]:
-    """What is decided, without what does not matter beside it; recompute of each stage where layers differ."""
+    """What is decided, without what does not matter next to it; recompute of each stage where layers differ."""
     ways = [Counter() for _ in stages]  # type: list[Counter[str]]
     for ways_of, stage in zip(ways, stages, strict=True):
         for name, way, n in stage:
@@ -93,7 +93,7 @@ def decisions(s: Setting, layers: Sequence[float], stages: Sequence[Sequence[tup
 
 
 def _plain(s: Setting) -> Setting:
-    """With what cannot matter as it comes."""
+    """With what cannot matter left at its default."""
     base = Setting()
     free = [(s.tp == 1, ("sequence_parallel", "overlap_tp")), (s.pp == 1, ("virtual", "schedule", "overlap_sends"))]
     free += [(s.size("data") == 1, ("zero", "overlap_grads", "keep_gathered")), (not s.sequence_parallel or s.tp == 1 or s.micro_batch == 1, ("batch_first",))]
@@ -107,7 +107,7 @@ def _size(block: str) -> float:
 
 
 def _counts(s: Setting, layers: Sequence[float], stages: Sequence[Sequence[tuple[str, str, int]]], depth: int) -> tuple[float, ...]:
-    """Layers of each virtual stage; nothing is known of an even cut where the depth is not."""
+    """Layers of each virtual stage; nothing is known of an even split where the depth is not."""
     if s.pp == 1:
         return ()
     if stages:
@@ -116,7 +116,7 @@ def _counts(s: Setting, layers: Sequence[float], stages: Sequence[Sequence[tuple
 
 
 def _whole(counts: Sequence[float]) -> list[int]:
-    """The nearest whole layers that are as many in all."""
+    """The nearest integers of layers that are as many in all."""
     ends = [round(sum(counts[: i + 1])) for i in range(len(counts))]
     return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
@@ -170,7 +170,7 @@ def _hashes(comments: Sequence[str]) -> str:
 
 
 def _copies(s: Setting) -> tuple[int, int]:
-    """Whole copies, and ranks that share the state of one."""
+    """Replicas, and ranks that share the state of one."""
     return (s.dp, 1) if s.zero == 0 and s.ep == 1 else (1, s.dp)
 
 
@@ -261,7 +261,7 @@ def _megatron_recompute(plan: Plan) -> dict[str, Any]:
 
 
 def _sharded(s: Setting) -> bool:
-    return s.zero > 0 or s.tp > 1 or s.cp > 1  # neither library puts tp or cp beside plain copies
+    return s.zero > 0 or s.tp > 1 or s.cp > 1  # neither library puts tp or cp next to plain copies
 
 
 def _accelerate(plan: Plan, comments: Sequence[str]) -> str:
@@ -368,7 +368,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "w3", "c_fc")
 ROWS = ("o_proj", "down_proj", "wo", "w2")
 NORMS = ("input_layernorm", "post_attention_layernorm", "attention_norm", "ffn_norm", "norm1", "norm2")
-PARTS = ("self_attn", "mlp", "attention", "feed_forward", "attn")  # what reads the whole sequence
+PARTS = ("self_attn", "mlp", "attention", "feed_forward", "attn")  # what reads the full sequence
 
 
 def mesh(device: str = "") -> DeviceMesh:

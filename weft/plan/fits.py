@@ -1,6 +1,6 @@
 """Will it fit: the answer, the largest micro-batch that does, and changes that were tried and help.
 
-Of a setting, changes are tried one at a time, then two and three together, and the fewest that help are told; where none does, more nodes
+Of a setting, changes are tried one at a time, then two and three together, and the fewest that help are reported; where none does, more nodes
 are. Of a model alone, settings are tried from the simplest on: ZeRO before recompute before tensor parallelism.
 """
 
@@ -107,7 +107,7 @@ def _nearest(shape: Planned, setting: Setting, cluster: Cluster, memory: float) 
 
 
 def _leanest(s: Setting, times: int) -> Setting:
-    """On so many times the devices, with the least memory that needs no other cut."""
+    """On so many times the devices, with the least memory that needs no other degrees."""
     copies = s.dp * times
     batch = -(-s.global_batch // copies) * copies
     return replace(s, global_batch=batch, dp=copies, micro_batch=1, zero=3, recompute="full", sequence_parallel=s.tp > 1)

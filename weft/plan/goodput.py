@@ -5,7 +5,7 @@ of variance N / B, in units of the gradient, has to be averaged out. So with t(B
 
     goodput(B) = B / (B + N) / t(B)
 
-is the progress per second, and N / (B + N) what a sample is worth beside one of a tiny batch. As a function of log B it rises
+is the progress per second, and N / (B + N) what a sample is worth next to one of a tiny batch. As a function of log B it rises
 while steps are cheap and falls once samples are wasted, so it is climbed from B = N, by factors of two.
 """
 
@@ -31,7 +31,7 @@ def progress(batch: float, noise: float) -> float:
 
 
 def efficiency(batch: float, noise: float) -> float:
-    """What a sample is worth beside one of a tiny batch."""
+    """What a sample is worth next to one of a tiny batch."""
     return 1.0 if noise == math.inf else noise / (batch + noise)
 
 
@@ -98,7 +98,7 @@ def _told(made: Plan | Infeasible, noise: float, seconds: Mapping[int, float]) -
     worth = efficiency(batch, noise)
     more: dict[str, Any] = {
         "noise": noise, "efficiency": float(f"{worth:.4g}"),
-        "useful_tokens_per_s": float(f"{worth * made.foreseen['tokens_per_s']:.6g}"),
+        "useful_tokens_per_s": float(f"{worth * made.predicted['tokens_per_s']:.6g}"),
         "batches_ms": {str(b): float(f"{s * 1e3:.6g}") for b, s in sorted(seconds.items()) if s < math.inf},
     }  # fmt: skip
-    return replace(made, objective="goodput", foreseen={**made.foreseen, **more})
+    return replace(made, objective="goodput", predicted={**made.predicted, **more})

@@ -1,4 +1,4 @@
-"""A configuration of another system, judged: priced as it is by the simulator of plans, and beside the best plan found."""
+"""A configuration of another system, judged: priced as it is by the simulator of plans, and next to the best plan found."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The layers of a captured model: where they may be cut, and what of them may run again.
+"""The layers of a captured model: where they may be split, and what of them may be recomputed.
 
-A *product* multiplies by a weight. What is made between products alone, and read by one, is its *middle*: an activation, or attention,
-which is told by an op that mixes several activations. Ways of running a layer again, in these terms:
+A *matmul* multiplies by a weight. What is made between matmuls alone, and read by one, is its *middle*: an activation, or attention,
+which is known by an op that mixes several activations. Ways of running a layer again, in these terms:
 
     activation   the middles without such an op
-    ffn          these, and the products they come from
+    ffn          these, and the matmuls they come from
     selective    all middles
-    per-op       all but the mixing ops and every second product, products of one operand being one
+    per-op       all but the mixing ops and every second matmul, matmuls of one operand being one
     full         everything
 
-A layer may be cut in two where a single value passes, between its attention and the next product.
+A layer may be split into two where a single value passes, between its attention and the next matmul.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class Layers:
                 todo += n.args
         return found
 
-    # -- where they may be cut
+    # -- where they may be split
 
     def end(self, halves: int) -> Cut | None:
-        """The values that pass after so many half layers; None where that is no place to cut."""
+        """The values that pass after so many half layers; None where that is no place to split."""
         if halves == 0:
             return tuple(n for n in self.blocks[0].inputs if n in self.forward.active) or None
         if halves % 2 == 0:
@@ -136,10 +136,10 @@ class Layers:
         between = [i for i in alone if after < i < until]
         return nodes[between[-1]] if between else None
 
-    # -- what may run again
+    # -- what may be recomputed
 
     def again(self, k: int, way: str, half: int = WHOLE) -> list[Region]:
-        """The regions of a layer that run again in this way; none where it has no such part."""
+        """The regions of a layer that are recomputed in this way; none where it has no such part."""
         nodes = self.nodes(k, half)
         within = frozenset(nodes)
         if way == "full":
@@ -150,7 +150,7 @@ class Layers:
         return [Region(frozenset(made | sources if way == "ffn" else made), within) for made, sources in chosen]
 
     def _middles(self, nodes: Collection[Node]) -> Iterator[tuple[Node, set[Node], set[Node]]]:
-        """A product, what stands between it and others, and these; of what several read, the first alone."""
+        """A matmul, what stands between it and others, and these; of what several read, the first alone."""
         own, seen = set(nodes), set[Node]()
         for p in (n for n in nodes if n in self._products):
             found, sources, todo = set[Node](), set[Node](), [a for a in p.args if a in self.forward.active]

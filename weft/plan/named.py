@@ -1,8 +1,8 @@
-"""How the inputs of a training step are held under a plan's degrees; `place` does the rest.
+"""How the inputs of a training step are laid out under a plan's degrees; `place` does the rest.
 
-Tensor parallelism is found, not configured: a weight is cut by columns, the cut is followed through the ops that keep it, and
-where it ends in a product with another weight, that one is cut by rows. Where it ends anywhere else the weight stays whole, but for
-vocabularies: a table of more rows than columns is cut along them, evenly or not, where they end in lookups, losses and sums.
+Tensor parallelism is found, not configured: a weight is sharded by columns, the sharding is followed through the ops that keep it, and
+where it ends in a matmul with another weight, that one is sharded by rows. Where it ends anywhere else the weight stays replicated, but for
+vocabularies: a table of more rows than columns is sharded along them, evenly or not, where they end in lookups, losses and sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.plan.spec import Spec
 def input_layouts(
     program: Program, named: Spec, states: Mapping[str, str], pins: Mapping[str, Placements] | None = None
 ) -> tuple[dict[str, Placements], PlacingOptions]:
-    """How every input is held. `states` tells of which parameter an optimizer's tensor is; `pins` are parameters' own layouts."""
+    """How every input is laid out. `states` tells of which parameter an optimizer's tensor is; `pins` are parameters' own layouts."""
     held: dict[str, dict[str, Placement]] = {}
     for name, node in program.inputs_for(Role.BATCH).items():
         if node.ndim:
@@ -53,7 +53,7 @@ def input_layouts(
 
 
 def as_state(state: Node, param: Node, places: Placements) -> Placements:
-    """How an optimizer's tensor is held beside its parameter: cut alike along the dims that it shares with it."""
+    """How an optimizer's tensor is laid out next to its parameter: sharded the same along the dims that it shares with it."""
     shared = [d for d, n in enumerate(state.shape) if d < param.ndim and n == param.shape[d]]
     return {a: p for a, p in places.items() if not isinstance(p, S) or p.dim in shared}
 
@@ -61,7 +61,7 @@ def as_state(state: Node, param: Node, places: Placements) -> Placements:
 def owned(program: Program, states: Mapping[str, str], ranks: int) -> dict[str, int]:
     """Parameters whose update multiplies matrices of their state, as Muon's does, and the copy that has all of it: each as many bytes as others.
 
-    The owner sums the gradient, updates alone, and tells the others; in slices, every product would gather what the others have."""
+    The owner sums the gradient, updates alone, and tells the others; in slices, every matmul would gather what the others have."""
     after: dict[Node, bool] = {}
     for n in program.nodes:
         after[n] = any(after[a] for a in n.args) or (n.role is Role.STATE and n.ndim == 2)
@@ -98,7 +98,7 @@ def _pieces(node: Node, named: Spec) -> tuple[int, int] | None:
 
 
 def stacked(program: Program, weight: Node, n: int) -> bool:
-    """A weight whose first dim runs over experts: every product that reads it keeps that dim."""
+    """A weight whose first dim runs over experts: every matmul that reads it keeps that dim."""
     users = program.users[weight]
     if weight.ndim < 3 or weight.shape[0] % n or not users:
         return False
@@ -110,7 +110,7 @@ def stacked(program: Program, weight: Node, n: int) -> bool:
 
 
 def _also_cut(node: Node, places: Mapping[str, Placement], named: Spec) -> dict[str, Placement]:
-    """Cut along dp too, on the first dim that is long enough and not cut already; tensors without one stay as they are."""
+    """Sharded along dp too, on the first dim that is long enough and not sharded already; tensors without one stay as they are."""
     taken = {p.dim for p in places.values() if isinstance(p, S)}
     dim = next((d for d, n in enumerate(node.shape) if n >= named.dp and d not in taken), None)
     return {**places, "dp": S(dim)} if dim is not None else dict(places)
@@ -120,13 +120,13 @@ def _also_cut(node: Node, places: Mapping[str, Placement], named: Spec) -> dict[
 
 
 class _Stop(Exception):
-    """The cut cannot be followed further."""
+    """The sharding cannot be followed further."""
 
 
 def tensor_cuts(program: Program, loss: Node, weights: Mapping[str, Node], n: int) -> dict[str, S]:
-    """The cut of every weight that can be cut by columns or by rows without a collective in between.
+    """The sharding of every weight that can be sharded by columns or by rows without a collective in between.
 
-    What columns do not reach is tried from its rows: where several products share a weight (queries, keys and values), it is cut inside
+    What columns do not reach is tried from its rows: where several matmuls share a weight (queries, keys and values), it is sharded inside
     each of them, which only the far end of the chain tells."""
     forward = program.needs(loss)
     names = {node: name for name, node in weights.items()}
@@ -150,7 +150,7 @@ def _looks_up(node: Node) -> bool:
 def _vocabulary(
     program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
 ) -> dict[Node, S]:
-    """The cuts that follow from cutting a table along its rows, of which it has more than columns: fewer are not worth the reductions."""
+    """The shardings that follow from sharding a table along its rows, of which it has more than columns: fewer are not worth the reductions."""
     eq, table = equation_of(node), node.args[k]
     assert eq is not None
     rows = [d for d, x in enumerate(eq.ins[k]) if x not in eq.ins[1 - k] and (x in eq.outs[0]) != _looks_up(node)]
@@ -168,7 +168,7 @@ def _vocabulary(
 def _rows(
     program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
 ) -> dict[Node, S]:
-    """The cuts that follow from cutting this weight by its rows, and with them what it multiplies."""
+    """The shardings that follow from sharding this weight by its rows, and with them what it multiplies."""
     eq = equation_of(node)
     assert eq is not None
     for d, x in enumerate(eq.ins[k]):
@@ -187,7 +187,7 @@ def _rows(
 def _columns(
     program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
 ) -> dict[Node, S]:
-    """The cuts that follow from cutting this weight by its columns; none where they cannot all be had."""
+    """The shardings that follow from sharding this weight by its columns; none where they cannot all be had."""
     eq = equation_of(node)
     assert eq is not None
     other = set(eq.ins[1 - k])
@@ -205,7 +205,7 @@ def _columns(
 
 
 class _Flow:
-    """Follows one cut forward to the products that end it, and back to whatever must be cut alike."""
+    """Follows one sharding forward to the matmuls that end it, and back to whatever must be sharded the same."""
 
     def __init__(
         self, program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], n: int, vocabulary: bool = False
@@ -218,7 +218,7 @@ class _Flow:
         self.ended = False
 
     def require(self, node: Node, cut: S) -> None:
-        """The node must be cut so: a weight is, anything else is because its operands are."""
+        """The node must be sharded so: a weight is, anything else is because its operands are."""
         if node in self.at:
             if self.at[node] != cut:
                 raise _Stop
@@ -228,7 +228,7 @@ class _Flow:
                 raise _Stop
             self.cuts[node] = cut
         elif len(node.types) == 1 and not node.dtype.is_floating_point:
-            self.at[node] = cut  # indices and masks are whole on every rank: a slice of them is free, and says nothing of others
+            self.at[node] = cut  # indices and masks are replicated: a slice of them is free, and says nothing of others
             return
         elif node.op.name in ("input", "const") or len(node.types) != 1:
             raise _Stop
@@ -258,7 +258,7 @@ class _Flow:
             self.require(node.args[k], S(d, cut.within))
 
     def _require_whole_op(self, node: Node, index: int, cut: S) -> None:
-        """One result of several is cut so: its operands are, and the other results with it."""
+        """One result of several is sharded so: its operands are, and the other results with it."""
         eq = equation_of(node)
         label = eq.outs[index][cut.dim] if eq is not None else ONE
         if eq is None or label in eq.whole or label == ONE or not eq.dims_of(label):

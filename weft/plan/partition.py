@@ -1,4 +1,4 @@
-"""A row of things cut into parts so that the slowest part is as fast as can be.
+"""A row of things split into parts so that the slowest part is as fast as can be.
 
 With c_i(a, b) the cost of part i from place a to place b, and T(i, b) the slowest of the first i parts where these end at b,
 

@@ -82,7 +82,7 @@ class LayerWalk(Walk):
     gathered: float | None = None
 
     def run(self, part: LayerRun, following: Block | None) -> None:
-        """Equal layers: once two in a row took alike and no clock will overtake another, those between them and the last are as many times
+        """Equal layers: once two in a row took the same and no clock will overtake another, those between them and the last are as many times
         that much."""
         left, steps = part.count, [self.clocks()]
         while left > 0:

@@ -1,7 +1,7 @@
 """Layouts a user fixes by the names of parameters: `layers.*.mlp.w1=tp:S(1)`, or a plan written for `parallelize_module`.
 
 A pattern names parameters, or modules whose weights are meant. Dims are those of the tensor as torch keeps it, so the columns
-of an `nn.Linear` are dim 0. A parameter that two pins name is held as the later one says.
+of an `nn.Linear` are dim 0. A parameter that two pins name is laid out as the later one says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACE = re.compile(r"(\w+):(?:(R)|S\((\d+)\))")
 
 @dataclass(frozen=True)
 class Pin:
-    """How the parameters of a pattern are held along some axes."""
+    """How the parameters of a pattern are sharded along some axes."""
 
     pattern: str
     places: tuple[tuple[str, Placement], ...]
@@ -51,7 +51,7 @@ def parse_pin(text: str) -> Pin:
 
 
 def resolve(pins: Iterable[Pin], parameters: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> dict[str, Placements]:
-    """How every pinned parameter is held, by the name of its input. `parameters` gives shapes, `sizes` the mesh's axes."""
+    """How every pinned parameter is laid out, by the name of its input. `parameters` gives shapes, `sizes` the mesh's axes."""
     held: dict[str, dict[str, Placement]] = {}
     for pin in pins:
         for axis, _ in pin.places:
@@ -88,7 +88,7 @@ WHOLE = ("replicate", "sequence_parallel", "gather", "prepare", "norep")
 
 
 def dtensor_pins(model: nn.Module, plan: Mapping[str, Any], axis: str = "tp") -> list[Pin]:
-    """A user's plan for `parallelize_module`, or a `tp_plan` of words, as pins of every parameter: what it does not name is whole."""
+    """A user's plan for `parallelize_module`, or a `tp_plan` of words, as pins of every parameter: what it does not name is replicated."""
     modules = {name: m for name, m in model.named_modules() if name}
     cuts: dict[str, Placement] = {}
     for pattern, style in plan.items():

@@ -1,7 +1,7 @@
 """A program written for one device, placed on a mesh: layouts of its inputs are given, the rest follows op by op.
 
-For every op and every mesh axis the candidates are: all operands whole; cut the label some operand is already cut along; let a
-pending sum pass, where the op is linear in it. The cheapest in bytes moved is taken, and whatever an operand lacks is
+For every op and every mesh axis the candidates are: all operands replicated; shard the label some operand is already sharded along; let a
+partial sum pass, where the op is linear in it. The cheapest in bytes moved is taken, and whatever an operand lacks is
 brought by explicit communication. State leaves in the layout it came in, so storing optimizer state in slices makes a
 step ZeRO-1, and storing parameters in slices makes it ZeRO-3; no rule says so. Operands held by different ranks of an axis (O)
 are sent to one of them.
@@ -32,11 +32,11 @@ Choose = Callable[[str, Type], Placements]
 
 @dataclass(frozen=True)
 class PlacingOptions:
-    """`scatter` are axes along which a pending sum that must be done may leave its value cut (sequence parallelism).
+    """`scatter` are axes along which a partial sum that must be done may leave its value sharded (sequence parallelism).
 
-    `turn` are axes along which an op kept whole that would have to gather, as attention does its keys, is cut along another dim
+    `turn` are axes along which an op kept in one piece that would have to gather, as attention does its keys, is sharded along another dim
     instead, its operands brought there and its results back by all_to_all (context parallelism over heads).
-    `gather` are axes along which parameters are made whole wherever they are computed with, however small what they meet is.
+    `gather` are axes along which parameters are gathered wherever they are computed with, however small what they meet is.
     """
 
     scatter: frozenset[str] = frozenset()
@@ -68,9 +68,9 @@ def placed_with(
     arrivals: Mapping[str, Placements] | None = None,
     made: Mapping[Node, Node] | None = None,
 ) -> tuple[Program, Mapping[Node, Node]]:
-    """The program on the mesh, and what became of each of its nodes. Inputs not named are whole on every rank; nodes in `made` are placed already.
+    """The program on the mesh, and what became of each of its nodes. Inputs not named are replicated; nodes in `made` are placed already.
 
-    Outputs named in `outputs` are held as told there and, along other axes, as they come; others are whole or as their state.
+    Outputs named in `outputs` are laid out as said there and, along other axes, as they are; others are replicated or as their state.
     Inputs named in `arrivals` are first brought to other placements, such as a value that was sent in slices.
     """
     placer = _Placer(program, mesh, inputs, options or PlacingOptions(), outputs or {}, arrivals or {}, made or {})
@@ -116,7 +116,7 @@ class _Placer:
         self.made = dict(made)
         self.home: dict[Node, list[Layout]] = {}  # where the results of an op that was turned belong
         self.alone: set[Node] = set()  # parameters, and what is made of one alone
-        self.done: dict[Node, Node] = {}  # pending sums of activations, and what was made of them for one reader: the others take it too
+        self.done: dict[Node, Node] = {}  # partial sums of activations, and what was made of them for one reader: the others take it too
         batch = [node.attr("name") for node in program.inputs if node.role is Role.BATCH]
         self.inner = {axis for axis in mesh.axes if not any(isinstance(inputs.get(name, {}).get(axis), S) for name in batch)}
         self.after = Roles(program).after if options.gather else frozenset[Node]()
@@ -142,7 +142,7 @@ class _Placer:
     # -- one node --------------------------------------------------------------------------------------------------------------
 
     def _made_whole(self, node: Node) -> list[Node]:
-        """Operands as they are; parameters whole along the axes of `gather`, unless this is their update."""
+        """Operands as they are; parameters replicated along the axes of `gather`, unless this is their update."""
         if len(node.args) == 1 and (node.args[0] in self.alone or node.args[0].role is Role.PARAMETER):
             self.alone.add(node)
             return [self.made[node.args[0]]]
@@ -181,7 +181,7 @@ class _Placer:
         )
 
     def _turned(self, axis: str, node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node | None:
-        """The op cut along another of its dims, where it would have to gather along the axis."""
+        """The op sharded along another of its dims, where it would have to gather along the axis."""
         if node.op.kind is not Kind.WHOLE or node.op.equation is None:
             return None
         eq = node.op.equation(tuple(a.type for a in args), dict(node.attrs))
@@ -200,7 +200,7 @@ class _Placer:
         return None
 
     def _candidates(self, node: Node, args: Sequence[Node]) -> Iterable[list[Layout]]:
-        """Layouts to bring the operands to, the likeliest first, all whole last."""
+        """Layouts to bring the operands to, the likeliest first, all replicated last."""
         if all(isinstance(p, Replicated) for a in args for p in a.layout.placements.values()):
             yield [a.layout for a in args]
             return
@@ -217,7 +217,7 @@ class _Placer:
         yield [Layout.of(self.mesh, a.shape) for a in args]
 
     def _gathered_one_by_one(self, node: Node, args: Sequence[Node]) -> Iterable[list[Layout]]:
-        """As they are, then with cuts taken away from the innermost axis on. A sum still due is done before it grows."""
+        """As they are, then with shards taken away from the innermost axis on. A sum still due is done before it grows."""
         layouts = [_summed(a.layout) if math.prod(node.types[0].shape) > math.prod(a.shape) else a.layout for a in args]
         yield layouts
         for axis in reversed(self.mesh.axes):
@@ -251,7 +251,7 @@ class _Placer:
         return sorted(ways, key=lambda w: w.cost)
 
     def _later(self, way: _AxisWay, node: Node, eq: Equation, here: Sequence[Placement], n: int) -> float:
-        """What a way costs further on: a result that is a pending sum is reduced, and weights that were cut on purpose are not gathered."""
+        """What a way costs further on: a result that is a partial sum is reduced, and weights that were sharded on purpose are not gathered."""
         lost = any(isinstance(p, S) and eq.label(k, p.dim) not in eq.outs[0] for k, p in enumerate(way.places))
         bared = any(isinstance(h, S) and p != h and (a in self.alone or a.role is Role.PARAMETER)
                     for h, p, a in zip(here, way.places, node.args, strict=True))  # fmt: skip
@@ -272,7 +272,7 @@ class _Placer:
         return sum(2 * _move(P(), R, nbytes(a.type), self.mesh.size(axis)) for a in shared)
 
     def _wanted(self, axis: str, node: Node, eq: Equation) -> list[str]:
-        """A dim of an operand that any rank makes for itself, such as the rows of a table's gradient, cut as the state it leads to is."""
+        """A dim of an operand that any rank makes for itself, such as the rows of a table's gradient, sharded as the state it leads to is."""
         free = [k for k, a in enumerate(node.args) if a.op.kind is Kind.SOURCE and a.op.name != "input" and a.ndim]
         labels = [x for k in free for x in eq.ins[k] if x in eq.outs[0] and x not in eq.whole]
         home = self._home(node) if labels and len(node.types) == 1 else None
@@ -307,7 +307,7 @@ class _Placer:
 
 
 def _applied(node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node:
-    """The op on these operands, or what stands for it where a dim is cut that it keeps whole."""
+    """The op on these operands, or what stands for it where a dim is sharded that it needs in full."""
     if node.op.across is not None and node.op.equation is not None:
         eq = node.op.equation(tuple(a.type for a in args), dict(node.attrs))
         if any(label in eq.whole and is_cut(a, d) for a, labels in zip(args, eq.ins, strict=True) for d, label in enumerate(labels)):
@@ -328,7 +328,7 @@ def _other_labels(eq: Equation, seq: set[str]) -> list[str]:
 
 
 def _moved(layout: Layout, axis: str, labels: Sequence[str], onto: set[str]) -> Layout:
-    """The axis taken from where it cuts and put on the dim of one of some labels, if there is one; parts must be equal."""
+    """The axis taken from where it shards and put on the dim of one of some labels, if there is one; parts must be equal."""
     dim = next((d for d, x in enumerate(labels) if x in onto), None)
     layout = layout.uncut(axis) if dim is None else layout.uncut(axis).cut(axis, dim)
     if not layout.is_even:
@@ -347,14 +347,14 @@ def _at_one_root(here: Sequence[Placement], args: Sequence[Node], n: int) -> lis
 
 
 def _cut_places(eq: Equation, label: str, here: Sequence[Placement], args: Sequence[Node]) -> tuple[Placement, ...]:
-    """Every operand with the label cut along it, as the one that already is; the others whole."""
+    """Every operand with the label sharded along it, as the one that already is; the others replicated."""
     within = next((p.within for k, p in enumerate(here) if isinstance(p, S) and eq.label(k, p.dim) == label), None)
     dims = dict(eq.dims_of(label))
     return tuple(S(dims[k], within) if k in dims else R for k in range(len(args)))
 
 
 def _way(places: tuple[Placement, ...], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int, whole: bool = False) -> _AxisWay:
-    """Bytes to bring the operands there, and, as a tie-break, work done on every rank alike when nothing is cut."""
+    """Bytes to bring the operands there, and, as a tie-break, work done on every rank the same when nothing is sharded."""
     cost = sum(_move(h, p, nbytes(a.type), n) for h, p, a in zip(here, places, args, strict=True))
     return _AxisWay(places, cost + (0.01 if whole and any(not isinstance(h, Replicated) for h in here) else 0.0))
 

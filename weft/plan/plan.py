@@ -111,7 +111,7 @@ class Plan:
     layers: tuple[int, ...]
     shares: tuple[Mapping[str, Any], ...]
     limits: Mapping[str, Any]
-    foreseen: Mapping[str, Any]
+    predicted: Mapping[str, Any]
     baselines_ms: Mapping[str, float] = field(default_factory=dict)
     infeasible: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[tuple[tuple[str, str, int], ...], ...] = ()
@@ -149,7 +149,7 @@ class Plan:
     def data(self) -> dict[str, Any]:
         """The plan in JSON's own types."""
         own: dict[str, Any] = {"weft_plan": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
-        own |= {"spec": self.spec.data(), "given": {k: getattr(self.setting, k) for k in MADE_FOR}, "predicted": self.foreseen}
+        own |= {"spec": self.spec.data(), "given": {k: getattr(self.setting, k) for k in MADE_FOR}, "predicted": self.predicted}
         own |= {k: dict(own[k]) for k in ("limits", "predicted", "baselines_ms", "infeasible", "layouts")}
         if own["layouts"].get("moves") is not None:
             del own["layouts"]["moves"]  # the spec has them, and pins
@@ -203,7 +203,7 @@ class Plan:
 
     @property
     def step_ms(self) -> float:
-        return float(self.foreseen["step_ms"])
+        return float(self.predicted["step_ms"])
 
     @property
     def kind(self) -> str:
@@ -216,7 +216,7 @@ class Plan:
 
     def bounds(self) -> dict[str, float]:
         """Low and high of every figure that is predicted."""
-        return bounds(self.kind, self.foreseen)
+        return bounds(self.kind, self.predicted)
 
     @property
     def is_stack(self) -> bool:
@@ -287,7 +287,7 @@ def _of_before(data: Mapping[str, Any], where: str) -> Plan:
     """A plan of version 1."""
     fit(OF_BEFORE, data, where)
     warnings.warn(f"{where} is a plan file of version 1, read as version {VERSION}; save it again to keep it", stacklevel=4)
-    own = {k: data[k] for k in (*_FROM, "foreseen") if k != "weft_plan"}
+    own = {k: data[k] for k in _FROM if k != "weft_plan"} | {"predicted": data["foreseen"]}
     stages = tuple(tuple((name.replace(" ", ""), again, n) for name, again, n in stage) for stage in data["stages"])
     plan = Plan(**own, setting=Setting(**data["setting"]), layers=tuple(data["layers"]), shares=tuple(data["shares"]), stages=stages)
     _check_parts(where, plan)
@@ -304,7 +304,7 @@ def _of_data(data: Mapping[str, Any], where: str) -> Plan:
     shares = tuple(dict(zip(SHARE.of, share, strict=True)) for share in spec.shares)
     setting = spec.setting(**data["given"])
     layers, stages, depth = _layers(spec, setting)
-    own = {k: data[k] for k in _FROM if k != "weft_plan"} | {"foreseen": data["predicted"]}
+    own = {k: data[k] for k in _FROM if k != "weft_plan"} | {"predicted": data["predicted"]}
     own["layouts"] = {**data["layouts"], **({"moves": [m.data() for m in spec.moves]} if spec.moves is not None else {})}
     own["limits"] = {**data["limits"], **({"layouts": list(spec.pins)} if spec.pins else {})}
     groups = spec.groups if not data["layouts"].get("program") else ()

@@ -1,4 +1,4 @@
-"""From a model's name and a cluster to a plan: the whole space and every baseline searched, uneven splits tried, the best taken."""
+"""From a model's name and a cluster to a plan: the full space and every baseline searched, uneven splits tried, the best taken."""
 
 from __future__ import annotations
 
@@ -217,10 +217,10 @@ def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible
     others = {n: rounded_ms(exact[n].seconds) for n in names if n != "weft"}
     origin = "weft" if best.endswith(OVERLAPPED) else best
     made = _record(request, search, exact[best], origin, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
-    told = {describe(exact[n].setting): rounded_ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those alike in words
+    told = {describe(exact[n].setting): rounded_ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those with equal words
     told.pop(describe(exact[best].setting), None)
     more = {"equal_ms": dict(reversed(told.items()))} if told else {}
-    return replace(made, foreseen={**made.foreseen, **more, **_advice(search, exact, exact[best])})
+    return replace(made, predicted={**made.predicted, **more, **_advice(search, exact, exact[best])})
 
 
 def _advice(search: Search, exact: Mapping[str, Found | Shared], best: Found | Shared) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def _uneven(found: Found | Shared) -> bool:
 def _unequal(search: Search, request: Request, pool: dict[str, Found | Shared], say: Say) -> dict[str, Found | Shared]:
     """Layers split by the time of stages; on unequal devices also the batch by their speed."""
     made: list[Found | Shared] = []
-    settings = [f.setting for f in pool.values() if isinstance(f, Found) and f.setting.recompute != MIXED]  # those are cut to measure
+    settings = [f.setting for f in pool.values() if isinstance(f, Found) and f.setting.recompute != MIXED]  # those have stages of their own
     if not search.cluster.uniform:
         say("unequal devices: splitting layers and batch by speed")
         settings += settings_on_unequal(search)
@@ -289,7 +289,7 @@ def _budget(search: Search, found: Found | Shared) -> float:
 
 
 def settings_on_unequal(search: Search) -> list[Setting]:
-    """The settings with the best bounds that fit, a few with one stage and a few with stages on whole groups."""
+    """The settings with the best bounds that fit, a few with one stage and a few with stages on full groups."""
     ranked = [c.setting for c in search.ranked(EVERYTHING) if c.setting.recompute != MIXED]
     found = []
     for wanted in (1, len(search.cluster.groups), 2 * len(search.cluster.groups), 4 * len(search.cluster.groups)):
@@ -324,7 +324,7 @@ def _record(
     tokens = s.global_batch * max(1, p.shape.seq)
     peak = sum(g.devices * g.profile.device.peak(s.dtype) for g in p.cluster.groups)
     free = pool.get("weft")
-    foreseen = {
+    predicted = {
         "step_ms": rounded_ms(found.seconds), "tokens_per_s": float(f"{tokens / found.seconds:.6g}"),
         "mfu": float(f"{p.shape.flops_per_token * tokens / found.seconds / peak:.4g}"), "memory_gb": float(f"{found.memory / 1e9:.4g}"),
         "gap": float(f"{free.gap if isinstance(free, Found) else 0.0:.3g}"), **_breakdown(search, found),
@@ -332,7 +332,7 @@ def _record(
     shares = tuple(dataclasses.asdict(x) for x in found.shares) if isinstance(found, Shared) else ()
     layers, stages = (found.layers, found.stages) if isinstance(found, Found) else ((), ())
     return Plan(
-        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, request.limits.data(), foreseen, others, lacking,
+        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, request.limits.data(), predicted, others, lacking,
         stages=stages, depth=p.depth if s.pp > 1 and not layers and not stages else 0,
     )  # fmt: skip
 
@@ -371,7 +371,7 @@ def _cheapest(cluster: Cluster, plan_on: Callable[[Cluster], Plan | Infeasible],
 
 
 def parts(cluster: Cluster) -> Sequence[Cluster]:
-    """Whole nodes of a cluster of one kind, by powers of two and all of them; the cluster alone where kinds differ."""
+    """Full nodes of a cluster of one kind, by powers of two and all of them; the cluster alone where kinds differ."""
     if len(cluster.groups) > 1:
         return [cluster]
     group = cluster.groups[0]

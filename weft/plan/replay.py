@@ -12,11 +12,11 @@ from weft.plan.rewritten import Move, as_products
 from weft.rewrite.certificate import proved_rules
 from weft.rewrite.search import Use, both_ways
 
-SPELLED = "matmul_as_einsum backwards at every product of matrices, gradients derived anew"
+SPELLED = "matmul_as_einsum backwards at every matmul, gradients derived anew"
 
 
 def moves_of(layouts: Mapping[str, Any]) -> tuple[Move, ...] | None:
-    """The moves in the layouts of a plan; None where it has none, not even that products are written as such."""
+    """The moves in the layouts of a plan; None where it has none, not even that matmuls are written as such."""
     told = layouts.get("moves")
     return None if told is None else tuple(Move(Use(**{k: v for k, v in m.items() if k != "forward"}), m["forward"]) for m in told)
 

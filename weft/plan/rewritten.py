@@ -82,12 +82,12 @@ class RewrittenStep:
 
 
 def as_run(program: Program, rounds: int) -> Program:
-    """A step as weft runs it: tables are updated by rows. Gradients of several micro-batches are added up, so they are whole tensors."""
+    """A step as weft runs it: tables are updated by rows. Gradients of several micro-batches are added up, so they are full tensors."""
     return by_rows(program) if rounds == 1 else program
 
 
 def as_products(captured: Captured) -> RewrittenStep:
-    """The step with products of matrices written as such, transposes as views, so that rules about products meet them. Its gradients are those
+    """The step with matmuls written as such, transposes as views, so that rules about matmuls meet them. Its gradients are those
     of the forward pass so written: a rule used and taken back leads here again."""
     program, made = by_definition(captured.program), dict[Node, Node]()
     for n in program.nodes:

@@ -33,7 +33,7 @@ class Schedule:
     """`warm(later, stages, micro, chunks)` forwards come before the first backward of a stage that so many later stages follow; or else
     `folded(stage, stages, micro)` is all that a stage does of two chunks.
 
-    `searched`: whether a planner looks at it. `titan` is torch's name for it, or for the nearest that cuts the model alike.
+    `searched`: whether a planner looks at it. `titan` is torch's name for it, or for the nearest that shards the model the same.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Schedule:
     folded: Callable[[int, int, int], Order] | None = None
     rounds: int = 0  # of as many micro-batches as there are stages; fewer are not taken
     defers_weights: bool = False  # weight gradients are passes of their own, which fill what would be idle
-    hides_sends: bool = False  # so many forwards ahead that what travels between stages has a pass to travel in
+    hides_sends: bool = False  # so many forwards ahead that what is sent between stages has a pass to be sent in
     takes_chunks: bool = False  # several chunks of layers on a stage, in rounds of as many micro-batches as there are stages
     searched: bool = True
     titan: str = ""
@@ -67,7 +67,7 @@ class Schedule:
 
 
 def _zero_bubble_v(stage: int, stages: int, micro: int) -> Order:
-    """Qi 2024, ZB-V: as much held as by 1F1B, weight gradients last, no idle slot where a forward, a backward and weight gradients take alike."""
+    """Qi 2024, ZB-V: as much in memory as by 1F1B, weight gradients last, no idle slot where a forward, a backward and weight gradients take the same."""
     many = max(2 * stages - 1, micro)  # as if there were enough to fill the pipeline; those that are not there are left out
     line = _Line()
     line.add(2 * (stages - stage) - 1, "F0")
@@ -83,7 +83,7 @@ def _zero_bubble_v(stage: int, stages: int, micro: int) -> Order:
 
 
 def _dual_pipe_v(stage: int, stages: int, micro: int) -> Order:
-    """DeepSeek 2025, DualPipe-V: forwards of one chunk next to backwards of the other, so that what one sends may hide beside the other."""
+    """DeepSeek 2025, DualPipe-V: forwards of one chunk overlapped with backwards of the other, so that what one sends may hide behind the other."""
     line, later, half = _Line(), stages - stage - 1, (stage + 1) // 2
     line.add(2 * later, "F0")
     line.add(stage + 1, "F0 F1")

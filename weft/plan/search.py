@@ -5,7 +5,7 @@ between copies), R and G the time its gradients and parameters need on their lin
 
     step >= sum_{j<i} f_j + M * max(f, G') + M * max(b, G' + R') + sum_{j<i} b_j + outside(R, G)
 
-where G', R' are what travels in every micro-batch (ZeRO-2/3) and `outside` what one pass cannot hide of what travels once.
+where G', R' are what is sent in every micro-batch (ZeRO-2/3) and `outside` what one pass cannot hide of what is sent once.
 Candidates are simulated in the order of this bound until it comes near the best step found; memory is bounded the same way
 first. If the work allowed is spent before, the best so far is the answer, with its gap.
 """
@@ -41,8 +41,8 @@ from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_
 from weft.plan.workload import Block, Workload, padded, split_weight
 
 CLOSE = 0.003  # a bound this near the best found is not followed further
-WORK = 40_000  # tasks of all simulations of one space; what is then left unproved is told as the gap
-NEAREST = 16  # of the settings that do not fit, whose memory is told
+WORK = 40_000  # tasks of all simulations of one space; what is then left unproved is reported as the gap
+NEAREST = 16  # of the settings that do not fit, whose memory is reported
 CANDIDATE, BOUNDED, MEASURED = range(3)  # what is known of a setting: that it divides, its bound, its stages
 Stages = tuple[tuple[Piece, ...], ...]
 
@@ -55,7 +55,7 @@ class Found:
     seconds: float
     memory: float
     layers: tuple[int, ...] = ()
-    stages: Stages = ()  # what each virtual stage is made of, where layers are cut to measure
+    stages: Stages = ()  # what each virtual stage is made of, where layers are partitioned
     gap: float = 0.0  # how far below it the best setting could still lie, as a share
 
 
@@ -135,7 +135,7 @@ class Search:
         return [b for b in made if b.memory <= self.memory]
 
     def _measured(self, c: Bounded, measure: Measure) -> list[Bounded]:
-        """A candidate with its stages cut to measure: now each stage is known, and how long it waits for those before it."""
+        """A candidate with its stages partitioned: now each stage is known, and how long it waits for those before it."""
         stages = self._stages(c.setting, measure)
         if stages is None:
             return []
@@ -169,7 +169,7 @@ class Search:
         return Search(problem, self.limits, _works=self._works if problem.shape is self.problem.shape else {})
 
     def ranked(self, space: Space, objective: str = "time") -> list[Bounded]:
-        """Candidates by their bound, before what copies share is chosen; equal ones by the plainer setting."""
+        """Candidates by their bound, before the ZeRO stage is chosen; equal ones by the plainer setting."""
         if self.wider is not None:
             return [c for c in self.wider.ranked(space, objective) if self.limits.allows(c.setting, LATER)]
         if (space, objective) not in self._ranked:
@@ -191,7 +191,7 @@ class Search:
         free = Search(p).ranked(space) if pins else []
         if free:
             return f"no setting meets {pins}; without it {describe(free[0].setting)} would do"
-        return f"no degrees divide {p.cluster.devices} devices, a batch of {p.batch} and what the model can be cut into"
+        return f"no degrees divide {p.cluster.devices} devices, a batch of {p.batch} and what the model can be split into"
 
     def _too_large(self, space: Space, queue: Sequence[Bounded]) -> Nothing:
         """By the memory of those that are bounded least."""
@@ -204,7 +204,7 @@ class Search:
     # --- simulation
 
     def tailored(self, setting: Setting, measure: Measure) -> Found | None:
-        """A setting with its stages cut to measure; the plain setting where all layers come out alike."""
+        """A setting with its stages partitioned; the plain setting where all layers come out the same."""
         stages = self._stages(setting, measure)
         if stages is None:
             return None
@@ -257,7 +257,7 @@ class Search:
         return repeated(at, s.pp, s.micro_batches), step.peak_memory.total if step else math.inf
 
     def step(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> SimulatedStep:
-        """The whole simulation."""
+        """The full simulation."""
         work, lie = self.work(setting), (_work_key(setting), setting.dp)
         return simulate(blocks_of(work, stages) if stages else work, setting, self.cluster, layers, self._phases.setdefault(lie, {}))
 
@@ -284,7 +284,7 @@ class Search:
         return Costs(self.cluster, self._fastest(s), s.place)
 
     def devices(self, s: Setting) -> list[Device]:
-        """The slowest kind of device of each stage, which the whole stage waits for."""
+        """The slowest kind of device of each stage, which the full stage waits for."""
         if s.pp not in self._devices:
             self._devices[s.pp] = stage_devices(self.cluster, s)
         return self._devices[s.pp]
@@ -330,7 +330,7 @@ class Search:
         return total * r / (1 - (1 - r / m) ** s.pp) + m * waits
 
     def _must_rerun(self, s: Setting) -> list[float]:
-        """Seconds of a micro-batch that each stage spends on running again what its memory cannot keep, were layers shared out evenly."""
+        """Seconds of a micro-batch that each stage spends on recomputing what its memory cannot keep, were layers shared out evenly."""
         key, work, layers = (_work_key(s), self._fastest(s).name), self.work(s), self.problem.depth / s.pp
         shares = [n / self.problem.depth for _, n in work.kinds]
         if key not in self._hulls:
@@ -451,7 +451,7 @@ class _OpTimes:
 
 @dataclass(frozen=True)
 class _Plain:
-    """The first block, a layer of the average kind, and the last block, without what travels between copies."""
+    """The first block, a layer of the average kind, and the last block, without what is sent between copies."""
 
     first: _OpTimes
     layer: _OpTimes
@@ -474,7 +474,7 @@ def _leanest(space: Space, s: Setting) -> Setting:
 
 
 def _total(ops: Iterable[Op], costs: Costs) -> float:
-    """Ops one after another; what runs beside is waited for after the next that computes."""
+    """Ops one after another; what is overlapped is waited for after the next that computes."""
     seconds = beside = 0.0
     for op in ops:
         own = costs.seconds(op)
@@ -500,7 +500,7 @@ def _order(found: Found, objective: str) -> tuple[object, ...]:
 
 
 def plainness(s: Setting) -> tuple[object, ...]:
-    """Fewer kinds of cutting first, then smaller degrees, so that of equal settings the plainer is taken."""
+    """Fewer kinds of sharding first, then smaller degrees, so that of equal settings the plainer is taken."""
     used = sum(getattr(s, a) > 1 for a in ("tp", "pp", "cp", "ep"))
     kept = (*RECOMPUTE, MIXED).index(s.recompute)
     cut = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.virtual)

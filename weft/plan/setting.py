@@ -1,4 +1,4 @@
-"""How a model is run: how it is cut over devices, what is kept or computed again, and by which kind of kernels."""
+"""How a model is run: how it is sharded over devices, what is kept or computed again, and by which kind of kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Setting:
     virtual: int = 1
     sequence_parallel: bool = False
     zero: int = 0
-    keep_gathered: bool = False  # under ZeRO-3, gather parameters once a step, reduce gradients once, and keep both whole between
+    keep_gathered: bool = False  # under ZeRO-3, gather parameters once a step, reduce gradients once, and keep both gathered between
     recompute: str = "none"
     schedule: str = PLAIN
     kernels: str = "compiled"
@@ -44,9 +44,9 @@ class Setting:
     overlap_grads: bool = True
     overlap_params: bool = True
     overlap_sends: bool = False
-    overlap_tp: bool = False  # collectives of tensor parallelism beside the product they belong to
+    overlap_tp: bool = False  # collectives of tensor parallelism overlapped with the matmul they belong to
     batch_first: bool = False  # [batch, sequence, hidden] in memory: gathering along the sequence takes a copy
-    master: bool = True  # parameters and optimizer kept in fp32 beside those computed with
+    master: bool = True  # parameters and optimizer kept in fp32 next to those computed with
 
     @property
     def devices(self) -> int:

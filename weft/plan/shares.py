@@ -19,7 +19,7 @@ def dealt(pieces: int, ranks: int) -> list[int]:
 
 
 def slowest(pieces: int, speeds: Sequence[float]) -> float:
-    """When the last rank is done with its share, if the whole batch took one rank of speed 1 one second."""
+    """When the last rank is done with its share, if the full batch took one rank of speed 1 one second."""
     return max(n / pieces / v for n, v in zip(dealt(pieces, len(speeds)), speeds, strict=True))
 
 

@@ -30,8 +30,8 @@ class Short:
     active: frozenset[Node]  # forward nodes that read both batch and parameters
     repeats: tuple[int, ...]  # of each row
     boundary: tuple[tuple[Node, ...], ...]  # what the block of each row hands on
-    ways: Mapping[tuple[int, str, int], frozenset[Node]]  # what runs again of the block of a part, or of half of it
-    half: frozenset[Node]  # of the block, up to the place where it may be cut in two; empty where it may not
+    ways: Mapping[tuple[int, str, int], frozenset[Node]]  # what is recomputed of the block of a part, or of half of it
+    half: frozenset[Node]  # of the block, up to the place where it may be split into two; empty where it may not
 
     @property
     def rows(self) -> range:
@@ -50,7 +50,7 @@ def short_of(captured: Captured) -> Short:
     ahead, rows = layers.forward, layers.rows
     blocks = sum(row.blocks for row in rows if row.count > 1)
     if not 0 < len(rows) <= ROWS or blocks < max(2, MOST_OF_IT * layers.count):
-        found = f"{layers.count} blocks, of which {blocks} in {len(rows)} rows are alike"
+        found = f"{layers.count} blocks, of which {blocks} in {len(rows)} rows are the same"
         raise PlanError("the model is no stack of equal blocks", needed="most of its blocks isomorphic, or in groups that are", found=found)
     became = _shortened(layers, rows)
     units = [range(row.start, row.start + row.period) for row in rows]

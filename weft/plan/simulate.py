@@ -1,7 +1,7 @@
 """A training step on a cluster: stages of a pipeline, each one device standing for all that do the same.
 
 Step = pipeline of passes, then gradients over the copies, then the optimizer. Data-, tensor- and context-parallel ranks of
-a stage are alike, so a step on any number of devices costs as much to simulate as its stages times its micro-batches.
+a stage are the same, so a step on any number of devices costs as much to simulate as its stages times its micro-batches.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PASSES = 1 << 17  # of a step that are walked one by one
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What is foreseen of one step."""
+    """What is predicted of one step."""
 
     seconds: float
     tokens: int
     model_flops: float  # of the step, over all devices
     peak_flops: float  # per second, over all devices
     causes: Mapping[str, float]  # seconds of the busiest stage by what they were for; they sum to `seconds`
-    hidden: Mapping[str, float]  # communication of that stage that ran beside compute
+    hidden: Mapping[str, float]  # communication of that stage that ran overlapped with compute
     memory: tuple[Memory, ...]  # per stage
     timeline: Timeline = field(repr=False)
 
@@ -63,8 +63,8 @@ class SimulatedStep:
 def simulate(
     work: Workload, setting: Setting, cluster: Cluster, layers: tuple[int, ...] = (), known: dict[object, Phase] | None = None
 ) -> SimulatedStep:
-    """Foresee one step. `layers` are those of each virtual stage, where they are not shared out evenly; passes are kept in `known`, which
-    settings may share that do the same work on devices that lie alike."""
+    """Predict one step. `layers` are those of each virtual stage, where they are not shared out evenly; passes are kept in `known`, which
+    settings may share that do the same work on devices that lie in the same places."""
     _check(setting, cluster)
     return _Simulation(work, setting, cluster, layers, {} if known is None else known).step()
 
@@ -92,7 +92,7 @@ def _check(setting: Setting, cluster: Cluster) -> None:
 
 
 def _filled(s: Setting, devices: int) -> str:
-    """What would fill the cluster: other copies, or where they do not come out whole, the next smaller degree that divides."""
+    """What would fill the cluster: other copies, or where they do not come out even, the next smaller degree that divides."""
     for axis in ("tp", "cp", "pp"):
         others = s.tp * s.pp * s.cp // s.size(axis)
         if devices % (s.tp * s.pp * s.cp) and devices % others == 0:
@@ -123,7 +123,7 @@ class _Simulation:
     cluster: Cluster
     layers: tuple[int, ...] = ()
     _phases: dict[object, Phase] = field(default_factory=dict)
-    _links: list[Task] = field(default_factory=list)  # what travels beside passes
+    _links: list[Task] = field(default_factory=list)  # what is sent meanwhile
 
     def step(self) -> SimulatedStep:
         s = self.setting
@@ -227,7 +227,7 @@ class _Simulation:
         return self._phases[key]
 
     def _reducing(self, g: int, how: Pass) -> Phase:
-        """A pass that reduces gradients: layer by layer beside what follows, or all of them after it, whichever is sooner."""
+        """A pass that reduces gradients: layer by layer overlapped with what follows, or all of them after it, whichever is sooner."""
         costs, parts = self.costs[g % self.setting.pp], self.parts[g]
         seconds = self._at_once(costs, parts)
         after = phase(costs, parts, replace(how, reduce="")) + Phase(seconds, {"dp": seconds})

@@ -1,7 +1,7 @@
 """Models for a question of memory alone: by the sizes of a Hugging Face config where its kind is known, else built on `meta` and watched.
 
 Of a model that is watched, one sample runs forward without values: what torch keeps for the backward is counted block by block, each tensor
-once, parameters apart. It is cut into copies and shards only, since nothing is known of how its products could be shared.
+once, parameters apart. It is replicated and sharded only, since nothing is known of how its matmuls could be shared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.plan.setting import Setting
 from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload
 
-STATE = {  # bytes a parameter beside its copy in fp32
+STATE = {  # bytes a parameter next to its copy in fp32
     "adamw": 8.0, "adam": 8.0, "adamax": 8.0, "nadam": 8.0, "radam": 8.0, "adamw8bit": 2.0, "muon": 4.0, "lion": 4.0, "momentum": 4.0, "rmsprop": 4.0,
     "adagrad": 4.0, "adadelta": 8.0, "sgd": 0.0, "adafactor": 0.01,
 }  # fmt: skip
@@ -42,7 +42,7 @@ class Trained:
     lora: int = 0
 
     def on(self, block: Block, wide: float) -> Block:
-        """`wide`: inputs and outputs of the products of a block, which adapters of rank r have r times."""
+        """`wide`: inputs and outputs of the matmuls of a block, which adapters of rank r have r times."""
         block = replace(block, state=self.state)
         return replace(block, trained=self.lora * wide) if self.lora else block
 
@@ -86,7 +86,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class WatchedPart:
-    """Of a model that was watched: parameters, bytes kept for the backward of one sample, bytes that go in, the largest tensor, widths of products."""
+    """Of a model that was watched: parameters, bytes kept for the backward of one sample, bytes that go in, the largest tensor, widths of matmuls."""
 
     name: str
     params: float

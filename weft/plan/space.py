@@ -24,8 +24,8 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage, where a schedule takes several
 MOST = 64  # samples of a micro-batch
 LARGEST = {"tp": 64, "cp": 64, "pp": 32}
-NODE = 8  # devices that share a product even where nodes have fewer
-LATER = ("zero", "keep_gathered")  # what copies share, which is chosen for each candidate by itself
+NODE = 8  # devices that share a matmul even where nodes have fewer
+LATER = ("zero", "keep_gathered")  # the ZeRO stage, which is chosen for each candidate by itself
 CUT_TO_MEASURE = Measure()
 
 
@@ -127,7 +127,7 @@ def divisors(n: int) -> list[int]:
 
 
 class PlannedModel(Protocol):
-    """What is asked of a model: how deep it is, what of it may be cut, and what a device then does."""
+    """What is asked of a model: how deep it is, what of it may be sharded, and what a device then does."""
 
     @property
     def name(self) -> str: ...
@@ -172,7 +172,7 @@ class PlanProblem:
 
 
 def candidates(problem: PlanProblem, space: Space, limits: Limits) -> Iterator[Setting]:
-    """Every setting of the space that divides, in a fixed order; what copies share is left to `shardings`."""
+    """Every setting of the space that divides, in a fixed order; the ZeRO stage is left to `shardings`."""
     for degrees in _degrees(problem, space, "tp" in limits.pins):
         for micro in _micro_batches(problem, degrees["dp"]):
             base = Setting(
@@ -232,8 +232,8 @@ def shardings(space: Space, limits: Limits, s: Setting) -> Iterator[Setting]:
 def _tensor_ways(space: Space, base: Setting) -> list[tuple[bool, bool]]:
     if base.tp == 1:
         return [(False, False)]
-    best = max(space.overlap_tp)  # a collective in pieces beside its product is never later than one before it
-    ways = space.sequence_parallel if base.cp == 1 else space.sequence_parallel[-1:]  # where tokens are cut anyway, they are between products too
+    best = max(space.overlap_tp)  # a collective in pieces overlapped with its matmul is never later than one before it
+    ways = space.sequence_parallel if base.cp == 1 else space.sequence_parallel[-1:]  # where tokens are sharded anyway, they are between matmuls too
     return [(sp, sp and best) for sp in ways]
 
 

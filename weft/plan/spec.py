@@ -1,10 +1,10 @@
 """What a plan decides, as one value, and the words for it: `dp2,tp2,zero1,sp`.
 
 Words joined by commas parse into a Spec and print from it; rules' moves alone have no words, a plan file has them. `dp2,pieces3` deals the batch
-in three equal pieces by torch.chunk's rule, two to the first rank and one to the last. `pp4,zero-bubble,micro8` cuts the layers into four
+in three equal pieces by torch.chunk's rule, two to the first rank and one to the last. `pp4,zero-bubble,micro8` splits the layers into four
 stages and the batch into eight micro-batches; `micro8` without `pp` accumulates. `recompute` keeps of a repeated block only its inputs,
 `recompute:activation` and the like recompute a part of it (`plan.layers`); `offload` keeps what the backward pass reads of repeated blocks in
-the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, beside the experts' products;
+the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, overlapped with the experts' matmuls;
 `ragged-ep` sends them to the ranks they picked alone. `cp2,ring` gathers keys in chunks, overlapped with the attention that reads them;
 `cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `cut:layers.4` a module
 that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is made of, and `?` leaves open whatever no word says.
@@ -74,7 +74,7 @@ class Spec:
     a2a: bool = False  # heads sharded along cp during the attention
     gather_once: bool = False  # under ZeRO-3, parameters gathered and gradients reduced once a step, not for every micro-batch
     async_tp: bool = False  # collectives of tp overlapped with the matmuls they belong to
-    async_ep: bool = False  # tokens dispatched to experts in chunks, beside the experts' products
+    async_ep: bool = False  # tokens dispatched to experts in chunks, overlapped with the experts' matmuls
     ragged_ep: bool = False  # tokens go to the ranks of the experts they picked alone
     offload: bool = False  # what the backward pass reads of repeated blocks is kept in the host's memory
     groups: tuple[tuple[str, int], ...] = ()  # ZeRO of parameters by pattern, where it is not `zero`; the last that fits
@@ -137,7 +137,7 @@ class Spec:
 
     @property
     def offloads(self) -> str:
-        """What the host keeps of repeated blocks: their inputs where they run again, or all that the backward pass reads."""
+        """What the host keeps of repeated blocks: their inputs where they are recomputed, or all that the backward pass reads."""
         return "" if not self.offload else "inputs" if self.recompute else "all"
 
     @property
@@ -173,7 +173,7 @@ class Spec:
         return ",".join(self._words()) or "dp1"
 
     def _words(self) -> Iterator[str]:
-        said = {name for name in DECIDED if name not in self.open} if self.open else set[str]()  # where some are open, all others are told
+        said = {name for name in DECIDED if name not in self.open} if self.open else set[str]()  # where some are open, all others are given
         yield from (f"{a}{getattr(self, a)}" for a in ("dp", "cp", "ep", "tp", "pp") if getattr(self, a) > 1 or a in said)
         if (self.schedule != PLAIN and (self.pp > 1 or "pp" in self.open)) or "schedule" in said:
             yield self.schedule

@@ -1,6 +1,6 @@
-"""A captured training step cut into pipeline stages: its forward pass at values, its backward pass by the chain rule.
+"""A captured training step split into pipeline stages: its forward pass at values, its backward pass by the chain rule.
 
-Let V_1 ... V_m be sets of values, one behind the other, where the forward pass can be cut: what each repeated block gives or, where no
+Let V_1 ... V_m be sets of values, one behind the other, where the forward pass can be split: what each repeated block gives or, where no
 block repeats, every value that passes alone or, where these are too few, the few that pass together. A node stands in the first part whose
 end needs it; what no end needs (the rest of the loss, terms of it that blocks give) stands behind all it reads. `partition` makes the flops
 of the heaviest stage least.
@@ -32,7 +32,7 @@ Cut = tuple[Node, ...]  # values that end a stage
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes of the forward pass that run again, each for as long as nothing outside `within` reads it in the forward pass."""
+    """Nodes of the forward pass that are recomputed, each for as long as nothing outside `within` reads it in the forward pass."""
 
     nodes: frozenset[Node]
     within: frozenset[Node]
@@ -54,7 +54,7 @@ class Stage:
     number: int
     forward: Program
     step: Program
-    again: tuple[Region, ...] = ()  # what of the forward pass runs again
+    again: tuple[Region, ...] = ()  # what of the forward pass is recomputed
 
     def reads(self, kind: str) -> list[str]:
         return [n for n in self.step.input_names if n.startswith(kind)]
@@ -64,7 +64,7 @@ class Stage:
 
 
 def split(captured: Captured, stages: int, cuts: Sequence[Cut] | None = None, again: Sequence[Region] = ()) -> tuple[Stage, ...]:
-    """The stages of a step, cut for balance unless told where."""
+    """The stages of a step, split for balance unless told where."""
     forward = Forward(captured)
     cuts = chosen_cuts(captured, stages) if cuts is None else cuts
     made = forward.stages(forward.cut_at(cuts), len(cuts) + 1, again)
@@ -106,7 +106,7 @@ def balanced_cuts(forward: Forward, stages: int) -> tuple[Cut, ...]:
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Where to cut a row of weights, as numbers of the gaps, so that the heaviest part is as light as can be."""
+    """Where to split a row of weights, as numbers of the gaps, so that the heaviest part is as light as can be."""
     total = [0.0, *itertools.accumulate(weights)]
     ends = partition(len(weights), parts, lambda _, a, b: total[b] - total[a], tie=early)
     return tuple(b - 1 for b in ends[:-1]) if ends else ()
@@ -116,7 +116,7 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 class Forward:
-    """The forward pass of a captured step, in order, and where it can be cut."""
+    """The forward pass of a captured step, in order, and where it can be split."""
 
     def __init__(self, captured: Captured) -> None:
         self.captured, self.program = captured, captured.program
@@ -133,7 +133,7 @@ class Forward:
         self.ends = [self.given(b) for b in self.blocks] or [(self.main[i],) for i in narrow(self.main, self.active)]
 
     def cut_anywhere(self, stages: int) -> None:
-        """Ends where several values pass, as few as give so many stages: skip connections and branches cross such a cut."""
+        """Ends where several values pass, as few as give so many stages: skip connections and branches cross such a border."""
         places = [tuple(n for n in self.main if n in open_) for _, open_ in _open(self.main, self.active, len(self.main)) if _may_pass(open_)]
         places = list(dict.fromkeys(places))
         for most in sorted({len(cut) for cut in places}):

@@ -33,7 +33,7 @@ Price = Callable[[Program], float]
 
 
 def value_rules() -> list[Schema]:
-    """Proved rules about values that join or split products, both ways. Layouts are the ILP's; laws that only write the same work otherwise,
+    """Proved rules about values that join or split matmuls, both ways. Layouts are the ILP's; laws that only write the same work otherwise,
     such as those of transposes, change none."""
     from weft.rewrite.certificate import proved_rules
 
@@ -41,7 +41,7 @@ def value_rules() -> list[Schema]:
 
 
 def _changes_products(rule: Schema) -> bool:
-    """Whether a rule is about what is multiplied or joined, and not one product, of the same work, left and right."""
+    """Whether a rule is about what is multiplied or joined, and not one matmul, of the same work, left and right."""
     known = [c for c in rule.calls if not isinstance(c.op, OpHole)]
     joins = any(c.op.kind is Kind.VIEW and (len(c.args) > 1 or isinstance(c.args[0], Star)) for c in known)
     products = sum(c.op.kind is Kind.CONTRACT for c in known)

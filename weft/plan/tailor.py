@@ -1,11 +1,11 @@
-"""Stages cut to measure: how many layers each holds, cut in half where that balances, and what each runs again.
+"""Stages partitioned: how many layers each holds, split in half where that balances, and what each recomputes.
 
 Of a layer let f + b be its passes, e_o the seconds and s_o the bytes kept under way o of running parts again (none, activation, ffn, selective,
 full). For n layers whose activations may take A bytes,
 
     min sum_o x_o e_o   with   sum_o x_o s_o <= A,  sum_o x_o = n
 
-is solved on the lower hull of the points (s_o, e_o): layers move from one way to the next, one by one, until they fit. With
+is solved on the lower Pareto front of the points (s_o, e_o): layers move from one way to the next, one by one, until they fit. With
 c_i(n) the seconds of a stage that fits in this way (stage i of p keeps p - i micro-batches, so early stages run more again), halves of
 layers go to stages by `partition`.
 """
@@ -39,7 +39,7 @@ Piece = tuple[str, str, int]  # name of a block, what it recomputes, how often i
 
 @dataclass(frozen=True)
 class Measure:
-    """How freely stages are cut: ways of running again that may be mixed, and whether stages may differ."""
+    """How freely stages are split: ways of recomputing that may be mixed, and whether stages may differ."""
 
     ways: tuple[str, ...] = WAYS
     free: bool = True
@@ -100,7 +100,7 @@ class Times:
         return self._known[name, way]
 
     def hull(self, ways: Sequence[str], layer: Block) -> list[Point]:
-        """The lower hull of (bytes kept, seconds more), from the fastest to the leanest."""
+        """The lower Pareto front of (bytes kept, seconds more), from the fastest to the leanest."""
         points = [Point(sum(self.costs.seconds(op) for op in layer.rerun(w)), _kept(layer, w), w) for w in ways]
         hull: list[Point] = []
         for p in sorted(points, key=lambda p: (p.more, p.kept)):
@@ -113,7 +113,7 @@ class Times:
 
 
 def mean_hull(hulls: Sequence[Sequence[Point]], shares: Sequence[float]) -> list[Point]:
-    """Of the average layer, of whose kinds these are the hulls and the shares: what frees most for its seconds runs again first."""
+    """Of the average layer, of whose kinds these are the hulls and the shares: what frees most for its seconds is recomputed first."""
     if len(hulls) == 1:
         return list(hulls[0])
     steps = [(a, b, share) for hull, share in zip(hulls, shares, strict=True) for a, b in itertools.pairwise(hull)]
@@ -147,7 +147,7 @@ def named_blocks(work: Workload) -> dict[str, Block]:
 
 @dataclass(frozen=True, eq=False)
 class Tailor:
-    """Cuts the stages of one setting."""
+    """Partitions the stages of one setting."""
 
     work: Workload
     setting: Setting
@@ -187,7 +187,7 @@ class Tailor:
         return s.pipeline.orders(s.pp, few - few % s.pp if s.virtual > 1 else few, s.virtual)
 
     def _pieces(self, stage: int, start: int, count: int, mix: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
-        """`count` half layers from half `start` on, whole layers by the mix, ends as the mix begins."""
+        """`count` half layers from half `start` on, full layers by the mix, ends as the mix begins."""
         lone = mix[0][0] if mix else "none"
         made: list[Piece] = [("first", "none", 1)] if stage == 0 else []
         if count and start % 2:
@@ -208,7 +208,7 @@ class Tailor:
         return mixes
 
     def _fitting(self, stage: int, start: int, count: int) -> tuple[float, tuple[Piece, ...]] | None:
-        """Seconds and pieces of a stage with as little run again as fits."""
+        """Seconds and pieces of a stage with as little recomputed as fits."""
         key = (stage, start if self.work.others else start % 2, count)
         if key not in self._known:
             layers = (count - start % 2 - (start + count) % 2) // 2

@@ -1,6 +1,6 @@
 """Layouts of single tensors in a plan for a stack of layers: pins, and a user's plan for `parallelize_module`.
 
-Two layers of the model are captured at the plan's micro-batch and placed on its tensor-parallel axis twice: cut as the plan cuts
+Two layers of the model are captured at the plan's micro-batch and placed on its tensor-parallel axis twice: sharded as the plan shards
 them, and as the user says. The simulator times both, and every layer and micro-batch of a stage pays half the difference. The
 degree of tensor parallelism is searched with it, so a pin that fits one degree badly may be met by another.
 """
@@ -129,13 +129,13 @@ def with_layouts(made: Plan, extra: float, pins: Sequence[Pin], origin: str) -> 
     """The plan with what the layouts cost, and the layouts among its limits."""
     ms = made.step_ms + extra * 1e3
     scale = made.step_ms / ms
-    rates = {k: float(f"{made.foreseen[k] * scale:.6g}") for k in ("tokens_per_s", "mfu")}
-    foreseen = {**made.foreseen, **rates, "step_ms": float(f"{ms:.6g}"), "layouts_ms": float(f"{extra * 1e3:.6g}")}
-    return replace(made, origin=origin, foreseen=foreseen, limits={**made.limits, "layouts": [str(p) for p in pins]})
+    rates = {k: float(f"{made.predicted[k] * scale:.6g}") for k in ("tokens_per_s", "mfu")}
+    predicted = {**made.predicted, **rates, "step_ms": float(f"{ms:.6g}"), "layouts_ms": float(f"{extra * 1e3:.6g}")}
+    return replace(made, origin=origin, predicted=predicted, limits={**made.limits, "layouts": [str(p) for p in pins]})
 
 
 def with_baseline(made: Plan, request: Request, name: str, plan: Mapping[str, Any], say: Say = lambda _: None) -> Plan:
-    """The plan beside a user's own for `parallelize_module`; where that is better, it is the plan."""
+    """The plan next to a user's own for `parallelize_module`; where that is better, it is the plan."""
     say(f"{name}: pricing")
     layers = CapturedLayers(request)
     pins = _only_cut(dtensor_pins(layers.model().model, plan))
@@ -151,5 +151,5 @@ def with_baseline(made: Plan, request: Request, name: str, plan: Mapping[str, An
 
 
 def _only_cut(pins: Sequence[Pin]) -> list[Pin]:
-    """One-dimensional tensors a plan does not name may be held as the rest of it suggests."""
+    """One-dimensional tensors a plan does not name may be laid out as the rest of it suggests."""
     return [p for p in pins if str(p).endswith(")") or not p.pattern.endswith((".bias", "norm.weight"))]

@@ -65,7 +65,7 @@ def told(plan: Plan, seconds: float | None = None) -> str:
 
 def summary(plan: Plan) -> Iterator[str]:
     """The decisions and the predicted figures."""
-    f, b = plan.foreseen, plan.bounds()
+    f, b = plan.predicted, plan.bounds()
     yield f"{plan.model} on {plan.cluster}, global batch {plan.setting.global_batch:,}{f' x {plan.seq:,} tokens' * (plan.seq > 0)}"
     table = [("decision", "value", "meaning"), *rows(plan)]
     widths = [max(len(row[k]) for row in table) for k in (0, 1)]
@@ -79,7 +79,7 @@ def summary(plan: Plan) -> Iterator[str]:
 
 
 def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
-    f = plan.foreseen
+    f = plan.predicted
     yield from summary(plan)
     yield f"in brackets the {spread(plan.kind)}; {NOT_MODELLED}"
     if f.get("causes_ms"):
@@ -224,8 +224,8 @@ def differences(a: Plan, b: Plan) -> Iterator[Row]:
     for name in sorted({**x, **y}):
         yield from _apart(name, *(" ".join(f"{axis}:{place}" for axis, place in held.get(name, {}).items()) or "replicated" for held in (x, y)))
     for key in FORESEEN:
-        if a.foreseen[key] != b.foreseen[key]:
-            yield key, f"{a.foreseen[key]:,.4g}", f"{b.foreseen[key]:,.4g}"
+        if a.predicted[key] != b.predicted[key]:
+            yield key, f"{a.predicted[key]:,.4g}", f"{b.predicted[key]:,.4g}"
 
 
 def _apart(name: str, a: str, b: str) -> Iterator[Row]:

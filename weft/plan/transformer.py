@@ -1,6 +1,6 @@
 """The work of a transformer on one device: from a few sizes and a setting to the records of `plan.workload`.
 
-The cuts are the usual ones: heads and feed-forward columns over tp, tokens over cp (and, between the products, over tp
+The shardings are the usual ones: heads and feed-forward columns over tp, tokens over cp (and, between the matmuls, over tp
 where sequence parallel), experts over ep, vocabulary over tp.
 """
 
@@ -86,7 +86,7 @@ class Shape:
         return self.layers // (self.moe_every if self.experts else 1)
 
     def may_cut(self, tp: int, cp: int) -> bool:
-        """Whether products can be shared by so many devices, and a sequence by so many."""
+        """Whether matmuls can be shared by so many devices, and a sequence by so many."""
         return self.heads % tp == 0 and self.inner % tp == 0 and self.seq % cp == 0 and (cp == 1 or self.seq // cp >= LEAST_SLICE)
 
     def work(self, setting: Setting) -> Workload:
@@ -111,7 +111,7 @@ class Shape:
 
     @property
     def flops_per_token(self) -> float:
-        """Of forward and backward as utilisation is usually counted: six per parameter met, and all scores, masked or not."""
+        """Of forward and backward as MFU is usually counted: six per parameter met, and all scores, masked or not."""
         met = self.layers * self.attention_params + (self.layers - self.moe_layers + self.moe_layers * self.chosen) * self.ffn_params
         scores = 12 * self.layers * self.seq * self.heads * self.head_dim
         return 6.0 * (met + self.vocab * self.hidden) + scores
@@ -133,7 +133,7 @@ class _WorkBuilder:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens a device holds inside the products."""
+        """Tokens a device holds inside the matmuls."""
         return max(1, self.setting.micro_batch * self.shape.seq // self.setting.cp)
 
     @cached_property
@@ -142,12 +142,12 @@ class _WorkBuilder:
 
     @cached_property
     def stream(self) -> float:
-        """Bytes of the residual stream inside the products."""
+        """Bytes of the residual stream inside the matmuls."""
         return float(self.tokens * self.shape.hidden * self.width)
 
     @cached_property
     def between(self) -> float:
-        """Bytes of the residual stream between the products."""
+        """Bytes of the residual stream between the matmuls."""
         return self.stream / (self.setting.tp if self.setting.sequence_parallel else 1)
 
     def build(self) -> Workload:
@@ -190,7 +190,7 @@ class _WorkBuilder:
         )  # fmt: skip
 
     def halves(self, moe: bool) -> tuple[Block, Block]:
-        """Attention and feed-forward, each with its residual: where a layer may be cut between two stages."""
+        """Attention and feed-forward, each with its residual: where a layer may be split between two stages."""
         s, t = self.shape, self.setting
         ffn = (*self.experts(), *([] if t.tp == 1 else self.leave())) if moe else (*self.feed_forward(), *self.leave())
         parts = ((*self.attention(), *self.leave()), ffn)
@@ -235,12 +235,12 @@ class _WorkBuilder:
         return (Touch("norm", f * self.between, b * self.between, *self.style.norm_launches, saved=self.style.norm_saved * self.between),)
 
     def enter(self) -> tuple[Op, ...]:
-        """Bring the tokens together before a product cut by columns."""
+        """Bring the tokens together before a matmul sharded by columns."""
         t = self.setting
         return (self.meet("all_gather"), *self.copied()) if t.tp > 1 and t.sequence_parallel else ()
 
     def leave(self) -> tuple[Op, ...]:
-        """Sum the terms of a product cut by rows, then add to the residual."""
+        """Sum the terms of a matmul sharded by rows, then add to the residual."""
         t, style = self.setting, self.style
         meet: tuple[Op, ...] = ()
         if t.tp > 1:
@@ -286,7 +286,7 @@ class _WorkBuilder:
         return "bf16" if self.setting.dtype in ("fp8", "fp4") else self.setting.dtype
 
     def ring(self, qkv: float) -> tuple[Op, ...]:
-        """Keys and values travel around cp while attention works on those at hand."""
+        """Keys and values are sent around cp while attention works on those at hand."""
         s, t = self.shape, self.setting
         if t.cp == 1:
             return ()
@@ -294,7 +294,7 @@ class _WorkBuilder:
         return (Collective("all_gather", qkv * share * t.cp, "cp", "keys and values", hidden=True),)
 
     def core(self) -> tuple[Op, ...]:
-        """Attention with its scores in memory: product, softmax, dropout, product."""
+        """Attention with its scores in memory: matmul, softmax, dropout, matmul."""
         s, t, style = self.shape, self.setting, self.style
         heads = t.micro_batch * s.heads // t.tp
         local = s.seq // t.cp
@@ -313,7 +313,7 @@ class _WorkBuilder:
         return first, soft, *drop, second
 
     def redo_attention(self) -> tuple[tuple[Op, ...], float]:
-        """The middle of attention run again, and what that frees: scores in memory, which grow with the square of the sequence, or
+        """The middle of attention recomputed, and what that frees: scores in memory, which grow with the square of the sequence, or
         the result of the one kernel, made again from what its backward needs anyhow."""
         if self.style.attention_in_memory:
             core = self.core()
@@ -321,7 +321,7 @@ class _WorkBuilder:
         return self.flash(0.0), float(self.tokens * self.shape.heads * self.shape.head_dim // self.setting.tp * self.width)
 
     def redo_activation(self, ffn: tuple[Op, ...]) -> tuple[tuple[Op, ...], float]:
-        """The activation run again from what its own backward needs, which frees the input of the product after it."""
+        """The activation recomputed from what its own backward needs, which frees the input of the matmul after it."""
         if self.style.attention_in_memory:
             return (), 0.0  # that system runs attention again and nothing else
         at = next(i for i, op in enumerate(ffn) if op.name.endswith("activation"))
@@ -329,7 +329,7 @@ class _WorkBuilder:
         return (replace(ffn[at], saved=0),), float(after.saved)
 
     def redo_ffn(self, ffn: tuple[Op, ...]) -> tuple[tuple[Op, ...], float]:
-        """The product before the activation run again too, tokens brought together for it once more: frees all that is wide."""
+        """The matmul before the activation recomputed too, tokens brought together for it once more: frees all that is wide."""
         at = next(i for i, op in enumerate(ffn) if op.name.endswith("activation"))
         up = next(i for i in range(at, -1, -1) if isinstance(ffn[i], Gemm))
         gather = ffn[up - 1 : up] if isinstance(ffn[up - 1], Collective) and ffn[up - 1].name == "all gather" else ()

@@ -1,7 +1,7 @@
 """What one device has to do for one micro-batch of a model known by name, in the records of `cost.work`.
 
 A block is one distinct layer with the number of times it occurs. Its backward is derived from its forward, op by op.
-Sizes are those of one device, after every cut.
+Sizes are those of one device, after every sharding.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Block:
     expert_params: float = 0
     kept: float = 0
     work: float = 0
-    redo: tuple[Op, ...] = ()  # ops run again before the backward under selective recompute
+    redo: tuple[Op, ...] = ()  # ops recomputed before the backward under selective recompute
     redo_frees: float = 0  # bytes that need not be kept then
-    parts: tuple[tuple[str, tuple[Op, ...], float], ...] = ()  # other parts that may be run again by name, and what each frees
+    parts: tuple[tuple[str, tuple[Op, ...], float], ...] = ()  # other parts that may be recomputed by name, and what each frees
     again: str = ""  # what this layer recomputes, where layers of one setting differ
     back: tuple[Op, ...] | None = None  # of the backward, where it is not derived from the forward
     waiting: float | None = None  # bytes kept for it, likewise
-    trained: float | None = None  # parameters that are, where not all: beside `params`, which then have no gradients and no state
-    state: float = 8.0  # bytes of the optimizer for each of them, beside the copy in fp32
+    trained: float | None = None  # parameters that are, where not all: next to `params`, which then have no gradients and no state
+    state: float = 8.0  # bytes of the optimizer for each of them, next to the copy in fp32
 
     @property
     def held(self) -> tuple[float, float]:
@@ -60,14 +60,14 @@ class Block:
         return {"selective": self.redo_frees, **{name: frees for name, _, frees in self.parts}}.get(how, 0.0)
 
     def rerun(self, recompute: str) -> tuple[Op, ...]:
-        """Ops run again before the backward."""
+        """Ops recomputed before the backward."""
         how = self.recomputes(recompute)
         if how == "per-op" and self.back is None:
             return tuple(per_op(self.forward))
         return {"selective": self.redo, "full": self.forward, **{name: ops for name, ops, _ in self.parts}}.get(how, ())
 
     def backward(self, recompute: str = "none") -> tuple[Op, ...]:
-        """Ops of the backward, with what is run again before it."""
+        """Ops of the backward, with what is recomputed before it."""
         own = tuple(b for op in reversed(self.forward) for b in backward(op)) if self.back is None else self.back
         return self.rerun(recompute) + own
 
@@ -82,11 +82,11 @@ class Workload:
     depth: int
     last: Block
     tokens: int  # of one micro-batch, over all devices that share it
-    model_flops: float  # per token, forward and backward, as utilisation counts them
+    model_flops: float  # per token, forward and backward, as MFU counts them
     total_params: float
     boundary: float  # bytes one device hands to the next stage
     shared: float = 0  # parameters that first and last stage both hold
-    halves: tuple[Block, ...] = ()  # of a layer, where it may be cut in two
+    halves: tuple[Block, ...] = ()  # of a layer, where it may be split into two
     stages: tuple[tuple[tuple[Block, int], ...], ...] = ()  # blocks of each stage in order, where stages are not runs of equal layers
     others: tuple[tuple[Block, int], ...] = ()  # layers of other kinds that come before, as an encoder's, and how many of `depth` they are
 
@@ -105,7 +105,7 @@ class Workload:
 
 
 def padded(work: Workload, odd: int, shared_by: int) -> Workload:
-    """The work with a table of so many rows or columns padded, which `shared_by` devices share: its products then load whole vectors."""
+    """The work with a table of so many rows or columns padded, which `shared_by` devices share: its matmuls then load full vectors."""
     size, to = -(-odd // shared_by), -(-rounded(odd) // shared_by)
 
     def grow(ops: Iterable[Op]) -> tuple[Op, ...]:
@@ -121,12 +121,12 @@ def rounded(size: int) -> int:
 
 
 def odd_of(sizes: Iterable[int]) -> int:
-    """The largest size that products would rather have padded; 0 where there is none. Small ones are not worth it."""
+    """The largest size that matmuls would rather have padded; 0 where there is none. Small ones are not worth it."""
     return max((size for size in sizes if size % ROUND and size > 8 * ROUND), default=0)
 
 
 def per_op(ops: Iterable[Op]) -> Iterator[Op]:
-    """What is run again when attention, sums over ranks and every second product are kept, and nothing else."""
+    """What is recomputed when attention, sums over ranks and every second matmul are kept, and nothing else."""
     products = 0
     for op in ops:
         products += isinstance(op, Gemm)
@@ -136,7 +136,7 @@ def per_op(ops: Iterable[Op]) -> Iterator[Op]:
 
 
 def _freed(ops: Iterable[Op], again: tuple[Op, ...]) -> float:
-    """What need not be kept: inputs of ops after one that is run again from an input of its own that is kept."""
+    """What need not be kept: inputs of ops after one that is recomputed from an input of its own that is kept."""
     freed, remade = 0.0, False
     for op in ops:
         if not isinstance(op, Collective):
@@ -170,7 +170,7 @@ def _of_gemm(op: Gemm) -> Iterator[Op]:
 
 
 def split_weight(ops: Iterable[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """The backward cut in two: what the previous stage waits for, and weight gradients that may be put off."""
+    """The backward split into two: what the previous stage waits for, and weight gradients that may be put off."""
     early, late = list[Op](), list[Op]()
     for op in ops:
         (late if isinstance(op, Gemm) and op.weight and op.name.endswith("weight gradient") else early).append(op)
@@ -182,7 +182,7 @@ def flops(ops: Iterable[Op]) -> float:
 
 
 def beside_products(ops: tuple[Op, ...]) -> Iterator[Op]:
-    """Each collective of tp hidden behind the product next to it: a gather behind the one after, a sum behind the one before."""
+    """Each collective of tp hidden behind the matmul next to it: a gather behind the one after, a sum behind the one before."""
     waiting: Op | None = None
     for op in ops:
         if isinstance(op, Collective) and op.axis == "tp":
@@ -198,8 +198,8 @@ def beside_products(ops: tuple[Op, ...]) -> Iterator[Op]:
 
 
 def quantised(ops: Sequence[Op], back: bool = False) -> Iterator[Op]:
-    """With a pass before each product in fewer than 16 bits that makes its narrow operand, by rows for this product and by columns for the
-    gradient of its weight. Products of one operand share it; `back` are ops of a backward pass, where `weight` are those gradients."""
+    """With a pass before each matmul in fewer than 16 bits that makes its narrow operand, by rows for this matmul and by columns for the
+    gradient of its weight. Matmuls of one operand share it; `back` are ops of a backward pass, where `weight` are those gradients."""
     made: set[int] = set()
     for op in ops:
         if isinstance(op, Gemm) and WIDTH[op.dtype] < 2 and not (back and op.weight) and (not op.reads or op.reads not in made):

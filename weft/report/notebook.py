@@ -52,7 +52,7 @@ def _plan(plan: Plan) -> Markup:
     from weft.report.of_plan import figures, name_of
 
     facts = Facts(f"{name_of(plan)} on {plan.cluster}", "", figures(plan), list(rows(plan)))
-    causes = {k: v for k, v in (plan.foreseen.get("causes_ms") or {}).items() if v > 0}
+    causes = {k: v for k, v in (plan.predicted.get("causes_ms") or {}).items() if v > 0}
     return _short(facts, charts.shares({"predicted": causes}) if causes else None)
 
 

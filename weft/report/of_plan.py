@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 def figures(plan: Plan) -> list[Figure]:
     """What the plan promises."""
-    f, b = plan.foreseen, plan.bounds()
+    f, b = plan.predicted, plan.bounds()
     best = min(plan.baselines_ms.items(), key=lambda item: item[1], default=None)
     made = [
         Figure("step, predicted", ms(f["step_ms"]), f"{ms(b['step_ms_low'])} to {ms(b['step_ms_high'])}: the {spread(plan.kind)}"),
@@ -86,7 +86,7 @@ def name_of(plan: Plan) -> str:
 
 
 def _causes(plan: Plan) -> dict[str, dict[str, float]]:
-    causes = {k: v for k, v in (plan.foreseen.get("causes_ms") or {}).items() if v > 0}
+    causes = {k: v for k, v in (plan.predicted.get("causes_ms") or {}).items() if v > 0}
     return {"predicted": causes} if causes else {}
 
 
@@ -95,7 +95,7 @@ def _mesh(s: Setting) -> dict[str, int]:
 
 
 def _alternatives(plan: Plan) -> Iterator[dict[str, Any]]:
-    yield {"plan": "this plan", "step_ms": plan.step_ms, "memory_gb": plan.foreseen["memory_gb"], "reason": ""}
+    yield {"plan": "this plan", "step_ms": plan.step_ms, "memory_gb": plan.predicted["memory_gb"], "reason": ""}
     for name, took in plan.baselines_ms.items():
         yield {"plan": name, "step_ms": took, "memory_gb": None, "reason": ""}
     for name, reason in plan.infeasible.items():

@@ -1,4 +1,4 @@
-"""Products with a collective that Python calls, recorded after a few calls alike and replayed from then on: a dozen launches cost as one does.
+"""Matmuls with a collective that Python calls, recorded after a few equal calls and replayed from then on: a dozen launches cost as one does.
 
 What is given is copied to where the recording reads it, the weight is read where it lies, and results are copies, the caller's own. Recordings
 keep the memory they work in, and so there are no more of them than `ROOM` allows.

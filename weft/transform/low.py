@@ -1,7 +1,7 @@
 """Matmuls in 8-bit floats: the one transform that changes values, each matmul by at most `ops.low.ROUNDING` of its terms.
 
 It comes after all that is proved equal. A matmul of two matrices, forward or backward, is rewritten where its sizes are multiples of 16;
-parameters, their updates and everything between matmuls stay in the dtypes they have. So do matmuls beside a loss over classes: the gradient
+parameters, their updates and everything between matmuls stay in the dtypes they have. So do matmuls next to a loss over classes: the gradient
 of a softmax spans more decades than 8 bits have.
 """
 
@@ -39,7 +39,7 @@ def low_precision(p: Program, spared: Collection[str] = ()) -> Program:
 
 
 def heads(p: Program) -> frozenset[str]:
-    """The parameters whose product a loss over classes reads, whatever is added, cast or cut out between; of a program that is not placed yet."""
+    """The parameters whose matmul a loss over classes reads, whatever is added, cast or narrowed in between; of a program that is not placed yet."""
     products = {x for n in p.nodes if n.op.name == "cross_entropy" for x in _ahead_of(n.args[0])}
     bases = {_base(a) for x in products for a in x.args}
     return frozenset(n.attr("name") for n in bases if n.op.name == "input" and n.role is Role.PARAMETER)
@@ -58,7 +58,7 @@ def _base(n: Node) -> Node:
 
 
 def _of_heads(p: Program, names: Collection[str]) -> set[Node]:
-    """The products of these parameters, forward and backward, and those of what they were multiplied with: their gradients."""
+    """The matmuls of these parameters, forward and backward, and those of what they were multiplied with: their gradients."""
     products = {n: [_base(a) for a in n.args] for n in p.nodes if n.op.kind is Kind.CONTRACT}
     own = {n for n, of in products.items() if any(a.op.name == "input" and a.attr("name") in names for a in of)}
     partners = {a for n in own for a in products[n] if a.op.name != "input" or a.attr("name") not in names}

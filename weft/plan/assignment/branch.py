@@ -7,7 +7,7 @@ for node v, with weights p_a that fall off with the distance of a from v's best 
     min(p_low, p_high) * (mean charge of high - mean charge of low),     high = strategies that pay more than v's mean
 
 and, where no usage is in doubt, between the most likely strategy of the most uncertain node and its others. In each half
-strategies that no longer fit beside the least usage of the others go first. Every box also yields a solution, by decoding.
+strategies that no longer fit next to the least usage of the others go first. Every box also yields a solution, by decoding.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _first(r: Relaxation, weights: Floats) -> Mask:
 
 
 def starve(r: Relaxation, allowed: Mask) -> bool:
-    """Forbid, in place, what cannot fit beside the least usage of the others; False if some node has nothing left."""
+    """Forbid, in place, what cannot fit next to the least usage of the others; False if some node has nothing left."""
     p, before = r.p, -1
     while p.times and len(p.m) and before != (before := int(allowed.sum())):
         usage = np.where(allowed[r.strategy], p.m, np.inf)

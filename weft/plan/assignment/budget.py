@@ -1,4 +1,4 @@
-"""How much a solver may do: work, counted in table entries read, and a deadline that can only cut it short."""
+"""How much a solver may do: work, counted in table entries read, and a deadline that can only end it early."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
                sum_{q live at t} m_q . x_owner(q) <= M_t             for the times t found to be overrun
                x binary, y >= 0 and continuous: binary x leaves y one way to be
 
-First the relaxation, adding overrun times until there are none: often it is whole already. Then with the nodes that came out
-whole held fixed, for a solution soon; then in full, for the proof. Limits are in simplex iterations and nodes.
+First the relaxation, adding overrun times until there are none: often it is integral already. Then with the nodes that came out
+integral held fixed, for a solution soon; then all of it, for the proof. Limits are in simplex iterations and nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.plan.assignment.problem import Floats, Ints, Problem, offsets, summed
 from weft.plan.assignment.search import Choice, better
 
 WHOLE = 1e-6
-CUTS = 10  # times added at once, spread over the whole
+CUTS = 10  # times added at once, spread over all
 STEPS_PER_NODE = 20  # simplex iterations that a node of the search tree takes, or so
 WORK_PER_ITERATION = 2.0  # of a simplex iteration, for each column
 
@@ -153,7 +153,7 @@ class _HighsModel:
         return optimal and bool(self.whole_nodes().all()) and self.p.feasible(self._choice())
 
     def branch(self, fixed: NDArray[np.bool_], best: Choice | None, budget: Budget) -> float:
-        """Solve with whole x, `fixed` nodes held at their place in the last solution; the bound proved."""
+        """Solve with integral x, `fixed` nodes held at their place in the last solution; the bound proved."""
         n = len(self.p.c)
         held = np.repeat(fixed, self.p.k)
         low, high = np.where(held, self.x.round(), 0.0), np.where(held, self.x.round(), np.isfinite(self.p.c) & (self.p.c <= self.ceiling))
@@ -177,7 +177,7 @@ class _HighsModel:
         return np.array([x[a:b].argmax() for a, b in zip(self.p.c_at[:-1], self.p.c_at[1:], strict=True)], np.int64)
 
     def found(self) -> Choice | None:
-        """The last solution, if HiGHS has one and it is whole. It may overrun times not yet added."""
+        """The last solution, if HiGHS has one and it is integral. It may overrun times not yet added."""
         if len(self.x) == 0 or not self.whole_nodes().all():
             return None
         x = self._choice()

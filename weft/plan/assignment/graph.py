@@ -1,6 +1,6 @@
 """An assignment problem under reduction, node by node: prune, absorb, follow, eliminate, and the way back.
 
-Strategies keep the numbers they had in the whole problem, in `kept`. A node that is taken out leaves a table: its own choice
+Strategies keep the numbers they had in the full problem, in `kept`. A node that is taken out leaves a table: its own choice
 for each choice of the nodes that decide it. Read in reverse, the tables complete any solution of what remains.
 """
 
@@ -155,13 +155,13 @@ class Graph:
         self.revisit(*by)
 
     def complete(self, x: Ints) -> Ints:
-        """Choices for the whole problem from those of the nodes that are not decided by others."""
+        """Choices for the full problem from those of the nodes that are not decided by others."""
         for v, (by, table) in reversed(self.decided.items()):
             x[v] = table[tuple(x[u] for u in by)]
         return x
 
     def origins(self) -> tuple[Ints, list[Ints]]:
-        """For each node of the whole problem: whom it follows in the end, and its strategy for each of that one's."""
+        """For each node of the full problem: whom it follows in the end, and its strategy for each of that one's."""
         root, strategy = np.arange(self.whole.nodes), list(self.kept)
         for v in reversed(self.follows):
             (u,), table = self.decided[v]

@@ -4,7 +4,7 @@
     subject to sum_{q live at t} m_q[x_owner(q)] <= M_t         for every time t
 
 A *claim* q is what its owner uses over a half-open interval [start, stop). Forbidden choices cost infinity.
-Ragged tables lie end to end in flat arrays, so that whole problems are evaluated in a few array operations.
+Ragged tables lie end to end in flat arrays, so that full problems are evaluated in a few array operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-TOLERANCE = 1e-12  # relative, so that whole bytes below a terabyte are held exactly
+TOLERANCE = 1e-12  # relative, so that integers of bytes below a terabyte are exact
 
 
 def summed(places: Ints, values: Floats, length: int) -> Floats:

@@ -3,7 +3,7 @@
     prune     drop a when c_v[a], or w_uv[a, b] for every b of some neighbour, is infinite
     absorb    w_uv[a, b] = f[a] + g[b]:  add f to c_u and g to c_v, drop the edge
     follow    w_uv[a, b] finite for b = f(a) alone:  v follows u; merge it, its claims and its edges into u
-    starve    drop a when its claims overrun M_t even beside the least usage of every other node
+    starve    drop a when its claims overrun M_t even next to the least usage of every other node
     dominate  drop a when some b uses no more at any time and
               c_v[b] - c_v[a] + sum_u max_y (w_vu[b, y] - w_vu[a, y]) <= 0
     eliminate v of one or two neighbours whose usage does not depend on its choice:
@@ -35,7 +35,7 @@ class Reduced:
 
     core: Problem
     paid: float
-    lift: Callable[[Ints], Ints]  # a choice for the core to a choice for the whole problem
+    lift: Callable[[Ints], Ints]  # a choice for the core to a choice for the full problem
     reason: str | None = None
 
 
@@ -126,7 +126,7 @@ class _Usage:
 
     def _keep(self, v: int, mask: Mask) -> None:
         if not mask.any():
-            self.reason = f"no strategy of node {v} fits beside the least usage of the others"
+            self.reason = f"no strategy of node {v} fits next to the least usage of the others"
         elif not mask.all():
             self.g.keep(v, mask)
             if v in self.spans:

@@ -6,7 +6,7 @@
     4. prove        HiGHS, while the core is small enough for it
     5. improve      annealing on trees and branch and bound, by turns
 
-A solution is checked against the whole problem before it is returned. No solution is an answer too, with a reason.
+A solution is checked against the full problem before it is returned. No solution is an answer too, with a reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Solution:
 
 
 def solve(p: Problem, *, work: float = WORK, seconds: float = np.inf, gap: float = CLOSED, threads: int = 2, seed: int = 0) -> Solution:
-    """The best choice found within `work` table entries read, or the first within `gap` of the optimum. `seconds` can only cut it short."""
+    """The best choice found within `work` table entries read, or the first within `gap` of the optimum. `seconds` can only end it early."""
     budget = Budget(work, seconds)
     reduced = reduce(p)
     if reduced.reason is not None:
@@ -78,12 +78,12 @@ def _answer(p: Problem, reduced: Reduced, state: _Solve, budget: Budget) -> Solu
         return Solution(None, np.inf, bound, reason, spent, seconds)
     x = reduced.lift(state.best.x)
     cost = p.cost(x)
-    assert p.feasible(x), "a solution of the core must be one of the whole problem"
+    assert p.feasible(x), "a solution of the core must be one of the full problem"
     return Solution(x, cost, min(_rounded(p, bound), cost), None, spent, seconds)
 
 
 def _rounded(p: Problem, bound: float) -> float:
-    """A bound on whole costs may be rounded up, with some room for rounding errors."""
+    """A bound on integral costs may be rounded up, with some room for rounding errors."""
     finite = np.concatenate([p.c, p.w])
     finite = finite[np.isfinite(finite)]
     whole = bool((finite == np.floor(finite)).all())

@@ -1,6 +1,6 @@
 """Which nodes of a program play the same part in repeated blocks, so that one choice serves them all.
 
-Nodes of equal place in instances of a block are alike. All other nodes, the gradients of a block among them, are told apart
+Nodes of equal place in instances of a block correspond. All other nodes, the gradients of a block among them, are distinguished
 by op and shapes, then by the parts their operands and readers play, a few rounds over. Tying only ever forgoes choices.
 """
 

@@ -53,7 +53,7 @@ class Chosen:
 
     @cached_property
     def inputs(self) -> dict[str, dict[str, Placement]]:
-        """How every input is held, as `place` takes it."""
+        """How every input is laid out, as `place` takes it."""
         return {name: dict(n.layout.placements) for name, n in self.program.input_names.items()}
 
     @cached_property
@@ -79,7 +79,7 @@ def choose(
 ) -> Chosen:
     """The cheapest layouts found within `work`, or the first within `gap` of the cheapest; `memory` is in bytes per device.
 
-    `blocks` are repeated parts that shall be laid out alike. `pins` give, by name of input, the layouts it may have. `rates` say what
+    `blocks` are repeated parts that shall be laid out the same. `pins` give, by name of input, the layouts it may have. `rates` say what
     counts for less; `at_once` how many axes are searched together, since the ways of a node grow as a power of their number;
     `allow` which ways of a node may be taken.
     """
@@ -209,7 +209,7 @@ class _LayoutWriter:
         return None if at is None else self.model.sites[at].taps[self.x[at]]
 
     def _gathered_before(self, value: Node) -> bool:
-        """Whether the forward pass reads a copy in which some cut of the value is undone."""
+        """Whether the forward pass reads a copy in which some shard of the value is undone."""
         tap, held = self._tap(value, late=False), self._way(value).results[0]
         return tap is not None and tap.how == COPY and any(isinstance(h, S) and h != p for h, p in zip(held, tap.layout, strict=True))
 

@@ -1,6 +1,6 @@
 """The layouts of a program as an assignment problem.
 
-    node      a part of the program (nodes alike in repeated blocks are one); its strategies are its ways, priced by their work
+    node      a part of the program (corresponding nodes of repeated blocks are one); its strategies are its ways, priced by their work
     edge      from a value to a reader: the price of the route from the layout it is made in to the one it is read in
     tap       a value read more than once is read through a tap: brought to another layout once, and paid once. Its strategies are
               a layout, and whether the tap is the value itself, a copy for now, or a copy kept for the backward pass, which
@@ -11,7 +11,7 @@
     rates     what runs once a step counts 1/m of m micro-batches; of communication that compute can hide, max(0, H - C) =
               max over 0 <= l <= 1 of l (H - C), a share l is charged: solutions at several l are ranked by the simulator
 
-A block that repeats n times costs n times as much, and an edge from one instance to the next joins the part to itself.
+A block that repeats n times costs n times more, and an edge from one instance to the next joins the part to itself.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Allow = Callable[[Node, Strategy], bool]
 @dataclass(frozen=True)
 class Rates:
     """What counts for less than its price: the parts of a step that run once in `rounds` micro-batches, and communication of
-    parameters and gradients, which may run beside compute: `hide` is the share of it that is charged."""
+    parameters and gradients, which may run overlapped with compute: `hide` is the share of it that is charged."""
 
     hide: float = 1.0
     rounds: int = 1
-    as_used: bool = False  # parameters are held in the layout they are used in, never brought to another during the step
+    as_used: bool = False  # parameters are laid out in the layout they are used in, never brought to another during the step
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class _Builder:
         return once * (self.rates.hide if hides else 1.0)
 
     def _oddness(self, node: Node) -> Floats:
-        """Next to nothing, and less for what is whole or cut along early dims, so that equals are always decided alike."""
+        """Next to nothing, and less for what is replicated or sharded along early dims, so that equals are always decided the same."""
         return self._table(("odd", self.site[node]), lambda: self.routes.trifle * np.array([_odd(w) for w in self._ways(node)]))
 
     def _claim(self, at: int, span: tuple[int, int], usage: Sequence[float]) -> None:
@@ -313,7 +313,7 @@ class _Builder:
     # -- leaving --------------------------------------------------------------------------------------------------------------
 
     def join_outputs(self) -> None:
-        """State returns to the layout it is kept in; all else leaves whole."""
+        """State returns to the layout it is kept in; all else leaves replicated."""
         state = dict(self.program.state)
         for name, node in self.program.outputs:
             made, size, at = self._made(node), _bytes(node.type), self.site[node]

@@ -1,6 +1,6 @@
 """From one layout of a tensor to another: which collectives, how many bytes each, and what they cost.
 
-The route is the one `ops.comm.reshard` takes: cuts undone from the innermost axis out, then made from the outermost in.
+The route is the one `ops.comm.reshard` takes: shards undone from the innermost axis out, then made from the outermost in.
 Here layouts are placements by axis, so that a table of all pairs is cheap; a test holds the two against each other.
 """
 
@@ -25,7 +25,7 @@ SLICE = 1e-9  # seconds; taking a part of what is there costs next to nothing, b
 
 @dataclass(frozen=True)
 class Reshard:
-    """One collective on the way. `size` is the whole tensor of its group in bytes, or a rank's part for all_to_all."""
+    """One collective on the way. `size` is the full tensor of its group in bytes, or a rank's part for all_to_all."""
 
     kind: str
     axis: str
@@ -85,12 +85,12 @@ def _undo(mesh: Mesh, here: list[Placement], target: Placements, i: int) -> tupl
 
 
 def _outer(places: list[Placement] | Placements, i: int, dim: int) -> list[tuple[int, Placement]]:
-    """The axes further out that cut the same dim."""
+    """The axes further out that shard the same dim."""
     return [(j, p) for j, p in enumerate(places[:i]) if isinstance(p, S) and p.dim == dim]
 
 
 def _may_cut(here: list[Placement], target: Placements, i: int, dim: int) -> bool:
-    """Whether axis i may cut the dim now: all else that cuts it in the end does already, and nothing more."""
+    """Whether axis i may shard the dim now: all else that shards it in the end does already, and nothing more."""
     cutting = [[(j, p) for j, p in enumerate(places) if j != i and isinstance(p, S) and p.dim == dim] for places in (here, target)]
     return cutting[0] == cutting[1]
 

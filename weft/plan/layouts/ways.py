@@ -1,7 +1,7 @@
 """Every way a node can be computed on a mesh: a layout for each operand, and the layouts its results then have.
 
-On one axis an op may keep its operands whole, cut one label of its equation, or let a pending sum pass where it is linear in it;
-an op without an equation takes its operands in any layout its rule accepts. A way on the mesh is one of these per axis. Cuts are
+On one axis an op may keep its operands full, sharded one label of its equation, or let a partial sum pass where it is linear in it;
+an op without an equation takes its operands in any layout its rule accepts. A way on the mesh is one of these per axis. Shards are
 even here, so that every rank does the same; results follow from the op's own rule and are never written down twice.
 """
 
@@ -21,7 +21,7 @@ from weft.plan.layouts.moves import Placements, of
 Centre = tuple[Placements, ...] | None  # layouts of the operands, or of an input itself
 Inner = tuple[tuple[int, int, Within], ...]
 
-MOST = 512  # ways of one node; beyond, those that cut least go
+MOST = 512  # ways of one node; beyond, those that shard least go
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Strategy:
 
 
 class Ways:
-    """Ways of the nodes of programs on one mesh; nodes alike are worked out once.
+    """Ways of the nodes of programs on one mesh; nodes the same are worked out once.
 
     With a `centre`, only ways that differ from it along one axis at most.
     """
@@ -48,7 +48,7 @@ class Ways:
         self._known: dict[object, tuple[Strategy, ...]] = {}
 
     def of_input(self, node: Node, pinned: Sequence[Placements] | None = None, centre: Centre = None) -> tuple[Strategy, ...]:
-        """An input may be held in any even layout, or in those given."""
+        """An input may be laid out in any even layout, or in those given."""
         options = list(pinned or itertools.product(*(self._held(node.type, axis) for axis in self.mesh.axes)))
         options = [p for p in options if pinned or centre is None or _apart(p, centre[0]) <= 1]
         types = (self._type(node.type, places) for places in options)
@@ -69,7 +69,7 @@ class Ways:
     def of_node(
         self, node: Node, pending: Sequence[bool], incoming: Sequence[Sequence[Placements]], centre: Centre = None
     ) -> tuple[Strategy, ...]:
-        """`pending` tells which operands can hold a pending sum, `incoming` the layouts each can come in."""
+        """`pending` tells which operands can hold a partial sum, `incoming` the layouts each can come in."""
         attrs = _attrs(node, self.mesh)
         free = node.op.equation is None
         shapes = tuple((t.shape, t.dtype) for a in node.args for t in a.types)
@@ -112,7 +112,7 @@ class Ways:
                 yield tuple(P() if k in who else R for k in operands)
 
     def _as_they_come(self, node: Node, incoming: Sequence[Sequence[Placements]]) -> Iterable[tuple[Placements, ...]]:
-        """All whole, which every rule takes, all alike, and then any: of many operands the first few ways may be none that a rule takes."""
+        """All full, which every rule takes, all the same, and then any: of many operands the first few ways may be none that a rule takes."""
         whole = tuple(R for _ in self.mesh.axes)
         alike = dict.fromkeys((whole, *(layout for layouts in incoming for layout in layouts)))
         same = (tuple(layout for _ in incoming) for layout in alike)
@@ -144,7 +144,7 @@ class Ways:
 
 
 def _inner_cuts(incoming: Sequence[Sequence[Placements]]) -> Inner:
-    """Operand, dim and part of every cut inside a dim that an operand can come with."""
+    """Operand, dim and part of every sharding inside a dim that an operand can come with."""
     places = ((k, p) for k, layouts in enumerate(incoming) for layout in layouts for p in layout)
     return tuple(dict.fromkeys((k, p.dim, p.within) for k, p in places if isinstance(p, S) and p.within is not None))
 
@@ -163,7 +163,7 @@ def _type_on(type_: Type, mesh: Mesh) -> Type:
 
 
 def _attrs(node: Node, mesh: Mesh) -> Attrs:
-    """Random sites do not change how a node may be cut, and the mesh is the new one."""
+    """Random sites do not change how a node may be sharded, and the mesh is the new one."""
     return {k: mesh.key if k == "mesh" else 0 if k == "site" else v for k, v in node.attrs}
 
 
@@ -187,7 +187,7 @@ def _together(node: Node) -> list[frozenset[int]]:
 
 
 def may_pend(node: Node, pending: Sequence[bool]) -> bool:
-    """Whether some way of the node leaves a pending sum: a cut label may be reduced, or an operand's sum may pass."""
+    """Whether some way of the node leaves a partial sum: a sharded label may be reduced, or an operand's sum may pass."""
     if node.op.equation is None:
         return node.op.kind is Kind.VIEW and any(pending)
     eq = node.op.equation(tuple(t for a in node.args for t in a.types), dict(node.attrs))
