@@ -27,6 +27,7 @@ def dynamic(
     json: bool = typer.Option(False, "--json", help="Print one JSON object as the last line."),
     only: str = typer.Option("", help="Run only cases whose name contains this."),
     batches: int = typer.Option(12, help="Batches of new graphs per case."),
+    equal: bool = typer.Option(False, "--equal", help="Compare 500 structures of each kind with one vertex at a time, in float64, and time nothing."),
 ) -> None:
     """Tree-LSTM, sequences, DAGs, mixed types, construction and balance, against what a user would otherwise run."""
     import torch
@@ -35,10 +36,29 @@ def dynamic(
     from weft.cli.output import emit
 
     torch.set_num_threads(1)
-    rows = [case(batches) for name, case in CASES.items() if only in name]
-    show(rows)
+    rows = [_equal(kind) for kind in _kinds() if only in kind] if equal else [case(batches) for name, case in CASES.items() if only in name]
+    if not equal:
+        show(rows)
     if json:
         emit({"bench": "dynamic", "machine": {**machine(), "clock": "process CPU time, 1 thread"}, "rows": rows})
+
+
+def _kinds() -> list[str]:
+    from tests.dynamic.test_models import KINDS
+
+    return list(KINDS)
+
+
+def _equal(kind: str) -> Row:
+    """500 graphs by kernels, and as many by torch's ops; another value or gradient than the recursion's raises."""
+    from tests.dynamic.test_models import equals
+    from weft.cli.output import console
+
+    counts = (1, 2, 7, 40, 100, 150, 200)
+    for fuse in (True, False):
+        equals(kind, fuse, counts)
+    console.print(f"{kind}: {sum(counts)} structures, values and gradients within 1e-9", highlight=False)
+    return {"case": kind, "weft_ms": None, "peers_ms": {}, "ratios": {}, "limit_ms": None, "structures": sum(counts), "correct": "within 1e-9 in float64"}
 
 
 def tree_uniform(batches: int) -> Row:
