@@ -101,3 +101,19 @@ def test_words_that_cannot_be_read() -> None:
     made = call("plan", "gpt2", "--cluster", "1x2xA100", "--what-if", "colour=red")
     assert made.exit_code == 1 and "cannot ask what if" in made.output
     assert "no objective" in call("plan", "gpt2", "--cluster", "1x2xA100", "--objective", "fun").output
+
+
+def test_a_hugging_face_folder_has_the_length_asked_for(tmp_path: Path) -> None:
+    """What a user has and what they train with: a config.json, and sequences shorter than the model takes. Its report needs no leave to run code."""
+    pytest.importorskip("transformers")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "plan.json"
+    made = CliRunner().invoke(app, ["plan", f"hf:{tmp_path / 'own'}", "--cluster", "1x2xA100", "--seq", "128", "--batch", "16", "--out", str(out)])
+    assert made.exit_code == 0 and "global batch 16 x 128 tokens" in made.output and "tokens/s" in made.output
+    page = CliRunner().invoke(app, ["report", str(out), "--no-explain"])
+    assert page.exit_code == 0 and (tmp_path / "plan.html").exists()

@@ -189,7 +189,7 @@ def _config_at(path: str) -> Any:
         raise UnknownName(f"no Hugging Face config at {path!r}", needed="a directory with config.json, or that file",
                           found=path, try_="download it first: weft reads local files only")  # fmt: skip
     try:
-        return transformers.AutoConfig.from_pretrained(place if place.is_dir() else place.parent)
+        return transformers.AutoConfig.from_pretrained(place if place.is_dir() else place.parent, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UnknownName(
             f"no Hugging Face config at {path!r}", needed="a config.json with a model_type", found=str(error).splitlines()[0],

@@ -230,7 +230,7 @@ class Plan:
 
     def require_may_run(self, said: bool) -> None:
         """A plan may come from anywhere, and with it the name of a file: refused unless the user said that it may be run."""
-        if ":" in self.model and not said:
+        if ":" in self.model and not self.model.startswith("hf:") and not said:  # of a Hugging Face folder only config.json is read
             raise PlanError(
                 f"the plan names {self.model}, which is not run unasked", needed="your word that the code it names may be run", found="none",
                 try_="--run-model, if you know that file and the plan",

@@ -59,12 +59,12 @@ class Request:
         if self.objective not in OBJECTIVES:
             known = " or ".join((*OBJECTIVES, "goodput"))
             raise PlanError(f"no objective {self.objective!r}", needed=known, found=self.objective)
-        if ":" in self.model:
+        if ":" in self.model and not self.model.startswith("hf:"):
             self.check_length()
 
     def check_length(self) -> None:
         if self.seq:
-            raise PlanError(f"{self.model} has the length of its example", needed="--seq of a model by name", found=f"--seq {self.seq}", try_="without --seq")
+            raise PlanError(f"{self.model} has the length of its example", needed="--seq of a model by name or of hf:FOLDER", found=f"--seq {self.seq}", try_="without --seq")
 
     def problem(self) -> PlanProblem:
         self.check()
@@ -118,7 +118,8 @@ def _stack(model: str, stamp: object, dtype: str, seq: int, adapt: Adapt | None,
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp4": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
     sizes = dict(changed)
     few = few_layers(model, **sizes, **({"seq": seq} if seq else {}))
-    work = load(model, device="meta", dtype=kinds[dtype], **(few.settings if few else sizes))
+    given = {"seq": seq} if seq and model.startswith("hf:") else {}
+    work = load(model, device="meta", dtype=kinds[dtype], **(few.settings if few else {**sizes, **given}))
     if adapt:
         adapt(work.model)
     stack = Stack(model, lambda n: capture(work.model, work.example(n, device="meta"), work.loss), dtype)
@@ -128,6 +129,9 @@ def _stack(model: str, stamp: object, dtype: str, seq: int, adapt: Adapt | None,
         return refused.with_traceback(None)
     if few:
         stack.seq, stack.repeats = few.tokens, stack.depth * few.of // few.layers
+    elif given:
+        stack.seq = seq
+    if stack.seq:
         stack.resized = lambda tokens: captured_stack(model, dtype, tokens, adapt, **sizes)[0]
     return stack, int(work.batch)
 
