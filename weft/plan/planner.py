@@ -64,7 +64,8 @@ class Request:
 
     def check_length(self) -> None:
         if self.seq:
-            raise PlanError(f"{self.model} has the length of its example", needed="--seq of a model by name or of hf:FOLDER", found=f"--seq {self.seq}", try_="without --seq")
+            needed = "--seq of a model by name or of hf:FOLDER"
+            raise PlanError(f"{self.model} has the length of its example", needed=needed, found=f"--seq {self.seq}", try_="without --seq")
 
     def problem(self) -> PlanProblem:
         self.check()
