@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from bench._graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
 from bench._graph.task import CapturedTask
@@ -20,10 +21,12 @@ from bench._graph.units import Unit, Units
 from weft.cluster.spec import Cluster
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
 from weft.core.layout import Mesh, Placement, S
+from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.memory import RESIDENT, room
 from weft.frontend.capture import Captured
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
+from weft.plan.layouts.ways import Ways
 from weft.plan.named import as_state, input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run
@@ -111,6 +114,8 @@ class GraphSearch:
     _placed: dict[object, PlacedProgram | None] = field(default_factory=dict)
     _units: dict[tuple[PlacedProgram, frozenset[str]], list[Unit]] = field(default_factory=dict)
     _own: dict[object, Captured] = field(default_factory=dict)
+    _prices: dict[object, OnCluster] = field(default_factory=dict)
+    _ways_on: dict[Mesh, Ways] = field(default_factory=dict)
     by_mesh: dict[object, Candidate] = field(default_factory=dict)  # the best way of weft at each number of stages and mesh
 
     @property
@@ -146,7 +151,7 @@ class GraphSearch:
         pins |= {s: [as_state(inputs[s], inputs[p], places) for places in pins[p]] for s, p in captured.states.items()}
         pins |= {name: [places] for name, places in self.task.cut_samples("dp", "tp").items()}
         try:
-            made = choose(as_run(captured.program, 1), mesh, OnCluster(self.cluster, mesh), pins=pins, work=EFFORT)
+            made = self.choose(as_run(captured.program, 1), mesh, self.cluster, pins=pins, work=EFFORT)
         except PlanError as reason:
             return str(reason.message)
         placed = PlacedProgram(as_run(made.program, 1), self.cluster, made.again)
@@ -260,12 +265,17 @@ class GraphSearch:
     def chosen(self, captured: Captured, part: Cluster, mesh: Mesh, rates: Rates, limit: float, issued: bool = False) -> Chosen | None:
         key = id(captured), part.devices, mesh, rates, limit, issued
         if key not in self._chosen:
-            prices = OnCluster(part, mesh, issued)
             try:
-                self._chosen[key] = choose(captured.program, mesh, prices, blocks=captured.blocks, memory=limit, rates=rates, work=EFFORT)
+                self._chosen[key] = self.choose(captured.program, mesh, part, issued, blocks=captured.blocks, memory=limit, rates=rates, work=EFFORT)
             except PlanError:
                 self._chosen[key] = None
         return self._chosen[key]
+
+    def choose(self, program: Program, mesh: Mesh, part: Cluster, issued: bool = False, **settings: Any) -> Chosen:
+        """The layouts of a program on a part of the cluster, by ways and prices that all programs on the mesh share."""
+        key = part.text, mesh, issued
+        prices = self._prices.setdefault(key, OnCluster(part, mesh, issued))
+        return choose(program, mesh, prices, ways=self._ways_on.setdefault(mesh, Ways(mesh)), **settings)
 
     def own(self, captured: Captured, rounds: int) -> Captured:
         """The step as weft runs it; made once, since layouts are remembered by step."""

@@ -76,15 +76,16 @@ def choose(
     rates: Rates | None = None,
     at_once: int = AT_ONCE,
     allow: Allow | None = None,
+    ways: Ways | None = None,
 ) -> Chosen:
     """The cheapest layouts found within `work`, or the first within `gap` of the cheapest; `memory` is in bytes per device.
 
     `blocks` are repeated parts that shall be laid out the same. `pins` give, by name of input, the layouts it may have. `rates` say what
     counts for less; `at_once` how many axes are searched together, since the ways of a node grow as a power of their number;
-    `allow` which ways of a node may be taken.
+    `allow` which ways of a node may be taken. `ways` on the mesh may be those that other programs were laid out by.
     """
     _check_pins(program, pins or {})
-    task = _LayoutChoice(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap, rates or Rates(), at_once, allow)
+    task = _LayoutChoice(program, mesh, prices, memory, blocks, pins or {}, Budget(work, seconds), gap, rates or Rates(), at_once, allow, ways)
     model, answer = task.solve() if len(mesh.axes) <= at_once else task.refine()
     if answer.x is None:
         raise _no_layouts(program, mesh, memory, str(answer.reason))
@@ -109,10 +110,11 @@ class _LayoutChoice:
     rates: Rates
     at_once: int
     allow: Allow | None
+    ways: Ways | None
 
     def solve(self, centres: Mapping[Node, Centre] | None = None) -> tuple[LayoutModel, Solution]:
         pins = {name: [_placements(self.mesh, p) for p in options] for name, options in self.pins.items()}
-        ways = Ways(self.mesh)
+        ways = self.ways or Ways(self.mesh)
         model = build(
             self.program, ways, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres, rates=self.rates, allow=self.allow
         )  # fmt: skip
@@ -125,7 +127,7 @@ class _LayoutChoice:
         *outer, middle, inner = self.mesh.axes
         joined = Mesh(**{a: self.mesh.sizes[a] for a in outer}, **{middle: self.mesh.sizes[middle] * self.mesh.sizes[inner]})
         pins = {name: [{a: p for a, p in option.items() if a != inner} for option in options] for name, options in self.pins.items()}
-        coarse = replace(self, mesh=joined, prices=self.prices.on(joined), pins=pins)
+        coarse = replace(self, mesh=joined, prices=self.prices.on(joined), pins=pins, ways=None)
         model, answer = coarse.solve() if len(joined.axes) <= self.at_once else coarse.refine()
         centres = {n: tuple((*p, p[-1]) for p in c) for n, c in _centres(model, answer).items()}
         best = self.solve(centres)

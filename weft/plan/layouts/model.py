@@ -19,12 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
 from weft.core.errors import PlanError
-from weft.core.layout import Mesh, R, S
+from weft.core.layout import R, S
 from weft.core.node import Node, Type
 from weft.core.program import Program
 from weft.cost.work import Work
@@ -32,7 +31,7 @@ from weft.ops.registry import Kind
 from weft.plan.assignment.problem import Floats, Problem, assemble
 from weft.plan.layouts.alike import Instance, parts
 from weft.plan.layouts.lifetimes import Lifetimes
-from weft.plan.layouts.moves import Placements, Prices, Reshard, route
+from weft.plan.layouts.moves import Placements, Prices
 from weft.plan.layouts.ways import Centre, Strategy, Ways, may_pend
 from weft.plan.roles import Roles
 
@@ -103,36 +102,6 @@ def build(
     return builder.model()
 
 
-class Routes:
-    """Prices of routes, each worked out once."""
-
-    def __init__(self, mesh: Mesh, prices: Prices) -> None:
-        self.mesh, self.prices = mesh, prices
-        self._known: dict[tuple[Placements, Placements, float], float] = {}
-
-    @cached_property
-    def trifle(self) -> float:
-        """A price too small to outweigh any other."""
-        return 1e-9 * max((self.prices.move(Reshard("all_reduce", axis, 2.0**20)) for axis in self.mesh.axes), default=0.0)
-
-    def between(self, sources: Sequence[Placements], targets: Sequence[Placements], size: float) -> Floats:
-        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        table = np.array([[self._price(a, b, size) for b in columns] for a in rows])
-        row, column = {a: i for i, a in enumerate(rows)}, {b: i for i, b in enumerate(columns)}
-        return table[np.ix_([row[a] for a in sources], [column[b] for b in targets])]
-
-    def _price(self, source: Placements, target: Placements, size: float) -> float:
-        key = source, target, size
-        if key not in self._known:
-            moves = route(self.mesh, source, target, size)
-            self._known[key] = math.inf if moves is None else sum(self.prices.move(m) for m in moves)
-        return self._known[key]
-
-    def share(self, layout: Placements) -> float:
-        """The part of a tensor each rank holds."""
-        return 1 / math.prod(self.mesh.sizes[a] for a, p in zip(self.mesh.axes, layout, strict=True) if isinstance(p, S))
-
-
 class _Builder:
     def __init__(
         self,
@@ -148,7 +117,7 @@ class _Builder:
     ) -> None:
         self.program, self.ways, self.prices, self.limit = program, ways, prices, limit
         self.part, self.pins, self.centres, self.allow = part, pins, centres, allow
-        self.routes, self.work = Routes(ways.mesh, prices), Work(program, prices.chained)
+        self.routes, self.work = ways.routes(prices), Work(program, prices.chained)
         self.lifetimes = Lifetimes(program)
         self.roles, self.rates = Roles(program), rates
         self.forward = self.roles.forward
@@ -210,14 +179,15 @@ class _Builder:
         return self.ways.of_node(node, waits, [self.offered[self.part[a]] for a in node.args], self.centres.get(node))
 
     def _work(self, node: Node) -> Floats:
-        """Work by way."""
+        """Work by way, which nodes of any program share that have the same ways and neighbours alike."""
+        ways = self._ways(node)
 
         def work() -> Floats:
-            return np.array([self.prices.work(self.work.of(node, w.node), w.node) for w in self._ways(node)])
+            return np.array([self.prices.work(self.work.of(node, w.node), w.node) for w in ways])
 
         if node.op.kind is Kind.SOURCE or (node.op.kind is Kind.VIEW and len(node.args) < 2):
-            return np.zeros(len(self._ways(node)))
-        return self._table(("work", self.site[node], self.work.context(node)), work)
+            return np.zeros(len(ways))
+        return self.routes.known(ways, self.work.context(node), work)
 
     def _share(self, reader: Node, value: Node | None = None) -> float:
         """The share of a price that counts: of a node's work, or of bringing a value to it."""

@@ -7,16 +7,19 @@ Here layouts are placements by axis, so that a table of all pairs is cheap; a te
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
+
+import numpy as np
 
 from weft.cluster.spec import Cluster
 from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S
 from weft.core.node import Node
 from weft.cost.price import Costs, compiles, on_mesh
 from weft.cost.work import Collective, Op, of_node
+from weft.plan.assignment.problem import Floats
 
 Placements = tuple[Placement, ...]  # one per axis of the mesh, in order
 
@@ -100,6 +103,48 @@ def _size(mesh: Mesh, here: list[Placement], i: int, kind: str, size: float) -> 
     others = math.prod(mesh.sizes[a] for j, a in enumerate(mesh.axes) if j != i and isinstance(here[j], S))
     whole = size / others
     return whole / mesh.sizes[mesh.axes[i]] if kind == "all_to_all" else whole
+
+
+class Routes:
+    """Prices of routes, each worked out once."""
+
+    def __init__(self, mesh: Mesh, prices: Prices) -> None:
+        self.mesh, self.prices = mesh, prices
+        self._known: dict[tuple[Placements, Placements, float], float] = {}
+        self._tables: dict[object, Floats] = {}
+        self._by_ways: dict[object, tuple[object, Floats]] = {}
+
+    def known(self, ways: object, of: object, make: Callable[[], Floats]) -> Floats:
+        """A table of some ways, which are told by being the same object."""
+        key = id(ways), of
+        if key not in self._by_ways:
+            self._by_ways[key] = ways, make()
+        return self._by_ways[key][1]
+
+    @cached_property
+    def trifle(self) -> float:
+        """A price too small to outweigh any other."""
+        return 1e-9 * max((self.prices.move(Reshard("all_reduce", axis, 2.0**20)) for axis in self.mesh.axes), default=0.0)
+
+    def between(self, sources: Sequence[Placements], targets: Sequence[Placements], size: float) -> Floats:
+        key = tuple(sources), tuple(targets), size
+        if key not in self._tables:
+            rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+            table = np.array([[self._price(a, b, size) for b in columns] for a in rows])
+            row, column = {a: i for i, a in enumerate(rows)}, {b: i for i, b in enumerate(columns)}
+            self._tables[key] = table[np.ix_([row[a] for a in sources], [column[b] for b in targets])]
+        return self._tables[key]
+
+    def _price(self, source: Placements, target: Placements, size: float) -> float:
+        key = source, target, size
+        if key not in self._known:
+            moves = route(self.mesh, source, target, size)
+            self._known[key] = math.inf if moves is None else sum(self.prices.move(m) for m in moves)
+        return self._known[key]
+
+    def share(self, layout: Placements) -> float:
+        """The part of a tensor each rank holds."""
+        return 1 / math.prod(self.mesh.sizes[a] for a, p in zip(self.mesh.axes, layout, strict=True) if isinstance(p, S))
 
 
 @dataclass(frozen=True)

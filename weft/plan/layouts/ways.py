@@ -16,7 +16,7 @@ from weft.core.layout import Layout, Mesh, P, Placement, R, S, Within
 from weft.core.node import Attrs, Node, Type
 from weft.ops.registry import ONE, Equation, Kind, arg_sets
 from weft.ops.source import input_op
-from weft.plan.layouts.moves import Placements, of
+from weft.plan.layouts.moves import Placements, Prices, Routes, of
 
 Centre = tuple[Placements, ...] | None  # layouts of the operands, or of an input itself
 Inner = tuple[tuple[int, int, Within], ...]
@@ -46,6 +46,15 @@ class Ways:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._known: dict[object, tuple[Strategy, ...]] = {}
+        self._routes: list[Routes] = []
+
+    def routes(self, prices: Prices) -> Routes:
+        """Those of some prices, which programs on the mesh share."""
+        found = next((r for r in self._routes if r.prices is prices), None)
+        if found is None:
+            found = Routes(self.mesh, prices)
+            self._routes.append(found)
+        return found
 
     def of_input(self, node: Node, pinned: Sequence[Placements] | None = None, centre: Centre = None) -> tuple[Strategy, ...]:
         """An input may be laid out in any even layout, or in those given."""
