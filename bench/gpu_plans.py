@@ -40,27 +40,28 @@ def register(app: typer.Typer) -> None:
 def gpu_plans(
     stages: str = typer.Option(",".join(STAGES)), plans: str = typer.Option(PLANS, help="With semicolons between."),
     times: int = typer.Option(1, help="How often each is run."), dtype: str = typer.Option("bfloat16", help="Of the parameters."),
+    layers: int = typer.Option(8, help="Of the model; interleaved stages need two for each."),
     ranks: int = _gpu.RANKS, device: str = _gpu.DEVICE, json: bool = _gpu.JSON,
 ) -> None:  # fmt: skip
     """Losses under every kind of plan against torch on one device."""
-    settings = {"plans": plans.split(";") * times, "dtype": dtype}
+    settings = {"plans": plans.split(";") * times, "dtype": dtype, "layers": layers}
     timed = {name: replace(stage, limit=stage.limit + EACH * len(settings["plans"])) for name, stage in STAGES.items()}
     _gpu.report("gpu-plans", _gpu.run_stages("bench.gpu_plans", timed, stages, ranks, device, **settings), json)
 
 
-def plans(me: Rank, plans: list[str], hosts: bool, dtype: str) -> None:
+def plans(me: Rank, plans: list[str], hosts: bool, dtype: str, layers: int) -> None:
     if hosts:
         me.become_host()
-    Judge(me, getattr(torch, dtype)).run(plans)
+    Judge(me, getattr(torch, dtype), layers).run(plans)
 
 
 class Judge:
     """One model, and the losses torch trains it with."""
 
-    def __init__(self, me: Rank, dtype: torch.dtype) -> None:
+    def __init__(self, me: Rank, dtype: torch.dtype, layers: int) -> None:
         import weft_zoo as zoo
 
-        sizes = dict(SIZES[me.cuda])
+        sizes = SIZES[me.cuda] | {"layers": layers}
         batch = sizes.pop("batch")
         self.me, self.dtype = me, dtype
         self.workload = zoo.get("gpt2", device="cpu", dropout=0.0, **sizes)
