@@ -26,7 +26,7 @@ from weft.plan.replay import rewritten
 from weft.plan.setting import MIXED
 from weft.plan.spec import Spec
 from weft.transform.guard import guard
-from weft.transform.pieces import FoundPieces, Pieces, pieces_of, run_again
+from weft.transform.pieces import FoundPieces, Pieces, pieces_of
 from weft.transform.recompute import recomputed, regions_of
 from weft.transform.same_layouts import carried
 
@@ -74,7 +74,7 @@ class Followed:
         return found
 
     def again(self, captured: Captured) -> Captured:
-        """The step of one stage, with what is recomputed by its words or layer by layer; of a placed program that is said of its units."""
+        """The step of one stage, with what is recomputed by its words or layer by layer; of a placed program by its words alone."""
         regions = self.found(captured).again if self.program is None else None
         way = "" if self.spec.recompute == MIXED else self.spec.recompute
         if self.spec.offloads == "all":
@@ -115,9 +115,7 @@ class Followed:
         same = bool(found.alone) and _is_same(captured.program, self.program)
         if found.lost and not same:
             raise self._refused(f"{self.path} is for another step", f"the plan's {_said(found.lost)}", "none that could be laid out so")
-        program = self.program if same else found.program
-        again = self.found(captured).again
-        return run_again(program, captured, again) if again else program
+        return self.program if same else found.program
 
     def _refused(self, message: str, needed: str, found: str) -> PlanError:
         return PlanError(message, needed=needed, found=found, try_="weft plan FILE.py:FUNCTION ... --save plan.json, with a function that makes this step")
@@ -163,8 +161,10 @@ def _of_plan(plan: Plan, path: str) -> Followed:
     if text and plan.layouts.get("rules") and "moves" not in plan.layouts:
         rules = ", ".join(plan.layouts["rules"])
         raise PlanError(f"{path} does not say where rules rewrote its step", needed="the moves of its rules", found=rules, try_="plan again")
-    program, spec = step_of(text) if text else None, runnable(plan.spec, path)
-    return Followed(path, spec, program, pieces_of(spec, program, plan.layouts.get("units", ())))
+    if text and plan.stages:
+        raise PlanError(f"{path} has stages of an earlier planner", needed="stages of layers, or words", found="units of a program", try_="plan again")
+    spec = runnable(plan.spec, path)
+    return Followed(path, spec, step_of(text) if text else None, pieces_of(spec))
 
 
 def runnable(spec: Spec, path: str) -> Spec:

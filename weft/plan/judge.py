@@ -11,7 +11,8 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.cost.interval import bounds, equal_within, kind_of, spread
 from weft.plan.baselines import EVERYTHING
-from weft.plan.configs import Read, keys_of, read
+from weft.plan.config_text import keys_of
+from weft.plan.configs import Read, read
 from weft.plan.export import unsaid, write
 from weft.plan.models import is_transformer
 from weft.plan.models import shape as named_shape

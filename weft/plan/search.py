@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,17 +28,17 @@ from weft.cost.pipeline import STEADY, repeated
 from weft.cost.price import Costs
 from weft.cost.timeline import Timeline
 from weft.cost.walk import Phase
-from weft.cost.work import Collective, Op
 from weft.plan.memory import saved, stage_memory
 from weft.plan.partition import even_layers
 from weft.plan.phase import LayerRun, Pass, gathers, reductions
+from weft.plan.plain_times import OpTimes, PlainTimes
 from weft.plan.plan import nine_digits
 from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.space import LATER, Limits, PlanProblem, Space, candidates, shardings
 from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, by_kind, layers_of, least_more, mean_hull, stage_devices
-from weft.plan.workload import Block, Workload, padded, split_weight
+from weft.plan.workload import Workload, padded
 
 CLOSE = 0.003  # a bound this near the best found is not followed further
 WORK = 40_000  # tasks of all simulations of one space; what is then left unproved is reported as the gap
@@ -79,7 +79,7 @@ class Search:
     views: list[Search] = field(default_factory=list)  # as if all devices were of one kind, for each kind (`plan.stages`)
     _ranked: dict[tuple[Space, str], list[Bounded]] = field(default_factory=dict)
     _works: dict[object, Workload] = field(default_factory=dict)
-    _plain: dict[object, _Plain] = field(default_factory=dict)
+    _plain: dict[object, PlainTimes] = field(default_factory=dict)
     _links: dict[object, float] = field(default_factory=dict)
     _phases: dict[object, dict[object, Phase]] = field(default_factory=dict)
     _steps: dict[tuple[Setting, tuple[int, ...], Stages], tuple[float, float]] = field(default_factory=dict)
@@ -274,10 +274,10 @@ class Search:
         plain = self.plain(s)
         return self._seconds(s, plain), self._memory(s)
 
-    def plain(self, s: Setting) -> _Plain:
+    def plain(self, s: Setting) -> PlainTimes:
         key = (_work_key(s), self._fastest(s).name)
         if key not in self._plain:
-            self._plain[key] = _Plain.of(self.work(s), self._costs(s))
+            self._plain[key] = PlainTimes.of(self.work(s), self._costs(s))
         return self._plain[key]
 
     def _costs(self, s: Setting) -> Costs:
@@ -299,7 +299,7 @@ class Search:
         kinds = {d.name: self.times(s, d).of("layer", "none") for d in self.devices(s)}
         return s.pp / sum(min(kinds.values()) / kinds[d.name] for d in self.devices(s)) if len(kinds) > 1 else 1.0
 
-    def _seconds(self, s: Setting, plain: _Plain, travels: bool = True) -> float:
+    def _seconds(self, s: Setting, plain: PlainTimes, travels: bool = True) -> float:
         depth = self.problem.depth
         if s.pp == 1:
             again = self._must_rerun(s)[0] if s.recompute == MIXED else 0.0
@@ -317,7 +317,7 @@ class Search:
         computed = max(self._stage(s, plain, own[i], ends.get(i, ()), travels) + sum(counts[:i]) * layer + i * 2 * send for i in {0, fullest, s.pp - 1})
         return max(computed + blocked + again, send * passes)
 
-    def _balanced(self, s: Setting, plain: _Plain, travels: bool) -> float:
+    def _balanced(self, s: Setting, plain: PlainTimes, travels: bool) -> float:
         """Stages as long as suits the pipeline, T together. Let r be the part of a pass that others wait for: M t_i + r sum_{j<i} t_j <= C for all i
         is least where all are equal, which gives t_i = t_0 (1 - r/M)^i and C = T r / (1 - (1 - r/M)^p)."""
         m, ends, again = s.micro_batches, (plain.first, plain.last), sum(self._must_rerun(s))
@@ -348,10 +348,10 @@ class Search:
             self._links[key] = self._costs(s).send(self.work(s).boundary)
         return self._links[key]
 
-    def _late(self, s: Setting, t: _OpTimes) -> float:
+    def _late(self, s: Setting, t: OpTimes) -> float:
         return t.weight if s.pipeline.defers_weights else 0.0
 
-    def _stage(self, s: Setting, plain: _Plain, layers: int, ends: tuple[_OpTimes, ...], travels: bool) -> float:
+    def _stage(self, s: Setting, plain: PlainTimes, layers: int, ends: tuple[OpTimes, ...], travels: bool) -> float:
         """Of one stage: its passes, and what they cannot hide."""
         m = s.micro_batches
         forward = layers * plain.layer.forward + sum(t.forward for t in ends)
@@ -423,46 +423,6 @@ class Bounded:
         return self.memory if objective == "memory" else self.seconds
 
 
-@dataclass(frozen=True)
-class _OpTimes:
-    """Ops of a block one after another: forward, backward by what is recomputed, and the part of it that may be put off."""
-
-    forward: float
-    backward: Mapping[str, float]
-    weight: float
-
-    @staticmethod
-    def of(block: Block, costs: Costs) -> _OpTimes:
-        forward, back = _total(block.forward, costs), block.backward("none")
-        again = {how: _total(block.rerun(how), costs) for how in (*RECOMPUTE, MIXED)}  # of a mix nothing is known yet
-        plain = _total(back, costs)
-        return _OpTimes(forward, {k: plain + v for k, v in again.items()}, _total(split_weight(back)[1], costs))
-
-
-    @staticmethod
-    def mean(kinds: Sequence[tuple[_OpTimes, int]]) -> _OpTimes:
-        """Of so many of each."""
-        if len(kinds) == 1:
-            return kinds[0][0]
-        total = sum(n for _, n in kinds)
-        back = {how: sum(t.backward[how] * n for t, n in kinds) / total for how in kinds[0][0].backward}
-        return _OpTimes(sum(t.forward * n for t, n in kinds) / total, back, sum(t.weight * n for t, n in kinds) / total)
-
-
-@dataclass(frozen=True)
-class _Plain:
-    """The first block, a layer of the average kind, and the last block, without what is sent between copies."""
-
-    first: _OpTimes
-    layer: _OpTimes
-    last: _OpTimes
-
-    @staticmethod
-    def of(work: Workload, costs: Costs) -> _Plain:
-        kinds = [(_OpTimes.of(b, costs), n) for b, n in work.kinds]
-        return _Plain(_OpTimes.of(work.first, costs), _OpTimes.mean(kinds), _OpTimes.of(work.last, costs))
-
-
 def _work_key(s: Setting) -> tuple[object, ...]:
     """What a workload depends on."""
     return (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp)
@@ -471,18 +431,6 @@ def _work_key(s: Setting) -> tuple[object, ...]:
 def _leanest(space: Space, s: Setting) -> Setting:
     """The sharding of a candidate that keeps least."""
     return replace(s, zero=max(space.zero) if s.size("data") > 1 else min(space.zero))
-
-
-def _total(ops: Iterable[Op], costs: Costs) -> float:
-    """Ops one after another; what is overlapped is waited for after the next that computes."""
-    seconds = beside = 0.0
-    for op in ops:
-        own = costs.seconds(op)
-        if isinstance(op, Collective):
-            beside, seconds = (max(beside, own), seconds) if op.hidden else (beside, seconds + own)
-        else:
-            seconds, beside = seconds + max(own, beside), 0.0
-    return seconds
 
 
 def _tasks(s: Setting) -> int:

@@ -169,18 +169,12 @@ def _captured(plan: Plan) -> Iterator[Row]:
     for axis, size in placed["mesh"].items():
         if size > 1:
             yield axis, str(size), _shared(placed, axis)
-    if s.pp > 1:
-        yield "pp", str(s.pp), DEGREES["pp"]
     rounds = int(placed["micro_batches"])
     yield _in_pieces(s.global_batch // (rounds * _cuts_samples(placed)), rounds, s.global_batch)
     if s.zero and s.dp > 1:
         yield _sharded(s)
-    units = [piece for stage in plan.stages for piece in stage]
-    again = sum(n for _, what, n in units if what != "none")
-    yield "recompute", s.recompute, f"{again} of {len(units)} units of the forward pass recomputed in backward" if again else "all activations kept"
-    if s.pp > 1:
-        yield "schedule", s.schedule, "one chunk of units per stage"
-        yield "units", " ".join(str(len(stage)) for stage in plan.stages), "of the forward pass on each stage"
+    again = {"none": "all activations kept", "full": "blocks or segments recomputed in backward"}
+    yield "recompute", s.recompute, again.get(s.recompute, "parts of blocks recomputed in backward")
 
 
 def _shared(placed: Any, axis: str) -> str:

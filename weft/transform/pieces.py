@@ -1,7 +1,7 @@
 """What the stages of a plan are made of, found again in a captured step: where it is split, and what is recomputed.
 
-A plan made from sizes counts layers and halves of layers; a plan of a captured program names the values that end its units. Either gives
-splits and regions of the step's own nodes, and words for whatever could not be found.
+A plan counts layers and halves of layers, or names the modules that begin its stages. Either gives splits and regions of the step's
+own nodes, and words for whatever could not be found.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Protocol
 
 from weft.core.names import bare
 from weft.core.node import Node, toposort
-from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers
 from weft.plan.spec import Piece, Spec
 from weft.plan.split import Cut, Forward, Region, narrow
-from weft.transform.recompute import recompute
 
 HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 
@@ -37,13 +35,10 @@ class Pieces(Protocol):
     def find(self, captured: Captured) -> FoundPieces: ...
 
 
-def pieces_of(spec: Spec, program: Program | None = None, units: Sequence[int] = ()) -> Pieces | None:
-    """The pieces of a plan, a placed program's by the nodes that end its units; None where it leaves balance and recompute to its words."""
+def pieces_of(spec: Spec) -> Pieces | None:
+    """The pieces of a plan; None where it leaves balance and recompute to its words."""
     if spec.cuts:
         return Modules(spec.cuts)
-    if program is not None:
-        ends = tuple(program.nodes[i] for i in units if 0 <= i < len(program.nodes))
-        return PlacedUnits(program, ends, spec.stages) if spec.stages else None
     return Counted(spec.stages) if spec.stages else None
 
 
@@ -176,90 +171,3 @@ def _before(path: str, forward: Forward, reads: Mapping[Node, set[str]], places:
         if inside.keys() <= behind:
             return None if any(n in behind and n in reads and n is not first for n in toposort([first])) else cut
     return None
-
-
-# -- stages made of a program's units ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlacedUnits:
-    """Stages made of the units of a placed program, each ended by a value of it."""
-
-    program: Program
-    ends: tuple[Node, ...]
-    stages: tuple[tuple[Piece, ...], ...]
-
-    def find(self, captured: Captured) -> FoundPieces:
-        if len(self.ends) + 1 != sum(map(len, self.stages)):
-            return FoundPieces(
-                told=["where its stages are split and what is recomputed: the file does not say which values end its units; plan again"]
-            )
-        forward = Forward(captured)
-        ends = self._own(forward)
-        if ends is None:
-            return FoundPieces(told=["where its stages are split and what is recomputed: the step has other ops than the plan's"])
-        parts = forward.cut_at([(n,) for n in ends])
-        last = [sum(map(len, self.stages[: g + 1])) - 1 for g in range(len(self.stages) - 1)]
-        return FoundPieces(tuple((ends[k],) for k in last), tuple(self._regions(parts)))
-
-    def _regions(self, parts: dict[Node, int]) -> Iterator[Region]:
-        for k, (_, way, _) in enumerate(piece for stage in self.stages for piece in stage):
-            if way != "none":
-                nodes = frozenset(n for n, part in parts.items() if part == k)
-                yield Region(nodes, nodes)
-
-    def _own(self, forward: Forward) -> list[Node] | None:
-        """The ends among the step's own nodes: the same ops in the same order, casts aside; None where they differ."""
-        from weft.rewrite.engine import erase_nodes
-
-        gone = erase_nodes(self.program)
-        theirs = _ops(toposort([gone[self.program.output_names["loss"]]]))
-        mine = _ops(forward.main)
-        if [n.op.name for n in theirs] != [n.op.name for n in mine]:
-            return None
-        at = {n: i for i, n in enumerate(theirs)}
-        return [mine[at[_uncast(gone[n])]] for n in self.ends]
-
-
-def _ops(nodes: Sequence[Node]) -> list[Node]:
-    return [n for n in nodes if n.op.name not in ("cast", "input", "const")]
-
-
-def _uncast(n: Node) -> Node:
-    while n.op.name == "cast":
-        n = n.args[0]
-    return n
-
-
-# -- placed programs -----------------------------------------------------------------------------------------------------------
-
-
-def run_again(placed: Program, captured: Captured, again: Sequence[Region]) -> Program:
-    """A placed step with regions of the step it was made of recomputed, and with them what is gathered for them alone."""
-    from weft.rewrite.engine import erase_nodes
-
-    own, gone = erase_nodes(captured.program), erase_nodes(placed)
-    ahead = placed.needs(placed.output_names["loss"])
-    makes = [n for n in placed.nodes if n in ahead and n.op.name != "input"]
-    regions = []
-    for r in again:
-        meant = {own[n] for n in r.nodes if n.op.name != "input"}
-        nodes = {n for n in makes if gone[n] in meant}
-        nodes |= _brought(placed, ahead, nodes)
-        regions.append(Region(frozenset(nodes), frozenset(nodes)))
-    ends = {own[g] for g in captured.gradients.values()}
-    kept = [name for name in placed.output_names if name == "loss" or name.startswith("buffer.")]
-    return recompute(placed, regions, kept, [n for n in placed.nodes if gone[n] in ends])[0]
-
-
-def _brought(placed: Program, ahead: set[Node], nodes: set[Node]) -> set[Node]:
-    """What is made of inputs alone and read by these nodes alone in the forward pass."""
-    given, found = set(placed.inputs), set[Node]()
-    for n in placed.nodes:
-        if n.args and all(a in given for a in n.args):
-            given.add(n)
-    for n in reversed(placed.nodes):
-        readers = [u for u in placed.users[n] if u in ahead]
-        if n.args and n in given and n in ahead and readers and all(u in nodes or u in found for u in readers):
-            found.add(n)
-    return found
