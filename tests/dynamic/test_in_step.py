@@ -143,3 +143,28 @@ def test_a_part_that_a_step_cannot_hold_is_refused() -> None:
     drops = _model()
     drops.tree.cells["vertex"].word = nn.Sequential(drops.tree.cells["vertex"].word, nn.Dropout(0.5))
     refused("draws random numbers inside a step", drops, batch)
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["once", "replayed"])
+def test_a_step_runs_where_tensors_are_made_elsewhere(replay: bool) -> None:
+    """Steps on accelerators run where new tensors are theirs: what a part keeps on the host says so. Replayed, it has copies of the weights."""
+    model, batches = _model(), [trees(0), trees(1), trees(0)]
+    model.tree.replay = replay
+    losses, _ = _torch(batches)
+    step = weft.parallelize(model, loss, torch.optim.AdamW(model.parameters(), 1e-2), batches[0], "dp1")
+    rounds = next(n for n in step.program.nodes if n.op.name == "rounds")
+    run = weft.ops.rounds.RUNNERS[rounds.attr("runner")]
+    forward, backward = run.forward, run.backward
+
+    def elsewhere(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with torch.device("meta"):
+                return function(*args)
+
+        return call
+
+    run.forward, run.backward = elsewhere(forward), elsewhere(backward)  # type: ignore[method-assign]
+    try:
+        assert [float(step(b).detach()) for b in batches] == pytest.approx(losses, abs=1e-10)
+    finally:
+        run.forward, run.backward = forward, backward  # type: ignore[method-assign]

@@ -56,7 +56,7 @@ class Again:
     def __init__(
         self, templates: Templates, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: Weights = None
     ) -> None:
-        self.plan = templates.plan
+        self.plan, self._held = templates.plan, False
         self.captured, self.layout = templates.take(s, inputs, wanted, weights)
         self._held = self.captured.busy = True
 

@@ -77,7 +77,7 @@ def reached(device: torch.device) -> Callable[[], bool]:
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory from which copies to the device need not wait."""
-    return torch.empty(size, dtype=dtype, pin_memory=is_accelerator(device))
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=is_accelerator(device))  # wherever a step makes its tensors
 
 
 def processors(device: torch.device) -> int:
