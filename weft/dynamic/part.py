@@ -114,7 +114,7 @@ class Rounds:
         self._require_sure()
         self.weights = [w for w in self.variant.weights if any(w is x for x in own) or w.ndim]  # numbers stay as they are
         first = next(iter(self.variant.functions.values()))
-        self.outputs = {n: (tuple(o.meta["val"].shape[1:]), o.meta["val"].dtype) for f in (first,) for n, o in f.outputs.items()}
+        self.outputs = {n: (tuple(o.meta["val"].shape[1:]), o.meta["val"].dtype) for n, o in first.outputs.items()}
         self._saved: dict[Any, tuple[Any, Once | Again, Ints, Any]] = {}
         self.last: Schedule | None = None  # of this rank, for the report
 
@@ -149,7 +149,8 @@ class Rounds:
         call, rows, found = self._run(s, mine, tensors, wants)
         if wants:
             self._save(_key(graphs, hands, tensors), (tensors, graphs), call, rows)
-        return tuple(_placed(x, rows, len(graphs), t.dtype) for x, t in zip(found, self._like(tensors), strict=True))
+        dtype = next(t.dtype for t in tensors if t.dtype.is_floating_point)
+        return tuple(_placed(x, rows, len(graphs), dtype) for x in found)
 
     def backward(
         self, cts: Sequence[Tensor], graphs: Tensor, hands: Tensor, tensors: Sequence[Tensor], wants: tuple[int, ...]
@@ -164,11 +165,6 @@ class Rounds:
         keys = [*(Source("pull", n) for n in self.inputs), *map(id, self.weights)]
         call.release()
         return tuple(_gradient(found.get(keys[k]), tensors[k]) for k in wants)  # type: ignore[call-overload]
-
-    def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A tensor of the dtype that each output is to have."""
-        floats = [t for t in tensors if t.dtype.is_floating_point]
-        return [floats[0]] * len(self.outputs)
 
     def _run(self, s: Structure, mine: Ints, tensors: Sequence[Tensor], wants: tuple[int, ...]) -> tuple[Any, Ints, list[Tensor]]:
         """The call, the rows of its samples among all, and what it gives there."""
