@@ -147,7 +147,7 @@ def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start
     left = (f"by blocks because {afford.reason(captured, case.device)}", *found.left, *(["clipping was not compared"] if case.how.clip else []))
     by = apart[farthest].relative if farthest else 0.0
     verdict = Verdict(len(apart), blocks, by, farthest, time.perf_counter() - start, left)
-    warnings.warn(f"{type(case.bare).__name__}: {verdict}", stacklevel=2)
+    warnings.warn(f"{type(case.bare).__name__} was compared with torch in parts: {verdict}", stacklevel=2)
     return verdict
 
 
