@@ -184,12 +184,12 @@ def _off(quick: Any, d: int, g: int, r: int, order: str) -> list[float]:
 
 
 def offload(device: str) -> Started:
-    """The inputs of recomputed blocks kept by the host, and all that is kept; the losses of recompute, and peak bytes of each."""
+    """The inputs of recomputed blocks kept by the host: the losses of recompute, and peak bytes of either."""
     sizes = {**WIDE, "num_hidden_layers": LAYERS or 12}
     llama = Llama(sizes, 4, 2048, device)
     batch = llama.there(llama.tokens(0))
     ways, losses, how, peak = {}, {}, {}, {}
-    for name, plan in (("recompute", "recompute"), ("weft", "recompute,offload"), ("all by the host", "offload")):
+    for name, plan in (("recompute", "recompute"), ("weft", "recompute,offload")):
         try:
             if llama.cuda:
                 torch.cuda.synchronize()

@@ -18,9 +18,9 @@ from weft.runtime.library import define
 
 FEW = 64  # tokens that are looked at together
 SIZES = {  # rows and keys of a block, warps and stages of each kernel
-    "attend": {"M": 128, "N": 64, "num_warps": 4, "num_stages": 3},
-    "to_queries": {"M": 128, "N": 64, "num_warps": 4, "num_stages": 3},
-    "to_keys": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3},
+    "attend": {"M": 128, "N": 64, "num_warps": 8, "num_stages": 3},
+    "to_queries": {"M": 128, "N": 64, "num_warps": 8, "num_stages": 3},
+    "to_keys": {"M": 64, "N": 64, "num_warps": 8, "num_stages": 2},
 }
 
 
@@ -55,10 +55,11 @@ def _range(MET, at, count, MINE: tl.constexpr, THEIRS: tl.constexpr):  # type: i
 
 @triton.jit
 def _look(  # type: ignore[no-untyped-def]
-    q, K, V, OF_KEYS, of_rows, rows, peak, total, out, start, stop, S, T, k_s, v_s, scale,
+    q, K, V, OF_KEYS, of_rows, rows, peak, total, out, start, stop, gap, over, S, T, k_s, v_s, scale,
     LOOK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    for j in range(start, stop):
+    for n in range(start, stop):
+        j = n + tl.where(n >= gap, over, 0)
         k, v = _tile(K, j * N, T, k_s, D, N), _tile(V, j * N, T, v_s, D, N)
         s = tl.dot(q, tl.trans(k)) * scale
         if LOOK:
@@ -89,9 +90,9 @@ def _attend(  # type: ignore[no-untyped-def]
     first, last, begin, end = _range(MET + b * 4 * count, i, count, M, N)
     K, V, OF_KEYS = K + b * k_b + h // R * k_h, V + b * v_b + h // R * v_h, OF_KEYS + b * of_keys_step
     by = scale * 1.4426950408889634
-    peak, total, out = _look(q, K, V, OF_KEYS, of_rows, rows, peak, total, out, first, begin, S, T, k_s, v_s, by, True, CAUSAL, D, N)
-    peak, total, out = _look(q, K, V, OF_KEYS, of_rows, rows, peak, total, out, begin, end, S, T, k_s, v_s, by, False, CAUSAL, D, N)
-    peak, total, out = _look(q, K, V, OF_KEYS, of_rows, rows, peak, total, out, end, last, S, T, k_s, v_s, by, True, CAUSAL, D, N)
+    over = end - begin
+    peak, total, out = _look(q, K, V, OF_KEYS, of_rows, rows, peak, total, out, begin, end, end, 0, S, T, k_s, v_s, by, False, CAUSAL, D, N)
+    peak, total, out = _look(q, K, V, OF_KEYS, of_rows, rows, peak, total, out, first, last - over, begin, over, S, T, k_s, v_s, by, True, CAUSAL, D, N)
     some = tl.where(total == 0.0, 1.0, total)
     tl.store(LSE + bh * S + rows, tl.where(total == 0.0, float("-inf"), (peak + tl.log2(some)) / 1.4426950408889634), mask=rows < S)
     at = (b * S + rows[:, None]) * H * D + h * D + tl.arange(0, D)[None, :]
@@ -109,10 +110,11 @@ def _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK: tl.cons
 
 @triton.jit
 def _some_queries(  # type: ignore[no-untyped-def]
-    q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, start, stop, S, T, k_s, v_s, scale,
+    q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, start, stop, gap, over, S, T, k_s, v_s, scale,
     LOOK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    for j in range(start, stop):
+    for n in range(start, stop):
+        j = n + tl.where(n >= gap, over, 0)
         keys = j * N + tl.arange(0, N)
         k, v = _tile(K, j * N, T, k_s, D, N), _tile(V, j * N, T, v_s, D, N)
         of_keys = tl.load(OF_KEYS + keys, mask=keys < T, other=0)
@@ -137,19 +139,20 @@ def _to_queries(  # type: ignore[no-untyped-def]
     count = tl.cdiv(S, 64)
     first, last, begin, end = _range(MET + b * 4 * count, i, count, M, N)
     K, V, OF_KEYS = K + b * k_b + h // R * k_h, V + b * v_b + h // R * v_h, OF_KEYS + b * of_keys_step
-    dq = _some_queries(q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, first, begin, S, T, k_s, v_s, scale, True, CAUSAL, D, N)
-    dq = _some_queries(q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, begin, end, S, T, k_s, v_s, scale, False, CAUSAL, D, N)
-    dq = _some_queries(q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, end, last, S, T, k_s, v_s, scale, True, CAUSAL, D, N)
+    over = end - begin
+    dq = _some_queries(q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, begin, end, end, 0, S, T, k_s, v_s, scale, False, CAUSAL, D, N)
+    dq = _some_queries(q, do, K, V, OF_KEYS, of_rows, rows, lse, delta, dq, first, last - over, begin, over, S, T, k_s, v_s, scale, True, CAUSAL, D, N)
     at = (b * S + rows[:, None]) * H * D + h * D + tl.arange(0, D)[None, :]
     tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=rows[:, None] < S)
 
 
 @triton.jit
 def _some_keys(  # type: ignore[no-untyped-def]
-    k, v, Q, DO, OF_ROWS, LSE, DELTA, of_keys, keys, dk, dv, start, stop, S, T, q_s, o_s, scale,
+    k, v, Q, DO, OF_ROWS, LSE, DELTA, of_keys, keys, dk, dv, start, stop, gap, over, S, T, q_s, o_s, scale,
     LOOK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    for i in range(start, stop):
+    for n in range(start, stop):
+        i = n + tl.where(n >= gap, over, 0)
         rows = i * M + tl.arange(0, M)
         q, do = _tile(Q, i * M, S, q_s, D, M), _tile(DO, i * M, S, o_s, D, M)
         of_rows = tl.load(OF_ROWS + rows, mask=rows < S, other=0)
@@ -174,13 +177,13 @@ def _to_keys(  # type: ignore[no-untyped-def]
     dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     count = tl.cdiv(T, 64)
     first, last, begin, end = _range(MET + b * 4 * count, j, count, N, M)
-    OF = OF_ROWS + b * of_rows_step
+    OF, over = OF_ROWS + b * of_rows_step, end - begin
     for r in range(R):
         h = g * R + r
         at, Qh, Oh = (b * H + h) * S, Q + b * q_b + h * q_h, DO + b * o_b + h * o_h
-        dk, dv = _some_keys(k, v, Qh, Oh, OF, LSE + at, DELTA + at, of_keys, keys, dk, dv, first, begin, S, T, q_s, o_s, scale, True, CAUSAL, D, M)
-        dk, dv = _some_keys(k, v, Qh, Oh, OF, LSE + at, DELTA + at, of_keys, keys, dk, dv, begin, end, S, T, q_s, o_s, scale, False, CAUSAL, D, M)
-        dk, dv = _some_keys(k, v, Qh, Oh, OF, LSE + at, DELTA + at, of_keys, keys, dk, dv, end, last, S, T, q_s, o_s, scale, True, CAUSAL, D, M)
+        L, Z = LSE + at, DELTA + at
+        dk, dv = _some_keys(k, v, Qh, Oh, OF, L, Z, of_keys, keys, dk, dv, begin, end, end, 0, S, T, q_s, o_s, scale, False, CAUSAL, D, M)
+        dk, dv = _some_keys(k, v, Qh, Oh, OF, L, Z, of_keys, keys, dk, dv, first, last - over, begin, over, S, T, q_s, o_s, scale, True, CAUSAL, D, M)
     at = ((b * T + keys[:, None]) * (H // R) + g) * D + tl.arange(0, D)[None, :]
     tl.store(DK + at, (dk * scale).to(DK.dtype.element_ty), mask=keys[:, None] < T)
     tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=keys[:, None] < T)
@@ -222,8 +225,7 @@ def ranges(rows: Tensor, keys: Tensor, causal: bool) -> list[Tensor]:
 
 
 def _meta(kernel: str, q: Tensor, causal: bool) -> dict[str, Any]:
-    wide = {"num_warps": 8, "num_stages": 2} if q.shape[-1] > 64 else {}
-    return {"CAUSAL": causal, "D": q.shape[-1], **SIZES[kernel], **wide}
+    return {"CAUSAL": causal, "D": q.shape[-1], **SIZES[kernel], **({"num_stages": 2} if q.shape[-1] > 64 else {})}
 
 
 def _sizes(q: Tensor, k: Tensor, rows: Tensor, keys: Tensor) -> tuple[int, ...]:
