@@ -87,7 +87,7 @@ def _microseconds(row: Cells) -> float:
 
 def _products(rows: list[Cells]) -> Iterator[Table]:
     for (device, dtype), some in _by(rows, "device", "dtype"):
-        yield Table("product", device, dtype, some, _product, _microseconds, _size_of_product)
+        yield Table("GEMM", device, dtype, some, _product, _microseconds, _size_of_product)
 
 
 def _product(profile: Profile, rows: Sequence[Cells]) -> Any:
@@ -110,7 +110,7 @@ def _rates(rows: list[Cells]) -> Iterator[Table]:
     for (device, name), some in _by(rows, "device", "dtype"):
         if name in RATES and profile_of(device):
             dtype = RATES[name]
-            yield Table("product (openxla)", device, dtype, some, lambda p, r, dtype=dtype: _rate(p, r, dtype), _of_rate, _size_of_product)
+            yield Table("GEMM (openxla)", device, dtype, some, lambda p, r, dtype=dtype: _rate(p, r, dtype), _of_rate, _size_of_product)
 
 
 def _rate(profile: Profile, rows: Sequence[Cells], dtype: str) -> Any:

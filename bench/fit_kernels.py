@@ -48,9 +48,9 @@ SHARES = ("efficiency", "memory", "share", "small", "whole", "write", "forward")
 
 def start_of(table: Table) -> dict[str, float] | None:
     """Constants to fit to a table, from where the search begins."""
-    if table.kind == "product":
+    if table.kind == "GEMM":
         return {f"gemm.{k}": v for k, v in GEMM.items()} if table.dtype == "bf16" else {f"gemm.{k}.fp8": v for k, v in FP8.items()} | QUANTISE
-    if table.kind == "product (openxla)":
+    if table.kind == "GEMM (openxla)":
         return {f"gemm.{k}.tf32": v for k, v in TF32.items()} if table.dtype == "tf32" else None
     if table.kind == "experts":
         return {f"experts.{k}.{table.dtype}": v for k, v in EXPERTS.items()} | ({"experts.skew": 0.3} if table.dtype == "bf16" else {})

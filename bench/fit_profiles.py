@@ -236,7 +236,7 @@ LINK = ("nvlink:launch", "nvlink:low_step", "nvlink:bulk", "nvlink:bulk_step", "
 LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 3e-5, "gemm.tile": 1e-5}
 SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
 STEPS = ("memory.efficiency", "gemm.sustained", "network:efficiency")
-SERVER = ("gemm.launch", "gemm.misaligned", "kernel.launch", "host.launch")
+SERVER = ("gemm.launch", "gemm.misaligned", "kernel.launch", "host.launch", "memory.efficiency")
 
 
 def tasks(kind: str, truth: Path) -> list[Task]:

@@ -36,7 +36,7 @@ def foresight(
     if json:
         whole = _figures([r for r in everything if r["error"] is not None])
         emit({"bench": "foresight", "machine": platform.processor() or platform.machine(), "rows": everything, "groups": groups, **whole,
-              "files": {name: len(part) for name, part in found.items()}})  # fmt: skip
+              "files": {name: len(part) for name, part in found.items()}, "classes": by_class(found)})  # fmt: skip
 
 
 def _read(path: str) -> list[Any]:
@@ -69,9 +69,32 @@ def predict(row: Any) -> dict[str, Any]:
         return {**nothing, "group": row.group, "predicted": predicted, "reason": row.lacks, "assumed": dict(row.assumed)}
     return {
         "case": row.case, "group": row.group, "measured": row.measured, "predicted": predicted,
-        "error": predicted / row.measured - 1, "assumed": dict(row.assumed),
+        "error": predicted / row.measured - 1, "assumed": dict(row.assumed), "class": class_of(row),
         **({"memory_error": step.peak_memory.total / row.held - 1} if row.held else {}),
     }  # fmt: skip
+
+
+def class_of(row: Any) -> list[str]:
+    """Kind of model, dtype and device: what errors are gathered by."""
+    shape = row.shape
+    kind = "adapters" if row.lora[0] else "mamba and experts" if hasattr(shape, "mamba") else "experts" if shape.experts else "dense"
+    return [f"{kind}, classic kernels" if row.setting.kernels == "classic" else kind, row.setting.dtype, row.cluster.groups[0].profile.device.name]
+
+
+def by_class(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Figures of each class of each file; the bias is that of the time of a step or of what was stated, whichever was measured."""
+    classes: dict[tuple[str, ...], list[float]] = {}
+    for name, part in found.items():
+        for row in part:
+            if row["error"] is not None:
+                classes.setdefault((name, *row["class"]), []).append(row["error"])
+                classes.setdefault((name, "all", "", ""), []).append(row["error"])
+    return [
+        dict(zip(("file", "model", "dtype", "device"), key, strict=True)) | {
+            "count": len(e), "median": statistics.median(map(abs, e)), "p90": percentile(sorted(map(abs, e)), 0.9), "bias": statistics.median(e),
+        }
+        for key, e in sorted(classes.items())
+    ]  # fmt: skip
 
 
 def summary(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

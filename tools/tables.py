@@ -47,6 +47,9 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The tables of one result by name."""
     if found["bench"] == "foresight":
         yield "foresight", foresight(found)
+        yield "foresight classes", classes(found["classes"], ("file", "model", "dtype", "device"))
+    elif found["bench"] == "kernels":
+        yield "kernels", classes(found["rows"], ("kind", "device", "dtype", "class"))
     elif found["bench"] in ("gpu-foresight", "cpu-foresight"):
         from bench import _foresight_tables
 
@@ -67,6 +70,15 @@ def foresight(found: Mapping[str, Any]) -> str:
     for name, count in found["files"].items():
         files[name], at = rows[at : at + count], at + count
     return bench.tables(files, found["groups"])
+
+
+def classes(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
+    """Count, median, 90th percentile and bias of each class of what was measured."""
+    lines = [[*keys, "count", "median", "90th percentile", "bias"], ["---"] * (len(keys) + 4)]
+    for row in rows:
+        if row["median"] is not None:
+            lines.append([*(str(row[k]) for k in keys), str(row["count"]), f"{row['median']:.1%}", f"{row['p90']:.1%}", f"{row['bias']:+.1%}"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
