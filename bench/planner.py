@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import typer
@@ -70,21 +71,22 @@ def pair(model: str, cluster: str) -> Row:
     from weft.plan.plan import Plan
     from weft.plan.planner import Request, make_plan
 
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     made = make_plan(Request(model, cluster, fastest=True))
     seconds = round(time.perf_counter() - begun, 1)
+    cost = {"seconds": seconds, "cpu_seconds": round(time.process_time() - used, 1), "peak_gb": round(getrusage(RUSAGE_SELF).ru_maxrss / 1e6, 2)}
     case = f"{model.rsplit(':', 1)[-1]} on {cluster}"
     if not isinstance(made, Plan):
         console.print(f"{case}: nothing fits ({made.reason})", highlight=False)
         return {"case": case, "weft_ms": None, "peers_ms": {}, "ratios": {}, "limit_ms": None, "correct": True, "gain": None,
-                "seconds": seconds, "infeasible": dict(made.infeasible)}  # fmt: skip
+                **cost, "infeasible": dict(made.infeasible)}  # fmt: skip
     peers = dict(made.baselines_ms)
     ratios = {name: ms / made.step_ms for name, ms in peers.items()}
     best = min(peers, key=lambda name: peers[name]) if peers else ""
     gain = ratios[best] if best else None
-    console.print(f"{case}: {made.step_ms:,.1f} ms, {gain or 0:.3f}x over {best}, planned in {seconds} s", highlight=False)
+    console.print(f"{case}: {made.step_ms:,.1f} ms, {gain or 0:.3f}x over {best}, planned in {cost['cpu_seconds']} CPU s", highlight=False)
     return {"case": case, "weft_ms": made.step_ms, "peers_ms": peers, "ratios": ratios, "limit_ms": None,
-            "correct": all(r >= 1 - 1e-9 for r in ratios.values()), "gain": gain, "best": best, "seconds": seconds,
+            "correct": all(r >= 1 - 1e-9 for r in ratios.values()), "gain": gain, "best": best, **cost,
             "infeasible": dict(made.infeasible)}  # fmt: skip
 
 
