@@ -13,11 +13,11 @@ from bench._wild.tools import CLASSES, SAMPLES, Table, batches, cross_entropy, i
 CASES = Table()
 
 
-def timm(name: str, **options: Any) -> None:
+def timm(name: str, size: int = 32, **options: Any) -> None:
     def make() -> tuple[Any, ...]:
         import timm
 
-        return quiet(timm.create_model(name, num_classes=CLASSES, **options)), cross_entropy, images(size=32)
+        return quiet(timm.create_model(name, num_classes=CLASSES, **options)), cross_entropy, images(size=size)
 
     CASES.add(f"timm_{name}", make)
 
@@ -70,6 +70,14 @@ if find_spec("timm"):
     timm("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=3)
     timm("convnext_atto", depths=(1, 1, 1, 1), dims=(4, 8, 8, 16))
     CASES.case(timm_mixer)
+    for small in ("byobnet", "efficientnet", "mambaout", "nfnet"):
+        timm(f"test_{small}", 64)
+    for convolving in ("ghostnet_050", "mobilenetv3_small_050", "repghostnet_050", "starnet_s050", "regnetx_002", "ese_vovnet19b_slim",
+                       "resnetv2_18", "edgenext_xx_small", "inception_next_atto", "fasternet_t0", "shvit_s1", "mobilevit_xxs", "dla46_c",
+                       "pvt_v2_b0"):  # fmt: skip
+        timm(convolving, 64)
+    for attending in ("visformer_tiny", "xcit_nano_12_p8_224", "convit_tiny", "pit_ti_224", "cait_xxs24_224"):
+        timm(attending, 64, img_size=64)
 if find_spec("torchvision"):
     torchvision("resnet18")
     torchvision("mobilenet_v3_small")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import ScriptModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -163,7 +164,8 @@ def unnoticed(moment: Moment, device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def copied(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[Pair]:
     """A copy of both, on the device; a model that cannot be copied raises."""
-    mine, own = copy.deepcopy((model, optimizer))
+    left = [x for m in model.modules() for x in vars(m).values() if isinstance(x, FakeTensor)]  # by a trace; torch cannot copy them
+    mine, own = copy.deepcopy((model, optimizer), {id(x): x for x in left})
     if any(t.device != device for t in (*mine.parameters(), *mine.buffers())):
         mine.to(device)
         for state in own.state.values() if own is not None else ():
