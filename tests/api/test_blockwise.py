@@ -93,7 +93,7 @@ def test_each_distinct_block_is_run_once(too_large: None) -> None:
     verdict = judged()
     assert Layer.runs == 1 and verdict.compared > 25 and verdict.worst < 1e-12
     assert "3 of 6 blocks, all others being like them, on the example" in str(verdict)
-    assert "by blocks because the whole step would take" in str(verdict) and "not compared" not in str(verdict)
+    assert "by blocks because the full step would take" in str(verdict) and "not compared" not in str(verdict)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -198,9 +198,10 @@ def test_fewer_samples_where_all_would_take_too_long(monkeypatch: pytest.MonkeyP
 
 def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(afford, "seconds", lambda program, device: 6000.0)
-    with pytest.warns(UserWarning, match="Net was compared with torch in parts: 3 tensors equal torch's on updates alone, .* what stands around the blocks was not compared"):
+    words = "Net was compared with torch in parts: 3 tensors equal torch's on updates alone, .* what stands around the blocks was not compared"
+    with pytest.warns(UserWarning, match=words):
         step, _, _ = net()
-    assert step.judged is not None and "the whole step would take some 6000 s" in str(step.judged)
+    assert step.judged is not None and "the full step would take some 6000 s" in str(step.judged)
 
 
 def test_memory_is_foreseen() -> None:
