@@ -179,7 +179,7 @@ class _Builder:
         return self.ways.of_node(node, waits, [self.offered[self.part[a]] for a in node.args], self.centres.get(node))
 
     def _work(self, node: Node) -> Floats:
-        """Work by way, which nodes of any program share that have the same ways and neighbours alike."""
+        """Work by way, which nodes of any program share that have the same ways and the same neighbours."""
         ways = self._ways(node)
 
         def work() -> Floats:

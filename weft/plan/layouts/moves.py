@@ -115,7 +115,7 @@ class Routes:
         self._by_ways: dict[object, tuple[object, Floats]] = {}
 
     def known(self, ways: object, of: object, make: Callable[[], Floats]) -> Floats:
-        """A table of some ways, which are told by being the same object."""
+        """A table of some ways, known by being the same object."""
         key = id(ways), of
         if key not in self._by_ways:
             self._by_ways[key] = ways, make()
