@@ -67,7 +67,7 @@ def test_of_a_program_that_does_not_fit_the_nearest_change_is_planned_too(tmp_pa
     (tmp_path / "own.py").write_text(OWN)
     made = call("plan", f"{tmp_path / 'own.py'}:make", "--cluster", "1x1xA100", "--memory", "1GB", "--json")
     found = last(made)["infeasible"]
-    assert made.exit_code == 2 and "zero3 needs at least 1.5 GB of 1.0 GB" in made.output
+    assert made.exit_code == 2 and "dp1 needs at least 1.5 GB of 1.0 GB" in made.output
     assert found["nearest"].startswith("without --memory: 0.") and found["nearest"].endswith(" ms with one device, micro-batch 8")
 
 
@@ -89,10 +89,11 @@ def test_a_captured_model_has_the_length_of_its_example() -> None:
     assert made.exit_code == 1 and "mlp has the length of its example" in made.output
 
 
-@pytest.mark.parametrize("options", [["--max-tp", "2"], ["--pin", "tp=2"]])
-def test_a_program_has_no_degrees_to_fix(options: list[str]) -> None:
-    made = call("plan", "mlp", "--cluster", "1x2xA100", *options)
-    assert made.exit_code == 1 and "layouts are chosen tensor by tensor" in made.output
+@pytest.mark.parametrize(("options", "tp"), [(["--max-tp", "1"], {1}), (["--pin", "tp=4"], {4}), (["--pin", "tp=1", "--pin", "zero=1"], {1})])
+def test_degrees_of_a_program_are_fixed_as_those_of_a_stack(options: list[str], tp: set[int]) -> None:
+    made = call("plan", "mlp", "--cluster", "1x4xA100", *options, "--json")
+    found = last(made)["plan"]["spec"]
+    assert made.exit_code == 0 and found.get("tp", 1) in tp and ("zero=1" not in options or found["zero"] == 1), made.output
 
 
 def test_words_that_cannot_be_read() -> None:

@@ -60,7 +60,8 @@ def plan_program(
     try:
         fill(asked.pool, by_name=asked.is_fixed, say=say)
     except PlanError as e:
-        return Infeasible(e.found or e.message, "", {"weft": e.found or e.message})
+        why = asked.shortage() or e.found or e.message
+        return Infeasible(why, "", {"weft": why})
     some = asked.pool.fitting[:FINALISTS] if objective == "time" else [asked.best(objective)]
     return min((asked.record(option, objective) for option in some), key=lambda plan: plan.step_ms)
 
@@ -128,6 +129,14 @@ class Candidates:
     def best(self, objective: str = "time") -> Option:
         fit = self.pool.fitting
         return min(fit, key=lambda o: o.gb) if objective == "memory" else fit[0]
+
+    def shortage(self) -> str:
+        """What the plan that holds least would need, where there is one."""
+        some = [o for o in self.pool.options.values() if not o.reason]
+        if not some:
+            return ""
+        least, has = min(some, key=lambda o: o.gb), self.limits.room(self.cluster)
+        return f"{least.plan} needs at least {needed(least.gb * 1e9) / 1e9:.1f} GB of {has / 1e9:.1f} GB"
 
     # -- the plan
 
