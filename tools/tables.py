@@ -47,7 +47,8 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The tables of one result by name."""
     if found["bench"] == "foresight":
         yield "foresight", foresight(found)
-        yield "foresight classes", classes(found["classes"], ("file", "model", "dtype", "device"))
+        if found.get("classes"):  # results of earlier versions have none
+            yield "foresight classes", classes(found["classes"], ("file", "model", "dtype", "device"))
     elif found["bench"] == "kernels":
         yield "kernels", classes(found["rows"], ("kind", "device", "dtype", "class"))
     elif found["bench"] in ("gpu-foresight", "cpu-foresight"):

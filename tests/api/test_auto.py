@@ -131,7 +131,7 @@ def test_stages_come_with_every_plan_for_their_ranks(captured: Captured) -> None
 
 def test_how_many_micro_batches_can_be_fixed(captured: Captured) -> None:
     found = auto.decide(captured, cluster("2xx86-2"), lines=lines(fixed=4))
-    orders = ("", "gpipe,", "zero-bubble,", "1f1b-eager,", "zero-bubble-eager,", "interleaved,")
+    orders = ("", "gpipe,", "zero-bubble,", "1f1b-eager,", "zero-bubble-eager,", "interleaved,", "zero-bubble-v,", "dual-pipe-v,")
     assert {o.plan for o in found.options if "pp2" in o.plan and not o.reason} == {f"pp2,{order}micro4" for order in orders}
 
 

@@ -90,7 +90,7 @@ def test_ranks_equal_one_process_of_torch(plan: str, ranks: int, tmp_path: Path)
         step.sync_model()
         for mine, theirs in zip(model.parameters(), parameters, strict=True):
             assert torch.allclose(mine, theirs, atol=1e-9)
-        return next(iter(r.last.structure.vertices for r in weft.ops.rounds.RUNNERS.values()))
+        return next(r.last.structure.vertices for r in weft.ops.rounds.RUNNERS.values() if r.last is not None)  # others are of other tests
 
     said = run_ranks(ranks, job, tmp_path)
     sizes = [int(x) for x in said.values()]

@@ -109,7 +109,7 @@ def test_the_file_that_a_foreign_plan_names_is_not_run(tmp_path: Path) -> None:
     trap, touched = tmp_path / "trap.py", tmp_path / "touched"
     trap.write_text(f"open({str(touched)!r}, 'w')\n" + OWN)
     plan = tmp_path / "plan.json"
-    for model in (f"{trap}:make", f"hf:{tmp_path}", f"{trap}:"):
+    for model in (f"{trap}:make", f"{trap}:"):  # of hf:FOLDER only config.json is read
         plan.write_text(json.dumps(data | {"model": model}))
         says = facts_of(plan).says
         assert f"the plan names {model}, which is not run unasked" in says[0] and "--run-model" in says[0]

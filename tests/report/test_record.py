@@ -237,7 +237,7 @@ def test_a_step_in_stages_is_foreseen_and_traced_pass_by_pass(pages: dict[str, P
     assert run.unit == "tokens" and run.per_step == 8 * 32
     at = {t["name"]: t["places"]["pp"] for t in run.tensors if t["role"] == "param"}
     assert set(at.values()) == {"O(0)", "O(1)"} and at["tokens.weight"] == "O(0)"
-    orders = ("", "gpipe,", "interleaved,", "zero-bubble,", "1f1b-eager,", "zero-bubble-eager,")
+    orders = ("", "gpipe,", "interleaved,", "zero-bubble,", "1f1b-eager,", "zero-bubble-eager,", "zero-bubble-v,", "dual-pipe-v,")
     assert {a["plan"] for a in run.alternatives} == {f"pp2,{order}micro4" for order in orders}
     message = next(c for c in run.communication if c["kind"] == "message")
     assert (message["axis"], message["count"]) == ("pp", 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,11 +61,12 @@ def compared(program: Program, given: Values, want: Mapping[str, Tensor | None],
     start = {n: given[n] for n in program.input_names}
     found = run(program, start, device)
     expected = {n: torch.zeros_like(found[n]) if want[n] is None else want[n] for n in found if n in want}
-    apart = {n: scaled(found[n], x, tolerance) for n, x in expected.items()}  # type: ignore[arg-type]
+    before = {n: size(given[n]) for n in expected if n in given and given[n].is_floating_point()}  # an update that cancels it rounds in its digits
+    apart = {n: scaled(found[n], x, tolerance, least=before.get(n, 0.0)) for n, x in expected.items()}  # type: ignore[arg-type]
     if all(x.allowed <= 1 for x in apart.values()):
         return apart
-    again = run(program, {n: moved(x, digit) for n, x in start.items()}, device)
-    return {n: scaled(found[n], x, tolerance, distance(again[n], found[n])) for n, x in expected.items()}  # type: ignore[arg-type]
+    again = run(program, {n: moved(x, digit, n) for n, x in start.items()}, device)
+    return {n: scaled(found[n], x, tolerance, distance(again[n], found[n]), before.get(n, 0.0)) for n, x in expected.items()}  # type: ignore[arg-type]
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -96,18 +98,19 @@ def size(x: Tensor, least: float = 1e-30) -> float:
     return most if not least else max(most, least)
 
 
-def scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0) -> Apart:
-    """How far, where as much is allowed besides as rounding does."""
-    by, whole = distance(found, want), size(want)
+def scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0, least: float = 0.0) -> Apart:
+    """How far, in parts of the largest value or of `least`, where as much is allowed besides as rounding does."""
+    by, whole = distance(found, want), max(size(want), least)
     slack = ROUNDING * rounding
     return Apart(by / (tolerance * whole + slack), max(by - slack, 0.0) / whole) if by else Apart(0.0, 0.0)
 
 
-def moved(x: Tensor, digit: float = 0.0) -> Tensor:
-    """The tensor with each element moved by about its last digit, or by that of a coarser float, the same way on every rank."""
+def moved(x: Tensor, digit: float = 0.0, name: str = "") -> Tensor:
+    """The tensor with each element moved by about its last digit, or by that of a coarser float, the same way on every rank and otherwise
+    for every name: two that move together would hide where they cancel."""
     if not x.is_floating_point() or not x.ndim:
         return x
-    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), device="cpu") * 2 - 1
     return x * (1 + signs.to(x.device, x.dtype) * max(digit, torch.finfo(x.dtype).eps))
 
 

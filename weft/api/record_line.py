@@ -39,6 +39,12 @@ SPLIT = (
 )
 
 
+def split(micro_batches: int, stages: int) -> dict[str, Any]:
+    """The cutting of a step, among the verbs of its page."""
+    words = f"{micro_batches} micro-batches" + (f" through {stages} stages" if stages > 1 else "")
+    return {"step": words, "same": False, "said": SPLIT}
+
+
 class LineRecorder(Recorder):
     """Watches the calls of one step in micro-batches."""
 
@@ -70,11 +76,10 @@ class LineRecorder(Recorder):
         step, one = self.step, self.step.captured.program
         many = step.plan.micro_batches
         unit, per_step = _taken(one)
-        words = f"{many} micro-batches" + (f" through {step.plan.virtual_stages} stages" if step.plan.pp > 1 else "")
         return {
             "program": hashlib.sha256(step.line.text.encode()).hexdigest()[:16], "unit": unit, "per_step": many * per_step,
             "flops": many * model_flops(one), "tensors": [*_batch(step), *tensors(step.program, step.captured.states)],
-            "communication": _travels(step), "verbs": [*ruled(step.moves), {"step": words, "same": False, "said": SPLIT}],
+            "communication": _travels(step), "verbs": [*ruled(step.moves), split(many, step.plan.virtual_stages)],
         }  # fmt: skip
 
     def _others(self, cluster: Cluster) -> list[dict[str, Any]]:

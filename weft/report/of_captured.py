@@ -73,8 +73,11 @@ def _one_pass(plan: Plan, placed: Program) -> dict[str, Any]:
 
 def _staged(plan: Plan, asked: Any) -> dict[str, Any]:
     """Every pass of every stage where it runs, and memory of the fullest."""
+    from weft.api.record_line import split
+
     laid, seen = asked.pool.lines.built(plan.spec, asked.pool.where)
-    return _facts(plan, seen, laid.line.update, asked.pool.captured.states, dict(laid.line.update.mesh.sizes), "the full step")
+    facts = _facts(plan, seen, laid.line.update, asked.pool.captured.states, dict(laid.line.update.mesh.sizes), "the full step")
+    return {**facts, "verbs": [split(plan.spec.micro_batches, plan.spec.virtual_stages)]}
 
 
 def _facts(plan: Plan, seen: Seen, held: Program, states: Mapping[str, str], mesh: Mapping[str, int], title: str) -> dict[str, Any]:

@@ -230,12 +230,11 @@ class Recorder:
         """`state` are the inputs that stay where they are, `homes` the results that go back into one, and into which. `lends`: results are
         read before the next call, and no longer."""
         self._work, self._state, self._lends = work, state, lends
-        self._moved: set[str] = set()  # when last something did
+        self._moved: set[str] = set()  # once at least
         self._homes = {n: n for n in state} if homes is None else homes
         self._calls = 0
         self.why = ""  # it could not be recorded
         self._places: dict[str, int] = {}
-        self._last: list[tuple[str, Tensor | None]] = [("", None)]  # the tensors there
         self._fresh: list[str] = []  # results that are the caller's own
         self._graph: Any = None
         self._given: dict[str, Tensor] = {}
@@ -246,8 +245,7 @@ class Recorder:
         return self._graph is not None
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Values:
-        if not all(inputs.get(n, self) is x for n, x in self._last):
-            self._look(inputs)
+        self._look(inputs)
         self._calls += 1
         if self._graph is None and (self._calls != WARM_UP or not self._record(inputs)):
             return self._in_place(inputs)
@@ -257,14 +255,13 @@ class Recorder:
         return {**self._out, **{name: self._out[name].clone() for name in self._fresh}}
 
     def _look(self, inputs: Mapping[str, Tensor]) -> None:
-        """Where the state is now. What has moved is recorded anew."""
+        """Where the state is now, by address: a tensor may be the same one and have been given other memory. What has moved is recorded anew."""
         places = {n: x.data_ptr() for n, x in inputs.items() if n in self._state}
         if places != self._places:
             moved = {n for n, at in places.items() if self._places.get(n, at) != at}
-            self._state -= moved & self._moved if len(moved) < len(places) else set()  # what comes anew with every call is copied in
-            self._moved = moved
+            self._state -= moved & self._moved if len(moved) < len(places) else set()  # what comes anew again and again is copied in
+            self._moved |= moved
             self._places, self._calls, self._graph = {n: at for n, at in places.items() if n in self._state}, 0, None
-        self._last = [(n, inputs[n]) for n in self._places]
 
     def _in_place(self, inputs: Mapping[str, Tensor]) -> Values:
         """The work, with every piece of state left where it was."""

@@ -253,7 +253,7 @@ def test_a_tensor_that_only_the_optimizer_has_is_refused():
 
 
 def test_torchs_own_inputs():
-    """Every setting torch's tests try, of every optimizer: equal, or refused in words. Muon, which rounds to bfloat16 on its way, too."""
+    """Every setting torch's tests try, of every optimizer: equal, or refused in words. Muon to a digit of the bfloat16 it rounds to on its way."""
     common = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
     refused: dict[str, str] = {}
     for info in common.optim_db:
@@ -271,8 +271,10 @@ def test_torchs_own_inputs():
                 out = interp.run_global(captured.program, {**values, "batch.0": batch})
                 values |= {i: out[o] for o, i in captured.program.state}
             torch_steps(mirror, theirs, batches())
+            digit = theirs.param_groups[0]["lr"] * torch.finfo(torch.bfloat16).eps / 2 * len(batches())  # one a step: sums of another order round
+            far = digit if info.optim_cls.__name__ == "Muon" else 1e-11
             for name, want in mirror.named_parameters():
-                torch.testing.assert_close(values[f"param.{name}"], want.detach(), atol=1e-11, rtol=1e-11, msg=lambda m, g=given: f"{g.desc}: {m}")
+                torch.testing.assert_close(values[f"param.{name}"], want.detach(), atol=far, rtol=1e-11, msg=lambda m, g=given: f"{g.desc}: {m}")
     assert refused.keys() == {"LBFGS", "SparseAdam"}
     assert "LBFGS computes the loss itself, as often as it likes" in refused["LBFGS"]
     assert "SparseAdam does not support dense gradients" in refused["SparseAdam"]

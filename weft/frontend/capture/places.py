@@ -118,8 +118,9 @@ def changed_attributes(module: nn.Module, before: dict[str, Any], contents: list
     names = {id(x): n for n, x in before.items() if n not in TENSORS}
     held = [(f"{words}.{names[id(x)]}", x, copied(was)) for x, was in contents if id(x) in names]
     inside = [Change(text, was, copied(x), Place(_Contents(x), 0, was, text)) for text, x, was in held if not same_contents(x, was)]
-    modules = next((was for x, was in contents if x is own.get("_modules")), {})
-    return inside + _replaced(own, before, words) + _replaced(own.get("_modules", {}), modules, words)
+    table = own.get("_modules")  # scripted modules keep another kind, which cannot be written into
+    modules = next((was for x, was in contents if x is table), {}) if isinstance(table, dict) else {}
+    return inside + _replaced(own, before, words) + (_replaced(table, modules, words) if isinstance(table, dict) else [])
 
 
 def _replaced(own: dict[str, Any], before: dict[str, Any], words: str) -> list[Change]:

@@ -102,8 +102,9 @@ def _var_mean(r: Recorder, x: Node, dim: Any = None, *, correction: Any = 1, kee
 def _norm(r: Recorder, x: Node, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Node:
     x = to_dtype(x, dtype or x.dtype)
     dims = _dims(x, dim)
-    if ord == 2:
-        return _root(wr.sum_(w.square(x), dims=dims, keepdim=keepdim))
+    if ord == 2:  # of short floats torch adds squares in float32 and rounds the root alone
+        wide = to_dtype(x, torch.float32) if x.dtype.itemsize < 4 else x
+        return to_dtype(_root(wr.sum_(w.square(wide), dims=dims, keepdim=keepdim)), x.dtype)
     if ord == 1:
         return wr.sum_(w.abs_(x), dims=dims, keepdim=keepdim)
     if ord == 0:  # a count, of which torch gives no gradient at all
