@@ -40,7 +40,7 @@ SPLIT = (
 
 
 def split(micro_batches: int, stages: int) -> dict[str, Any]:
-    """The cutting of a step, among the verbs of its page."""
+    """How a step is split, among the verbs of its page."""
     words = f"{micro_batches} micro-batches" + (f" through {stages} stages" if stages > 1 else "")
     return {"step": words, "same": False, "said": SPLIT}
 
