@@ -26,7 +26,7 @@ def test_mypy_strict() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("pyright") is None and shutil.which("pyright") is None, reason="pyright is not installed")
-def test_pyright_strict() -> None:
+def test_pyright() -> None:
     command = [sys.executable, "-m", "pyright"] if importlib.util.find_spec("pyright") else ["pyright"]
     done = subprocess.run(
         [*command, "-p", "tests/typing", "--pythonpath", sys.executable, "--outputjson"],
