@@ -46,8 +46,16 @@ def heads(p: Program) -> frozenset[str]:
 
 
 def _ahead_of(n: Node) -> set[Node]:
-    passes = n.op.kind is Kind.VIEW or n.op.name in ("add", "cast", "narrow")
-    return {n} if n.op.kind is Kind.CONTRACT else {x for a in n.args for x in _ahead_of(a)} if passes else set()
+    """The matmuls that a value is but for what is added, cast or narrowed; each value is looked at once."""
+    found, seen, waiting = set[Node](), {n}, [n]
+    while waiting:
+        n = waiting.pop()
+        if n.op.kind is Kind.CONTRACT:
+            found.add(n)
+        elif n.op.kind is Kind.VIEW or n.op.name in ("add", "cast", "narrow"):
+            waiting += (new := set(n.args) - seen)
+            seen |= new
+    return found
 
 
 def _base(n: Node) -> Node:
