@@ -179,9 +179,6 @@ def _published(cells: Cells, case: str) -> Row:
     profile = _with_network(profile, b.rate("network_gbps_per_gpu", _usual(profile), "usual for this device"))
     if "precision_recipe" not in cells and modern:
         profile = _of_its_time(profile, b.assumed)
-    if "Megatron-Bridge" in source and "" < (cells.get("date") or "") < FUSED_EXPERTS and (cells.get("experts") or "").strip():
-        b.assumed["experts"] = f"software of before {FUSED_EXPERTS}: kernels around the experts are not fused"
-        profile = dataclasses.replace(profile, device=dataclasses.replace(profile.device, constants={**profile.device.constants, **APART}))
     gpus, tp = b.devices("gpus", ("tp", "pp", "dp", "cp")), b.whole("tp", 1)
     layers, hidden = b.sizes("layers", "hidden", source)
     heads = b.heads("heads", hidden, tp)
@@ -226,14 +223,6 @@ def _beside(b: Blanks) -> Iterator[str]:
 FLASH_2 = {  # shares of an H100's peak
     "attention.forward": Constant(0.42, "table: FlashAttention-3 paper, FlashAttention-2 forward, causal, head 128, about 415 TF/s of 989"),
     "attention.backward": Constant(0.35, "table: FlashAttention-3 paper, FlashAttention-2 backward, causal, head 128, about 350 TF/s of 989"),
-}
-
-
-FUSED_EXPERTS = "2026-06"  # month of the containers that brought four recipes from their slowest to twice that
-APART = {
-    "memory.experts": Constant(
-        0.29, "fitted: the slowest container of four recipes of experts (least values of Megatron-Bridge), whose newest ones are rows to be predicted"
-    )
 }
 
 
