@@ -57,7 +57,7 @@ def test_blocks_of_rows(name: str, first: int, count: int, monkeypatch: pytest.M
 
 
 def test_what_inductor_refuses_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr("torch._inductor.compile", refuse)

@@ -23,6 +23,7 @@ class Backend:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.posts, self.number = rank, list[Post](), itertools.count()
+        self.group = SimpleNamespace(WORLD=object())
 
     def get_rank(self) -> int:
         return self.rank

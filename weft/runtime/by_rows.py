@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from weft.runtime import quick
+from weft.runtime import inductor, quick
 
 BLOCK = 1 << 20  # bytes of gradient that are made at a time
 Run = Callable[..., Any]  # (p, g, *state, lr, step) to the new p and state
@@ -94,7 +94,6 @@ def _on_device(
 
 def _compile(run: Run, given: Sequence[Tensor], cut: bool, still: bool) -> Run:
     """By Inductor, which fuses the asking with the update and overwrites in place; op by op where it refuses."""
-    from torch._inductor import compile as inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def flat(x: Tensor, at: Tensor, lr: Tensor, step: Tensor, *rest: Tensor) -> tuple[Tensor]:
@@ -107,7 +106,7 @@ def _compile(run: Run, given: Sequence[Tensor], cut: bool, still: bool) -> Run:
     if os.environ.get("WEFT_INDUCTOR", "1") == "0":
         return flat
     try:
-        return inductor(make_fx(flat, tracing_mode="fake")(*given), list(given))  # type: ignore[no-any-return]
+        return inductor.compiled(make_fx(flat, tracing_mode="fake")(*given), given)
     except Exception as error:
         warnings.warn(f"tables are updated op by op: Inductor refused it ({type(error).__name__}: {error})", stacklevel=2)
         return flat

@@ -27,30 +27,44 @@ Order = Mapping[int, Sequence[tuple[Hashable, Sequence[Spec]]]]  # what comes fr
 AHEAD = 1  # messages on the host asked for before they are needed
 
 
+_joined: dict[Any, tuple[Any, Any]] = {}  # by the world's group and the lines; once made they stay, for every step over the same lines
+
+
+def joined(lines: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Any, Any]:
+    """This rank's groups to higher ranks of its line and to lower ones, all of whose pairs have spoken."""
+    key = dist.group.WORLD, tuple(lines), device.type
+    if key not in _joined:
+        groups = [dist.new_subgroups_by_enumeration([list(line) for line in lines])[0] for _ in range(2)]
+        line = next(line for line in lines if dist.get_rank() in line)
+        for group, upwards in zip(groups, (True, False), strict=True):
+            _join(group, upwards, line, reach(group, device))
+        _joined[key] = groups[0], groups[1]
+    return _joined[key]
+
+
+def _join(group: Any, upwards: bool, line: Sequence[int], place: torch.device) -> None:
+    """Say a word to every other rank of the line. Pairs in ascending order: the least one not yet joined waits for nobody."""
+    rank, word = dist.get_rank(), torch.zeros(1, device=place)
+    for low, high in itertools.combinations(sorted(line), 2):
+        if rank in (low, high):
+            pass_on = dist.send if rank == (low if upwards else high) else dist.recv
+            pass_on(word, high if rank == low else low, group=group)
+
+
 class Messages:
     """The messages of one rank. A message is a key and tensors; both ends know the tensors' shapes."""
 
     def __init__(self, lines: Sequence[Sequence[int]], device: torch.device) -> None:
         """`lines` are the ranks of every pipeline there is; all ranks must make theirs together."""
         self.rank, self.device = dist.get_rank(), device
-        self._up, self._down = (dist.new_subgroups_by_enumeration([list(line) for line in lines])[0] for _ in range(2))
+        self._up, self._down = joined([tuple(line) for line in lines], device)
         self._place = reach(self._up, device)
         self.on_device = self._place.type == "cuda"
         self._ahead = 0 if self.on_device else AHEAD
         self._side = torch.cuda.Stream(device) if self.on_device else None  # receives do not wait there for what is being computed
-        for group in (self._up, self._down):
-            self._join(group, next(line for line in lines if self.rank in line))
         self._expected: dict[int, list[tuple[Hashable, Sequence[Spec]]]] = {}
         self._asked: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         self._sent: list[tuple[Any, torch.Tensor]] = []
-
-    def _join(self, group: dist.ProcessGroup, line: Sequence[int]) -> None:
-        """Say a word to every other rank of the line. Pairs in ascending order: the least one not yet joined waits for nobody."""
-        word = torch.zeros(1, device=self._place)
-        for low, high in itertools.combinations(sorted(line), 2):
-            if self.rank in (low, high):
-                pass_on = dist.send if self.rank == (low if group is self._up else high) else dist.recv
-                pass_on(word, high if self.rank == low else low, group=group)
 
     def expect(self, order: Order) -> None:
         """What will come."""

@@ -78,17 +78,19 @@ def _turn_pads(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def as_pass() -> Any:
-    """The same as Inductor takes it."""
+def as_pass(traced: Graph) -> Any:
+    """The same as Inductor takes it, for what it makes of a trace."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    marks = [n.meta.get("custom", {}).get(MARK) for n in traced.nodes]
 
     class OnceEach(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
             once_each(graph)
 
         def uuid(self) -> Any:
-            """What compiled code is kept under: to be changed with the pass."""
-            return "weft once each 4"
+            """What compiled code is kept under, beside the graph's own: to be changed with the pass."""
+            return f"weft once each 4 {marks}"
 
     return OnceEach()
 

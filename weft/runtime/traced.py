@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from weft.runtime import images, laid_out, moments, once, replay
+from weft.runtime import images, inductor, laid_out, moments, once, replay
 
 Values = dict[str, Any]
 WARM_UP = 3  # calls before one is recorded
@@ -101,7 +101,6 @@ class Traced:
         return {**{name: inputs[home] for name, home in self._state.items() if home in inputs}, **out, **made}
 
     def _compile(self, inputs: Mapping[str, Tensor]) -> Callable[..., Any]:
-        from torch._inductor import compile as inductor
         from torch.fx.experimental.proxy_tensor import make_fx
 
         def flat(*tensors: Tensor) -> list[Tensor]:
@@ -115,7 +114,7 @@ class Traced:
             warnings.simplefilter("ignore")
             graph = _prepared(make_fx(flat, tracing_mode="fake")(*given), given, self._device)
             try:
-                return inductor(graph, given, options=_options(graph))  # type: ignore[no-any-return]
+                return inductor.compiled(graph, given, _options(graph))
             except Exception as error:
                 self._parts, why = in_parts(graph, error), _short(error)
         warnings.warn(f"the step is compiled in parts, around {self._parts.around}: Inductor refused it in one piece ({why})", stacklevel=2)
@@ -196,10 +195,8 @@ class Part(torch.nn.Module):
 
     def forward(self, *given: Tensor) -> Any:
         if self._run is None:
-            from torch._inductor import compile as inductor
-
             try:
-                self._run = inductor(self.graph, list(given), options=_options(self.graph))  # type: ignore[arg-type]
+                self._run = inductor.compiled(self.graph, given, _options(self.graph))  # type: ignore[arg-type]
             except Exception as error:
                 named = re.search(r"target: (\S+)", str(error))
                 self.refused, self._run = named.group(1) if named else _short(error), self.graph
@@ -213,7 +210,7 @@ def _goes_back_over_images(graph: GraphModule) -> bool:
 
 def _options(graph: GraphModule) -> dict[str, Any]:
     """What Inductor should do otherwise than it does with a graph that it takes for inference alone."""
-    options: dict[str, Any] = {"post_grad_custom_pre_pass": once.as_pass()}
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": once.as_pass(graph.graph)}
     if any(str(n.target).startswith(WIRES) for n in graph.graph.nodes):
         options |= IN_ORDER
     if _goes_back_over_images(graph):
