@@ -1,6 +1,6 @@
 """Every kind of plan on ranks that share a GPU: do its losses equal torch's, and does every run end?
 
-    python -m bench.gpu_plans [--stages hosts,symmetric] [--plans "dp4,zero1;pp4"] [--times 1] [--json]
+    python -m bench.gpu_plans [--stages hosts,symmetric] [--plans "dp4,zero1;pp4" | --plans pipelines] [--times 1] [--json]
 
 `hosts`: every rank is a host of its own to NCCL, joined by sockets. `symmetric`: ranks map each other's memory and meet over gloo. The judge
 is eager torch in one process on the whole batch, parameters in bf16 as here, AdamW, five batches in turn.
@@ -38,15 +38,23 @@ def register(app: typer.Typer) -> None:
 
 
 def gpu_plans(
-    stages: str = typer.Option(",".join(STAGES)), plans: str = typer.Option(PLANS, help="With semicolons between."),
+    stages: str = typer.Option(",".join(STAGES)),
+    plans: str = typer.Option(PLANS, help="With semicolons between; `pipelines`: every schedule, on two stages of two ranks and on four stages."),
     times: int = typer.Option(1, help="How often each is run."), dtype: str = typer.Option("bfloat16", help="Of the parameters."),
     layers: int = typer.Option(8, help="Of the model; interleaved stages need two for each."),
     ranks: int = _gpu.RANKS, device: str = _gpu.DEVICE, json: bool = _gpu.JSON,
 ) -> None:  # fmt: skip
     """Losses under every kind of plan against torch on one device."""
-    settings = {"plans": plans.split(";") * times, "dtype": dtype, "layers": layers}
+    wanted = pipelines() if plans == "pipelines" else plans.split(";")
+    settings = {"plans": wanted * times, "dtype": dtype, "layers": layers}
     timed = {name: replace(stage, limit=stage.limit + EACH * len(settings["plans"])) for name, stage in STAGES.items()}
     _gpu.report("gpu-plans", _gpu.run_stages("bench.gpu_plans", timed, stages, ranks, device, **settings), json)
+
+
+def pipelines() -> list[str]:
+    from weft.plan.schedules import SCHEDULES
+
+    return [f"{mesh},{name}" for name in SCHEDULES for mesh in ("dp2,pp2,micro4", "pp4,micro8")]
 
 
 def plans(me: Rank, plans: list[str], hosts: bool, dtype: str, layers: int) -> None:
@@ -63,7 +71,7 @@ class Judge:
 
         sizes = SIZES[me.cuda] | {"layers": layers}
         batch = sizes.pop("batch")
-        self.me, self.dtype = me, dtype
+        self.me, self.dtype, self.done = me, dtype, 0
         self.workload = zoo.get("gpt2", device="cpu", dropout=0.0, **sizes)
         self.model = self.workload.model.to(dtype)
         self.batches = [self.workload.example(batch, seed=i) for i in range(STEPS)]
@@ -83,7 +91,7 @@ class Judge:
         return losses
 
     def run(self, plans: list[str]) -> None:
-        for plan in plans:
+        for number, plan in enumerate(plans, 1):
             start = time.time()
             made = self.me.tried(plan, lambda plan=plan: self._weft(plan))
             if made is None:
@@ -91,7 +99,8 @@ class Judge:
             losses, how = made
             apart = max(abs(a - b) / abs(b) for a, b in zip(losses, self.want, strict=True))
             right = {} if apart <= CLOSE[self.dtype] else {"failed": f"losses differ by {apart:.1e}", "losses": losses}
-            self.me.say(case=plan, apart=apart, how=how, seconds=round(time.time() - start, 1), **right)
+            self.done += not right
+            self.me.say(case=plan, apart=apart, how=how, seconds=round(time.time() - start, 1), right=f"{self.done} of {number}", **right)
 
     def _weft(self, plan: str) -> tuple[list[float], Any]:
         from weft.api.parallelize import parallelize

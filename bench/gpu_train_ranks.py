@@ -34,6 +34,7 @@ LLAMA = {True: ({"num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size
          False: ({"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,
                   "vocab_size": 64, "max_position_embeddings": 16}, 8, 8)}  # fmt: skip
 CLOSE = 2e-3  # relative, of losses
+TIMING = 10.0  # seconds that rounds of all ways may take, of which there are three at least
 Step = Callable[[Any], Any]  # from a global batch to the loss, of this rank's part or of all
 
 
@@ -111,7 +112,9 @@ class Race:
 
     def time(self, plan: str, step: Any, peers: dict[str, Step]) -> None:
         batch = self.batches[0]
-        ms = self.me.time_calls({name: (lambda one=one: one(batch)) for name, one in {"weft": step, **peers}.items()})
+        ways = {name: (lambda one=one: one(batch)) for name, one in {"weft": step, **peers}.items()}
+        once = sum(self.me.time_calls(ways, rounds=1).values())
+        ms = self.me.time_calls(ways, rounds=max(3, min(10, int(TIMING * 1e3 / once))))
         if self.profile and self.me.cuda:
             for name, one in {plan: step, **peers}.items():
                 self.me.sync()
