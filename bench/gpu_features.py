@@ -27,7 +27,7 @@ def features(parts: str = typer.Option(PARTS), device: str = _gpu.DEVICE, rounds
     if device == "cuda":
         _gpu.need_gpu()
     with _gpu.ended_with_us(), tempfile.TemporaryDirectory() as folder:
-        rows = run([Model(name, device, rounds, Path(folder), "bench._gpu_features_part") for name in parts.split(",")], together=False)
+        rows = run([Model(name, device, rounds, Path(folder), "bench._gpu_features_part") for name in parts.split(",")])
     done = {"stage": "one GPU", "ranks": 1, "status": "failed" if any("failed" in row for row in rows) else "ok", "rows": rows}
     _gpu.report("gpu-features", [done], json)
 

@@ -71,16 +71,16 @@ class Model:
             self.process.wait()
 
 
-def run(models: list[Model], together: bool = True) -> list[dict[str, Any]]:
-    """All compile at the same time; `together`, none is timed before all have, or else each as soon as it has."""
+def run(models: list[Model]) -> list[dict[str, Any]]:
+    """All compile at the same time, and none is timed before all have."""
     deadline = time.monotonic() + LIMIT
     try:
-        for model in models if together else ():
+        for model in models:
             model.wait(model.ready.exists, deadline)
         for model in models:
             model.go.touch()
         for model in models:
-            model.wait(model.out.exists, time.monotonic() + TIMING if together else deadline)
+            model.wait(model.out.exists, time.monotonic() + TIMING)
             print(text.dumps(model.result()), file=sys.stderr, flush=True)
     finally:
         for model in models:
