@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -15,7 +16,7 @@ from tests.dynamic.graphs import SHAPES, graphs
 from weft import dynamic
 from weft.core.errors import StructureError
 from weft.dynamic import native, structure
-from weft.dynamic.layout import exact, padded, template
+from weft.dynamic.layout import Template, exact, padded, template
 
 TREE = ((0, 1), (2, 3, 4))
 
@@ -101,7 +102,25 @@ def test_a_padded_layout_keeps_who_reads_whom(seed: int) -> None:
     room = template(s, template(other))
     taken = room.holds(s)
     assert taken is not None
-    layout = padded(s, room, taken, set())
+    _keeps(s, padded(s, taken, room, set()))
+
+
+def test_vertices_wait_for_a_later_round_where_theirs_is_full() -> None:
+    comb: Any = 0
+    for leaf in range(1, 10):
+        comb = comb, leaf
+    s = dynamic.Schedule(dynamic.trees([(((0, 1), (2, 3)), ((4, 5), (6, 7)))] * 6 + [comb]), {"vertex": dynamic.Reads(0, True)})
+    first, second, *later = template(s).rooms
+    tight = Template((first, replace(second, rows=second.rows // 2), *later), 0)
+    assert tight.holds(s) is None
+    fitted = tight.fit(s)
+    assert fitted is not None
+    _keeps(fitted[0], padded(*fitted, tight, set()))
+    assert Template((first, *later[:4]), 0).fit(s) is None
+
+
+def _keeps(s: dynamic.Schedule, layout: Any) -> None:
+    """Every vertex finds its children and its input."""
     first, child = layout.arrays["edge_first"], layout.arrays["edge_child"]
     for v in range(s.structure.vertices):
         at = layout.place[v]

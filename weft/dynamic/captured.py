@@ -1,13 +1,14 @@
 """Batches whose shapes are fixed by a template, so that a run is two replays: one forward, one backward.
 
-A new batch of graphs is put into the rows of a template that has room; its index arrays go to the device in one copy. When none
-has room a wider template is recorded, so after a few batches of a kind all fit.
+A new batch of graphs is put into the rows of a template that has room, where vertices may wait for a later round than their depth's; its
+index arrays go to the device in one copy. When none has room a wider template is recorded, so after a few batches of a kind all fit.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from weft.dynamic.workspace import Workspace
 from weft.runtime import replay
 
 KEPT = 4  # templates
+STAGED = 3  # batches whose index arrays are on their way to the device
 Weights = list[Tensor] | None  # none: the model's own
 
 
@@ -29,7 +31,14 @@ class Captured:
     """One template, recorded."""
 
     def __init__(
-        self, plan: Plan, t: Template, s: Schedule, layout: Layout, device: torch.device, sizes: Mapping[str, Tensor], weights: Weights = None
+        self,
+        plan: Plan,
+        t: Template,
+        s: Schedule,
+        layout: Layout,
+        device: torch.device,
+        sizes: Mapping[str, Tensor],
+        weights: Weights = None,
     ) -> None:
         self.weights = None if weights is None else [w.clone() for w in weights]  # copies, where others than the model's own are given
         self.template, self.plan, self.device, self.busy = t, plan, device, False
@@ -38,15 +47,12 @@ class Captured:
         self.inputs = {n: torch.zeros((self.rows[n] + 1, *x.shape[1:]), dtype=x.dtype, device=device) for n, x in sizes.items()}
         self.asked = {name: _room(0) for name in plan.outputs}
         self._slices = layout.slices()
-        self._host = replay.pinned(len(layout.packed), torch.int64, device)
-        self._device = torch.empty(len(self._host), dtype=torch.int64, device=device)
-        self._copied = replay.mark(device)
         self.batch = Batch(plan, layout, kinds, Workspace(device), self.weights or [w.detach() for w in plan.weights], True)
         self._weights_at = [w.data_ptr() for w in plan.weights]
         self._forward = self._backward = None
         self._pieces: list[Callable[[], None]] = []
         self._totals: dict[int, Tensor] = {}
-        self._wanted: dict[str, Tensor] = {}
+        self._wanted: dict[str, slice] = {}
 
     def has_room(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], given: bool) -> bool:
         """Whether inputs and outputs fit, and the weights, where they are not given, are still where they were."""
@@ -101,29 +107,32 @@ class Captured:
 
     def _load(self, layout: Layout, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints]) -> None:
         if not self._wanted:
-            self._prepare(wanted)
-        self._copied()  # the copies before these must have left the host's memory
-        self._host.copy_(torch.from_numpy(layout.packed))
-        self._device.copy_(self._host, non_blocking=True)
+            self._prepare(layout, wanted)
+        host, copied = self._staged.popleft()
+        copied()  # the copy before this one must have left the host's memory
+        array = host.numpy()
+        array[: len(layout.packed)] = layout.packed
         for name, vertices in wanted.items():
-            rows = self._asked_for[name]
-            rows[: len(vertices)] = torch.from_numpy(layout.place[vertices])
+            rows = array[self._wanted[name]]
+            rows[: len(vertices)] = layout.place[vertices]
             rows[len(vertices) :] = layout.rows
-            self._wanted[name].copy_(rows, non_blocking=True)
-        self._copied = replay.mark(self.device)
+        self._device.copy_(host, non_blocking=True)
+        self._staged.append((host, replay.mark(self.device)))
         for name, x in inputs.items():
             self.inputs[name][: len(x)].copy_(x)
 
-    def _prepare(self, wanted: Mapping[str, Ints]) -> None:
-        """Buffers for outputs, and the batch bound to all buffers."""
-        self.asked = {name: _room(len(v)) for name, v in wanted.items()}
-        self._wanted = {n: torch.zeros(size, dtype=torch.int64, device=self.device) for n, size in self.asked.items()}
-        self._asked_for = {n: replay.pinned(size, torch.int64, self.device) for n, size in self.asked.items()}
+    def _prepare(self, layout: Layout, wanted: Mapping[str, Ints]) -> None:
+        """Buffers for index arrays and outputs, and the batch bound to all buffers."""
+        self.asked, at = {name: _room(len(v)) for name, v in wanted.items()}, len(layout.packed)
+        for name, size in self.asked.items():
+            self._wanted[name], at = slice(at, at + size), at + size
+        self._device = torch.zeros(at, dtype=torch.int64, device=self.device)
+        self._staged = deque((replay.pinned(at, torch.int64, self.device), replay.mark(self.device)) for _ in range(STAGED))
         shapes = {n: (self.asked[n], *h.shape) for n, h in self.plan.outputs.items()}
         floats = {n: h for n, h in self.plan.outputs.items() if h.dtype.is_floating_point}
         self._grads = {n: torch.zeros(shapes[n], dtype=h.dtype, device=self.device) for n, h in floats.items()}
         index = {name: self._device[low:high] for name, (low, high) in self._slices.items()}
-        self.batch.load(index, self.inputs, self._wanted)
+        self.batch.load(index, self.inputs, {name: self._device[part] for name, part in self._wanted.items()})
 
     def _run_forward(self) -> None:
         self._outputs = self.batch.forward()
@@ -148,33 +157,37 @@ class Templates:
     def take(self, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: Weights) -> tuple[Captured, Layout]:
         """A free template with room for the schedule, the smallest there is, or a new one."""
         given = weights is not None
-        free = [c for c in self.kept if not c.busy and c.has_room(inputs, wanted, given) and _holds(s, c.template) is not None]
-        captured = min(free, key=lambda c: c.template.cost(), default=None) or self._new(s, inputs, weights)
+        free = (c for c in self.kept if not c.busy and c.has_room(inputs, wanted, given))
+        captured = self._smallest(s, free) or self._new(s, inputs, weights)
+        self.kept = [*(c for c in self.kept if c is not captured), captured]  # the last used is the last to go
         return captured, self._padded(s, captured.template)
 
     def fit(self, s: Schedule) -> None:
         """Put the schedule into the rows of the template that `take` would choose, ahead of time."""
-        fitting = [c for c in self.kept if _holds(s, c.template) is not None]
-        if fitting:
-            self._padded(s, min(fitting, key=lambda c: c.template.cost()).template)
+        if found := self._smallest(s, self.kept):
+            self._padded(s, found.template)
+
+    @staticmethod
+    def _smallest(s: Schedule, among: Iterable[Captured]) -> Captured | None:
+        return next((c for c in sorted(among, key=lambda c: c.template.cost) if _fit(s, c.template)), None)
 
     def _padded(self, s: Schedule, t: Template) -> Layout:
-        return s.keep(("padded", t), lambda: padded(s, t, _holds(s, t) or [], self.plan.sent))
+        return s.keep(("padded", t), lambda: padded(*(_fit(s, t) or (s, [])), t, self.plan.sent))
 
     def _new(self, s: Schedule, inputs: Mapping[str, Tensor], weights: Weights) -> Captured:
         """Record a template wider than the last one, or one of its own where the two do not join."""
-        wider = template(s, self.kept[-1].template if self.kept else None)
+        last = max(self.kept, key=lambda c: c.template.cost, default=None)
+        wider = template(s, last and last.template)
         wider = wider if wider.holds(s) is not None else template(s)
         made = Captured(self.plan, wider, s, self._padded(s, wider), self.device, inputs, weights)
         idle = [c for c in self.kept if not c.busy]
         if len(self.kept) >= KEPT and idle:
             self.kept.remove(idle[0])
-        self.kept.append(made)
         return made
 
 
-def _holds(s: Schedule, t: Template) -> list[int] | None:
-    return s.keep(("holds", t), lambda: t.holds(s))
+def _fit(s: Schedule, t: Template) -> tuple[Schedule, list[int]] | None:
+    return s.keep(("fit", t), lambda: t.fit(s))
 
 
 def _room(size: int) -> int:

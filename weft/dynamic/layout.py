@@ -6,6 +6,7 @@ batch can be replayed for the next. Rows that no vertex takes have no readers, s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,7 +79,9 @@ class Room:
     edges: int
 
     def holds(self, r: Round) -> bool:
-        return self.klass == r.klass and self.rows >= r.stop - r.start and self.edges >= r.edge_stop - r.edge_start
+        """Spare edges need a spare row."""
+        rows, edges = self.rows - (r.stop - r.start), self.edges - (r.edge_stop - r.edge_start)
+        return self.klass == r.klass and rows >= (edges > 0) and edges >= 0
 
 
 @dataclass(frozen=True, eq=False)  # compared often, as a key: by identity
@@ -87,6 +90,13 @@ class Template:
 
     rooms: tuple[Room, ...]
     slots: int
+
+    def fit(self, s: Schedule) -> tuple[Schedule, list[int]] | None:
+        """A schedule of the same graphs that fits, and for each of its rounds the room that takes it; None if there is none."""
+        taken = self.holds(s)
+        if taken is None and len(s.slot_child) <= self.slots:
+            return s.seated(np.array([(room.klass, room.rows, room.edges) for room in self.rooms], np.int64).reshape(-1, 3))
+        return None if taken is None else (s, taken)
 
     def holds(self, s: Schedule) -> list[int] | None:
         """For each round of a schedule the room that takes it, or None if it does not fit."""
@@ -100,8 +110,10 @@ class Template:
             at += 1
         return taken if len(s.slot_child) <= self.slots else None
 
+    @cached_property
     def cost(self) -> int:
-        return sum(room.rows for room in self.rooms)
+        """In rows: a round costs about as much as some hundred."""
+        return sum(room.rows + 100 for room in self.rooms)
 
     def seat(self, s: Schedule, taken: list[int]) -> tuple[dict[int, Block], list[Round], Ints]:
         """Blocks and rounds, each class with its own run of rows, and the row at which each round of the schedule begins."""
@@ -129,19 +141,25 @@ def _blocks(used: dict[int, tuple[int, int]]) -> dict[int, Block]:
     return blocks
 
 
-def template(s: Schedule, before: Template | None = None, slack: float = 0.12) -> Template:
-    """A template with room for this schedule, others like it, and all that fitted `before`."""
-    rooms = [Room(r.klass, _more(r.stop - r.start, slack), _more(r.edge_stop - r.edge_start, slack)) for r in s.rounds]
+def template(s: Schedule, before: Template | None = None) -> Template:
+    """A template with room for this schedule, others like it, and all that fitted `before`.
+
+    What finds no room in its round may wait for a later one of its class, so rounds have little to spare, unless they are the only one.
+    """
+    rounds = Counter(r.klass for r in s.rounds)
+    rooms = [_room(r, 0.5 if rounds[r.klass] > 1 else 4.0) for r in s.rounds]
     if rooms:  # graphs a little deeper than these
-        rooms += [Room(rooms[-1].klass, 8, _more(8 * rooms[-1].edges // rooms[-1].rows, 0))] * 3
+        rooms += [Room(rooms[-1].klass, 8, -(-8 * rooms[-1].edges // rooms[-1].rows))] * (6 if before else 2)
     if before is not None:
         rooms = _join(rooms, list(before.rooms))
     return Template(tuple(rooms), max(len(s.slot_child), before.slots if before else 0))
 
 
-def _more(size: int, slack: float) -> int:
-    """A little more than `size`, less of it where sizes vary less, in eights: there are always spare rows to take the spare edges."""
-    return -(-int(size + min(slack * size, 3 * size**0.5) + 3) // 8) * 8 if size else 0
+def _room(r: Round, slack: float) -> Room:
+    """Room for a few more than a round has, in eights: there are always spare rows to take the spare edges."""
+    rows, edges = r.stop - r.start, r.edge_stop - r.edge_start
+    more = -(-int(rows + slack * rows**0.5 + 3) // 8) * 8
+    return Room(r.klass, more, max(-(-more * edges // rows), int(edges + slack * edges**0.5)))
 
 
 def _join(a: list[Room], b: list[Room]) -> list[Room]:
@@ -160,7 +178,7 @@ def _join(a: list[Room], b: list[Room]) -> list[Room]:
     return out
 
 
-def padded(s: Schedule, t: Template, taken: list[int], sent: set[Key]) -> Layout:
+def padded(s: Schedule, taken: list[int], t: Template, sent: set[Key]) -> Layout:
     """The schedule in the rows of a template."""
     blocks, rounds, starts = t.seat(s, taken)
     rows, edges = sum(b.count for b in blocks.values()), sum(b.edge_count for b in blocks.values())

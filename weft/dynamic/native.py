@@ -1,6 +1,6 @@
 """The few linear passes over vertices that numpy cannot say in one call, in C++ where there is a compiler.
 
-Each function has two forms with the same answer; the numpy one takes a step per level, never one per vertex.
+Each function but `seat` has two forms with the same answer; the numpy one takes a step per level, never one per vertex.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def library() -> Any | None:
     found.weft_order.argtypes = [I64, I64] + [ctypes.c_void_p] * 5
     found.weft_edges.argtypes = [I64] + [ctypes.c_void_p] * 9
     found.weft_schedule.argtypes, found.weft_schedule.restype = [I64, I64] + [ctypes.c_void_p] * 16, I64
+    found.weft_seat.argtypes, found.weft_seat.restype = [I64, I64] + [ctypes.c_void_p] * 5 + [I64] + [ctypes.c_void_p] * 4, I64
     found.weft_reverse.argtypes = [I64, I64] + [ctypes.c_void_p] * 3
     return found
 
@@ -113,6 +114,18 @@ def levels(first: Ints, child: Ints, kind: Ints, row: Ints, depth: Ints, slots: 
     parts[3], parts[7], parts[8] = parts[3][: 3 * count].reshape(-1, 3), parts[7][:edges], parts[8][:edges]
     parts[4] = parts[4].reshape(-1, 2)
     return Levels(*parts)
+
+
+def seat(first: Ints, child: Ints, depth: Ints, klass: Ints, degree: Ints, rooms: Ints) -> Ints | None:
+    """The room of every vertex, where rooms (class, rows, edges) run one after the other; None: they do not all fit, or there is no compiler."""
+    lib, n = library(), len(klass)
+    if lib is None or not n:
+        return None
+    classes = 1 + int(max(klass.max(), rooms[:, 0].max(initial=0)))
+    given = [np.ascontiguousarray(a, np.int64) for a in (first, child, depth, klass, degree, *rooms.T)]
+    out = np.empty(n, np.int64)
+    failed = lib.weft_seat(n, classes, *map(_at, given[:5]), len(rooms), *map(_at, given[5:]), _at(out))
+    return None if failed else out
 
 
 def edges(first: Ints, child: Ints, vertex: Ints, skip: Ints, degree: Ints, place: Ints) -> tuple[Ints, Ints, Ints]:

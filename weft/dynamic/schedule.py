@@ -19,7 +19,7 @@ from weft.core.errors import StructureError
 from weft.core.picture import html_of
 from weft.dynamic import native
 from weft.dynamic.native import Ints
-from weft.dynamic.policy import batches, lower_bound, policy
+from weft.dynamic.policy import Policy, batches, lower_bound, policy
 from weft.dynamic.structure import NO_CHILD, Structure
 
 T = TypeVar("T")
@@ -63,12 +63,12 @@ class Round(NamedTuple):
 class Schedule:
     """Where every vertex is and when it runs. Place `vertices` (one past the last) is a row of zeros: no child."""
 
-    def __init__(self, structure: Structure, reads: Mapping[str, Reads], policy_name: str = "auto") -> None:
+    def __init__(self, structure: Structure, reads: Mapping[str, Reads], policy: str | Policy = "auto") -> None:
         s = self.structure = structure
         self._kept: dict[Hashable, Any] = {}
         self.reads = [reads[k] if k in reads else _unknown(s, i, reads) for i, k in enumerate(s.kinds)]
-        self.policy = policy_name
-        by_level = self._levels() if policy_name in ("auto", "depth") else None
+        self.policy = policy
+        by_level = self._levels() if policy in ("auto", "depth") else None
         if by_level is None:
             self._step_by_step()
         else:
@@ -94,12 +94,24 @@ class Schedule:
         slots, rest = (_per_vertex(s, [getattr(r, name) for r in self.reads]) for name in ("slots", "rest"))
         _check_arity(s, self.reads, slots, rest)
         self.klass = s.kind * 2 + (s.arity > 0)
-        self.batch = policy(self.policy)(s, self.klass)
+        self.batch = (policy(self.policy) if isinstance(self.policy, str) else self.policy)(s, self.klass)
         self._lay_out()
         self._edges(slots, rest)
 
     def _repr_html_(self) -> str:
         return html_of(self)
+
+    def seated(self, rooms: Ints) -> tuple[Schedule, list[int]] | None:
+        """The same graphs in rooms (class, rows, edges) that run in order, and the rooms taken; vertices that need not run yet may wait."""
+        s = self.structure
+        slots, rest = (_per_vertex(s, [getattr(r, name) for r in self.reads]) for name in ("slots", "rest"))
+        degree = np.where(rest, s.arity - np.minimum(slots, s.arity), 0)
+        room = native.seat(s.first, s.child, s.depth, self.klass, degree, rooms)
+        if room is None:
+            return None
+        used = np.bincount(room, minlength=len(rooms)) > 0
+        batch = (np.cumsum(used) - 1)[room]
+        return Schedule(s, dict(zip(s.kinds, self.reads, strict=True)), lambda *_: batch), np.flatnonzero(used).tolist()
 
     def _lay_out(self) -> None:
         """Order the vertices, then place them: the blocks of the classes, in each the rounds in the order they run."""

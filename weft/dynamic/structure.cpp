@@ -1,4 +1,4 @@
-// Linear passes over the vertices of a batch. Each has a numpy twin in native.py, used where there is no compiler.
+// Linear passes over the vertices of a batch. Each but `seat` has a numpy twin in native.py, used where there is no compiler.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -208,5 +208,49 @@ i64 weft_schedule(i64 n, i64 kinds, const i64 *first, const i64 *child, const i6
     }
     edge_first[n] = e;
     return levels;
+}
+
+// Vertices into rooms that run one after the other, each for one class: of those that wait for nothing, first the ones with the longest way up.
+// room[v] is the answer; -1 where some vertex finds none. A room that is full has no edge left over: spare edges need a spare row.
+i64 weft_seat(i64 n, i64 classes, const i64 *first, const i64 *child, const i64 *depth, const i64 *klass, const i64 *degree,
+              i64 rooms, const i64 *of, const i64 *rows, const i64 *edges, i64 *room) {
+    i64 levels = 0;
+    for (i64 v = 0; v < n; ++v) levels = std::max(levels, depth[v] + 1);
+    std::vector<i64> start(levels + 1, 0), by_depth(n), up(n, 0), waiting(n, 0), above_first(n + 1, 0);
+    for (i64 v = 0; v < n; ++v) ++start[depth[v] + 1];
+    for (i64 d = 0; d < levels; ++d) start[d + 1] += start[d];
+    for (i64 v = 0; v < n; ++v) by_depth[start[depth[v]]++] = v;
+    for (i64 i = n - 1; i >= 0; --i) {
+        const i64 v = by_depth[i];
+        for (i64 e = first[v]; e < first[v + 1]; ++e)
+            if (child[e] >= 0) up[child[e]] = std::max(up[child[e]], up[v] + 1), ++waiting[v], ++above_first[child[e] + 1];
+    }
+    for (i64 v = 0; v < n; ++v) above_first[v + 1] += above_first[v];
+    std::vector<i64> above(above_first[n]), fill(above_first.begin(), above_first.end() - 1);
+    for (i64 v = 0; v < n; ++v)
+        for (i64 e = first[v]; e < first[v + 1]; ++e)
+            if (child[e] >= 0) above[fill[child[e]]++] = v;
+    std::vector<std::vector<i64>> ready(classes * levels);
+    std::vector<i64> woken, top(classes, -1);
+    const auto wake = [&](i64 v) { ready[klass[v] * levels + up[v]].push_back(v), top[klass[v]] = std::max(top[klass[v]], up[v]); };
+    for (i64 v = 0; v < n; ++v) if (!waiting[v]) wake(v);
+    i64 seated = 0;
+    for (i64 r = 0; r < rooms; ++r) {
+        const i64 k = of[r];
+        i64 used = 0, taken = 0;
+        for (bool room_left = true; room_left && top[k] >= 0;) {
+            std::vector<i64> &here = ready[k * levels + top[k]];
+            if (here.empty()) { --top[k]; continue; }
+            const i64 v = here.back(), more = taken + degree[v];
+            room_left = used + 1 + (more < edges[r]) <= rows[r] && more <= edges[r];
+            if (!room_left) break;
+            here.pop_back(), room[v] = r, taken = more, ++used;
+            for (i64 a = above_first[v]; a < above_first[v + 1]; ++a) if (!--waiting[above[a]]) woken.push_back(above[a]);
+        }
+        seated += used;
+        for (const i64 v : woken) wake(v);
+        woken.clear();
+    }
+    return seated == n ? 0 : -1;
 }
 }
