@@ -20,7 +20,7 @@ from weft.core.errors import PlanError
 from weft.core.layout import O
 from weft.frontend.capture import capture
 from weft.plan.plan import Plan, load
-from weft.plan.planner import Request, captured_stack, make_plan
+from weft.plan.planner import Request, captured_stack, plan_stack
 from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem
 from weft.transform.pieces import Counted, pieces_of
@@ -46,7 +46,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plan of a small GPT on four processes with a slow network between them and room for less than everything."""
     folder = tmp_path_factory.mktemp("planned")
     (folder / "four.yaml").write_text(FOUR)
-    made = make_plan(Small("gpt2", str(folder / "four.yaml"), BATCH, 0, "time", Limits(memory=1.50055e9)))
+    made = plan_stack(Small("gpt2", str(folder / "four.yaml"), BATCH, 0, "time", Limits(memory=1.50055e9)))
     assert isinstance(made, Plan)
     made.save(folder / "plan.json")
     return folder / "plan.json"

@@ -63,6 +63,24 @@ def attend():
 def towers():
     return Towers(), square, {"x": torch.rand(8, 32), "y": torch.rand(8, 16)}
 '''
+STACKS = '''
+import torch
+from weft.frontend.catalog import get
+
+def small(name, **sizes):
+    made = get(name, device=str(torch.empty(0).device), dtype=torch.float32, layers=3, hidden=32, heads=4, **sizes)
+    batch = {k: torch.randint(f.high, f.shape) if f.high else torch.rand(f.shape) for k, f in made.fields(8).items()}
+    return made.model, made.loss, batch
+
+def llama():
+    return small("llama3-8b", kv_heads=2, vocab=64, ffn=64, seq=16)
+def gpt():
+    return small("gpt2", vocab=64, seq=16, dropout=0.1)
+def vit():
+    return small("vit-b16", image=32, patch=16, classes=10)
+def bert():
+    return small("bert-base", vocab=64, seq=16)
+'''
 PINS = ("dp=2,zero=0", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,micro_batches=4", "pp=2,schedule=gpipe", "")
 
 
@@ -85,15 +103,24 @@ def simulated(step: Any) -> float:
 
 @pytest.mark.parametrize("name", ["perceptron", "table", "pictures", "attend", "towers"])
 def test_a_plan_takes_what_its_step_is_predicted_to(name: str, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(MODELS)
-    files = {pins: tmp_path / f"plan{k}.json" for k, pins in enumerate(PINS)}
+    as_predicted(MODELS, name, PINS, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "vit", "bert"])
+def test_so_does_one_of_a_stack_of_blocks(name: str, tmp_path: Path) -> None:
+    as_predicted(STACKS, name, (*PINS[:5], "dp=2,zero=0,recompute=full", "dp=2,zero=1,micro_batches=2", "pp=2,micro_batches=4,recompute=full"), tmp_path)
+
+
+def as_predicted(source: str, name: str, every: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(source)
+    files = {pins: tmp_path / f"plan{k}.json" for k, pins in enumerate(every)}
     said = {pins: printed(f"{tmp_path}/own.py:{name}", pins, out) for pins, out in files.items()}
     plans = {pins: ms for pins, ms in said.items() if ms is not None}
-    assert len(plans) >= 6, said
+    assert len(plans) >= len(every) - 1, said
 
     def job(rank: int) -> None:
         scope: dict[str, Any] = {}
-        exec(MODELS, scope)
+        exec(source, scope)
         for pins, ms in plans.items():
             model, loss, batch = scope[name]()
             example = {k: torch.cat([x, x]) for k, x in batch.items()}

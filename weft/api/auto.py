@@ -8,7 +8,7 @@ less: running blocks again, and micro-batches. Rank 0 plans and tells the others
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -34,6 +34,7 @@ from weft.passes import HOST, Draft
 from weft.plan.pins import Pin, resolve
 from weft.plan.replay import moves_of, replayed, rewritten
 from weft.plan.rewritten import Move
+from weft.plan.setting import MIXED
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
 from weft.transform.noise import measured
@@ -162,18 +163,23 @@ def decide(
     return fill(Pool(captured, with_doubles(where), wish, lines), others, by_name).decision()
 
 
-def fill(pool: Pool, others: Others | None = None, by_name: bool = False, say: Callable[[str], None] = lambda _: None) -> Pool:
-    """The pool with every plan it can have, those in it last that need not be looked at further."""
+def fill(
+    pool: Pool, others: Others | None = None, by_name: bool = False, say: Callable[[str], None] = lambda _: None,
+    more: Callable[[], Iterable[Spec]] = tuple,
+) -> Pool:  # fmt: skip
+    """The pool with every plan it can have, those in it last that need not be looked at further; `more` where not all of them fit."""
     wish = pool.wish
-    for named in filter(pool.allows, words(pool.captured, pool.where.devices, wish.rows)):
+    for named in filter(pool.allows, map(pool.fixed, words(pool.captured, pool.where.devices, wish.rows))):
         say(str(named))
-        pool.try_named(str(named), named, wish)
+        pool.try_spec(named)
         for name, own in (others or {}).items():
             if named.tp > 1:
                 pool.try_named(f"{named} as {name}", named, replace(wish, pins=(*own, *wish.pins)))
     say("stages")
     pool.try_stages()
     pool.make_room()
+    for named in more() if pool.crowded else ():
+        pool.try_spec(named)
     pool.reorder()
     pool.schedule()
     if not by_name:
@@ -215,9 +221,10 @@ class Pool:
 
     def __init__(
         self, captured: Captured, where: Cluster, wish: Wish, lines: Lines | None, allows: Callable[[Spec], bool] = lambda _: True,
-        solved: tuple[Spec, ...] = (),
+        solved: tuple[Spec, ...] = (), fixed: Callable[[Spec], Spec] = lambda spec: spec,
     ) -> None:  # fmt: skip
         self.captured, self.where, self.wish, self.allows = captured, where, wish, allows
+        self.fixed = fixed  # with what of a plan is decided already
         self.solved = solved  # meshes that the layout solver looks at whatever else is fast
         self.lines = lines if captured.gradients and not wish.noise else None
         self.memory = min(wish.memory or where.device.memory, where.device.memory)
@@ -226,6 +233,14 @@ class Pool:
         self.options: dict[str, Option] = {}
         self.scheduled: set[str] = set()  # names of programs that are as they will run
         self.moves: dict[str, tuple[Move, ...]] = {}  # by which steps were rewritten
+
+    def try_spec(self, named: Spec) -> None:
+        """A plan of one pass, or in micro-batches; one that blocks recompute each its own way is run in stages alone."""
+        if named.pp > 1 or named.micro > 1:
+            if self.lines is not None:
+                self.try_line(named)
+        elif named.recompute != MIXED:
+            self.try_named(str(named), named, self.wish)
 
     # -- plans of one pass
 
@@ -264,7 +279,7 @@ class Pool:
 
     def try_stages(self) -> None:
         inside = partial(words, self.captured, rows=self.wish.rows)
-        for named in filter(self.allows, self.lines.stages(self.where.devices, inside)) if self.lines is not None else ():
+        for named in filter(self.allows, map(self.fixed, self.lines.stages(self.where.devices, inside))) if self.lines is not None else ():
             self.try_line(named)
 
     def reorder(self) -> None:
@@ -326,6 +341,11 @@ class Pool:
 
     def _fits(self, name: str) -> bool:
         return name in self.programs and self.options[name].gb * 1e9 <= self.memory
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a plan does not fit."""
+        return not all(map(self._fits, self.programs))
 
     @property
     def fitting(self) -> list[Option]:

@@ -19,6 +19,7 @@ from weft.passes import Laid, cut, laid
 from weft.plan.pins import Pin, resolve
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
+from weft.transform.pieces import FoundPieces, pieces_of
 from weft.transform.pipeline import PlacedPipeline
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ class Lines:
         """The stages of a plan, and what is predicted of them."""
         micro = self.step(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
-        made = laid(micro.captured, plan, cut(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes)), first=micro.first)
+        pieces = pieces_of(plan)
+        found = pieces.find(micro.captured) if pieces is not None else FoundPieces()
+        if found.told:
+            raise PlanError("its stages cannot be had", needed="a step as it was planned", found="; ".join(found.told))
+        made = laid(micro.captured, plan, cut(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
         return made, predicted(made.line, plan, where)
 
     def numbers(self, copies: int) -> list[int]:

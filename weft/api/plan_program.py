@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -52,13 +52,14 @@ DECISIONS: dict[str, Callable[[Spec], object]] = {
 
 
 def plan_program(
-    model: str, cluster: Cluster, batch: int, dtype: str, limits: Limits, objective: str = "time", say: Say = lambda _: None
-) -> Plan | Infeasible:
-    """The best plan of the pool, or why there is none."""
-    asked = Candidates(model, cluster, batch, dtype, limits)
+    model: str, cluster: Cluster, batch: int, dtype: str, limits: Limits, objective: str = "time", say: Say = lambda _: None, seq: int = 0,
+    more: Callable[[], Iterable[Spec]] = tuple,
+) -> Plan | Infeasible:  # fmt: skip
+    """The best plan of the pool, or why there is none. `seq` are tokens of a sample of a model by name, `more` plans where not all fit."""
+    asked = Candidates(model, cluster, batch, dtype, limits, seq)
     say(f"{len(asked.pool.captured.program.nodes)} nodes")
     try:
-        fill(asked.pool, by_name=asked.is_fixed, say=say)
+        fill(asked.pool, by_name=asked.is_fixed, say=say, more=more)
     except PlanError as e:
         why = asked.shortage() or e.found or e.message
         return Infeasible(why, "", {"weft": why})
@@ -85,15 +86,16 @@ class Candidates:
     batch: int
     dtype: str
     limits: Limits
+    seq: int = 0
 
     @staticmethod
     def of(plan: Plan) -> Candidates:
         s = plan.setting
-        return Candidates(plan.model, read_cluster(plan.cluster), s.global_batch, s.dtype, Limits.of(plan.limits))
+        return Candidates(plan.model, read_cluster(plan.cluster), s.global_batch, s.dtype, Limits.of(plan.limits), plan.seq)
 
     @cached_property
     def pool(self) -> Pool:
-        work = load(self.model, device="meta")
+        work = load(self.model, device="meta", **({"seq": self.seq} if self.seq else {}))
         example, optimizer = work.example(self.batch, device="meta"), torch.optim.AdamW(work.model.parameters())
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.dtype)
         captured = capture(work.model, example, work.loss, optimizer, precision=half)
@@ -102,7 +104,15 @@ class Candidates:
         wish = Wish(memory=room(self.limits.room(self.cluster)), rows=rows, samples={name: dim for name, dim in dims.items() if dim})
         n, large = self.cluster.devices, len(captured.program.nodes) > LARGE
         meshes = (Spec(dp=n // t, tp=t) for t in ([1] if large else divisors(self.cluster.node_size)) if n % t == 0)
-        return Pool(captured, with_doubles(self.cluster), wish, lines, self.allows, tuple(filter(self.allows, meshes)))
+        return Pool(captured, with_doubles(self.cluster), wish, lines, self.allows, tuple(filter(self.allows, meshes)), self.fixed)
+
+    def fixed(self, spec: Spec) -> Spec:
+        """With what the user decided beyond degrees, which are looked through."""
+        pins = self.limits.pins
+        own = {"recompute": "" if pins["recompute"] == "none" else pins["recompute"]} if "recompute" in pins else {}
+        own |= {"schedule": pins["schedule"]} if "schedule" in pins and spec.pp > 1 else {}
+        micro = int(pins.get("micro_batches", 0)) or self.batch // (spec.dp * spec.ep * int(pins.get("micro_batch", 2 * self.batch)))
+        return replace(spec, **own, **({"micro": micro} if micro > 1 else {}))
 
     def allows(self, spec: Spec) -> bool:
         """Within the user's limits; sequences are sharded only where that is asked for, tp stays within a node, and a stage has all devices of one."""
@@ -149,13 +159,13 @@ class Candidates:
         setting = self.setting(replace(spec, zero=max(levels, key=lambda z: (levels.count(z), z))) if levels else spec)
         origin = next((name for name, found in systems.items() if found is self.pool.options[best.plan]), "weft")
         made = Plan(
-            self.model, self.cluster.text, 0, objective, origin, setting, (), (), self.limits.data(), {}, others,
-            {name: why for name, why in systems.items() if isinstance(why, str)}, layouts=self._layouts(best.plan, spec, placed),
+            self.model, self.cluster.text, self.seq, objective, origin, setting, (), (), self.limits.data(), {}, others,
+            {name: why for name, why in systems.items() if isinstance(why, str)}, spec.stages, self._layouts(best.plan, spec, placed),
         )  # fmt: skip
         seen = predict(as_built(made.spec, placed), self.pool.where) if placed is not None else self.seen(best.plan)
         seconds, work = seen.step_ms / 1e3, sum(map(flops, self.pool.captured.program.nodes))
         predicted = {
-            "step_ms": rounded_ms(seconds), "tokens_per_s": float(f"{self.batch / seconds:.6g}"),
+            "step_ms": rounded_ms(seconds), "tokens_per_s": float(f"{self.batch * max(1, self.seq) / seconds:.6g}"),
             "mfu": float(f"{work / seconds / (self.cluster.devices * self.cluster.device.peak(self.dtype)):.4g}"),
             "memory_gb": float(f"{needed(seen.memory_gb * 1e9) / 1e9:.4g}"), "gap": 0.0,
             "causes_ms": {k: rounded_ms(v / 1e3) for k, v in sorted(seen.causes_ms.items()) if v > 1e-6}, "memory_parts_gb": {},

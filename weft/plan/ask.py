@@ -15,6 +15,7 @@ from torch.utils import _pytree as tree
 
 from weft.cluster.here import here
 from weft.core.errors import PlanError
+from weft.frontend.capture.step import named_batch
 from weft.frontend.catalog import Workload
 from weft.frontend.source import at_hand, batch_fields, hugging_face
 from weft.plan.plan import Bound, Plan
@@ -23,7 +24,6 @@ from weft.plan.space import Limits, bytes_of
 from weft.plan.spec import Spec
 
 Loss = Callable[[Any, Any], Tensor]
-RUN = {"overlap_tp": "false", "keep_gathered": "false"}  # what parallelize does not do
 SETTINGS = {"sp": "sequence_parallel", "async_tp": "overlap_tp", "gather_once": "keep_gathered", "dp": "copies", "micro": "micro_batches"}
 _count = itertools.count(1)
 
@@ -58,8 +58,8 @@ def plan(
     name, samples, bound = _known(model, loss, optimizer, batch, seq)
     place = cluster or _here()
     spec = fixed if isinstance(fixed, Spec) else Spec.parse(f"{fixed},?")
-    only = RUN if (cluster is None if runnable is None else runnable) else {}
-    limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, {**only, **_fixed(spec)})
+    limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, _fixed(spec))
+    limits = limits.runnable() if (cluster is None if runnable is None else runnable) else limits
     request = Request(name, place, samples, seq if isinstance(model, str) else 0, objective, limits, fastest)
     made = Ask((*spec.pins, *pins), own, noise).plan(request, say)
     if isinstance(made, Infeasible):
@@ -127,7 +127,8 @@ def _known(model: Any, loss: Loss | None, optimizer: Any, batch: Any, seq: int) 
     if loss is None or isinstance(batch, int):
         raise PlanError(f"{type(model).__name__} cannot be planned", needed="loss=, a function loss(model, batch), and batch=, such a batch", found="none")
     leaves, spec = tree.tree_flatten(batch)
-    given = {f"part{i}": x for i, x in enumerate(leaves)}
+    names = {id(x): name.removeprefix("batch.") for name, x in named_batch(batch).items()}  # as a step that is captured has them
+    given = {names.get(id(x), f"part{i}"): x for i, x in enumerate(leaves)}
     fields, size = batch_fields({k: x for k, x in given.items() if isinstance(x, Tensor)}, kind)
     others = {k: x for k, x in given.items() if not isinstance(x, Tensor)}
 

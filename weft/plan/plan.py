@@ -223,10 +223,9 @@ class Plan:
         """Whether it is of a stack of layers, whose degrees and stages say it all; else it is of a captured program, and has that program."""
         from weft.plan.models import is_transformer
 
-        known = is_transformer(self.model)
-        if known and (self.seq < 1 or "program" in self.layouts):
-            raise PlanError(f"the plan is not one of {self.model}", needed="a sequence length, and no program of its own", found=f"seq {self.seq}")
-        return known or not self.layouts
+        if self.seq < 1 and is_transformer(self.model):
+            raise PlanError(f"the plan is not one of {self.model}", needed="a sequence length", found=f"seq {self.seq}")
+        return not self.layouts
 
     def require_may_run(self, said: bool) -> None:
         """A plan may come from anywhere, and with it the name of a file: refused unless the user said that it may be run."""

@@ -15,12 +15,14 @@ from weft.core.errors import PlanError
 from weft.core.picture import part_of_root
 from weft.cost.grouping import COMPILED
 from weft.cost.interval import equal_within
+from weft.cost.price import compiles
 from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.blocks import FEW, Stack
 from weft.plan.plan import Plan, nine_digits, rounded_ms
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
 from weft.plan.setting import MIXED, Setting
 from weft.plan.space import Limits, PlannedModel, PlanProblem, divisors
+from weft.plan.spec import Spec
 from weft.plan.stages import Shared, shared, uneven
 from weft.plan.transformer import Shape
 from weft.plan.workload import rounded
@@ -148,7 +150,7 @@ def sized_stack(shape: Shape, kernels: str, dtype: str, adapt: Adapt | None = No
 
 
 def is_stack(model: str, cluster: str) -> bool:
-    """Whether a model is planned as a stack of equal blocks: captured and found to repeat one."""
+    """Whether a model is a stack of equal blocks: captured and found to repeat one."""
     try:
         captured_stack(model, best_dtype(read_cluster(cluster)))
     except PlanError:
@@ -156,11 +158,22 @@ def is_stack(model: str, cluster: str) -> bool:
     return True
 
 
+def runs_as_written(cluster: Cluster) -> bool:
+    """Whether steps run node by node and nothing overlaps, so that blocks, priced as they are compiled, say little of them: on equal processors."""
+    return len(cluster.groups) == 1 and not compiles(cluster.device)
+
+
 def make_plan(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
     """The best plan found, or why there is none. No baseline is better: each is searched on its own and is in the pool."""
     request.check()
-    if not is_stack(request.model, request.cluster):
+    if runs_as_written(read_cluster(request.cluster)) or not is_stack(request.model, request.cluster):
         return _program(request, say)
+    return plan_stack(request, say)
+
+
+def plan_stack(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
+    """The best plan of a stack of equal blocks."""
+    request.check()
     problem = request.problem()
     if request.objective == "cost":
         timed = replace(request, objective="time")
@@ -169,15 +182,25 @@ def make_plan(request: Request, say: Say = lambda _: None) -> Plan | Infeasible:
 
 
 def _program(request: Request, say: Say) -> Plan | Infeasible:
-    """A model that is no stack of blocks is planned as a program, by what would run."""
-    request.check_length()
+    """What is no stack of blocks, or runs node by node, is planned as a program, by what would run."""
     place, programs = read_cluster(request.cluster), part_of_root(PROGRAMS)
+    dtype = request.dtype or best_dtype(place)
+    try:
+        stack, own = captured_stack(request.model, dtype, request.seq)
+    except PlanError:
+        request.check_length()
+        stack, own = None, programs.example_size(request.model)
     say(f"capturing {request.model}")
-    whole = request.batch or programs.example_size(request.model) * place.devices
+    seq = stack.seq if stack else 0
+    whole = request.batch or (usual_batch(stack.params, seq) if stack and seq else own * place.devices)
 
     def on(part: Cluster, batch: int = whole, limits: Limits = request.limits) -> Plan | Infeasible:
+        def by_blocks() -> Iterator[Spec]:
+            made = plan_stack(replace(request, cluster=part.text, batch=batch, limits=limits.runnable()), say) if stack else None
+            yield from [made.spec] if isinstance(made, Plan) else []
+
         objective = "time" if request.objective == "cost" else request.objective
-        return programs.plan_program(request.model, part, batch, best_dtype(place), limits, objective, say)  # type: ignore[no-any-return]
+        return programs.plan_program(request.model, part, batch, dtype, limits, objective, say, seq, by_blocks)  # type: ignore[no-any-return]
 
     made = _cheapest(place, on, say) if request.objective == "cost" else on(place)
     return made if isinstance(made, Plan) else _nearest_program(made, request, place, whole, on, say)

@@ -53,6 +53,9 @@ PINNED = (
 )  # fmt: skip
 
 
+RUN = {"overlap_tp": "false", "keep_gathered": "false"}  # what parallelize does not do
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a user fixes: the largest tp, bytes of a device that may be used, and decisions that are already made."""
@@ -65,6 +68,10 @@ class Limits:
         if self.max_tp and s.tp > self.max_tp:
             return False
         return all(_said(getattr(s, key)) == value for key, value in self.pins.items() if key not in besides)
+
+    def runnable(self) -> Limits:
+        """The same without what parallelize does not do."""
+        return replace(self, pins={**RUN, **self.pins})
 
     def room(self, cluster: Cluster) -> float:
         """Bytes a device may use."""

@@ -24,7 +24,7 @@ from weft.plan.named import input_layouts
 from weft.plan.pins import Pin, dtensor_pins, resolve
 from weft.plan.place import place
 from weft.plan.plan import Plan
-from weft.plan.planner import Infeasible, Request, make_plan
+from weft.plan.planner import Infeasible, Request, plan_stack
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
 from weft.plan.space import divisors
@@ -112,7 +112,7 @@ def plan_pinned(request: Request, pins: Sequence[Pin], say: Say = lambda _: None
     best = layers.best(pins)
     if isinstance(best, str):
         return Infeasible(best, _nearest(layers, pins), {"weft": best})
-    made = make_plan(replace(request, limits=replace(request.limits, pins={**request.limits.pins, "tp": str(best.tp)})), say)
+    made = plan_stack(replace(request, limits=replace(request.limits, pins={**request.limits.pins, "tp": str(best.tp)})), say)
     return with_layouts(made, layers.extra(made.setting, pins), pins, "weft") if isinstance(made, Plan) else made
 
 
@@ -145,7 +145,7 @@ def with_baseline(made: Plan, request: Request, name: str, plan: Mapping[str, An
     shown = {**made.baselines_ms, name: float(f"{best.seconds * 1e3:.6g}")}
     if best.seconds * 1e3 >= made.step_ms:
         return replace(made, baselines_ms=shown)
-    theirs = make_plan(replace(request, limits=replace(request.limits, pins={**request.limits.pins, "tp": str(best.tp)})), say)
+    theirs = plan_stack(replace(request, limits=replace(request.limits, pins={**request.limits.pins, "tp": str(best.tp)})), say)
     assert isinstance(theirs, Plan)
     return replace(with_layouts(theirs, layers.extra(theirs.setting, pins), pins, name), baselines_ms=shown)
 

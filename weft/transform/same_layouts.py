@@ -113,6 +113,6 @@ def _made(node: Node, own: Node, args: tuple[Node, ...]) -> Node:
         if not layout.is_even:
             raise LayoutError("parts that differ in size", needed="equal parts", found=str(layout))
         return input_held(own, layout)  # type: ignore[no-any-return]
-    if is_comm(node):
+    if is_comm(node) or node.op is not own.op:  # items of what several tensors sent at once give
         return make(node.op, args, dict(node.attrs))
     return make(node.op, args, dict(own.attrs) | {k: v for k, v in node.attrs if k in LAID_OUT})
