@@ -160,19 +160,19 @@ def seen(position_ids: Tensor) -> Tensor:
 
 def attention_alone(device: str) -> dict[str, Any]:
     """The kernels by themselves: off a float64 softmax at small sizes, and milliseconds beside torch's for a full causal mask at large ones."""
-    from weft.runtime import quick
+    from weft.runtime import library_kernels
 
     if device != "cuda":
         return {}
     found: dict[str, Any] = {}
     for d, g, r in ((64, 2, 1), (128, 1, 4), (32, 2, 2)):
         for order in ("packed", "mixed"):
-            found[f"off d{d} r{r} {order}"] = [f"{x:.1e}" for x in _off(quick, d, g, r, order)]
+            found[f"off d{d} r{r} {order}"] = [f"{x:.1e}" for x in _off(library_kernels, d, g, r, order)]
     for d, g, r in ((64, 16, 1), (128, 4, 4)):
         q, k, v, do = (torch.randn(2, *s, 8192, d, device=device, dtype=torch.bfloat16) for s in ((g, r), (g,), (g,), (g, r)))
         ids = (torch.rand(2, 8192, device=device) < 1 / MEAN).cumsum(1)
         for name, args in (("documents", (ids[:, :, None], ids[:, None])), ("full", ())):
-            ahead, back = (getattr(quick, f"{'document_' if args else ''}attention{end}") for end in ("", "_backward"))
+            ahead, back = (getattr(library_kernels, f"{'document_' if args else ''}attention{end}") for end in ("", "_backward"))
             how = {"scale": d**-0.5, "causal": True}
             out, lse = ahead(q, k, v, *args, **how)
             ways = {"forward": lambda: ahead(q, k, v, *args, **how), "backward": lambda: back(do, q, k, v, out, lse, *args, **how)}  # noqa: B023
@@ -180,13 +180,13 @@ def attention_alone(device: str) -> dict[str, Any]:
     return found
 
 
-def _off(quick: Any, d: int, g: int, r: int, order: str) -> list[float]:
+def _off(library_kernels: Any, d: int, g: int, r: int, order: str) -> list[float]:
     s = 700
     q, k, v, do = (torch.randn(2, *n, s, d, device="cuda").bfloat16() for n in ((g, r), (g,), (g,), (g, r)))
     ids = (torch.rand(2, s, device="cuda") < 0.01).cumsum(1) if order == "packed" else torch.randint(0, 4, (2, s), device="cuda")
     args, how = (ids[:, :, None], ids[:, None]), {"scale": d**-0.5, "causal": True}
-    out, lse = quick.document_attention(q, k, v, *args, **how)
-    grads = quick.document_attention_backward(do, q, k, v, out, lse, *args, **how)
+    out, lse = library_kernels.document_attention(q, k, v, *args, **how)
+    grads = library_kernels.document_attention_backward(do, q, k, v, out, lse, *args, **how)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     seen = (ids[:, :, None] == ids[:, None])[:, None, None] & torch.ones(s, s, device="cuda", dtype=torch.bool).tril()
     scores = (torch.einsum("bgrsd,bgtd->bgrst", *wide[:2]) * d**-0.5).masked_fill(~seen, -torch.inf)

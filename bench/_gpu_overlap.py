@@ -62,21 +62,21 @@ def joined(spans: Spans) -> Spans:
 def cost_of_carrying(me: Rank, x: Tensor, w: Tensor, way: Any) -> None:
     """What the moving adds to the same products when they carry it, beside what it takes alone."""
     from weft.nn import over_peers
-    from weft.runtime import carry
+    from weft.runtime import gemm_copy
 
-    multiply, space = carry.multiply, over_peers.space_of(None, me.device)
-    line = torch.zeros(2, carry.WIDTH, dtype=x.dtype, device=x.device)
+    multiply, space = gemm_copy.multiply, over_peers.space_of(None, me.device)
+    line = torch.zeros(2, gemm_copy.WIDTH, dtype=x.dtype, device=x.device)
     shards, gathered = space.rows(*x.shape, x.dtype), torch.empty(me.world, *x.shape, dtype=x.dtype, device=x.device)
 
     def carrying() -> None:
         over_peers.gather_product(x, w, None, way, False)
 
     def bare() -> None:
-        carry.multiply = lambda a, b, out, source, target, blocks: multiply(a, b, out, line[0], line[1], blocks)
+        gemm_copy.multiply = lambda a, b, out, source, target, blocks: multiply(a, b, out, line[0], line[1], blocks)
         try:
             carrying()
         finally:
-            carry.multiply = multiply
+            gemm_copy.multiply = multiply
 
     def moving() -> None:
         space.meet()

@@ -15,9 +15,9 @@ from torch import nn
 
 import weft_zoo as zoo
 from weft.api import auto
+from weft.api.check_step import Case, judge
 from weft.api.eager import How
-from weft.api.judge import Case, judge
-from weft.api.trust import verified
+from weft.api.safety import verified
 from weft.core.errors import WeftError
 from weft.core.node import Attrs, Node, Op, make
 from weft.core.program import Program, new_program

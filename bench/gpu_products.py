@@ -129,7 +129,7 @@ class Case:
 
 def fastest(me: Rank, op: str, shape: Shape, few: bool) -> Any:
     """The fastest of the candidates. Those on one line come first; the best of them is timed again beside those on two."""
-    from weft.nn.ways import Way, candidates
+    from weft.nn.strategies import Way, candidates
 
     some = [Way(*how) for how in FEW[op]] if few else candidates(op)
     case, best, tried = Case(me, op, shape), list[Any](), dict[str, float]()
@@ -196,7 +196,7 @@ def torch_fused(case: Case, way: Any) -> tuple[dict[str, float], dict[str, float
 def check_carrying(me: Rank) -> None:
     """Products that carry, at sizes of which no tile, stage or piece is a divisor: every row arrives, every product is right."""
     from weft.nn import over_peers
-    from weft.nn.ways import Way
+    from weft.nn.strategies import Way
 
     for m, n, k in AWKWARD:
         gen = torch.Generator(me.device).manual_seed(m)

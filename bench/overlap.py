@@ -57,7 +57,7 @@ def measure(rank: int, world: int, link: str, size: int, rounds: int) -> dict[st
 
     from weft.nn.functional import product_all_reduce
     from weft.nn.over_group import packed_product
-    from weft.nn.ways import Way
+    from weft.nn.strategies import Way
     from weft.tune import tune_product
 
     torch.manual_seed(rank)

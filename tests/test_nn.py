@@ -117,7 +117,7 @@ def test_chunks_run_in_turn() -> None:
 
 def test_the_choice_for_a_shape_is_used(tmp_path: Path) -> None:
     def job(rank: int) -> None:
-        from weft.nn.ways import choose, key_of
+        from weft.nn.strategies import choose, key_of
 
         key = key_of("product_all_reduce", 8, 4, 6, torch.float32, None)
         assert choose(key) == wn.Way()
@@ -146,7 +146,7 @@ def test_chunks_taper_and_none_is_empty():
 def test_odd_columns_are_padded_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of results begin on 16 bytes; what comes back has the columns that were asked for."""
     from weft.nn import over_peers
-    from weft.nn.ways import Way
+    from weft.nn.strategies import Way
 
     monkeypatch.setattr(over_peers, "_pays", lambda space: True)
 

@@ -118,7 +118,7 @@ def test_a_product_is_tuned_and_ways_that_cannot_work_are_left_out(own_cache: Pa
     def job(rank: int) -> str:
         from weft.core.errors import RuntimeFault
         from weft.nn.functional import product_all_reduce
-        from weft.nn.ways import Way
+        from weft.nn.strategies import Way
         from weft.tune import tune_product
 
         x, w = torch.randn(32, 16), torch.randn(8, 16)

@@ -28,16 +28,16 @@ from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
+from weft.transform.balanced_samples import dealt
 from weft.transform.chunks import in_chunks, sent_alone
-from weft.transform.dealt import dealt
 from weft.transform.gathers import gathered_again
-from weft.transform.guard import guarded
 from weft.transform.low import heads, low_precision
 from weft.transform.noise import measured
-from weft.transform.pieces import FoundPieces
 from weft.transform.pipeline import PlacedPipeline, place_pipeline
 from weft.transform.recompute import recomputed, recomputed_stage, regions_of
 from weft.transform.ring import ring
+from weft.transform.skip_nan import guarded
+from weft.transform.stage_contents import FoundPieces
 from weft.transform.updates import BUCKET, bucketed, fused_update
 
 HOST = torch.device("cpu")

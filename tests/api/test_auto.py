@@ -15,8 +15,8 @@ import torch.distributed as dist
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto, planfile
-from weft.api.lines import Lines
 from weft.api.parallelize import parallelize
+from weft.api.pipeline_plans import Lines
 from weft.api.pipelined import micro_steps
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError

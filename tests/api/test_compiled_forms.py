@@ -15,15 +15,15 @@ from tests.api.ranks import on_ranks
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.api.parallelize import parallelize
-from weft.codegen.forms import forms_of
+from weft.codegen.peepholes import forms_of
 from weft.core.layout import Mesh, S
 from weft.core.node import Type
 from weft.core.program import new_program
 from weft.frontend.capture import Captured, capture
 from weft.ops.conv import _conv2d_input_grad, _conv2d_weight_grad
 from weft.ops.source import input_node
-from weft.runtime import near as runtime_near
-from weft.runtime.near import Near
+from weft.runtime import intra_host as runtime_near
+from weft.runtime.intra_host import Near
 from weft.runtime.peers import connect
 
 

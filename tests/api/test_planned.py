@@ -23,7 +23,7 @@ from weft.plan.plan import Plan, load
 from weft.plan.planner import Request, captured_stack, plan_stack
 from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem
-from weft.transform.pieces import Counted, pieces_of
+from weft.transform.stage_contents import Counted, pieces_of
 
 STEPS, BATCH = 2, 16
 LIMITS = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}

@@ -11,8 +11,8 @@ import torch
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto
-from weft.api.lines import Lines, predicted
 from weft.api.parallelize import parallelize
+from weft.api.pipeline_plans import Lines, predicted
 from weft.api.pipelined import PipelinedStep, micro_steps
 from weft.cluster.spec import cluster
 from weft.cost.simulate import predict

@@ -17,7 +17,7 @@ from bench._graph.search import ALL, Candidate
 from bench._graph.task import CapturedTask
 from bench._graph.timing import PlacedProgram
 from tests.api.ranks import on_ranks
-from weft.api import auto, planfile, ruled
+from weft.api import auto, planfile, rewritten
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
@@ -241,6 +241,6 @@ def test_auto_offers_rewritten_steps_and_runs_one(tmp_path: Path, monkeypatch: p
 
 def test_auto_leaves_large_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = DLRM.task().captured()
-    assert len(list(ruled.promising(captured, Mesh(dp=2), cluster("2xx86-2")))) >= 1
-    monkeypatch.setattr(ruled, "NODES", 2 * len(captured.program.nodes))
-    assert not list(ruled.promising(captured, Mesh(dp=2), cluster("2xx86-2")))
+    assert len(list(rewritten.promising(captured, Mesh(dp=2), cluster("2xx86-2")))) >= 1
+    monkeypatch.setattr(rewritten, "NODES", 2 * len(captured.program.nodes))
+    assert not list(rewritten.promising(captured, Mesh(dp=2), cluster("2xx86-2")))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.api.compiled import Compiled
 from weft.autodiff import grad
 from weft.codegen.expr import const
-from weft.codegen.forms import forms_of
+from weft.codegen.peepholes import forms_of
 from weft.codegen.text import CPP, Writer, python
 from weft.codegen.to_cpu import _number
 from weft.core.layout import Mesh

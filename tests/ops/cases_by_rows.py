@@ -9,14 +9,14 @@ import torch
 
 from tests.ops.cases_capture import THIRD, torch_step
 from tests.ops.harness import Case, case, index, normal, positive
-from weft.ops import by_rows, optimizers
+from weft.ops import optimizers, rowwise
 from weft.ops.fill import indices
 
 Step = Callable[..., Any]
 
 
 def looked_up(update: Any, **how: Any) -> Step:
-    return lambda p, x, i, *rest: by_rows.AT[update](p, x, i, indices(p, 0), *rest, dim=0, **how)
+    return lambda p, x, i, *rest: rowwise.AT[update](p, x, i, indices(p, 0), *rest, dim=0, **how)
 
 
 def whole(step: Step) -> Step:

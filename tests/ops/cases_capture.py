@@ -11,8 +11,8 @@ from tests.ops.harness import Input, case, index, normal, positive
 from weft.core.layout import Layout, Mesh
 from weft.core.node import Type, op_named
 from weft.core.program import new_program
+from weft.ops import custom_gradient, opaque, optimizers, order, pointwise, random, rotary
 from weft.ops import experts as ex
-from weft.ops import opaque, optimizers, order, own, pointwise, random, rotary
 from weft.ops import pointwise as w
 from weft.ops.pointwise import uniform_at
 from weft.ops.source import input_node
@@ -127,7 +127,7 @@ def _own(x: Any) -> Any:
     """A square whose gradient was made by hand."""
     value = pointwise.mul(x, x)
     ct = input_node("ct", value.type)
-    return own.with_gradient("square", value, (x,), ct, (pointwise.mul(pointwise.mul(ct, x), 2.0),), 0)
+    return custom_gradient.with_gradient("square", value, (x,), ct, (pointwise.mul(pointwise.mul(ct, x), 2.0),), 0)
 
 
 def _opaque(x: Any, y: Any) -> Any:

@@ -169,7 +169,7 @@ def test_rows_are_found_without_a_search_where_code_is_traced(shape: tuple[int, 
     """Inductor of torch 2.11 cannot search in a view; rows without a gap need no search at all."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from weft.runtime import quick
+    from weft.runtime import library_kernels
 
     index = torch.tensor([7, 2, 2, 11, 5])
     x = torch.randn(*shape[:dim], 5, *shape[dim + 1 :], dtype=torch.float64)
@@ -177,8 +177,8 @@ def test_rows_are_found_without_a_search_where_code_is_traced(shape: tuple[int, 
     for rows in (range(2, 7), range(12), range(11, 12)):
         held = torch.arange(12)[rows.start : rows.stop]
         want = whole.narrow(dim, rows.start, len(rows))
-        torch.testing.assert_close(quick.put_run(x, index, dim=dim, rows=rows), want)
-        traced = make_fx(lambda x, i, r: quick.put(x, i, r.view(-1), dim=dim), tracing_mode="fake")(x, index, held)
+        torch.testing.assert_close(library_kernels.put_run(x, index, dim=dim, rows=rows), want)
+        traced = make_fx(lambda x, i, r: library_kernels.put(x, i, r.view(-1), dim=dim), tracing_mode="fake")(x, index, held)
         assert not any("searchsorted" in str(n.target) for n in traced.graph.nodes)
         torch.testing.assert_close(traced(x, index, held), want)
         at, hit = embed.find(index, held)

@@ -38,7 +38,7 @@ from weft.plan.space import Limits
 from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload
 from weft.report.of_plan import of_plan
-from weft.transform.pieces import Counted
+from weft.transform.stage_contents import Counted
 
 SIZES = {"layers": 3, "hidden": 256, "heads": 8, "vocab": 512, "seq": 128}
 LLAMA = {**SIZES, "kv_heads": 4, "ffn": 512}

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from weft.runtime import quick
+from weft.runtime import library_kernels
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 SLACK = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 5e-2}
@@ -30,8 +30,8 @@ def written_out(x: Tensors, causal: bool) -> list[torch.Tensor]:
 def by_kernel(x: Tensors, causal: bool) -> list[torch.Tensor]:
     masks = [x["mask"]] if "mask" in x else []
     q, k, v = x["q"], x["k"], x["v"]
-    out, lse = quick.attention(q, k, v, *masks, scale=0.5, causal=causal)
-    return [out, lse, *quick.attention_backward(x["do"], q, k, v, out, lse, *masks, scale=0.5, causal=causal)]
+    out, lse = library_kernels.attention(q, k, v, *masks, scale=0.5, causal=causal)
+    return [out, lse, *library_kernels.attention_backward(x["do"], q, k, v, out, lse, *masks, scale=0.5, causal=causal)]
 
 
 def same(x: Tensors, causal: bool = False) -> None:

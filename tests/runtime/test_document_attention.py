@@ -26,7 +26,7 @@ def documents(kind: str, batch: int, tokens: int) -> Tensor:
 
 
 def kernels(rank: int) -> None:
-    from weft.runtime.quick import document_attention, document_attention_backward
+    from weft.runtime.library_kernels import document_attention, document_attention_backward
 
     cases = (2, 1, 2, 300, True, "packed"), (1, 2, 1, 150, False, "packed"), (2, 1, 1, 150, True, "mixed"), (2, 1, 1, 64, True, "one")
     cases += (1, 1, 2, 520, True, "long"), (1, 1, 1, 520, False, "long"), (1, 1, 1, 330, True, "one")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ranks import run_interpreted_ranks
-from weft.codegen.quick import quick_call
+from weft.codegen.library_calls import quick_call
 from weft.core.layout import Layout, Mesh, S
 from weft.core.node import Type
 from weft.ops.experts import experts as experts_op

@@ -13,18 +13,18 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.runtime import inductor, once
+from weft.runtime import deduplicate, inductor
 from weft.runtime.traced import _options
 
 
 def traced(scale: float, *, again: bool = False) -> tuple[GraphModule, torch.Tensor]:
     def f(x: torch.Tensor) -> list[torch.Tensor]:
-        (y,) = once.again((x,)) if again else (x,)
+        (y,) = deduplicate.again((x,)) if again else (x,)
         return [torch.sin(x) * scale, torch.sin(y) * scale]
 
     x = torch.linspace(-2, 2, 12, dtype=torch.float64)
     graph = make_fx(f, tracing_mode="fake")(x)
-    once.mark_again(graph.graph)
+    deduplicate.mark_again(graph.graph)
     graph.recompile()
     return graph, x
 
@@ -44,7 +44,7 @@ def test_a_graph_compiled_before_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_what_is_made_again_is_kept_apart_from_what_is_not() -> None:
     (plain, _), (marked, _) = traced(1.0), traced(1.0, again=True)
     assert plain.code == marked.code
-    assert once.as_pass(plain.graph).uuid() != once.as_pass(marked.graph).uuid()
+    assert deduplicate.as_pass(plain.graph).uuid() != deduplicate.as_pass(marked.graph).uuid()
 
 
 @pytest.mark.parametrize(("scales", "most"), [((2.0, 2.0, 2.0), 1), ((2.0, 3.0), 2)])

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import weft_zoo as zoo
-from weft.codegen.quick import quick_call
+from weft.codegen.library_calls import quick_call
 from weft.core.layout import Mesh
 from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
-from weft.runtime import quick
+from weft.runtime import library_kernels
 
 MASKS = {"keys": (2, 1, 1, 1, 7), "rows": (1, 1, 1, 5, 7), "heads": (2, 2, 3, 5, 7), "one key": (2, 1, 1, 5, 1)}
 
@@ -38,10 +38,10 @@ def test_masked_attention_is_what_the_scores_give(kind: str, hidden: str) -> Non
     do = torch.randn_like(want)
     wanted = torch.autograd.grad(want, (q, k, v), do)
     plain = [x.detach() for x in (q, k, v)]
-    out, mine = quick.attention(*plain, mask, scale=0.4)
+    out, mine = library_kernels.attention(*plain, mask, scale=0.4)
     torch.testing.assert_close(out, want.detach())
     torch.testing.assert_close(mine, lse.detach())
-    for got, grad in zip(quick.attention_backward(do, *plain, out, mine, mask, scale=0.4), wanted, strict=True):
+    for got, grad in zip(library_kernels.attention_backward(do, *plain, out, mine, mask, scale=0.4), wanted, strict=True):
         torch.testing.assert_close(got, torch.nan_to_num(grad))
 
 
@@ -61,9 +61,9 @@ def test_order_beside_a_mask(window: int, padded: bool) -> None:
     do = torch.randn_like(want)
     wanted = torch.autograd.grad(want, (q, k, v), do)
     plain, masks = [x.detach() for x in (q, k, v)], [mask] if padded else []
-    out, mine = quick.attention(*plain, *masks, scale=0.4, causal=True, window=window)
+    out, mine = library_kernels.attention(*plain, *masks, scale=0.4, causal=True, window=window)
     torch.testing.assert_close(out, want.detach())
-    back = quick.attention_backward(do, *plain, out, mine, *masks, scale=0.4, causal=True, window=window)
+    back = library_kernels.attention_backward(do, *plain, out, mine, *masks, scale=0.4, causal=True, window=window)
     for got, grad in zip(back, wanted, strict=True):
         torch.testing.assert_close(got, grad)
 
@@ -71,7 +71,7 @@ def test_order_beside_a_mask(window: int, padded: bool) -> None:
 def test_the_least_number_hides_a_key_but_not_all_of_them() -> None:
     q, k, v = (torch.randn(s, dtype=torch.float32) for s in ((1, 1, 1, 2, 4), (1, 1, 3, 4), (1, 1, 3, 4)))
     mask = torch.tensor([[0.0, torch.finfo(torch.float32).min, -math.inf], [torch.finfo(torch.float32).min] * 2 + [-math.inf]])
-    out, _ = quick.attention(q, k, v, mask.view(1, 1, 1, 2, 3), scale=1.0)
+    out, _ = library_kernels.attention(q, k, v, mask.view(1, 1, 1, 2, 3), scale=1.0)
     torch.testing.assert_close(out[0, 0, 0], torch.stack([v[0, 0, 0], v[0, 0, :2].mean(0)]))
 
 

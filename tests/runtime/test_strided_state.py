@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.runtime import quick
+from weft.runtime import library_kernels
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -18,10 +18,10 @@ def test_adam_of_tensors_that_lie_in_another_order(decoupled: bool, own: bool) -
     g, m = g.contiguous(), m.contiguous()
     how = {"betas": (0.9, 0.99), "eps": 1e-8, "decay": 0.1, "decoupled": decoupled}
     lr, step = torch.tensor(0.1), torch.tensor(3)
-    want = quick.adam(*(x.contiguous() for x in (p, g, m, v)), lr, step, own=False, **how)
-    for got, right in zip(quick.adam(p.clone(), g, m.clone(), v.clone(), lr, step, own=own, **how), want, strict=True):
+    want = library_kernels.adam(*(x.contiguous() for x in (p, g, m, v)), lr, step, own=False, **how)
+    for got, right in zip(library_kernels.adam(p.clone(), g, m.clone(), v.clone(), lr, step, own=own, **how), want, strict=True):
         torch.testing.assert_close(got, right)
-    quick.adam_([p], [g], [m], [v], lr, step, **how)
+    library_kernels.adam_([p], [g], [m], [v], lr, step, **how)
     for got, right in zip((p, m, v), want, strict=True):
         torch.testing.assert_close(got, right)
 

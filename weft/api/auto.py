@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from weft import passes
-from weft.api.lines import Lines
-from weft.api.ruled import SPELLED, promising
+from weft.api.pipeline_plans import Lines
+from weft.api.rewritten import SPELLED, promising
 from weft.cluster.here import here
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster

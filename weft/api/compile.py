@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from weft import interp
-from weft.api.again import MOST
+from weft.api.check_module import ForwardCase
+from weft.api.check_step import Verdict, judge
 from weft.api.compiled import Compiled
 from weft.api.eager import How
-from weft.api.judge import Verdict, judge
-from weft.api.judge_pass import ForwardCase
-from weft.api.trust import seen_by_first, verified
+from weft.api.retracing import MOST
+from weft.api.safety import seen_by_first, verified
 from weft.core.errors import CaptureError, PlanError, RuntimeFault
 from weft.core.layout import S
 from weft.core.program import Program

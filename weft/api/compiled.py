@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft import interp
-from weft.api.lanes import with_lanes
+from weft.api.channels import with_lanes
 from weft.codegen.blocks import Call
 from weft.codegen.order import gathers_parameters
 from weft.codegen.pipeline import lower
@@ -21,12 +21,12 @@ from weft.core import native
 from weft.core.errors import RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
-from weft.runtime import by_rows, comm, low, memory, pipeline, quick, replay, sent
+from weft.runtime import comm, library_kernels, low, memory, pipeline, replay, rowwise, token_all_to_all
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
-from weft.runtime.lanes import Lanes
-from weft.runtime.near import Near, near_of
+from weft.runtime.intra_host import Near, near_of
+from weft.runtime.parallel_groups import Lanes
 from weft.runtime.peers import Alone, connect, kernel_language
 from weft.runtime.traced import Traced, warm_up
 
@@ -71,7 +71,8 @@ class Compiled:
             "device": self.device,
             **self.code.names,
         }
-        names |= {"quick": quick, "low_product": low.product, "by_rows": by_rows, "sent": sent, "in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
+        names |= {"quick": library_kernels, "low_product": low.product, "by_rows": rowwise, "sent": token_all_to_all}
+        names |= {"in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(plan_of(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         names["__source__"] = self.code.text  # for whoever looks at a frame of it
         exec(compile(self.code.text, f"<weft {program.name}>", "exec"), names)  # the text is weft's own, from `lower`
@@ -188,7 +189,7 @@ def _shared(group: Any, device: torch.device) -> bool:
 def _near(group: Any, peers: Any) -> Near:
     if peers.target == "cpu":
         return near_of(group, peers)
-    from weft.runtime.device_near import DeviceNear
+    from weft.runtime.device_collectives import DeviceNear
 
     return near_of(group, peers, lambda: DeviceNear(group, peers, functools.partial(_reduction, peers.world)))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from weft import interp
-from weft.api.together import Together, one_process
+from weft.api.rank_sync import Together, one_process
 from weft.core.errors import RuntimeFault
 from weft.core.layout import Layout, Mesh, S
 from weft.core.node import Type

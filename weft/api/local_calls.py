@@ -9,7 +9,7 @@ import torch
 
 from weft.cluster.local import torch_calls
 from weft.core import native
-from weft.runtime.near import near_of
+from weft.runtime.intra_host import near_of
 from weft.runtime.peers import connect
 
 

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft import passes
 from weft.api import auto, planfile
-from weft.api.again import Forms
+from weft.api.check_step import Case, Verdict, judge
 from weft.api.eager import How, Moment
-from weft.api.judge import Case, Verdict, judge
-from weft.api.lines import Lines
+from weft.api.memory_limit import require_room
 from weft.api.options import Options, Settings, device_for, spec_of
-from weft.api.room import require_room
+from weft.api.pipeline_plans import Lines
+from weft.api.rank_sync import begin_alike
+from weft.api.retracing import Forms
+from weft.api.safety import seen_by_first, verified
 from weft.api.step import Step
-from weft.api.together import begin_alike
-from weft.api.trust import seen_by_first, verified
 from weft.api.weights import begin_with
 from weft.core.errors import PlanError
 from weft.core.program import Program

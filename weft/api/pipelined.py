@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp, passes
+from weft.api.check_step import Case, Verdict, judge
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
-from weft.api.judge import Case, Verdict, judge
 from weft.api.runner import Runner, Values
+from weft.api.safety import seen_by_first, verified
 from weft.api.step import Step
-from weft.api.trust import seen_by_first, verified
 from weft.core.errors import PlanError
 from weft.core.layout import Layout, S
 from weft.core.node import Type
@@ -49,7 +49,7 @@ from weft.runtime.messages import Messages
 from weft.transform.pipeline import PlacedStage, place_stage, spread, update
 
 if TYPE_CHECKING:
-    from weft.api.record_line import LineRecorder
+    from weft.api.record_pipeline import LineRecorder
     from weft.rewrite.check import Report
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -279,7 +279,7 @@ class PipelinedStep(Step):
 
     def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> LineRecorder:
         """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
-        from weft.api.record_line import LineRecorder
+        from weft.api.record_pipeline import LineRecorder
 
         self.recorder = LineRecorder(self, folder, cluster, progress)
         return self.recorder

@@ -12,7 +12,7 @@ import torch
 
 from weft import passes
 from weft.api.auto import SOLVER, Option, Pool, Wish, fill, with_doubles
-from weft.api.lines import Lines
+from weft.api.pipeline_plans import Lines
 from weft.api.pipelined import micro_steps
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster

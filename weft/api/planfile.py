@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.api.trust import verified
+from weft.api.safety import verified
 from weft.core.errors import PlanError
 from weft.core.layout import R, S
 from weft.core.node import Node
@@ -25,10 +25,10 @@ from weft.plan.plan import Plan, load, step_of
 from weft.plan.replay import rewritten
 from weft.plan.setting import MIXED
 from weft.plan.spec import Spec
-from weft.transform.guard import guard
-from weft.transform.pieces import FoundPieces, Pieces, pieces_of
 from weft.transform.recompute import recomputed, regions_of
 from weft.transform.same_layouts import carried
+from weft.transform.skip_nan import guard
+from weft.transform.stage_contents import FoundPieces, Pieces, pieces_of
 
 Held = Mapping[str, Placements]
 FREE = "weft plan ... --pin pp=1"

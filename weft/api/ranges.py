@@ -29,7 +29,7 @@ from weft.ops.source import input_node
 from weft.runtime.traced import Traced
 
 if TYPE_CHECKING:
-    from weft.api.again import Form
+    from weft.api.retracing import Form
 
 Shapes = Mapping[str, tuple[int, ...]]
 Place = tuple[str, int]  # a tensor of the batch, and a dim of it

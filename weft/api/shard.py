@@ -21,15 +21,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weft import interp
 from weft.api import auto
+from weft.api.check_module import CTS, GIVEN, GRAD, OUT, ForwardCase, TrainedCase
+from weft.api.check_step import Verdict, judge
 from weft.api.checkpoint import as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.eager import How, Moment
-from weft.api.judge import Verdict, judge
-from weft.api.judge_pass import CTS, GIVEN, GRAD, OUT, ForwardCase, TrainedCase
 from weft.api.options import device_for, spec_of
 from weft.api.planfile import Followed, follow
-from weft.api.together import begin_alike
-from weft.api.trust import seen_by_first, verified
+from weft.api.rank_sync import begin_alike
+from weft.api.safety import seen_by_first, verified
 from weft.core.dtensor import to_placements
 from weft.core.errors import CaptureError, PlanError, RuntimeFault
 from weft.core.layout import Layout, Placement, S

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp
-from weft.api.again import MOST, Forms
-from weft.api.apart import moved
-from weft.api.changing import Changing, gathered
+from weft.api.check_module import LossCase
+from weft.api.check_step import Case, Verdict, judge, judge_now
 from weft.api.checkpoint import Store, as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, beside_rows, rows_of
+from weft.api.deviation import moved
 from weft.api.eager import How
-from weft.api.judge import Case, Verdict, judge, judge_now
-from weft.api.judge_pass import LossCase
-from weft.api.own_values import OptimizerState, own_of
-from weft.api.trust import Losses, exactly, require_exact, seen_by_first
+from weft.api.external_writes import OptimizerState, own_of
+from weft.api.retracing import MOST, Forms
+from weft.api.safety import Losses, exactly, require_exact, seen_by_first
+from weft.api.step_state import Changing, gathered
 from weft.api.watch import watch
 from weft.api.weights import SHARD, files_for, weights_of, write_folder, write_index
 from weft.core.errors import RuntimeFault

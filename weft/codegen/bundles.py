@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from weft.codegen.forms import Form
-from weft.codegen.lie import lie_of, pending_op
+from weft.codegen.local_memory import lie_of, pending_op
+from weft.codegen.peepholes import Form
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.ops.registry import nbytes

@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 from weft.codegen.blocks import Block, blocks_of, in_blocks
 from weft.codegen.bundles import bundles_of
-from weft.codegen.forms import Form, forms_of
 from weft.codegen.order import gathers_parameters, is_wire, order
+from weft.codegen.peepholes import Form, forms_of
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import Kind

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from weft.codegen.blocks import Block, Call, Chunked, ChunkLocal
-from weft.codegen.forms import Form
-from weft.codegen.lie import Lie, lie_of, local_size, pending_op, root_of
+from weft.codegen.library_calls import keeps_statistics, quick_call
+from weft.codegen.local_memory import Lie, lie_of, local_size, pending_op, root_of
 from weft.codegen.lower import RankProgram, Step, rank_program
+from weft.codegen.matmul import matrices, product
 from weft.codegen.order import is_wire
-from weft.codegen.product import matrices, product
-from weft.codegen.quick import keeps_statistics, quick_call
+from weft.codegen.peepholes import Form
 from weft.codegen.text import python, settings
 from weft.core.layout import Layout
 from weft.core.node import Node

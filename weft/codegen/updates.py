@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from weft.codegen.form import Form
-from weft.codegen.quick import all_rows
+from weft.codegen.library_calls import all_rows
+from weft.codegen.peephole import Form
 from weft.codegen.text import python, settings
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.by_rows import stays
 from weft.ops.optimizers import held
 from weft.ops.registry import Kind
+from weft.ops.rowwise import stays
 from weft.rewrite.updates import better_by_rows, reads_alone
 
 Name = Callable[[Node], str]

@@ -2,7 +2,7 @@
 
 from weft.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from weft.nn.layers import AllGatherLinear, LinearAllReduce, LinearReduceScatter
-from weft.nn.ways import Way, choose, set_way
+from weft.nn.strategies import Way, choose, set_way
 
 __all__ = [
     "AllGatherLinear", "LinearAllReduce", "LinearReduceScatter", "Way",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.core.errors import TypeMismatch
 from weft.nn import over_group, over_peers
-from weft.nn.ways import PLAIN, Way, choose, divides, key_of
+from weft.nn.strategies import PLAIN, Way, choose, divides, key_of
 from weft.runtime import recorded
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import TypeMismatch
 from weft.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
-from weft.nn.ways import Way
+from weft.nn.strategies import Way
 
 
 class _Sharded(nn.Module):

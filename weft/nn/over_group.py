@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.nn.ways import Way
+from weft.nn.strategies import Way
 from weft.runtime.comm import scatter_natively
 from weft.runtime.pipeline import in_turn
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from weft.codegen.expr import Group, Slot, load, reduce
 from weft.codegen.kernel import Kernel, compile_group
 from weft.core.node import DTYPE_NAMES
-from weft.nn.ways import Way
-from weft.runtime import carry
+from weft.nn.strategies import Way
+from weft.runtime import gemm_copy
+from weft.runtime.copy_kernel import Mover
 from weft.runtime.fused import Row, bind
-from weft.runtime.mover import Mover
 from weft.runtime.peers import Alone, PeerBuffer, connect
 from weft.runtime.streams import Side
 
@@ -201,7 +201,7 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
     gathered = torch.empty(world, rows, k, dtype=x.dtype, device=x.device)
     out = torch.empty(world, rows, w.shape[0], dtype=x.dtype, device=x.device)
     order = [(rank + turn) % world for turn in range(1, world)]
-    if way.by == "product" and world > 1 and space.peers.target == "triton" and carry.can_multiply(x, w):
+    if way.by == "product" and world > 1 and space.peers.target == "triton" and gemm_copy.can_multiply(x, w):
         _each_brings_the_next(space, x, w, gathered, out, keep)
         return _as_asked(out.view(world * rows, -1), asked), gathered.view(world * rows, k) if keep else None
     space.side.after_main()
@@ -237,7 +237,7 @@ def _each_brings_the_next(space: Space, x: Tensor, w: Tensor, gathered: Tensor, 
     at_hand = shards[rank]
     for turn in range(world - 1):
         here, coming = (rank + turn) % world, (rank + turn + 1) % world
-        carry.multiply(at_hand, w, out[here], shards[coming], gathered[coming], space.multiprocessors())
+        gemm_copy.multiply(at_hand, w, out[here], shards[coming], gathered[coming], space.multiprocessors())
         at_hand = gathered[coming]
     space.side.after_main()
     with space.side.work():

@@ -73,7 +73,7 @@ def _one_pass(plan: Plan, placed: Program) -> dict[str, Any]:
 
 def _staged(plan: Plan, asked: Any) -> dict[str, Any]:
     """Every pass of every stage where it runs, and memory of the fullest."""
-    from weft.api.record_line import split
+    from weft.api.record_pipeline import split
 
     laid, seen = asked.pool.lines.built(plan.spec, asked.pool.where)
     facts = _facts(plan, seen, laid.line.update, asked.pool.captured.states, dict(laid.line.update.mesh.sizes), "the full step")

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.by_rows import AT, at_rows
 from weft.ops.registry import memory_traffic
+from weft.ops.rowwise import AT, at_rows
 from weft.rewrite.rulefile import parse_rules
 from weft.rewrite.schema import Schema
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.runtime.lanes import Lanes
-from weft.runtime.near import FOLD, Near
+from weft.runtime.intra_host import FOLD, Near
+from weft.runtime.parallel_groups import Lanes
 
 Span = tuple[int, int, int]  # elements before the sharded part, its size, elements after
 REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

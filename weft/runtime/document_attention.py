@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.runtime.library import define
+from weft.runtime.custom_ops import define
 
 FEW = 64  # tokens that are looked at together
 SIZES = {  # rows and keys of a block, warps and stages of each kernel

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.runtime.library import define
+from weft.runtime.custom_ops import define
 
 KINDS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "clamped": 4}
 SOME = 8  # rows of one program

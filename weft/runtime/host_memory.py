@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.library import define
+from weft.runtime.custom_ops import define
 
 PLACES = 4  # tensors that may be on their way to the host at once
 

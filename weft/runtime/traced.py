@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from weft.runtime import images, inductor, laid_out, moments, once, replay
+from weft.runtime import deduplicate, gather_once, image_layout, inductor, moments, replay
 
 Values = dict[str, Any]
 WARM_UP = 3  # calls before one is recorded
@@ -123,15 +123,15 @@ class Traced:
 
 def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device) -> GraphModule:
     """The trace in the form Inductor does most with."""
-    once.mark_again(graph.graph)
+    deduplicate.mark_again(graph.graph)
     moments.in_one_pass(graph.graph)
     graph.graph.eliminate_dead_code()
     if hasattr(torch.ops.weft, "near_gather"):
-        laid_out.lay_out(graph.graph)
+        gather_once.lay_out(graph.graph)
         graph.graph.eliminate_dead_code()
     graph.recompile()
-    if _goes_back_over_images(graph) and replay.is_accelerator(device) and images.quicker_turned(graph, device):
-        return images.channels_last(graph, given)
+    if _goes_back_over_images(graph) and replay.is_accelerator(device) and image_layout.quicker_turned(graph, device):
+        return image_layout.channels_last(graph, given)
     return graph
 
 
@@ -210,7 +210,7 @@ def _goes_back_over_images(graph: GraphModule) -> bool:
 
 def _options(graph: GraphModule) -> dict[str, Any]:
     """What Inductor should do otherwise than it does with a graph that it takes for inference alone."""
-    options: dict[str, Any] = {"post_grad_custom_pre_pass": once.as_pass(graph.graph)}
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": deduplicate.as_pass(graph.graph)}
     if any(str(n.target).startswith(WIRES) for n in graph.graph.nodes):
         options |= IN_ORDER
     if _goes_back_over_images(graph):

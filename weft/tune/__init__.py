@@ -1,7 +1,7 @@
 """Measured choices: candidates are timed on the real ranks, "leave it alone" among them, and the winner is remembered."""
 
+from weft.tune.matmuls import tune_product
 from weft.tune.measure import Measured, measure
-from weft.tune.products import tune_product
 from weft.tune.programs import tune_program
 from weft.tune.store import Store
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from weft.core.node import Node, toposort
-from weft.frontend.capture.alike import PLAIN
+from weft.frontend.capture.isomorphic import PLAIN
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import TAG
 

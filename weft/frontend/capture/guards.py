@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.frontend.capture.asked import Asked
+from weft.frontend.capture.batch_numbers import Asked
 from weft.frontend.capture.batches import leaves, tensors
 from weft.frontend.capture.places import (
     MISSING,

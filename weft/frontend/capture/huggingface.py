@@ -17,8 +17,8 @@ from torch.nn.functional import silu
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node
+from weft.frontend.capture.constants import fixed, through
 from weft.frontend.capture.experts import apply
-from weft.frontend.capture.known import fixed, through
 from weft.frontend.capture.modes import hear
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder

@@ -28,7 +28,7 @@ from weft.autodiff import backward
 from weft.core.errors import CaptureError, WeftError
 from weft.core.node import Node, toposort, user_line
 from weft.frontend.capture.recorder import Recorder, substituted
-from weft.ops.own import with_gradient
+from weft.ops.custom_gradient import with_gradient
 from weft.ops.shape import concat, narrow, reshape
 
 

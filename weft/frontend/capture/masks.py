@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.core.node import Node
-from weft.frontend.capture.known import counting, fixed, through, unheard, value
+from weft.frontend.capture.constants import counting, fixed, through, unheard, value
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.shape import reshape

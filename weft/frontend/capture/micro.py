@@ -24,10 +24,10 @@ from weft.core.role import Role
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.step import Captured, named_batch
+from weft.ops.custom_gradient import own_gradient, rule_of
 from weft.ops.embed import take
 from weft.ops.fill import arange, full
 from weft.ops.opaque import apart
-from weft.ops.own import own_gradient, rule_of
 from weft.ops.pointwise import add, mul
 from weft.ops.registry import ONE, Equation, arg_sets
 from weft.ops.shape import expand, narrow

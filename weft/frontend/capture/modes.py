@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, constant, user_line
 from weft.frontend.capture.complexes import PARTS, any_complex, of_pairs, parts_of, refuse_complex
+from weft.frontend.capture.constants import asked, drawn, number, through
 from weft.frontend.capture.guards import unheard
 from weft.frontend.capture.joint import enter
-from weft.frontend.capture.known import asked, drawn, number, through
 from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
 from weft.frontend.capture.values import TAG, Ref, Step, view

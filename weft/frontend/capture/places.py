@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.frontend.capture.alike import PLAIN
 from weft.frontend.capture.batches import values
+from weft.frontend.capture.isomorphic import PLAIN
 
 TENSORS = ("_parameters", "_buffers", "_modules")
 TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

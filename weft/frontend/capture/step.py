@@ -20,9 +20,9 @@ from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
+from weft.frontend.capture.constants import unheard as real
 from weft.frontend.capture.guards import Reads, unheard
 from weft.frontend.capture.joint import Handle, OwnGradient, asking_modules, hooked, hooked_gradient, refuse_graph, run_after_gradient
-from weft.frontend.capture.known import unheard as real
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.numbers import evaluate
 from weft.frontend.capture.optimizers import (
@@ -40,11 +40,11 @@ from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.tape import Tape
 from weft.frontend.capture.values import TAG
 from weft.ops import pointwise as w
+from weft.ops.custom_gradient import own_gradient
 from weft.ops.fill import zeros_like
 from weft.ops.norm import to_dtype as cast_to
 from weft.ops.optimizers import aligned, computes
 from weft.ops.optimizers import update as update_op
-from weft.ops.own import own_gradient
 from weft.ops.source import input_op
 
 

@@ -20,7 +20,6 @@ from weft.core.errors import CaptureError
 from weft.core.names import readable
 from weft.core.node import Node, listening, user_line
 from weft.core.role import Role
-from weft.frontend.capture.alike import candidates
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Blocks, Instance, heard
 from weft.frontend.capture.complexes import refuse_complex
@@ -28,6 +27,7 @@ from weft.frontend.capture.errors import explained
 from weft.frontend.capture.flex import flex_heard
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.huggingface import interfaces
+from weft.frontend.capture.isomorphic import candidates
 from weft.frontend.capture.joint import hook_alike, own_gradients
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.numbers import Unanswered, asking, of_model

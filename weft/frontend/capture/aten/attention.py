@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.core.node import Node
-from weft.frontend.capture.known import through
+from weft.frontend.capture.constants import through
 from weft.frontend.capture.masks import Seen, far, recognised
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.precision import lowered

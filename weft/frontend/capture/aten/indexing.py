@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from weft.core.node import Node
 from weft.frontend.capture.aten.pointwise import as_node
-from weft.frontend.capture.known import counting
+from weft.frontend.capture.constants import counting
 from weft.frontend.capture.modes import aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import embed, order

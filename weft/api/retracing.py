@@ -1,0 +1,546 @@
+"""One step, several programs: what was traced is run as long as all it read from Python is as it was, and traced again when it is not.
+
+A number that changes becomes an input, where the program with it as an input is shown to be the same. A step that leaves Python changed, or
+draws random numbers there, is traced at every call. Programs are kept by what they compute, so that none is compiled twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.api.data import Brought, Shape
+from weft.api.ranges import Range, Unexplained, changing, resized, sizes_of
+from weft.api.rank_sync import Together, one_process
+from weft.api.step_state import RUNNING
+from weft.core import cache
+from weft.core.errors import CaptureError, RuntimeFault, WeftError
+from weft.core.node import Node, constant, make
+from weft.core.program import Program
+from weft.frontend.capture import Captured
+from weft.frontend.capture.batches import changed
+from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.optimizers import COUNT, settings_of
+from weft.frontend.capture.places import Change, Place, holds_traced, is_number
+from weft.frontend.capture.step import named_batch
+
+if TYPE_CHECKING:
+    from weft.api.step import Step
+
+MOST = 16  # programs of one step
+MANY, RANGES = 256, 4  # sizes that run by programs of others, and ranges of such sizes
+
+Make = Callable[..., "Step"]  # (example, known, **settings of the capture) to a step
+
+
+@dataclass
+class Form:
+    """A program of the step, and what must hold for it to be the right one."""
+
+    program: Program
+    reads: Reads
+    given: frozenset[str]
+    attributes: dict[str, Any] = field(repr=False)
+    unjudged: Callable[[Any], Any] | None = None  # compares it with torch on an example, where that is yet to be done
+    ranged: bool = False  # whether it runs by code that was compiled for other sizes
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of the full batches it is for, what it reads."""
+        return {n: t.shape for n, t in self.attributes["_batch_types"].items()}
+
+    def fits(self, shapes: Mapping[str, Shape]) -> bool:
+        """Whether it is for full batches of these shapes."""
+        return all(t.shape == shapes[n] for n, t in self.attributes["_batch_types"].items() if n in shapes)
+
+
+class Forms:
+    """The programs of one step, made as they are needed."""
+
+    def __init__(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None, example: Any, run: str = "") -> None:
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.example = changed("batch", example, lambda _, x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x)
+        self.given: frozenset[str] = frozenset()
+        self.impure = self.exact = False
+        self.make: Make | None = None
+        self.kept: list[Form] = []
+        self.ranges: list[Range] = []
+        self.narrow: set[Any] = set()  # dims whose sizes need a program each
+        self.told: set[str] = set()
+        self.times: Counter[str] = Counter()
+        self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}
+        self.unlifted: set[str] = set()
+        self._keys = [set(g) for g in optimizer.param_groups] if optimizer is not None else []  # what a scheduler adds later is its own
+        self._settings = self._settings_now()
+        self.together = Together(run)
+        self.brought = Brought(self.together)
+
+    # -- the first trace -----------------------------------------------------------------------------------------------
+
+    def observed(self, run: Callable[[Reads], Any]) -> Any:
+        """What `run` captures, with what it read; where it changed Python on any rank, whether doing it again would be the same is found out."""
+        with self.together.telling():
+            first = Reads(self.model, self.loss, self.example)
+            made = run(first)
+        if not any(self.together.answers(bool(first.left or first.drew), "whether the step changes Python")):
+            return made
+        with self.together.telling():
+            first.undo()
+            words, settled = self._tried_twice(run)
+        told = self.together.answers([words, settled], "what the step changes in Python")
+        if not all(settled for _, settled in told):
+            self.impure, self.given = True, self.given | {COUNT}
+            words = next(words for words, settled in told if not settled)
+            warnings.warn(f"the step changes Python as it runs ({words}): it is traced at every call", stacklevel=4)
+        last = self._reads(alone=self.impure)
+        made = run(last)
+        last.undo()
+        return made
+
+    def _tried_twice(self, run: Callable[[Reads], Any]) -> tuple[str, bool]:
+        """What the step changes in Python, in words, and whether it is the same step after that; Python is then as it leaves it, or as before."""
+        before = self._reads(alone=True)
+        made = run(before)
+        before.redo()
+        after = self._reads(alone=True)
+        try:
+            again = run(after)
+        except Exception as error:
+            before.undo()
+            if before.keeps_tensors:
+                raise _keeps(before.keeps_tensors[0], error) from error
+            raise
+        more = [c for c in after.left if not holds_traced(c.now)]
+        settled = _same(_captured(made), _captured(again)) and not (more or after.drew or before.drew)
+        after.undo()
+        before.forget_tensors() if settled else before.undo()
+        return before.left[0].words if before.left else "random numbers drawn in Python", settled
+
+    def _reads(self, alone: bool = False, example: Any = None) -> Reads:
+        reads = Reads(self.model, self.loss, self.example if example is None else example)
+        reads.shared, reads.lifted = not alone, dict(self.lifted)
+        return reads
+
+    def adopt(self, step: Step, make: Make) -> Step:
+        """The first program of the step."""
+        self.make, step.forms = make, self
+        for i, keys in enumerate(self._keys):  # numbers of a group that its own step changes are state
+            keys -= step.captured.updates[f"group.{i}"].nest.keys() if f"group.{i}" in step.captured.updates else set()
+        self._settings = self._settings_now()
+        self.kept.append(Form(step.traced, step.reads, self.given, _own(step)))
+        return step
+
+    # -- at each call --------------------------------------------------------------------------------------------------
+
+    def choose(self, step: Step, batch: Any, exact: bool = False) -> None:
+        """Make the step run the program that this call needs; with `exact` one that was compiled for its shape, and no other."""
+        self.exact = exact
+        fits = self.brought.fits(named_batch(batch), step._batch_types, step.compiled.coords)
+        other = exact and any(f.ranged and f.attributes["compiled"] is step.compiled for f in self.kept)
+        same = self._settings_hold() and step.captured.given == self.given and _answers_hold(step, step.captured)
+        if self.impure or other or not (fits and same and step.reads.hold(batch)):
+            self._again(step, batch, self._shapes(step, batch, fits))
+        step.read_anew()
+
+    def _shapes(self, step: Step, batch: Any, fits: bool) -> dict[str, Shape]:
+        """What the full batch measures; ranks are asked only where no program has taken one like it."""
+        given, coords = named_batch(batch), step.compiled.coords
+        known = [step._batch_types, *(f.attributes["_batch_types"] for f in self.kept)]
+        for types in known if fits else known[1:]:
+            if self.brought.fits(given, types, coords):
+                return self.brought.shapes(given, types)
+        seen = {n for n, x in given.items() if any(n in t and tuple(x.shape) == t[n].shape for t in known)}
+        return self.brought.agreed(given, step._batch_types, seen)
+
+    def _again(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
+        if self.impure:
+            self._use(step, *self._trace(step, batch, shapes, alone=True), batch, shapes)
+            return
+        changes = [*step.reads.changes(batch), *self._settings_changed(step)]
+        self.times.update(c.words for c in changes)
+        for form in reversed(self.kept):
+            if self._may_be(form) and form.fits(shapes) and form.reads.hold(batch) and _answers_hold(step, form.attributes["captured"]):
+                self._agree(form.program, form.reads, batch, form, step)
+                self._use(step, form.reads, form, batch, shapes)
+                return
+        if not (changes or self.exact):
+            self._widen(step, batch, shapes)
+        self._use(step, *self._trace(step, batch, shapes, changes), batch, shapes)
+
+    def _may_be(self, form: Form) -> bool:
+        return form.given == self.given and not (form.ranged and self.exact)
+
+    def _trace(
+        self, step: Step, batch: Any, shapes: dict[str, Shape], changes: list[Change] | None = None, alone: bool = False
+    ) -> tuple[Reads, Form]:
+        """The program that Python means now, new or known."""
+        with self.together.telling(), _told_of_the_batch(step, batch):
+            example = self._example_of(batch, shapes)
+            numbers = [] if alone or not step.lifts else [c for c in changes or () if _may_lift(c) and c.words not in self.unlifted]
+            if numbers:
+                peeked, reads = self._peek(example)
+                known = self._known(peeked, example)
+                if known is not None:  # numbers that no program reads
+                    self._agree(peeked.program, reads, batch, known, step)
+                    return reads, known
+                want = _filled_in(peeked.program, {})
+                for dtype in (torch.float64, torch.float32):
+                    lifted = self._lifted(step, batch, example, want, numbers, dtype)
+                    if lifted is not None:
+                        return lifted
+                self.unlifted |= {c.words for c in numbers}
+            reads = self._reads(alone, example)
+            made = self._made(step, batch, example, reads)
+            if alone:
+                reads.redo()
+                reads.forget_tensors()
+            elif reads.left or reads.drew:
+                reads.undo()
+            return reads, made
+
+    def _peek(self, example: Any) -> tuple[Captured, Reads]:
+        """The program that Python means now, not compiled."""
+        found: list[Captured] = []
+        reads = self._reads(example=example)
+        assert self.make is not None
+        self.make(example, lambda captured: bool(found.append(captured)) or True, given=self.given, reads=reads)
+        reads.undo()
+        return found[0], reads
+
+    def _known(self, captured: Captured, example: Any) -> Form | None:
+        """The form that runs this program, for batches like the example, if there is one."""
+        shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
+        alike = (f for f in self.kept if self._may_be(f) and f.program.outputs == captured.program.outputs)
+        return next((f for f in alike if f.fits(shapes)), None)
+
+    def _lifted(self, step: Step, batch: Any, example: Any, want: Any, numbers: list[Change], dtype: torch.dtype) -> tuple[Reads, Form] | None:
+        """The program with these numbers as inputs; None where it cannot be shown to be the same."""
+        before, values = dict(self.lifted), dict[str, float]()
+        for c in numbers:
+            kind = dtype if isinstance(c.now, float) else torch.int64
+            place = c.words.removesuffix(" of the batch") if c.place is None else ""
+            name = place or f"value.{len(self.lifted)}"
+            self.lifted[name] = (place or c.place, kind)  # type: ignore[assignment]
+            values[name] = c.now
+        reads = self._reads(example=example)
+        try:
+            made = self._made(step, batch, example, reads, check=lambda c: _filled_in(c.program, values) == want)
+        except RuntimeFault:
+            raise
+        except Exception:  # numbers that Python computes with, branches on or counts by stay numbers
+            reads.undo()
+            made = None
+        if made is None:
+            self.lifted = before
+            return None
+        return reads, made
+
+    def _made(self, step: Step, batch: Any, example: Any, reads: Reads, check: Callable[[Captured], bool] | None = None) -> Any:
+        assert self.make is not None
+        found: list[Form | None] = []
+
+        def known(captured: Captured) -> bool:
+            """Whether this program needs no compiling: there is one already, or it is not wanted. All ranks compile the same, or none does."""
+            if check is not None and not check(captured):
+                found[:] = [None]
+                return True
+            _require_same_state(step, captured)
+            form = self._known(captured, example) or self._ranged(captured, reads, example)
+            found[:] = [form] if form is not None else []
+            self._agree(captured.program, reads, batch, form, step)
+            return bool(found)
+
+        made = self.make(example, known, given=self.given, reads=reads)
+        if found:
+            return found[0]
+        return Form(made.traced, reads, self.given, _own(made), made.unjudged)
+
+    def _use(self, step: Step, reads: Reads, form: Form, batch: Any, shapes: dict[str, Shape]) -> None:
+        form.reads = reads
+        if form.unjudged is not None:  # on the batch if it is a full one, else on values like it
+            whole = all(tuple(x.shape) == shapes.get(n) for n, x in named_batch(batch).items())
+            form.attributes["judged"] = form.unjudged(batch if whole else self._example_of(batch, shapes))
+            form.unjudged = None
+        self._keep(form, shapes)
+        step.become(form.attributes)
+        step.reads = reads
+        if step.count_updates():
+            self.given |= {COUNT}
+            self.kept = []
+            self._use(step, *self._trace(step, batch, shapes, alone=self.impure), batch, shapes)
+
+    def _keep(self, form: Form, shapes: dict[str, Shape]) -> None:
+        """As the last that was used. Of batches that always measure otherwise the oldest program goes; of those that do not, there may be so many."""
+        alike = [f for f in self.kept if f.ranged == form.ranged]
+        if form not in self.kept and len(alike) >= (MANY if form.ranged else MOST):
+            others = [f for f in alike if not f.fits(shapes) or f.reads.asked]
+            self._require_room(others)
+            self.kept.remove(others[0])
+        self.kept = [*(f for f in self.kept if f is not form), form]
+
+    def _require_room(self, others: list[Form]) -> None:
+        if others:
+            return
+        words = self.times.most_common(1)[0][0] if self.times else "what the model does with Python's random numbers, or a counter"
+        raise RuntimeFault(
+            f"the step has been traced as {MOST} different programs",
+            needed="values in Python that settle",
+            found=f"{words} keeps changing",
+            try_="pass it as a tensor in the batch",
+        )
+
+    # -- programs for many sizes ---------------------------------------------------------------------------------------
+
+    def compiled_for(self) -> str:
+        """The batches that need no compilation, in words."""
+        single = [f for f in self.kept if not f.ranged and not any(r.has(f.shapes) for r in self.ranges)]
+        shapes = (", ".join(f"{n.removeprefix('batch.')} {list(s)}" for n, s in f.shapes.items()) for f in single)
+        return "; ".join([*map(str, self.ranges), *shapes])
+
+    def _ranged(self, captured: Captured, reads: Reads, example: Any) -> Form | None:
+        """The program of a batch whose sizes lie between those of compiled ones."""
+        shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
+        wide = [r for r in self.ranges if r.forms[0].given == self.given and r.has(shapes) and not self.exact]
+        made = next((form for r in wide if (form := r.form(captured, reads, shapes)) is not None), None)
+        return made if wide and all(self.together.answers(made is not None, "whether compiled code fits a batch")) else None
+
+    def _widen(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
+        """Where this is the third size of some dims, compile for the powers of two around, so that no size between them is compiled again."""
+        self.ranges = [r for r in self.ranges if r.forms[0].given == self.given]
+        if any(r.has(shapes) for r in self.ranges):
+            return
+        before = next((r for r in self.ranges if r.is_like(shapes)), None)
+        dims, forms = (before.dims, before.forms) if before is not None else self._like(shapes)
+        key = dims, tuple(shape for shape in resized(shapes, dims, (0,) * len(dims)).values())
+        if not forms or key in self.narrow or min(sizes_of(shapes, dims)) < 2:
+            self._tell(f"a batch of another shape ({_said(shapes, step)}): another program is compiled for it", once="shape")
+            return
+        with self.together.telling():
+            made = self._range(step, batch, shapes, dims, forms)
+        odd = next((words for words in self.together.answers(made if isinstance(made, str) else "", "sizes of a batch") if words), "")
+        if isinstance(made, str) or odd:
+            self.narrow.add(key)
+            self._tell(f"a batch of another shape ({_said(shapes, step)}): each is compiled by itself, since programs differ in {odd}", once=odd)
+            return
+        outside = f"; {_said(shapes, step)} is outside {before}" if before is not None else ""
+        self.ranges = [*(r for r in self.ranges[-RANGES:] if r is not before), made]
+        self._tell(f"compiled for batches of {made}{outside}", once="")
+
+    def _like(self, shapes: dict[str, Shape]) -> tuple[Any, list[Form]]:
+        """Programs of batches that differ from this in the same few dims, of three sizes at least with its own."""
+        groups: dict[Any, list[Form]] = {}
+        for form in self.kept:
+            dims = changing(form.shapes, shapes) if form.given == self.given and not form.ranged else None
+            if dims and len(dims) <= 2:
+                groups.setdefault(dims, []).append(form)
+        came = {dims: [sizes_of(shapes, dims), *(sizes_of(f.shapes, dims) for f in forms)] for dims, forms in groups.items()}
+        found = [(dims, groups[dims]) for dims, at in came.items() if all(len(set(of) - {0, 1}) > 2 for of in zip(*at, strict=True))]
+        return min(found, key=lambda x: len(x[0]), default=((), []))
+
+    def _range(self, step: Step, batch: Any, shapes: dict[str, Shape], dims: Any, forms: list[Form]) -> Range | str:
+        """The range around sizes of some programs and the one that came, or why there is none."""
+        came = [*(sizes_of(f.shapes, dims) for f in forms), sizes_of(shapes, dims)]
+        seen = [at for at in came if min(at) > 1]
+        ends = [{1 << (min(of).bit_length() - 1), 1 << (max(of) - 1).bit_length()} for of in zip(*seen, strict=True)]
+        have = {sizes_of(f.shapes, dims) for f in forms}
+        corners = [at for at in itertools.product(*ends) if at not in have]
+        made = [f for f in forms if sizes_of(f.shapes, dims) in seen]
+        try:
+            made += [self._sample(step, batch, resized(shapes, dims, at)) for at in corners]
+            made += [self._sample(step, batch, shapes)] if len(made) < 3 else []
+            range_ = Range(dims, made)
+            assert range_.parts and range_.traced
+        except Unexplained as e:
+            return str(e)
+        self.kept = [*(f for f in made if f not in self.kept), *self.kept]
+        return range_
+
+    def _sample(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> Form:
+        """A program for batches of other sizes than this one, of which no batch has come."""
+        name = "batch.0" if isinstance(batch, Tensor) else "batch"
+        example = changed(name, batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
+        reads = self._reads(example=example)
+        try:
+            made: Form = self._made(step, batch, example, reads)
+        except RuntimeFault:
+            raise
+        except Exception as e:  # the model takes no such sizes
+            raise Unexplained(f"what sizes they take ({type(e).__name__}: {e})".splitlines()[0]) from e
+        finally:
+            reads.undo()
+        made.attributes["_state"] = {n: x for n, x in made.attributes["_state"].items() if n in made.attributes["captured"].constants}
+        return made
+
+    def _tell(self, words: str, once: str) -> None:
+        if once not in self.told and (one_process() or dist.get_rank() == 0):
+            print(f"weft: {words}", file=sys.stderr)
+        self.told |= {once} if once else set()
+
+    # -- what else a program depends on --------------------------------------------------------------------------------
+
+    def _settings_hold(self) -> bool:
+        return self.optimizer is None or self._settings_now() == self._settings
+
+    def _settings_now(self) -> Any:
+        """All of the optimizer's groups that is no input: how many parameters each has, and its settings."""
+        found = []
+        for i, g in enumerate(self.optimizer.param_groups) if self.optimizer is not None else ():
+            now = settings_of({k: x for k, x in g.items() if i >= len(self._keys) or k in self._keys[i]})
+            found.append((len(g["params"]), now.form, [x for k, x in now.numbers.items() if k != "lr" and k not in self.given]))
+        return found
+
+    def _settings_changed(self, step: Step) -> list[Change]:
+        """Settings that were numbers of the program become inputs; another form of the optimizer is another program, or refused."""
+        if self.optimizer is None or self._settings_hold():
+            return []
+        groups, before = self.optimizer.param_groups, step.captured.groups
+        if [len(g["params"]) for g in groups[: len(before)]] != [n for n, *_ in self._settings]:
+            raise RuntimeFault(
+                "the optimizer has other parameter groups than when the step was made",
+                needed=f"{len(before)} groups of the same parameters, and those that add_param_group adds",
+                found=f"{len(groups)} groups of {', '.join(str(len(g['params'])) for g in groups)} parameters",
+                try_="optimizer.add_param_group, or parallelize again",
+            )
+        found = []
+        if len(groups) > len(before):
+            self._keys += [set(g) for g in groups[len(before) :]]
+            self.kept, self.ranges = [], []
+            found.append(Change("the optimizer's groups", len(before), len(groups)))
+        for i, (group, was) in enumerate(zip(groups, before, strict=False)):
+            now = settings_of({k: x for k, x in group.items() if k in self._keys[i]}).numbers
+            moved = [k for k, x in now.items() if k != "lr" and x != was.numbers.get(k) and k not in self.given]
+            self.given |= set(moved)
+            found += [Change(f"{k} of the optimizer's group {i}", was.numbers.get(k), now[k]) for k in moved]
+        self._settings = self._settings_now()
+        return found
+
+    def _example_of(self, batch: Any, shapes: dict[str, Shape]) -> Any:
+        """A batch as it is traced: as it came, where it is a full one; else of the shapes all ranks' parts make, with the numbers and flags of now."""
+        if one_process() or all(tuple(x.shape) == shapes[n] for n, x in named_batch(batch).items()):
+            return batch
+        name = "batch.0" if isinstance(batch, Tensor) else "batch"
+        return changed(name, batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
+
+    def _agree(self, program: Program, reads: Reads, batch: Any, form: Form | None, step: Step) -> None:
+        """All ranks go over to the same program, or none does. A rank that stays with its own needs nobody."""
+        stays = form is not None and form.attributes["compiled"] is step.compiled
+        if one_process() or (stays and not self.impure):
+            return
+        told = self.together.answers(cache.digest(program.text + repr(sorted(reads.numbers(batch).items()))), "the program of the step")
+        odd = [r for r, digest in enumerate(told) if digest != told[dist.get_rank()]]
+        if odd:
+            raise RuntimeFault(
+                f"ranks disagree about what the step is: rank {dist.get_rank()} and rank {', '.join(map(str, odd))}",
+                needed="the same values in Python, and the same random state, on every rank",
+                found=f"rank {', '.join(map(str, odd[:4]))} traced another program",
+                try_="seed Python's random the same way on every rank, and change what the model reads on all of them",
+            )
+
+
+def _said(shapes: Mapping[str, Shape], step: Step) -> str:
+    return ", ".join(f"{n.removeprefix('batch.')} {list(shapes[n])}" for n in step._batch_types if n in shapes)
+
+
+def _captured(made: Any) -> Captured:
+    return made if isinstance(made, Captured) else made.captured  # type: ignore[no-any-return]
+
+
+def _same(a: Captured, b: Captured) -> bool:
+    return a.program.outputs == b.program.outputs
+
+
+def _own(step: Step) -> dict[str, Any]:
+    return {k: x for k, x in step.__dict__.items() if k not in RUNNING} | {"_state": step._state, "_held_as": step._held_as}
+
+
+@contextlib.contextmanager
+def _told_of_the_batch(step: Step, batch: Any) -> Iterator[None]:
+    """Where a user's code fails on a batch that lacks what those before had, that is said."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        given, wanted = named_batch(batch), step._batch_types
+        missing = [n for n in wanted if n not in given]
+        if not missing:
+            raise
+        found = f"{', '.join(given) or 'no tensor'}; the loss raised {type(error).__name__}: {error}"
+        raise RuntimeFault(f"the batch has no {missing[0].removeprefix('batch.')!r}", needed=", ".join(wanted), found=found) from error
+
+
+def _may_lift(c: Change) -> bool:
+    return is_number(c.before) and type(c.before) is type(c.now) and (c.place is not None or c.words.endswith(" of the batch"))
+
+
+def _answers_hold(step: Step, captured: Captured) -> bool:
+    """Whether what the optimizer asked about its settings has the same answers now."""
+    return not captured.guards or captured.holds(step._settings())
+
+
+def _require_same_state(step: Step, captured: Captured) -> None:
+    """Refuse parameters under other names, and another form of the optimizer that keeps other state of a parameter than the step has."""
+    names = {id(t): n for n, t in step.captured.parameters.items()}
+    for name, t in captured.parameters.items():
+        if names.get(id(t), name) != name:
+            raise RuntimeFault(
+                "the model holds a parameter in another place than when the step was made",
+                needed=names[id(t)].removeprefix("param."),
+                found=name.removeprefix("param."),
+                try_="call the model on a batch once, then parallelize",
+            )
+    for name, now in captured.updates.items():
+        was = step.captured.updates.get(name, now)
+        if now.outputs.keys() != was.outputs.keys():
+            kept = [", ".join(s for s in u.outputs if s != "param") or "no state" for u in (was, now)]
+            group = next(i for i, g in enumerate(step.optimizer.param_groups) if any(p is captured.parameters.get(name) for p in g["params"]))
+            raise RuntimeFault(
+                f"{type(step.optimizer).__name__} of group {group} keeps other state than when the step was made",
+                needed=kept[0],
+                found=kept[1],
+                try_="parallelize again, and take_state of this step",
+            )
+
+
+def _keeps(change: Change, error: Exception) -> CaptureError:
+    return CaptureError(
+        f"{change.words} carries a tensor from one step into the next",
+        needed="what steps hand on in buffers",
+        found=str(error).splitlines()[0],
+        try_='self.register_buffer("name", torch.zeros(...)), and write into it',
+    )
+
+
+def _filled_in(program: Program, values: Mapping[str, float]) -> dict[str, Node]:
+    """The outputs where inputs are these numbers, and what follows from numbers alone is computed, as Python would have."""
+    made: dict[Node, Node] = {}
+    for n in program.nodes:
+        if n.op.name == "input" and n.attr("name") in values:
+            made[n] = constant(values[n.attr("name")], n.dtype, n.mesh)
+            continue
+        args = tuple(made[a] for a in n.args)
+        if n.args and all(a.op.name == "const" for a in args) and n.shape == () and len(n.types) == 1:
+            made[n] = _computed(n, args)
+        else:
+            args = args[::-1] if n.op.name in ("add", "mul") and args[0].op.name == "const" else args
+            made[n] = n if args == n.args else make(n.op, args, dict(n.attrs))
+    return {name: made[n] for name, n in program.outputs}
+
+
+def _computed(n: Node, args: tuple[Node, ...]) -> Node:
+    if n.op.name == "cast":
+        return constant(args[0].attr("value"), n.dtype, n.mesh)
+    wide = [torch.tensor(a.attr("value"), dtype=torch.float64 if a.dtype.is_floating_point else a.dtype) for a in args]
+    return constant(n.op.run(*wide, **dict(n.attrs)).item(), n.dtype, n.mesh)
+
+
