@@ -102,7 +102,7 @@ class Case:
         batch = self._example(work, dtype, device)
         optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-5)
         with _inductor(self.way == "weft"):
-            made = parallelize(work.model, work.loss, optimizer, self._example(work, dtype, "cpu"), device=device)
+            made = parallelize(work.model, work.loss, optimizer, self._example(work, dtype, "cpu"), device=device, check=not _fake())
         if not _fake() or not hasattr(made.compiled._step, "_recorder"):
             return lambda: made(batch)
         made.compiled._step._recorder = None  # there is no device to record; the kernels are the same, and inputs are held twice
@@ -162,6 +162,31 @@ def _settings() -> list[Case]:
     return [replace(c, way="weft") for c in ours] + kept + [replace(c, way="compiled") for c in kept]
 
 
+def _ten() -> list[Case]:
+    """Ten models, small ones whose pace the host sets among them."""
+    short = {"layers": 2, "dropout": 0.0}
+    return [
+        Case("mlp", 256, {"layers": 8, "hidden": 1024, "inputs": 1024}), Case("gpt2", 1, short), Case("dlrm", 2048),
+        Case("gpt2-medium", 8, {**short, "layers": 4}), Case("bert-base", 32, {**short, "layers": 4}),
+        Case("llama3-1b", 2, {"layers": 2, "seq": 2048}), Case("vit-b16", 64, {"layers": 4}), Case("vit-l16", 64, {"layers": 2}),
+        Case("resnext50", 32, {"stages": (1, 1, 1, 1)}), Case("resnet50", 64, {"stages": (2, 2, 2, 2)}),
+    ]  # fmt: skip
+
+
+TEN = [replace(c, way=way) for way in ("eager", "compiled", "weft") for c in _ten()] + [
+    Case("resnet50", 16),
+    Case("resnet50", 64),
+    Case("unet", 1),
+]
+
+
+def small(case: Case) -> Case:
+    """The same with the smallest sizes of its model, to try a run on."""
+    import weft_zoo as zoo
+
+    return replace(case, batch=2, changes=dict(zoo.entry(case.model).small), dtype="fp32")
+
+
 TIMES = [replace(c, way=way) for way in ("weft", "weft nodes") for c in _sizes()]
 TIMES += [replace(c, way=way) for way in ("eager", "compiled") for c in _sizes()[::3]]
 MEMORY = _settings()
@@ -207,8 +232,8 @@ def _timed_alone(device: Any) -> Iterator[None]:
         yield
 
 
-def clock(step: Callable[[], Any], on_device: bool, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
-    """Median seconds of a step among several, and the kernels of one step."""
+def clock(step: Callable[[], Any], on_device: bool, listed: bool = True, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
+    """Median seconds of a step among several, and the kernels of one step where they are to be listed."""
     taken = []
     for _ in range(rounds + 1):
         _wait(on_device)
@@ -217,7 +242,7 @@ def clock(step: Callable[[], Any], on_device: bool, steps: int = 10, rounds: int
             step()
         _wait(on_device)
         taken.append((time.perf_counter() - began) / steps)
-    return {"seconds": statistics.median(taken[1:]), "kernels": _kernels(step) if on_device else {}}
+    return {"seconds": statistics.median(taken[1:]), "kernels": _kernels(step) if on_device and listed else {}}
 
 
 def _wait(on_device: bool) -> None:
@@ -263,7 +288,7 @@ def _measured(link: Connection, case: Case, place: str, device: Any) -> None:
         torch.cuda.empty_cache()  # others need it
     link.send((held, _written() if case.way == "compiled" else ""))
     if link.recv():
-        link.send(clock(step, place != "cpu"))
+        link.send(clock(step, place != "cpu", case.way == "eager"))
 
 
 def _serve(work: Callable[..., None], link: Connection, *args: Any) -> None:
@@ -441,11 +466,33 @@ def _profile(given: argparse.Namespace, place: str) -> Profile:
     from weft.cluster.calibrate import calibrate
     from weft.cluster.profile import dump, load
 
+    if given.host:
+        return _on_host(load(given.profile or "H200"), place, given.out)
     if not given.calibrate:
         return load(given.profile or "H200")
     profile = calibrate(place, progress=lambda what, n, of: print(f"{n}/{of} {what}", file=sys.stderr, flush=True))
     Path(given.profile or "calibrated.json").write_text(json.dumps(dump(profile), indent=1) + "\n")
     return profile
+
+
+def _on_host(profile: Profile, place: str, out: str) -> Profile:
+    """A known device with the host at hand, measured by a process of its own before others are there; kept beside `out` for later runs."""
+    from weft.cluster.profile import Constant, dump
+
+    with get_context("spawn").Pool(1) as pool:
+        found = pool.apply(_host, (place,))
+    print(json.dumps({"host": found}), file=sys.stderr, flush=True)
+    host = {key: Constant(value, "measured: the host of this run") for key, value in found.items()}
+    made = replace(profile, device=replace(profile.device, constants={**profile.device.constants, **host}))
+    if out:
+        Path(out).with_suffix(".profile.json").write_text(json.dumps(dump(made), indent=1) + "\n")
+    return made
+
+
+def _host(place: str) -> dict[str, float]:
+    from weft.cluster import issue, measure
+
+    return {"host.plain": measure._plain(place), **issue.costs(place)} if place != "cpu" else issue.costs(place)
 
 
 def main(argv: list[str]) -> None:
@@ -454,6 +501,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="", help="a profile by name or file; the shipped one of an H200 if not given")
     parser.add_argument("--calibrate", action="store_true", help="measure the device first; --profile is then where to write it")
+    parser.add_argument("--host", action="store_true", help="measure first what its host needs to issue ops, and predict with that")
+    parser.add_argument("--ten", action="store_true", help="time ten models in every way, and a few more as torch runs them")
+    parser.add_argument("--small", action="store_true", help="in the smallest sizes there are, to try a run")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--stages", default="time,memory")
     parser.add_argument("--ways", default=",".join(WAYS), help="of the timed cases")
@@ -467,7 +517,9 @@ def main(argv: list[str]) -> None:
     run = Run(_profile(given, place), place, given.out, given.processes, began + given.seconds)
     laps.lap("calibrate")
     if "time" in given.stages:
-        wanted = [c for c in TIMES if given.only in c.name and c.way in given.ways.split(",")]
+        wanted = [
+            small(c) if given.small else c for c in (TEN if given.ten else TIMES) if given.only in c.name and c.way in given.ways.split(",")
+        ]
         run.times(wanted, began + given.seconds * (0.6 if "memory" in given.stages else 0.8))
         laps.lap("time")
     if "memory" in given.stages:

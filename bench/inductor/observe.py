@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.inductor.padding import loose
+from weft.cluster import issue
+from weft.cluster.issue import UPDATES, VIEWS
 from weft.cluster.profile import Device
 from weft.cost.price import device_seconds
 from weft.cost.work import Attention, Gemm, Op, Touch
@@ -36,7 +38,8 @@ class Observed:
     ops: list[Op] = field(default_factory=list)
     held: int = 0
     peak: int = 0
-    issued: Counter[str] = field(default_factory=Counter)  # kernels, and a step's optimizer, by the constant that says what one costs the host
+    issued: Counter[str] = field(default_factory=Counter)  # kernels, by the constant that says what one costs the host
+    dispatched: Counter[str] = field(default_factory=Counter)  # ops that torch issues one by one, likewise
 
     def note(self, ops: Sequence[Op], host: str) -> None:
         self.ops.extend(ops)
@@ -47,8 +50,14 @@ def seconds(seen: Observed, device: Device, recorded: bool = False) -> float:
     """Time of a step among many: the host issues ahead where it can, so the slower of host and device sets the pace.
 
     A step `recorded` as one graph is issued at once."""
-    issued = sum(count * device.get(host, 0.0 if host == "host.step" else device.get("host.launch")) for host, count in seen.issued.items())
-    return max(0.0 if recorded else issued, sum(device_seconds(device, op) for op in seen.ops))
+    return max(0.0 if recorded else host_seconds(seen, device), sum(device_seconds(device, op) for op in seen.ops))
+
+
+def host_seconds(seen: Observed, device: Device) -> float:
+    """What issuing costs: ops of torch by their kind where the host was timed so, else all kernels alike."""
+    by_kind = "host.op" in device.constants
+    kernels = sum(n * device.get(host, device.get("host.launch")) for host, n in seen.issued.items() if not (by_kind and host == "host.launch"))
+    return kernels + (issue.total(seen.dispatched, device.get) if by_kind else seen.dispatched["host.step"] * device.get("host.step", 0.0))
 
 
 def observe(make: Callable[[], Callable[[], Any]], warm: int = 1, host: str = "host.launch") -> Observed:
@@ -87,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self._gone: list[weakref.ref[Any]] = []  # appended to without a Python frame, which a step that is being traced would be seen to run
         self.known: dict[int, Any] = {}
         self.quiet = False
+        self._counting = issue.Counting(self.seen.dispatched)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,13 +111,16 @@ class Recorder(TorchDispatchMode):
         """Forget what was done; keep what is held, which is not what only waits to be collected."""
         gc.collect()
         self.seen = Observed(held=self.live, peak=self.live)
+        self._counting = issue.Counting(self.seen.dispatched)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self._result(func, args, kwargs or {})
         if self.quiet or TracingContext.try_get() is not None:
             return out
-        self.seen.note([*kernels(func, args, kwargs or {}, out), *_laid_out(_packet(func), args, out)], self.host)
-        self.seen.issued["host.step"] += _packet(func) in UPDATES
+        name = _packet(func)
+        self.seen.note([*kernels(func, args, kwargs or {}, out), *_laid_out(name, args, out)], self.host)
+        if self.host == "host.launch" or name in UPDATES:
+            self._counting.count(name, args)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.follow(tensor)
@@ -116,7 +129,7 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def _result(func: Any, args: Any, kwargs: Any) -> Any:
-        if _packet(func) in UPDATES:
+        if _packet(func) in UPDATES:  # hand nothing back; torch has no fake of those with tensor rates
             return None
         guess = GUESSES.get(_packet(func), _no_guess)(args)
         return func(*args, **kwargs) if guess is None else guess
@@ -177,18 +190,8 @@ GUESSES: dict[str, Callable[[Any], Any]] = {
     "nonzero": _all_true, "index": _all_taken, "_local_scalar_dense": _some_number, "equal": _they_are, "allclose": _they_are,
 }  # fmt: skip
 
-UPDATES = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")  # hand nothing back; torch has no fake of those with tensor rates
-
 
 # --- what a torch op is as a kernel
-
-VIEWS = {
-    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
-    "detach", "alias", "as_strided", "split", "split_with_sizes", "unbind", "chunk", "narrow", "empty", "empty_like",
-    "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_local_scalar_dense", "set_", "resize_", "diagonal",
-    "unfold", "view_as", "_reshape_alias", "is_same_size", "sym_size", "item", "expand_as",
-    "device", "_record_function_enter_new", "_record_function_exit",
-}  # fmt: skip
 
 
 def kernels(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:

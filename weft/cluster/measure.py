@@ -216,6 +216,12 @@ def launches(device: str) -> dict[str, float]:
     }  # fmt: skip
 
 
+def _host(device: str) -> dict[str, float]:
+    from weft.cluster import issue
+
+    return issue.costs(device)
+
+
 LAYERS, NARROW = 20, 32  # of a network so small that only launches count
 
 
@@ -317,6 +323,8 @@ def samples(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "products", lambda shape=shape: time_product(device, *shape)
     yield "memory", lambda: bandwidth(device)
     yield "launches", lambda: launches(device)
+    if device != "cpu":
+        yield "the host", lambda: _host(device)
     if device != "cpu":
         yield "passes", lambda: walks(device)
     dtype = "bf16" if device != "cpu" else "fp32"
