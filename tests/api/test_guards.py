@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import gc
 import math
 import random
@@ -118,6 +119,33 @@ def test_flags_strings_and_none_in_the_batch():
         ("square", True, batches()[1]),
     ]
     same(Net().double(), loss, [{"x": x, "how": h, "more": m, "mask": k} for x, (h, m, k) in zip(batches(), kinds, strict=True)])
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def test_arrays_lists_of_numbers_enums_and_slices_in_the_batch():
+    """What Python makes a tensor of is a constant of the program, which has other values at another call."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch["x"]) * torch.from_numpy(batch["array"]) * torch.tensor(batch["list"], dtype=torch.float64)
+        out = out if batch["colour"] is Colour.RED else out.abs()
+        return out[batch["part"]].square().mean()
+
+    draw = np.random.default_rng(0)
+    many = [
+        {"x": x, "array": draw.standard_normal((6, 1)), "list": [1.0, i, 0.5, -i], "colour": Colour(1 + i // 3), "part": slice(i // 4, 5)}
+        for i, x in enumerate(batches())
+    ]
+    many[1]["list"] = many[0]["list"]
+    same(Net().double(), loss, many)
+    array = many[0]["array"]
+    step = parallelize(model := Net().double(), loss, torch.optim.SGD(model.parameters(), lr=0.0), many[0])
+    before = step(many[0])
+    array *= 2  # a loader that fills one array again and again
+    torch.testing.assert_close(step(many[0]), 4 * before)
 
 
 def test_batches_of_other_shapes():
@@ -254,6 +282,21 @@ def test_parameters_frozen_and_thawed():
         model.a.requires_grad_(i % 3 != 0)
 
     same(Net().double(), mean, batches(7), change)
+
+
+def test_a_part_whose_flag_is_taken_away_for_one_loss():
+    """As a discriminator's is while the generator learns from it: gradients go through it, and to it from the other losses alone."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        fake = model.a(x)
+        judged = model.b(x).square().mean() + model.b(fake.detach()).exp().mean()
+        model.b.requires_grad_(False)
+        fooled = model.b(fake).tanh().mean()
+        for p in model.b.parameters():
+            p.requires_grad = True
+        return judged + fooled
+
+    same(Net().double(), loss, batches())
 
 
 def test_another_function():

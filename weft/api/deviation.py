@@ -91,6 +91,7 @@ def size(x: Tensor, least: float = 1e-30) -> float:
     """The largest value, by its absolute value; of those that are finite, where the tensor is to be measured by it."""
     if not x.numel():
         return 1.0
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     low, high = torch.aminmax(x)
     most = max(-float(low), float(high), key=lambda v: (v != v, v))
     if least and not math.isfinite(most):

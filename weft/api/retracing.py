@@ -12,13 +12,14 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft import interp
 from weft.api.data import Brought, Shape
 from weft.api.ranges import Range, Unexplained, changing, resized, sizes_of
 from weft.api.rank_sync import Together, one_process
@@ -191,6 +192,7 @@ class Forms:
                 peeked, reads = self._peek(example)
                 known = self._known(peeked, example)
                 if known is not None:  # numbers that no program reads
+                    _take_constants(known, peeked)
                     self._agree(peeked.program, reads, batch, known, step)
                     return reads, known
                 want = _filled_in(peeked.program, {})
@@ -255,7 +257,10 @@ class Forms:
                 found[:] = [None]
                 return True
             _require_same_state(step, captured)
-            form = self._known(captured, example) or self._ranged(captured, reads, example)
+            form = self._known(captured, example)
+            if form is not None:
+                _take_constants(form, captured)
+            form = form or self._ranged(captured, reads, example)
             found[:] = [form] if form is not None else []
             self._agree(captured.program, reads, batch, form, step)
             return bool(found)
@@ -449,6 +454,16 @@ class Forms:
 
 def _said(shapes: Mapping[str, Shape], step: Step) -> str:
     return ", ".join(f"{n.removeprefix('batch.')} {list(shapes[n])}" for n in step._batch_types if n in shapes)
+
+
+def _take_constants(form: Form, captured: Captured) -> None:
+    """Let a program run on the constants of a later trace, where numbers of Python's made others."""
+    own = form.attributes
+    held, compiled = own["_held_as"], own["compiled"]
+    moved = {n: x for n, x in captured.constants.items() if n in held and held[n].layout.present(compiled.coords) and not x.is_meta}
+    local = {n: interp.take_local(x, held[n].layout, compiled.coords).to(compiled.device).clone() for n, x in moved.items()}
+    own["_state"] = {**own["_state"], **local}
+    own["captured"] = replace(own["captured"], constants={**own["captured"].constants, **moved})
 
 
 def _captured(made: Any) -> Captured:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import weft
 from tests.frontend.capture.checks import same_as_torch, same_function
 from weft.core.errors import CaptureError
 from weft.frontend.capture import capture
@@ -73,3 +74,8 @@ def test_complex_at_the_border(make, words):
     with pytest.raises(CaptureError, match=words) as error:
         capture(make(), (X,))
     assert "view_as_real" in str(error.value)
+
+
+def test_a_step_with_a_complex_table_is_compared_with_torch():
+    model = Turned().double()
+    weft.parallelize(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1), X[:, :, :6])

@@ -79,7 +79,14 @@ def indexed(x, y):
     return z
 
 
-CASES = {f.__name__: f for f in (slice_assign, view_of_view, view_sees_base, filled, select_write)}
+def diagonals(x):
+    z, cube = x.sin(), torch.outer(x[0], x[1]).expand(4, 4, 4).contiguous()
+    z.fill_diagonal_(0.5)
+    cube.fill_diagonal_(2.0, wrap=True)
+    return z.t() @ z + (cube * cube.cos()).sum(0)
+
+
+CASES = {f.__name__: f for f in (diagonals, slice_assign, view_of_view, view_sees_base, filled, select_write)}
 TWO = {f.__name__: f for f in (chained, copied, out_argument, indexed)}
 
 
@@ -179,6 +186,17 @@ def test_a_write_into_a_repeated_view_is_refused_with_the_line():
     with pytest.raises(CaptureError, match="repeated view") as error:
         capture(Repeated(), (X,))
     assert "test_in_place.py, line" in str(error.value)
+
+
+def test_a_write_through_strides_is_refused():
+    class Strided(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y.as_strided((2, 2), (5, 1)).mul_(3.0)
+            return y
+
+    with pytest.raises(CaptureError, match="cannot write through this view"):
+        capture(Strided(), (X,))
 
 
 def test_detach_and_no_grad_stop_gradients():

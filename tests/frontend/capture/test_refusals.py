@@ -49,8 +49,13 @@ def count(x):
     return torch.nonzero(x).float()
 
 
+def outside(x):
+    return x * torch.from_numpy(x.detach().numpy() > 0)
+
+
 @pytest.mark.parametrize(("f", "line", "advice"), [
     (branch, "if x.sum() > 0:", "torch.where"), (number, "Python needs the number itself", "without .item() or float()"),
+    (outside, "x.detach().numpy()", "instead of numpy"),
     (grow, "return x[x > 0]", "mask"), (count, "torch.nonzero(x)", "one_hot and sum"),
 ])  # fmt: skip
 def test_control_flow_on_data(f, line, advice):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from weft.core.errors import CaptureError
 from weft.core.names import part
 
-_WHOLE = (Tensor, nn.Module, torch.Size, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_WHOLE = (Tensor, nn.Module, torch.Size, str, bytes, enum.Enum, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 def children(value: Any, objects: bool = True) -> list[tuple[Any, Any]] | None:

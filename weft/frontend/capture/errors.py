@@ -14,6 +14,7 @@ from weft.core.errors import CaptureError, WeftError
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_UNREADABLE = ("data is not allocated yet", ".numpy() is not supported for tensor subclasses")
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -54,12 +55,12 @@ def explained():
             **_shown(error),
         ) from error
     except RuntimeError as error:
-        if "data is not allocated yet" not in str(error):
+        if not any(words in str(error) for words in _UNREADABLE):
             raise
         raise CaptureError(
             "the model reads numbers from a tensor while it is traced",
             needed="sizes and settings that are Python numbers",
             found=str(error).split(". ")[0],
-            try_="give them as a list of numbers instead of a tensor",
+            try_=("give them as a list of numbers instead of a tensor", "compute with torch instead of numpy, or outside of the step"),
             **_shown(error),
         ) from error

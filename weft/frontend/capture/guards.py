@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import random
 import sys
 import sysconfig
@@ -490,8 +491,12 @@ def _hooks(t: Tensor) -> int:
 
 
 def _plain_leaves(batch: Any) -> dict[str, Any]:
-    """All of a batch but its tensors, of which the place alone is read."""
-    return {n: Tensor if isinstance(x, Tensor) else x for n, x in leaves("batch", batch)}
+    """All of a batch but its tensors, of which the place alone is read; arrays by what is in them."""
+    return {n: Tensor if isinstance(x, Tensor) else _contents(x) if isinstance(x, np.ndarray) else x for n, x in leaves("batch", batch)}
+
+
+def _contents(x: np.ndarray) -> str:
+    return f"array of {x.dtype}{list(x.shape)}: {hashlib.sha256(x.tobytes()).hexdigest()}" if x.dtype != object else repr(x)
 
 
 @functools.cache

@@ -244,6 +244,8 @@ class Below(TorchDispatchMode):
             return self._view(func, out, args, kwargs)
         if func in ATEN_ON_TENSORS:
             self._bind(func, out, ATEN_ON_TENSORS[func](self.recorder, *args, **kwargs))
+            if func is torch.ops.aten.as_strided.default:  # it shares memory, and there are no steps to write through it by
+                setattr(out, TAG, Ref(self.recorder.ref(args[0]).cell, None, self.recorder.ref(out).read()))
             return out
         if func._schema.is_mutable:
             return self._write(func, out, args, kwargs)

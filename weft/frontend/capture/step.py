@@ -453,11 +453,15 @@ def _grad(r: Recorder, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: 
 
 @function(Tensor.requires_grad_, tensors=True)
 def _require_grad(r: Recorder, tensor: Tensor, requires_grad: bool = True) -> Tensor:
-    """From here on it is a leaf that gradients are asked of: others that have its values, as what it was detached from has, are not it."""
+    """From here on it is a leaf that gradients are asked of: others that have its values, as what it was detached from has, are not it.
+    A parameter whose flag is taken away is a constant until it has it again."""
     if r.joint or not hasattr(tensor, TAG):
         with torch._C.DisableTorchFunction():
             return tensor.requires_grad_(requires_grad)
-    if requires_grad and not r.moves(r.node(tensor)):
+    ref = r.ref(tensor)
+    if ref.read().op.name == "input" and r.moves(ref.read()):
+        ref.stopped = not requires_grad
+    elif requires_grad and not r.moves(r.node(tensor)):
         r.make_leaf(tensor)
     return tensor
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from weft.core.node import Node
+from weft.core.errors import CaptureError
+from weft.core.node import Node, user_line
 from weft.frontend.capture.aten.pointwise import as_node
 from weft.frontend.capture.constants import counting
 from weft.frontend.capture.modes import aten, function, to_dtype
@@ -26,6 +27,20 @@ def _wrapped(index: Node, size: int) -> Node:
     if source.op.name in ("arange", "argmax", "topk", "sort"):
         return index
     return w.where(w.lt(index, 0), w.add(index, size), index)
+
+
+@function(torch.Tensor.fill_diagonal_, tensors=True)
+def _fill_diagonal(r: Recorder, x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
+    """Torch writes through strides; the diagonal of all dims is that of pairs, one after another."""
+    if wrap and x.ndim == 2 and x.shape[0] > x.shape[1] + 1:
+        raise CaptureError(
+            "fill_diagonal_ goes round in a tall matrix", needed="wrap=False", found=f"wrap=True of {tuple(x.shape)}", where=user_line()
+        )
+    place = x
+    for _ in range(x.ndim - 1):
+        place = place.diagonal()
+    place.fill_(value)
+    return x
 
 
 @function(F.embedding)
