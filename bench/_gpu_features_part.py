@@ -21,9 +21,9 @@ from bench._gpu_rank import timed_row
 from bench._gpu_time import in_turn, kernels_of
 from bench._gpu_train_model import when_told
 
-LAYERS = int(os.environ.get("WEFT_BENCH_LAYERS", "0"))
-WIDE = {"num_hidden_layers": LAYERS or 22, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
-SMALL = {"num_hidden_layers": LAYERS or 12, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 12}
+FEWER = dict(one.split("=") for one in os.environ.get("WEFT_BENCH_LAYERS", "").split(",") if one)  # fp8=8,offload=8
+WIDE = {"num_hidden_layers": 22, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
+SMALL = {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 12}
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 BEGAN = time.time()
 MEAN = 1024  # tokens of a document
@@ -87,6 +87,10 @@ class Llama:
         return {k: v.to(self.device) for k, v in batch.items()}
 
 
+def layers(part: str, sizes: dict[str, int]) -> dict[str, int]:
+    return sizes | ({"num_hidden_layers": int(FEWER[part])} if part in FEWER else {})
+
+
 def apart(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
@@ -103,7 +107,7 @@ def language(llama: Llama, seed: int) -> dict[str, Tensor]:
 
 def fp8(device: str) -> Started:
     """Losses of a hundred steps, each on a batch of its own, by either."""
-    llama = Llama(WIDE, 4, 2048, device)
+    llama = Llama(layers("fp8", WIDE), 4, 2048, device)
     batches = [llama.there(language(llama, i)) for i in range(100 if llama.cuda else 4)]
     ways, losses, how = {}, {}, {}
     for name, precision in (("bf16", torch.bfloat16), ("weft", "fp8")):
@@ -122,7 +126,7 @@ def fp8(device: str) -> Started:
 def documents(device: str) -> Started:
     """Documents of random lengths end to end, by position ids, as transformers reads them; beside it the same tokens as one document, and torch
     with the documents written out as a mask. A model of 125M parameters, with which others have measured documents."""
-    llama = Llama(SMALL, 2, 8192, device)
+    llama = Llama(layers("documents", SMALL), 2, 8192, device)
     packed = []
     for i in range(2):
         tokens = llama.tokens(i)
@@ -149,7 +153,7 @@ def documents(device: str) -> Started:
         for _ in range(4):
             way()
     said = {"correct": f"losses of two steps equal eager's with a mask to {off:.1e}", "how": step.compiled.how, "first_step_s": llama.seconds}
-    return ways, {**said, "tokens": llama.batch * llama.seq, "attention": attention_alone(device)}
+    return ways, {**said, "tokens": llama.batch * llama.seq}
 
 
 def seen(position_ids: Tensor) -> Tensor:
@@ -197,8 +201,7 @@ def _off(library_kernels: Any, d: int, g: int, r: int, order: str) -> list[float
 
 def offload(device: str) -> Started:
     """The inputs of recomputed blocks kept by the host: the losses of recompute, and peak bytes of either."""
-    sizes = {**WIDE, "num_hidden_layers": LAYERS or 12}
-    llama = Llama(sizes, 4, 2048, device)
+    llama = Llama(layers("offload", {**WIDE, "num_hidden_layers": 12}), 4, 2048, device)
     batch = llama.there(llama.tokens(0))
     ways, losses, how, peak = {}, {}, {}, {}
     for name, plan in (("recompute", "recompute"), ("weft", "recompute,offload")):
@@ -230,6 +233,7 @@ def main() -> None:
         if device == "cpu":
             return {"case": part, "ways": [way().item() for way in ways.values()]}
         row = timed_row(part, in_turn(ways, int(rounds)))
+        row |= {"attention": attention_alone(device)} if part == "documents" else {}
         return {**row, "kernels_us": {k: [list(x) for x in kernels_of(ways[k])[:25]] for k in ways if not k.startswith("compile")}}
 
     when_told(part, Path(folder), lambda: PARTS[part](device), time_it)

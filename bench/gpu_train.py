@@ -52,7 +52,8 @@ class Model:
         self.name = name
         self.log, self.ready, self.go, self.out = (folder / f"{name}.{end}" for end in ("log", "ready", "go", "json"))
         command = [sys.executable, "-m", module, name, precision, str(rounds), str(folder)]
-        env = {**os.environ, "PYTHONPATH": str(_gpu.ROOT), "OMP_NUM_THREADS": "2"}
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"{name}.cache")}  # no other's code is found there
+        env = {**os.environ, **caches, "PYTHONPATH": str(_gpu.ROOT), "OMP_NUM_THREADS": "2"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 

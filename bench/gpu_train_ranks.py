@@ -160,7 +160,7 @@ class Planned:
 
     @property
     def how(self) -> str:
-        return self.step.compiled.how
+        return getattr(getattr(self.step, "compiled", None), "how", "a pipeline")
 
 
 def ddp(race: Race, compiled: bool = False) -> Step:

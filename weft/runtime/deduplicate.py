@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_flatten
 
+from weft.runtime import materialize
 from weft.runtime.custom_ops import define
 
 aten = torch.ops.aten
@@ -87,10 +88,11 @@ def as_pass(traced: Graph) -> Any:
     class OnceEach(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
             once_each(graph)
+            materialize.shared(graph)
 
         def uuid(self) -> Any:
             """What compiled code is kept under, next to the graph's own: to be changed with the pass."""
-            return f"weft once each 4 {marks}"
+            return f"weft once each 5 {marks}"
 
     return OnceEach()
 

@@ -23,6 +23,7 @@ WARM_UP = 3  # calls before one is recorded
 WIRES = ("_c10d_functional.", "weft.")  # collectives
 AS_TRACED = {"layout_optimization": False}  # it would turn the images of the forward pass only, which the backward pass reads as traced
 IN_ORDER = {"reorder_for_peak_memory": False}  # they stay in the program's order, which is that of every rank
+AS_WRITTEN = {"reorder_for_locality": False}  # it would put off all weight gradients, which nothing reads but the update, to the end of the step
 
 
 def warm_up(device: torch.device) -> None:
@@ -210,7 +211,7 @@ def _goes_back_over_images(graph: GraphModule) -> bool:
 
 def _options(graph: GraphModule) -> dict[str, Any]:
     """What Inductor should do otherwise than it does with a graph that it takes for inference alone."""
-    options: dict[str, Any] = {"post_grad_custom_pre_pass": deduplicate.as_pass(graph.graph)}
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": deduplicate.as_pass(graph.graph), **AS_WRITTEN}
     if any(str(n.target).startswith(WIRES) for n in graph.graph.nodes):
         options |= IN_ORDER
     if _goes_back_over_images(graph):
