@@ -20,7 +20,7 @@ def trace(me: Rank, x: Tensor, w: Tensor, way: Any) -> None:
 
     from weft.nn import over_peers
 
-    replay = me.recorded(lambda: over_peers.gather_product(x, w, None, way, False))
+    replay = me.recorded(lambda: over_peers.gather_matmul(x, w, None, way, False))
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         me.sync()
         for _ in range(5):
@@ -29,7 +29,7 @@ def trace(me: Rank, x: Tensor, w: Tensor, way: Any) -> None:
     spans = device_spans(seen)
     moved = sum(b - a for a, b in spans["move"])
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans["move"] for c, d in joined(spans["gemm"]))
-    me.say(case="trace of gather_product", way=str(way), moves=len(spans["move"]), gemms=len(spans["gemm"]), moved_us=round(moved),
+    me.say(case="trace of gather_matmul", way=str(way), moves=len(spans["move"]), gemms=len(spans["gemm"]), moved_us=round(moved),
            while_a_product_ran_us=round(both), hidden=round(both / moved, 3) if moved else None,
            products_that_carry_us=[round(b - a) for a, b in spans["carry"]])  # fmt: skip
     if me.rank == 0 and os.environ.get("OUT"):
@@ -69,7 +69,7 @@ def cost_of_carrying(me: Rank, x: Tensor, w: Tensor, way: Any) -> None:
     shards, gathered = space.rows(*x.shape, x.dtype), torch.empty(me.world, *x.shape, dtype=x.dtype, device=x.device)
 
     def carrying() -> None:
-        over_peers.gather_product(x, w, None, way, False)
+        over_peers.gather_matmul(x, w, None, way, False)
 
     def bare() -> None:
         gemm_copy.multiply = lambda a, b, out, source, target, blocks: multiply(a, b, out, line[0], line[1], blocks)

@@ -15,7 +15,7 @@ from torch import nn
 
 import weft_zoo as zoo
 from weft.api import auto
-from weft.api.check_step import Case, judge
+from weft.api.check_step import Case, check_against_torch
 from weft.api.eager import How
 from weft.api.safety import verified
 from weft.core.errors import WeftError
@@ -23,7 +23,7 @@ from weft.core.node import Attrs, Node, Op, make
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.joint import substituted
-from weft.ops.fill import cuts_of, full
+from weft.ops.fill import full, shardings_of
 from weft.ops.pointwise import add, mul
 from weft.plan.pins import parse_pin
 from weft.plan.spec import Spec
@@ -62,7 +62,7 @@ class PlanFault:
 
     def _by_torch(self, planted: bool) -> None:
         w = _captured(self.model, self.settings)
-        judge(_edited(w.captured, self.edit) if planted else w.captured, w.case, w.example)
+        check_against_torch(_edited(w.captured, self.edit) if planted else w.captured, w.case, w.example)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _captured(model: str, settings: tuple[tuple[str, Any], ...]) -> Work:
 
 @functools.cache
 def _placed(model: str, plan: str, pins: tuple[str, ...], settings: tuple[tuple[str, Any], ...]) -> Program:
-    return auto.prepare(_captured(model, settings).captured, Spec.parse(plan), auto.Wish(tuple(map(parse_pin, pins)), False, 0.0))
+    return auto.prepare(_captured(model, settings).captured, Spec.parse(plan), auto.PlanRequest(tuple(map(parse_pin, pins)), False, 0.0))
 
 
 def _edited(captured: Captured, edit: Edit) -> Captured:
@@ -272,7 +272,7 @@ def _stale(p: Program) -> tuple[Node, Node]:
 def _unweighted(p: Program) -> tuple[Node, Node]:
     """Every expert that was picked counts alike."""
     weights = next(n for n in p.nodes if n.op.name == "experts").args[2]
-    return weights, full(weights.shape, 1.0, weights.mesh, weights.dtype, cuts_of(weights))
+    return weights, full(weights.shape, 1.0, weights.mesh, weights.dtype, shardings_of(weights))
 
 
 def _averaged(p: Program) -> tuple[Node, Node]:

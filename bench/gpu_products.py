@@ -27,13 +27,13 @@ from bench import _gpu
 from bench._gpu_rank import Call, Rank, rounded, timed_row
 
 STAGES = {"sums": _gpu.Stage("sums", limit=150), "gather": _gpu.Stage("gather", limit=150)}
-SUMS = ("product_reduce_scatter", "product_all_reduce")
+SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 SHAPES = [(512, 4096, 14336), (2048, 8192, 8192), (8192, 8192, 8192), (8192, 4096, 28672)]  # M, N, K of all ranks together
 AWKWARD = ((136, 264, 72), (128, 8, 64), (512, 8, 8), (64, 1032, 1000), (1000, 520, 4104))
 FEW: dict[str, list[tuple[Any, ...]]] = {
-    "gather_product": [("peers", 1, 16, "product"), ("peers", 1), ("peers", 2), ("peers", 2, 8, "mover"), ("peers", 2, 8, "flow", 1.0, False, 2)],
-    "product_reduce_scatter": [("peers", 1, 128), ("peers", 2, 128), ("peers", 4, 128)],
-    "product_all_reduce": [("peers", 1, 32), ("peers", 2, 32)],
+    "gather_matmul": [("peers", 1, 16, "product"), ("peers", 1), ("peers", 2), ("peers", 2, 8, "mover"), ("peers", 2, 8, "flow", 1.0, False, 2)],
+    "matmul_reduce_scatter": [("peers", 1, 128), ("peers", 2, 128), ("peers", 4, 128)],
+    "matmul_all_reduce": [("peers", 1, 32), ("peers", 2, 32)],
 }
 CLOSE = 0.02  # relative to the largest result
 Shape = tuple[int, int, int]
@@ -67,9 +67,9 @@ def gather(me: Rank, shapes: list[list[int]], few: bool) -> None:
         check_carrying(me)
     for m, n, k in reversed(shapes):
         shape = m, n, k
-        way = me.tried(f"gather_product {shape}", lambda shape=shape: fastest(me, "gather_product", shape, few))
+        way = me.tried(f"gather_matmul {shape}", lambda shape=shape: fastest(me, "gather_matmul", shape, few))
         if shape == SHAPES[-1] and way is not None and not few:
-            x, w = Case(me, "gather_product", shape).operands
+            x, w = Case(me, "gather_matmul", shape).operands
             _gpu_overlap.trace(me, x, w, way)
             if way.by == "product":
                 _gpu_overlap.cost_of_carrying(me, x, w, way)
@@ -83,7 +83,7 @@ class Case:
     """An op and this rank's operands, x [rows, k] and w [n, k]; all ranks' operands can be made anywhere, from their seeds."""
 
     def __init__(self, me: Rank, op: str, shape: Shape) -> None:
-        self.me, self.op, self.shape, self.gathers = me, op, shape, op == "gather_product"
+        self.me, self.op, self.shape, self.gathers = me, op, shape, op == "gather_matmul"
         x, w = self.made_by(me.rank)
         if self.gathers:  # the rows are in symmetric memory to begin with, for the plain way too
             x = self.space.rows(*x.shape, x.dtype)[me.rank].copy_(x)
@@ -116,7 +116,7 @@ class Case:
     def error(self, got: Any) -> float:
         """The largest relative error over all ranks, of 32 rows each, against float32 products of every rank's operands."""
         me, w, m = self.me, self.operands[1], self.shape[0]
-        scattered = self.op == "product_reduce_scatter"
+        scattered = self.op == "matmul_reduce_scatter"
         first, count = (me.rank * m // me.world, m // me.world) if scattered else (0, m)
         rows = torch.arange(0, count, max(1, count // 32), device=me.device)
         parts = [self.made_by(r) for r in range(me.world)]
@@ -129,9 +129,9 @@ class Case:
 
 def fastest(me: Rank, op: str, shape: Shape, few: bool) -> Any:
     """The fastest of the candidates. Those on one line come first; the best of them is timed again beside those on two."""
-    from weft.nn.strategies import Way, candidates
+    from weft.nn.strategies import Strategy, candidates
 
-    some = [Way(*how) for how in FEW[op]] if few else candidates(op)
+    some = [Strategy(*how) for how in FEW[op]] if few else candidates(op)
     case, best, tried = Case(me, op, shape), list[Any](), dict[str, float]()
     for lines in (1, 2):
         ways = [way for way in some if way.lines == lines]
@@ -182,8 +182,8 @@ def torch_fused(case: Case, way: Any) -> tuple[dict[str, float], dict[str, float
     assert dist.group.WORLD is not None
     (x, w), group, ops = case.operands, dist.group.WORLD.group_name, torch.ops.symm_mem
     calls: dict[str, Callable[[], Any]] = {
-        "product_reduce_scatter": lambda: ops.fused_matmul_reduce_scatter(x, w.T, "sum", 0, group),
-        "gather_product": lambda: ops.fused_all_gather_matmul(x, [w.T], 0, group),
+        "matmul_reduce_scatter": lambda: ops.fused_matmul_reduce_scatter(x, w.T, "sum", 0, group),
+        "gather_matmul": lambda: ops.fused_all_gather_matmul(x, [w.T], 0, group),
     }
     call = calls.get(case.op)
     if call is None or case.me.tried(f"torch's {case.op}", call) is None:
@@ -196,14 +196,14 @@ def torch_fused(case: Case, way: Any) -> tuple[dict[str, float], dict[str, float
 def check_carrying(me: Rank) -> None:
     """Products that carry, at sizes of which no tile, stage or piece is a divisor: every row arrives, every product is right."""
     from weft.nn import over_peers
-    from weft.nn.strategies import Way
+    from weft.nn.strategies import Strategy
 
     for m, n, k in AWKWARD:
         gen = torch.Generator(me.device).manual_seed(m)
         whole = torch.randn(me.world, m, k, generator=gen, device=me.device, dtype=torch.bfloat16)
         w = torch.randn(n, k, generator=gen, device=me.device, dtype=torch.bfloat16)
         for _ in range(2):  # the second time on memory that was used before
-            got, kept = over_peers.gather_product(whole[me.rank].clone(), w, None, Way("peers", by="product"))
+            got, kept = over_peers.gather_matmul(whole[me.rank].clone(), w, None, Strategy("peers", by="product"))
         want = whole.flatten(0, 1).float() @ w.float().T
         error = me.worst(((got.float() - want).abs().max() / want.abs().max()).item())
         arrived = all(me.all(torch.equal(kept, whole.flatten(0, 1))))

@@ -55,22 +55,22 @@ def measure(rank: int, world: int, link: str, size: int, rounds: int) -> dict[st
     import torch
     import torch.distributed as dist
 
-    from weft.nn.functional import product_all_reduce
+    from weft.nn.functional import matmul_all_reduce
     from weft.nn.over_group import packed_product
-    from weft.nn.strategies import Way
-    from weft.tune import tune_product
+    from weft.nn.strategies import Strategy
+    from weft.tune import tune_matmul
 
     torch.manual_seed(rank)
     x, w = torch.randn(size, size) / size**0.5, torch.randn(size, size)
     y = torch.empty(size, size)
-    ways = [Way(), *(Way("group", c, taper=t, packed=packed) for c, t in CUTS for packed in (False, True))]
+    ways = [Strategy(), *(Strategy("group", c, taper=t, packed=packed) for c, t in CUTS for packed in (False, True))]
     error = check(x, w, ways)
     calls = {
         "gemm": lambda: torch.mm(x, w.T, out=y),
         "packed gemm": lambda: packed_product(w, size)(x, y),
         "all_reduce": lambda: dist.all_reduce(y),
     }
-    calls |= {str(way): (lambda way=way: product_all_reduce(x, w, None, way)) for way in ways}
+    calls |= {str(way): (lambda way=way: matmul_all_reduce(x, w, None, way)) for way in ways}
     took: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -79,8 +79,8 @@ def measure(rank: int, world: int, link: str, size: int, rounds: int) -> dict[st
             call()
             took[name].append(time.perf_counter() - start)
     ms = {name: 1e3 * worst(statistics.median(seconds)) for name, seconds in took.items()}
-    chosen, tuned = tune_product(lambda way: product_all_reduce(x, w, None, way), ways, ["bench", link, str(size)], again=True)
-    torchs, packed, reduce_, plain = ms.pop("gemm"), ms.pop("packed gemm"), ms.pop("all_reduce"), ms[str(Way())]
+    chosen, tuned = tune_matmul(lambda way: matmul_all_reduce(x, w, None, way), ways, ["bench", link, str(size)], again=True)
+    torchs, packed, reduce_, plain = ms.pop("gemm"), ms.pop("packed gemm"), ms.pop("all_reduce"), ms[str(Strategy())]
     picked, gemm = ms[str(chosen)], min(torchs, packed)  # what is hidden is told beside the faster product, whichever the choice uses
     return {
         "case": f"gemm+all_reduce {size} {link}", "weft_ms": picked, "peers_ms": {"plain": plain}, "ratios": {"plain": plain / picked},
@@ -92,10 +92,10 @@ def measure(rank: int, world: int, link: str, size: int, rounds: int) -> dict[st
 
 def check(x: Any, w: Any, ways: list[Any]) -> float:
     """Every way gives what the plain one gives."""
-    from weft.nn.functional import product_all_reduce
+    from weft.nn.functional import matmul_all_reduce
 
-    plain = product_all_reduce(x, w, None, ways[0])
-    error = max(((product_all_reduce(x, w, None, way) - plain).abs().max() / plain.abs().max()).item() for way in ways[1:])
+    plain = matmul_all_reduce(x, w, None, ways[0])
+    error = max(((matmul_all_reduce(x, w, None, way) - plain).abs().max() / plain.abs().max()).item() for way in ways[1:])
     error = worst(error)
     assert error < 1e-5, f"ways differ by {error}"
     return error

@@ -12,19 +12,19 @@ from torch import nn
 import weft.nn as wn
 from tests.ranks import run_ranks
 from weft.core.errors import TypeMismatch
-from weft.runtime.pipeline import Chunks, in_turn
+from weft.runtime.pipeline import Chunks, run_staggered
 
 WAYS = [
-    wn.Way(),
-    wn.Way("group", 2),
-    wn.Way("group", 4),
-    wn.Way("group", 4, taper=0.5),
-    wn.Way("peers"),
-    wn.Way("peers", 4),
-    wn.Way("peers", 2, 2, "kernel"),
-    wn.Way("peers", 1, 2, "mover"),
-    wn.Way("peers", 2, 2, "flow", lines=2),
-    wn.Way("peers", 2, by="product"),
+    wn.Strategy(),
+    wn.Strategy("group", 2),
+    wn.Strategy("group", 4),
+    wn.Strategy("group", 4, taper=0.5),
+    wn.Strategy("peers"),
+    wn.Strategy("peers", 4),
+    wn.Strategy("peers", 2, 2, "kernel"),
+    wn.Strategy("peers", 1, 2, "mover"),
+    wn.Strategy("peers", 2, 2, "flow", lines=2),
+    wn.Strategy("peers", 2, by="product"),
 ]
 
 
@@ -81,8 +81,8 @@ def test_rows_that_cannot_be_cut_are_refused_or_run_plainly(tmp_path: Path) -> N
             wn.LinearReduceScatter(5, 4)
         x = torch.randn(6, 6)
         plain = wn.linear_all_reduce(x, w)
-        torch.testing.assert_close(wn.linear_all_reduce(x, w, way=wn.Way("group", 4)), plain)
-        packed = wn.Way("group", 4, taper=0.7, packed=True)
+        torch.testing.assert_close(wn.linear_all_reduce(x, w, way=wn.Strategy("group", 4)), plain)
+        packed = wn.Strategy("group", 4, taper=0.7, packed=True)
         assert str(packed) == "group, 4 chunks, each 0.7 of the last, packed"
         for dtype in (torch.float32, torch.float64):  # the second has no such product, and takes torch's own
             torch.testing.assert_close(wn.linear_all_reduce(x.to(dtype), w.to(dtype), way=packed), plain.to(dtype), rtol=1e-5, atol=1e-5)
@@ -111,7 +111,7 @@ def test_chunks_run_in_turn() -> None:
         said.append(f"take {k}")
         return k
 
-    assert in_turn([work(k) for k in range(3)]) == [0, 1, 2]
+    assert run_staggered([work(k) for k in range(3)]) == [0, 1, 2]
     assert said == ["compute 0", "compute 1", "take 0", "compute 2", "take 1", "take 2"]
 
 
@@ -119,9 +119,9 @@ def test_the_choice_for_a_shape_is_used(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         from weft.nn.strategies import choose, key_of
 
-        key = key_of("product_all_reduce", 8, 4, 6, torch.float32, None)
-        assert choose(key) == wn.Way()
-        wn.set_way(key, wn.Way("group", 2))
+        key = key_of("matmul_all_reduce", 8, 4, 6, torch.float32, None)
+        assert choose(key) == wn.Strategy()
+        wn.set_strategy(key, wn.Strategy("group", 2))
         x, w = torch.randn(8, 6), torch.randn(4, 6)
         got = wn.linear_all_reduce(x, w)
         want = x @ w.T
@@ -146,7 +146,7 @@ def test_chunks_taper_and_none_is_empty():
 def test_odd_columns_are_padded_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of results begin on 16 bytes; what comes back has the columns that were asked for."""
     from weft.nn import over_peers
-    from weft.nn.strategies import Way
+    from weft.nn.strategies import Strategy
 
     monkeypatch.setattr(over_peers, "_pays", lambda space: True)
 
@@ -156,10 +156,10 @@ def test_odd_columns_are_padded_where_it_pays(tmp_path: Path, monkeypatch: pytes
         assert over_peers._aligned(ws[0], over_peers.space_of(None, torch.device("cpu"))).shape == (8, 6)
         want = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
         for chunks in (1, 2):
-            way = Way("peers", chunks=chunks)
-            torch.testing.assert_close(over_peers.product_all_reduce(xs[rank], ws[rank], None, way), want)
-            torch.testing.assert_close(over_peers.product_reduce_scatter(xs[rank], ws[rank], None, way), want[4 * rank : 4 * rank + 4])
-            got, rows = over_peers.gather_product(xs[rank], ws[rank], None, way)
+            way = Strategy("peers", chunks=chunks)
+            torch.testing.assert_close(over_peers.matmul_all_reduce(xs[rank], ws[rank], None, way), want)
+            torch.testing.assert_close(over_peers.matmul_reduce_scatter(xs[rank], ws[rank], None, way), want[4 * rank : 4 * rank + 4])
+            got, rows = over_peers.gather_matmul(xs[rank], ws[rank], None, way)
             torch.testing.assert_close(got, xs.flatten(0, 1) @ ws[rank].T)
             torch.testing.assert_close(rows, xs.flatten(0, 1))
             assert got.is_contiguous()

@@ -117,21 +117,21 @@ def test_a_program_is_tuned_on_its_ranks_and_all_choose_alike(own_cache: Path, t
 def test_a_product_is_tuned_and_ways_that_cannot_work_are_left_out(own_cache: Path, tmp_path: Path) -> None:
     def job(rank: int) -> str:
         from weft.core.errors import RuntimeFault
-        from weft.nn.functional import product_all_reduce
-        from weft.nn.strategies import Way
-        from weft.tune import tune_product
+        from weft.nn.functional import matmul_all_reduce
+        from weft.nn.strategies import Strategy
+        from weft.tune import tune_matmul
 
         x, w = torch.randn(32, 16), torch.randn(8, 16)
 
-        def run(way: Way) -> object:
+        def run(way: Strategy) -> object:
             if way.over == "nowhere":
                 raise RuntimeFault("no such memory")
-            return product_all_reduce(x, w, None, way)
+            return matmul_all_reduce(x, w, None, way)
 
-        ways = [Way(), Way("group", 2), Way("nowhere")]
-        way, found = tune_product(run, ways, ["test"])
-        assert str(Way("nowhere")) not in found.times
-        assert str(Way()) in found.times
+        ways = [Strategy(), Strategy("group", 2), Strategy("nowhere")]
+        way, found = tune_matmul(run, ways, ["test"])
+        assert str(Strategy("nowhere")) not in found.times
+        assert str(Strategy()) in found.times
         return str(way)
 
     said = run_ranks(2, job, tmp_path)

@@ -13,7 +13,7 @@ from weft.core.errors import NotDifferentiable, TypeMismatch, UnknownName
 from weft.core.layout import Layout, O, P, Placement, R, Replicated
 from weft.core.node import Node, Type, constant, make, toposort
 from weft.core.program import Program, new_program
-from weft.ops.comm import is_comm, reshard, settle
+from weft.ops.comm import all_reduce_partials, is_comm, reshard
 from weft.ops.pointwise import add
 from weft.ops.registry import Kind
 from weft.ops.shape import expand_like
@@ -81,7 +81,7 @@ def _finish(ct: Node | None, arg: Node, reduce: bool) -> Node:
     if ct is None:
         ct = expand_like(constant(0.0, arg.dtype, arg.mesh), arg)
     if reduce:
-        ct = settle(ct) if any(isinstance(p, P) for _, p in arg.layout.held) else reshard(ct, arg.layout)
+        ct = all_reduce_partials(ct) if any(isinstance(p, P) for _, p in arg.layout.held) else reshard(ct, arg.layout)
     return ct
 
 
@@ -214,7 +214,7 @@ def _pull(node: Node, cts: list[Node | None]) -> Sequence[Node | None]:
     except TypeMismatch:
         if all(ct is None or not any(isinstance(p, P) for _, p in ct.layout.held) for ct in full):
             raise
-        return node.op.vjp(node, *[settle(ct) if ct is not None else None for ct in full])  # type: ignore[no-any-return]
+        return node.op.vjp(node, *[all_reduce_partials(ct) if ct is not None else None for ct in full])  # type: ignore[no-any-return]
 
 
 def _with_extremes_done(node: Node) -> Node:
@@ -222,7 +222,7 @@ def _with_extremes_done(node: Node) -> Node:
     pending = [len(a.types) == 1 and any(isinstance(p, P) and p.op != "sum" for _, p in a.layout.held) for a in node.args]
     if is_comm(node) or not any(pending):
         return node
-    return make(node.op, tuple(settle(a) if wait else a for a, wait in zip(node.args, pending, strict=True)), dict(node.attrs))
+    return make(node.op, tuple(all_reduce_partials(a) if wait else a for a, wait in zip(node.args, pending, strict=True)), dict(node.attrs))
 
 
 def _or_zero(ct: Node | None, type_: Type) -> Node | None:

@@ -28,16 +28,16 @@ from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
-from weft.transform.balanced_samples import dealt
+from weft.transform.balanced_samples import balance_samples
 from weft.transform.chunks import in_chunks, sent_alone
-from weft.transform.gathers import gathered_again
+from weft.transform.gathers import gather_for_backward
 from weft.transform.low import heads, low_precision
 from weft.transform.noise import measured
 from weft.transform.pipeline import PlacedPipeline, place_pipeline
 from weft.transform.recompute import recomputed, recomputed_stage, regions_of
 from weft.transform.ring import ring
 from weft.transform.skip_nan import guarded
-from weft.transform.stage_contents import FoundPieces
+from weft.transform.stage_contents import FoundStages
 from weft.transform.updates import BUCKET, bucketed, fused_update
 
 HOST = torch.device("cpu")
@@ -50,7 +50,7 @@ class Follows(Protocol):
     def program(self) -> Program | None: ...
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
     def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
-    def found(self, captured: Captured) -> FoundPieces: ...
+    def found(self, captured: Captured) -> FoundStages: ...
     def again(self, captured: Captured) -> Captured: ...
     def held(self, captured: Captured, spec: Spec) -> Mapping[str, Placements]: ...
     def placed(self, captured: Captured, pins: Sequence[Pin]) -> Program | None: ...
@@ -75,7 +75,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Laid:
+class PlacedStages:
     """The stages on the mesh and as they were split, and how inputs are laid out."""
 
     line: PlacedPipeline
@@ -103,7 +103,7 @@ class Draft:
     source: Captured | None = None  # the step that is placed, which the placed program is checked against
     moves: tuple[str, ...] = ()  # of rules, in words
     stages: Stages | None = None
-    laid: Laid | None = None
+    laid: PlacedStages | None = None
     program: Program | None = None
     trail: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # passes, and nodes before and after each
 
@@ -116,7 +116,7 @@ class Draft:
     def nodes(self) -> int:
         if self.laid is not None:
             line = self.laid.line
-            return sum(len(p.nodes) for s in line.stages for p in s.turns) + len(line.update.nodes)
+            return sum(len(p.nodes) for s in line.stages for p in s.phases) + len(line.update.nodes)
         if self.stages is not None:
             return sum(len(s.step.nodes) for s in self.stages.run)
         program = self.program or (self.captured.program if self.captured is not None else None)
@@ -166,29 +166,29 @@ def _stages(d: Draft) -> Draft:
     pinned = _pinned(d)
     exact = {n: p for n, p in d.plan.held(d.step, d.spec).items() if n not in pinned} if d.plan is not None else {}
     found = d.plan.found(d.step) if d.plan is not None else None
-    return replace(d, stages=cut(d.step, d.spec, pinned, exact, found))
+    return replace(d, stages=split_stages(d.step, d.spec, pinned, exact, found))
 
 
-def cut(
-    captured: Captured, spec: Spec, pinned: Mapping[str, Placements], exact: Mapping[str, Placements] | None = None, found: FoundPieces | None = None
+def split_stages(
+    captured: Captured, spec: Spec, pinned: Mapping[str, Placements], exact: Mapping[str, Placements] | None = None, found: FoundStages | None = None
 ) -> Stages:
     """The captured step of one micro-batch in the stages of a spec. State of `pinned` parameters follows them; `exact` inputs are laid out as given;
     where the stages are split and what is recomputed is as `found`, or for balance and as the spec's words say."""
     held, options = input_layouts(captured.program, spec, captured.states, pinned)
-    found = found or FoundPieces()
+    found = found or FoundStages()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
     cuts = found.cuts if known else chosen_cuts(captured, spec.virtual_stages)
     whole = spec.offloads == "all"
-    regions = regions_of(captured, "full" if whole else spec.recompute) if found.again is None or whole else found.again
+    regions = regions_of(captured, "full" if whole else spec.recompute) if found.recomputed is None or whole else found.recomputed
     stages = numbered(split(captured, spec.virtual_stages, cuts, regions), spec.pipeline.places(spec.pp, spec.chunks))
     run = tuple(recomputed_stage(s, spec.pipeline.defers_weights, spec.offloads) for s in stages)
     return Stages(stages, run, {**held, **(exact or {})}, options)
 
 
-def laid(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> Laid:
+def place_stages(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> PlacedStages:
     """The stages placed, and the update behind them; `first` runs before them."""
     line = place_pipeline(captured, stages.run, spec, stages.held, stages.options, guarded if guard else None, first)
-    return Laid(line, stages.cut, stages.held, stages.options)
+    return PlacedStages(line, stages.cut, stages.held, stages.options)
 
 
 def _sparse(d: Draft) -> Draft:
@@ -200,7 +200,7 @@ def _sparse(d: Draft) -> Draft:
 
 def _place(d: Draft) -> Draft:
     if d.stages is not None and d.micro is not None:
-        return replace(d, laid=laid(d.step, d.spec, d.stages, d.guard, d.micro.first))
+        return replace(d, laid=place_stages(d.step, d.spec, d.stages, d.guard, d.micro.first))
     if d.decided is not None:
         return replace(d, program=d.decided.program)
     followed = d.plan.placed(d.step, d.pins) if d.plan is not None else None
@@ -216,8 +216,8 @@ def _pinned(d: Draft) -> dict[str, Placements]:
     return resolve(d.pins, shapes, d.spec.mesh.sizes)
 
 
-def _deal(d: Draft) -> Draft:
-    return _with_turns(d, dealt) if d.decided is None else d
+def _balance_samples(d: Draft) -> Draft:
+    return _with_phases(d, balance_samples) if d.decided is None else d
 
 
 def _noise(d: Draft) -> Draft:
@@ -228,7 +228,7 @@ def _experts(d: Draft) -> Draft:
     word = "async-ep" if d.spec.async_ep else "ragged-ep" if d.spec.ragged_ep else ""
     if not word:
         return d
-    made = _with_turns(d, lambda p: in_chunks(p, "ep") if d.spec.async_ep else sent_alone(p, "ep"))
+    made = _with_phases(d, lambda p: in_chunks(p, "ep") if d.spec.async_ep else sent_alone(p, "ep"))
     if _programs(made) == _programs(d):
         raise PlanError(
             f"{word} has nothing to do", needed="experts whose tokens are gathered along ep, an even number on every rank",
@@ -239,19 +239,19 @@ def _experts(d: Draft) -> Draft:
 
 def _programs(d: Draft) -> list[object]:
     """What is computed, by which two drafts are told apart."""
-    placed = [p for s in d.laid.line.stages for p in s.turns] if d.laid is not None else [d.program]
+    placed = [p for s in d.laid.line.stages for p in s.phases] if d.laid is not None else [d.program]
     return [p.outputs for p in placed if p is not None]
 
 
 def _low_precision(d: Draft) -> Draft:
     spared = heads(d.step.program) if d.low else ()
-    return _with_turns(d, lambda p: low_precision(p, spared)) if d.low else d
+    return _with_phases(d, lambda p: low_precision(p, spared)) if d.low else d
 
 
-def _with_turns(d: Draft, change: Callable[[Program], Program]) -> Draft:
+def _with_phases(d: Draft, change: Callable[[Program], Program]) -> Draft:
     """The placed program changed, or that of every turn of every stage."""
     if d.laid is not None:
-        stages = tuple(replace(s, turns=tuple(map(change, s.turns))) for s in d.laid.line.stages)
+        stages = tuple(replace(s, turns=tuple(map(change, s.phases))) for s in d.laid.line.stages)
         return replace(d, laid=replace(d.laid, line=replace(d.laid.line, stages=stages)))
     return replace(d, program=change(d.program)) if d.program is not None else d
 
@@ -260,8 +260,8 @@ def _ring(d: Draft) -> Draft:
     return _with(d, lambda p: ring(p, "cp")) if d.spec.ring and d.spec.cp > 1 else d
 
 
-def _gather_again(d: Draft) -> Draft:
-    return _with(d, lambda p: gathered_again(p, "dp")) if d.spec.most_zero == 3 and d.spec.dp > 1 else d
+def _gather_for_backward(d: Draft) -> Draft:
+    return _with(d, lambda p: gather_for_backward(p, "dp")) if d.spec.most_zero == 3 and d.spec.dp > 1 else d
 
 
 def _fused_update(d: Draft) -> Draft:
@@ -290,8 +290,8 @@ PASSES = (
     Pass("stages", "the forward pass is split where few values pass; backward passes follow by the chain rule, each recomputing its own", _stages),
     Pass("sparse updates", "tables of which a step reads few rows are updated by these rows alone", _sparse),
     Pass("place", "every tensor gets a layout on the mesh, and collectives stand where layouts change", _place),
-    Pass("deal", "samples of dynamic models are dealt to ranks by predicted time, so that none waits long for another", _deal),
-    Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays gathered in between", _gather_again),
+    Pass("deal", "samples of dynamic models are dealt to ranks by predicted time, so that none waits long for another", _balance_samples),
+    Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays gathered in between", _gather_for_backward),
     Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
     Pass(
         "experts",

@@ -16,7 +16,7 @@ import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto, planfile
 from weft.api.parallelize import parallelize
-from weft.api.pipeline_plans import Lines
+from weft.api.pipeline_plans import PipelinePlans
 from weft.api.pipelined import micro_steps
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
@@ -100,15 +100,15 @@ def test_too_little_memory_is_told(captured: Captured) -> None:
         auto.decide(captured, replace(place, groups=(replace(place.groups[0], profile=tight),)))
 
 
-def lines(fixed: int = 0) -> Lines:
+def lines(fixed: int = 0) -> PipelinePlans:
     w = workload()
-    return Lines(micro_steps(w.model, w.example(8), w.loss, adamw(w)), 8, fixed)
+    return PipelinePlans(micro_steps(w.model, w.example(8), w.loss, adamw(w)), 8, fixed)
 
 
 def test_micro_batches_that_would_be_another_step_are_not_offered(captured: Captured) -> None:
     w = workload()
     root = micro_steps(w.model, w.example(8), lambda m, b: w.loss(m, b).sqrt(), adamw(w))
-    found = auto.decide(captured, cluster("2xx86-2"), lines=Lines(root, 8))
+    found = auto.decide(captured, cluster("2xx86-2"), lines=PipelinePlans(root, 8))
     reasons = {o.plan: o.reason for o in found.options if "micro" in o.plan}
     assert reasons and all("would not be the full batch's: sqrt" in reason for reason in reasons.values())
 
@@ -141,8 +141,8 @@ def test_little_memory_is_found_room_in() -> None:
     captured = capture(w.model, w.example(8), w.loss, adamw(w))
     place, many = cluster("1xx86-2"), lines()
     first = auto.decide(captured, place, lines=many)
-    second = auto.decide(captured, place, auto.Wish(memory=first.chosen.gb * 1e9 - 1), lines=many)
-    third = auto.decide(captured, place, auto.Wish(memory=second.chosen.gb * 1e9 - 1), lines=many)
+    second = auto.decide(captured, place, auto.PlanRequest(memory=first.chosen.gb * 1e9 - 1), lines=many)
+    third = auto.decide(captured, place, auto.PlanRequest(memory=second.chosen.gb * 1e9 - 1), lines=many)
     assert not first.named.recompute and second.named.recompute and second.named.micro_batches == 1 < third.named.micro_batches
     assert first.chosen.gb > second.chosen.gb > third.chosen.gb
     assert f"{first.plan}: not possible, it needs {first.chosen.gb:.3g} GB of {first.chosen.gb:.3g} GB" in str(second)
@@ -171,7 +171,7 @@ def test_memory_is_for_a_choice() -> None:
 def test_pins_bind_every_plan(captured: Captured) -> None:
     name = next(n for n, x in captured.parameters.items() if "mlp" in n and x.ndim == 2)
     pin = parse_pin(f"{name.removeprefix('param.')}=tp:S(1)")
-    found = auto.decide(captured, cluster("2xx86-2"), auto.Wish((pin,)))
+    found = auto.decide(captured, cluster("2xx86-2"), auto.PlanRequest((pin,)))
     assert found.named.tp == 2 and str(found.program.input_names[name].layout.placement("tp")) == "S(1)"
     assert "an axis of dp" in next(o.reason for o in found.options if o.plan == "dp2") or any(
         "dp2" == o.plan and o.reason for o in found.options

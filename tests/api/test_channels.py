@@ -14,7 +14,7 @@ import weft_zoo as zoo
 from tests.ranks import run_ranks
 from weft.api import channels
 from weft.core.errors import RuntimeFault
-from weft.runtime.parallel_groups import Lanes
+from weft.runtime.parallel_groups import ParallelGroups
 
 
 def losses(plan: str) -> tuple[list[float], str]:
@@ -26,7 +26,7 @@ def losses(plan: str) -> tuple[list[float], str]:
 
 
 def test_a_message_goes_where_least_was_sent() -> None:
-    some = Lanes(["a", "b", "c"])
+    some = ParallelGroups(["a", "b", "c"])
     assert [some.take(n) for n in (10, 4, 5, 1, 1, 7)] == ["a", "b", "c", "b", "b", "c"]
     some.restart()
     assert some.take(1) == "a" and some.group == "a"
@@ -35,10 +35,10 @@ def test_a_message_goes_where_least_was_sent() -> None:
 def test_lanes_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_LANES", "many")
     with pytest.raises(RuntimeFault, match="WEFT_LANES does not name a number of groups") as e:
-        channels._asked()
+        channels._requested()
     assert "1 or more" in str(e.value) and "many" in str(e.value)
     monkeypatch.setenv("WEFT_LANES", "3")
-    assert channels._asked() == 3
+    assert channels._requested() == 3
 
 
 def over_lanes(rank: int) -> None:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import weft_zoo as zoo
 from tests.testing.plant import Facet, plant
 from weft.api import check_cost
-from weft.api.check_step import Case, Verdict, judge
+from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.eager import How
 from weft.api.parallelize import parallelize
 from weft.core.errors import CaptureError
@@ -82,7 +82,7 @@ def judged(model: nn.Module | None = None, change: Callable[[Captured], Captured
     captured = change(capture(model, example, loss, optimizer))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return judge(captured, Case(model, loss, optimizer, How(**how), CPU), example)
+        return check_against_torch(captured, Case(model, loss, optimizer, How(**how), CPU), example)
 
 
 # -- what is equal ---------------------------------------------------------------------------------------------------------------------

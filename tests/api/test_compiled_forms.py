@@ -15,7 +15,7 @@ from tests.api.ranks import on_ranks
 from weft import interp
 from weft.api.compiled import Compiled
 from weft.api.parallelize import parallelize
-from weft.codegen.peepholes import forms_of
+from weft.codegen.peepholes import peepholes_of
 from weft.core.layout import Mesh, S
 from weft.core.node import Type
 from weft.core.program import new_program
@@ -23,7 +23,7 @@ from weft.frontend.capture import Captured, capture
 from weft.ops.conv import _conv2d_input_grad, _conv2d_weight_grad
 from weft.ops.source import input_node
 from weft.runtime import intra_host as runtime_near
-from weft.runtime.intra_host import Near
+from weft.runtime.intra_host import HostGroup
 from weft.runtime.peers import connect
 
 
@@ -99,7 +99,7 @@ def test_gradients_of_a_convolution_that_are_held_otherwise_are_two_calls() -> N
         )
         how = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
         grads = {"dx": _conv2d_input_grad(ct, w, size=(5, 5), **how), "dw": _conv2d_weight_grad(x, ct, kernel=(3, 3), **how)}
-        found = forms_of(new_program("grads", mesh, [ct, x, w], grads), (), mesh.coords(0), False, "cpu")
+        found = peepholes_of(new_program("grads", mesh, [ct, x, w], grads), (), mesh.coords(0), False, "cpu")
         assert sum("conv2d_backward" in f.text(str) for f in found) == calls
 
 
@@ -136,7 +136,7 @@ def test_collectives_through_shared_memory(world: int, place: int, tmp_path: Pat
 
     def job(rank: int) -> None:
         runtime_near.PLACE = place
-        near = Near(None, connect())
+        near = HostGroup(None, connect())
         gen = torch.Generator().manual_seed(0)
         for shape in [(5,), (3, 4), (200, 301)]:  # the last one in shares where there are more than two ranks
             terms = [torch.randn(shape, generator=gen, dtype=torch.float64) for _ in range(world)]

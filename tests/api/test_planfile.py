@@ -200,4 +200,4 @@ def test_another_model_is_refused(folder: Path) -> None:
     found = planfile.follow(str(folder / "plan.json"))
     captured = capture(model, own.batch(0), own.loss, adamw(model))
     with pytest.raises(PlanError, match=r"plan.json is for another model\n\n +needed +0.weight of \[512, 64\]\n +found +\[256, 64\]"):
-        found.held(captured, Spec(dp=2))
+        found.input_layouts(captured, Spec(dp=2))

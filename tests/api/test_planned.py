@@ -23,7 +23,7 @@ from weft.plan.plan import Plan, load
 from weft.plan.planner import Request, captured_stack, plan_stack
 from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem
-from weft.transform.stage_contents import Counted, pieces_of
+from weft.transform.stage_contents import Counted, stage_contents_of
 
 STEPS, BATCH = 2, 16
 LIMITS = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
@@ -247,10 +247,10 @@ def captured(name: str, **settings: Any) -> Any:
 
 def test_a_model_of_other_layers_is_told(tmp_path: Path) -> None:
     plan = by_hand(tmp_path / "plan.json", (), layers=(3, 4), pp=2, recompute="none")
-    pieces = pieces_of(plan.spec)
+    pieces = stage_contents_of(plan.spec)
     assert pieces is not None
     found = pieces.find(captured("gpt2", layers=4))
-    assert found.cuts is None and found.again is None
+    assert found.cuts is None and found.recomputed is None
     assert found.told == ["where its stages are split: it has 7 layers and this model 4 blocks that repeat"]
     both = Counted((ROW[:3], ROW[3:])).find(captured("gpt2", layers=4))
     assert both.told == ["where its stages are split and what it recomputes: it has 7 layers and this model 4 blocks that repeat"]
@@ -271,7 +271,7 @@ def test_a_part_that_a_layer_does_not_have() -> None:
     stages = ((("first", "none", 1), ("layer", "activation", 2), ("last", "none", 1)),)
     found = Counted(stages).find(captured("mixtral-8x7b", layers=2))
     assert found.told == ["recompute activation of layer 1, 2: it has no such part that could be recomputed, and keeps everything"]
-    assert found.again == ()
+    assert found.recomputed == ()
 
 
 def test_what_is_told_is_refused(tmp_path: Path) -> None:

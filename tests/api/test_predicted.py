@@ -12,7 +12,7 @@ import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto
 from weft.api.parallelize import parallelize
-from weft.api.pipeline_plans import Lines, predicted
+from weft.api.pipeline_plans import PipelinePlans, predicted
 from weft.api.pipelined import PipelinedStep, micro_steps
 from weft.cluster.spec import cluster
 from weft.cost.simulate import predict
@@ -27,10 +27,10 @@ def adamw(w: Any) -> torch.optim.Optimizer:
 
 def priced(w: Any, where: Any) -> dict[str, float]:
     """Milliseconds of every plan by name that `auto` compares as it will run, for two processes."""
-    lines = Lines(micro_steps(w.model, w.example(BATCH), w.loss, adamw(w)), BATCH)
-    pool = auto.Pool(capture(w.model, w.example(BATCH), w.loss, adamw(w)), where, auto.Wish(), lines)
+    lines = PipelinePlans(micro_steps(w.model, w.example(BATCH), w.loss, adamw(w)), BATCH)
+    pool = auto.Pool(capture(w.model, w.example(BATCH), w.loss, adamw(w)), where, auto.PlanRequest(), lines)
     for named in auto.words(pool.captured, where.devices):
-        pool.try_named(str(named), named, pool.wish)
+        pool.try_named(str(named), named, pool.request)
     pool.try_stages()
     pool.reorder()
     pool.schedule()

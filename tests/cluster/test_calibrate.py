@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from weft.cluster import calibrate, local, measure, passes
-from weft.cluster.measure import Product
+from weft.cluster.measure import MatmulTime
 from weft.cluster.profile import Device, dump, load, parse
 from weft.core.errors import ClusterError, RuntimeFault
 
@@ -29,8 +29,8 @@ def test_products_give_back_their_surface() -> None:
     device = load("H100").device
     shapes = [(m, n, k, 1, "bf16") for m in (512, 2048, 8192) for n in (512, 8192) for k in (256, 4096)]
     burst = Device("H100", {**device.constants, "gemm.sustained": device.constants["units"].__class__(1.0, "measured")})
-    timed = [Product(*s, kernels.product(burst, *s)) for s in shapes]
-    found = calibrate._fit_products(device, timed, "bf16", "measured: a test")
+    timed = [MatmulTime(*s, kernels.product(burst, *s)) for s in shapes]
+    found = calibrate._fit_matmuls(device, timed, "bf16", "measured: a test")
     assert found.get("gemm.efficiency") == pytest.approx(device.get("gemm.efficiency"), rel=0.05)
 
 
@@ -43,7 +43,7 @@ def test_time_is_the_best_of_several() -> None:
 @pytest.mark.parametrize("ranks", [2])
 def test_real_ranks_are_timed(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "SIZES", (4096, 65536))
-    found = local.together(ranks, "cpu", local.Timing("cpu", ranks, (4096, 65536)), timeout=60)[0]
+    found = local.run_ranks(ranks, "cpu", local.Timing("cpu", ranks, (4096, 65536)), timeout=60)[0]
     assert {s.kind for s in found} == set(local.KINDS)
     assert all(s.seconds > 0 for s in found)
     links = calibrate._links(None, found, ranks)
@@ -58,7 +58,7 @@ class _Fails:
 
 def test_a_rank_that_fails_says_why() -> None:
     with pytest.raises(RuntimeFault, match="no luck"):
-        local.together(2, "cpu", _Fails(), timeout=60)
+        local.run_ranks(2, "cpu", _Fails(), timeout=60)
     assert not multiprocessing.active_children()
 
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_measured() -> None:
 
 
 def test_a_calibrated_profile_is_a_profile() -> None:
-    seen = [Product(64, 64, 64, 1, "fp32", 1e-5), Product(512, 512, 512, 1, "fp32", 5e-3)]
+    seen = [MatmulTime(64, 64, 64, 1, "fp32", 1e-5), MatmulTime(512, 512, 512, 1, "fp32", 5e-3)]
     seen += [
         {"rate.memory": 1e10, "rate.cache": 4e10, "kernel.launch": 5e-6, "host.launch": 0.0, "gemm.sustained": 1.0, "math.rate": 1e8},
         {"attention.forward.128": 1e10, "attention.backward.128": 8e9, "attention.forward.64": 8e9, "attention.backward.64": 7e9},

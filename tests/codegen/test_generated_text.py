@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.api.compiled import Compiled
 from weft.autodiff import grad
 from weft.codegen.expr import const
-from weft.codegen.peepholes import forms_of
+from weft.codegen.peepholes import peepholes_of
 from weft.codegen.text import CPP, Writer, python
 from weft.codegen.to_cpu import _number
 from weft.core.layout import Mesh
@@ -111,7 +111,7 @@ def test_pieces_laid_side_by_side_are_one_call() -> None:
         return {"y": (parts[2] + parts[0]) + (parts[3] + parts[1]), "z": w.pad(w.narrow(x, 0, 0, 2), 0, 0, 2) + w.pad(w.narrow(x, 0, 0, 3), 0, 1, 0)}
 
     p = trace(joined, Mesh(dp=1), name="joined", x=f64(4))
-    texts = [f.text(lambda n: n.op.name) for f in forms_of(p, (), {}, False, "cpu")]
+    texts = [f.text(lambda n: n.op.name) for f in peepholes_of(p, (), {}, False, "cpu")]
     assert texts == ["torch.cat([mul, mul, mul, mul], 0)"]
 
 

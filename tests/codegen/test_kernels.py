@@ -11,7 +11,7 @@ from tests.codegen.groups import Bound, groups
 from tests.ranks import run_interpreted_ranks, run_ranks
 from weft.codegen.expr import Group, Slot, apply, load, reduce, total
 from weft.codegen.kernel import compile_group
-from weft.codegen.phases import cut
+from weft.codegen.phases import split_phases
 from weft.core.errors import KernelError
 from weft.runtime import modules
 
@@ -70,15 +70,15 @@ def test_triton_kernels_compile_for_sm90_with_wide_loads_and_system_scope(name: 
 
 def test_a_total_cuts_a_group_into_phases_that_move_the_fewest_bytes() -> None:
     found = groups()
-    assert len(cut(found["adam"], 4).phases) == 1
+    assert len(split_phases(found["adam"], 4).phases) == 1
     assert compile_group(found["adam"], 4).bytes_per_element == 8 * 4 + 20
-    lamb = cut(found["lamb"], 4)
+    lamb = split_phases(found["lamb"], 4)
     assert [sorted(s.name for s, _ in p.stores) for p in lamb.phases] == [["m", "v"], ["w"]]
     assert not lamb.stash, "the direction is computed again from m and v, which are in memory anyway"
-    clipped = cut(found["clipped lamb"], 4)
+    clipped = split_phases(found["clipped lamb"], 4)
     assert len(clipped.phases) == 3
     assert [s.inside for s in clipped.stash] == ["g"], "the sum is kept in the gradient's own slice, not read from all ranks again"
-    assert not cut(found["clipped lamb"], 2).stash, "with two ranks reading it again costs no more than keeping it"
+    assert not split_phases(found["clipped lamb"], 2).stash, "with two ranks reading it again costs no more than keeping it"
 
 
 def test_a_sum_is_written_the_same_whatever_the_number_of_tensors() -> None:

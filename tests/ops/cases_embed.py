@@ -35,7 +35,7 @@ def _embed_padded(w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
 _SOURCES = [
     case(
         "arange",
-        lambda x: x + fill.arange(5, x.mesh, start=2, step=3, dtype="f64", cuts=fill.cuts_of(x)),
+        lambda x: x + fill.arange(5, x.mesh, start=2, step=3, dtype="f64", cuts=fill.shardings_of(x)),
         lambda x: x + torch.arange(2, 17, 3).double(),
         normal(5),
         local=True,
@@ -47,7 +47,7 @@ _SOURCES = [
         normal(5),
         local=True,
     ),
-    case("full", lambda x: x * fill.full((5, 2), 1.5, x.mesh, "f64", fill.cuts_of(x)), lambda x: x * 1.5, normal(5, 2)),
+    case("full", lambda x: x * fill.full((5, 2), 1.5, x.mesh, "f64", fill.shardings_of(x)), lambda x: x * 1.5, normal(5, 2)),
     case("one_hot", lambda i: fill.one_hot(i, 4), lambda i: F.one_hot(i, 4), index(4, 5), smooth=False, local=True),
     case(
         "scale_gradient",

@@ -6,7 +6,7 @@ import torch
 
 from tests.ops.harness import Case, Input, case, distinct, index, normal
 from weft.ops import linalg, low, pointwise, reduce
-from weft.ops.comm import settle
+from weft.ops.comm import all_reduce_partials
 
 
 def _einsum(equation: str, *shapes: tuple[int, ...]) -> Case:
@@ -43,7 +43,7 @@ CASES = [
     case("sum of whole numbers", lambda x: reduce.sum_(x, dims=0), lambda x: x.sum(0), index(9, 3, 4), smooth=False),
     case(
         "squares about the mean",
-        lambda x: reduce.squares_about(x, settle(reduce.mean(x, 1, keepdim=True)), dims=1) / 3.0,
+        lambda x: reduce.squares_about(x, all_reduce_partials(reduce.mean(x, 1, keepdim=True)), dims=1) / 3.0,
         lambda x: x.var(1), normal(3, 4, 2),
     ),
     case("var_mean", lambda x: reduce.var_mean(x, less=1, dims=1), lambda x: torch.var_mean(x, 1), normal(3, 4, 2)),

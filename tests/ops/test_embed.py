@@ -97,7 +97,7 @@ def test_ties_go_where_torchs_go() -> None:
 
 def test_sources_print_and_parse_back() -> None:
     def fn(x: Any) -> Any:
-        low = fill.full(x.shape, -math.inf, x.mesh, x.dtype, fill.cuts_of(x))
+        low = fill.full(x.shape, -math.inf, x.mesh, x.dtype, fill.shardings_of(x))
         return weft.ops.pointwise.maximum(low, x) * fill.arange(5, x.mesh, dtype="f64", cuts=(("a", 0, None),))
 
     p = trace(fn, MESH, x=f64(5, a=S(0)))

@@ -17,7 +17,7 @@ from weft.core.layout import Mesh, P, S
 from weft.core.program import Program
 from weft.frontend.trace import f64, tensor, trace
 from weft.ops import moe
-from weft.ops.comm import settle
+from weft.ops.comm import all_reduce_partials
 from weft.ops.pointwise import square
 from weft.ops.reduce import sum_
 
@@ -45,8 +45,8 @@ def values() -> dict[str, torch.Tensor]:
 def layer(mesh: Mesh, places: dict[str, dict[str, Any]], axis: str | None, factor: float = 0.75, dtype: str = "f64") -> Program:
     def fn(x: Any, router: Any, up: Any, down: Any, gate: Any) -> Any:
         y, balance = moe.moe(x, router, up, down, gate, k=2, factor=factor, axis=axis)
-        y = settle(y)
-        return {"y": y, "loss": settle(sum_(square(y))) + settle(balance)}
+        y = all_reduce_partials(y)
+        return {"y": y, "loss": all_reduce_partials(sum_(square(y))) + all_reduce_partials(balance)}
 
     return trace(fn, mesh, **{k: tensor(dtype, *s, **places.get(k, {})) for k, s in SHAPES.items()})
 

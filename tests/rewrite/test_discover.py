@@ -79,7 +79,7 @@ def test_a_stopped_search_goes_on(small: Discovery, tmp_path: Path) -> None:
 def test_the_file_reads_back_whole(small: Discovery) -> None:
     certificates, pairs = read(small.as_file())
     assert [c.schema.name for c in certificates] == [r.schema.name for r in small.rules]
-    assert all(c.is_whole for c in certificates)
+    assert all(c.is_complete for c in certificates)
     assert all(pair_holds(p, 7) for p in pairs)
 
 
@@ -135,7 +135,7 @@ def test_a_new_op_passes_rules_that_ask_nothing_of_it() -> None:
 def test_the_shipped_rules_are_whole() -> None:
     certificates, pairs = shipped("discovered.json")
     assert len(pairs) >= 1400
-    assert all(c.is_whole and c.rung >= 2 for c in certificates)
+    assert all(c.is_complete and c.rung >= 2 for c in certificates)
     assert sum(c.rung == 3 for c in certificates) >= 0.8 * len(certificates)
     assert len(op_names(worlds())) >= 16
 

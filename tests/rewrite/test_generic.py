@@ -17,7 +17,7 @@ from weft.rewrite.prove.ladder import Effort, prove
 from weft.rewrite.rulefile import parse_rule, show
 from weft.rewrite.schema import flipped
 from weft.rewrite.search import uses
-from weft.rewrite.second.judge import available, judge
+from weft.rewrite.second.judge import available, check_by_z3
 
 GENERIC = [r for r in algebra.rules() if r.lists]
 
@@ -33,7 +33,7 @@ def test_it_is_proved_by_induction_and_by_the_second_judge(schema) -> None:
     assert found["method"] == "induction"
     assert parse_rule(found["step"]) is not None
     assert show(parse_rule(show(schema), schema.family)) == show(schema)
-    assert not available() or judge(schema).agreed
+    assert not available() or check_by_z3(schema).agreed
 
 
 def test_unrolled_it_is_an_ordinary_rule() -> None:
@@ -56,7 +56,7 @@ def test_a_false_one_is_refused_by_both_judges(text: str) -> None:
     found = prove(rule(text), Effort(per_mesh=2, symbolic=1))
     assert found.status in ("refuted", "ill-typed")
     assert derive(rule(text)) is None
-    assert not available() or not judge(rule(text)).agreed
+    assert not available() or not check_by_z3(rule(text)).agreed
 
 
 def test_true_of_two_and_false_of_three_is_no_rule() -> None:

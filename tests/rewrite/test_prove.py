@@ -109,7 +109,7 @@ def test_true_rules_are_proved_for_all_sizes(name: str) -> None:
 def test_every_builtin_certificate_is_whole_and_general() -> None:
     certificates = shipped("builtin.json")[0]
     assert {show(c.schema) for c in certificates} == {show(r) for r in BUILT_IN}
-    assert all(c.is_whole and c.rung >= 2 for c in certificates)
+    assert all(c.is_complete and c.rung >= 2 for c in certificates)
     assert sum(c.rung == 3 for c in certificates) >= 0.8 * len(certificates)
 
 
@@ -117,8 +117,8 @@ def test_a_changed_certificate_is_not_whole() -> None:
     from dataclasses import replace
 
     first = shipped("builtin.json")[0][0]
-    assert not replace(first, rung=first.rung - 1).is_whole
-    assert not replace(first, schema=rule("x + y == y + x")).is_whole
+    assert not replace(first, rung=first.rung - 1).is_complete
+    assert not replace(first, schema=rule("x + y == y + x")).is_complete
 
 
 def test_rules_that_only_move_are_proved_by_erasure() -> None:

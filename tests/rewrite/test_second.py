@@ -20,7 +20,7 @@ from weft.rewrite.prove.ladder import Effort, prove
 from weft.rewrite.rulefile import parse_rule
 from weft.rewrite.search import uses
 from weft.rewrite.second import judge as second
-from weft.rewrite.second.judge import judge
+from weft.rewrite.second.judge import check_by_z3
 from weft.rewrite.second.meaning import MEANINGS, Meaning
 
 z3 = pytest.importorskip("z3")
@@ -70,7 +70,7 @@ TRUE = ("add_swap", "matmul_regroup", "merge_projections", "concat_kept", "linea
 @pytest.mark.parametrize("name", TRUE)
 def test_true_rules_are_agreed_to(name: str) -> None:
     schema = next(c.schema for file in FILES for c in shipped(file)[0] if c.schema.name == name)
-    found = judge(schema, seed=3)
+    found = check_by_z3(schema, seed=3)
     assert found.agreed, found
     assert found.cases >= 3
 
@@ -89,17 +89,17 @@ def test_true_rules_are_agreed_to(name: str) -> None:
     ],
 )
 def test_false_rules_are_refused_with_numbers(text: str) -> None:
-    found = judge(rule(text))
+    found = check_by_z3(rule(text))
     assert found.status in ("refuted", "no case")
     assert found.status == "no case" or " = " in found.why
 
 
 def test_a_sum_that_passes_what_is_not_linear_has_no_case() -> None:
-    assert judge(rule("square(all_reduce(x, axis=a)) == all_reduce(square(x), axis=a)")).status == "no case"
+    assert check_by_z3(rule("square(all_reduce(x, axis=a)) == all_reduce(square(x), axis=a)")).status == "no case"
 
 
 def test_what_it_has_no_words_for_is_said() -> None:
-    found = judge(rule("gather(x, k, dim=0) + y == y + gather(x, k, dim=0) for x[i, j] k[int: i, j] y[i, j]"))
+    found = check_by_z3(rule("gather(x, k, dim=0) + y == y + gather(x, k, dim=0) for x[i, j] k[int: i, j] y[i, j]"))
     assert found.status == "inexpressible"
     assert found.why == "gather knows which slice it holds"
     assert not found.disputes
@@ -108,10 +108,10 @@ def test_what_it_has_no_words_for_is_said() -> None:
 def test_certificates_name_both_judges_and_a_disputed_rule_is_not_used() -> None:
     certificates = [c for name in FILES for c in shipped(name)[0]]
     assert sum(c.second["status"] == "agreed" for c in certificates) >= 0.9 * len(certificates)
-    assert all(c.is_whole and c.may_be_used and c.second["judge"].startswith("z3") for c in certificates)
+    assert all(c.is_complete and c.may_be_used and c.second["judge"].startswith("z3") for c in certificates)
     disputed = replace(certificates[0], second={"status": "refuted", "judge": "z3"})
     assert not disputed.may_be_used
-    assert not disputed.is_whole
+    assert not disputed.is_complete
 
 
 def test_a_rule_only_one_judge_accepts_fails_the_command(tmp_path, monkeypatch) -> None:
@@ -148,14 +148,14 @@ def test_without_z3_the_command_says_so(tmp_path, monkeypatch) -> None:
 )
 def test_ops_of_every_kind_fill_a_hole(text: str) -> None:
     """False of a function of whole rows only, one that turns them or one that makes a row a number."""
-    assert judge(rule(text)).status == "refuted"
+    assert check_by_z3(rule(text)).status == "refuted"
 
 
 @pytest.mark.parametrize("text", ["f(x + y) == f(x) + f(y) where f linear in 0", "f(x + y, z) == f(x, z) + f(y, z) where f linear in 0"])
 def test_a_stretched_operand_counts_too_often_in_a_sum(text: str) -> None:
     """sum(x + y) of a y that is stretched over the rows has it once a row, sum(x) + sum(y) once."""
-    assert judge(rule(text)).status == "refuted"
-    assert judge(rule(f"{text}, x like y")).agreed
+    assert check_by_z3(rule(text)).status == "refuted"
+    assert check_by_z3(rule(f"{text}, x like y")).agreed
 
 
 def test_the_first_judge_tries_a_stretched_operand_too() -> None:

@@ -13,7 +13,7 @@ import weft.ops  # noqa: F401
 from weft.cli import app
 from weft.core.errors import RuleError
 from weft.rewrite.certificate import FILES, Pair, proved_rules, read, shipped, write
-from weft.rewrite.degrees import ForeignRule, Tensor, evaluate, judge_foreign
+from weft.rewrite.degrees import ForeignRule, Tensor, check_foreign, evaluate
 from weft.rewrite.prove.audit import audit_foreign, certify, pair_holds
 from weft.rewrite.prove.ladder import Effort
 from weft.rewrite.rulefile import parse_rule
@@ -95,9 +95,9 @@ def test_an_activation_of_two_is_relu() -> None:
     fused = one([op("OP_LINEAR", -1, -4, PM_ACTI=0), op("OP_RELU", 0)], [op("OP_LINEAR", -1, -4, PM_ACTI=2)])
     dropped = one([op("OP_LINEAR", -1, -4, PM_ACTI=0)], [op("OP_LINEAR", -1, -4, PM_ACTI=2)])
     other = one([op("OP_LINEAR", -1, -4, PM_ACTI=11)], [op("OP_LINEAR", -1, -4, PM_ACTI=2)])
-    assert [judge_foreign(r).alone for r in (dropped, other)] == ["refuted", "refused"]
-    assert "activation 11" in judge_foreign(other).why
-    found = judge_foreign(fused)
+    assert [check_foreign(r).alone for r in (dropped, other)] == ["refuted", "refused"]
+    assert "activation 11" in check_foreign(other).why
+    found = check_foreign(fused)
     assert found.alone in ("proved up to size", "not refuted")  # the latter without Z3
     assert found.sharded == "sound"
 
@@ -107,8 +107,8 @@ def test_the_replica_dim_adds_up_what_is_joined_there() -> None:
     added = one([op("OP_EW_ADD", -1, -2)], [op("OP_CONCAT", -1, -2, PM_AXIS=0), op("OP_REDUCE", 0, PM_PARALLEL_DIM=0)])
     doubled = one([op("OP_REPLICATE", -1, PM_PARALLEL_DIM=2), op("OP_REDUCE", 0, PM_PARALLEL_DIM=2)], [op("OP_EW_ADD", -1, -1)])
     kept = one([op("OP_REPLICATE", -1, PM_PARALLEL_DIM=0), op("OP_REDUCE", 0, PM_PARALLEL_DIM=0)], [op("OP_RELU", -1)])
-    assert [judge_foreign(r).alone for r in (added, doubled)] != ["refuted", "refuted"]
-    assert judge_foreign(kept).alone == "refuted"
+    assert [check_foreign(r).alone for r in (added, doubled)] != ["refuted", "refuted"]
+    assert check_foreign(kept).alone == "refuted"
 
 
 def test_linear_over_cut_channels_leaves_a_sum_pending() -> None:
@@ -118,11 +118,11 @@ def test_linear_over_cut_channels_leaves_a_sum_pending() -> None:
          op("OP_REDUCE", 2, PM_PARALLEL_DIM=0)],
         [op("OP_LINEAR", -1, -4, PM_ACTI=2)],
     )  # fmt: skip
-    found = judge_foreign(moved)
+    found = check_foreign(moved)
     assert found.alone == "refuted"  # the partition alone brings the terms about
     assert "left" in found.why
     shared = one([op("OP_LINEAR", -1, -4, PM_ACTI=0)], [op("OP_LINEAR", -1, -4, PM_ACTI=0), op("OP_COMBINE", 0, PM_PARALLEL_DIM=1)])
-    assert judge_foreign(shared).alone == "refused"
+    assert check_foreign(shared).alone == "refused"
 
 
 def test_verdicts_on_one_device_agree_with_numpy() -> None:
@@ -152,7 +152,7 @@ def test_a_certificate_is_written_and_read_back() -> None:
     assert verdict.rung == 3
     pair = Pair("add(x, y)", "add(y, x)", {"x": "f64[4] m:R", "y": "f64[4] m:R"}, {"m": 2})
     (again,), (same,) = read(write([made], [pair]))
-    assert again.is_whole
+    assert again.is_complete
     assert again == made
     assert same == pair
     assert "left" in made.needs["f linear in 0"]

@@ -10,10 +10,10 @@ from tests.ranks import interpreted
 
 COPIES = """
 import torch
-from weft.runtime.copy_kernel import Mover
+from weft.runtime.copy_kernel import CopyKernel
 for flow in (False, True):
     for words in (40000, 17):
-        mover = Mover(torch.device("cpu"), 3)
+        mover = CopyKernel(torch.device("cpu"), 3)
         sources = [torch.randn(words) for _ in range(3)]
         targets = [torch.zeros(words) for _ in range(3)]
         mover.move(targets, sources, 2, flow=flow)

@@ -4,7 +4,7 @@ import torch
 from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.runtime.deduplicate import again, mark_again, once_each
+from weft.runtime.deduplicate import again, mark_recomputed, once_each
 
 
 def _traced(f, *args):
@@ -58,7 +58,7 @@ def test_what_is_recomputed_is_made_again_behind_inductors_own_trace():
 
     args = torch.randn(3, 3), torch.randn(3, 3)
     graph = make_fx(f, tracing_mode="fake")(*args)
-    mark_again(graph.graph)
+    mark_recomputed(graph.graph)
     graph.recompile()
     seen: list[list[str]] = []
 

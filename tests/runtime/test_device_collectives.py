@@ -15,10 +15,10 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 def collectives(rank: int) -> None:
     """Every collective in every dtype; one reduction is large enough for each rank to sum only its share."""
-    from weft.api.compiled import _near
+    from weft.api.compiled import _intra_host_group
     from weft.runtime.peers import connect
 
-    near = _near(dist.group.WORLD, connect(None, "cpu"))
+    near = _intra_host_group(dist.group.WORLD, connect(None, "cpu"))
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         near.peers.sharing = 1 if dtype == torch.float32 else 4  # ranks on one device meet before their kernels, not in them
         torch.manual_seed(rank)
@@ -44,11 +44,11 @@ def slices(rank: int) -> None:
     """A step that gathers what its inputs make, twice, and a value it computes: the inputs are laid out once, whatever they were before."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from weft.api.compiled import _near
-    from weft.runtime.gather_once import lay_out
+    from weft.api.compiled import _intra_host_group
+    from weft.runtime.gather_once import gather_once
     from weft.runtime.peers import connect
 
-    near = _near(dist.group.WORLD, connect(None, "cpu"))
+    near = _intra_host_group(dist.group.WORLD, connect(None, "cpu"))
 
     def step(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         low = p.to(torch.bfloat16)
@@ -58,7 +58,7 @@ def slices(rank: int) -> None:
 
     given = [torch.randn(5, 3, generator=torch.Generator().manual_seed(rank)), torch.full((6,), rank + 1.0)]
     graph = make_fx(step, tracing_mode="fake")(*given)
-    lay_out(graph.graph)
+    gather_once(graph.graph)
     graph.recompile()
     names = [str(n.target) for n in graph.graph.nodes if "near_" in str(n.target)]
     assert names == ["weft.near_lay_out.default", *["weft.near_take.default"] * 2, "weft.near_gather.default", "weft.near_take.default"], names

@@ -14,8 +14,8 @@ CASES = [(136, 264, 72), (128, 8, 64), (512, 8, 8)]  # a rank's product: several
 
 
 def gathers(rank: int) -> None:
-    from weft.nn import Way
-    from weft.nn.over_peers import gather_product
+    from weft.nn import Strategy
+    from weft.nn.over_peers import gather_matmul
     from weft.runtime.gemm_copy import can_multiply
 
     for number, (m, n, k) in enumerate(CASES):
@@ -24,7 +24,7 @@ def gathers(rank: int) -> None:
         w = torch.randn(n, k, generator=torch.Generator().manual_seed(10 + rank)).to(dtype)
         whole = torch.cat(parts)
         assert can_multiply(parts[rank], w)
-        got, kept = gather_product(parts[rank], w, None, Way("peers", by="product"))
+        got, kept = gather_matmul(parts[rank], w, None, Strategy("peers", by="product"))
         assert kept is not None and torch.equal(kept, whole), (m, n, k)
         torch.testing.assert_close(got.float(), whole.float() @ w.float().T, rtol=2e-2, atol=0.1)
 
@@ -47,11 +47,11 @@ def test_only_what_the_kernels_can_multiply_is_given_to_them() -> None:
 
 
 def test_a_piece_is_as_large_as_one_step_needs() -> None:
-    from weft.runtime.gemm_copy import LINES, _piece
+    from weft.runtime.gemm_copy import LINES, _copy_size
 
-    assert _piece(2048 * 28672 // 64, 33 * 2 * 448, *LINES) == 32
-    assert _piece(1000, 1, *LINES) == 128
-    assert _piece(33, 1, *LINES) == 64
+    assert _copy_size(2048 * 28672 // 64, 33 * 2 * 448, *LINES) == 32
+    assert _copy_size(1000, 1, *LINES) == 128
+    assert _copy_size(33, 1, *LINES) == 64
 
 
 @pytest.mark.parametrize("piece", [1024, 4096])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ranks import run_interpreted_ranks
-from weft.codegen.library_calls import quick_call
+from weft.codegen.library_calls import library_call
 from weft.core.layout import Layout, Mesh, S
 from weft.core.node import Type
 from weft.ops.experts import experts as experts_op
@@ -84,5 +84,5 @@ def test_generated_code_calls_it_on_gpus_only_and_knows_its_experts():
         given("down", bf16, E, D, WIDE, **cut), act="silu",
     )  # fmt: skip
     args = ["x", "picks", "w", "up", "down"]
-    assert quick_call(node, args, "cuda", False, {"ep": 1}) == "quick.experts(x, picks, w, up, down, act='silu', first=3)"
-    assert quick_call(node, args, "cpu", False, {"ep": 1}) is None
+    assert library_call(node, args, "cuda", False, {"ep": 1}) == "quick.experts(x, picks, w, up, down, act='silu', first=3)"
+    assert library_call(node, args, "cpu", False, {"ep": 1}) is None

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from weft.runtime import image_layout
-from weft.runtime.image_layout import channels_last, quicker_turned
+from weft.runtime.image_layout import channels_last, faster_channels_last
 
 
 def step(x: torch.Tensor, w: torch.Tensor, point: torch.Tensor) -> list[torch.Tensor]:
@@ -35,7 +35,7 @@ def test_the_same_values_lie_as_they_did() -> None:
 def test_each_kind_of_convolution_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [torch.randn(shape) for shape in ((2, 4, 6, 5), (8, 2, 3, 3), (6, 8, 1, 1))]
     plain = make_fx(lambda *xs: [*step(*xs), *step(*xs)], tracing_mode="fake")(*given)
-    assert quicker_turned(plain, torch.device("cpu")) in (True, False)  # the trials run
+    assert faster_channels_last(plain, torch.device("cpu")) in (True, False)  # the trials run
     asked: list[tuple[str, bool]] = []
     takes: dict[bool, float] = {}
 
@@ -46,5 +46,5 @@ def test_each_kind_of_convolution_is_timed_both_ways(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(image_layout, "_milliseconds", scripted)
     for as_it_is, turned, chosen in ((2.0, 1.0, True), (1.0, 2.0, False), (1.04, 1.0, False)):
         takes |= {False: as_it_is, True: turned}
-        assert quicker_turned(plain, torch.device("cpu")) is chosen
+        assert faster_channels_last(plain, torch.device("cpu")) is chosen
     assert sorted(asked[:8]) == sorted((f"{n}.default", t) for n in ("convolution", "convolution_backward") for t in (False, True) for _ in "ab")

@@ -24,7 +24,7 @@ def traced(scale: float, *, again: bool = False) -> tuple[GraphModule, torch.Ten
 
     x = torch.linspace(-2, 2, 12, dtype=torch.float64)
     graph = make_fx(f, tracing_mode="fake")(x)
-    deduplicate.mark_again(graph.graph)
+    deduplicate.mark_recomputed(graph.graph)
     graph.recompile()
     return graph, x
 

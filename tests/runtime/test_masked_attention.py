@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft_zoo as zoo
-from weft.codegen.library_calls import quick_call
+from weft.codegen.library_calls import library_call
 from weft.core.layout import Mesh
 from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
@@ -81,7 +81,7 @@ def test_every_mask_of_the_dtype_of_its_scores_is_added_by_the_kernel(dtype: str
     x, mask = tensor(dtype, 2, 3, 5, 16), tensor(dtype, 2, 1, 1, 5)
     p = trace(lambda x, mask: {"out": w.attention(x, x, x, mask=mask)[0]}, Mesh(dp=1), name="masked", x=x, mask=mask)
     (node,) = (n for n in p.nodes if n.op.name == "attention")
-    call = quick_call(node, ["q", "k", "v", "m"], device, own=False, at={})
+    call = library_call(node, ["q", "k", "v", "m"], device, own=False, at={})
     assert (call is None) == (dtype == "f16" and device == "cpu")
     assert call is None or call.startswith("quick.attention(q, k, v, m, scale=0.25")
 

@@ -17,7 +17,7 @@ from weft.cli import app
 from weft.core.errors import WeftError
 from weft.core.node import OPS
 from weft.testing.torch_grammar import Line, Module, Var, random_module
-from weft.testing.torch_modules import Case, Tally, draw, fuzz, judge, random_case, run_script, script, shrunk
+from weft.testing.torch_modules import Case, Tally, check_module, draw, fuzz, random_case, run_script, script, shrunk
 
 SEED = 6
 
@@ -70,13 +70,13 @@ def faulty() -> Case:
 
 def test_a_fault_is_found_and_shrunk(tmp_path: Path) -> None:
     with plant(wrong_tanh()):
-        found = judge(faulty())
+        found = check_module(faulty())
         assert (found.status, found.plan) == ("wrong", "interpreter") and found.words.startswith("loss")
         small, again = shrunk(faulty(), found)
         assert again.status == "wrong"
         assert "tanh" in small.module.source() and "sin(" not in small.module.source() and len(small.module.losses) == 1
         assert small.optimizer == "SGD(params, lr=1.0)" and small.plans == ()
-    assert judge(faulty()).status == "equal"
+    assert check_module(faulty()).status == "equal"
     file = tmp_path / "script.py"
     file.write_text(script(small, again, "a planted fault"))
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
@@ -106,7 +106,7 @@ def test_what_rounding_alone_decides_is_no_fault() -> None:
     )
     loss = Line(Var("loss0", ()), f"loss0 = torch.sign({apart}).sum() + v1.sum()", ("v0", "v1"))
     case = Case(Module((("p0", "nn.Parameter(draw((4,), 'normal', 1))"),), (), lines, (loss,)), "SGD(params, lr=1.0)", ())
-    assert judge(case).status in ("equal", "unstable")
+    assert check_module(case).status in ("equal", "unstable")
 
 
 def test_the_command_tells_one_object_and_ends_with_1() -> None:

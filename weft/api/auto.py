@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft import passes
-from weft.api.pipeline_plans import Lines
+from weft.api.pipeline_plans import PipelinePlans
 from weft.api.rewritten import SPELLED, promising
 from weft.cluster.here import here
 from weft.cluster.profile import Constant
@@ -102,7 +102,7 @@ def _why(best: Option, other: Option) -> str:
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanRequest:
     """What a user wants of every plan: layouts that are fixed, the noise of the gradients measured, no more than so many bytes on a rank."""
 
     pins: tuple[Pin, ...] = ()
@@ -112,13 +112,13 @@ class Wish:
     samples: Mapping[str, int] = field(default_factory=dict)
 
 
-def prepare(captured: Captured, named: Spec, wish: Wish = Wish(), device: torch.device = HOST) -> Program:
+def prepare(captured: Captured, named: Spec, request: PlanRequest = PlanRequest(), device: torch.device = HOST) -> Program:
     """The step under a plan, as it is run on such devices."""
-    return passes.prepare(captured, named, wish.pins, wish.noise, device)
+    return passes.prepare(captured, named, request.pins, request.noise, device)
 
 
-def _placed(captured: Captured, named: Spec, wish: Wish) -> Draft:
-    return passes.run(Draft(captured, named, pins=wish.pins, samples=wish.samples, noise=wish.noise), after="stages", until="place")
+def _placed(captured: Captured, named: Spec, request: PlanRequest) -> Draft:
+    return passes.run(Draft(captured, named, pins=request.pins, samples=request.samples, noise=request.noise), after="stages", until="place")
 
 
 def scheduled(captured: Captured, program: Program, named: Spec) -> Program:
@@ -132,19 +132,19 @@ def scheduled(captured: Captured, program: Program, named: Spec) -> Program:
 def agree(
     captured: Captured,
     device: torch.device,
-    wish: Wish = Wish(),
+    request: PlanRequest = PlanRequest(),
     others: Others | None = None,
-    lines: Lines | None = None,
+    lines: PipelinePlans | None = None,
     by_name: bool = False,
 ) -> Decision:
     """The decision of rank 0, on every rank; if it finds none, its reason is raised on every rank."""
     if not dist.is_initialized():
-        return decide(captured, here(1, device), wish, others, lines, by_name)
+        return decide(captured, here(1, device), request, others, lines, by_name)
     told: list[Any] = [None]
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), wish, others, lines, by_name)))]
+            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), request, others, lines, by_name)))]
         except Exception as e:  # the others wait to be told
             told, failed = [json.dumps({"error": str(e)})], e
     dist.broadcast_object_list(told, src=0, device=device if device.type != "cpu" else None)
@@ -155,12 +155,17 @@ def agree(
 
 
 def decide(
-    captured: Captured, where: Cluster, wish: Wish = Wish(), others: Others | None = None, lines: Lines | None = None, by_name: bool = False
+    captured: Captured,
+    where: Cluster,
+    request: PlanRequest = PlanRequest(),
+    others: Others | None = None,
+    lines: PipelinePlans | None = None,
+    by_name: bool = False,
 ) -> Decision:
-    """The fastest plan that fits and grants the wish; `others` are a user's own tensor-parallel plans by name, `lines` plans in micro-batches.
+    """The fastest plan that fits and grants the request; `others` are a user's own tensor-parallel plans by name, `lines` plans in micro-batches.
 
     `by_name` leaves out what only the program itself can say: layouts of the solver, and rules."""
-    return fill(Pool(captured, with_doubles(where), wish, lines), others, by_name).decision()
+    return fill(Pool(captured, with_doubles(where), request, lines), others, by_name).decision()
 
 
 def fill(
@@ -168,16 +173,16 @@ def fill(
     more: Callable[[], Iterable[Spec]] = tuple,
 ) -> Pool:  # fmt: skip
     """The pool with every plan it can have, those in it last that need not be looked at further; `more` where not all of them fit."""
-    wish = pool.wish
-    for named in filter(pool.allows, map(pool.fixed, words(pool.captured, pool.where.devices, wish.rows))):
+    request = pool.request
+    for named in filter(pool.allows, map(pool.fixed, words(pool.captured, pool.where.devices, request.rows))):
         say(str(named))
         pool.try_spec(named)
         for name, own in (others or {}).items():
             if named.tp > 1:
-                pool.try_named(f"{named} as {name}", named, replace(wish, pins=(*own, *wish.pins)))
+                pool.try_named(f"{named} as {name}", named, replace(request, pins=(*own, *request.pins)))
     say("stages")
     pool.try_stages()
-    pool.make_room()
+    pool.fit_into_memory()
     for named in more() if pool.crowded else ():
         pool.try_spec(named)
     pool.reorder()
@@ -220,14 +225,14 @@ class Pool:
     """Plans that were placed, each with its program (none where it is run in micro-batches) and what is predicted of it."""
 
     def __init__(
-        self, captured: Captured, where: Cluster, wish: Wish, lines: Lines | None, allows: Callable[[Spec], bool] = lambda _: True,
+        self, captured: Captured, where: Cluster, request: PlanRequest, lines: PipelinePlans | None, allows: Callable[[Spec], bool] = lambda _: True,
         solved: tuple[Spec, ...] = (), fixed: Callable[[Spec], Spec] = lambda spec: spec,
     ) -> None:  # fmt: skip
-        self.captured, self.where, self.wish, self.allows = captured, where, wish, allows
+        self.captured, self.where, self.request, self.allows = captured, where, request, allows
         self.fixed = fixed  # with what of a plan is decided already
         self.solved = solved  # meshes that the layout solver looks at whatever else is fast
-        self.lines = lines if captured.gradients and not wish.noise else None
-        self.memory = min(wish.memory or where.device.memory, where.device.memory)
+        self.lines = lines if captured.gradients and not request.noise else None
+        self.memory = min(request.memory or where.device.memory, where.device.memory)
         self.programs: dict[str, tuple[Spec, Program | None]] = {}
         self.placed: dict[str, Program] = {}  # the programs as they were placed, before buckets and kernels were made
         self.options: dict[str, Option] = {}
@@ -240,13 +245,13 @@ class Pool:
             if self.lines is not None:
                 self.try_line(named)
         elif named.recompute != MIXED:
-            self.try_named(str(named), named, self.wish)
+            self.try_named(str(named), named, self.request)
 
     # -- plans of one pass
 
-    def try_named(self, name: str, named: Spec, wish: Wish) -> None:
+    def try_named(self, name: str, named: Spec, request: PlanRequest) -> None:
         try:
-            draft = _placed(self._of(named), named, wish)
+            draft = _placed(self._of(named), named, request)
             self.placed[name] = cast(Program, draft.program)
             self.add(name, named, cast(Program, passes.run(draft, after="place", until="noise").program))
         except (PlanError, LayoutError) as e:
@@ -269,7 +274,7 @@ class Pool:
         assert self.lines is not None
         name = str(named)
         try:
-            seen = self.lines.predicted(named, self.where, self.wish.pins)
+            seen = self.lines.predicted(named, self.where, self.request.pins)
         except (PlanError, LayoutError) as e:
             self._refuse(name, e)
         else:
@@ -278,7 +283,7 @@ class Pool:
         return self.options[name]
 
     def try_stages(self) -> None:
-        inside = partial(words, self.captured, rows=self.wish.rows)
+        inside = partial(words, self.captured, rows=self.request.rows)
         for named in filter(self.allows, map(self.fixed, self.lines.stages(self.where.devices, inside))) if self.lines is not None else ():
             self.try_line(named)
 
@@ -290,12 +295,12 @@ class Pool:
                 for other in filter(self.allows, others(named)):
                     self.try_line(other)
 
-    def make_room(self) -> None:
+    def fit_into_memory(self) -> None:
         """What does not fit and would be the fastest, again with blocks run twice, and in the fewest micro-batches that fit."""
         for option in sorted((self.options[n] for n in self.programs if not self._fits(n)), key=lambda o: o.ms):
             named, program = self.programs[option.plan]
             beaten = bool(self.fitting) and self.fitting[0].ms <= option.ms  # holding less only takes longer
-            if beaten or self._held(option.plan) > self.memory:
+            if beaten or self._state_bytes_of(option.plan) > self.memory:
                 continue
             if program is not None:
                 self._as_run(option.plan)
@@ -307,7 +312,7 @@ class Pool:
             if program is None:
                 self.try_line(again)
                 continue
-            self.try_named(str(again), again, self.wish)
+            self.try_named(str(again), again, self.request)
             if str(again) in self.programs and not self._fits(str(again)):
                 self._as_run(str(again))
             self._fewest(named)
@@ -331,7 +336,7 @@ class Pool:
             if self._fits(self.try_line(plan).plan) != (k == 0):
                 return
 
-    def _held(self, name: str) -> float:
+    def _state_bytes_of(self, name: str) -> float:
         """Bytes of state, which no room can be made in."""
         program = self.programs[name][1]
         inputs = program.inputs if program is not None else ()
@@ -396,20 +401,20 @@ class Pool:
 
         mesh = named.mesh
         shapes = {n: node.shape for n, node in captured.program.inputs_for(Role.PARAMETER).items()}
-        pins = {n: [p] for n, p in resolve(self.wish.pins, shapes, mesh.sizes).items()}
+        pins = {n: [p] for n, p in resolve(self.request.pins, shapes, mesh.sizes).items()}
         prices = OnCluster(self.where, mesh)
         made = choose(captured.program, mesh, prices, memory=self.memory, blocks=captured.blocks, pins=pins, work=EFFORT)
         self.placed[name] = program = made.program
-        self.add(name, named, scheduled(captured, measured(program) if self.wish.noise else program, named))
+        self.add(name, named, scheduled(captured, measured(program) if self.request.noise else program, named))
 
     def decision(self) -> Decision:
         best = self.fitting[0]
         named, program = self.programs[best.plan]
-        options = tuple(self._told(o) for o in self.options.values())
+        options = tuple(self._summary_of(o) for o in self.options.values())
         moves = [m.data() for m in self.moves[best.plan]] if best.plan in self.moves else None
         return Decision(best.plan, str(named), self.where.text, options, program.text if program is not None else "", moves)
 
-    def _told(self, option: Option) -> Option:
+    def _summary_of(self, option: Option) -> Option:
         large = not option.reason and option.gb * 1e9 > self.memory
         return replace(option, reason=f"it needs {option.gb:.3g} GB of {self.memory / 1e9:.3g} GB") if large else option
 

@@ -21,9 +21,9 @@ from weft.core.errors import RuntimeFault
 from weft.core.program import Program
 from weft.ops.registry import nbytes
 from weft.runtime import comm
-from weft.runtime.intra_host import Near
+from weft.runtime.intra_host import HostGroup
 from weft.runtime.machine import describe
-from weft.runtime.parallel_groups import Lanes, beside
+from weft.runtime.parallel_groups import ParallelGroups, parallel_groups
 from weft.runtime.replay import is_accelerator
 from weft.runtime.shm import host_identity
 from weft.runtime.trace import synchronize
@@ -36,20 +36,20 @@ MESSAGE, BURST, ROUNDS, MARGIN = 8 << 20, 8, 3, 0.05  # bytes of a timed message
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
-def with_lanes(program: Program, on: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def with_channels(program: Program, on: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The groups a program sends over, by axis, with others next to those that are better for it. All ranks call it together."""
-    asked = _asked()
+    asked = _requested()
     out = dict(on)
     for axis, group in on.items():
-        if group is None or isinstance(group, Near) or comm.ranks_of(group) == 1:
+        if group is None or isinstance(group, HostGroup) or comm.ranks_of(group) == 1:
             continue
         count = asked if isinstance(asked, int) else _quickest(_sends(program, axis), group, device, everywhere=asked == "measure")
         if count > 1:
-            out[axis] = Lanes(beside(group, count))
+            out[axis] = ParallelGroups(parallel_groups(group, count))
     return out
 
 
-def _asked() -> int | str:
+def _requested() -> int | str:
     """What the user says: a number of groups, or that they be measured on any device."""
     asked = os.environ.get("WEFT_LANES", "")
     if asked in ("", "measure"):
@@ -68,13 +68,13 @@ def _sends(program: Program, axis: str) -> tuple[str, ...]:
 
 def _quickest(kinds: tuple[str, ...], group: Any, device: torch.device, everywhere: bool) -> int:
     """How many groups to send over: measured between hosts, on devices that compute while the host sends."""
-    if not kinds or not (everywhere or is_accelerator(device)) or not _apart(group):
+    if not kinds or not (everywhere or is_accelerator(device)) or not _spans_hosts(group):
         return 1
     times = _known(Store("lanes", describe(device), str(dist.get_world_size(group)), *kinds), kinds, group, device)
     return int(decide(times, "1", MARGIN))
 
 
-def _apart(group: Any) -> bool:
+def _spans_hosts(group: Any) -> bool:
     """Whether a group's ranks are on several hosts."""
     hosts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, host_identity(), group=group)
@@ -96,7 +96,7 @@ def _known(store: Store, kinds: Collection[str], group: Any, device: torch.devic
 
 def _measured(kinds: Collection[str], group: Any, device: torch.device) -> dict[str, float]:
     """Milliseconds of a burst of messages of each kind, over so many groups in turn, on the slowest rank."""
-    bursts = {str(count): _burst(kinds, beside(group, count), device) for count in COUNTS}
+    bursts = {str(count): _burst(kinds, parallel_groups(group, count), device) for count in COUNTS}
     took: dict[str, list[float]] = {name: [] for name in bursts}
     for turn in range(ROUNDS + 1):  # the first one connects the groups
         for name, burst in bursts.items():
@@ -113,7 +113,7 @@ def _measured(kinds: Collection[str], group: Any, device: torch.device) -> dict[
 def _burst(kinds: Collection[str], groups: list[Any], device: torch.device) -> Callable[[], None]:
     n = dist.get_world_size(groups[0])
     count = MESSAGE // 4 // n * n
-    start: dict[str, Callable[[torch.Tensor, Any], comm.Pending]] = {
+    start: dict[str, Callable[[torch.Tensor, Any], comm.InFlight]] = {
         "all_reduce": lambda x, g: comm.all_reduce(x, g),
         "reduce_scatter": lambda x, g: comm.reduce_scatter(x, g, span=(1, count, 1), mine=count // n, shape=(count // n,)),
         "all_gather": lambda x, g: comm.all_gather(x[: count // n], g, span=(1, count // n, 1), whole=count, shape=(count,)),

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.api import check_cost, eager
 from weft.api.deviation import Apart, allowed, compared, refusal
-from weft.api.module_blocks import AROUND, Around, Cut, CutBlock, named_own
+from weft.api.module_blocks import AROUND, Around, ModuleBlock, ModuleBlocks, named_own
 from weft.core.errors import CaptureError
 from weft.core.names import readable
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batches import changed
-from weft.frontend.capture.blocks import heard
+from weft.frontend.capture.blocks import intercepted
 from weft.frontend.capture.caches import is_cache
 from weft.frontend.capture.constants import unheard
 from weft.frontend.capture.isomorphic import tensors_of
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Told:
+class BlockReport:
     """What was found: how far each tensor is from torch's, how many blocks there are and were compared, and what was left out."""
 
     parts: int  # into which the example was split
@@ -50,14 +50,14 @@ class Told:
     kinds: int = 0
 
 
-def by_blocks(captured: Captured, case: Case, example: Any, samples: int) -> Told:
+def by_blocks(captured: Captured, case: Case, example: Any, samples: int) -> BlockReport:
     """Compare with torch block by block, on as many samples as can be afforded; a difference is refused."""
-    cut, parts, part = Cut(captured, case), 1, example
+    cut, parts, part = ModuleBlocks(captured, case), 1, example
     while not cut.fits() and samples % (2 * parts) == 0:
         parts *= 2
         part = micro_batch(example, 0, parts)
-        cut = Cut(case.capture(part), case)
-    told = Told(parts, len(cut.blocks), list(cut.left))
+        cut = ModuleBlocks(case.capture(part), case)
+    told = BlockReport(parts, len(cut.blocks), list(cut.left))
     judge = Stand(cut, case, told, part)
     judge.around(part)
     judge.rest()
@@ -71,12 +71,12 @@ def by_blocks(captured: Captured, case: Case, example: Any, samples: int) -> Tol
 class Stand:
     """Runs the user's code with blocks that are answered for, and compares."""
 
-    def __init__(self, cut: Cut, case: Case, told: Told, example: Any) -> None:
+    def __init__(self, cut: ModuleBlocks, case: Case, told: BlockReport, example: Any) -> None:
         self.cut, self.case, self.captured, self.told = cut, case, cut.captured, told
         self.device = case.device
         self.random = torch.Generator().manual_seed(0)
         self.answers: dict[Any, list[Tensor]] = {}  # of every kind
-        self.calls: dict[int, list[CutBlock]] = {}  # by module, in order
+        self.calls: dict[int, list[ModuleBlock]] = {}  # by module, in order
         for b in cut.blocks:
             self.calls.setdefault(id(b.module), []).append(b)
         self.count: dict[int, int] = {}
@@ -100,7 +100,7 @@ class Stand:
             self.seen = {**{n: x.clone() for n, x in tensors.items()}, **self.seen}  # before anyone writes into it
         return self._answered(block, self.answer(block, tensors))
 
-    def _answered(self, block: CutBlock, values: list[Tensor]) -> Any:
+    def _answered(self, block: ModuleBlock, values: list[Tensor]) -> Any:
         """The values as results from which gradients begin."""
         call, fresh = block.call, dict[Node, Tensor]()
         for node, value in zip(dict.fromkeys(call.returned), values, strict=True):
@@ -111,7 +111,7 @@ class Stand:
 
     # -- a block ---------------------------------------------------------------------------------------------------------------
 
-    def answer(self, block: CutBlock, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
+    def answer(self, block: ModuleBlock, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
         """What blocks of this kind give; the first is run and compared."""
         if block.key not in self.answers:
             program = self.cut.programs[block.key]
@@ -124,7 +124,7 @@ class Stand:
             self.answers[block.key] = self._compared(block, program, tensors)
         return self.answers[block.key] or [self._any(n) for n in dict.fromkeys(block.call.returned)]
 
-    def _compared(self, block: CutBlock, program: Program, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
+    def _compared(self, block: ModuleBlock, program: Program, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
         """The module itself on these values, against its part of the program."""
         call, now = block.call, tensors_of(block.module)  # where some have values that others shall have too
         memo: dict[int, Any] = {id(t): valued(t, self.device, self.random) for t in {id(t): t for _, _, t in now}.values()}
@@ -146,7 +146,7 @@ class Stand:
         wrt = {n[2:]: own[n[2:]] for n in program.output_names if n.startswith("d.")}
         want |= gradients([(x, cts.get(f"ct.{i}")) for i, x in enumerate(outs)], wrt)
         words = f"{call.path or 'the model'} ({type(block.module).__name__})"
-        self._require(program, {**self.numbers, **start, **cts}, want, lambda n: f"{told(n)} of {words}, run by itself,")
+        self._require(program, {**self.numbers, **start, **cts}, want, lambda n: f"{describe_tensor(n)} of {words}, run by itself,")
         return [x.detach() for x in outs]
 
     # -- what is around --------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Stand:
         except Exception as e:  # whatever the user's code does with results that stand for others
             self.told.left.append(f"{AROUND} was not compared: {type(e).__name__}: {e}")
             return
-        self._require(around.program, given, want, around.told, around.entangled)
+        self._require(around.program, given, want, around.describe_tensor, around.entangled)
 
     def _eager(self, around: Around, example: Any) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
         case, program = self.case, around.program
@@ -174,7 +174,7 @@ class Stand:
         read = {n: t for n, t in {**self.captured.parameters, **self.captured.buffers}.items() if n in program.input_names}
         values = {n: valued(t, self.device, self.random) for n, t in read.items()}
         given = {**self.numbers, **{n: x.detach().clone() for n, x in values.items()}, **named_batch(batch)}
-        with eager.unnoticed(case.moment, self.device), _in_place(case.bare, read, values) as now, heard(self), eager.drawn(self.captured):  # type: ignore[arg-type]
+        with eager.unnoticed(case.moment, self.device), _in_place(case.bare, read, values) as now, intercepted(self), eager.drawn(self.captured):  # type: ignore[arg-type]
             with torch.autocast(self.device.type, case.how.precision, enabled=case.how.precision is not None):
                 results = case.results(case.bare, batch)
             want: dict[str, Tensor | None] = {n: x.detach() for n, x in results.items()}
@@ -292,7 +292,7 @@ def _in_place(model: nn.Module, read: Mapping[str, Tensor], values: Mapping[str,
 # -- words -----------------------------------------------------------------------------------------------------------------------------------
 
 
-def told(name: str) -> str:
+def describe_tensor(name: str) -> str:
     """A tensor of a block in words."""
     base = name.removeprefix("d.")
     what = base.removeprefix("own.") if base.startswith("own.") else "the argument" if base.startswith("x.") else "the result"

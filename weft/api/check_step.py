@@ -27,7 +27,7 @@ from weft.core.node import Node, constant
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.joint import substituted
-from weft.frontend.capture.micro import cut_of, micro_batch
+from weft.frontend.capture.micro import batch_dims_of, micro_batch
 from weft.ops.source import input_node
 
 
@@ -107,7 +107,7 @@ class Case:
         return updates(captured, self)
 
 
-def judge(captured: Captured, case: Case, example: Any) -> Verdict:
+def check_against_torch(captured: Captured, case: Case, example: Any) -> Verdict:
     """Compare on as many samples of the example as time and memory allow; another value than torch's is refused."""
     start = time.perf_counter()
     example = filled(example, case.device)
@@ -116,15 +116,15 @@ def judge(captured: Captured, case: Case, example: Any) -> Verdict:
     if parts == 0:
         return _by_blocks(captured, case, example, samples, start)
     if parts == 1:
-        return _judged(captured, case, example, "the example", start)
+        return _check_samples(captured, case, example, "the example", start)
     fewer = micro_batch(example, 0, parts)
-    return _judged(case.capture(fewer), case, fewer, _fewer(samples, parts), start)
+    return _check_samples(case.capture(fewer), case, fewer, _fewer(samples, parts), start)
 
 
 def _samples(example: Any) -> int:
     """How many samples an example has; 1 where that cannot be told, so that it is not sharded."""
     try:
-        return cut_of(example)[0]
+        return batch_dims_of(example)[0]
     except PlanError:
         return 1
 
@@ -137,7 +137,7 @@ def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start
     """Block by block, where the full step cannot be run; a warning says what was compared and what was not."""
     whole = replace(case, how=replace(case.how, parts=1))
     found = by_blocks(captured if case.how.parts == 1 else whole.capture(example), whole, example, samples)
-    apart = found.apart | {told(n): x for n, x in case.updates(captured).items()}
+    apart = found.apart | {describe_tensor(n): x for n, x in case.updates(captured).items()}
     worst = max(apart, key=lambda n: apart[n], default="")
     if worst and apart[worst].allowed > 1:
         raise refusal(case, f"{worst} {apart[worst].words}")
@@ -151,19 +151,19 @@ def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start
     return verdict
 
 
-def judge_now(captured: Captured, case: Case, batch: Any, given: Values) -> Verdict:
+def check_current_state(captured: Captured, case: Case, batch: Any, given: Values) -> Verdict:
     """Compare a step from a state reached meanwhile: parameters, buffers and the optimizer's tensors, in full, by name."""
-    return _judged(captured, case, batch, "the batch", time.perf_counter(), given)
+    return _check_samples(captured, case, batch, "the batch", time.perf_counter(), given)
 
 
-def _judged(captured: Captured, case: Case, example: Any, samples: str, start: float, given: Values | None = None) -> Verdict:
+def _check_samples(captured: Captured, case: Case, example: Any, samples: str, start: float, given: Values | None = None) -> Verdict:
     sides = Sides(captured, case, case.batch(captured, example), given)
     first = None
     for whose in (eager.copied, eager.itself):
         want = sides.torch(whose)
         if want is None:
             continue
-        apart = sides.apart(want)
+        apart = sides.deviations(want)
         name = max(apart, key=lambda n: apart[n])
         if apart[name].allowed <= 1:
             farthest = max(apart, key=lambda n: apart[n].relative)
@@ -174,7 +174,7 @@ def _judged(captured: Captured, case: Case, example: Any, samples: str, start: f
             f"torch itself cannot run this {case.word}", needed=f"a {case.word} that plain torch runs on the example", found=sides.trouble,
             try_="run the model and the loss, backward() and optimizer.step() by themselves; check=False leaves the comparison out",
         )  # fmt: skip
-    raise refusal(case, f"{told(first[0])} {first[1].words}{_place(sides)}")
+    raise refusal(case, f"{describe_tensor(first[0])} {first[1].words}{_place(sides)}")
 
 
 class Sides:
@@ -208,7 +208,7 @@ class Sides:
         values |= {n: x for n, x in {**self.given, "seed": torch.tensor(0)}.items() if n in values}
         return {n: x.detach().to(self.device) for n, x in values.items()}
 
-    def apart(self, want: Mapping[str, Tensor | None]) -> dict[str, Apart]:
+    def deviations(self, want: Mapping[str, Tensor | None]) -> dict[str, Apart]:
         """By name, how far the program is from torch."""
         given = self.inputs()
         out: dict[str, Apart] = {}
@@ -271,7 +271,7 @@ def _moves(grad: Tensor | None) -> bool:
 # -- the words -----------------------------------------------------------------------------------------------------------------------------
 
 
-def told(name: str) -> str:
+def describe_tensor(name: str) -> str:
     """A tensor in words."""
     kind, _, rest = name.partition(".")
     if name.startswith(("d.param.", "out.grads.")):
@@ -282,7 +282,7 @@ def told(name: str) -> str:
 
 
 def _place(sides: Sides) -> str:
-    from weft.api.first_divergence import first_stray
+    from weft.api.first_divergence import first_divergence
 
-    where = first_stray(sides)
+    where = first_divergence(sides)
     return f"; {where}" if where else ""

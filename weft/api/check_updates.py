@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.api import check_cost, eager
 from weft.api.check_blocks import random_of, valued
 from weft.api.deviation import Apart, allowed, compared
-from weft.api.module_blocks import cut_at, program_of
+from weft.api.module_blocks import program_of, split_at
 from weft.core.node import Node, toposort
 from weft.core.role import Role
 from weft.frontend.capture import Captured
@@ -48,7 +48,7 @@ def _gradient(captured: Captured, name: str) -> Node | None:
     whose = [n for n in toposort([result]) if n.op.unfold is not None and n.args[0].attr("name") in homes]
     if len(whose) != 1:
         return None
-    found = cut_at([result], {whose[0].args[1]: _stand_in(whose[0].args[1])})[result]
+    found = split_at([result], {whose[0].args[1]: _stand_in(whose[0].args[1])})[result]
     others = [n for n in toposort([found]) if n.role in (Role.BATCH, Role.PARAMETER) and n.attr("name") not in (name, GRADIENT)]
     return None if others else whose[0].args[1]
 
@@ -61,7 +61,7 @@ def _compared(captured: Captured, case: Case, group: dict[str, Any], name: str, 
     random = torch.Generator().manual_seed(0)
     states = {n: p for n, p in captured.states.items() if p == name and not n.startswith("group_")}
     outputs = {n: captured.program.output_names[n] for n in (name, *states) if n in captured.program.output_names}
-    made = cut_at(outputs.values(), {given: _stand_in(given)})
+    made = split_at(outputs.values(), {given: _stand_in(given)})
     program = program_of({n: made[x] for n, x in outputs.items()}, name)
     p = valued(captured.parameters[name], case.device, random)
     gradient = random_of(p.shape, p.dtype, case.device, random)

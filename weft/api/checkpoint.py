@@ -77,11 +77,11 @@ class Store:
         state = {name: x.clone() if not wait else x for name, x in self._tensors().items()}
         meta = {"version": VERSION, "model": self._hash(), "plan": str(self.step.plan), "steps": self.step.steps}
         meta |= {"skipped": self.step.skipped, "missed": {n: k for n, k in self.step.missed.items() if k}}
-        self._together(final, lambda: self._clear(partial))
+        self._all_ranks_do(final, lambda: self._clear(partial))
         writer = Writer(partial)
         if wait:
-            self._together(final, lambda: dcp.save(self._distributed(state), storage_writer=writer, process_group=self._ranks))
-            self._together(final, lambda: self._seal(writer, final, meta) if _rank() == 0 else None)
+            self._all_ranks_do(final, lambda: dcp.save(self._distributed(state), storage_writer=writer, process_group=self._ranks))
+            self._all_ranks_do(final, lambda: self._seal(writer, final, meta) if _rank() == 0 else None)
         else:
             writing = dcp.async_save(self._distributed(state), storage_writer=writer, async_stager=writer, process_group=self._ranks)
             if _rank() == 0:  # its part is done last, when it has heard from all
@@ -94,7 +94,7 @@ class Store:
         if self._pending is not None:
             future, final = self._pending
             self._pending = None
-            self._together(final, future.result)
+            self._all_ranks_do(final, future.result)
 
     def _free_name(self) -> str:
         """The name of this step, but none that something else has than a checkpoint of this run."""
@@ -135,13 +135,13 @@ class Store:
             os.replace(old, gone)
             shutil.rmtree(gone, ignore_errors=True)
 
-    def _together(self, final: Path, work: Callable[[], Any]) -> None:
+    def _all_ranks_do(self, final: Path, work: Callable[[], Any]) -> None:
         """Done by every rank; if any cannot, what was written goes, every rank fails, and earlier checkpoints stay."""
         error = ""
         try:
             work()
         except (OSError, CheckpointException) as e:
-            error = f"{_reason(e)} ({_room(self.folder)} free)"
+            error = f"{_reason(e)} ({_free_disk_bytes(self.folder)} free)"
         failed = {r: why for r, why in enumerate(self._gathered(error)) if why}
         if failed:
             if _rank() == 0:
@@ -207,7 +207,7 @@ class Store:
                 try_="build the model with the settings it was trained with, or give another folder",
             )
         later = {n: (saved.shape, saved.dtype) for n, saved in index.items() if n not in self.step.state_names and n not in self._idle()}
-        state = {n: x for n, x in self._tensors().items() if n in index} | {n: self._whole(*kind) for n, kind in later.items()}
+        state = {n: x for n, x in self._tensors().items() if n in index} | {n: self._full_tensor(*kind) for n, kind in later.items()}
         try:
             dcp.load(self._distributed(state), storage_reader=Reader(path, index), process_group=self._ranks)
         except (CheckpointException, OSError, ValueError) as error:
@@ -277,7 +277,7 @@ class Store:
         bare = getattr(self.step.model, "_orig_mod", self.step.model)
         return {readable(f"{kind}.{n}"): x for kind, of in (("param", bare.named_parameters()), ("buffer", bare.named_buffers())) for n, x in of}
 
-    def _whole(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _full_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.step.compiled.device)
 
     def _hash(self) -> str:
@@ -424,7 +424,7 @@ def _words(error: BaseException) -> str:
     return str(error).split("\n", 1)[0] or type(error).__name__
 
 
-def _room(folder: Path) -> str:
+def _free_disk_bytes(folder: Path) -> str:
     """What is left on the disk: torch does not always say that it is full."""
     try:
         return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB"

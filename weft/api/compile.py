@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft import interp
 from weft.api.check_module import ForwardCase
-from weft.api.check_step import Verdict, judge
+from weft.api.check_step import Verdict, check_against_torch
 from weft.api.compiled import Compiled
 from weft.api.eager import How
 from weft.api.retracing import MOST
@@ -87,19 +87,19 @@ class Inference:
             captured = self._captured(batch)
             program = self._placed(captured)
             if self.check:
-                self._judge(captured, program, batch)
+                self._check(captured, program, batch)
             run = Compiled(program, device=self.device, again=True)
             values = {n: x for n, x in {**captured.parameters, **captured.buffers}.items() if n not in self._state}
             self._state |= {n: _local(run, n, x.detach()).clone() for n, x in values.items() if n in run.program.input_names}
             made = run, captured
-            _require_room(known, batch)
+            _require_memory(known, batch)
             known.append(made)
         return made
 
-    def _judge(self, captured: Captured, program: Program, batch: Any) -> None:
+    def _check(self, captured: Captured, program: Program, batch: Any) -> None:
         case = ForwardCase(self.model, None, None, How(), self.device)
         with evaluating(self.model), as_before(captured.reads):
-            self.judged = seen_by_first(lambda: judge(captured, case, batch))
+            self.judged = seen_by_first(lambda: check_against_torch(captured, case, batch))
         verified(captured.program, program)
 
     def _captured(self, batch: Any) -> Captured:
@@ -122,7 +122,7 @@ class Inference:
         """Parameters as the plan says; buffers as what is written to them comes, so that writing moves nothing."""
         program, mesh = captured.program, self.named.mesh
         layouts, options = input_layouts(program, self.named, {})
-        layouts |= self._cut_with_caches(program, layouts)
+        layouts |= self._shard_with_caches(program, layouts)
         written = {n: held for n, held in program.state if held not in self._held}
         if written:
             free = program.with_outputs(program.outputs, "", state=())
@@ -135,7 +135,7 @@ class Inference:
         return place(program, mesh, {**layouts, **known}, options)
 
 
-    def _cut_with_caches(self, program: Program, layouts: Mapping[str, Placements]) -> dict[str, Placements]:
+    def _shard_with_caches(self, program: Program, layouts: Mapping[str, Placements]) -> dict[str, Placements]:
         """Tensor parallelism that may also shard what the pass writes, so that a sharding of heads goes through their cache."""
         if self.named.tp == 1:
             return {}
@@ -145,7 +145,7 @@ class Inference:
         return {n: {**layouts.get(n, {}), "tp": cut} for n, cut in cuts.items()}
 
 
-def _require_room(known: list[tuple[Compiled, Captured]], batch: Any) -> None:
+def _require_memory(known: list[tuple[Compiled, Captured]], batch: Any) -> None:
     if len(known) >= MOST:
         words = str(cast(Reads, known[-1][1].reads).changes(batch)[0])
         raise RuntimeFault(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft import interp
-from weft.api.channels import with_lanes
+from weft.api.channels import with_channels
 from weft.codegen.blocks import Call
 from weft.codegen.order import gathers_parameters
 from weft.codegen.pipeline import lower
@@ -25,8 +25,8 @@ from weft.runtime import comm, library_kernels, low, memory, pipeline, replay, r
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
-from weft.runtime.intra_host import Near, near_of
-from weft.runtime.parallel_groups import Lanes
+from weft.runtime.intra_host import HostGroup, host_group_of
+from weft.runtime.parallel_groups import ParallelGroups
 from weft.runtime.peers import Alone, connect, kernel_language
 from weft.runtime.traced import Traced, warm_up
 
@@ -58,10 +58,10 @@ class Compiled:
         self._expected = [(name, torch.Size(n.layout.local_shape(self.coords)), n.dtype) for name, n in held.items()]
         self._checked: dict[str, Any] = {}  # what came with the last call
         peers = _peers(program, self.groups, self.device)
-        on = {a: _near(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
-        on = with_lanes(program, on, self.device) if together else on
-        self._lanes = {a: g for a, g in on.items() if isinstance(g, Lanes)}
-        far = {a: isinstance(g, Near) and g.message or comm.message_bytes(self.device) for a, g in on.items()}
+        on = {a: _intra_host_group(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
+        on = with_channels(program, on, self.device) if together else on
+        self._lanes = {a: g for a, g in on.items() if isinstance(g, ParallelGroups)}
+        far = {a: isinstance(g, HostGroup) and g.message or comm.message_bytes(self.device) for a, g in on.items()}
         kernels = kernel_language(self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernels, far=far)
         names: dict[str, Any] = {
@@ -80,7 +80,7 @@ class Compiled:
         if self._may_trace(inductor):
             exec(compile(self.code.parts, f"<weft {program.name}, in parts>", "exec"), names)
             parts = (names["step"], names["compute"], names["update"])
-            near = all(program.mesh.size(a) == 1 or isinstance(g, Near) for a, g in on.items())  # a recording can have such collectives in it
+            near = all(program.mesh.size(a) == 1 or isinstance(g, HostGroup) for a, g in on.items())  # a recording can have such collectives in it
             stays = program.input_names if again else ()
             self._step = Traced(*parts, program.state, self.device, record=near and (donate or again), stays=stays, asks=bool(self.code.calls))
         self._board = world_board() if together else None
@@ -186,12 +186,12 @@ def _shared(group: Any, device: torch.device) -> bool:
     return group is not None and (device.type == "cpu" or dist.get_backend() == "gloo")
 
 
-def _near(group: Any, peers: Any) -> Near:
+def _intra_host_group(group: Any, peers: Any) -> HostGroup:
     if peers.target == "cpu":
-        return near_of(group, peers)
-    from weft.runtime.device_collectives import DeviceNear
+        return host_group_of(group, peers)
+    from weft.runtime.device_collectives import DeviceCollectives
 
-    return near_of(group, peers, lambda: DeviceNear(group, peers, functools.partial(_reduction, peers.world)))
+    return host_group_of(group, peers, lambda: DeviceCollectives(group, peers, functools.partial(_reduction, peers.world)))
 
 
 @functools.cache

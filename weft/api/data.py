@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from weft import interp
-from weft.api.rank_sync import Together, one_process
+from weft.api.rank_sync import RankSync, one_process
 from weft.core.errors import RuntimeFault
 from weft.core.layout import Layout, Mesh, S
 from weft.core.node import Type
@@ -66,7 +66,7 @@ def rows_of(type_: Type, coords: dict[str, int], size: int) -> torch.Tensor:
     return torch.arange(size) if few else interp.take_local(torch.arange(size), layout, coords)
 
 
-def beside_rows(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.Tensor | None:
+def rows_of_rank(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.Tensor | None:
     """This rank's part of its own rows, which may be sharded along other dims too; None if it is not its rows."""
     local = type_.layout.local_shape(coords)
     if x.ndim == 0 or tuple(x.shape) != (local[0], *type_.shape[1:]):
@@ -81,7 +81,7 @@ def beside_rows(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.T
 class Brought:
     """How a step's calls bring the tensors of their batches, full or in parts, and what full ones measure."""
 
-    def __init__(self, together: Together) -> None:
+    def __init__(self, together: RankSync) -> None:
         self.together = together
         self.parts: set[str] = set()  # what comes in parts; the example came in full
 
@@ -118,10 +118,10 @@ class Brought:
     def _axes(self, name: str, shapes: list[dict[str, Shape]], types: Mapping[str, Type]) -> tuple[str, ...]:
         """The axes that shard the rows of a tensor; of one that no program read yet, those that shard another of as many rows."""
         if name in types:
-            return _cut_rows(name, types[name])
+            return _shard_rows(name, types[name])
         rows = [s[name][:1] for s in shapes]
         alike = (n for n in self.parts if n in types and [s[n][:1] for s in shapes] == rows)
-        return next((_cut_rows(n, types[n]) for n in alike), ())
+        return next((_shard_rows(n, types[n]) for n in alike), ())
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def _leaves_none(type_: Type) -> bool:
 
 
 def _is_part(x: Tensor, type_: Type, coords: dict[str, int]) -> bool:
-    return tuple(x.shape) == type_.layout.local_shape(coords) or beside_rows(x, type_, coords) is not None
+    return tuple(x.shape) == type_.layout.local_shape(coords) or rows_of_rank(x, type_, coords) is not None
 
 
 def _digest(x: Tensor) -> str:
@@ -167,7 +167,7 @@ def _rows(shapes: list[Shape], axes: tuple[str, ...], mesh: Mesh) -> int:
     return sum(own.values())
 
 
-def _cut_rows(name: str, type_: Type) -> tuple[str, ...]:
+def _shard_rows(name: str, type_: Type) -> tuple[str, ...]:
     cuts: dict[str, Any] = {a: p for a, p in type_.layout.placements.items() if isinstance(p, S)}
     if any(p.dim or p.within is not None for p in cuts.values()):
         raise RuntimeFault(

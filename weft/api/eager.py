@@ -136,7 +136,7 @@ class Moment:
         numpy = sys.modules.get("numpy")
         return Moment(random.getstate(), numpy.random.get_state() if numpy else None, torch.get_rng_state())
 
-    def again(self) -> None:
+    def rerun(self) -> None:
         random.setstate(self.python)
         torch.set_rng_state(self.torch)
         if self.numpy is not None:
@@ -151,11 +151,11 @@ def unnoticed(moment: Moment, device: torch.device) -> Iterator[None]:
     devices = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     with torch.random.fork_rng(**devices), exactly:
         try:
-            moment.again()
+            moment.rerun()
             with contextlib.redirect_stdout(io.StringIO()):
                 yield
         finally:
-            before.again()
+            before.rerun()
 
 
 # -- whose step ------------------------------------------------------------------------------------------------------------------------

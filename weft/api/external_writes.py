@@ -17,20 +17,20 @@ from torch.optim import Optimizer
 from weft.api.check_cost import has_values
 from weft.core.names import readable
 
-_known: weakref.WeakKeyDictionary[nn.Module, Own] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, ExternalWrites] = weakref.WeakKeyDictionary()
 
 
-def own_of(model: nn.Module) -> Own:
+def own_of(model: nn.Module) -> ExternalWrites:
     """One record for all steps of a module; what it holds now is what a step begins with."""
     model = getattr(model, "_orig_mod", model)
     if model not in _known:
-        _known[model] = Own(model)
+        _known[model] = ExternalWrites(model)
     elif _known[model].written():
         _known[model].remember()
     return _known[model]
 
 
-class Own:
+class ExternalWrites:
     """The tensors of a module as they were left, by the names that programs have for them."""
 
     def __init__(self, model: nn.Module) -> None:

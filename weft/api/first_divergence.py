@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Print = tuple[int, float, float, float]  # how many elements, their sum, the sum of their sizes and of their squares
 
 
-def first_stray(sides: Sides) -> str:
+def first_divergence(sides: Sides) -> str:
     """In words; empty where it cannot be told. A fingerprint does not depend on the order of dims, so a view is the same value."""
     case = sides.case
     try:

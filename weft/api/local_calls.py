@@ -9,7 +9,7 @@ import torch
 
 from weft.cluster.local import torch_calls
 from weft.core import native
-from weft.runtime.intra_host import near_of
+from weft.runtime.intra_host import host_group_of
 from weft.runtime.peers import connect
 
 
@@ -17,7 +17,7 @@ def local_calls(device: str, whole: torch.Tensor, part: torch.Tensor) -> Mapping
     """Through memory that the ranks share; torch's own on accelerators and where no kernels can be built."""
     if device != "cpu" or not native.available():
         return torch_calls(device, whole, part)
-    near = near_of(None, connect(None, device))
+    near = host_group_of(None, connect(None, device))
     return {
         "all_reduce": lambda: near.all_reduce_list([whole], "sum", [False]),
         "all_gather": lambda: near.all_gather(part),

@@ -14,14 +14,14 @@ from weft.core.errors import PlanError, WeftError
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.memory import least_bytes, needed, room
-from weft.frontend.capture.micro import cut_of
+from weft.frontend.capture.micro import batch_dims_of
 from weft.ops.registry import nbytes
 from weft.plan.setting import AGAIN
 from weft.plan.spec import Spec
 from weft.runtime.replay import is_accelerator
 
 
-def require_room(program: Program, named: Spec, example: Any, device: torch.device, made: Callable[[Spec], Program]) -> None:
+def require_memory(program: Program, named: Spec, example: Any, device: torch.device, made: Callable[[Spec], Program]) -> None:
     """Refuse a program of which more must be in memory than any rank's device has free; `made` gives that of another plan."""
     if not is_accelerator(device):
         return
@@ -62,7 +62,7 @@ def _offers(program: Program, named: Spec, example: Any, have: float, made: Call
         except WeftError:
             continue
     try:
-        samples, _ = cut_of(example)
+        samples, _ = batch_dims_of(example)
     except PlanError:
         return
     copies = named.dp * named.ep

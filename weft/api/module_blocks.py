@@ -29,7 +29,7 @@ AROUND = "what stands around the blocks"
 KNOWN = ("constant.", "seed", "value.")  # inputs that a block may read though it is not given them
 
 
-def cut_at(roots: Iterable[Node], at: Mapping[Node, Node]) -> dict[Node, Node]:
+def split_at(roots: Iterable[Node], at: Mapping[Node, Node]) -> dict[Node, Node]:
     """The roots and all they need, where some nodes are inputs; every random number is drawn by its place in its tensor alone."""
     made, stack = dict(at), list(roots)
     while stack:
@@ -46,9 +46,9 @@ def cut_at(roots: Iterable[Node], at: Mapping[Node, Node]) -> dict[Node, Node]:
     return made
 
 
-def _in_turn(results: Sequence[Node], at: Mapping[Node, Node]) -> bool:
+def _depends_on(results: Sequence[Node], at: Mapping[Node, Node]) -> bool:
     """Whether a result is computed from another."""
-    return any(other in cut_at([n], at) for n in results for other in results if other is not n)
+    return any(other in split_at([n], at) for n in results for other in results if other is not n)
 
 
 def with_gradients(outputs: Mapping[str, Node], seeds: Iterable[tuple[Node, Node]], wrt: Mapping[str, Node], name: str) -> Program:
@@ -62,12 +62,12 @@ def with_gradients(outputs: Mapping[str, Node], seeds: Iterable[tuple[Node, Node
 
 
 def program_of(outputs: Mapping[str, Node], name: str) -> Program:
-    made = cut_at(outputs.values(), {})
+    made = split_at(outputs.values(), {})
     return new_program(name, next(iter(outputs.values())).mesh, [n for n in made if n.op.name == "input"], dict(outputs))
 
 
 @dataclass(eq=False)
-class CutBlock:
+class ModuleBlock:
     """A call of a module, and its part of the program: what it gives from `x.0`, ... and its own tensors, `own.NAME`."""
 
     call: ModuleCall
@@ -85,7 +85,7 @@ class CutBlock:
             return program_of(self.gives, name)
         seeds = [(n, input_node(f"ct.{k[2:]}", n.type)) for k, n in self.gives.items() if k.startswith("y.") and n.dtype.is_floating_point]
         wrt = {str(x.attr("name")): x for n, x in self.given.items() if n in self.call.moving and n.dtype.is_floating_point}
-        inputs = {str(n.attr("name")): n for n in cut_at(self.gives.values(), {}) if n.op.name == "input"}
+        inputs = {str(n.attr("name")): n for n in split_at(self.gives.values(), {}) if n.op.name == "input"}
         wrt |= {k: inputs[k] for k, t in self.own.items() if t.requires_grad and k in inputs}
         return with_gradients(self.gives, seeds, wrt, name)
 
@@ -94,7 +94,7 @@ def named_own(path: str, name: str) -> str:
     return readable(f"own.{f'{path}.{name}'.strip('.')}")
 
 
-class Cut:
+class ModuleBlocks:
     """The program as blocks that can be run by themselves, and what is around them."""
 
     def __init__(self, captured: Captured, case: Case) -> None:
@@ -133,7 +133,7 @@ class Cut:
             raise refusal(self.case, found)
         return True
 
-    def _chosen(self, calls: Iterable[ModuleCall]) -> Iterator[CutBlock]:
+    def _chosen(self, calls: Iterable[ModuleCall]) -> Iterator[ModuleBlock]:
         """The largest calls that can be run by themselves and afforded."""
         for call in calls:
             block = self._block(call) if call.whole else None
@@ -142,14 +142,14 @@ class Cut:
             else:
                 yield from self._chosen(call.inside)
 
-    def _affordable(self, block: CutBlock) -> bool:
+    def _affordable(self, block: ModuleBlock) -> bool:
         try:
             program = self.programs.setdefault(block.key, block.program(self.differentiable))
         except NotDifferentiable:
             return False
         return check_cost.fits(program, self.case.device)
 
-    def _block(self, call: ModuleCall) -> CutBlock | None:
+    def _block(self, call: ModuleCall) -> ModuleBlock | None:
         module = self.case.bare.get_submodule(call.path)
         own: dict[Node, str] = {}
         tensors: dict[str, Tensor] = {}
@@ -160,9 +160,9 @@ class Cut:
                 tensors[own[node]] = t
         given = {n: input_node(f"x.{i}", n.type) for i, n in enumerate(call.arguments)}
         at = {**{n: input_node(name, n.type, n.role) for n, name in own.items()}, **given}
-        if any(n in at or not n.args for n in call.returned) or _in_turn(call.returned, at):
+        if any(n in at or not n.args for n in call.returned) or _depends_on(call.returned, at):
             return None  # it hands on what it was given, or what others make of its results too: a gradient has two ways then
-        made = cut_at([*call.returned, *(n for _, n in call.written)], at)
+        made = split_at([*call.returned, *(n for _, n in call.written)], at)
         inputs = set(at.values())
         if any(n.op.name == "input" and n not in inputs and not str(n.attr("name")).startswith(KNOWN) for n in made.values()):
             return None  # it reads something that it is not given
@@ -171,14 +171,14 @@ class Cut:
         alike = shape_key(module, self._keys) or id(module)
         moving = tuple(n in call.moving for n in (*given, *call.returned))
         key = alike, call.spec, plain, tuple(gives.items()), moving, call.grad, call.cast
-        return CutBlock(call, module, given, tensors, gives, {n for n, x in made.items() if n not in at and x is not n}, key)
+        return ModuleBlock(call, module, given, tensors, gives, {n for n, x in made.items() if n not in at and x is not n}, key)
 
 
 class Around:
     """The program of all that stands around the blocks: from the batch, its parameters and the blocks' results to its own results and
     what blocks are given; and back."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: ModuleBlocks) -> None:
         blocks, case, captured = cut.blocks, cut.case, cut.captured
         p = captured.program
         returned = dict.fromkeys(n for b in blocks for n in b.call.returned)
@@ -191,7 +191,7 @@ class Around:
         roots = {n: p.output_names[n] for n in case.cotangents(captured)}
         roots |= {n: x for n, x in p.outputs if n.startswith("buffer.") and n not in inside}
         roots |= {name: n for n, name in self.given.items()}
-        made = cut_at(roots.values(), at)
+        made = split_at(roots.values(), at)
         self.entangled = any(not made.keys().isdisjoint(b.inner - at.keys()) for b in blocks)
         gives = {name: made[n] for name, n in roots.items()}
         moving = {n for b in blocks if b.call.grad for n in b.call.arguments if n in b.call.moving and n.dtype.is_floating_point}
@@ -207,7 +207,7 @@ class Around:
         seeds = [(made[n], ct) for n, ct in case.seeds(captured)] + [(made[n], input_node(ct, n.type)) for n, ct in self.cts.items()]
         self.program = with_gradients(gives, seeds, wrt, "around")
 
-    def told(self, name: str) -> str:
+    def describe_tensor(self, name: str) -> str:
         """A tensor in words."""
         base = name.removeprefix("d.")
         if base in self.owner:

@@ -18,20 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft import passes
 from weft.api import auto, planfile
-from weft.api.check_step import Case, Verdict, judge
+from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.eager import How, Moment
-from weft.api.memory_limit import require_room
+from weft.api.memory_limit import require_memory
 from weft.api.options import Options, Settings, device_for, spec_of
-from weft.api.pipeline_plans import Lines
-from weft.api.rank_sync import begin_alike
-from weft.api.retracing import Forms
+from weft.api.pipeline_plans import PipelinePlans
+from weft.api.rank_sync import broadcast_initial_state
+from weft.api.retracing import Variants
 from weft.api.safety import seen_by_first, verified
 from weft.api.step import Step
 from weft.api.weights import begin_with
 from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.micro import cut_of
+from weft.frontend.capture.micro import batch_dims_of
 from weft.frontend.capture.model import require_torchs
 from weft.frontend.capture.optimizers import forget_updates
 from weft.frontend.capture.restored import as_before
@@ -84,27 +84,27 @@ def parallelize(
     pins = asked.pins
     if file is not None and named is not None:
         pins = (*named.pins, *pins)
-        if (named.recompute or file.pieces) and not asked.noise:
+        if (named.recompute or file.contents) and not asked.noise:
             named = _by_parts(named, asked.accumulate)
     forget_updates(optimizer)
     begin_with(model, asked.weights, asked.seed)
     low = _is_low(asked.precision)
     how = {"clip": asked.clip, "precision": torch.bfloat16 if low else asked.precision}
     same = {**how, "precision": asked.precision, "accumulate": asked.accumulate, "seed": asked.seed, "pins": tuple(pins), "on_nan": asked.on_nan}
-    run = begin_alike(model, optimizer, example, where, plan=str(named or plan), **same)
-    made = _Asked(
+    run = broadcast_initial_state(model, optimizer, example, where, plan=str(named or plan), **same)
+    made = _Request(
         model, loss, optimizer, example, where, asked.seed, how, asked.accumulate, asked.allow_micro_mean, pins, asked.noise, asked.check,
-        asked.on_nan == "skip", low, named, file, Forms(model, loss, optimizer, example, run),
+        asked.on_nan == "skip", low, named, file, Variants(model, loss, optimizer, example, run),
     )  # fmt: skip
     step = made.step(asked.others or {}, bytes_of(asked.memory) if asked.memory else 0.0)
-    step.trust(asked.on_nan, asked.deterministic)
+    step.set_safety(asked.on_nan, asked.deterministic)
     if asked.record is not None or asked.progress:
         step.record(asked.record, progress=asked.progress is not False)
     return step
 
 
 @dataclass
-class _Asked:
+class _Request:
     """What one call of `parallelize` asks for, and the steps that are made of it: the first, and more when Python has changed."""
 
     model: nn.Module
@@ -123,22 +123,22 @@ class _Asked:
     low: bool  # matmuls in 8-bit floats
     named: Spec | None  # none until one is chosen
     file: planfile.Followed | None
-    forms: Forms
-    wish: auto.Wish = field(init=False)
+    variants: Variants
+    constraints: auto.PlanRequest = field(init=False)
 
     def step(self, others: Mapping[str, Mapping[str, Any]], memory: float) -> Step:
         warm_up(self.device)
-        self.wish = auto.Wish(tuple(map(parse_pin, self.pins)), self.noise, memory)
+        self.constraints = auto.PlanRequest(tuple(map(parse_pin, self.pins)), self.noise, memory)
         if self.named is not None and self.named.virtual_stages * self.named.micro_batches > 1:
             return self._line()
         moment = Moment.now()
-        captured = self.forms.observed(lambda reads: self._captured(self.example, reads=reads, given=self.forms.given))
-        judged = self._judged(captured, self.example, moment)
+        captured = self.variants.observed(lambda reads: self._captured(self.example, reads=reads, given=self.variants.given))
+        judged = self._checked(captured, self.example, moment)
         draft, self.file = self._begun(captured), self.file and self.file.guarded() if self.guard else self.file
         decision = None
         if self.named is None:
             decision = auto.agree(
-                draft.step, self.device, self.wish, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines()
+                draft.step, self.device, self.constraints, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines()
             )
             self.named = decision.named
         if self.named.virtual_stages * self.named.micro_batches > 1:
@@ -146,13 +146,13 @@ class _Asked:
         else:
             step = self._one(draft, decision)
             step.judged = judged
-            self.forms.adopt(step, self.again)
+            self.variants.adopt(step, self.retrace)
         step.decision = decision
         return step
 
     # -- in one program ------------------------------------------------------------------------------------------------------------
 
-    def again(self, batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
+    def retrace(self, batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
         """The step of what Python says now; none where its program is known."""
         moment = Moment.now()
         captured = self._captured(batch, **settings)
@@ -160,19 +160,19 @@ class _Asked:
         if known(draft.step):
             return None
         step = self._one(draft, None)
-        step.unjudged = lambda example: self._judged(captured, example, moment)
+        step.unjudged = lambda example: self._checked(captured, example, moment)
         return step
 
     def _captured(self, batch: Any, **settings: Any) -> Captured:
         apart = {"accumulate": self.accumulate, "allow_micro_mean": self.mean}
         return capture(self.model, batch, self.loss, self.optimizer, **apart, **self.how, **settings)
 
-    def _judged(self, captured: Captured, example: Any, moment: Moment) -> Verdict | None:
+    def _checked(self, captured: Captured, example: Any, moment: Moment) -> Verdict | None:
         if not self.check:
             return None
         case = Case(self.model, self.loss, self.optimizer, self._how, self.device, moment)
         with as_before(captured.reads):
-            return seen_by_first(lambda: judge(captured, case, example))  # type: ignore[no-any-return]
+            return seen_by_first(lambda: check_against_torch(captured, case, example))  # type: ignore[no-any-return]
 
     @property
     def _how(self) -> How:
@@ -180,7 +180,7 @@ class _Asked:
 
     def _begun(self, captured: Captured) -> Draft:
         """The step as far as it is the same under every plan."""
-        asked = Draft(captured, self.named or Spec(), pins=self.wish.pins, noise=self.noise, guard=self.guard, device=self.device)
+        asked = Draft(captured, self.named or Spec(), pins=self.constraints.pins, noise=self.noise, guard=self.guard, device=self.device)
         return passes.run(asked, until="guard")
 
     def _one(self, draft: Draft, decision: auto.Decision | None) -> Step:
@@ -190,7 +190,7 @@ class _Asked:
         captured, placed = draft.step, passes.run(draft, after="recompute", until="noise")
         draft = passes.run(placed, after="noise")
         source, program = cast(Captured, draft.source).program, cast(Program, draft.program)
-        require_room(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
+        require_memory(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
         report = verified(source, program) if self.check else None
         program = cast(Program, passes.run(replace(placed, low=True), after="noise").program) if self.low else program
         step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.seed)
@@ -201,13 +201,13 @@ class _Asked:
     def _priced(self, traced: Program, captured: Captured, other: Spec) -> Program:
         """The step under another plan, as far as memory goes."""
         again = recomputed(replace(captured, program=traced), regions_of(captured, other.recompute))
-        return auto.prepare(again, other, self.wish, self.device)
+        return auto.prepare(again, other, self.constraints, self.device)
 
     # -- in micro-batches ------------------------------------------------------------------------------------------------------------
 
     def _line(self) -> Step:
-        return self.forms.adopt(
-            self.forms.observed(lambda reads: self.in_parts(self.example, reads=reads, given=self.forms.given)), self.in_parts
+        return self.variants.adopt(
+            self.variants.observed(lambda reads: self.in_parts(self.example, reads=reads, given=self.variants.given)), self.in_parts
         )
 
     def in_parts(self, batch: Any, known: Callable[[Captured], bool] | None = None, **settings: Any) -> Step | None:
@@ -232,16 +232,16 @@ class _Asked:
             self.model, self.loss, self.optimizer, batch, named, self.device, self.seed, **self.how, **asked, known=known, **settings
         )
 
-    def _lines(self) -> Lines | None:
+    def _lines(self) -> PipelinePlans | None:
         """Plans in micro-batches; none where it cannot be told what a micro-batch is."""
         from weft.api.pipelined import micro_steps
 
         try:
-            samples, _ = cut_of(self.example)
+            samples, _ = batch_dims_of(self.example)
         except PlanError:
             return None
         steps = micro_steps(self.model, self.example, self.loss, self.optimizer, **self.how, mean=self.mean)
-        return Lines(steps, samples, self.accumulate if self.accumulate > 1 else 0)
+        return PipelinePlans(steps, samples, self.accumulate if self.accumulate > 1 else 0)
 
 
 def _is_low(precision: Any) -> bool:

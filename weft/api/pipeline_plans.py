@@ -15,12 +15,12 @@ from weft.cluster.spec import Cluster
 from weft.core.errors import CaptureError, PlanError
 from weft.cost.staged import StagedStep
 from weft.frontend.capture.micro import Micro
-from weft.passes import Laid, cut, laid
+from weft.passes import PlacedStages, place_stages, split_stages
 from weft.plan.pins import Pin, resolve
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
 from weft.transform.pipeline import PlacedPipeline
-from weft.transform.stage_contents import FoundPieces, pieces_of
+from weft.transform.stage_contents import FoundStages, stage_contents_of
 
 if TYPE_CHECKING:
     from weft.cost.timeline import Seen
@@ -36,7 +36,7 @@ def predicted(line: PlacedPipeline, plan: Spec, where: Cluster) -> Seen:
 
 
 @dataclass
-class Lines:
+class PipelinePlans:
     """Plans of one step in micro-batches. `capture` gives the step of one of so many; `fixed` says how many there must be."""
 
     capture: Callable[[int], Micro]
@@ -60,15 +60,15 @@ class Lines:
     def predicted(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
         return self.built(plan, where, pins)[1]
 
-    def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> tuple[Laid, Seen]:
+    def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> tuple[PlacedStages, Seen]:
         """The stages of a plan, and what is predicted of them."""
         micro = self.step(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
-        pieces = pieces_of(plan)
-        found = pieces.find(micro.captured) if pieces is not None else FoundPieces()
+        pieces = stage_contents_of(plan)
+        found = pieces.find(micro.captured) if pieces is not None else FoundStages()
         if found.told:
             raise PlanError("its stages cannot be had", needed="a step as it was planned", found="; ".join(found.told))
-        made = laid(micro.captured, plan, cut(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
+        made = place_stages(micro.captured, plan, split_stages(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
         return made, predicted(made.line, plan, where)
 
     def numbers(self, copies: int) -> list[int]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp, passes
-from weft.api.check_step import Case, Verdict, judge
+from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
@@ -31,12 +31,12 @@ from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.micro import PART, Micro, cut_of, in_micro_batches, micro_batch, require_gradients, require_parts
+from weft.frontend.capture.micro import PART, Micro, batch_dims_of, in_micro_batches, micro_batch, require_gradients, require_parts
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
-from weft.passes import Draft, Follows, Laid, cut, laid
+from weft.passes import Draft, Follows, PlacedStages, place_stages, split_stages
 from weft.plan.named import input_layouts
 from weft.plan.pins import parse_pin
 from weft.plan.place import Placements, place
@@ -49,7 +49,7 @@ from weft.runtime.messages import Messages
 from weft.transform.pipeline import PlacedStage, place_stage, spread, update
 
 if TYPE_CHECKING:
-    from weft.api.record_pipeline import LineRecorder
+    from weft.api.record_pipeline import PipelineRecorder
     from weft.rewrite.check import Report
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -97,7 +97,7 @@ def pipelined(
 
     def look(batch: Any) -> Verdict | None:
         with as_before(captured.reads):
-            return _judged(micro, case, batch)
+            return _checked(micro, case, batch)
 
     judged = look(example) if check and known is None else None
     draft = passes.run(draft, after="micro-batch")
@@ -114,7 +114,7 @@ def _fewer(plan: Spec, steps: Callable[[int], Micro], example: Any) -> Micro:
 
     Where samples cannot be distinguished, or the loss is no sum over them, the full batch goes through the stages at once."""
     try:
-        samples, _ = cut_of(example)
+        samples, _ = batch_dims_of(example)
         most = next((n for n in range(plan.micro_batches, 0, -1) if samples % n == 0 and plan.pipeline.may_take(plan.pp, n)), plan.micro_batches)
         return steps(most)
     except PlanError as e:
@@ -135,7 +135,7 @@ def micro_steps(
     def one(parts: int) -> Micro:
         if parts == 1:
             return in_micro_batches(whole(), 1, {})
-        samples, dims = cut_of(example)
+        samples, dims = batch_dims_of(example)
         require_parts(samples, parts)
         if mean:
             return _alone(model, example, parts, dims, loss, optimizer, settings)
@@ -161,14 +161,14 @@ def _alone(
     return Micro(captured, parts, dims)
 
 
-def _judged(micro: Micro, case: Case, example: Any) -> Verdict | None:
+def _checked(micro: Micro, case: Case, example: Any) -> Verdict | None:
     """The full batch's step against torch or, where micro-batches go by themselves, that of the first."""
     if micro.whole is not None:
         whole = micro.whole
-        return seen_by_first(lambda: judge(whole, case, example))
+        return seen_by_first(lambda: check_against_torch(whole, case, example))
     own = case.loss
     case, small = replace(case, loss=lambda m, b: own(m, b) / micro.parts), micro_batch(example, 0, micro.parts)
-    return seen_by_first(lambda: judge(micro.captured, case, small))
+    return seen_by_first(lambda: check_against_torch(micro.captured, case, small))
 
 
 def _derived(captured: Captured, parts: int, dims: Mapping[str, int], example: Any) -> Micro:
@@ -188,7 +188,7 @@ class PipelinedStep(Step):
     lifts = False
 
     def __init__(self, micro: Micro, draft: Draft, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        self.micro, captured, made, plan, device = micro, micro.captured, cast(Laid, draft.laid), draft.spec, draft.device
+        self.micro, captured, made, plan, device = micro, micro.captured, cast(PlacedStages, draft.laid), draft.spec, draft.device
         self._ahead = captured.program.inputs_for(Role.AHEAD)
         self.line, self.stages, self.held, self.options = made.line, made.stages, made.held, made.options
         self._draft = draft
@@ -198,17 +198,17 @@ class PipelinedStep(Step):
         order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
         self.runner = Runner(self.line.stages, order, self.compiled, self.messages, carried=micro.whole is None)
         self._spread = self._spreader(self.line.stages)
-        self._batch_types = self._whole_types()
+        self._batch_types = self._full_batch_types()
         self.samples = next((t.shape[micro.dims.get(n, 0)] for n, t in self._batch_types.items() if t.shape), 1)
         self._first = None if micro.first is None else self._before(micro.first)
         self._evaluate: _Evaluation | None = None
 
-    def laid(self, plan: Spec) -> Laid:
+    def under_plan(self, plan: Spec) -> PlacedStages:
         """The same step under another plan of the same mesh: laid out, split and recomputed in the same way, where it has as many stages."""
         found = self._draft.plan.found(self._draft.step) if self._draft.plan is not None else None
-        return laid(self._draft.step, plan, cut(self._draft.step, plan, {}, self.held, found), first=self.micro.first)
+        return place_stages(self._draft.step, plan, split_stages(self._draft.step, plan, {}, self.held, found), first=self.micro.first)
 
-    def _whole_types(self) -> dict[str, Type]:
+    def _full_batch_types(self) -> dict[str, Type]:
         """How a full batch is laid out: every micro-batch as the stages hold it, one behind the other."""
         programs = [self.micro.captured.program, *([self.micro.first] if self.micro.first is not None else ())]
         found: dict[str, Type] = {}
@@ -277,11 +277,11 @@ class PipelinedStep(Step):
         """All rows of every batch of a data set: a pipeline takes full batches."""
         return Rows(samples, self.samples, torch.arange, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last)
 
-    def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> LineRecorder:
+    def record(self, folder: str | None, *, cluster: str = "", progress: bool = True) -> PipelineRecorder:
         """Watch the steps from here on: print how training goes, and write a run for `weft report` into the folder."""
-        from weft.api.record_pipeline import LineRecorder
+        from weft.api.record_pipeline import PipelineRecorder
 
-        self.recorder = LineRecorder(self, folder, cluster, progress)
+        self.recorder = PipelineRecorder(self, folder, cluster, progress)
         return self.recorder
 
     def eval(self, batch: Any) -> Tensor:
@@ -297,11 +297,11 @@ class PipelinedStep(Step):
         """What runs first, every stage and the update against what one device would run; the report of the last."""
         if self._first is not None and self.micro.first is not None:
             verified(self.micro.first, self._first.program)
-        reports = [verified(*stage.whole) for stage in self.line.stages]
+        reports = [verified(*stage.unsplit) for stage in self.line.stages]
         return [*reports, verified(self.line.single, self.line.update)][-1]
 
     @property
-    def _whole(self) -> Captured | None:
+    def _full_step(self) -> Captured | None:
         return self.micro.whole
 
     def _inputs(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
@@ -334,7 +334,7 @@ def _batch_types(stages: tuple[PlacedStage, ...]) -> dict[str, Type]:
     """How micro-batches are laid out, whichever stages read them."""
     found: dict[str, Type] = {}
     for s in stages:
-        for p in s.turns:
+        for p in s.phases:
             found |= {n: Type(x.dtype, _without_pp(x.type)) for n, x in p.inputs_for(Role.BATCH).items()}
     return found
 
@@ -352,7 +352,7 @@ class _Evaluation:
             self.reads = Reads(step.model, step.loss, batch)
             self.captured = capture(step.model, batch, step.loss, reads=self.reads)
             self.reads.undo()
-            step.judge_loss(self.captured, batch)
+            step.check_loss(self.captured, batch)
         self.reads.in_any_mode()
         plan, program = step.plan, self.captured.program
         held, options = input_layouts(program, plan, {})
@@ -364,7 +364,7 @@ class _Evaluation:
         self.runner = Runner(self.stages, order, step.compiled, step.messages)
         self.spread = step._spreader(self.stages)
         self.types = _batch_types(self.stages)
-        self.last = Compiled(_settled(self.stages), step.compiled.device_mesh, step.compiled.device)
+        self.last = Compiled(_full_loss(self.stages), step.compiled.device_mesh, step.compiled.device)
 
     def __call__(self, batch: Any) -> Tensor:
         coords, device = self.step.compiled.coords, self.step.compiled.device
@@ -376,8 +376,8 @@ class _Evaluation:
         return self.last(sums)["loss"]
 
 
-def _settled(stages: tuple[PlacedStage, ...]) -> Program:
+def _full_loss(stages: tuple[PlacedStage, ...]) -> Program:
     """The loss of the last stage, in full on every rank."""
-    loss = next(s.turns[0].output_names["loss"] for s in stages if "loss" in s.turns[0].output_names)
+    loss = next(s.phases[0].output_names["loss"] for s in stages if "loss" in s.phases[0].output_names)
     given = input_node(LOSS_SUM, loss.type)
     return new_program("loss", loss.mesh, [given], {"loss": reshard(given, Layout.of(loss.mesh, ()))})

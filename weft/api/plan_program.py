@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 
 from weft import passes
-from weft.api.auto import SOLVER, Option, Pool, Wish, fill, with_doubles
-from weft.api.pipeline_plans import Lines
+from weft.api.auto import SOLVER, Option, PlanRequest, Pool, fill, with_doubles
+from weft.api.pipeline_plans import PipelinePlans
 from weft.api.pipelined import micro_steps
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
@@ -23,7 +23,7 @@ from weft.cost.memory import needed, room
 from weft.cost.simulate import predict
 from weft.cost.timeline import Seen
 from weft.frontend.capture import capture
-from weft.frontend.capture.micro import cut_of
+from weft.frontend.capture.micro import batch_dims_of
 from weft.frontend.source import load
 from weft.ops.registry import flops
 from weft.passes import Draft
@@ -99,12 +99,12 @@ class Candidates:
         example, optimizer = work.example(self.batch, device="meta"), torch.optim.AdamW(work.model.parameters())
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.dtype)
         captured = capture(work.model, example, work.loss, optimizer, precision=half)
-        lines = Lines(micro_steps(work.model, example, work.loss, optimizer, precision=half), self.batch, int(self.limits.pins.get("micro_batches", 0)))
-        rows, dims = cut_of(example)
-        wish = Wish(memory=room(self.limits.room(self.cluster)), rows=rows, samples={name: dim for name, dim in dims.items() if dim})
+        lines = PipelinePlans(micro_steps(work.model, example, work.loss, optimizer, precision=half), self.batch, int(self.limits.pins.get("micro_batches", 0)))
+        rows, dims = batch_dims_of(example)
+        request = PlanRequest(memory=room(self.limits.room(self.cluster)), rows=rows, samples={name: dim for name, dim in dims.items() if dim})
         n, large = self.cluster.devices, len(captured.program.nodes) > LARGE
         meshes = (Spec(dp=n // t, tp=t) for t in ([1] if large else divisors(self.cluster.node_size)) if n % t == 0)
-        return Pool(captured, with_doubles(self.cluster), wish, lines, self.allows, tuple(filter(self.allows, meshes)), self.fixed)
+        return Pool(captured, with_doubles(self.cluster), request, lines, self.allows, tuple(filter(self.allows, meshes)), self.fixed)
 
     def fixed(self, spec: Spec) -> Spec:
         """With what the user decided beyond degrees, which are looked through."""

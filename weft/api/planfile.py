@@ -26,9 +26,9 @@ from weft.plan.replay import rewritten
 from weft.plan.setting import MIXED
 from weft.plan.spec import Spec
 from weft.transform.recompute import recomputed, regions_of
-from weft.transform.same_layouts import carried
-from weft.transform.skip_nan import guard
-from weft.transform.stage_contents import FoundPieces, Pieces, pieces_of
+from weft.transform.same_layouts import with_same_layouts
+from weft.transform.skip_nan import skip_nan
+from weft.transform.stage_contents import FoundStages, StageContents, stage_contents_of
 
 Held = Mapping[str, Placements]
 FREE = "weft plan ... --pin pp=1"
@@ -41,11 +41,11 @@ class Followed:
     path: str
     spec: Spec
     program: Program | None = None
-    pieces: Pieces | None = None  # what its stages are made of
+    contents: StageContents | None = None  # what its stages are made of
 
     def guarded(self) -> Followed:
         """The plan for a step that leaves state as it was where the loss is NaN or Inf."""
-        return replace(self, program=guard(self.program)) if self.program is not None else self
+        return replace(self, program=skip_nan(self.program)) if self.program is not None else self
 
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
         """The step with the plan's moves made, and the words for them."""
@@ -64,24 +64,24 @@ class Followed:
             raise self._refused(f"the rules of {self.path} cannot be used", needed, ", ".join(moves[:3]))
         return made, moves
 
-    def found(self, captured: Captured) -> FoundPieces:
+    def found(self, captured: Captured) -> FoundStages:
         """Where the step is split and what is recomputed, as far as the plan says so."""
-        found = self.pieces.find(captured) if self.pieces is not None else FoundPieces()
-        if found.again and not captured.gradients:
-            found = FoundPieces(told=["what it recomputes: the model was traced together with its backward pass"])
+        found = self.contents.find(captured) if self.contents is not None else FoundStages()
+        if found.recomputed and not captured.gradients:
+            found = FoundStages(told=["what it recomputes: the model was traced together with its backward pass"])
         if found.told:
             raise self._refused(f"{self.path} cannot be followed on this step", "a step as it was planned", "; ".join(found.told))
         return found
 
     def again(self, captured: Captured) -> Captured:
         """The step of one stage, with what is recomputed by its words or layer by layer; of a placed program by its words alone."""
-        regions = self.found(captured).again if self.program is None else None
+        regions = self.found(captured).recomputed if self.program is None else None
         way = "" if self.spec.recompute == MIXED else self.spec.recompute
         if self.spec.offloads == "all":
             regions, way = None, "full"
         return recomputed(captured, regions_of(captured, way) if regions is None else regions, self.spec.offloads)
 
-    def held(self, captured: Captured, spec: Spec) -> dict[str, Placements]:
+    def input_layouts(self, captured: Captured, spec: Spec) -> dict[str, Placements]:
         """How inputs are laid out: parameters and optimizer state as in the plan, and of a batch what can be sharded as there."""
         if self.program is None:
             return {}
@@ -111,17 +111,17 @@ class Followed:
             raise PlanError(
                 f"{self.path} fixes the layout of every tensor", needed="no pins next to it", found=", ".join(map(str, pins)), try_="leave out pins="
             )
-        found = carried(self.program, captured.program, PlacingOptions(gather=frozenset({"dp"} if self.spec.most_zero == 3 else ())))
+        found = with_same_layouts(self.program, captured.program, PlacingOptions(gather=frozenset({"dp"} if self.spec.most_zero == 3 else ())))
         same = bool(found.alone) and _is_same(captured.program, self.program)
         if found.lost and not same:
-            raise self._refused(f"{self.path} is for another step", f"the plan's {_said(found.lost)}", "none that could be laid out so")
+            raise self._refused(f"{self.path} is for another step", f"the plan's {_describe_nodes(found.lost)}", "none that could be laid out so")
         return self.program if same else found.program
 
     def _refused(self, message: str, needed: str, found: str) -> PlanError:
         return PlanError(message, needed=needed, found=found, try_="weft plan FILE.py:FUNCTION ... --save plan.json, with a function that makes this step")
 
 
-def _said(nodes: Sequence[Node]) -> str:
+def _describe_nodes(nodes: Sequence[Node]) -> str:
     names = list(dict.fromkeys(str(n.attr("name") or n.op.name).removeprefix("param.") for n in nodes))
     return f"{len(nodes)} nodes ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
@@ -153,7 +153,7 @@ def follow(plan: str | Path | Spec | Plan) -> Followed:
     if isinstance(plan, Plan):
         return _of_plan(plan, "the plan")
     spec = plan.checked() if isinstance(plan, Spec) else Spec.parse(plan)
-    return Followed(f"the plan {spec}", runnable(spec, f"the plan {spec}"), pieces=pieces_of(spec))
+    return Followed(f"the plan {spec}", runnable(spec, f"the plan {spec}"), contents=stage_contents_of(spec))
 
 
 def _of_plan(plan: Plan, path: str) -> Followed:
@@ -164,7 +164,7 @@ def _of_plan(plan: Plan, path: str) -> Followed:
     if text and plan.stages:
         raise PlanError(f"{path} has stages of an earlier planner", needed="stages of layers, or words", found="units of a program", try_="plan again")
     spec = runnable(plan.spec, path)
-    return Followed(path, spec, step_of(text) if text else None, pieces_of(spec))
+    return Followed(path, spec, step_of(text) if text else None, stage_contents_of(spec))
 
 
 def runnable(spec: Spec, path: str) -> Spec:

@@ -109,18 +109,18 @@ def _formula(sizes: Sequence[Sizes], seen: Sequence[float]) -> Rule:
     whole = isinstance(seen[0], int)
     ys = [Fraction(y) if whole else y for y in seen]
     for powers in sorted(itertools.product(POWERS, repeat=len(sizes[0])), key=lambda ps: sum(p != 1 for p in ps) - 2 * ps.count(0)):
-        ms = [_product(at, powers) for at in sizes]
+        ms = [_monomial(at, powers) for at in sizes]
         k = next((k for k, m in enumerate(ms) if m != ms[0]), 0)
         if not k:
             continue
         c = (ys[k] - ys[0]) / (ms[k] - ms[0]) if whole else Fraction(ys[0] / float(ms[0])).limit_denominator(10**6)
         d = ys[0] - c * ms[0] if whole else Fraction(0)
         if all((c * m + d if whole else float(c * m)) == y for m, y in zip(ms, ys, strict=True)):
-            return lambda at, c=c, d=d, powers=powers: _number(c * _product(at, powers) + d, whole)  # type: ignore[misc]
+            return lambda at, c=c, d=d, powers=powers: _number(c * _monomial(at, powers) + d, whole)  # type: ignore[misc]
     raise Unexplained(f"the number {seen[0]}, then {seen[-1]}")
 
 
-def _product(at: Sizes, powers: Sequence[int]) -> Fraction:
+def _monomial(at: Sizes, powers: Sequence[int]) -> Fraction:
     out = Fraction(1)
     for size, power in zip(at, powers, strict=True):
         out *= Fraction(size) ** power
@@ -146,11 +146,11 @@ class Code:
         self.text, self.numbers = _common(sizes, [c.code.text for c in made])
         self.code = compile(self.text.replace("def step(inputs):", "def step(inputs, n):", 1), f"<weft {self.base.program.name}, of many sizes>", "exec")
         self.names = explained(sizes, [c.code.names for c in made])
-        fused = [{k: _alike(plan_of(call, c.coords)) for k, call in c.code.calls.items()} for c in made]
+        fused = [{k: _call_key(plan_of(call, c.coords)) for k, call in c.code.calls.items()} for c in made]
         if any(x != fused[0] for x in fused):
             raise Unexplained("fused kernels of other sizes")
         self.shapes = explained(sizes, [{n: tuple(shape) for n, shape, _ in c._expected} for c in made])
-        self.layouts = list(_cut_layouts(sizes, [c.program for c in made]))
+        self.layouts = list(_sharded_layouts(sizes, [c.program for c in made]))
 
     def at(self, sizes: Sizes) -> Compiled:
         if not all(layout(sizes).is_even for layout in self.layouts):
@@ -167,7 +167,7 @@ class Code:
         return made
 
 
-def _alike(plan: Any) -> tuple[Any, ...]:
+def _call_key(plan: Any) -> tuple[Any, ...]:
     """What a fused call says of its tensors: numbers in kernels are not looked into."""
     return plan.parts, plan.results, plan.spans, plan.numbers, plan.written, plan.given
 
@@ -188,7 +188,7 @@ def _common(sizes: Sequence[Sizes], texts: Sequence[str]) -> tuple[str, list[Rul
     return "".join(out), rules
 
 
-def _cut_layouts(sizes: Sequence[Sizes], programs: Sequence[Program]) -> Iterator[Callable[[Sizes], Layout]]:
+def _sharded_layouts(sizes: Sequence[Sizes], programs: Sequence[Program]) -> Iterator[Callable[[Sizes], Layout]]:
     """Every layout that changes and is sharded over ranks, evenly in all the programs."""
     seen = set()
     for nodes in zip(*(p.nodes for p in programs), strict=True):
@@ -265,7 +265,7 @@ class Range:
         """The step of a batch of these shapes, whose trace is this; None where it is another than predicted."""
         sizes, base = sizes_of(shapes, self.dims), self.forms[0]
         try:
-            if not self._foretells(sizes, captured.program):
+            if not self._predicts(sizes, captured.program):
                 return None
             made = {key: at(sizes) for key, at in self.parts.items()}
         except Unexplained:
@@ -275,7 +275,7 @@ class Range:
         own = {"captured": captured, "traced": captured.program, "reads": reads, "_state": state, "judged": None, "unjudged": None}
         return dataclasses.replace(base, program=captured.program, reads=reads, attributes={**base.attributes, **made, **own}, unjudged=None, ranged=True)
 
-    def _foretells(self, sizes: Sizes, program: Program) -> bool:
+    def _predicts(self, sizes: Sizes, program: Program) -> bool:
         """Whether a trace is that of the programs at hand but for numbers, and these as they give."""
         programs = [f.program for f in self.forms]
         if [len(p.nodes) for p in programs] != [len(program.nodes)] * len(programs) or program.state != programs[0].state:

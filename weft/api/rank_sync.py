@@ -26,7 +26,7 @@ FAILED = "failed"
 OFTEN = 8  # steps between two looks, after the first few
 
 
-def begin_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any, device: torch.device, **settings: Any) -> str:
+def broadcast_initial_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any, device: torch.device, **settings: Any) -> str:
     """Refuse ranks that set up something else; give all ranks rank 0's parameters, buffers and optimizer state, and a name for the run."""
     if one_process():
         return ""
@@ -82,7 +82,7 @@ def _takes_rank_0s(t: Tensor, device: torch.device) -> bool:
     return False
 
 
-class Together:
+class RankSync:
     """Compares the settings of all steps so far with rank 0's, from time to time and without waiting; where ranks must wait, asks them all."""
 
     def __init__(self, run: str) -> None:
@@ -143,7 +143,7 @@ class Together:
             step, so_far, mine = self._waiting.pop(0)
             chain, theirs = json.loads(store.get(f"{self._key}.{step}"))
             if chain != so_far:
-                raise _apart(step, theirs, mine)
+                raise _difference(step, theirs, mine)
 
 
 def one_process() -> bool:
@@ -161,7 +161,7 @@ def _waited_for(ranks: list[int], about: str) -> RuntimeFault:
     )
 
 
-def _apart(step: int, theirs: Mapping[str, float], mine: Mapping[str, float]) -> RuntimeFault:
+def _difference(step: int, theirs: Mapping[str, float], mine: Mapping[str, float]) -> RuntimeFault:
     rank = dist.get_rank()
     odd = [f"{n} is {theirs.get(n)} on rank 0, {mine.get(n)} on rank {rank}" for n in {**theirs, **mine} if theirs.get(n) != mine.get(n)]
     return RuntimeFault(

@@ -55,7 +55,7 @@ class Recorder:
         self.printer = Printer() if progress and self.rank == 0 else None
         self.series: dict[str, list[float]] = {"ms": [], "wait_ms": [], "loss": [], "lr": [], "grad_norm": []}
         self.cluster = _cluster(step, cluster)
-        self.predicted = self._foresee(self.cluster) if self.cluster is not None else None
+        self.predicted = self._predict(self.cluster) if self.cluster is not None else None
         self.measured: Seen | None = None
         self.alternatives: list[dict[str, Any]] = _options(getattr(step, "decision", None))
         self._traces: dict[int, Trace] = {}
@@ -134,10 +134,10 @@ class Recorder:
         return {
             "program": digest(program), "unit": unit, "per_step": per_step, "flops": model_flops(step.captured.program),
             "tensors": tensors(program, step.captured.states), "communication": communication(program),
-            "verbs": [*ruled(step.moves), *verbs(program, step.source), *_checked(step)],
+            "verbs": [*rewrite_rules_used(step.moves), *verbs(program, step.source), *_checked(step)],
         }  # fmt: skip
 
-    def _foresee(self, cluster: Cluster) -> Seen:
+    def _predict(self, cluster: Cluster) -> Seen:
         return predict(self.step.program, cluster, above=bands)
 
     def _others(self, cluster: Cluster) -> list[dict[str, Any]]:
@@ -245,7 +245,7 @@ def _machine(step: Step) -> str:
     return describe(step.compiled.device) + (f"; steps run as {how}, the traced ones node by node" if how != "node by node" else "")
 
 
-def ruled(moves: Sequence[str]) -> list[dict[str, Any]]:
+def rewrite_rules_used(moves: Sequence[str]) -> list[dict[str, Any]]:
     """The uses of rules by which a plan rewrote a step."""
     return [{"step": words, "same": False, "rule": words.split(" ")[0], "said": PROVED} for words in moves]
 

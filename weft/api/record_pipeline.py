@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from weft.api.compiled import Compiled
 from weft.api.pipeline_plans import predicted
-from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, ruled, tensors
+from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, rewrite_rules_used, tensors
 from weft.api.runner import Values
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
@@ -28,7 +28,7 @@ from weft.cost.timeline import Seen, Task, Timeline
 from weft.ops.registry import nbytes
 from weft.plan.schedules import SCHEDULES, Action
 from weft.plan.spec import Spec
-from weft.runtime.trace import Trace, held_bytes, synchronize, traced
+from weft.runtime.trace import Trace, live_bytes, synchronize, traced
 
 if TYPE_CHECKING:
     from weft.api.pipelined import PipelinedStep
@@ -45,7 +45,7 @@ def split(micro_batches: int, stages: int) -> dict[str, Any]:
     return {"step": words, "same": False, "said": SPLIT}
 
 
-class LineRecorder(Recorder):
+class PipelineRecorder(Recorder):
     """Watches the calls of one step in micro-batches."""
 
     step: PipelinedStep
@@ -55,7 +55,7 @@ class LineRecorder(Recorder):
         self._traces[n] = watch  # type: ignore[assignment]
         return watch.run(given, state)
 
-    def _foresee(self, cluster: Cluster) -> Seen:
+    def _predict(self, cluster: Cluster) -> Seen:
         step = self.step
         self.staged = StagedStep(step.line.stages, step.line.update, step.runner.orders, step.runner.routes, cluster)
         return self.staged.seen
@@ -79,7 +79,7 @@ class LineRecorder(Recorder):
         return {
             "program": hashlib.sha256(step.line.text.encode()).hexdigest()[:16], "unit": unit, "per_step": many * per_step,
             "flops": many * model_flops(one), "tensors": [*_batch(step), *tensors(step.program, step.captured.states)],
-            "communication": _travels(step), "verbs": [*ruled(step.moves), split(many, step.plan.virtual_stages)],
+            "communication": _communication_of(step), "verbs": [*rewrite_rules_used(step.moves), split(many, step.plan.virtual_stages)],
         }  # fmt: skip
 
     def _others(self, cluster: Cluster) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class LineRecorder(Recorder):
                 continue
             try:
                 checked = Spec.parse(str(other))
-                found[str(other)] = predicted(self.step.laid(checked).line, checked, cluster)
+                found[str(other)] = predicted(self.step.under_plan(checked).line, checked, cluster)
             except WeftError as error:
                 reasons[str(other)] = error.message
         timed = [
@@ -110,18 +110,18 @@ def _batch(step: PipelinedStep) -> list[dict[str, Any]]:
     """The tensors of a micro-batch, as the first stage that reads them holds them."""
     found: dict[str, dict[str, Any]] = {}
     for stage in step.line.stages:
-        for t in tensors(stage.turns[0], {}):
+        for t in tensors(stage.phases[0], {}):
             if t["role"] == "batch":
                 found.setdefault(t["name"], t)
     return list(found.values())
 
 
-def _travels(step: PipelinedStep) -> list[dict[str, Any]]:
+def _communication_of(step: PipelinedStep) -> list[dict[str, Any]]:
     """Collectives of all stages and messages between them, in one step."""
     count: Counter[tuple[str, str]] = Counter()
     size: Counter[tuple[str, str]] = Counter()
     many = step.plan.micro_batches
-    for program, times in [*((p, many) for s in step.line.stages for p in s.turns), (step.line.update, 1)]:
+    for program, times in [*((p, many) for s in step.line.stages for p in s.phases), (step.line.update, 1)]:
         for c in communication(program):
             count[c["kind"], c["axis"]] += times * c["count"]
             size[c["kind"], c["axis"]] += times * c["bytes"]
@@ -184,7 +184,7 @@ class Watch:
     def _counted(self, step: Compiled, given: Values, held: list[int]) -> Values:
         plain = step._step
         step._step, trace = traced(plain, step.code.text, self.device, memory=True)
-        beside = held_bytes(self.step.runner.alive, self.device, without=given)
+        beside = live_bytes(self.step.runner.alive, self.device, without=given)
         try:
             out = step(given)
         finally:
@@ -214,7 +214,7 @@ def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[in
     """By rank of the pipeline, from the ranks that are first along every other axis. All ranks must ask."""
     coords = step.compiled.coords
     rank = coords.get("pp", 0)
-    own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _told(step, rank, timed, held))
+    own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _stage_report(step, rank, timed, held))
     parts: list[Any] = [own]
     if dist.is_initialized():
         parts = [None] * dist.get_world_size()
@@ -225,7 +225,7 @@ def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[in
     return {r: t.later(t.zero - first) if together else t for r, t in sorted(told.items())}
 
 
-def _told(step: PipelinedStep, rank: int, timed: Watch, held: Watch) -> StageRecord:
+def _stage_report(step: PipelinedStep, rank: int, timed: Watch, held: Watch) -> StageRecord:
     lane, several = f"stage {rank}", step.plan.chunks > 1
     made = StageRecord(ended=timed.ended, host=socket.gethostname(), zero=timed.zero)
     for p, counted in zip(timed.passes, held.passes, strict=True):

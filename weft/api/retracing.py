@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from weft import interp
 from weft.api.data import Brought, Shape
 from weft.api.ranges import Range, Unexplained, changing, resized, sizes_of
-from weft.api.rank_sync import Together, one_process
+from weft.api.rank_sync import RankSync, one_process
 from weft.api.step_state import RUNNING
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
@@ -65,7 +65,7 @@ class Form:
         return all(t.shape == shapes[n] for n, t in self.attributes["_batch_types"].items() if n in shapes)
 
 
-class Forms:
+class Variants:
     """The programs of one step, made as they are needed."""
 
     def __init__(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None, example: Any, run: str = "") -> None:
@@ -83,7 +83,7 @@ class Forms:
         self.unlifted: set[str] = set()
         self._keys = [set(g) for g in optimizer.param_groups] if optimizer is not None else []  # what a scheduler adds later is its own
         self._settings = self._settings_now()
-        self.together = Together(run)
+        self.together = RankSync(run)
         self.brought = Brought(self.together)
 
     # -- the first trace -----------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Forms:
         other = exact and any(f.ranged and f.attributes["compiled"] is step.compiled for f in self.kept)
         same = self._settings_hold() and step.captured.given == self.given and _answers_hold(step, step.captured)
         if self.impure or other or not (fits and same and step.reads.hold(batch)):
-            self._again(step, batch, self._shapes(step, batch, fits))
+            self._retrace(step, batch, self._shapes(step, batch, fits))
         step.read_anew()
 
     def _shapes(self, step: Step, batch: Any, fits: bool) -> dict[str, Shape]:
@@ -163,7 +163,7 @@ class Forms:
         seen = {n for n, x in given.items() if any(n in t and tuple(x.shape) == t[n].shape for t in known)}
         return self.brought.agreed(given, step._batch_types, seen)
 
-    def _again(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
+    def _retrace(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
         if self.impure:
             self._use(step, *self._trace(step, batch, shapes, alone=True), batch, shapes)
             return
@@ -185,7 +185,7 @@ class Forms:
         self, step: Step, batch: Any, shapes: dict[str, Shape], changes: list[Change] | None = None, alone: bool = False
     ) -> tuple[Reads, Form]:
         """The program that Python means now, new or known."""
-        with self.together.telling(), _told_of_the_batch(step, batch):
+        with self.together.telling(), _with_batch_in_message(step, batch):
             example = self._example_of(batch, shapes)
             numbers = [] if alone or not step.lifts else [c for c in changes or () if _may_lift(c) and c.words not in self.unlifted]
             if numbers:
@@ -289,11 +289,11 @@ class Forms:
         alike = [f for f in self.kept if f.ranged == form.ranged]
         if form not in self.kept and len(alike) >= (MANY if form.ranged else MOST):
             others = [f for f in alike if not f.fits(shapes) or f.reads.asked]
-            self._require_room(others)
+            self._require_memory(others)
             self.kept.remove(others[0])
         self.kept = [*(f for f in self.kept if f is not form), form]
 
-    def _require_room(self, others: list[Form]) -> None:
+    def _require_memory(self, others: list[Form]) -> None:
         if others:
             return
         words = self.times.most_common(1)[0][0] if self.times else "what the model does with Python's random numbers, or a counter"
@@ -328,16 +328,16 @@ class Forms:
         dims, forms = (before.dims, before.forms) if before is not None else self._like(shapes)
         key = dims, tuple(shape for shape in resized(shapes, dims, (0,) * len(dims)).values())
         if not forms or key in self.narrow or min(sizes_of(shapes, dims)) < 2:
-            self._tell(f"a batch of another shape ({_said(shapes, step)}): another program is compiled for it", once="shape")
+            self._tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): another program is compiled for it", once="shape")
             return
         with self.together.telling():
             made = self._range(step, batch, shapes, dims, forms)
         odd = next((words for words in self.together.answers(made if isinstance(made, str) else "", "sizes of a batch") if words), "")
         if isinstance(made, str) or odd:
             self.narrow.add(key)
-            self._tell(f"a batch of another shape ({_said(shapes, step)}): each is compiled by itself, since programs differ in {odd}", once=odd)
+            self._tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): each is compiled by itself, since programs differ in {odd}", once=odd)
             return
-        outside = f"; {_said(shapes, step)} is outside {before}" if before is not None else ""
+        outside = f"; {_describe_shapes(shapes, step)} is outside {before}" if before is not None else ""
         self.ranges = [*(r for r in self.ranges[-RANGES:] if r is not before), made]
         self._tell(f"compiled for batches of {made}{outside}", once="")
 
@@ -452,7 +452,7 @@ class Forms:
             )
 
 
-def _said(shapes: Mapping[str, Shape], step: Step) -> str:
+def _describe_shapes(shapes: Mapping[str, Shape], step: Step) -> str:
     return ", ".join(f"{n.removeprefix('batch.')} {list(shapes[n])}" for n in step._batch_types if n in shapes)
 
 
@@ -479,7 +479,7 @@ def _own(step: Step) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _told_of_the_batch(step: Step, batch: Any) -> Iterator[None]:
+def _with_batch_in_message(step: Step, batch: Any) -> Iterator[None]:
     """Where a user's code fails on a batch that lacks what those before had, that is said."""
     try:
         yield

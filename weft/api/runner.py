@@ -21,14 +21,14 @@ Call = Callable[[int, Action, Compiled, Values], Values]  # runs a pass of a sta
 
 def routes(stages: Sequence[PlacedStage]) -> dict[tuple[int, str], dict[int, list[str]]]:
     """By stage and kind of pass the stages that read what it makes, and what of it."""
-    makers = {n: s.number for s in stages for n in s.types if n in s.turns[0].output_names}
+    makers = {n: s.number for s in stages for n in s.types if n in s.phases[0].output_names}
     found: dict[tuple[int, str], dict[int, list[str]]] = {(s.number, k): {} for s in stages for k in ("forward", "backward", "weight")}
     for s in stages:
         for name in s.gives(0, "act."):
             for reader in stages:
                 if name in reader.types and reader is not s:
                     found[s.number, "forward"].setdefault(reader.number, []).append(name)
-        for name in s.gives(1, "d.act.") if len(s.turns) > 1 else ():
+        for name in s.gives(1, "d.act.") if len(s.phases) > 1 else ():
             found[s.number, "backward"].setdefault(makers[name.removeprefix("d.").rsplit(".", 1)[0]], []).append(name)
     return found
 
@@ -64,7 +64,7 @@ class Runner:
         self.messages: Messages | Rehearsal | None
         self.stages, self.orders, self.like, self.messages, self.carried = stages, orders, like, messages, carried
         self.me = like.coords.get("pp", 0)
-        self.turns = {s.number: [self._compiled(p) for p in s.turns] for s in stages if s.rank == self.me}
+        self.turns = {s.number: [self._compiled(p) for p in s.phases] for s in stages if s.rank == self.me}
         self.later = {g: {n for c in turns[1:] for n in c.program.input_names} for g, turns in self.turns.items()}
         self.routes = routes(stages)
         require_an_end(self.routes, orders)

@@ -22,13 +22,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from weft import interp
 from weft.api import auto
 from weft.api.check_module import CTS, GIVEN, GRAD, OUT, ForwardCase, TrainedCase
-from weft.api.check_step import Verdict, judge
+from weft.api.check_step import Verdict, check_against_torch
 from weft.api.checkpoint import as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.eager import How, Moment
 from weft.api.options import device_for, spec_of
 from weft.api.planfile import Followed, follow
-from weft.api.rank_sync import begin_alike
+from weft.api.rank_sync import broadcast_initial_state
 from weft.api.safety import seen_by_first, verified
 from weft.core.dtensor import to_placements
 from weft.core.errors import CaptureError, PlanError, RuntimeFault
@@ -70,7 +70,7 @@ def shard(
     hosts.meet(where)
     plan = spec_of(plan) if isinstance(plan, DeviceMesh) else plan
     followed = None if plan == "auto" else _followed(plan)
-    begin_alike(model, None, example, where, plan=str(plan if followed is None else followed.spec), seed=seed)
+    broadcast_initial_state(model, None, example, where, plan=str(plan if followed is None else followed.spec), seed=seed)
     Sharded(model, followed, example, where, seed, check).adopt()
     return model
 
@@ -149,7 +149,7 @@ class Sharded:
         program = self._placed(both)
         if check:
             case = TrainedCase(self.model, None, None, How(), self.device, moment, lambda x: with_gradients(self.model, x))
-            self.judged[True] = seen_by_first(lambda: judge(both, case, self.example))
+            self.judged[True] = seen_by_first(lambda: check_against_torch(both, case, self.example))
             verified(both.program, program)
         outs = [n for n in program.output_names if n.startswith(OUT)]
         grads = [n for n in program.output_names if n.startswith(GRAD)]
@@ -161,7 +161,7 @@ class Sharded:
     def _evaluating(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
         program = self._placed(first)
         if check:
-            self.judged[False] = seen_by_first(lambda: judge(first, ForwardCase(self.model, None, None, How(), self.device), self.example))
+            self.judged[False] = seen_by_first(lambda: check_against_torch(first, ForwardCase(self.model, None, None, How(), self.device), self.example))
             verified(first.program, program)
         results = tuple(n for n in program.output_names if n not in dict(program.state))
         return Passes(first, program, None, results, nest)
@@ -173,7 +173,7 @@ class Sharded:
         layouts, options = input_layouts(captured.program, sharded, {}, pins)
         layouts |= self._planned(captured.program)
         rows = next((n.shape[0] for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim), 0)
-        wanted = {n: self._laid_out(captured.program, n, layouts, rows) for n in captured.program.output_names if n.startswith("out")}
+        wanted = {n: self._redistributed(captured.program, n, layouts, rows) for n in captured.program.output_names if n.startswith("out")}
         return place(captured.program, self.plan.mesh, layouts, options, outputs=wanted)
 
     def _planned(self, program: Program) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Sharded:
             if n in known and known[n].shape == x.shape
         }
 
-    def _laid_out(self, program: Program, out: str, layouts: Mapping[str, Any], rows: int) -> Mapping[str, Placement]:
+    def _redistributed(self, program: Program, out: str, layouts: Mapping[str, Any], rows: int) -> Mapping[str, Placement]:
         """Gradients as their parameters; results sharded along the batch, and replicated along every other axis."""
         node, mesh = program.output_names[out], self.plan.mesh
         places: Mapping[str, Placement] = {}
@@ -241,7 +241,7 @@ class Sharded:
 
     def _require_same_values(self, batch: Any) -> None:
         """What was read from Python is as it was: these passes are of that, and are not made again."""
-        changes = self.reads[self.model.training].held_fast()
+        changes = self.reads[self.model.training].changed_since()
         before, now = _values(self.example), _values(batch)
         changes += [Change(f"{n} of the call", before.get(n), now.get(n)) for n in {**before, **now} if before.get(n) != now.get(n)]
         if changes:

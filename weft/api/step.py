@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from weft import interp
 from weft.api.check_module import LossCase
-from weft.api.check_step import Case, Verdict, judge, judge_now
+from weft.api.check_step import Case, Verdict, check_against_torch, check_current_state
 from weft.api.checkpoint import Store, as_dtensor
 from weft.api.compiled import Compiled
-from weft.api.data import Rows, beside_rows, rows_of
+from weft.api.data import Rows, rows_of, rows_of_rank
 from weft.api.deviation import moved
 from weft.api.eager import How
 from weft.api.external_writes import OptimizerState, own_of
-from weft.api.retracing import MOST, Forms
+from weft.api.retracing import MOST, Variants
 from weft.api.safety import Losses, exactly, require_exact, seen_by_first
-from weft.api.step_state import Changing, gathered
+from weft.api.step_state import StepState, gathered
 from weft.api.watch import watch
 from weft.api.weights import SHARD, files_for, weights_of, write_folder, write_index
 from weft.core.errors import RuntimeFault
@@ -49,7 +49,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Values = Mapping[str, Tensor]
 
 
-class Step(Changing):
+class Step(StepState):
     """Forward, backward and update as one call; its state is laid out as the plan says."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Step(Changing):
         self.deterministic = False
         self.traced = captured.program  # as it was captured, before anything was made of it
         self.reads = captured.reads
-        self.forms: Forms | None = None
+        self.forms: Variants | None = None
         self._batch_types = {n: node.type for n, node in program.inputs_for(Role.BATCH).items()}
         known = {**captured.states, **captured.parameters, **captured.buffers, **captured.constants}
         self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
@@ -140,7 +140,7 @@ class Step(Changing):
         """All of a step on this rank's part of a batch; `state` is overwritten as far as the update may."""
         return self.compiled({**state, **given, **self._numbers()})
 
-    def trust(self, on_nan: str, deterministic: bool) -> None:
+    def set_safety(self, on_nan: str, deterministic: bool) -> None:
         """What is done about losses that are NaN or Inf, and whether every run must give the same bits."""
         if deterministic:
             require_exact(self.compiled.device)
@@ -179,7 +179,7 @@ class Step(Changing):
             reads = Reads(self.model, self.loss, batch)
             captured = capture(self.model, batch, self.loss, reads=reads)
             reads.undo()
-            self.judge_loss(captured, batch)
+            self.check_loss(captured, batch)
         held = {n: self._held_as[n].layout.placements for n in captured.program.input_names if n in self._held_as and n not in captured.constants}
         held |= {n: t.layout.placements for n, t in self._batch_types.items() if n in captured.program.input_names and shapes[n] == t.shape}
         held = {n: {a: p for a, p in places.items() if p != R} for n, places in held.items()}
@@ -189,12 +189,12 @@ class Step(Changing):
             self._evals = [*self._evals[-MOST:], (captured, shapes, run)]
         return run, captured
 
-    def judge_loss(self, captured: Captured, batch: Any) -> None:
+    def check_loss(self, captured: Captured, batch: Any) -> None:
         """Compare the loss in evaluation mode with torch's."""
         if self.checked:
             case = LossCase(self.model, self.loss, None, How(), self.compiled.device)
             with as_before(captured.reads):
-                seen_by_first(lambda: judge(captured, case, batch))
+                seen_by_first(lambda: check_against_torch(captured, case, batch))
 
     def _batch(self, batch: Any, types: Mapping[str, Type] | None = None) -> dict[str, Tensor]:
         given = {**named_batch(batch), **self.lifted(batch)}
@@ -215,7 +215,7 @@ class Step(Changing):
             return interp.take_local(x, type_.layout, coords)
         if tuple(x.shape) == local:
             return x
-        part = beside_rows(x, type_, coords)
+        part = rows_of_rank(x, type_, coords)
         if part is None:
             raise RuntimeFault(
                 f"batch {name.removeprefix('batch.')!r} on rank {self.compiled.rank}",
@@ -391,10 +391,10 @@ class Step(Changing):
         got = self.run(self._batch(batch), {n: x.clone() for n, x in self._state.items()})
         found = {name: gathered(node.type, got.get(name), self.compiled) for name, node in self.program.outputs if name in want}
         own = self._close(found, want, tolerance, lambda: self._on_one_device(batch, moved))
-        return own if self._whole is None else max(own, self._against_torch(self._whole, batch, self._inputs(batch)))
+        return own if self._full_step is None else max(own, self._against_torch(self._full_step, batch, self._inputs(batch)))
 
     @property
-    def _whole(self) -> Captured | None:
+    def _full_step(self) -> Captured | None:
         """The step of a full batch as it was captured."""
         return self.captured
 
@@ -405,14 +405,14 @@ class Step(Changing):
 
     def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
         """The captured step of the full batch by the interpreter, from changed inputs."""
-        values, whole = self._inputs(batch, change), cast(Captured, self._whole).program
+        values, whole = self._inputs(batch, change), cast(Captured, self._full_step).program
         return interp.run_global(whole, {n: values[n] for n in whole.input_names})
 
     def _against_torch(self, captured: Captured, batch: Any, inputs: Values) -> float:
         """The largest relative difference between the captured step and the user's own module in plain torch."""
         case = Case(self.model, self.loss, self.optimizer, self.how, self.compiled.device)
         given = {n: inputs[n] for n, node in captured.program.input_names.items() if node.role is not Role.BATCH}
-        verdict = seen_by_first(lambda: judge_now(captured, case, batch, given))
+        verdict = seen_by_first(lambda: check_current_state(captured, case, batch, given))
         told = [verdict.worst if verdict is not None else 0.0]
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(told, src=0)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft import interp
-from weft.api.external_writes import OptimizerState, Own, digest
+from weft.api.external_writes import ExternalWrites, OptimizerState, digest
 from weft.api.watch import launched
 from weft.core.errors import RuntimeFault
 from weft.core.layout import Layout
@@ -23,14 +23,14 @@ from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizers import COUNT, is_given, number, settings_of
 
 if TYPE_CHECKING:
-    from weft.api.retracing import Forms
+    from weft.api.retracing import Variants
 
 # what belongs to the run, whichever program it runs
 RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
                      "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate", "own", "optimizer_state", "_synced_at", "listeners"})  # fmt: skip
 
 
-class Changing:
+class StepState:
     """What a step has to run one program now and another later: state by name, laid out as the program at hand wants it."""
 
     lifts = True  # whether numbers in Python may become inputs
@@ -43,8 +43,8 @@ class Changing:
     losses: Any
     traced: Program
     reads: Reads | None
-    forms: Forms | None
-    own: Own
+    forms: Variants | None
+    own: ExternalWrites
     optimizer_state: OptimizerState
     _synced_at: int
     _state: dict[str, Tensor]
@@ -160,7 +160,7 @@ class Changing:
             self._missed.setdefault(p, self.steps - self.skipped)
         return COUNT not in self.captured.given and any(self._missed[p] for p in self.captured.states.values())
 
-    def held_as(self, name: str) -> Type:
+    def layout_of(self, name: str) -> Type:
         """How a tensor of the state is laid out, by whichever program."""
         return self._held_as[name]
 

@@ -70,24 +70,24 @@ class Boxes(Tensor):
     several. Itself it is empty; torch looks for boxes in tensors only."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    whole: torch.Size
+    complete: torch.Size
     parts: dict[torch.Size, Tensor]
 
     @staticmethod
     def of(local: Tensor, layout: Layout, coords: Mapping[str, int]) -> Boxes:
         made = Tensor._make_subclass(Boxes, torch.empty(0, dtype=local.dtype))
-        made.whole, made.parts = torch.Size(layout.shape), {}
+        made.complete, made.parts = torch.Size(layout.shape), {}
         for runs in itertools.product(*(_runs(layout.positions(d, coords).tolist()) for d in range(layout.rank))):
             held = local.detach()[tuple(slice(at, at + size) for _, at, size in runs)]
             made.parts[torch.Size(start for start, _, _ in runs)] = held
         return made
 
     def size(self, dim: int | None = None) -> Any:
-        return self.whole if dim is None else self.whole[dim]
+        return self.complete if dim is None else self.complete[dim]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
-            WriteItem(MetadataIndex(fqn, at), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(x), self.whole))
+            WriteItem(MetadataIndex(fqn, at), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(x), self.complete))
             for chunk, (at, x) in zip(self.__create_chunk_list__(), self.parts.items(), strict=True)
         ]
 
@@ -148,7 +148,7 @@ class Writer(StorageWriter):
             parts.setdefault(result.index.fqn, []).append(result.storage_data)
         known = metadata.state_dict_metadata
         index = {n: Saved(known[n].properties.dtype, tuple(known[n].size), tuple(parts[n])) for n in sorted(parts)}
-        text = json.dumps({name: _told(saved) for name, saved in index.items()})
+        text = json.dumps({name: _saved_description(saved) for name, saved in index.items()})
         write_synced(self.folder / INDEX, text)
         self.index = digest(text)
 
@@ -226,7 +226,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _told(saved: Saved) -> dict[str, Any]:
+def _saved_description(saved: Saved) -> dict[str, Any]:
     parts = [{**vars(p), "start": list(p.start), "sizes": list(p.sizes)} for p in saved.parts]
     return {"dtype": NAMES[saved.dtype], "shape": list(saved.shape), "parts": parts}
 
@@ -266,7 +266,7 @@ def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
         crc, left = 0, part.nbytes
         for block in _blocks(folder, part):
             crc, left = zlib.crc32(block, crc), left - len(block)
-        _require_whole(part, crc, left)
+        _require_checksum(part, crc, left)
 
 
 def _blocks(folder: Path, part: StoredPart) -> Iterator[bytes]:
@@ -278,7 +278,7 @@ def _blocks(folder: Path, part: StoredPart) -> Iterator[bytes]:
             yield block
 
 
-def _require_whole(part: StoredPart, crc: int, left: int) -> None:
+def _require_checksum(part: StoredPart, crc: int, left: int) -> None:
     if left:
         raise ValueError(f"{part.file} is truncated:  {left} bytes are missing")
     if crc != part.crc:
@@ -335,6 +335,6 @@ def _part(folder: Path, part: StoredPart, dtype: torch.dtype) -> Tensor:
     with (folder / part.file).open("rb") as f:
         f.seek(part.at)
         got = f.readinto(raw)
-    _require_whole(part, zlib.crc32(raw), part.nbytes - got)
+    _require_checksum(part, zlib.crc32(raw), part.nbytes - got)
     flat = torch.frombuffer(raw, dtype=dtype) if part.nbytes else torch.empty(0, dtype=dtype)
     return flat.reshape(part.sizes)

@@ -125,12 +125,12 @@ class Watchdog:
                 self._end(self.store.get(VERDICT).decode(), speak=False)
         elif here.inside and here.idle > self.timeout and int(self.store.add(ALARM, 1)) == 1:
             self._answer(here)
-            self._judge()
+            self._decide()
 
     def _answer(self, here: Place) -> None:
         self.store.set(f"{ALARM}.{self.rank}", json.dumps(asdict(here)))
 
-    def _judge(self) -> None:
+    def _decide(self) -> None:
         """Ask all, wait for their answers, and end the run, or call it off if somebody is still at work."""
         end = time.monotonic() + 3 * self.pause
         keys = [f"{ALARM}.{r}" for r in range(self.world)]
@@ -150,7 +150,7 @@ class Watchdog:
         """The main thread waits in a library and cannot be told: the process ends, and torchrun starts all again or gives up."""
         board = world_board()
         if board is not None:
-            board.say_last(text)
+            board.post_final_message(text)
         elif speak:
             os.write(2, f"weft: {text}\n".encode())
             time.sleep(self.pause)  # a store kept by this process is read by the others first

@@ -76,7 +76,7 @@ def simulate(
     copies = dp or max(1, place.devices // max(1, tp * pp * cp))
     setting = Setting(
         global_batch=batch or copies * max(1, micro_batch) * (4 * pp if pp > 1 else 1), micro_batch=micro_batch,
-        dp=copies, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual, zero=zero, recompute=_whole(recompute),
+        dp=copies, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual, zero=zero, recompute=_same_for_all_layers(recompute),
         schedule=schedule or (CHUNKED if virtual > 1 else PLAIN), kernels=kernels, dtype=dtype or best_dtype(place),
         sequence_parallel=sequence_parallel, overlap_grads=overlap, overlap_params=overlap, overlap_tp=overlap_tp, keep_gathered=keep_gathered,
     )  # fmt: skip
@@ -87,7 +87,7 @@ def simulate(
     if trace:
         _save_trace(step, detail(stack.work(setting), setting, place), trace)
     of = f" of {stack.seq} tokens" if stack.seq else ""
-    said = f"{setting.dtype}, {many(setting.global_batch, 'sample')}{of}, {_pieces(setting)}"
+    said = f"{setting.dtype}, {many(setting.global_batch, 'sample')}{of}, {_stage_rows(setting)}"
     results().print(f"[bold]{model}[/] on {cluster} ({many(place.devices, 'device')}): {said}", highlight=False)
     kind = kind_of(setting.kernels, bool(stack.experts), False)
     _show(step, answer, kind)
@@ -105,7 +105,7 @@ def simulate(
         )
 
 
-def _whole(recompute: str) -> str:
+def _same_for_all_layers(recompute: str) -> str:
     """The same recompute of every layer; a mix is what a plan makes of its own memory."""
     from weft.core.errors import PlanError
     from weft.plan.setting import MIXED, RECOMPUTE
@@ -116,7 +116,7 @@ def _whole(recompute: str) -> str:
     return recompute
 
 
-def _pieces(s: Setting) -> str:
+def _stage_rows(s: Setting) -> str:
     return f"{many(s.micro_batches, 'micro-batch')} of {s.micro_batch}" + (f" on each of {s.dp} replicas" if s.dp > 1 else "")
 
 

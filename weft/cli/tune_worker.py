@@ -26,12 +26,12 @@ def main() -> None:
     program = parse(Path(text).read_text())
     tried: list[str] = []
 
-    def heard(name: str, ms: float, of: int) -> None:
+    def show(name: str, ms: float, of: int) -> None:
         tried.append(name)
         if dist.get_rank() == 0:
             print(json.dumps({"tried": name, "ms": ms, "of": of}), flush=True)
 
-    best, result = tune_program(program, compile_=Compiled, inputs=random_inputs, limit=int(limit), again=again == "1", heard=heard)
+    best, result = tune_program(program, compile_=Compiled, inputs=random_inputs, limit=int(limit), again=again == "1", heard=show)
     if dist.get_rank() == 0:
         report = {"times": result.times, "choice": result.choice, "gain": result.gain, "program": best.text, "history": best.history}
         Path(out).write_text(json.dumps(report))

@@ -19,7 +19,7 @@ from weft.cluster import collectives as cost
 from weft.cluster import kernels, local, measure, passes
 from weft.cluster.collectives import Ranks
 from weft.cluster.local import Calls, Sent, torch_calls
-from weft.cluster.measure import Product
+from weft.cluster.measure import MatmulTime
 from weft.cluster.profile import Constant, Device, Link, Profile, load, names
 from weft.cluster.spec import Cluster, Nodes, crowded
 from weft.core.errors import ClusterError
@@ -44,7 +44,7 @@ def calibrate(
     for n, count in enumerate(counts):  # first, while this process has no context on the device yet
         progress(f"collectives of {count}", n, steps)
         taken += local.collectives(device, count, calls)
-    seen = _alone_or_together(device, progress, len(counts), steps)
+    seen = _measure_concurrently(device, progress, len(counts), steps)
     progress("fitting", steps, steps)
     found = _device(device, base, name or _name(device), seen)
     node = max(counts, default=base.node_size if base else 1)
@@ -58,11 +58,11 @@ def _usual_ranks(device: str) -> tuple[int, ...]:
     return tuple(n for n in (2, 4, 8) if n <= count)
 
 
-def _alone_or_together(device: str, progress: Progress, done: int, steps: int) -> list[Any]:
+def _measure_concurrently(device: str, progress: Progress, done: int, steps: int) -> list[Any]:
     """Samples of one device; on CPUs taken by as many processes at once as there are cores, as ranks will run."""
     if device == "cpu":
         progress("kernels on every core", done, steps)
-        return local.together(min(2, local.cores()), "cpu", _AllSamples())[0]
+        return local.run_ranks(min(2, local.cores()), "cpu", _AllSamples())[0]
     seen = []
     for n, (what, sample) in enumerate(measure.samples(device)):
         progress(what, done + n, steps)
@@ -91,8 +91,8 @@ def _name(device: str) -> str:
 
 
 def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> Device:
-    timed = [s for s in seen if isinstance(s, Product)]
-    got: dict[str, float] = {k: v for s in seen if not isinstance(s, Product) for k, v in s.items()}
+    timed = [s for s in seen if isinstance(s, MatmulTime)]
+    got: dict[str, float] = {k: v for s in seen if not isinstance(s, MatmulTime) for k, v in s.items()}
     by = f"measured: weft calibrate, torch {torch.__version__.split('+')[0]}"
     constants = dict(base.device.constants) if base else _unknown(device, timed, by)
     main = "bf16" if device != "cpu" else "fp32"
@@ -113,7 +113,7 @@ def _device(device: str, base: Profile | None, name: str, seen: list[Any]) -> De
     constants |= {key: Constant(float(f"{value:.5g}"), by) for key, value in found.items()}
     constants |= {} if device == "cpu" else {"attention.start": START}
     constants |= {key: Constant(start, by) for key, start in zip(SURFACE, (0.8, kernel, 0.2 * kernel, 500.0), strict=True)}
-    made = _fit_products(Device(name, constants), timed, main, by)
+    made = _fit_matmuls(Device(name, constants), timed, main, by)
     made = _with_scores(made, stored, by)
     return _in_a_step(made, step, by) if step else made
 
@@ -173,7 +173,7 @@ def _less_launch(device: str, rate: float, kernel: float) -> float:
     return size / max(size / rate - kernel, 0.2 * size / rate)
 
 
-def _unknown(device: str, timed: Sequence[Product], by: str) -> dict[str, Constant]:
+def _unknown(device: str, timed: Sequence[MatmulTime], by: str) -> dict[str, Constant]:
     """What a datasheet would say, from the best that was seen."""
     rates = {d: max((p.flops / p.seconds for p in timed if p.dtype == d), default=0.0) for d in measure.DTYPES}
     best = max(rates.values())
@@ -190,11 +190,11 @@ def _memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _fit_products(device: Device, timed: Sequence[Product], main: str, by: str) -> Device:
+def _fit_matmuls(device: Device, timed: Sequence[MatmulTime], main: str, by: str) -> Device:
     """The surface on the main dtype; one efficiency for each other."""
     burst = {"gemm.sustained": Constant(1.0, by)}
 
-    def predict(values: Mapping[str, float], p: Product) -> float:
+    def predict(values: Mapping[str, float], p: MatmulTime) -> float:
         made = Device(device.name, {**device.constants, **burst, **{k: Constant(v, by) for k, v in values.items()}})
         return kernels.product(made, p.m, p.n, p.k, p.batch, p.dtype)
 

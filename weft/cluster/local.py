@@ -41,7 +41,7 @@ class Sent:
     seconds: float
 
 
-def together(ranks: int, device: str, work: Callable[[int], Any], timeout: float = 240.0) -> list[Any]:
+def run_ranks(ranks: int, device: str, work: Callable[[int], Any], timeout: float = 240.0) -> list[Any]:
     """Run `work(rank)` in that many joined processes and return what each gave back."""
     context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ Calls = Callable[[str, torch.Tensor, torch.Tensor], Mapping[str, Callable[[], An
 
 def collectives(device: str, ranks: int, calls: Calls | None = None) -> list[Sent]:
     """Every kind and size between `ranks` processes."""
-    return together(ranks, device, Timing(device, ranks, calls=calls or torch_calls))[0]
+    return run_ranks(ranks, device, Timing(device, ranks, calls=calls or torch_calls))[0]
 
 
 def torch_calls(device: str, whole: torch.Tensor, part: torch.Tensor) -> Mapping[str, Callable[[], Any]]:

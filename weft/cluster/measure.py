@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulTime:
     """A matmul and the seconds it took."""
 
     m: int
@@ -60,7 +60,7 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def products(device: str) -> list[tuple[int, int, int, int, str]]:
+def matmul_shapes(device: str) -> list[tuple[int, int, int, int, str]]:
     """Shapes to time: every ramp of the surface, in the dtypes that count here."""
     if device == "cpu":
         sizes = [(m, n, k, 1, "fp32") for m in (32, 128, 512) for n in (64, 256, 1024) for k in (64, 256, 1024)]
@@ -71,7 +71,7 @@ def products(device: str) -> list[tuple[int, int, int, int, str]]:
     return wide + batched + full + [(16384, 16384, 4096, 1, "bf16"), (32768, 4096, 4096, 1, "bf16")]
 
 
-def time_product(device: str, m: int, n: int, k: int, batch: int, dtype: str) -> Product:
+def time_matmul(device: str, m: int, n: int, k: int, batch: int, dtype: str) -> MatmulTime:
     """Random numbers, since a device draws less power, and runs faster, on zeros. On an accelerator the host is left out of it."""
     kind = DTYPES[dtype]
     a = torch.randn(batch, m, k, device=device, dtype=kind)
@@ -81,7 +81,7 @@ def time_product(device: str, m: int, n: int, k: int, batch: int, dtype: str) ->
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     try:
         took = seconds(lambda: torch.matmul(a, b), device) if device == "cpu" else _in_a_row(lambda: torch.matmul(a, b), 10)
-        return Product(m, n, k, batch, dtype, took)
+        return MatmulTime(m, n, k, batch, dtype, took)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = kept
 
@@ -319,8 +319,8 @@ def _update(x: torch.Tensor) -> Callable[[], Any]:
 
 def samples(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What is measured, one by one: a name for the progress bar and the measurement, a matmul or numbers by name."""
-    for shape in products(device):
-        yield "products", lambda shape=shape: time_product(device, *shape)
+    for shape in matmul_shapes(device):
+        yield "products", lambda shape=shape: time_matmul(device, *shape)
     yield "memory", lambda: bandwidth(device)
     yield "launches", lambda: launches(device)
     if device != "cpu":

@@ -106,7 +106,7 @@ class Cluster:
         for group in self.groups:
             low, high = max(first, start), min(first + count, start + group.devices)
             if low < high:
-                kept.append(_cut(group, high - low))
+                kept.append(_take_devices(group, high - low))
             start += group.devices
         return Cluster(f"{self.text}[{first}:{first + count}]", tuple(kept))
 
@@ -118,7 +118,7 @@ def _written(group: Nodes, found: re.Match[str]) -> str:
     return f"{group.count}x{'' if whole else f'{group.size}x'}{kind}{f'@{gbps}' if gbps else ''}"
 
 
-def _cut(group: Nodes, devices: int) -> Nodes:
+def _take_devices(group: Nodes, devices: int) -> Nodes:
     if devices <= group.size:
         return Nodes(1, devices, group.profile)
     if devices % group.size:

@@ -50,7 +50,7 @@ class Chunked:
 
     program: Program
     chunks: int
-    cut: dict[Node, tuple[int, int]]  # inputs that come in chunks
+    sharded: dict[Node, tuple[int, int]]  # inputs that come in chunks
     whole: tuple[Node, ...]
     joins: dict[Node, tuple[int, int]]
     origin: dict[Node, Node]  # a chunk's node and the group's node it is a chunk of

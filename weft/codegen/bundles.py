@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from weft.codegen.local_memory import lie_of, pending_op
-from weft.codegen.peepholes import Form
+from weft.codegen.local_memory import local_shape_of, partial_op
+from weft.codegen.peepholes import Peephole
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.ops.registry import nbytes
@@ -15,7 +15,7 @@ from weft.ops.registry import nbytes
 
 def bundles_of(
     program: Program, wires: Sequence[Node], nodes: Sequence[Node], coords: Mapping[str, int], most: Mapping[str, int]
-) -> list[Form]:
+) -> list[Peephole]:
     """Forms of two and more of the `wires`; `nodes` is the order in which a rank does everything, `most` the bytes of a message by axis."""
     at = {n: i for i, n in enumerate(nodes)}
     used = {n: min((at[u] for u in program.users[n] if u in at), default=len(nodes)) for n in wires}
@@ -23,17 +23,17 @@ def bundles_of(
     for n in wires:
         if len(n.args) == 1 and n.op.name in WRITERS:
             early = n.op.name == "all_gather" and n.args[0].op.name == "input"
-            how = pending_op(n.args[0].layout, n.attr("axis")) if n.op.name == "reduce_scatter" else early
+            how = partial_op(n.args[0].layout, n.attr("axis")) if n.op.name == "reduce_scatter" else early
             alike.setdefault((n.op.name, n.attr("axis"), n.dtype, how), []).append(n)
     found = []
     for (name, axis, _, how), members in alike.items():  # type: ignore[misc]
-        for some in _cut(members, at, used, how is True, most[axis]):
+        for some in _split_messages(members, at, used, how is True, most[axis]):
             text = WRITERS[name](some, coords)
-            found.append(Form(tuple(some), tuple(n.args[0] for n in some), tuple(some), text, starts=True, early=how is True))
+            found.append(Peephole(tuple(some), tuple(n.args[0] for n in some), tuple(some), text, starts=True, early=how is True))
     return found
 
 
-def _cut(members: Sequence[Node], at: Mapping[Node, int], used: Mapping[Node, int], early: bool, most: int) -> Iterator[list[Node]]:
+def _split_messages(members: Sequence[Node], at: Mapping[Node, int], used: Mapping[Node, int], early: bool, most: int) -> Iterator[list[Node]]:
     """Runs of members that can wait for their last, or start with their first, none larger than a message should be."""
     run, size, wanted = list[Node](), 0, len(at)
     last = _last_needed(members) if not early else {}
@@ -66,16 +66,16 @@ Text = Callable[[Callable[[Node], str]], str]
 
 def _scattered(some: Sequence[Node], coords: Mapping[str, int]) -> Text:
     axis = some[0].attr("axis")
-    lies = [lie_of(n.layout, axis, coords) for n in some]
-    hows = [((lie.before, lie.whole, lie.after), lie.mine, n.layout.local_shape(coords)) for n, lie in zip(some, lies, strict=True)]
-    op = pending_op(some[0].args[0].layout, axis)
+    lies = [local_shape_of(n.layout, axis, coords) for n in some]
+    hows = [((lie.before, lie.full, lie.after), lie.mine, n.layout.local_shape(coords)) for n, lie in zip(some, lies, strict=True)]
+    op = partial_op(some[0].args[0].layout, axis)
     return lambda v: f"comm.reduce_scatter_list([{', '.join(v(n.args[0]) for n in some)}], on.{axis}, {op!r}, hows={hows})"
 
 
 def _gathered(some: Sequence[Node], coords: Mapping[str, int]) -> Text:
     axis = some[0].attr("axis")
-    lies = [lie_of(n.args[0].layout, axis, coords) for n in some]
-    hows = [((lie.before, lie.mine, lie.after), lie.whole, n.layout.local_shape(coords)) for n, lie in zip(some, lies, strict=True)]
+    lies = [local_shape_of(n.args[0].layout, axis, coords) for n in some]
+    hows = [((lie.before, lie.mine, lie.after), lie.full, n.layout.local_shape(coords)) for n, lie in zip(some, lies, strict=True)]
     return lambda v: f"comm.all_gather_list([{', '.join(v(n.args[0]) for n in some)}], on.{axis}, hows={hows})"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.codegen import to_cpu
 from weft.codegen.expr import Group, Level, Slot, ordered
-from weft.codegen.phases import Cut, cut
+from weft.codegen.phases import PhasedGroup, split_phases
 from weft.codegen.text import PYTHON, Writer, bare, host_scalars, python
 
 
@@ -32,7 +32,7 @@ class Kernel:
 
 def compile_group(group: Group, world: int, target: str = "cpu") -> Kernel:
     """Generate the kernel of `group` for `world` ranks."""
-    parts = cut(group, world)
+    parts = split_phases(group, world)
     source = to_cpu.emit(parts, world) if target == "cpu" else _triton(parts, world)
     kinds = tuple((t.name, t.level == Level.CALL) for t in parts.totals)
     return Kernel(group.name, target, world, source, tuple(to_cpu.columns(parts)), scalar_lambda(group), group.scalars,
@@ -47,7 +47,7 @@ def scalar_lambda(group: Group) -> str:
     return f"lambda {', '.join(group.scalars)}: ({''.join(f'{text}, ' for text in texts)})"
 
 
-def number_lambda(parts: Cut) -> str:
+def number_lambda(parts: PhasedGroup) -> str:
     """What is handed back, worked out by the host from the totals of a row."""
     writer = _python(parts.group)
     for k, total in enumerate(parts.totals):
@@ -64,7 +64,7 @@ def _python(group: Group) -> Writer:
     return writer
 
 
-def bytes_moved(parts: Cut, world: int) -> int:
+def bytes_moved(parts: PhasedGroup, world: int) -> int:
     """Bytes read and written over all ranks per element: each slice once, spread slots once per rank."""
     moved = 0
     for phase in parts.phases:
@@ -75,7 +75,7 @@ def bytes_moved(parts: Cut, world: int) -> int:
     return moved
 
 
-def _triton(parts: Cut, world: int) -> str:
+def _triton(parts: PhasedGroup, world: int) -> str:
     from weft.codegen import to_triton
 
     return to_triton.emit(parts, world)

@@ -24,13 +24,13 @@ _SITES = itertools.count()  # of copies that are kept by the host, in all progra
 WIDE, ROOM = 128, 1 << 30  # numbers in a head, and bytes of scores that may be in memory for it
 
 
-def _rows_whole(q: Node, k: Node) -> bool:
+def _rows_replicated(q: Node, k: Node) -> bool:
     """All query rows and keys are here, so that causal means what the kernel takes it for."""
     lay = q.type.layout
     return not any(a.cut for a in lay.dims[3]) and k.ndim == 4 and q.shape[3] == k.shape[2] and q.shape[-1] == k.shape[-1]
 
 
-def _products_are_quicker(q: Node, k: Node) -> bool:
+def _matmuls_are_faster(q: Node, k: Node) -> bool:
     """torch's kernel for f32 leaves the tensor cores to others: with wide heads two matmuls and a softmax take half its time."""
     scores = 4 * math.prod((*q.type.layout.largest_local[:4], k.type.layout.largest_local[2]))
     rounded = torch.get_float32_matmul_precision() != "highest"
@@ -41,11 +41,11 @@ def _plain_attention(first: int) -> Test:
     def test(n: Node, device: str) -> bool:
         q, k, v = n.args[first : first + 3]
         plain = not n.attr("offset") and v.shape[-1] == k.shape[-1] and q.dtype in FLASH.get(device, ())
-        plain = plain and not (device == "cuda" and _products_are_quicker(q, k)) and k.ndim == 4 and not n.attr("p")
+        plain = plain and not (device == "cuda" and _matmuls_are_faster(q, k)) and k.ndim == 4 and not n.attr("p")
         plain = plain and n.attr("written_out") not in (device, "any")
         masks = n.args[3 if first == 0 else 6 :]
         ordered = n.attr("causal") or n.attr("window")
-        return plain and all(m.dtype == q.dtype for m in masks) and (_rows_whole(q, k) or not ordered)
+        return plain and all(m.dtype == q.dtype for m in masks) and (_rows_replicated(q, k) or not ordered)
 
     return test
 
@@ -122,7 +122,7 @@ def _counted(rows: Node) -> bool:
     return rows.op.name == "arange" and (rows.attr("start"), rows.attr("step")) == (0, 1)
 
 
-def rows_held(rows: Node, at: Mapping[str, int]) -> range | None:
+def local_rows(rows: Node, at: Mapping[str, int]) -> range | None:
     """The rows that a put fills here, where they follow each other without a gap."""
     return rows.layout.run(0, at) if _counted(before_comm(rows)) else None
 
@@ -143,7 +143,7 @@ QUICK: Mapping[str, Test] = {
 }
 
 
-def quick_call(
+def library_call(
     n: Node, args: list[str], device: str, own: bool, at: Mapping[str, int], statistics: str | None = None, fetches: bool = False
 ) -> str | None:
     """The call at a place of the mesh, or None where the op's own function must do. `statistics` is where a norm leaves, or finds, its own;
@@ -151,7 +151,7 @@ def quick_call(
     test = QUICK.get(n.op.name)
     if test is None or not test(n, device):
         return None
-    if n.op.name == "put" and (run := rows_held(n.args[2], at)):
+    if n.op.name == "put" and (run := local_rows(n.args[2], at)):
         whole = len(run) == n.args[2].shape[0]
         return f"quick.put_{'all' if whole else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if whole else run})"
     attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out", "sent")} | ({"own": own} if n.op.name == "adam" else {})

@@ -17,17 +17,17 @@ def local_size(atom: Atom, layout: Layout, coords: Mapping[str, int], without: s
 
 
 @dataclass(frozen=True)
-class Lie:
+class LocalShape:
     """How the part an axis shards lies in a rank's local tensor: [before, mine, after], of `whole` were it not sharded."""
 
     before: int
     mine: int
     after: int
-    whole: int
+    full: int
     start: int  # of this rank's piece within the full part
 
 
-def lie_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> Lie:
+def local_shape_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> LocalShape:
     at = layout.where_cut(axis)
     assert at is not None
     d, k = at
@@ -39,10 +39,10 @@ def lie_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> Lie:
     innermost = atoms[k].cut[-1] == axis
     whole = local_size(atoms[k], layout, coords, without=axis) if innermost else mine * layout.mesh.size(axis)
     step = -(-whole // layout.mesh.size(axis))
-    return Lie(before, mine, after, whole, min(coords[axis] * step, whole))
+    return LocalShape(before, mine, after, whole, min(coords[axis] * step, whole))
 
 
-def pending_op(layout: Layout, axis: str) -> str:
+def partial_op(layout: Layout, axis: str) -> str:
     place = layout.placement(axis)
     assert isinstance(place, P)
     return place.op

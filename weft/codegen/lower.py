@@ -12,7 +12,7 @@ from types import MappingProxyType
 from weft.codegen.blocks import Block, blocks_of, in_blocks
 from weft.codegen.bundles import bundles_of
 from weft.codegen.order import gathers_parameters, is_wire, order
-from weft.codegen.peepholes import Form, forms_of
+from weft.codegen.peepholes import Peephole, peepholes_of
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.registry import Kind
@@ -22,7 +22,7 @@ from weft.ops.registry import Kind
 class Step:
     """One statement of a rank: a node to compute, or to start, or several at once, and the collectives to finish first."""
 
-    what: Node | Block | Form
+    what: Node | Block | Peephole
     waits: tuple[Node, ...]  # started earlier, first needed here
     frees: tuple[Node, ...]  # not needed after
 
@@ -54,7 +54,7 @@ def rank_program(
     coords = program.mesh.coords(rank)
     blocks, reasons = blocks_of(program, rank, fuse, donate, target)
     grouped = {n for b in blocks for n in b.nodes}
-    forms = forms_of(program, grouped, coords, donate, device)
+    forms = peepholes_of(program, grouped, coords, donate, device)
     nodes = [n for n in order(program, far) if n in grouped or takes_part(n, coords)]
     taken = grouped.union(*(f.nodes for f in forms))
     forms += bundles_of(program, [n for n in nodes if is_wire(n) and n.attr("axis") in far and n not in taken], nodes, coords, far)
@@ -67,7 +67,7 @@ def rank_program(
         waits = tuple(a for a in args if a in pending)
         for a in waits:
             del pending[a]
-        if isinstance(unit, Form) and unit.starts:
+        if isinstance(unit, Peephole) and unit.starts:
             pending |= dict.fromkeys(unit.outputs)
         elif isinstance(unit, Node) and is_wire(unit):
             pending[unit] = None
@@ -76,7 +76,7 @@ def rank_program(
     return RankProgram(program, coords, tuple(steps), tuple(pending), reasons, homes)
 
 
-def _homes(program: Program, units: Sequence[Node | Block | Form]) -> dict[Node, Node]:
+def _homes(program: Program, units: Sequence[Node | Block | Peephole]) -> dict[Node, Node]:
     """State whose next value one node makes after all have read the last one."""
     at = {n: i for i, unit in enumerate(units) for n in ((unit,) if isinstance(unit, Node) else unit.nodes)}
     found = {}
@@ -89,11 +89,11 @@ def _homes(program: Program, units: Sequence[Node | Block | Form]) -> dict[Node,
     return found
 
 
-def _placed(program: Program, nodes: Sequence[Node], forms: Sequence[Form], blocks: Sequence[Block]) -> list[Node]:
+def _placed(program: Program, nodes: Sequence[Node], forms: Sequence[Peephole], blocks: Sequence[Block]) -> list[Node]:
     """The order of nodes with every form where the last of its nodes is, or the first. One that overwrites what is read later comes
     at the end, and so does a kernel that overwrites."""
     home = {n: f for f in forms for n in f.nodes}
-    final: dict[Form, Node] = {}
+    final: dict[Peephole, Node] = {}
     for n in nodes:
         if n in home and not (home[n].early and home[n] in final):
             final[home[n]] = n
@@ -118,11 +118,11 @@ def _readers(program: Program, node: Node) -> list[Node]:
     return found
 
 
-def _args(unit: Node | Block | Form) -> tuple[Node, ...]:
+def _args(unit: Node | Block | Peephole) -> tuple[Node, ...]:
     return unit.args if isinstance(unit, Node) else unit.inputs
 
 
-def _last_use(program: Program, units: Sequence[Node | Block | Form]) -> dict[Node, int]:
+def _last_use(program: Program, units: Sequence[Node | Block | Peephole]) -> dict[Node, int]:
     kept = {n for _, n in program.outputs}
     last = {a: i for i, unit in enumerate(units) for a in _args(unit)}
     return {a: i for a, i in last.items() if a not in kept}

@@ -30,7 +30,7 @@ def _labels(a: str, b: str, out: str) -> Labels | None:
     return found if found.summed and kept else None
 
 
-def product(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
+def matmul_text(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | None:
     """The matmul as an expression over the operands' names; None where only einsum will do."""
     found = _read(n, at)
     if found is None:

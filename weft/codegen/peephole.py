@@ -12,7 +12,7 @@ Text = Callable[[Callable[[Node], str]], str]  # from the name of a value to the
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class Peephole:
     """Nodes done by one call: what it reads, what it gives, and its text."""
 
     nodes: tuple[Node, ...]

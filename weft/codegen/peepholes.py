@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from weft.codegen.library_calls import QUICK, documents, quick_call
+from weft.codegen.library_calls import QUICK, documents, library_call
 from weft.codegen.matmul import is_linear
-from weft.codegen.peephole import Form, Text
+from weft.codegen.peephole import Peephole, Text
 from weft.codegen.text import settings
 from weft.codegen.updates import updates
 from weft.core.node import Node
@@ -19,7 +19,7 @@ from weft.ops.experts import _through as experts_through
 from weft.ops.registry import Kind
 
 
-def forms_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Form]:
+def peepholes_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Peephole]:
     """The forms in a program, none sharing a node with another or with `busy`."""
     taken, found = set(busy), []
     plain = (*_buckets(program), *_convolutions(program), *_sides(program), *_linears(program))
@@ -38,13 +38,13 @@ def _only_read_by(p: Program, n: Node, user: Node) -> bool:
 # -- x w^T + b ---------------------------------------------------------------------------------------------------------------------
 
 
-def _linears(p: Program) -> Iterator[Form]:
+def _linears(p: Program) -> Iterator[Peephole]:
     for n in p.nodes:
         if n.op.name == "add":
             for y, bias in (n.args, n.args[::-1]):
                 if is_linear(y) and _only_read_by(p, y, n) and bias.shape == y.shape[-1:] and bias.dtype == y.dtype:
                     x, w = y.args
-                    yield Form(
+                    yield Peephole(
                         (y, n), (x, w, bias), (n,), lambda v, x=x, w=w, b=bias: f"torch.nn.functional.linear({v(x)}, {v(w)}, {v(b)})"
                     )
                     break
@@ -53,19 +53,19 @@ def _linears(p: Program) -> Iterator[Form]:
 # -- attention inside documents, by their numbers and not by a mask -----------------------------------------------------------------
 
 
-def _documents(p: Program, device: str) -> Iterator[Form]:
+def _documents(p: Program, device: str) -> Iterator[Peephole]:
     for n in p.nodes:
         found = documents(n, device) if n.op.attends is not None and n.op.name in QUICK else None
         if found is not None:
             inputs = (*n.args[:-1], *found)
             how = ", ".join(settings((k, v) for k, v in n.attrs if k in ("scale", "causal")))
-            yield Form((n,), inputs, (n,), lambda v, n=n, xs=inputs, how=how: f"quick.document_{n.op.name}({', '.join(map(v, xs))}, {how})")
+            yield Peephole((n,), inputs, (n,), lambda v, n=n, xs=inputs, how=how: f"quick.document_{n.op.name}({', '.join(map(v, xs))}, {how})")
 
 
 # -- experts whose tokens are sent to the ranks they picked, where they would be gathered ---------------------------------------------
 
 
-def _sent(p: Program, coords: Mapping[str, int], device: str) -> Iterator[Form]:
+def _sent(p: Program, coords: Mapping[str, int], device: str) -> Iterator[Peephole]:
     done: set[Node] = set()
     for n in p.nodes:
         axis = n.attr("sent")
@@ -77,10 +77,10 @@ def _sent(p: Program, coords: Mapping[str, int], device: str) -> Iterator[Form]:
         inputs = (*(n.args[k].args[0] for k in rows), *n.args[len(rows) :])
         outputs = (made[-1], n) if len(n.types) > 1 else made[-1:]
         text = _sent_text(n, inputs, made[-1], axis, coords, device)
-        yield Form((n, *made), inputs, outputs, text, names={f"{n.op.name}_on": _EXPERTS[n.op.name]})
+        yield Peephole((n, *made), inputs, outputs, text, names={f"{n.op.name}_on": _EXPERTS[n.op.name]})
     for gather in dict.fromkeys(a for n in done for a in n.args if a in done):
         if all(u in done for u in p.users[gather]) and not p.outputs_of(gather):
-            yield Form((gather,), (), (), lambda v: "pass")
+            yield Peephole((gather,), (), (), lambda v: "pass")
 
 
 def _scattered(p: Program, n: Node, axis: str, first: bool) -> tuple[Node, ...] | None:
@@ -100,7 +100,7 @@ def _scattered(p: Program, n: Node, axis: str, first: bool) -> tuple[Node, ...] 
 def _sent_text(n: Node, inputs: Sequence[Node], made: Node, axis: str, coords: Mapping[str, int], device: str) -> Text:
     up = n.args[3 if n.op.name == "experts" else 4]
     held = up.layout.positions(0, coords)
-    on_gpu = quick_call(n, [], device, False, coords) is not None
+    on_gpu = library_call(n, [], device, False, coords) is not None
     run = f"quick.{n.op.name}" if on_gpu else f"{n.op.name}_on"
     how = f"first={int(held[0])}" if on_gpu else f"held=torch.arange({int(held[0])}, {int(held[0]) + len(held)})"
     shape = made.types[0].layout.local_shape(coords)
@@ -122,7 +122,7 @@ _EXPERTS = {
 # -- pieces side by side: a sum of pads that do not overlap --------------------------------------------------------------------------
 
 
-def _sides(p: Program) -> Iterator[Form]:
+def _sides(p: Program) -> Iterator[Peephole]:
     sums = _sums_of_pads(p)
     for n in sums:
         if any(u in sums and _only_read_by(p, n, u) for u in p.users[n]):
@@ -134,7 +134,7 @@ def _sides(p: Program) -> Iterator[Form]:
         if at != n.shape[dim]:
             continue
         pieces = tuple(x.args[0] for x in sorted(pads, key=lambda x: x.attr("before")))
-        yield Form((*inner, *pads, n), pieces, (n,), lambda v, xs=pieces, d=dim: f"torch.cat([{', '.join(map(v, xs))}], {d})")
+        yield Peephole((*inner, *pads, n), pieces, (n,), lambda v, xs=pieces, d=dim: f"torch.cat([{', '.join(map(v, xs))}], {d})")
 
 
 def _sums_of_pads(p: Program) -> set[Node]:
@@ -159,13 +159,13 @@ def _leaves(n: Node, sums: Collection[Node]) -> tuple[list[Node], list[Node]]:
 # -- many tensors summed as one --------------------------------------------------------------------------------------------------------
 
 
-def _buckets(p: Program) -> Iterator[Form]:
+def _buckets(p: Program) -> Iterator[Peephole]:
     """An all_reduce of flat tensors laid end to end, and the pieces of its result: the tensors themselves, each summed."""
     for n in p.find_all("all_reduce"):
         joined = n.args[0]
         flat = len(n.args) == 1 and joined.op.name == "concat" and joined.ndim == 1 and _only_read_by(p, joined, n)
         ends = {end: k for k, end in reversed([*enumerate(accumulate(a.shape[0] for a in joined.args))])} if flat else {}
-        pieces = [_piece(p, u, joined, ends) for u in p.users[n]] if flat and n.mesh.size(n.attr("axis")) > 1 else [None]
+        pieces = [_taken_piece(p, u, joined, ends) for u in p.users[n]] if flat and n.mesh.size(n.attr("axis")) > 1 else [None]
         if None in pieces or p.outputs_of(n):
             continue
         whole = [a.args[0] if a.op.name == "reshape" and _only_read_by(p, a, joined) else a for a in joined.args]
@@ -173,7 +173,7 @@ def _buckets(p: Program) -> Iterator[Form]:
         reader = [joined if x is a else a for a, x in zip(joined.args, whole, strict=True)]
         own = [_only_read_by(p, x, u) and x.op.kind not in (Kind.VIEW, Kind.SOURCE) for x, u in zip(whole, reader, strict=True)]
         op, axis = joined.type.on(n.attr("axis")).op, n.attr("axis")  # type: ignore[attr-defined]
-        yield Form(
+        yield Peephole(
             (*inside, joined, n), tuple(whole), (n,),
             lambda v, xs=whole, a=axis, op=op, own=own: f"comm.all_reduce_list([{', '.join(map(v, xs))}], on.{a}, {op!r}, own={own})",
             starts=True,
@@ -181,12 +181,12 @@ def _buckets(p: Program) -> Iterator[Form]:
         for piece in pieces:
             nodes, k, shape = piece  # type: ignore[misc]
             same = shape == tuple(whole[k].shape)
-            yield Form(
+            yield Peephole(
                 nodes, (n,), nodes[-1:], lambda v, n=n, k=k, s=shape, same=same: f"{v(n)}[{k}]" if same else f"{v(n)}[{k}].reshape({s})"
             )
 
 
-def _piece(p: Program, u: Node, joined: Node, ends: Mapping[int, int]) -> tuple[tuple[Node, ...], int, tuple[int, ...]] | None:
+def _taken_piece(p: Program, u: Node, joined: Node, ends: Mapping[int, int]) -> tuple[tuple[Node, ...], int, tuple[int, ...]] | None:
     """Which of the joined tensors, by where they end, a reader takes out again, and in which shape; None if it takes anything else."""
     if u.op.name != "narrow" or u.attr("step") != 1 or p.outputs_of(u):
         return None
@@ -202,16 +202,16 @@ def _piece(p: Program, u: Node, joined: Node, ends: Mapping[int, int]) -> tuple[
 # -- both gradients of a convolution -------------------------------------------------------------------------------------------------
 
 
-def _convolutions(p: Program) -> Iterator[Form]:
+def _convolutions(p: Program) -> Iterator[Peephole]:
     """Where one needs the other they are no pair: a transposed convolution is an input gradient itself, forward."""
     how = ("stride", "padding", "dilation")
     by_input = {(n.args[0], *map(n.attr, how)): n for n in p.nodes if n.op.name == "conv2d_input_grad"}
     for n in p.nodes:
         other = by_input.pop((n.args[1], *map(n.attr, how)), None) if n.op.name == "conv2d_weight_grad" else None
-        if other is not None and _held_alike(other, n.args[0]) and _held_alike(n, other.args[1]) and other not in p.needs(n):
+        if other is not None and _same_local_shape(other, n.args[0]) and _same_local_shape(n, other.args[1]) and other not in p.needs(n):
             (x, ct), w = n.args, other.args[1]
             settled = ", ".join(settings((k, n.attr(k)) for k in how))
-            yield Form(
+            yield Peephole(
                 (other, n),
                 (ct, x, w),
                 (other, n),
@@ -219,9 +219,9 @@ def _convolutions(p: Program) -> Iterator[Form]:
             )
 
 
-def _held_alike(grad: Node, of: Node) -> bool:
+def _same_local_shape(grad: Node, of: Node) -> bool:
     """Whether a gradient measures on every rank what the tensor does: one call makes both of the same image and kernel."""
     return grad.shape == of.shape and grad.layout.dims == of.layout.dims
 
 
-__all__ = ["Form", "forms_of"]
+__all__ = ["Peephole", "peepholes_of"]

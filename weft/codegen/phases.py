@@ -29,7 +29,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PhasedGroup:
     """A group in phases; `stash` are the slots added to carry values from one phase to a later one."""
 
     group: Group
@@ -38,12 +38,12 @@ class Cut:
     totals: tuple[Value, ...]
 
 
-def cut(group: Group, world: int) -> Cut:
+def split_phases(group: Group, world: int) -> PhasedGroup:
     """Divide `group` into phases, moving the fewest bytes over `world` ranks."""
-    return _Cutter(group, world).cut()
+    return _PhaseSplitter(group, world).split()
 
 
-class _Cutter:
+class _PhaseSplitter:
     def __init__(self, group: Group, world: int) -> None:
         self.group, self.world = group, world
         self.values = list(ordered(group.roots))
@@ -54,7 +54,7 @@ class _Cutter:
         self.phases = [Phase(p) for p in range(last + 1)]
         self.stash: list[Slot] = []
 
-    def cut(self) -> Cut:
+    def split(self) -> PhasedGroup:
         for slot, value in self.group.stores:
             self.phases[self.when[value]].stores.append((slot, value))
         totals = [v for v in self.values if v.fn == "total"]
@@ -62,7 +62,7 @@ class _Cutter:
             self.phases[number].totals.append(value)
         for phase in reversed(self.phases):  # a later phase may ask an earlier one to store more
             self._fill(phase)
-        return Cut(self.group, tuple(self.phases), tuple(self.stash), tuple(totals))
+        return PhasedGroup(self.group, tuple(self.phases), tuple(self.stash), tuple(totals))
 
     def _latest(self, totals: list[Value]) -> dict[Value, int]:
         """The last phase in which each total can still be taken: late ones often read what is read anyway."""
@@ -83,9 +83,9 @@ class _Cutter:
         phase.body = [v for v in ordered(needed) if v in below - set(phase.reads) and v.level == Level.ELEMENT]
 
     def _cost(self, v: Value, phase: Phase) -> float:
-        return min(self._again(v, phase), self._stashed(v, phase))
+        return min(self._reread_bytes(v, phase), self._stashed(v, phase))
 
-    def _again(self, v: Value, phase: Phase) -> float:
+    def _reread_bytes(self, v: Value, phase: Phase) -> float:
         """Bytes to read `v` from where it already is."""
         held, gone = self._memory(phase)
         if v in held:
@@ -104,7 +104,7 @@ class _Cutter:
 
     def _reader(self, v: Value, phase: Phase) -> Value:
         held, _ = self._memory(phase)
-        if self._again(v, phase) <= self._stashed(v, phase):
+        if self._reread_bytes(v, phase) <= self._stashed(v, phase):
             return load(held[v]) if v in held else v
         slot = self._new_stash(v)
         self.phases[self.when[v]].stores.append((slot, v))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from weft.codegen.expr import Level, Slot, Value, ordered
-from weft.codegen.phases import Cut, Phase
+from weft.codegen.phases import Phase, PhasedGroup
 from weft.codegen.text import CPP, Writer, bare, host_scalars, uses
 
 TYPES = {"f64": "double", "f32": "float", "bf16": "uint16_t", "f16": "_Float16"}
@@ -20,13 +20,13 @@ START = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
 JOIN = {"sum": "{0} + {1}", "max": "weft::larger({0}, {1})", "min": "weft::smaller({0}, {1})"}
 
 
-def emit(cut: Cut, world: int) -> str:
+def emit(cut: PhasedGroup, world: int) -> str:
     """The C++ source of a group, with `run` as its only entry."""
     return _Emitter(cut, world).source()
 
 
 class _Emitter:
-    def __init__(self, cut: Cut, world: int) -> None:
+    def __init__(self, cut: PhasedGroup, world: int) -> None:
         self.cut, self.world = cut, world
         self.real = TYPES[cut.group.compute]
         self.totals = {t: k for k, t in enumerate(cut.totals)}
@@ -211,12 +211,12 @@ class _Emitter:
         return lines
 
 
-def columns(cut: Cut) -> list[Slot]:
+def columns(cut: PhasedGroup) -> list[Slot]:
     """The slots in the order their addresses stand in a row."""
     return [*cut.group.slots, *cut.stash]
 
 
-def headline(cut: Cut) -> str:
+def headline(cut: PhasedGroup) -> str:
     reduced = [v.slot.name for p in cut.phases for v in p.reads if v.fn == "reduce" and v.slot]
     gathered = [slot.name for slot, _ in cut.group.stores if slot.spread]
     own = [slot.name for slot, _ in cut.group.stores if not slot.spread]

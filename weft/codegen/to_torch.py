@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from weft.codegen.blocks import Block, Call, Chunked, ChunkLocal
-from weft.codegen.library_calls import keeps_statistics, quick_call
-from weft.codegen.local_memory import Lie, lie_of, local_size, pending_op, root_of
+from weft.codegen.library_calls import keeps_statistics, library_call
+from weft.codegen.local_memory import LocalShape, local_shape_of, local_size, partial_op, root_of
 from weft.codegen.lower import RankProgram, Step, rank_program
-from weft.codegen.matmul import matrices, product
+from weft.codegen.matmul import matmul_text, matrices
 from weft.codegen.order import is_wire
-from weft.codegen.peepholes import Form
+from weft.codegen.peepholes import Peephole
 from weft.codegen.text import python, settings
 from weft.core.layout import Layout
 from weft.core.node import Node
@@ -50,7 +50,7 @@ class _Writer:
         self.rp, self.prefix, self.chunked, self.device, self.own = rp, prefix, chunked, device, own
         self.at: Mapping[str, int] = rp.coords
         names = node_names(rp.program)
-        self.var = {n: _variable(names.get(n, "")) for n in rp.program.nodes if n in names and not _always_beside(rp, n)}
+        self.var = {n: _variable(names.get(n, "")) for n in rp.program.nodes if n in names and not _is_always_scalar_operand(rp, n)}
         self.names: dict[str, Any] = {}
         self.calls: dict[str, Call] = {}
         self.lines: list[str] = []
@@ -73,7 +73,7 @@ class _Writer:
             mark = len(self.lines)
             self.step(step)
             new = self.lines[mark:]
-            if isinstance(step.what, Form) and step.what.last or k >= last:
+            if isinstance(step.what, Peephole) and step.what.last or k >= last:
                 updates.append(step)
                 new = new[: len(step.waits)]
             compute += [self.elsewhere.get(line, line) for line in new if not (updates and line.startswith("    del "))]
@@ -90,7 +90,7 @@ class _Writer:
             return ""
         read = dict.fromkeys(a for step in updates for a in step.what.inputs)  # type: ignore[union-attr]
         values = "".join(f"{self.var[a]}, " for a in read if a.op.name not in ("input", "const"))
-        overwritten = {new for step in updates if isinstance(step.what, Form) for new, _ in step.what.instead}
+        overwritten = {new for step in updates if isinstance(step.what, Peephole) for new, _ in step.what.instead}
         made = {n for step in updates if isinstance(step.what, Block) for n in step.what.outputs}
         gone = overwritten | made
         results = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n not in gone)
@@ -119,8 +119,8 @@ class _Writer:
             self.line(f"{self.var[n]} = {self.var[n]}.wait()")
         if isinstance(step.what, Block):
             self.block(step.what)
-        elif isinstance(step.what, Form):
-            self.form(step.what)
+        elif isinstance(step.what, Peephole):
+            self.peephole(step.what)
         elif step.what in self.rooms:
             self.term(step.what)
         elif step.what in self.var:
@@ -132,7 +132,7 @@ class _Writer:
         if frees:
             self.line(f"del {', '.join(frees)}")
 
-    def form(self, form: Form) -> None:
+    def peephole(self, form: Peephole) -> None:
         self.names |= form.names
         made = ", ".join(self.var[n] for n in form.outputs)
         self.line(f"{made} = {form.text(self.tensor)}" if made else form.text(self.tensor), form.outputs[0] if len(form.outputs) == 1 else None)
@@ -172,19 +172,19 @@ class _Writer:
         if n.op.kind is Kind.COMM:
             return self.communicate(n)
         if n.op.name in INFIX:
-            left, right = (python(a.attr("value")) if _beside(n, a) else self.value(a) for a in n.args)
+            left, right = (python(a.attr("value")) if _is_scalar_operand(n, a) else self.value(a) for a in n.args)
             return f"{f'({left})' if left.startswith('-') else left} {INFIX[n.op.name]} {right}"
         if n.op.name == "where" and sum(a in self.var for a in n.args) == 2:
             return f"torch.where({', '.join(map(self.value, n.args))})"
         args = [self.tensor(a) for a in n.args]
-        plain = product(n, args, self.at)
+        plain = matmul_text(n, args, self.at)
         if plain is not None:
             return plain
         writer = SPECIAL.get(n.op.name)
         if writer is not None:
             return writer(self, n, args)
         kept = self.statistics.get(n) or self.backward_of.get(n)
-        quick = quick_call(n, args, self.device, self.own, self.at, kept, self.fetches) if self.chunked is None else None
+        quick = library_call(n, args, self.device, self.own, self.at, kept, self.fetches) if self.chunked is None else None
         if quick is not None:
             return quick
         if n.op.local is not None:
@@ -228,7 +228,7 @@ class _Writer:
         """One chunk as a generator that gives way before it waits; the chunks in turn."""
         inner = _Writer(rank_program(chunked.program, chunked.program.mesh.rank(self.at)), f"{block.group.name}_", chunked)
         names = dict(zip(block.inputs, chunked.program.inputs, strict=True))
-        cut = [n for n in chunked.cut if n.types[0].layout.present(self.at)]
+        cut = [n for n in chunked.sharded if n.types[0].layout.present(self.at)]
         whole = [n for n in chunked.whole if n.types[0].layout.present(self.at)]
         params = ", ".join(inner.var[names[n]] for n in [*cut, *whole])
         self.line(f"def {block.group.name}(chunk{', ' if params else ''}{params}):  # one of {chunked.chunks} chunks")
@@ -238,7 +238,7 @@ class _Writer:
         results = [inner.value(n) for (_, n), out in zip(chunked.program.outputs, block.outputs, strict=True) if out in outs]
         self.line(f"    return ({''.join(f'{r}, ' for r in results)})")
         self.names.update(inner.names)
-        cuts = ", ".join(f"({self.value(n)}, Chunks{chunked.cut[n]})" for n in cut)
+        cuts = ", ".join(f"({self.value(n)}, Chunks{chunked.sharded[n]})" for n in cut)
         wholes = ", ".join(map(self.value, whole))
         joins = ", ".join(f"Chunks{chunked.joins[n]}" for n in outs)
         call = f"in_chunks({block.group.name}, {chunked.chunks}, [{cuts}], [{wholes}], [{joins}])"
@@ -268,7 +268,7 @@ class _Writer:
     def one(self, n: Node, arg: Node, want: Layout) -> str:
         x, axis, have = self.tensor(arg), n.attr("axis"), arg.type.layout
         if n.op.name == "slice":
-            return self.cut(x, lie_of(want, axis, self.at), want)
+            return self.local_slice(x, local_shape_of(want, axis, self.at), want)
         if not is_wire(n):
             return x
         return getattr(self, f"_{n.op.name}")(n, x, axis, have, want)  # type: ignore[no-any-return]
@@ -276,36 +276,36 @@ class _Writer:
     def local(self, layout: Layout) -> tuple[int, ...]:
         return layout.local_shape(self.at)
 
-    def cut(self, x: str, lie: Lie, want: Layout) -> str:
-        span = (lie.before, lie.whole, lie.after)
+    def local_slice(self, x: str, lie: LocalShape, want: Layout) -> str:
+        span = (lie.before, lie.full, lie.after)
         return f"comm.cut({x}, span={span}, start={lie.start}, stop={lie.start + lie.mine}, shape={self.local(want)})"
 
-    def gather(self, x: str, axis: str, lie: Lie, want: Layout) -> str:
+    def gather(self, x: str, axis: str, lie: LocalShape, want: Layout) -> str:
         span = (lie.before, lie.mine, lie.after)
-        return f"comm.all_gather({x}, on.{axis}, span={span}, whole={lie.whole}, shape={self.local(want)})"
+        return f"comm.all_gather({x}, on.{axis}, span={span}, whole={lie.full}, shape={self.local(want)})"
 
     def _all_reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        return f"comm.all_reduce({x}, on.{axis}, {pending_op(have, axis)!r})"
+        return f"comm.all_reduce({x}, on.{axis}, {partial_op(have, axis)!r})"
 
     def _all_gather(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        return self.gather(x, axis, lie_of(have, axis, self.at), want)
+        return self.gather(x, axis, local_shape_of(have, axis, self.at), want)
 
     def _reduce_scatter(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        lie = lie_of(want, axis, self.at)
-        span, op = (lie.before, lie.whole, lie.after), pending_op(have, axis)
+        lie = local_shape_of(want, axis, self.at)
+        span, op = (lie.before, lie.full, lie.after), partial_op(have, axis)
         return f"comm.reduce_scatter({x}, on.{axis}, {op!r}, span={span}, mine={lie.mine}, shape={self.local(want)})"
 
     def _all_to_all(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        was, now = lie_of(have, axis, self.at), lie_of(want, axis, self.at)
+        was, now = local_shape_of(have, axis, self.at), local_shape_of(want, axis, self.at)
         if have.where_cut(axis)[0] == want.where_cut(axis)[0]:  # type: ignore[index]
             whole = self.gather(x, axis, was, have.uncut(axis))
-            return f"comm.done({self.cut(f'{whole}.wait()', now, want)})"
+            return f"comm.done({self.local_slice(f'{whole}.wait()', now, want)})"
         view, (old, new) = _expanded(have, want, axis, self.at)
-        sizes = f"whole={was.whole}, mine={now.mine}, shape={self.local(want)}"
+        sizes = f"whole={was.full}, mine={now.mine}, shape={self.local(want)}"
         return f"comm.all_to_all({x}, on.{axis}, view={view}, old={old}, new={new}, {sizes})"
 
     def _reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        return f"comm.reduce({x}, on.{axis}, {pending_op(have, axis)!r}, root={n.attr('root')})"
+        return f"comm.reduce({x}, on.{axis}, {partial_op(have, axis)!r}, root={n.attr('root')})"
 
     def _broadcast(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         mine = x if have.present(self.at) else None
@@ -322,13 +322,13 @@ class _Writer:
         return f"(torch.{str(n.types[0].dtype).removeprefix('torch.')}, device)"
 
 
-def _beside(user: Node, n: Node) -> bool:
+def _is_scalar_operand(user: Node, n: Node) -> bool:
     """Whether a constant stands next to a tensor of its dtype: as a number there it is the same, and compilers do more with numbers."""
     return n.op.name == "const" and user.op.name in INFIX and any(a.op.name != "const" and a.dtype == n.dtype for a in user.args)
 
 
-def _always_beside(rp: RankProgram, n: Node) -> bool:
-    return n.op.name == "const" and not rp.program.outputs_of(n) and all(_beside(user, n) for user in rp.program.users[n])
+def _is_always_scalar_operand(rp: RankProgram, n: Node) -> bool:
+    return n.op.name == "const" and not rp.program.outputs_of(n) and all(_is_scalar_operand(user, n) for user in rp.program.users[n])
 
 
 def _rooms(rp: RankProgram) -> dict[Node, tuple[str, int]]:
@@ -346,7 +346,7 @@ def _rooms(rp: RankProgram) -> dict[Node, tuple[str, int]]:
 
 def _updates(step: Step) -> bool:
     """Whether it overwrites state, or is a kernel of ours that may stand next to what does."""
-    return isinstance(step.what, Block) and bool(step.what.calls) or isinstance(step.what, Form) and step.what.last
+    return isinstance(step.what, Block) and bool(step.what.calls) or isinstance(step.what, Peephole) and step.what.last
 
 
 def _variable(name: str) -> str:
@@ -386,4 +386,4 @@ SPECIAL: dict[str, Callable[[_Writer, Node, list[str]], str]] = {
     "einsum": lambda w, n, a: f"torch.einsum({n.attr('equation')!r}, {', '.join(a)})",
 }
 
-__all__ = ["Code", "Lie", "emit"]
+__all__ = ["Code", "LocalShape", "emit"]

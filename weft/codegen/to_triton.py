@@ -7,7 +7,7 @@ the other ranks. Sums over elements are left per piece of work in peer memory an
 from __future__ import annotations
 
 from weft.codegen.expr import Level, Slot, Value, ordered
-from weft.codegen.phases import Cut, Phase
+from weft.codegen.phases import Phase, PhasedGroup
 from weft.codegen.text import TRITON, Writer, bare, host_scalars, python, totals_in, uses
 from weft.codegen.to_cpu import HEAD, columns, headline, reader_name
 
@@ -29,13 +29,13 @@ def total_{op}(sums_of, first, count, WORLD: tl.constexpr):
 '''
 
 
-def emit(cut: Cut, world: int) -> str:
+def emit(cut: PhasedGroup, world: int) -> str:
     """The Triton source of a group: `phase0`, `phase1`, ..."""
     return _Emitter(cut, world).source()
 
 
 class _Emitter:
-    def __init__(self, cut: Cut, world: int) -> None:
+    def __init__(self, cut: PhasedGroup, world: int) -> None:
         self.cut, self.world = cut, world
         self.real = TYPES[cut.group.compute]
         self.totals = {t: k for k, t in enumerate(cut.totals)}

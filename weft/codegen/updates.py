@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.codegen.library_calls import all_rows
-from weft.codegen.peephole import Form
+from weft.codegen.peephole import Peephole
 from weft.codegen.text import python, settings
 from weft.core.node import Node
 from weft.core.program import Program
@@ -24,18 +24,18 @@ Name = Callable[[Node], str]
 FUSED = ({torch.float32}, {torch.bfloat16})  # dtypes throughout that torch's kernel takes
 
 
-def updates(p: Program, donate: bool, device: str) -> Iterator[Form]:
+def updates(p: Program, donate: bool, device: str) -> Iterator[Peephole]:
     if not donate:
         return
     tables = [n for n in better_by_rows(p) if n.args[1].attr("dim") == 0 and reads_alone(p, n) and _in_place(p, n)]
     yield from _by_rows(p, tables)
-    yield from _together(p, [n for n in p.find_all("adam") if n not in tables], at_once=device != "cpu")
+    yield from _joint_adam(p, [n for n in p.find_all("adam") if n not in tables], at_once=device != "cpu")
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------------------------
 
 
-def _together(p: Program, nodes: Sequence[Node], at_once: bool) -> Iterator[Form]:
+def _joint_adam(p: Program, nodes: Sequence[Node], at_once: bool) -> Iterator[Peephole]:
     """Adam of all parameters whose gradients are there at the same time; or of all, where many launches cost more than to wait for the last."""
     groups: dict[Any, list[Node]] = {}
     for n in nodes:
@@ -50,7 +50,7 @@ def _together(p: Program, nodes: Sequence[Node], at_once: bool) -> Iterator[Form
             return f"quick.adam_({lists}, {v(rate)}, {v(count)}, {s})"
 
         inputs = tuple(dict.fromkeys(a for n in some for a in n.args))
-        yield Form((*some, *(u for n in some for _, u in _results(p, n))), inputs, (), text, _instead(p, some))
+        yield Peephole((*some, *(u for n in some for _, u in _results(p, n))), inputs, (), text, _instead(p, some))
 
 
 def _is_fused_adam(n: Node) -> bool:
@@ -67,7 +67,7 @@ def _awaited(n: Node) -> Node | None:
 # -- tables, by rows -----------------------------------------------------------------------------------------------------------------------
 
 
-def _by_rows(p: Program, tables: Sequence[Node]) -> Iterator[Form]:
+def _by_rows(p: Program, tables: Sequence[Node]) -> Iterator[Peephole]:
     """The numbers of the rows, where they are all there are, go with the last that would read them: none does."""
     left = {rows: len(p.users[rows]) for rows in (n.args[1].args[2] for n in tables) if all_rows(rows)}
     for k, n in enumerate(tables):
@@ -87,7 +87,7 @@ def _by_rows(p: Program, tables: Sequence[Node]) -> Iterator[Form]:
 
         inputs = (*kept, x, index, *some, *n.args[-2:])
         nodes = (*spare, gradient, n, *(u for _, u in _results(p, n) if u is not n))
-        yield Form(nodes, inputs, (), text, _instead(p, [n]), names={name: partial(n.op.run, **dict(n.attrs))})
+        yield Peephole(nodes, inputs, (), text, _instead(p, [n]), names={name: partial(n.op.run, **dict(n.attrs))})
 
 
 def _settings(n: Node) -> dict[str, Any]:

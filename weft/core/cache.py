@@ -49,7 +49,7 @@ def in_a_place(use: Callable[[Path], T]) -> T:
         try:
             found = use(folder)
         except OSError as error:
-            failed.append(_told(error))
+            failed.append(_describe_error(error))
             continue
         if failed:
             _tell(failed[0])
@@ -71,7 +71,7 @@ def _opened(place: Callable[[], Path], failed: list[str]) -> Path | None:
             raise
         failed.append(f"{error.message} ({error.found})")
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
-        failed.append(_told(error))
+        failed.append(_describe_error(error))
     return None
 
 
@@ -95,7 +95,7 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
@@ -155,9 +155,9 @@ def _unsafe(path: Path, found: os.stat_result) -> KernelError:
 
 
 def _kept(path: Path, make: Callable[[Path], None]) -> Path:
-    if not _is_whole(path):
+    if not _is_complete(path):
         with _locked(path):
-            if not _is_whole(path):
+            if not _is_complete(path):
                 _write(path, make)
     _check_private(path)
     return path
@@ -178,7 +178,7 @@ def _write(path: Path, make: Callable[[Path], None]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether the file is there as it was written: a full disk or a crash may have truncated it."""
     try:
         return _sum_of(path).read_text() == _sum(path)

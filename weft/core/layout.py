@@ -100,7 +100,7 @@ def finest(dim: Dim, mesh: Mesh) -> tuple[Dim, tuple[str, ...]]:
 
 def _smallest(atom: Atom, mesh: Mesh) -> Iterator[Atom]:
     """The atom as smaller ones; axes that shard single elements only are left out."""
-    cut = _that_cut(atom, mesh)
+    cut = _sharding_axes(atom, mesh)
     if not cut:
         yield Atom(atom.size)
         return
@@ -109,12 +109,12 @@ def _smallest(atom: Atom, mesh: Mesh) -> Iterator[Atom]:
         yield Atom(atom.size // step, cut[:1])
         yield from _smallest(Atom(step, cut[1:]), mesh)
         return
-    same = _common_piece(Atom(atom.size, cut), mesh)
+    same = _common_block(Atom(atom.size, cut), mesh)
     yield Atom(atom.size // same, cut)
     yield Atom(same)
 
 
-def _that_cut(atom: Atom, mesh: Mesh) -> tuple[str, ...]:
+def _sharding_axes(atom: Atom, mesh: Mesh) -> tuple[str, ...]:
     """The axes that shard a piece of more than one element into more than one."""
     left, cut = atom.size, []
     for axis in atom.cut:
@@ -124,7 +124,7 @@ def _that_cut(atom: Atom, mesh: Mesh) -> tuple[str, ...]:
     return tuple(cut)
 
 
-def _common_piece(atom: Atom, mesh: Mesh) -> int:
+def _common_block(atom: Atom, mesh: Mesh) -> int:
     """The largest run of indices that never parts."""
     places = itertools.product(*(range(mesh.sizes[a]) for a in atom.cut))
     coords = (tuple(zip(atom.cut, at, strict=True)) for at in places)
@@ -258,7 +258,7 @@ class Layout:
         if not 0 <= dim < len(self.dims):
             dims = f"a dim from 0 to {len(self.dims) - 1}"
             raise LayoutError(f"S({dim}) on a tensor of {len(self.dims)} dims", needed=dims, found=str(dim))
-        atoms, k = self._atom_to_cut(dim, within)
+        atoms, k = self._atom_to_shard(dim, within)
         atom = atoms[k]
         order = self.mesh.axes.index
         if any(order(a) >= order(axis) for a in atom.cut):
@@ -271,7 +271,7 @@ class Layout:
         new = (*atoms[:k], Atom(atom.size, (*atom.cut, axis)), *atoms[k + 1 :])
         return self.with_dim(dim, new)
 
-    def _atom_to_cut(self, dim: int, within: Within) -> tuple[Dim, int]:
+    def _atom_to_shard(self, dim: int, within: Within) -> tuple[Dim, int]:
         atoms = self.dims[dim]
         if within is None:
             return atoms, 0

@@ -60,7 +60,7 @@ def _types_follow(p: Program) -> str | None:
     return None if odd is None else f"the type of {odd.op.name} does not follow from its operands"
 
 
-def groups_are_apart(p: Program) -> str | None:
+def groups_are_disjoint(p: Program) -> str | None:
     for kind in ("fuse", "overlap"):
         members = Counter(n for g in p.groups if g.kind == kind for n in g.nodes)
         if any(k > 1 for k in members.values()):
@@ -79,7 +79,7 @@ def _groups_are_closed(p: Program) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     _names_are_unique, _names_can_be_read_back, _inputs_are_declared, _one_mesh, _outputs_are_tensors, _state_fits, _types_follow,
-    groups_are_apart, _groups_are_closed,
+    groups_are_disjoint, _groups_are_closed,
 )  # fmt: skip
 
 

@@ -236,7 +236,7 @@ def read_type(text: str, mesh: Mesh) -> Type:
             raise ParseError(f"axis {axis} holds nothing known", needed="R, S(dim), S(dim.atom), P, P(max), P(min) or O(root)", found=place)
         letter, what = known["letter"], known["what"]
         if letter == "S":
-            _cut(dims, axis, int(what), int(known["atom"] or 0), text)
+            _shard_dim(dims, axis, int(what), int(known["atom"] or 0), text)
         elif letter != "R":
             held[axis] = P(what or "sum") if letter == "P" else O(int(what))
     layout = Layout(mesh, tuple(canonical(tuple(d), mesh) for d in dims))
@@ -245,7 +245,7 @@ def read_type(text: str, mesh: Mesh) -> Type:
     return Type(dtype_of(m[1]), layout)
 
 
-def _cut(dims: list[list[Atom]], axis: str, dim: int, k: int, text: str) -> None:
+def _shard_dim(dims: list[list[Atom]], axis: str, dim: int, k: int, text: str) -> None:
     if dim >= len(dims) or k >= len(dims[dim]):
         raise ParseError(f"axis {axis} shards what is not there", needed=f"an atom of the {len(dims)} dims", found=text)
     dims[dim][k] = Atom(dims[dim][k].size, (*dims[dim][k].cut, axis))

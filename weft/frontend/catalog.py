@@ -115,7 +115,7 @@ def entry(name: str) -> Entry:
     if name not in _entries:
         import_module(ZOO)
     if name not in _entries:
-        near = [f"{name}:make, if make is what returns (model, loss, batch)"] if name.endswith(".py") else _near(name)
+        near = [f"{name}:make, if make is what returns (model, loss, batch)"] if name.endswith(".py") else _similar_names(name)
         raise UnknownName(
             f"no model named {name!r} in the zoo",
             needed="a zoo name, a path `module.py:function`, or `hf:` and a Hugging Face config directory",
@@ -125,7 +125,7 @@ def entry(name: str) -> Entry:
     return _entries[name]
 
 
-def _near(name: str) -> list[str]:
+def _similar_names(name: str) -> list[str]:
     return get_close_matches(name, _entries, n=4, cutoff=0.5) or [", ".join(names())]
 
 

@@ -78,7 +78,7 @@ def clamp(x: Any, lo: float | None = None, hi: float | None = None) -> Any:
 
 def norm(x: Any) -> Any:
     """The L2 norm over all dims: the root of a reduced sum of squares. On a sharded value its partial sum is reduced first."""
-    return sqrt(_comm.settle(sum(x * x)))
+    return sqrt(_comm.all_reduce_partials(sum(x * x)))
 
 
 def all_reduce(x: Any, *axes: str) -> Any:
@@ -123,7 +123,7 @@ def send(x: Any, axis: str, to: int) -> Any:
     return _comm.send(x, axis=axis, to=to)
 
 
-reshard, settle = _comm.reshard, _comm.settle
+reshard, settle = _comm.reshard, _comm.all_reduce_partials
 
 __all__ = [
     "abs", "all_gather", "all_reduce", "all_to_all", "amax", "amin", "attention", "broadcast", "cast", "clamp", "concat", "cos",

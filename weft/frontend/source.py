@@ -140,11 +140,11 @@ def import_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise CaptureError(f"{path} cannot be imported", needed="a Python file that runs to its end", found=_told(error, path)) from error
+        raise CaptureError(f"{path} cannot be imported", needed="a Python file that runs to its end", found=_describe_user_error(error, path)) from error
     return module
 
 
-def _told(error: Exception, path: Path) -> str:
+def _describe_user_error(error: Exception, path: Path) -> str:
     """What a user's file raised, and on which of its lines."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None

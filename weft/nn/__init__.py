@@ -2,9 +2,9 @@
 
 from weft.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from weft.nn.layers import AllGatherLinear, LinearAllReduce, LinearReduceScatter
-from weft.nn.strategies import Way, choose, set_way
+from weft.nn.strategies import Strategy, choose, set_strategy
 
 __all__ = [
-    "AllGatherLinear", "LinearAllReduce", "LinearReduceScatter", "Way",
-    "all_gather_linear", "choose", "linear_all_reduce", "linear_reduce_scatter", "set_way",
+    "AllGatherLinear", "LinearAllReduce", "LinearReduceScatter", "Strategy",
+    "all_gather_linear", "choose", "linear_all_reduce", "linear_reduce_scatter", "set_strategy",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import TypeMismatch
 from weft.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
-from weft.nn.strategies import Way
+from weft.nn.strategies import Strategy
 
 
 class _Sharded(nn.Module):
@@ -19,7 +19,7 @@ class _Sharded(nn.Module):
     cut: int
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None, way: Way | None = None, **kind: Any
+        self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None, way: Strategy | None = None, **kind: Any
     ) -> None:
         super().__init__()
         self.group, self.way = group, way
@@ -35,7 +35,7 @@ class _Sharded(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     @classmethod
-    def of(cls, linear: nn.Linear, *, group: Any = None, way: Way | None = None) -> Any:
+    def of(cls, linear: nn.Linear, *, group: Any = None, way: Strategy | None = None) -> Any:
         """This rank's slice of a layer that every rank holds in full."""
         kind = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, group=group, way=way, **kind)

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.nn.strategies import Way
+from weft.nn.strategies import Strategy
 from weft.runtime.comm import scatter_natively
-from weft.runtime.pipeline import in_turn
+from weft.runtime.pipeline import run_staggered
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-UNEVEN = ("product_all_reduce",)  # which take chunks of any size
+UNEVEN = ("matmul_all_reduce",)  # which take chunks of any size
 
 
-def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
+def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Tensor:
     """x @ w.T summed over the ranks. Only the first matmul and the last sum have nothing to overlap with: where a sum is sooner done
     than a matmul chunks should shrink, where it is later they should grow, each by the ratio of the two."""
     sizes = _tapered(x.shape[0], way.chunks, way.taper)
@@ -55,7 +55,7 @@ def packed_product(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], object]:
     return lambda x, into: into.copy_(torch.ops.mkldnn._linear_pointwise(x, ready, None, "none", [], ""))
 
 
-def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Tensor:
     """x @ w.T summed over the ranks, each keeping its slice of the rows."""
     world, n = dist.get_world_size(group), w.shape[0]
     rows = x.shape[0] // (world * way.chunks)
@@ -75,11 +75,11 @@ def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor
         work.wait()
         torch.sum(got, 0, out=out[c])
 
-    in_turn([one(c) for c in range(way.chunks)])
+    run_staggered([one(c) for c in range(way.chunks)])
     return out.view(way.chunks * rows, n)
 
 
-def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+def gather_matmul(x: Tensor, w: Tensor, group: Any, way: Strategy, keep: bool = True) -> tuple[Tensor, Tensor | None]:
     """All ranks' rows times w.T and, with `keep`, the rows themselves."""
     world, k = dist.get_world_size(group), x.shape[1]
     rows = x.shape[0] // way.chunks
@@ -92,7 +92,7 @@ def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True
         work.wait()
         torch.mm(gathered[c].view(world * rows, k), w.T, out=out[c].view(world * rows, -1))
 
-    in_turn([one(c, piece) for c, piece in enumerate(x.contiguous().chunk(way.chunks))])
+    run_staggered([one(c, piece) for c, piece in enumerate(x.contiguous().chunk(way.chunks))])
     return _in_rank_order(out), _in_rank_order(gathered) if keep else None
 
 

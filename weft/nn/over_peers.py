@@ -17,9 +17,9 @@ from torch import Tensor
 from weft.codegen.expr import Group, Slot, load, reduce
 from weft.codegen.kernel import Kernel, compile_group
 from weft.core.node import DTYPE_NAMES
-from weft.nn.strategies import Way
+from weft.nn.strategies import Strategy
 from weft.runtime import gemm_copy
-from weft.runtime.copy_kernel import Mover
+from weft.runtime.copy_kernel import CopyKernel
 from weft.runtime.fused import Row, bind
 from weft.runtime.peers import Alone, PeerBuffer, connect
 from weft.runtime.streams import Side
@@ -45,7 +45,7 @@ class Space:
         self.side, self.second = Side(device), Side(device, urgent=False)
         self._buffers: dict[Any, PeerBuffer] = {}
         self._sums: dict[Any, Any] = {}
-        self._mover: Mover | None = None
+        self._mover: CopyKernel | None = None
         self._meeting = bind(compile_group(Group("meet", ((Slot("to", "f32", spread=True), load(Slot("of", "f32"))),)), self.peers.world,
                                            self.peers.target), [self._nothing()], self.peers)  # fmt: skip
 
@@ -69,7 +69,7 @@ class Space:
             self._buffers[key] = self.peers.empty(torch.Size(shape).numel() * dtype.itemsize)
         return [self._buffers[key].view(0, shape, dtype, rank) for rank in range(self.peers.world)]
 
-    def sum_into(self, out: Tensor, terms: list[Tensor], way: Way, name: str) -> None:
+    def sum_into(self, out: Tensor, terms: list[Tensor], way: Strategy, name: str) -> None:
         """out = sum of the ranks' terms, on the current line; `name` tells apart what is kept for it."""
         key = (name, tuple(t.data_ptr() for t in terms), out.numel(), way.blocks)
         if key not in self._sums:
@@ -79,7 +79,7 @@ class Space:
         self._sums[key].move("out", out.data_ptr())
         self._sums[key].launch_phases(leave=False)
 
-    def copy(self, out: Tensor, source: Tensor, way: Way) -> None:
+    def copy(self, out: Tensor, source: Tensor, way: Strategy) -> None:
         """out = source, on the current line, by the driver or by a kernel of few blocks."""
         if way.by != "kernel":
             out.copy_(source)
@@ -94,13 +94,13 @@ class Space:
         self._sums[key].launch_phases()
 
     def rows(self, rows: int, k: int, dtype: torch.dtype) -> list[Tensor]:
-        """Where `gather_product` takes each rank's rows from."""
+        """Where `gather_matmul` takes each rank's rows from."""
         return self.buffer("gather", (rows, k), dtype)
 
-    def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Way) -> tuple[list[Callable[[], None]], Callable[[], None]]:
+    def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Strategy) -> tuple[list[Callable[[], None]], Callable[[], None]]:
         """Start bringing every source to its target. For each: what the main line calls before it uses it; and what after all."""
         if way.by in ("mover", "flow") and self.peers.target == "triton":
-            mover = self._mover = self._mover or Mover(targets[0].device, self.peers.world)
+            mover = self._mover = self._mover or CopyKernel(targets[0].device, self.peers.world)
             mover.move(targets, sources, way.blocks, flow=way.by == "flow")
             return [functools.partial(mover.wait, k) for k in range(len(targets))], mover.rest
         arrived: list[Callable[[], None]] = []
@@ -123,7 +123,7 @@ def space_of(group: dist.ProcessGroup | None, device: torch.device) -> Space:
 def rows_for(op: str, x: Tensor, group: Any) -> Tensor | None:
     """Where an op wants its rows to lie: those that are gathered, where the others read them."""
     space = space_of(group, x.device)
-    return space.rows(*x.shape, x.dtype)[space.peers.rank] if op == "gather_product" else None
+    return space.rows(*x.shape, x.dtype)[space.peers.rank] if op == "gather_matmul" else None
 
 
 def _aligned(w: Tensor, space: Space) -> Tensor:
@@ -140,7 +140,7 @@ def _as_asked(out: Tensor, n: int) -> Tensor:
     return out if out.shape[1] == n else out[:, :n].contiguous()
 
 
-def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Tensor:
     """x @ w.T summed over the ranks, each keeping its slice of the rows."""
     space = space_of(group, x.device)
     asked, w = w.shape[0], _aligned(w, space)
@@ -163,7 +163,7 @@ def product_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor
     return _as_asked(out.view(way.chunks * rows, n), asked)
 
 
-def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
+def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Tensor:
     """x @ w.T summed over the ranks: each sums its share of a chunk, and takes the others' shares from them."""
     space = space_of(group, x.device)
     asked, w = w.shape[0], _aligned(w, space)
@@ -188,7 +188,7 @@ def product_all_reduce(x: Tensor, w: Tensor, group: Any, way: Way) -> Tensor:
     return _as_asked(out.view(x.shape[0], n), asked)
 
 
-def gather_product(x: Tensor, w: Tensor, group: Any, way: Way, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+def gather_matmul(x: Tensor, w: Tensor, group: Any, way: Strategy, keep: bool = True) -> tuple[Tensor, Tensor | None]:
     """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `way.chunks` turns, on `way.lines`
     lines in turn; or each rank's while its matmul carries the next's. With `keep`, the rows themselves too.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """`over` is "group" (torch.distributed) or "peers" (memory all ranks can reach).
 
     One chunk means no overlap, but for a gather over peers: there a rank's own matmul always overlaps with the copies, and
@@ -37,8 +37,8 @@ class Way:
         return f"{self.over}, {chunks}" + (f", {self.blocks} blocks, {self.by}" if self.over == "peers" else "")
 
 
-PLAIN = Way()
-_chosen: dict[tuple[Any, ...], Way] = {}
+PLAIN = Strategy()
+_chosen: dict[tuple[Any, ...], Strategy] = {}
 
 
 def key_of(op: str, m: int, n: int, k: int, dtype: Any, group: dist.ProcessGroup | None) -> tuple[Any, ...]:
@@ -46,28 +46,28 @@ def key_of(op: str, m: int, n: int, k: int, dtype: Any, group: dist.ProcessGroup
     return (op, m, n, k, str(dtype), tuple(dist.get_process_group_ranks(group)), dist.get_backend(group))
 
 
-def choose(key: tuple[Any, ...]) -> Way:
+def choose(key: tuple[Any, ...]) -> Strategy:
     """The way set for this key; plainly if none was."""
     return _chosen.get(key, PLAIN)
 
 
-def set_way(key: tuple[Any, ...], way: Way) -> None:
+def set_strategy(key: tuple[Any, ...], way: Strategy) -> None:
     """Use `way` for this key from now on. All ranks must set the same."""
     _chosen[key] = way
 
 
-def divides(rows: int, world: int, way: Way) -> bool:
+def divides(rows: int, world: int, way: Strategy) -> bool:
     """Whether the rows can be split into as many chunks on every rank."""
     return rows % (world * way.chunks) == 0
 
 
-def candidates(op: str) -> list[Way]:
+def candidates(op: str) -> list[Strategy]:
     """Ways over peer memory that are worth timing for an op, those without overlap first."""
-    if op == "gather_product":
-        by_driver = [Way("peers", c, 16, "copy", lines=n) for c in (1, 2, 3) for n in (1, 2)]
-        by_kernel = [Way("peers", c, b, by) for c in (1, 2, 3) for by in ("mover", "flow") for b in (8, 12, 16, 24)]
-        carried = [Way("peers", by="product")]
-        return carried + by_driver + by_kernel + [Way("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
-    if op == "product_all_reduce":
-        return [Way("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
-    return [Way("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]
+    if op == "gather_matmul":
+        by_driver = [Strategy("peers", c, 16, "copy", lines=n) for c in (1, 2, 3) for n in (1, 2)]
+        by_kernel = [Strategy("peers", c, b, by) for c in (1, 2, 3) for by in ("mover", "flow") for b in (8, 12, 16, 24)]
+        carried = [Strategy("peers", by="product")]
+        return carried + by_driver + by_kernel + [Strategy("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
+    if op == "matmul_all_reduce":
+        return [Strategy("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
+    return [Strategy("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]

@@ -17,7 +17,7 @@ import torch
 
 from weft.core.errors import TypeMismatch
 from weft.core.node import Attrs, Node, constant, user_line
-from weft.ops.comm import settle
+from weft.ops.comm import all_reduce_partials
 from weft.ops.fill import full, stop_gradient, zeros_like
 from weft.ops.norm import need_float, to_dtype, wide, wide_dtype
 from weft.ops.pointwise import exp, log, maximum, places_of, uniform_at, where
@@ -214,14 +214,14 @@ def _score_grads(at: Where | None, do: torch.Tensor, dlse: Any, kept: Kept, attr
     at = at or _global_places(kept.q, kept.k)
     x = _scores(kept.q, kept.k, kept.mask, at, attrs)
     gains = _gains(at, kept.drawn, x, attrs)
-    p = _weights(x, kept.mask, at, attrs) if attrs.get("written_out") else _weights_again(x, kept, at, attrs)
+    p = _weights(x, kept.mask, at, attrs) if attrs.get("written_out") else _recompute_weights(x, kept, at, attrs)
     dp = torch.einsum("bgrsne,bgnte->bgrsnt", wide(do), wide(kept.v)) * gains
     delta = (p * dp).sum(-1) if attrs.get("written_out") else (wide(do) * wide(kept.out)).sum(-1)
     delta = delta if dlse is None else delta - dlse
     return p * gains, p * (dp - delta.unsqueeze(-1))
 
 
-def _weights_again(x: torch.Tensor, kept: Kept, at: Where, attrs: Attrs) -> torch.Tensor:
+def _recompute_weights(x: torch.Tensor, kept: Kept, at: Where, attrs: Attrs) -> torch.Tensor:
     """The weights from their log-sum-exp."""
     lse = kept.lse.masked_fill(_blind(kept.mask, at, attrs, x.device), 0.0)
     lse = lse.masked_fill(lse == math.inf, math.nan)  # as the softmax of a row that holds an infinity
@@ -374,12 +374,12 @@ def attention_over_keys(
 
 def merge_blocks(out: Any, lse: Any) -> tuple[Any, Any]:
     """Results [..., n, e] and log-sum-exps [..., n] of n blocks of keys, merged into those of all keys."""
-    peak = settle(amax(stop_gradient(lse), dims=-1, keepdim=True))
+    peak = all_reduce_partials(amax(stop_gradient(lse), dims=-1, keepdim=True))
     peak = maximum(peak, torch.finfo(lse.dtype).min / 2)  # a row that sees no key at all
     w = exp(lse - peak)
-    total = settle(sum_(w, dims=-1, keepdim=True))
+    total = all_reduce_partials(sum_(w, dims=-1, keepdim=True))
     parts = to_dtype(out, lse.dtype) * reshape(w, (*w.shape, 1))
-    result = settle(sum_(parts, dims=-2)) / maximum(total, torch.finfo(lse.dtype).tiny)
+    result = all_reduce_partials(sum_(parts, dims=-2)) / maximum(total, torch.finfo(lse.dtype).tiny)
     return to_dtype(result, out.dtype), reshape(peak + log(total), lse.shape[:-1])
 
 

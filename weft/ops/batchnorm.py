@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.core.errors import TypeMismatch
 from weft.core.node import user_line
-from weft.ops.comm import settle
+from weft.ops.comm import all_reduce_partials
 from weft.ops.fill import stop_gradient
 from weft.ops.pointwise import rsqrt
 from weft.ops.reduce import mean
@@ -22,9 +22,9 @@ def batch_norm(
     count = math.prod(x.shape[d] for d in dims)
     if count < 2:
         raise TypeMismatch("batch_norm has one value per channel", needed="two or more in training", found=str(x.type), where=user_line())
-    center = settle(mean(x, dims))
+    center = all_reduce_partials(mean(x, dims))
     off = x - per_channel(stop_gradient(center), x)  # the variance is least at the mean: no gradient goes through it
-    var = settle(mean(off * off, dims))
+    var = all_reduce_partials(mean(off * off, dims))
     scale = rsqrt(var + eps) * weight
     shift = bias - (center - stop_gradient(center)) * stop_gradient(scale)  # the bias, and the mean's gradient from the same sum
     y = off * per_channel(scale, x) + per_channel(shift, x)
@@ -36,9 +36,9 @@ def statistics(x: Any) -> tuple[Any, Any]:
     """Mean and unbiased variance of every channel."""
     dims = (0, *range(2, x.ndim))
     count = math.prod(x.shape[d] for d in dims)
-    center = settle(mean(x, dims))
+    center = all_reduce_partials(mean(x, dims))
     off = x - per_channel(center, x)
-    return center, settle(mean(off * off, dims)) * (count / (count - 1))
+    return center, all_reduce_partials(mean(off * off, dims)) * (count / (count - 1))
 
 
 def batch_norm_eval(x: Any, weight: Any, bias: Any, mean: Any, var: Any, *, eps: float = 1e-5) -> Any:

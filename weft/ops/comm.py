@@ -47,7 +47,7 @@ def _moved(name: str, takes: type[Placement], move: Move, t: Type, attrs: Attrs)
 _LETTER: dict[type[Placement], str] = {Replicated: "R", S: "S", P: "P", O: "O"}
 
 
-def _cut(layout: Layout, attrs: Attrs) -> Layout:
+def _sliced(layout: Layout, attrs: Attrs) -> Layout:
     return layout.cut(attrs["axis"], attrs["dim"], attrs.get("within"))
 
 
@@ -143,13 +143,13 @@ def _keep(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) 
 
 all_reduce = _define("all_reduce", P, lambda lay, a: lay.release(a["axis"]), _all_reduce, lambda n: 2 * (n - 1) / n, doc="P -> R")
 reduce_scatter = _define(
-    "reduce_scatter", P, lambda lay, a: _cut(lay.release(a["axis"]), a), _reduce_scatter, lambda n: (n - 1) / n, doc="P -> S"
+    "reduce_scatter", P, lambda lay, a: _sliced(lay.release(a["axis"]), a), _reduce_scatter, lambda n: (n - 1) / n, doc="P -> S"
 )
 all_gather = _define("all_gather", S, lambda lay, a: lay.uncut(a["axis"]), _all_gather, lambda n: (n - 1) / n, doc="S -> R")
 all_to_all = _define(
-    "all_to_all", S, lambda lay, a: _cut(lay.uncut(a["axis"]), a), _all_gather, lambda n: (n - 1) / n**2, doc="S -> S on another dim"
+    "all_to_all", S, lambda lay, a: _sliced(lay.uncut(a["axis"]), a), _all_gather, lambda n: (n - 1) / n**2, doc="S -> S on another dim"
 )
-slice_ = _define("slice", Replicated, _cut, _slice, lambda n: 0.0, doc="R -> S, no wire")
+slice_ = _define("slice", Replicated, _sliced, _slice, lambda n: 0.0, doc="R -> S, no wire")
 reduce_ = _define("reduce", P, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["root"])), _reduce, lambda n: 1.0, doc="P -> O")
 broadcast = _define("broadcast", O, lambda lay, a: lay.release(a["axis"]), _from_root, lambda n: 1.0, doc="O -> R")
 send = _define(
@@ -166,7 +166,7 @@ def is_comm(node: Node) -> bool:
 # -- layout changes put together ----------------------------------------------------------------------------------------------
 
 
-def settle(x: Any) -> Any:
+def all_reduce_partials(x: Any) -> Any:
     """Every partial reduction done."""
     for axis, place in x.layout.held:
         if isinstance(place, P):
@@ -191,10 +191,10 @@ def reshard(x: Any, target: Layout) -> Any:
 
 def _undo(x: Any, axis: str, target: Layout) -> Any:
     here, there = x.layout.placement(axis), target.placement(axis)
-    if here == there and _same_cut(x.layout, target, axis):
+    if here == there and _same_shard(x.layout, target, axis):
         return x
     if isinstance(here, S):
-        if isinstance(there, S) and there.dim != here.dim and _may_cut(x.layout.uncut(axis), axis, there, target):
+        if isinstance(there, S) and there.dim != here.dim and _may_shard(x.layout.uncut(axis), axis, there, target):
             return all_to_all(x, axis=axis, dim=there.dim, within=there.within)
         return all_gather(x, axis=axis)
     if isinstance(here, P) and not isinstance(there, (S, O)):
@@ -204,7 +204,7 @@ def _undo(x: Any, axis: str, target: Layout) -> Any:
     return x
 
 
-def _may_cut(layout: Layout, axis: str, place: S, target: Layout) -> bool:
+def _may_shard(layout: Layout, axis: str, place: S, target: Layout) -> bool:
     """Whether the shard may be made now: it makes its dim what it has to be in the end."""
     try:
         return layout.place(axis, place).dims[place.dim] == target.dims[place.dim]
@@ -212,7 +212,7 @@ def _may_cut(layout: Layout, axis: str, place: S, target: Layout) -> bool:
         return False
 
 
-def _same_cut(a: Layout, b: Layout, axis: str) -> bool:
+def _same_shard(a: Layout, b: Layout, axis: str) -> bool:
     """Whether an axis shards the same atom, under the same outer shards."""
     at, bt = a.where_cut(axis), b.where_cut(axis)
     if at is None or bt is None:
@@ -241,6 +241,7 @@ __all__ = [
     "R",
     "all_gather",
     "all_reduce",
+    "all_reduce_partials",
     "all_to_all",
     "broadcast",
     "is_comm",
@@ -249,6 +250,5 @@ __all__ = [
     "reduce_scatter",
     "reshard",
     "send",
-    "settle",
     "slice_",
 ]

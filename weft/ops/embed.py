@@ -40,7 +40,7 @@ def find(index: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return at, held[at] == index
 
 
-def find_held(ctx: Local, index: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def find_local(ctx: Local, index: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The same among the rows of the first operand that this rank holds."""
     run = ctx.run(0, dim)
     if not run:
@@ -84,16 +84,16 @@ def _take_run(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _take_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
-    if not _is_cut(ctx.node.args[0].type, dim):
+    if not _is_sharded(ctx.node.args[0].type, dim):
         return _take_run(x, index, dim)
     if x.shape[dim] == 0:
         return x.new_zeros(ctx.out_shape())
-    at, hit = find_held(ctx, index, dim)
+    at, hit = find_local(ctx, index, dim)
     hit = hit.reshape((*index.shape, *(1,) * (x.ndim - 1 - dim)))
     return torch.where(hit, _take_run(x, at, dim), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _is_cut(type_: Type, dim: int) -> bool:
+def _is_sharded(type_: Type, dim: int) -> bool:
     return any(atom.cut for atom in type_.layout.dims[dim])
 
 
@@ -199,11 +199,11 @@ def _gather_equation(types: Types, attrs: Attrs) -> Equation:
 
 
 def _gather_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
-    if not _is_cut(ctx.node.args[0].type, dim):
+    if not _is_sharded(ctx.node.args[0].type, dim):
         return torch.gather(x, dim, index.long())
     if x.shape[dim] == 0:
         return x.new_zeros(ctx.out_shape())
-    at, hit = find_held(ctx, index, dim)
+    at, hit = find_local(ctx, index, dim)
     return torch.where(hit, torch.gather(x, dim, at.long()), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -297,7 +297,7 @@ def _scatter_dtype(types: Types, attrs: Attrs) -> torch.dtype:
 
 def _scatter_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
     """What falls outside the rows held is written to one row past them, and that row dropped."""
-    at, hit = find_held(ctx, index, dim)
+    at, hit = find_local(ctx, index, dim)
     at = torch.where(hit, at, x.shape[dim]).long()
     spare = x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])
     return torch.cat([x, spare], dim).scatter(dim, at, src).narrow(dim, 0, x.shape[dim])

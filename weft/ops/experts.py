@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.core.node import Attrs, Node
 from weft.ops import pointwise as w
-from weft.ops.comm import settle
+from weft.ops.comm import all_reduce_partials
 from weft.ops.registry import Equation, Kind, Local, Types, define
 
 TOKENS, PICKS, UP, DOWN = ("t", "d"), ("t", "k"), ("e", "f", "d"), ("e", "d", "f")
@@ -86,7 +86,7 @@ def _work(n: Node, up: int, factor: float) -> float:
     return factor * t * k * (e / n.args[up].shape[0]) * f * d * (len(n.args) - up)
 
 
-def _products(n: Node, up: int) -> list[tuple[int, int, int, int]]:
+def _matmuls_of(n: Node, up: int) -> list[tuple[int, int, int, int]]:
     """Of picks that fall evenly: up (and gate), then down; of the backward pass the first again, and two for each."""
     t, k = n.args[up - 2].type.layout.largest_local
     e, f, d = n.args[up].type.layout.largest_local
@@ -104,12 +104,12 @@ experts_backward = define(
     dtype=lambda types, attrs: (types[1].dtype, *(t.dtype for t in types[3:])),
     linear=(frozenset({0}),),
     flops=lambda n: _work(n, 4, 6.0),
-    products=lambda n: _products(n, 4),
+    products=lambda n: _matmuls_of(n, 4),
 )
 
 
 def _vjp(n: Node, ct: Node) -> Any:
-    dx, *rest = experts_backward(ct, *map(settle, n.args), act=n.attr("act"))
+    dx, *rest = experts_backward(ct, *map(all_reduce_partials, n.args), act=n.attr("act"))
     return dx, None, *rest
 
 
@@ -127,5 +127,5 @@ experts = define(
     linear=(frozenset({2}), frozenset({4})),
     vjp=_vjp,
     flops=lambda n: _work(n, 3, 2.0),
-    products=lambda n: _products(n, 3),
+    products=lambda n: _matmuls_of(n, 3),
 )

@@ -24,7 +24,7 @@ _AS_CUT: ContextVar[bool] = ContextVar("as_cut", default=False)
 
 
 @contextmanager
-def as_cut() -> Iterator[None]:
+def assuming_sharded() -> Iterator[None]:
     """Ops are written as where a dim is sharded that they keep full, whether it is or not."""
     token = _AS_CUT.set(True)
     try:
@@ -40,14 +40,14 @@ def is_cut(x: Node, dim: int) -> bool:
     return _AS_CUT.get() or any(atom.cut for atom in x.layout.dims[dim])
 
 
-def cuts_of(x: Node, dims: Iterable[int] | None = None) -> Cuts:
+def shardings_of(x: Node, dims: Iterable[int] | None = None) -> Cuts:
     """How (some) dims of a value are sharded, as (axis, dim, within)."""
     wanted = range(x.ndim) if dims is None else [d % x.ndim for d in dims]
     places = [(axis, x.type.on(axis)) for axis in x.mesh.axes]
     return tuple((axis, p.dim, p.within) for axis, p in places if isinstance(p, S) and p.dim in wanted)
 
 
-def _laid_out(shape: tuple[int, ...], attrs: Attrs) -> Type:
+def _layout_of(shape: tuple[int, ...], attrs: Attrs) -> Type:
     layout = Layout.of(Mesh(**dict(attrs["mesh"])), shape)
     for axis, dim, within in attrs.get("cuts", ()):
         layout = layout.cut(axis, dim, within)
@@ -77,7 +77,7 @@ def _filled(shape: tuple[int, ...], value: float | str, dtype: str) -> torch.Ten
 _full = define(
     "full",
     kind=Kind.SOURCE,
-    infer=lambda types, attrs: _laid_out(attrs["shape"], attrs),
+    infer=lambda types, attrs: _layout_of(attrs["shape"], attrs),
     run=lambda shape, value, dtype, mesh, cuts=(): _filled(shape, value, dtype),
     local=lambda ctx, shape, value, dtype, mesh, cuts=(): _filled(ctx.out_shape(), value, dtype),
     vjp=lambda n, ct: (),
@@ -92,7 +92,7 @@ def full(shape: Iterable[int], value: float, mesh: Mesh, dtype: str | torch.dtyp
 
 def zeros_like(x: Any) -> Any:
     """Zeros of the same type, replicated along axes where `x` is partial."""
-    return full(x.shape, 0.0 if x.dtype.is_floating_point else 0, x.mesh, x.dtype, cuts_of(x))
+    return full(x.shape, 0.0 if x.dtype.is_floating_point else 0, x.mesh, x.dtype, shardings_of(x))
 
 
 # -- arange --------------------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def zeros_like(x: Any) -> Any:
 def _arange_infer(types: Types, attrs: Attrs) -> Type:
     if attrs["size"] < 0:
         raise TypeMismatch("arange of a negative size", needed="a size of 0 or more", found=str(attrs["size"]), where=user_line())
-    return _laid_out((attrs["size"],), attrs)
+    return _layout_of((attrs["size"],), attrs)
 
 
 def _steps(at: torch.Tensor, start: float, step: float, dtype: str) -> torch.Tensor:
@@ -132,7 +132,7 @@ def arange(size: int, mesh: Mesh, *, start: float = 0, step: float = 1, dtype: s
 def indices(x: Any, dim: int) -> Any:
     """The indices of a dim, laid out as the dim is."""
     dim = one_dim(dim, x.ndim)
-    return arange(x.shape[dim], x.mesh, cuts=tuple((axis, 0, within) for axis, _, within in cuts_of(x, [dim])))
+    return arange(x.shape[dim], x.mesh, cuts=tuple((axis, 0, within) for axis, _, within in shardings_of(x, [dim])))
 
 
 def one_hot(index: Any, size: int, dtype: str | torch.dtype = "i64", cuts: Cuts = ()) -> Any:
@@ -167,4 +167,4 @@ scale_gradient = define(
     doc="(x, by) -> x itself, whose gradient is multiplied",
 )
 
-__all__ = ["Cuts", "arange", "cuts_of", "full", "indices", "is_cut", "one_dim", "one_hot", "scale_gradient", "stop_gradient", "zeros_like"]
+__all__ = ["Cuts", "arange", "full", "indices", "is_cut", "one_dim", "one_hot", "scale_gradient", "shardings_of", "stop_gradient", "zeros_like"]

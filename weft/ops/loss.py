@@ -9,7 +9,7 @@ import torch
 
 from weft.core.errors import TypeMismatch
 from weft.core.node import Attrs, Node, constant, user_line
-from weft.ops.comm import settle
+from weft.ops.comm import all_reduce_partials
 from weft.ops.embed import need_index, pick
 from weft.ops.fill import indices, is_cut, stop_gradient
 from weft.ops.norm import need_float, softmax, to_dtype, wide, wide_dtype
@@ -70,8 +70,8 @@ def _chances(w: Node) -> Any:
 
 def _peak_and_norm(w: Node) -> tuple[Any, Any]:
     """The largest logit and log(sum(exp(w - largest))), one all_reduce each where classes are sharded; forward and backward pass share them."""
-    peak = settle(amax(stop_gradient(w), dims=-1, keepdim=True))
-    return peak, log(settle(sum_(exp(w - peak), dims=-1, keepdim=True)))
+    peak = all_reduce_partials(amax(stop_gradient(w), dims=-1, keepdim=True))
+    return peak, log(all_reduce_partials(sum_(exp(w - peak), dims=-1, keepdim=True)))
 
 
 def _token_across(x: Node, target: Node, ignore_index: int, smoothing: float) -> Any:
@@ -79,11 +79,11 @@ def _token_across(x: Node, target: Node, ignore_index: int, smoothing: float) ->
     w = to_dtype(x, wide_dtype(x.dtype))
     keep = ne(target, ignore_index)
     peak, norm = _peak_and_norm(w)
-    picked = settle(pick(w, where(keep, target, constant(0, target.dtype, target.mesh))))
+    picked = all_reduce_partials(pick(w, where(keep, target, constant(0, target.dtype, target.mesh))))
     top, norm = (reshape(t, target.shape) for t in (peak, norm))
     loss = norm + (top - picked)
     if smoothing:
-        loss = (1 - smoothing) * loss + smoothing * (norm + (top - settle(mean(w, -1))))
+        loss = (1 - smoothing) * loss + smoothing * (norm + (top - all_reduce_partials(mean(w, -1))))
     return where(keep, loss, 0.0)
 
 
@@ -130,7 +130,7 @@ def cross_entropy(logits: Any, target: Any, *, ignore_index: int = -100, label_s
 
 def _kept(losses: Node, target: Node, ignore_index: int) -> Any:
     """How many targets count, exactly: integers are summed."""
-    count = settle(sum_(cast(ne(target, ignore_index), dtype="i64")))
+    count = all_reduce_partials(sum_(cast(ne(target, ignore_index), dtype="i64")))
     return cast(count, dtype=losses.dtype)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.core.node import Attrs, Node, dtype_of
-from weft.ops.comm import all_gather, settle
+from weft.ops.comm import all_gather, all_reduce_partials
 from weft.ops.linalg import einsum_equation
 from weft.ops.norm import to_dtype, wide_dtype
 from weft.ops.pointwise import abs_, cast, maximum
@@ -57,7 +57,7 @@ def quantised(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
         how = dict(x.attrs)
         cut = scale.layout.where_cut(how["axis"]) is not None
         return all_gather(low, **how), all_gather(scale, **how) if cut else scale
-    most = settle(amax(abs_(x), dims=dims, keepdim=True))
+    most = all_reduce_partials(amax(abs_(x), dims=dims, keepdim=True))
     scale = maximum(to_dtype(most, wide_dtype(x.dtype)), 1e-30) / MOST
     return cast(to_dtype(x, scale.dtype) / scale, dtype=LOW), scale
 

@@ -15,7 +15,7 @@ import torch
 
 from weft.core.errors import TypeMismatch
 from weft.core.node import Attrs, Node, user_line
-from weft.ops.comm import all_to_all, settle
+from weft.ops.comm import all_reduce_partials, all_to_all
 from weft.ops.embed import find, need_index, out_elements
 from weft.ops.fill import one_hot
 from weft.ops.linalg import einsum
@@ -105,7 +105,7 @@ def _dots_run(y: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> torch.Te
     return (_rows_at(y, slots) * wide(x)[:, :, None, :]).sum(-1).to(y.dtype)
 
 
-def _held_slots(ctx: Local, slots: torch.Tensor) -> torch.Tensor:
+def _local_slots(ctx: Local, slots: torch.Tensor) -> torch.Tensor:
     """Slots as numbered within the experts and places this rank holds of operand 0, -1 for the others."""
     capacity = ctx.node.args[0].shape[2]
     experts, places = ctx.positions(0, 1), ctx.positions(0, 2)
@@ -121,7 +121,7 @@ def _reads_slots(name: str, equation: Any, run: Any, vjp: Any) -> Any:
         kind=Kind.WHOLE,
         equation=equation,
         run=run,
-        local=lambda ctx, y, slots, *more: run(y, _held_slots(ctx, slots), *more),
+        local=lambda ctx, y, slots, *more: run(y, _local_slots(ctx, slots), *more),
         dtype=lambda types, attrs: types[0].dtype,
         linear=EACH_BUT_SLOTS,
         vjp=vjp,
@@ -191,8 +191,8 @@ def balance_loss(probs: Any, choice: Any) -> Any:
     """e * sum over experts of (share of first choices) * (mean probability), averaged over groups: 1 when balanced."""
     g, _, e = probs.shape
     first = reshape(narrow(choice, 2, 0, 1), choice.shape[:2])
-    share = settle(mean(one_hot(first, e, probs.dtype), 1))
-    return sum_(share * settle(mean(probs, 1))) * (e / g)
+    share = all_reduce_partials(mean(one_hot(first, e, probs.dtype), 1))
+    return sum_(share * all_reduce_partials(mean(probs, 1))) * (e / g)
 
 
 def experts_of(y: Any, up: Any, down: Any, gate: Any = None, act: Callable[[Any], Any] = silu) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from weft.core.errors import TypeMismatch
 from weft.core.node import Attrs, Node, user_line
-from weft.ops.comm import settle
+from weft.ops.comm import all_reduce_partials
 from weft.ops.fill import is_cut, one_dim, stop_gradient
 from weft.ops.pointwise import cast, exp, log, rsqrt, square
 from weft.ops.reduce import amax, mean, sum_
@@ -68,12 +68,12 @@ def _log_softmax_backward_run(ct: torch.Tensor, y: torch.Tensor, dim: int) -> to
 
 def _softmax_back(ct: Any, y: Any, dim: int) -> Any:
     c, p = (to_dtype(t, wide_dtype(y.dtype)) for t in (ct, y))
-    return to_dtype(p * (c - settle(sum_(c * p, dims=dim, keepdim=True))), y.dtype)
+    return to_dtype(p * (c - all_reduce_partials(sum_(c * p, dims=dim, keepdim=True))), y.dtype)
 
 
 def _log_softmax_back(ct: Any, y: Any, dim: int) -> Any:
     c, p = to_dtype(ct, wide_dtype(y.dtype)), exp(to_dtype(y, wide_dtype(y.dtype)))
-    return to_dtype(c - p * settle(sum_(c, dims=dim, keepdim=True)), y.dtype)
+    return to_dtype(c - p * all_reduce_partials(sum_(c, dims=dim, keepdim=True)), y.dtype)
 
 
 def _backward_of(name: str, run: Any, written: Any) -> Any:
@@ -87,13 +87,13 @@ _log_softmax_backward = _backward_of("log_softmax_backward", _log_softmax_backwa
 def _softmax_across(x: Any, dim: int) -> Any:
     w = to_dtype(x, wide_dtype(x.dtype))
     e = exp(w - _peak(w, dim))
-    return to_dtype(e / settle(sum_(e, dims=dim, keepdim=True)), x.dtype)
+    return to_dtype(e / all_reduce_partials(sum_(e, dims=dim, keepdim=True)), x.dtype)
 
 
 def _log_softmax_across(x: Any, dim: int) -> Any:
     w = to_dtype(x, wide_dtype(x.dtype))
     y = w - _peak(w, dim)
-    return to_dtype(y - log(settle(sum_(exp(y), dims=dim, keepdim=True))), x.dtype)
+    return to_dtype(y - log(all_reduce_partials(sum_(exp(y), dims=dim, keepdim=True))), x.dtype)
 
 
 _softmax = define(
@@ -128,7 +128,7 @@ def log_softmax(x: Any, dim: int = -1) -> Any:
 
 def _peak(x: Node, dim: int) -> Any:
     """The maximum along a dim; the result does not depend on it, so no gradient goes through."""
-    return settle(amax(stop_gradient(x), dims=dim, keepdim=True))
+    return all_reduce_partials(amax(stop_gradient(x), dims=dim, keepdim=True))
 
 
 # -- layer_norm and rms_norm ---------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _norm(name: str, center: bool, most: int) -> Any:
 
     def vjp(n: Node, ct: Node) -> Any:
         vectors = len(n.args) - 1
-        weight = [settle(w) for w in n.args[1:2]]
+        weight = [all_reduce_partials(w) for w in n.args[1:2]]
         out = back(ct, n.args[0], *weight, eps=n.attr("eps"), vectors=vectors)
         return tuple(out) if vectors else (out,)
 
@@ -254,7 +254,7 @@ def layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) 
     if not is_cut(x, -1):
         return _layer_norm(*[v for v in (x, weight, bias) if v is not None], eps=float(eps))
     w = to_dtype(x, wide_dtype(x.dtype))
-    w = w - settle(mean(w, -1, keepdim=True))
+    w = w - all_reduce_partials(mean(w, -1, keepdim=True))
     return _affine(to_dtype(_scaled(w, eps), x.dtype), weight, bias)
 
 
@@ -267,7 +267,7 @@ def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6) -> Any:
 
 
 def _scaled(x: Node, eps: float) -> Any:
-    return x * rsqrt(settle(mean(square(x), -1, keepdim=True)) + eps)
+    return x * rsqrt(all_reduce_partials(mean(square(x), -1, keepdim=True)) + eps)
 
 
 def _affine(y: Any, weight: Any, bias: Any) -> Any:

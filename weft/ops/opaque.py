@@ -55,7 +55,7 @@ APART = (  # torch's ops that take what stands along the first dim each by itsel
 )
 
 
-def apart(node: Node) -> int:
+def independent_operands(node: Node) -> int:
     """How many first operands an opaque op is known to read so that along their first dim, and its results', each stands by itself."""
     target = str(node.attr("target"))
     name, read = target.split(".")[1], node.args[:1] if target.startswith("aten.convolution.") else node.args
@@ -68,12 +68,12 @@ def apart(node: Node) -> int:
 
 
 def _opaque_infer(types: Types, attrs: Attrs) -> Types:
-    at = _where_whole(types, attrs["target"])
+    at = _owner_ranks(types, attrs["target"])
     mesh = types[0].mesh if types else Mesh(**dict(attrs["mesh"]))
     return tuple(Type(dtype_of(d), Layout.of(mesh, shape, at)) for d, shape in attrs["gives"])
 
 
-def _where_whole(types: Types, target: str) -> dict[str, Placement]:
+def _owner_ranks(types: Types, target: str) -> dict[str, Placement]:
     """The one rank of each axis that has the operands, where not all have them; none may be sharded or partial."""
     at: dict[str, Placement] = {}
     for k, t in enumerate(types):
@@ -119,7 +119,7 @@ opaque = define(
 
 
 def _opaque_grad_infer(types: Types, attrs: Attrs) -> Types:
-    at = _where_whole(types, attrs["target"])
+    at = _owner_ranks(types, attrs["target"])
     return tuple(Type(types[i].dtype, Layout.of(types[i].mesh, types[i].shape, at)) for i in attrs["to"])
 
 
@@ -164,13 +164,13 @@ opaque_grad = define(
 )
 
 
-def _again_infer(types: Types, attrs: Attrs) -> Types:
-    at = _where_whole(types, attrs["target"])
+def _recomputed_infer(types: Types, attrs: Attrs) -> Types:
+    at = _owner_ranks(types, attrs["target"])
     places = (*attrs["to"], *range(attrs["operands"], attrs["operands"] + len(attrs["of"])))
     return tuple(Type(types[i].dtype, Layout.of(types[i].mesh, types[i].shape, at)) for i in places)
 
 
-def _again_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, of: Any, to: Any, operands: int, **_: Any) -> Any:
+def _recomputed_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, of: Any, to: Any, operands: int, **_: Any) -> Any:
     given, backs = tensors[: operands + len(of)], tensors[operands + len(of) :]
     with torch.enable_grad():
         made = [t.detach().contiguous().requires_grad_(i in to or i >= operands) for i, t in enumerate(given)]
@@ -182,7 +182,7 @@ def _again_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, of: An
 
 
 opaque_grad_again = define(
-    "opaque_grad_again", kind=Kind.WHOLE, infer=_again_infer, run=_again_run, doc="The gradient of the gradient of an opaque op."
+    "opaque_grad_again", kind=Kind.WHOLE, infer=_recomputed_infer, run=_recomputed_run, doc="The gradient of the gradient of an opaque op."
 )
 
 

@@ -345,7 +345,7 @@ def computes(nodes: Sequence[Node], values: Mapping[Node, torch.Tensor]) -> list
     return [found[n] for n in nodes]
 
 
-def runs_alike(known: Known, attrs: Mapping[str, Any], body: Body, settings: Mapping[Node, tuple[str, float]], counts: Mapping[Node, int]) -> bool:
+def runs_the_same(known: Known, attrs: Mapping[str, Any], body: Body, settings: Mapping[Node, tuple[str, float]], counts: Mapping[Node, int]) -> bool:
     """Whether a body in float64 gives what the op gives: on numbers of either sign, zeros among them, in the first update and later.
 
     `settings` are inputs of its numbers, with the names and values they have; `counts` are those that say which update it is, this or the one before.

@@ -10,7 +10,7 @@ import torch
 from weft.core.errors import TypeMismatch
 from weft.core.layout import Atom, Layout
 from weft.core.node import DTYPE_NAMES, Attrs, Node, constant, op_named
-from weft.ops.comm import reshard, settle
+from weft.ops.comm import all_reduce_partials, reshard
 from weft.ops.registry import ONE, Equation, Kind, Linear, Types, define
 from weft.ops.shape import expand_like
 
@@ -114,7 +114,7 @@ squares_about = define(
 )
 
 
-def _along_whole(outs: int) -> Any:
+def _along_replicated(outs: int) -> Any:
     """The reduced dims may not be sharded; so many results the same."""
 
     def equation(types: Types, attrs: Attrs) -> Equation:
@@ -136,7 +136,7 @@ def _var_mean_vjp(n: Node, ct: Node, ct_mean: Node) -> Any:
 var_mean = define(
     "var_mean",
     kind=Kind.WHOLE,
-    equation=_along_whole(2),
+    equation=_along_replicated(2),
     run=lambda x, less, dims=None, keepdim=False: torch.var_mean(x, norm_dims(dims, x.ndim), correction=less, keepdim=keepdim),
     vjp=_var_mean_vjp,
     normal=lambda attrs: {**_normal(attrs), "less": attrs["less"]},
@@ -152,9 +152,9 @@ def _logsumexp_vjp(n: Node, ct: Node) -> Any:
 
 def _logsumexp_across(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
     """By the maximum, or 0 where it is infinite, and the sum."""
-    peak = settle(amax(op_named("stop_gradient")(x), dims=dims, keepdim=True))
+    peak = all_reduce_partials(amax(op_named("stop_gradient")(x), dims=dims, keepdim=True))
     peak = op_named("where")(op_named("isfinite")(peak), peak, constant(0.0, x.dtype, x.mesh))
-    total = op_named("log")(settle(sum_(op_named("exp")(x - peak), dims=dims, keepdim=True))) + peak
+    total = op_named("log")(all_reduce_partials(sum_(op_named("exp")(x - peak), dims=dims, keepdim=True))) + peak
     gone = norm_dims(dims, x.ndim)
     return total if keepdim else op_named("reshape")(total, shape=tuple(n for i, n in enumerate(x.shape) if i not in gone))
 
@@ -162,7 +162,7 @@ def _logsumexp_across(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
 logsumexp = define(
     "logsumexp",
     kind=Kind.WHOLE,
-    equation=_along_whole(1),
+    equation=_along_replicated(1),
     run=lambda x, dims=None, keepdim=False: torch.logsumexp(x, norm_dims(dims, x.ndim), keepdim=keepdim),
     vjp=_logsumexp_vjp,
     across=_logsumexp_across,
@@ -194,12 +194,12 @@ def _extreme(sign: int) -> Any:
 def _extreme_vjp(n: Node, ct: Node) -> Any:
     """Ties share the cotangent evenly, as torch.amax has it; without `numbers` NaN shares it too, as torch.max has it."""
     x, dims, keep = n.args[0], n.attr("dims"), n.attr("keepdim", False)
-    best = expand_like(stretch(settle(n), x, dims, keep), x)
+    best = expand_like(stretch(all_reduce_partials(n), x, dims, keep), x)
     same = op_named("eq")(x, best)
     if not n.attr("numbers", True):
         same = op_named("logical_or")(same, op_named("ne")(x, x))
     hit = op_named("cast")(same, dtype=DTYPE_NAMES[x.dtype])
-    count = settle(sum_(hit, dims=dims, keepdim=True))
+    count = all_reduce_partials(sum_(hit, dims=dims, keepdim=True))
     return (expand_like(stretch(ct, x, dims, keep), x) * (hit / expand_like(count, x)),)
 
 

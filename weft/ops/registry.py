@@ -139,7 +139,7 @@ def _infer_from_equation(op: Op, types: Types, attrs: Attrs, dtype: Callable[[Ty
     if eq is None or len(eq.ins) != len(types):
         raise _bad(op.name, types, f"{op.arity if eq is None else len(eq.ins)} operands", f"{len(types)}")
     labels = _bind(op.name, eq, types)
-    held = _held(op.name, eq, types, labels, op.linear, op.monotone)
+    held = _placements_of(op.name, eq, types, labels, op.linear, op.monotone)
     dtypes = dtype(types, attrs)
     dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,) * len(eq.outs)
     mesh = types[0].mesh if types else attrs["mesh"]
@@ -167,7 +167,7 @@ def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
                     name,
                     types,
                     f"{label!r} sharded the same in operands {first} and {k}",
-                    f"{_show_cut(seen)} and {_show_cut(dim)}",
+                    f"{_show_shard(seen)} and {_show_shard(dim)}",
                     try_=_repair(types, first, k),
                 )
     return {label: dim for label, (dim, _) in bound.items()}
@@ -177,10 +177,10 @@ def _require_uncut(name: str, types: Types, label: str, k: int, d: int, dim: Dim
     if any(a.cut for a in dim):
         axis = next(a.cut[-1] for a in dim if a.cut)
         why = "a dim that is stretched" if label == ONE else f"dim {d} of operand {k}, which {name} needs in full,"
-        raise _bad(name, types, f"{why} unsharded", _show_cut(dim), try_=f"all_gather(operand {k}, {axis!r})")
+        raise _bad(name, types, f"{why} unsharded", _show_shard(dim), try_=f"all_gather(operand {k}, {axis!r})")
 
 
-def _show_cut(dim: Dim) -> str:
+def _show_shard(dim: Dim) -> str:
     cut = [f"{a.size} sharded by {', '.join(a.cut)}" for a in dim if a.cut]
     return f"[{show_dim(dim)}: {'; '.join(cut)}]" if cut else f"[{show_dim(dim)}: unsharded]"
 
@@ -194,7 +194,7 @@ def _repair(types: Types, a: int, b: int) -> str:
     return f"bring operands {a} and {b} to one layout first"
 
 
-def _held(
+def _placements_of(
     name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear: Linear | ArgSets, monotone: Ordered
 ) -> dict[str, Placement]:
     """What every axis holds of the outputs apart from shards they keep; a sharded label is listed under its axis."""
@@ -203,11 +203,11 @@ def _held(
         places = [t.on(axis) for t in types]
         cutting = [label for label, dim in labels.items() if any(axis in a.cut for a in dim)]
         if cutting:
-            _check_cut(name, eq, types, axis, cutting, places)
+            _check_shard(name, eq, types, axis, cutting, places)
         elif any(isinstance(p, O) for p in places):
             held[axis] = _at_root(name, types, axis, places)
         elif any(isinstance(p, P) for p in places):
-            held[axis] = _pending(name, types, axis, places, linear, _ordered(eq, monotone))
+            held[axis] = _partial_placement(name, types, axis, places, linear, _ordered(eq, monotone))
     return held
 
 
@@ -219,7 +219,7 @@ def _ordered(eq: Equation, monotone: Ordered) -> dict[str, ArgSets]:
     return {kind: by_kind.get(kind, ()) if not reduces or eq.reduce == kind else () for kind in ("max", "min")}
 
 
-def _check_cut(name: str, eq: Equation, types: Types, axis: str, cutting: list[str], places: list[Placement]) -> None:
+def _check_shard(name: str, eq: Equation, types: Types, axis: str, cutting: list[str], places: list[Placement]) -> None:
     if len(cutting) > 1:
         raise _bad(
             name,
@@ -252,7 +252,7 @@ def _at_root(name: str, types: Types, axis: str, places: list[Placement]) -> Pla
     return roots.pop()
 
 
-def _pending(
+def _partial_placement(
     name: str, types: Types, axis: str, places: list[Placement], linear: Linear | ArgSets, ordered: dict[str, ArgSets]
 ) -> Placement:
     kinds = {p.op for p in places if isinstance(p, P)}

@@ -29,7 +29,7 @@ def _equation(types: Types, attrs: Attrs) -> Equation:
     return Equation((x, ("f",), *at), (x,), whole=frozenset("df"))
 
 
-def _turn(x: torch.Tensor, freq: torch.Tensor, at: torch.Tensor, attrs: Attrs) -> torch.Tensor:
+def _rotate(x: torch.Tensor, freq: torch.Tensor, at: torch.Tensor, attrs: Attrs) -> torch.Tensor:
     """`at` [s] or [b, s]: the positions of the elements there."""
     angle = at.to(freq.device, freq.dtype)[..., None] * freq
     dim, ndim = attrs["dim"], x.ndim
@@ -48,12 +48,12 @@ def _turn(x: torch.Tensor, freq: torch.Tensor, at: torch.Tensor, attrs: Attrs) -
 
 def _run(x: torch.Tensor, freq: torch.Tensor, *at: torch.Tensor, **attrs: Any) -> torch.Tensor:
     here = at[0] if at else torch.arange(x.shape[attrs["dim"]])
-    return _turn(x, freq, here + attrs.get("start", 0), attrs)
+    return _rotate(x, freq, here + attrs.get("start", 0), attrs)
 
 
 def _local(ctx: Local, x: torch.Tensor, freq: torch.Tensor, *at: torch.Tensor, **attrs: Any) -> torch.Tensor:
     here = at[0] if at else ctx.positions(0, attrs["dim"])
-    return _turn(x, freq, here + attrs.get("start", 0), attrs)
+    return _rotate(x, freq, here + attrs.get("start", 0), attrs)
 
 
 def _vjp(n: Any, ct: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from weft.core.node import Attrs, Node, dtype_of
-from weft.ops.comm import settle
+from weft.ops.comm import all_reduce_partials
 from weft.ops.fill import arange
 from weft.ops.registry import Equation, Kind, Types, define
 
@@ -100,7 +100,7 @@ def _vjp(n: Node, *cts: Node) -> Any:
     wants = n.attr("wants")
     if not wants:
         return (None,) * len(n.args)
-    made = rounds_backward(*cts, *map(settle, n.args), **dict(n.attrs))
+    made = rounds_backward(*cts, *map(all_reduce_partials, n.args), **dict(n.attrs))
     grads = iter([made] if len(wants) == 1 else list(made))
     return None, None, *(next(grads) if k in wants else None for k in range(len(n.args) - 2))
 

@@ -201,10 +201,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             numbers.update({p: number + k for k, p in enumerate(group["params"])})
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]})
             number += len(group["params"])
-        state = {numbers[p]: self._whole_state(p, group) for group in self.param_groups for p in group["params"] if self._steps.get(p)}
+        state = {numbers[p]: self._full_state(p, group) for group in self.param_groups for p in group["params"] if self._steps.get(p)}
         return {"state": state, "param_groups": groups}
 
-    def _whole_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _full_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         bank, k = self._home[p]
         rule = self.rule(group)
         state: dict[str, Any] = {"step": torch.tensor(float(self._steps[p]))} if "t" in rule.scalars else {}

@@ -107,13 +107,13 @@ def _draw(
         head.append(tag("span", f"layer {block.layers[0]}", cls="muted"))
     if many > 1 and len(stages) > 1:
         head += [chip("pp", f"{n:g} layers", f"stage {i} holds {n:g} layers") for i, n in enumerate(stages)]
-    block, at = _together(block)
-    head += [chip("pp", _word("pp", at), _says("pp", at, mesh))] if at else []
+    block, at = _joined_block(block)
+    head += [chip("pp", _word("pp", at), _describe_placement("pp", at, mesh))] if at else []
     parts = [_part(name, own, mesh, states, longest) for name, own in block.parts.items()]
     return tag("section", tag("header", head), tag("div", parts, cls="parts"), cls="block folded" if many > 1 else "block")
 
 
-def _together(block: Block) -> tuple[Block, str]:
+def _joined_block(block: Block) -> tuple[Block, str]:
     """The block with its stage said once, where one stage has all of it."""
     found = {t["places"].get("pp", "") for own in block.parts.values() for t in own}
     if len(found) != 1 or not (at := found.pop()):
@@ -141,7 +141,7 @@ def _tensor(t: Mapping[str, Any], mesh: Mapping[str, int], state: Mapping[str, A
 
 
 def _chips(places: Mapping[str, str], mesh: Mapping[str, int]) -> list[Markup]:
-    return [chip(a, _word(a, p), _says(a, p, mesh)) for a, p in places.items()]
+    return [chip(a, _word(a, p), _describe_placement(a, p, mesh)) for a, p in places.items()]
 
 
 def _word(axis: str, place: str) -> str:
@@ -149,7 +149,7 @@ def _word(axis: str, place: str) -> str:
     return f"stage {at[1]}" if at and axis == "pp" else f"{axis} {place}"
 
 
-def _says(axis: str, place: str, mesh: Mapping[str, int]) -> str:
+def _describe_placement(axis: str, place: str, mesh: Mapping[str, int]) -> str:
     cut, at = _CUT.fullmatch(place), _AT.fullmatch(place)
     if at:
         return f"only rank {at[1]} along {axis} has it"
@@ -181,8 +181,8 @@ def _sheet(places: Mapping[str, str], ndim: int, mesh: Mapping[str, int], width:
     across = {a: d for a, d in cuts.items() if d == ndim - 1}
     down = {a: d for a, d in cuts.items() if ndim > 1 and d == ndim - 2}
     deep = [a for a in cuts if a not in across and a not in down]
-    part_w, lines_w = _cut(across, mesh, width)
-    part_h, lines_h = _cut(down, mesh, height)
+    part_w, lines_w = _local_extent(across, mesh, width)
+    part_h, lines_h = _local_extent(down, mesh, height)
     held = next(iter(across), next(iter(down), deep[0] if deep else ""))
     marks = [tag("line", x1=x, x2=x, y1=0, y2=height, cls=f"cut {colour(a)}") for a, x in lines_w]
     marks += [tag("line", x1=0, x2=width, y1=y, y2=y, cls=f"cut {colour(a)}") for a, y in lines_h]
@@ -190,7 +190,7 @@ def _sheet(places: Mapping[str, str], ndim: int, mesh: Mapping[str, int], width:
     return join([whole, _rect(0, 0, part_w, part_h, f"held {colour(held)}" if held else "held"), marks, _rect(0, 0, width, height, "edge")])
 
 
-def _cut(axes: Mapping[str, int], mesh: Mapping[str, int], length: float) -> tuple[float, list[tuple[str, float]]]:
+def _local_extent(axes: Mapping[str, int], mesh: Mapping[str, int], length: float) -> tuple[float, list[tuple[str, float]]]:
     """How long one rank's part is, at least two pixels, and where lines of which axis go."""
     part, lines = length, list[tuple[str, float]]()
     for axis in axes:

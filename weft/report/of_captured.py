@@ -43,7 +43,7 @@ def of_captured(plan: Plan, run_model: bool = False) -> dict[str, Any]:
 
 def _right(plan: Plan, placed: Program, asked: Any) -> dict[str, Any]:
     """Whether the plan's program is what the model's own file gives today, communication aside."""
-    from weft.api.record import ruled, verbs
+    from weft.api.record import rewrite_rules_used, verbs
 
     try:
         step, moves = rewritten(asked.pool.captured, moves_of(plan.layouts))
@@ -52,7 +52,7 @@ def _right(plan: Plan, placed: Program, asked: Any) -> dict[str, Any]:
         return {"says": [f"The plan is not compared with its model here: {error.message}."]}
     if not all(step["same"] for step in steps):
         return {"says": [f"{plan.model} is no longer the model that was planned; plan again."]}
-    return {"verbs": [*ruled(moves), *steps]}
+    return {"verbs": [*rewrite_rules_used(moves), *steps]}
 
 
 def _one_pass(plan: Plan, placed: Program) -> dict[str, Any]:

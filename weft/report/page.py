@@ -25,7 +25,7 @@ def page(facts: Facts) -> str:
     links = [tag("a", title, href=f"#{key}") for key, title, _ in parts]
     toggle = tag("button", "light or dark", id="theme", type="button", title="switch between light and dark")
     sections = [tag("section", tag("h2", title), body, id=key) for key, title, body in parts]
-    top = tag("header", tag("h1", facts.title), tag("p", facts.about, cls="about"), _figures(facts), _says(facts), id="top")
+    top = tag("header", tag("h1", facts.title), tag("p", facts.about, cls="about"), _figures(facts), _warnings_of(facts), id="top")
     body = tag("body", tag("nav", links, toggle, aria_label="sections"), tag("main", top, sections), _data(facts), tag("script", asset("page.js")))
     head = tag(
         "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -54,7 +54,7 @@ def _figures(facts: Facts) -> Markup:
     return tag("dl", cards, cls="figures")
 
 
-def _says(facts: Facts) -> Markup | None:
+def _warnings_of(facts: Facts) -> Markup | None:
     return tag("ul", [tag("li", text[:1].upper() + text[1:]) for text in facts.says], cls="says") if facts.says else None
 
 
@@ -88,7 +88,7 @@ def _model(f: Facts) -> Markup | None:
     if not f.held:
         return None
     drawn = model.picture(f.held, f.mesh, f.repeats, f.stages)
-    return join([drawn, _ops(f.program) if f.program is not None else None, _travels(f) if f.communication else None])
+    return join([drawn, _ops(f.program) if f.program is not None else None, _communication(f) if f.communication else None])
 
 
 def _ops(program: Program) -> Markup:
@@ -102,7 +102,7 @@ def _ops(program: Program) -> Markup:
     return tag("details", tag("summary", f"Op by op: the {len(forward):,} ops of the forward pass and their layouts"), body)
 
 
-def _travels(f: Facts) -> Markup:
+def _communication(f: Facts) -> Markup:
     rows = [
         (c["kind"].replace("_", " "), model.chip(c["axis"], c["axis"]), (f"{c['count']:,}", c["count"]), (size(c["bytes"]), c["bytes"]))
         for c in f.communication

@@ -42,7 +42,7 @@ class Certificate:
         return hashlib.sha256(json.dumps(claim, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.seal == self.content()
 
     @property

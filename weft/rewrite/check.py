@@ -23,7 +23,7 @@ from weft.core.node import Node, Type, make, op_named, toposort
 from weft.core.program import Program, new_program
 from weft.core.text import node_lines
 from weft.ops.comm import is_comm
-from weft.ops.fill import as_cut
+from weft.ops.fill import assuming_sharded
 from weft.ops.registry import Kind
 from weft.ops.shape import reshape
 from weft.ops.source import input_node
@@ -79,7 +79,7 @@ def check(single: Program, sharded: Program, *, run: bool = True, seed: int = 0)
     open_ = [n for n, node in single.outputs if tidy(here[node]) is not tidy(there[sharded.output_names[n]])]
     first, kinds = _run_kinds(sharded, seed) if run else (None, 0)
     if first is None and open_:
-        first = _first_stray(single, sharded, open_, tidy, seed)
+        first = _first_divergence(single, sharded, open_, tidy, seed)
     derived = len(single.outputs) - len(open_)
     return Report(first is None, len(single.outputs), derived, len(open_), kinds, first, time.perf_counter() - start)
 
@@ -87,7 +87,7 @@ def check(single: Program, sharded: Program, *, run: bool = True, seed: int = 0)
 def _as_written(single: Program, sharded: Program) -> Program:
     """The single program with ops in others where the sharded one has none of them: it shards a dim there that they need in full."""
     left = {n.op for n in sharded.nodes}
-    with as_cut():
+    with assuming_sharded():
         swap = {n: n.op.across(*n.args, **dict(n.attrs)) for n in single.nodes if n.op.across is not None and n.op not in left}
     return single.rewrite(swap, "written across a shard boundary") if swap else single
 
@@ -245,7 +245,7 @@ def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 # -- values, and the first node that strays ------------------------------------------------------------------------------------------
 
 
-def _first_stray(single: Program, sharded: Program, names: Iterable[str], tidy: _Tidy, seed: int) -> Place | None:
+def _first_divergence(single: Program, sharded: Program, names: Iterable[str], tidy: _Tidy, seed: int) -> Place | None:
     """None if the outputs have the same values; else the first node of `sharded` whose value `single` does not have."""
     here, there = erase_nodes(single), erase_nodes(sharded)
     gen = torch.Generator().manual_seed(seed)

@@ -70,7 +70,7 @@ def label_of(eq: Equation, arg: int, cut: S) -> str:
     return eq.label(arg, cut.dim)
 
 
-def cut_of(layout: Layout, axis: str) -> S | None:
+def shard_of(layout: Layout, axis: str) -> S | None:
     place = layout.placement(axis)
     return place if isinstance(place, S) else None
 
@@ -113,7 +113,7 @@ def _gather_sides(node: Node, gathered: Sequence[int], axis: str, holes: Holes) 
     left = [outer[k] if k in outer else holes(a) for k, a in enumerate(node.args)]
     eq = equation_of(node)
     first = gathered[0]
-    cut = cut_of(node.args[first].args[0].layout, axis)
+    cut = shard_of(node.args[first].args[0].layout, axis)
     assert cut is not None
     if eq is None:
         return call(node, *left), call(node, *(outer[k].args[0] if k in gathered else left[k] for k in range(len(left)))), ""
@@ -133,7 +133,7 @@ def hoist_gather(node: Node) -> Rule:
     """all_gather(f(x, y))  ->  f(all_gather(x), all_gather(y)), for the operands that are sharded"""
     holes, axis, f = Holes(), node.attr("axis"), node.args[0]
     args = [holes(a) for a in f.args]
-    gathered = [comm.all_gather(x, axis=axis) if cut_of(a.layout, axis) is not None else x for x, a in zip(args, f.args, strict=True)]
+    gathered = [comm.all_gather(x, axis=axis) if shard_of(a.layout, axis) is not None else x for x, a in zip(args, f.args, strict=True)]
     return rule("hoist_gather", call(node, call(f, *args)), call(f, *gathered))
 
 
@@ -141,19 +141,19 @@ def hoist_slice(node: Node) -> Rule:
     """slice(f(x, y))  ->  f(slice(x), slice(y)), for the operands that have the sharded dim"""
     holes, axis, f = Holes(), node.attr("axis"), node.args[0]
     args = [holes(a) if a.op is not comm.all_gather else call(a, *(holes(x) for x in a.args)) for a in f.args]
-    cuts = _cuts_above(f, S(node.attr("dim"), node.attr("within")), axis, node.layout)
+    cuts = _operand_shards(f, S(node.attr("dim"), node.attr("within")), axis, node.layout)
     inner = [sliced(x, a, axis, cuts[k]) if k in cuts else x for k, (x, a) in enumerate(zip(args, f.args, strict=True))]
     return rule("hoist_slice", call(node, call(f, *args)), call(f, *inner))
 
 
-def _cuts_above(f: Node, cut: S, axis: str, want: Layout) -> dict[int, S]:
+def _operand_shards(f: Node, cut: S, axis: str, want: Layout) -> dict[int, S]:
     """Where each operand must be sharded for the result to be sharded so."""
     eq = equation_of(f)
     if eq is not None:
         label = eq.outs[0][cut.dim]
         return {} if label == ONE else {a: S(d, cut.within) for a, d in eq.dims_of(label)}
     if f.op.name == "reshape":
-        back = cut_of(want.reshape(f.args[0].shape), axis)
+        back = shard_of(want.reshape(f.args[0].shape), axis)
         return {0: back} if back is not None else {}
     return {0: cut} if f.args and f.args[0].shape[cut.dim : cut.dim + 1] == f.shape[cut.dim : cut.dim + 1] else {}
 
@@ -164,7 +164,7 @@ def sink_slice(node: Node, axis: str) -> Rule:
     cut_args = [k for k, a in enumerate(node.args) if a.op is comm.slice_ and a.attr("axis") == axis]
     left = [call(a, holes(a.args[0])) if k in cut_args else holes(a) for k, a in enumerate(node.args)]
     inner = [x.args[0] if k in cut_args else x for k, x in enumerate(left)]
-    cut = cut_of(node.layout, axis)
+    cut = shard_of(node.layout, axis)
     dim, within = (cut.dim, cut.within) if cut is not None else (0, None)
     return rule("sink_slice", call(node, *left), comm.slice_(call(node, *inner), axis=axis, dim=dim, within=within))
 
@@ -191,7 +191,7 @@ def delay_scatter(node: Node, reduced: Sequence[int]) -> Rule:
     peel = [k in reduced or (a.op is comm.slice_ and a.attr("axis") == axis) for k, a in enumerate(node.args)]
     left = [call(a, *(holes(x) for x in a.args)) if peel[k] else holes(a) for k, a in enumerate(node.args)]
     inner = [x.args[0] if peel[k] else x for k, x in enumerate(left)]
-    cut = cut_of(node.layout, axis)
+    cut = shard_of(node.layout, axis)
     dim, within = (cut.dim, cut.within) if cut is not None else (how.attr("dim"), how.attr("within"))
     return rule("delay_scatter", call(node, *left), comm.reduce_scatter(call(node, *inner), axis=axis, dim=dim, within=within))
 
@@ -257,13 +257,13 @@ def hierarchy(node: Node, inside: str, dim: int) -> Rule:
 # -- shards made from nothing -------------------------------------------------------------------------------------------------------------
 
 
-def cut_whole(node: Node, axis: str, dim: int, within: Within = None) -> Rule:
+def shard_replicated(node: Node, axis: str, dim: int, within: Within = None) -> Rule:
     """x  ->  all_gather(slice(x))"""
     x = Hole("x", node.type)
     return rule("cut", x, comm.all_gather(comm.slice_(x, axis=axis, dim=dim, within=within), axis=axis))
 
 
-def turn_gather(node: Node, dim: int, within: Within = None) -> Rule:
+def redistribute_gather(node: Node, dim: int, within: Within = None) -> Rule:
     """all_gather(x)  ->  all_gather(all_to_all(x)), which leaves it sharded along another dim"""
     x, axis = Hole("x"), node.attr("axis")
     return rule("turn", call(node, x), call(node, comm.all_to_all(x, axis=axis, dim=dim, within=within)))

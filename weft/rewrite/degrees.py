@@ -133,7 +133,7 @@ def _need(holds: bool, op: ForeignOp, needed: str, xs: Sequence[Tensor]) -> None
         raise NoShape(f"{op.type} does not fit its operands", needed=needed, found=" and ".join(map(str, xs)))
 
 
-def _alike(f: Callable[[Any, Any], Any]) -> Callable[[ForeignOp, list[Tensor]], Tensor]:
+def _same_operands(f: Callable[[Any, Any], Any]) -> Callable[[ForeignOp, list[Tensor]], Tensor]:
     def run(op: ForeignOp, xs: list[Tensor]) -> Tensor:
         _need(xs[0].shape == xs[1].shape and xs[0].degrees == xs[1].degrees, op, "operands of one shape, sharded the same", xs)
         return Tensor(f(xs[0].values, xs[1].values), xs[0].degrees)
@@ -192,7 +192,7 @@ def _part(size: int, parts: int, k: int) -> slice:
 
 
 _OPS: dict[str, Callable[[ForeignOp, list[Tensor]], Tensor]] = {
-    "OP_RELU": lambda op, xs: xs[0], "OP_EW_ADD": _alike(lambda a, b: a + b), "OP_EW_MUL": _alike(lambda a, b: a * b),
+    "OP_RELU": lambda op, xs: xs[0], "OP_EW_ADD": _same_operands(lambda a, b: a + b), "OP_EW_MUL": _same_operands(lambda a, b: a * b),
     "OP_LINEAR": _linear, "OP_CONCAT": _concat, "OP_SPLIT": _concat, **dict.fromkeys(_MOVES, _moved),
 }  # fmt: skip
 
@@ -212,7 +212,7 @@ class Sharded:
     tried: int = 0
 
 
-def judge_foreign(rule: ForeignRule, seed: int = 0) -> Sharded:
+def check_foreign(rule: ForeignRule, seed: int = 0) -> Sharded:
     """The rule in its own meaning: integers on one device and under shardings of its inputs, then for all values by Z3."""
     rng = random.Random(seed)
     try:

@@ -14,7 +14,7 @@ from weft.core.errors import InvalidTransform, WeftError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, make, op_named
 from weft.core.program import Program
-from weft.core.spec import groups_are_apart, leaves_and_returns
+from weft.core.spec import groups_are_disjoint, leaves_and_returns
 from weft.core.text import excerpt
 from weft.rewrite.pattern import Bindings, Call, Expr, Hole, build, holes_of, match
 
@@ -105,7 +105,7 @@ def _require_groups_kept(before: Program, after: Program, step: str) -> None:
                 try_=f"the same before {g.kind}",
                 program=excerpt(before, changed or g.nodes[0]),
             )
-    apart = groups_are_apart(after)
+    apart = groups_are_disjoint(after)
     if apart is not None:
         raise InvalidTransform(
             f"{step} would join two groups", needed="a node in one group of a kind", found=apart, try_="the same before grouping"

@@ -99,7 +99,7 @@ def moves(program: Program, rules: Sequence[Schema]) -> Iterator[tuple[str, Prog
 
 def uses(program: Program, rules: Sequence[Schema]) -> Iterator[tuple[Use, Program]]:
     """Every use of a rule, and the program it leads to."""
-    for places in _alike(program).values():
+    for places in _same_program(program).values():
         op = places[0].op.name
         at = program.find_all(op).index(places[0])
         for schema in rules:
@@ -112,7 +112,7 @@ def uses(program: Program, rules: Sequence[Schema]) -> Iterator[tuple[Use, Progr
                     yield Use(schema.name, op, at, k), one
 
 
-def _alike(program: Program) -> dict[object, list[Node]]:
+def _same_program(program: Program) -> dict[object, list[Node]]:
     found: dict[object, list[Node]] = {}
     for node in program.nodes:
         if node.args:
@@ -130,7 +130,7 @@ def made(program: Program, use: Use, rules: Sequence[Schema]) -> Program:
         raise InvalidTransform(f"{use} cannot be used", needed=needed, found=found)
     node = nodes[use.at]
     if use.places > 1:
-        after = _at_all(program, schema, use.way, _alike(program)[_look(node, LOOKS)])
+        after = _at_all(program, schema, use.way, _same_program(program)[_look(node, LOOKS)])
     else:
         rule = next(itertools.islice(matches(schema, node), use.way, None), None)
         after = _applied(program, rule, node, schema.name) if rule is not None else None

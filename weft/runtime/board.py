@@ -114,7 +114,7 @@ class Board:
             try_="look for a branch that depends on the rank",
         )
 
-    def say_last(self, text: str) -> None:
+    def post_final_message(self, text: str) -> None:
         """Leave the one message for the launcher; the first to speak is heard."""
         at, room = WORDS
         if not self.pages[0][at]:

@@ -1,6 +1,6 @@
 """Collectives as generated code calls them: over a process group, along the middle of [before, size, after], uneven or not.
 
-Each starts at once and returns a `Pending`; `wait()` gives the tensor. Uneven pieces are padded to the first, largest one,
+Each starts at once and returns a `InFlight`; `wait()` gives the tensor. Uneven pieces are padded to the first, largest one,
 and since only late pieces are short, what is gathered is right after dropping the tail. Under a trace the same collectives
 are torch's functional ones, which a compiler sees as ops.
 """
@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.runtime.intra_host import FOLD, Near
-from weft.runtime.parallel_groups import Lanes
+from weft.runtime.intra_host import FOLD, HostGroup
+from weft.runtime.parallel_groups import ParallelGroups
 
 Span = tuple[int, int, int]  # elements before the sharded part, its size, elements after
 REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -34,7 +34,7 @@ def _let_go() -> None:
         time.sleep(0.1)
 
 
-class Pending:
+class InFlight:
     """A collective under way."""
 
     def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
@@ -47,22 +47,22 @@ class Pending:
         return self._finish()
 
 
-def done(value: Any) -> Pending:
-    return Pending(None, lambda: value)
+def done(value: Any) -> InFlight:
+    return InFlight(None, lambda: value)
 
 
-def together(pending: Sequence[Pending]) -> Pending:
+def together(pending: Sequence[InFlight]) -> InFlight:
     """Several collectives as one: all are started before any is waited for."""
-    return Pending(None, lambda: tuple(p.wait() for p in pending))
+    return InFlight(None, lambda: tuple(p.wait() for p in pending))
 
 
 def ranks_of(group: Any) -> int:
-    return group.world if isinstance(group, Near) else dist.get_world_size(far(group))
+    return group.world if isinstance(group, HostGroup) else dist.get_world_size(far(group))
 
 
 def far(group: Any) -> Any:
     """torch's own group, for what goes from one rank to another."""
-    return group.group if isinstance(group, (Near, Lanes)) else group
+    return group.group if isinstance(group, (HostGroup, ParallelGroups)) else group
 
 
 def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -80,73 +80,73 @@ def scatter_natively(group: Any) -> bool:
     return dist.get_backend(group) != "gloo"
 
 
-def _lane(group: Any, sent: int) -> Any:
+def _channel_for(group: Any, sent: int) -> Any:
     """The group for a message of so many bytes."""
-    return group.take(sent) if isinstance(group, Lanes) else group
+    return group.take(sent) if isinstance(group, ParallelGroups) else group
 
 
-def _functional(name: str, x: torch.Tensor, *more: Any, group: Any) -> Pending:
+def _functional(name: str, x: torch.Tensor, *more: Any, group: Any) -> InFlight:
     """A collective as an op of a traced graph: started here, waited for where its value is."""
     import torch.distributed._functional_collectives  # tells the trace the shapes of what they give
 
     wire = torch.ops._c10d_functional
     out = getattr(wire, name)(x, *more, (group or dist.group.WORLD).group_name)
-    return Pending(None, lambda: wire.wait_tensor(out))
+    return InFlight(None, lambda: wire.wait_tensor(out))
 
 
-def _reduced(x: torch.Tensor, group: Any, op: str) -> Pending:
+def _reduced(x: torch.Tensor, group: Any, op: str) -> InFlight:
     """The reduction of contiguous memory of one's own, in its place."""
-    group = _lane(group, 2 * x.nbytes)
+    group = _channel_for(group, 2 * x.nbytes)
     if isinstance(x, FakeTensor):
         return _functional("all_reduce", x, op, group=group)
-    return Pending(dist.all_reduce(x, REDUCE[op], group=group, async_op=True), lambda: x)
+    return InFlight(dist.all_reduce(x, REDUCE[op], group=group, async_op=True), lambda: x)
 
 
-def _gathered(mine: torch.Tensor, group: Any) -> Pending:
+def _gathered(mine: torch.Tensor, group: Any) -> InFlight:
     """Every rank's `mine`, end to end along the first dim."""
     n = ranks_of(group)
-    if isinstance(group, Near):
+    if isinstance(group, HostGroup):
         return done(group.all_gather(mine).flatten(0, 1))
-    group = _lane(group, n * mine.nbytes)
+    group = _channel_for(group, n * mine.nbytes)
     if isinstance(mine, FakeTensor):
         return _functional("all_gather_into_tensor", mine, n, group=group)
     out = mine.new_empty((n * mine.shape[0], *mine.shape[1:]))
-    return Pending(_gather_into(out, mine, group=group, async_op=True), lambda: out)
+    return InFlight(_gather_into(out, mine, group=group, async_op=True), lambda: out)
 
 
-def _scattered(parts: torch.Tensor, group: Any, op: str) -> Pending:
+def _scattered(parts: torch.Tensor, group: Any, op: str) -> InFlight:
     """parts [ranks, ...]: this rank's one, reduced."""
-    if isinstance(group, Near):
+    if isinstance(group, HostGroup):
         return done(group.reduce_scatter(parts, op))
-    group = _lane(group, parts.nbytes)
+    group = _channel_for(group, parts.nbytes)
     if isinstance(parts, FakeTensor):
         return _functional("reduce_scatter_tensor", parts.flatten(0, 1), op, len(parts), group=group)
     if scatter_natively(group):
         out = parts.new_empty(parts.shape[1:])
-        return Pending(_scatter_into(out, parts.flatten(0, 1), REDUCE[op], group=group, async_op=True), lambda: out)
+        return InFlight(_scatter_into(out, parts.flatten(0, 1), REDUCE[op], group=group, async_op=True), lambda: out)
     got = torch.empty_like(parts)
-    return Pending(dist.all_to_all_single(got, parts, group=group, async_op=True), lambda: _fold(got, op))
+    return InFlight(dist.all_to_all_single(got, parts, group=group, async_op=True), lambda: _fold(got, op))
 
 
-def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
-    if isinstance(group, Near):
+def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> InFlight:
+    if isinstance(group, HostGroup):
         return done(group.all_reduce_list([x], op, [False])[0])
     return _reduced(x.clone(memory_format=torch.contiguous_format), group, op)
 
 
-def all_reduce_list(xs: Sequence[torch.Tensor], group: Any, op: str = "sum", *, own: Sequence[bool]) -> Pending:
+def all_reduce_list(xs: Sequence[torch.Tensor], group: Any, op: str = "sum", *, own: Sequence[bool]) -> InFlight:
     """Several tensors reduced as one. Of those that are the caller's `own` the result may take the place."""
-    if isinstance(group, Near):
+    if isinstance(group, HostGroup):
         return done(group.all_reduce_list(xs, op, own))
     sums = _reduced(torch.cat([x.reshape(-1) for x in xs]), group, op)
-    return Pending(None, lambda: [y.view(x.shape) for x, y in zip(xs, sums.wait().split([x.numel() for x in xs]), strict=True)])
+    return InFlight(None, lambda: [y.view(x.shape) for x, y in zip(xs, sums.wait().split([x.numel() for x in xs]), strict=True)])
 
 
-def all_gather(x: torch.Tensor, group: Any, *, span: Span, whole: int, shape: Sequence[int]) -> Pending:
+def all_gather(x: torch.Tensor, group: Any, *, span: Span, whole: int, shape: Sequence[int]) -> InFlight:
     """Pieces of a part of `whole` indices put together; `span` is how this rank's piece lies, `shape` the result's."""
     mine = _padded(x.reshape(span), 1, -(-whole // ranks_of(group))).contiguous()
     pieces = _gathered(mine, group)
-    return Pending(None, lambda: _joined(pieces.wait(), ranks_of(group), span, whole, shape))
+    return InFlight(None, lambda: _joined(pieces.wait(), ranks_of(group), span, whole, shape))
 
 
 def _joined(pieces: torch.Tensor, n: int, span: Span, whole: int, shape: Sequence[int]) -> torch.Tensor:
@@ -156,24 +156,24 @@ def _joined(pieces: torch.Tensor, n: int, span: Span, whole: int, shape: Sequenc
     return pieces.reshape(n, before, piece, after).transpose(0, 1).reshape(before, n * piece, after)[:, :whole].reshape(tuple(shape))
 
 
-def all_gather_list(xs: Sequence[torch.Tensor], group: Any, *, hows: Sequence[tuple[Span, int, Sequence[int]]]) -> tuple[Pending, ...]:
+def all_gather_list(xs: Sequence[torch.Tensor], group: Any, *, hows: Sequence[tuple[Span, int, Sequence[int]]]) -> tuple[InFlight, ...]:
     """Several gathers in one message; for each its span, full size and shape."""
     n = ranks_of(group)
-    if isinstance(group, Near) and group.takes_apart:
+    if isinstance(group, HostGroup) and group.takes_apart:
         return tuple(all_gather(x, group, span=span, whole=whole, shape=shape) for x, (span, whole, shape) in zip(xs, hows, strict=True))
     flat = [_padded(x.reshape(span), 1, -(-whole // n)).reshape(-1) for x, (span, whole, _) in zip(xs, hows, strict=True)]
-    if type(group) is Near:
+    if type(group) is HostGroup:
         return tuple(done(_joined(torch.cat(ps), n, *how)) for ps, how in zip(group.all_gather_list(flat), hows, strict=True))
     pieces = _gathered(torch.cat(flat), group)
     split = functools.cache(lambda: pieces.wait().view(n, -1).split([len(x) for x in flat], 1))
-    return tuple(Pending(None, functools.partial(lambda k, how: _joined(split()[k], n, *how), k, how)) for k, how in enumerate(hows))
+    return tuple(InFlight(None, functools.partial(lambda k, how: _joined(split()[k], n, *how), k, how)) for k, how in enumerate(hows))
 
 
-def reduce_scatter(x: torch.Tensor, group: Any, op: str = "sum", *, span: Span, mine: int, shape: Sequence[int]) -> Pending:
+def reduce_scatter(x: torch.Tensor, group: Any, op: str = "sum", *, span: Span, mine: int, shape: Sequence[int]) -> InFlight:
     """The terms reduced and each rank's piece of the part kept; `span` is how the full part lies."""
     parts = _parts(x, ranks_of(group), span)
-    sums = _scattered(parts if isinstance(group, Near) else parts.contiguous(), group, op)
-    return Pending(None, lambda: sums.wait()[:, :mine].reshape(tuple(shape)))
+    sums = _scattered(parts if isinstance(group, HostGroup) else parts.contiguous(), group, op)
+    return InFlight(None, lambda: sums.wait()[:, :mine].reshape(tuple(shape)))
 
 
 def _parts(x: torch.Tensor, n: int, span: Span) -> torch.Tensor:
@@ -185,12 +185,12 @@ def _parts(x: torch.Tensor, n: int, span: Span) -> torch.Tensor:
 
 def reduce_scatter_list(
     xs: Sequence[torch.Tensor], group: Any, op: str = "sum", *, hows: Sequence[tuple[Span, int, Sequence[int]]]
-) -> tuple[Pending, ...]:
+) -> tuple[InFlight, ...]:
     """Several in one message; for each its span, how much of it is this rank's, and the result's shape."""
     n = ranks_of(group)
     parts = [_parts(x, n, span) for x, (span, _, _) in zip(xs, hows, strict=True)]
     sizes = [p[0].numel() for p in parts]
-    near = isinstance(group, Near)
+    near = isinstance(group, HostGroup)
     sums = done(group.reduce_scatter_list(parts, op)) if near else _scattered(torch.cat([p.reshape(n, -1) for p in parts], 1), group, op)
     split = functools.cache(lambda: sums.wait().split(sizes))
 
@@ -198,7 +198,7 @@ def reduce_scatter_list(
         _, mine, shape = hows[k]
         return split()[k].view(parts[k].shape[1:])[:, :mine].reshape(tuple(shape))
 
-    return tuple(Pending(None, functools.partial(cut, k)) for k in range(len(parts)))
+    return tuple(InFlight(None, functools.partial(cut, k)) for k in range(len(parts)))
 
 
 def _fold(parts: torch.Tensor, op: str) -> torch.Tensor:
@@ -207,7 +207,7 @@ def _fold(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 def all_to_all(
     x: torch.Tensor, group: Any, *, view: Sequence[int], old: int, new: int, whole: int, mine: int, shape: Sequence[int]
-) -> Pending:
+) -> InFlight:
     """From pieces along dim `old` of `view` to pieces along dim `new`; `whole` is the old part's full size, `mine` the new piece's."""
     n = ranks_of(group)
     old_piece, new_piece = -(-whole // n), -(-view[new] // n)
@@ -218,41 +218,41 @@ def all_to_all(
         z = pieces.movedim(0, old).flatten(old, old + 1).narrow(old, 0, whole)
         return z.narrow(new, 0, mine).reshape(tuple(shape))
 
-    if isinstance(group, Near):
+    if isinstance(group, HostGroup):
         return done(joined(group.all_to_all(y)))
     y, group = y.contiguous(), far(group)
     if isinstance(y, FakeTensor):
         sent = _functional("all_to_all_single", y, [1] * n, [1] * n, group=group)
-        return Pending(None, lambda: joined(sent.wait()))
+        return InFlight(None, lambda: joined(sent.wait()))
     out = torch.empty_like(y)
-    return Pending(dist.all_to_all_single(out, y, group=group, async_op=True), lambda: joined(out))
+    return InFlight(dist.all_to_all_single(out, y, group=group, async_op=True), lambda: joined(out))
 
 
-def reduce(x: torch.Tensor, group: Any, op: str = "sum", *, root: int) -> Pending:
+def reduce(x: torch.Tensor, group: Any, op: str = "sum", *, root: int) -> InFlight:
     group = far(group)
     out = x.to(reach(group, x.device)).clone(memory_format=torch.contiguous_format)
     work = dist.reduce(out, dist.get_global_rank(group, root), REDUCE[op], group=group, async_op=True)
-    return Pending(work, lambda: out.to(x.device) if dist.get_rank(group) == root else None)
+    return InFlight(work, lambda: out.to(x.device) if dist.get_rank(group) == root else None)
 
 
-def broadcast(x: torch.Tensor | None, group: Any, *, root: int, shape: Sequence[int], like: Any) -> Pending:
+def broadcast(x: torch.Tensor | None, group: Any, *, root: int, shape: Sequence[int], like: Any) -> InFlight:
     """`like` is (dtype, device) for the ranks that receive."""
     group, (dtype, device) = far(group), like
     place = reach(group, device)
     out = x.contiguous().to(place) if x is not None else torch.empty(tuple(shape), dtype=dtype, device=place)
-    return Pending(dist.broadcast(out, dist.get_global_rank(group, root), group=group, async_op=True), lambda: out.to(device))
+    return InFlight(dist.broadcast(out, dist.get_global_rank(group, root), group=group, async_op=True), lambda: out.to(device))
 
 
-def send(x: torch.Tensor, group: Any, *, to: int) -> Pending:
+def send(x: torch.Tensor, group: Any, *, to: int) -> InFlight:
     group = far(group)
     out = x.contiguous().to(reach(group, x.device))
-    return Pending(dist.isend(out, dist.get_global_rank(group, to), group=group), lambda: None)
+    return InFlight(dist.isend(out, dist.get_global_rank(group, to), group=group), lambda: None)
 
 
-def recv(group: Any, *, source: int, shape: Sequence[int], like: Any) -> Pending:
+def recv(group: Any, *, source: int, shape: Sequence[int], like: Any) -> InFlight:
     group, (dtype, device) = far(group), like
     out = torch.empty(tuple(shape), dtype=dtype, device=reach(group, device))
-    return Pending(dist.irecv(out, dist.get_global_rank(group, source), group=group), lambda: out.to(device))
+    return InFlight(dist.irecv(out, dist.get_global_rank(group, source), group=group), lambda: out.to(device))
 
 
 def reach(group: Any, device: Any) -> torch.device:

@@ -14,7 +14,7 @@ AT_ONCE = 32768, 1, 32  # words a block loads and then stores, stages, warps: 12
 IN_FLOW = 8192, 5, 8  # the same memory in pieces, so that loads never stop for stores
 
 
-class Mover:
+class CopyKernel:
     """Moves up to `most` tensors on the current line; `wait` holds the current line until one has arrived."""
 
     def __init__(self, device: torch.device, most: int) -> None:

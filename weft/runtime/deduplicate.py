@@ -29,7 +29,7 @@ def again(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(torch.ops.weft.again(x) if isinstance(x, FakeTensor) else x for x in values)
 
 
-def mark_again(graph: Graph) -> None:
+def mark_recomputed(graph: Graph) -> None:
     """Take the marks of a trace out of it, and note on every node from which of them it follows."""
     follows: dict[Node, frozenset[int]] = {}
     numbers: dict[frozenset[int], int] = {}
@@ -49,7 +49,7 @@ def mark_again(graph: Graph) -> None:
 
 def once_each(graph: Graph) -> None:
     """The first of several nodes that do the same with the same operands, both again or both not, stands for all."""
-    _turn_pads(graph)
+    _transpose_pads(graph)
     first: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if not _pure(node):
@@ -62,7 +62,7 @@ def once_each(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _turn_pads(graph: Graph) -> None:
+def _transpose_pads(graph: Graph) -> None:
     """A turned matrix with more rows as the matrix with more columns, turned: Inductor pads what matmuls read, turned or not, and so finds that one
     padded tensor does for both."""
     for node in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):

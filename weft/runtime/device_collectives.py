@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.runtime import faults
 from weft.runtime.custom_ops import define
 from weft.runtime.fused import KernelLike, Row, bind
-from weft.runtime.intra_host import Near, _fold
+from weft.runtime.intra_host import HostGroup, _fold
 from weft.runtime.launched import _peer_table, _power_of_two
 from weft.runtime.peers import PeerBuffer
 
@@ -25,7 +25,7 @@ ONE_SHOT = 1 << 18  # bytes up to which each rank sums everything itself rather 
 Kernels = Callable[[str, torch.dtype, bool], KernelLike | None]  # of a reduction: its op, dtype, and whether all ranks get it
 
 
-class DeviceNear(Near):
+class DeviceCollectives(HostGroup):
     """`kernels` gives the kernel of a reduction, or None where there is none for the dtype."""
 
     takes_apart = True  # they are laid out together already
@@ -165,7 +165,7 @@ class DeviceNear(Near):
         return bind(kernel, [Row(hi - lo, at)], self.peers, [share]), buffer.view(0, (count,), dtype)
 
 
-_nears: list[DeviceNear] = []
+_nears: list[DeviceCollectives] = []
 _ops: Any = torch.ops.weft
 
 define(

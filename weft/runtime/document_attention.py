@@ -239,12 +239,12 @@ def _by_tokens(x: Tensor) -> Tensor:
     return x.new_empty(b, s, h, d).transpose(1, 2)
 
 
-def _whole(*xs: Tensor) -> list[Tensor]:
+def _full_blocks(*xs: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, met: list[Tensor], scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    q, k, v = _whole(q, k, v)
+    q, k, v = _full_blocks(q, k, v)
     b, h, s, _ = q.shape
     out, lse = _by_tokens(q), torch.empty((b, h, s), dtype=torch.float32, device=q.device)
     rest = (*_sizes(q, k, rows, keys), scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -257,7 +257,7 @@ def _run_back(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor, keys: Tensor, met: list[Tensor], scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     delta = (do.float() * out.float()).sum(-1).contiguous()
-    (do, q, k, v), lse = _whole(do, q, k, v), lse.contiguous()
+    (do, q, k, v), lse = _full_blocks(do, q, k, v), lse.contiguous()
     (b, h, s, _), (_, g, t, _) = q.shape, k.shape
     dq, dk, dv = map(_by_tokens, (q, k, v))
     rest = (*_sizes(q, k, rows, keys), scale, *(n for x in (q, k, v, do) for n in x.stride()[:3]))

@@ -139,7 +139,7 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     bias = torch.where(mask == -torch.inf, far, mask.clamp(min=far / 2))
     seen = (mask > -torch.inf).any(-1, keepdim=True)
     b, g, r, s = q.shape[:4]
-    bias = _held(_in_lines(bias, k.shape[2])) if q.is_cuda else bias
+    bias = _in_memory(_in_lines(bias, k.shape[2])) if q.is_cuda else bias
     heads = (1, 1) if bias.shape[1:3] == (1, 1) else (g, r)
     flat = bias.expand(-1, *heads, -1, -1).flatten(1, 2)
     return flat.expand(b, g * r, s, k.shape[2]), seen  # stretched last of all, so that it is not written out
@@ -151,7 +151,7 @@ def _in_lines(bias: Tensor, keys: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -keys % 16)).contiguous()[..., :keys]
 
 
-def _held(x: Tensor) -> Tensor:
+def _in_memory(x: Tensor) -> Tensor:
     """The same; in a trace, what Inductor must have in memory: of what it has not, it would write out every stretched view."""
     if not isinstance(x, FakeTensor):
         return x

@@ -21,7 +21,7 @@ ALIGNED = 64  # bytes: each value begins on a cache line of its own, as one allo
 
 
 @dataclass
-class Held:
+class PeerTensor:
     """Peer memory for one value: where each rank's is, and the tensor of this rank in it."""
 
     buffer: PeerBuffer  # the ranks' memory is mapped while this is kept
@@ -29,8 +29,8 @@ class Held:
     own: Tensor
 
 
-def _held(buffer: PeerBuffer, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Held:
-    return Held(buffer, tuple(a + at for a in buffer.addresses), buffer.view(at, shape, dtype))
+def _peer_tensor(buffer: PeerBuffer, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> PeerTensor:
+    return PeerTensor(buffer, tuple(a + at for a in buffer.addresses), buffer.view(at, shape, dtype))
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class FusedCall:
 
     def __init__(self, plan: Plan, peers: Peers) -> None:
         self.plan, self.peers = plan, peers
-        self._held: dict[tuple[str, int], Held] = {}
+        self._held: dict[tuple[str, int], PeerTensor] = {}
         self._expand = host_function(plan.kernel.scalars)  # type: ignore[attr-defined]
         self._number_of = host_function(plan.kernel.numbers)
-        self._used: dict[int, Held] = {}  # of arguments updated in peer memory, where in this call
+        self._used: dict[int, PeerTensor] = {}  # of arguments updated in peer memory, where in this call
         self._adopted: set[int] = set()  # arguments whose memory the caller has taken over
         self._bound: Any = None
         self._placed: tuple[int, ...] = ()
@@ -118,12 +118,12 @@ class FusedCall:
             return self._hold("gathered", use.value, results[use.value]).addresses
         return ((results if use.role == "out" else args)[use.value].data_ptr(),)
 
-    def _hold(self, role: str, value: int, like: Tensor) -> Held:
+    def _hold(self, role: str, value: int, like: Tensor) -> PeerTensor:
         if not self._held:
             self._share_all()
         if (role, value) not in self._held:
             buffer = self.peers.empty(like.numel() * like.element_size())
-            self._held[role, value] = _held(buffer, 0, tuple(like.shape), like.dtype)
+            self._held[role, value] = _peer_tensor(buffer, 0, tuple(like.shape), like.dtype)
         return self._held[role, value]
 
     def _share_all(self) -> None:
@@ -136,7 +136,7 @@ class FusedCall:
             at += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
         buffer = self.peers.empty(at)
         for key, start, shape, dtype in places:
-            self._held[key] = _held(buffer, start, shape, dtype)
+            self._held[key] = _peer_tensor(buffer, start, shape, dtype)
 
     def home(self, argument: int, given: Tensor) -> Tensor:
         """Where an argument that was updated lives from now on: in peer memory, so that it need not be brought there again."""

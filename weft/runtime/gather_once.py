@@ -15,14 +15,14 @@ from torch.fx import Graph, Node
 ALIGNED = 64  # bytes
 
 
-def lay_out(graph: Graph) -> None:
+def gather_once(graph: Graph) -> None:
     """Gathers of what inputs alone make, of each group of ranks, by one op at the beginning and one for each that takes."""
     found: dict[int, list[Node]] = {}
     for n in graph.nodes:
         if n.op == "call_function" and n.target is torch.ops.weft.near_gather.default and _source(n.args[0]) is not None:
             found.setdefault(n.args[1], []).append(n)
     for near, gathers in found.items():
-        _laid_out(graph, near, gathers)
+        _gather_group(graph, near, gathers)
 
 
 def _source(n: Any) -> Node | None:
@@ -40,7 +40,7 @@ def _deterministic(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in op.tags
 
 
-def _laid_out(graph: Graph, near: int, gathers: list[Node]) -> None:
+def _gather_group(graph: Graph, near: int, gathers: list[Node]) -> None:
     first = next(n for n in graph.nodes if n.op != "placeholder")
     slices: dict[Any, Node] = {}  # by how they are made
     for n in gathers:

@@ -51,7 +51,7 @@ def _by_copy_engine(x: Tensor, w: Tensor, out: Tensor, source: Tensor, target: T
 
     bm, bn, bk = TILE
     count = source.numel() // WIDTH
-    lines = _piece(count, steps, *LINES)
+    lines = _copy_size(count, steps, *LINES)
     there, here = (described(t.view(-1, WIDTH), [lines, WIDTH]) for t in (source, target))
     multiply_carrying[(grid,)](
         described(x, [bm, bk]), described(w, [bn, bk]), out, there, here, x.shape[0], w.shape[0], x.shape[1], -(-count // lines),
@@ -69,12 +69,12 @@ def _by_registers(x: Tensor, w: Tensor, out: Tensor, source: Tensor, target: Ten
     there, here = (t.view(-1).view(torch.int32) for t in (source, target))
     multiply_carrying[(grid,)](
         *(TensorDescriptor.from_tensor(t, box) for t, box in boxes), there, here, there.numel(), x.shape[0], w.shape[0], x.shape[1],
-        BM=bm, BN=bn, BK=bk, PIECE=_piece(there.numel(), steps, *WORDS), WIDE=os.environ.get("TRITON_INTERPRET") == "1",
+        BM=bm, BN=bn, BK=bk, PIECE=_copy_size(there.numel(), steps, *WORDS), WIDE=os.environ.get("TRITON_INTERPRET") == "1",
         num_warps=WARPS, num_stages=3,
     )  # fmt: skip
 
 
-def _piece(count: int, steps: int, least: int, most: int) -> int:
+def _copy_size(count: int, steps: int, least: int, most: int) -> int:
     """How much to copy in each of so many steps, a power of two."""
     piece = least
     while piece < most and piece * steps < count:

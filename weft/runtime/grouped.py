@@ -35,7 +35,7 @@ def by_expert(picks: Tensor, first: int, count: int) -> Sorted:
     return Sorted(order, place.view(picks.shape), ends, ends[-1:], picks.shape[1])
 
 
-def _products(rows: Tensor, weight: Tensor, s: Sorted) -> Tensor:
+def _expert_matmuls(rows: Tensor, weight: Tensor, s: Sorted) -> Tensor:
     """Each expert's rows [n, a] times its matrix [a, b]."""
     return torch._grouped_mm(rows, weight, offs=s.ends)
 
@@ -49,7 +49,7 @@ def _gradient(left: Tensor, right: Tensor, s: Sorted) -> Tensor:
 
 
 def _hidden(rows: Tensor, up: Tensor, gate: tuple[Tensor, ...], s: Sorted) -> list[Tensor]:
-    return [_products(rows, w.transpose(1, 2), s) for w in (up, *gate)]
+    return [_expert_matmuls(rows, w.transpose(1, 2), s) for w in (up, *gate)]
 
 
 def _kernels() -> Any:
@@ -62,7 +62,7 @@ def experts(x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, down: Tensor,
     """x [t, d], picks and weights [t, k], up and gate [e, f, d], down [e, d, f] -> the sum over picks of experts held, [t, d]."""
     s, by = by_expert(picks, first, up.shape[0]), _kernels()
     h = by.activate(_hidden(by.take(x, s.order, s.count, s.k), up, gate, s), s.count, act)
-    return by.sums([_products(h, down.transpose(1, 2), s)], s.place, s.count, weights)  # type: ignore[no-any-return]
+    return by.sums([_expert_matmuls(h, down.transpose(1, 2), s)], s.place, s.count, weights)  # type: ignore[no-any-return]
 
 
 def experts_backward(
@@ -71,8 +71,8 @@ def experts_backward(
     """The gradients by x, weights, up, down and gate. The hidden rows are computed again."""
     s, by = by_expert(picks, first, up.shape[0]), _kernels()
     rows, ct_rows = (by.take(v, s.order, s.count, s.k) for v in (x, ct))
-    back = _products(ct_rows, down, s)  # by the hidden rows, before the weights of their picks
+    back = _expert_matmuls(ct_rows, down, s)  # by the hidden rows, before the weights of their picks
     h, dots, *parts = by.activate_back(_hidden(rows, up, gate, s), back, weights.reshape(-1)[s.order], s.count, act)
-    dx = by.sums([_products(d, w, s) for d, w in zip(parts, (up, *gate), strict=True)], s.place, s.count, None)
+    dx = by.sums([_expert_matmuls(d, w, s) for d, w in zip(parts, (up, *gate), strict=True)], s.place, s.count, None)
     d_up, *d_gate = (_gradient(d, rows, s) for d in parts)
     return dx, dots[s.place].to(weights.dtype), d_up, _gradient(ct_rows, h, s), *d_gate

@@ -30,22 +30,22 @@ def channels_last(graph: GraphModule, given: Sequence[Tensor]) -> GraphModule:
     before = [x.meta["val"] for x in next(n for n in reversed(graph.graph.nodes) if n.op == "output").args[0]]
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        after = _Turned(graph).run(*tensors)
+        after = _ChannelsLast(graph).run(*tensors)
         return [y if y.stride() == x.stride() else y.reshape(-1).view(y.shape) for x, y in zip(before, after, strict=True)]
 
     return make_fx(run, tracing_mode="fake")(*given)
 
 
-class _Turned(Interpreter):
+class _ChannelsLast(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in CONVOLUTIONS:
-            args = tree_map(_turned, args)
+            args = tree_map(_to_channels_last, args)
         if target is aten.view.default:
             target = aten.reshape.default
         return super().call_function(target, args, kwargs)
 
 
-def _turned(x: Any) -> Any:
+def _to_channels_last(x: Any) -> Any:
     return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and _is_image(x) else x
 
 
@@ -54,7 +54,7 @@ def _is_image(x: Tensor) -> bool:
     return x.ndim == 4 and x.stride()[0] != 0
 
 
-def quicker_turned(graph: GraphModule, device: torch.device) -> bool:
+def faster_channels_last(graph: GraphModule, device: torch.device) -> bool:
     """Whether a graph's convolutions take less time so."""
     kinds = Counter(_kind(n) for n in graph.graph.nodes if n.target in CONVOLUTIONS)
     try:
@@ -82,7 +82,7 @@ def _milliseconds(kind: Kind, device: torch.device, turned: bool) -> float:
             return list(x) if isinstance(x, tuple) else x
         _, shape, dtype, image = x
         value = torch.zeros(shape if image else (1,) * len(shape), dtype=dtype, device=device)
-        return value.expand(shape) if not image else _turned(value) if turned else value
+        return value.expand(shape) if not image else _to_channels_last(value) if turned else value
 
     op, *operands = kind
     args = [made(x) for x in operands]

@@ -19,7 +19,7 @@ PLACE = 16 << 20  # bytes of a place at most: each is mapped by every rank for a
 FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-class Near:
+class HostGroup:
     """A process group whose ranks share a host. All ranks call the same things in the same order."""
 
     takes_apart = False  # whether what is gathered is better taken one by one
@@ -130,13 +130,13 @@ def _rounds(x: Tensor, first: int, out: Tensor, same: int) -> list[tuple[Tensor,
     return list(zip(x.chunk(many, dim), out.chunk(many, dim - first + same), strict=True))
 
 
-_near: dict[int, Near] = {}
+_near: dict[int, HostGroup] = {}
 
 
-def near_of(group: Any, peers: Peers, make: Callable[[], Near] | None = None) -> Near:
-    """The one `Near` of these peers: its places are kept for all programs."""
+def host_group_of(group: Any, peers: Peers, make: Callable[[], HostGroup] | None = None) -> HostGroup:
+    """The one `HostGroup` of these peers: its places are kept for all programs."""
     if id(peers) not in _near:
-        _near[id(peers)] = make() if make is not None else Near(group, peers)
+        _near[id(peers)] = make() if make is not None else HostGroup(group, peers)
     return _near[id(peers)]
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 _others: dict[Any, list[Any]] = {}  # of a group, those next to it that there are already
 
 
-class Lanes:
+class ParallelGroups:
     """A process group and others of the same ranks."""
 
     def __init__(self, groups: Sequence[Any]) -> None:
@@ -33,7 +33,7 @@ class Lanes:
         return self.groups[lane]
 
 
-def beside(group: Any, count: int) -> list[Any]:
+def parallel_groups(group: Any, count: int) -> list[Any]:
     """A group and others of its ranks, so many in all; those it lacks are made. All its ranks call it.
 
     Once made they stay: torch would give a new one the name, and the old addresses, of one that was taken apart.

@@ -40,11 +40,11 @@ class Chunks:
 def run(work: Work, chunks: int, cut: Sequence[tuple[Any, Chunks]], whole: Sequence[Any], joins: Sequence[Chunks]) -> tuple[Any, ...]:
     """`work(number, *chunk of every cut argument, *whole arguments)` on all chunks; its results put together."""
     pieces = [[how.take(x, c, chunks) for x, how in cut] for c in range(chunks)]
-    results = in_turn([work(c, *pieces[c], *whole) for c in range(chunks)])
+    results = run_staggered([work(c, *pieces[c], *whole) for c in range(chunks)])
     return tuple(how.join([r[k] for r in results]) for k, how in enumerate(joins))
 
 
-def in_turn(works: Sequence[Generator[None, None, Any]]) -> list[Any]:
+def run_staggered(works: Sequence[Generator[None, None, Any]]) -> list[Any]:
     """Start each; after each start let every earlier one take one more step, oldest first; then finish what is left."""
     results: list[Any] = [None] * len(works)
     under_way: list[int] = []

@@ -37,7 +37,7 @@ def update_(
     if kept[0].device.type != "cpu":
         _on_device(run, kept, x, at, rows, lr, step, still)
         return
-    x, at = _held(x, at, rows)
+    x, at = _local_lookups(x, at, rows)
     found, which = torch.unique(at, return_inverse=True)
     sums = x.new_zeros(len(found), *x.shape[1:]).index_add_(0, which, x)
     if still:
@@ -55,7 +55,7 @@ def update_(
 # -- on a CPU ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _held(x: Tensor, at: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def _local_lookups(x: Tensor, at: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """What was looked up of the rows that are here, and where among them it stands."""
     if rows is None:
         return x, at
@@ -98,9 +98,9 @@ def _compile(run: Run, given: Sequence[Tensor], cut: bool, still: bool) -> Run:
 
     def flat(x: Tensor, at: Tensor, lr: Tensor, step: Tensor, *rest: Tensor) -> tuple[Tensor]:
         if still and not cut:
-            _touched(run, rest, x, at, lr, step)
+            _update_looked_up_rows(run, rest, x, at, lr, step)
         else:
-            _asked(run, rest[1:] if cut else rest, x, at, rest[0] if cut else None, lr, step)
+            _update_all_rows(run, rest[1:] if cut else rest, x, at, rest[0] if cut else None, lr, step)
         return (step + 1,)  # a graph gives something
 
     if os.environ.get("WEFT_INDUCTOR", "1") == "0":
@@ -112,7 +112,7 @@ def _compile(run: Run, given: Sequence[Tensor], cut: bool, still: bool) -> Run:
         return flat
 
 
-def _asked(run: Run, kept: Sequence[Tensor], x: Tensor, at: Tensor, rows: Tensor | None, lr: Tensor, step: Tensor) -> None:
+def _update_all_rows(run: Run, kept: Sequence[Tensor], x: Tensor, at: Tensor, rows: Tensor | None, lr: Tensor, step: Tensor) -> None:
     """All rows, each with the sum in its slot. A row that is not held has a slot beyond the last, which nobody asks."""
     total = kept[0].shape[0]
     if rows is not None:
@@ -125,7 +125,7 @@ def _asked(run: Run, kept: Sequence[Tensor], x: Tensor, at: Tensor, rows: Tensor
     _overwrite(kept, _tuple(run(*_with(kept, g), lr, step)))
 
 
-def _touched(run: Run, kept: Sequence[Tensor], x: Tensor, at: Tensor, lr: Tensor, step: Tensor) -> None:
+def _update_looked_up_rows(run: Run, kept: Sequence[Tensor], x: Tensor, at: Tensor, lr: Tensor, step: Tensor) -> None:
     """The rows looked up; one that was so twice is written twice, with the same sum."""
     slots, sums = _sums(x, at, kept[0].shape[0])
     new = _tuple(run(*_with([t[at] for t in kept], sums[slots[at]]), lr, step))

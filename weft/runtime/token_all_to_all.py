@@ -20,7 +20,7 @@ Through = Callable[..., Any]  # a rank's experts on some tokens
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Routing:
     """Which of this rank's tokens go where, which of all come here, and how many to and from each rank."""
 
     group: Any
@@ -42,24 +42,24 @@ class _Way:
         return got
 
 
-def _way(picks: Tensor, each: int, group: Any) -> _Way:
+def _routing(picks: Tensor, each: int, group: Any) -> _Routing:
     """`picks` of all tokens; rank r holds the experts from r * each on, and an equal share of the tokens."""
     group = far(group)
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     hits = (picks.div(each, rounding_mode="floor").unsqueeze(-1) == torch.arange(ranks, device=picks.device)).any(1)  # [tokens, ranks]
     own, here = hits.chunk(ranks)[me], hits[:, me]
     sends, gets = torch.stack([own.sum(0), here.view(ranks, -1).sum(1)]).tolist()
-    return _Way(group, own.t().nonzero()[:, 1], here.nonzero().squeeze(1), sends, gets)
+    return _Routing(group, own.t().nonzero()[:, 1], here.nonzero().squeeze(1), sends, gets)
 
 
 def experts(x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, *more: Tensor, group: Any, through: Through) -> Tensor:
     """This rank's tokens x [t, d] through the experts of all ranks; picks and weights are of all tokens, up and `more` of the experts held."""
-    way = _way(picks, up.shape[0], group)
+    way = _routing(picks, up.shape[0], group)
     return way.back(through(way.there(x), picks[way.into], weights[way.into], up, *more), x.shape[0])
 
 
 def experts_backward(ct: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, *more: Tensor, group: Any, through: Through) -> Any:
     """The gradient of this rank's tokens; and, in their places of the tuple, that of the weights of all tokens by the experts held, and of these."""
-    way = _way(picks, up.shape[0], group)
+    way = _routing(picks, up.shape[0], group)
     dx, dw, *rest = through(way.there(ct), way.there(x), picks[way.into], weights[way.into], up, *more)
     return way.back(dx, x.shape[0]), (None, torch.zeros_like(weights).index_copy(0, way.into, dw), *rest)

@@ -62,7 +62,7 @@ def _read(made: str, text: str) -> Statement:
 def traced(step: Callable[..., Any], text: str, device: torch.device, *, memory: bool = False) -> tuple[Callable[..., Any], Trace]:
     """The step marked, to be called once, and what its marks will have noted. It runs node by node, however the step runs else."""
     new, statements = marked(text)
-    trace, marks = Trace(statements), _Held(device) if memory else _clock(device)
+    trace, marks = Trace(statements), _LiveBytes(device) if memory else _clock(device)
     plain = getattr(step, "_plain", step)  # a step compiled in one piece has no statements; what it was compiled from has
     names = {**plain.__globals__, "_mark": marks.mark}
     exec(compile(new, "<traced step>", "exec"), names)  # the text is weft's own
@@ -116,7 +116,7 @@ def _clock(device: torch.device) -> Any:
     return _StreamClock(device) if device.type == "cuda" else _HostClock()
 
 
-class _Held:
+class _LiveBytes:
     """Bytes held: what the allocator counts where there is one, else the storage of everything the step can still reach."""
 
     def __init__(self, device: torch.device) -> None:
@@ -132,7 +132,7 @@ class _Held:
         return self.bytes
 
 
-def held_bytes(values: Any, device: torch.device, without: Any = ()) -> int:
+def live_bytes(values: Any, device: torch.device, without: Any = ()) -> int:
     """Bytes of the storage of all tensors in `values` without those in `without`; none where an allocator counts them already."""
     if device.type == "cuda":
         return 0

@@ -68,7 +68,7 @@ class Traced:
             return "not yet called"
         if self._compiled is self._plain:
             return "node by node"
-        kernels = "Inductor's kernels" if self._parts is None else f"Inductor's kernels, apart from {self._parts.apart}"
+        kernels = "Inductor's kernels" if self._parts is None else f"Inductor's kernels, apart from {self._parts.uncompiled}"
         if self._recorder is not None and self._recorder.recorded:
             return f"a CUDA graph of {kernels}"
         return kernels + (f", not recorded: {self._recorder.why}" if self._recorder is not None and self._recorder.why else "")
@@ -124,14 +124,14 @@ class Traced:
 
 def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device) -> GraphModule:
     """The trace in the form Inductor does most with."""
-    deduplicate.mark_again(graph.graph)
+    deduplicate.mark_recomputed(graph.graph)
     moments.in_one_pass(graph.graph)
     graph.graph.eliminate_dead_code()
     if hasattr(torch.ops.weft, "near_gather"):
-        gather_once.lay_out(graph.graph)
+        gather_once.gather_once(graph.graph)
         graph.graph.eliminate_dead_code()
     graph.recompile()
-    if _goes_back_over_images(graph) and replay.is_accelerator(device) and image_layout.quicker_turned(graph, device):
+    if _goes_back_over_images(graph) and replay.is_accelerator(device) and image_layout.faster_channels_last(graph, device):
         return image_layout.channels_last(graph, given)
     return graph
 
@@ -141,12 +141,12 @@ def in_parts(graph: GraphModule, error: Exception) -> Parts:
     there is neither, the refusal stands."""
     named = re.search(r"target: (\S+)", str(error))
     refused = named.group(1) if named else ""
-    if not any(_is_apart(n, refused) for n in graph.graph.nodes):
+    if not any(_is_uncompiled(n, refused) for n in graph.graph.nodes):
         raise error
     return Parts(graph, refused)
 
 
-def _is_apart(node: Any, refused: str) -> bool:
+def _is_uncompiled(node: Any, refused: str) -> bool:
     return node.op == "call_function" and (str(node.target).startswith(WIRES) or str(node.target) == refused)
 
 
@@ -162,7 +162,7 @@ class Parts:
 
         numbers, number, last = dict[Any, int](), 0, False
         for node in graph.graph.nodes:
-            now = _is_apart(node, refused)
+            now = _is_uncompiled(node, refused)
             number, last = number + (now != last), now
             numbers[node] = number
         self.around = refused or "its collectives"
@@ -175,7 +175,7 @@ class Parts:
         return self._whole(*given)
 
     @property
-    def apart(self) -> str:
+    def uncompiled(self) -> str:
         """What is not compiled."""
         return ", ".join(dict.fromkeys([self.around, *(p.refused for p in self._parts if p.refused)]))
 

@@ -22,7 +22,7 @@ def main() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except RuntimeFault as fault:
         if board is not None:
-            board.say_last(str(fault))
+            board.post_final_message(str(fault))
         leave(faults.LOST_A_PEER)
     except RuntimeError as error:
         if board is None or not faults.is_lost_connection(error):

@@ -32,7 +32,7 @@ def fuse(p: Program, places: Iterable[Place] | str, *, name: str | None = None) 
     _check_members(p, nodes)
     _check_collectives(p, nodes)
     _check_closed(p, nodes, "fuse")
-    _check_apart(p, nodes, "fuse")
+    _check_disjoint(p, nodes, "fuse")
     group = Group("fuse", name or _new_name(p, "k"), tuple(nodes))
     return _with_group(p, group, f"fuse {group.name}: {len(nodes)} nodes")
 
@@ -112,7 +112,7 @@ def _between(p: Program, group: set[Node], node: Node) -> bool:
     return bool(p.needs(node) & group) and any(node in p.needs(g) for g in group)
 
 
-def _check_apart(p: Program, nodes: Sequence[Node], kind: str) -> None:
+def _check_disjoint(p: Program, nodes: Sequence[Node], kind: str) -> None:
     for g in p.groups:
         inside = set(g.nodes)
         both = [n for n in nodes if n in inside]
@@ -144,7 +144,7 @@ def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | N
             raise refuse(p, after[0], what, f"{name_in(p, after[0])} to read a stage before it", f"it reads {reads}")
     _check_resources(p, nodes)
     _check_closed(p, nodes, what)
-    _check_apart(p, nodes, what)
+    _check_disjoint(p, nodes, what)
     _check_chunks(p, nodes, dim, chunks, [f'"{s}"' if isinstance(s, str) else f'"{name_in(p, p.at(s))}"' for s in stages])
     group = Group("overlap", name or _new_name(p, "o"), tuple(nodes), (("chunks", chunks), ("dim", dim)))
     return _with_group(p, group, f"overlap {', '.join(n.op.name for n in nodes[:3])}... in {chunks} chunks along dim {dim}")

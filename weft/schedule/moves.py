@@ -93,7 +93,7 @@ def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, ver
 def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Program:
     gathered = [k for k, a in enumerate(f.args) if a.op is comm.all_gather and a.attr("axis") == axis and len(a.args) == 1]
     first = f.args[gathered[0]]
-    cut = rules.cut_of(first.args[0].layout, axis)
+    cut = rules.shard_of(first.args[0].layout, axis)
     assert cut is not None
     what = f"sink {name_in(p, first)} past {f.op.name}"
     eq = equation_of(f)
@@ -110,13 +110,13 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Progr
                 f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}",
                 _other_dims(p, first, f, axis),
             )
-        gathered = [k for k in gathered if _cut_alike(f, eq, k, axis, label)]
+        gathered = [k for k in gathered if _same_shard(f, eq, k, axis, label)]
     items = [] if len(f.types) == 1 else results(p, f)
     return apply_rule(p, rules.sink_gather(f, gathered, axis, items), items or [f], what)
 
 
-def _cut_alike(f: Node, eq: Any, k: int, axis: str, label: str) -> bool:
-    cut = rules.cut_of(f.args[k].args[0].layout, axis)
+def _same_shard(f: Node, eq: Any, k: int, axis: str, label: str) -> bool:
+    cut = rules.shard_of(f.args[k].args[0].layout, axis)
     return cut is not None and rules.label_of(eq, k, cut) == label
 
 

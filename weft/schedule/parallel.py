@@ -20,7 +20,7 @@ def cut(p: Program, at: Place, *, axis: str, dim: int, within: Within = None) ->
     p.mesh.require(axis)
     if not isinstance(node.type.on(axis), Replicated):
         raise refuse(p, node, f"cut {name_in(p, node)}", f"{axis}:R", str(node.type))
-    return apply_rule(p, rules.cut_whole(node, axis, dim, within), [node], f"cut {name_in(p, node)} along {axis}")
+    return apply_rule(p, rules.shard_replicated(node, axis, dim, within), [node], f"cut {name_in(p, node)} along {axis}")
 
 
 def turn(p: Program, at: Place, *, dim: int, within: Within = None) -> Program:
@@ -30,11 +30,11 @@ def turn(p: Program, at: Place, *, dim: int, within: Within = None) -> Program:
     """
     node = expect(p, at, "turn", comm.all_gather, options=f", dim={dim}")
     step = f"turn {name_in(p, node)} to dim {dim}"
-    cut_now = rules.cut_of(node.args[0].layout, node.attr("axis"))
+    cut_now = rules.shard_of(node.args[0].layout, node.attr("axis"))
     if cut_now is not None and cut_now.dim == dim and cut_now.within == within:
         raise refuse(p, node, step, "another dim than it is sharded along", f"dim {dim}")
     try:
-        return apply_rule(p, rules.turn_gather(node, dim, within), [node], step)
+        return apply_rule(p, rules.redistribute_gather(node, dim, within), [node], step)
     except InvalidTransform as e:
         others = (f'turn(p, "{name_in(p, node)}", dim={d})' for d in range(node.ndim) if d != dim)
         raise refuse(p, node, step, e.needed or "a dim that may be sharded", e.found or str(node.type), tried(p, others)) from e

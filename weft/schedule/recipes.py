@@ -115,7 +115,7 @@ def ring_attention(p: Program, x: str, axis: str = "cp", dim: int = 1) -> Progra
     p = sink(p, _gather_of(p, x))
     for k in range(len(p.find_all("attention"))):
         gathers = _gathered(p, p.find_all("attention")[k], axis)
-        seq = cut_dim(gathers[0], axis)
+        seq = gathered_dim(gathers[0], axis)
         p = merge(p, *gathers) if len(gathers) > 1 else p
         att = p.find_all("attention")[k]
         keys = dict.fromkeys(n for a in att.args[1:] for n in (*a.args, a) if n in p.needs(att) and _comes_from_gather(n, axis))
@@ -131,7 +131,7 @@ def _comes_from_gather(node: Node, axis: str) -> bool:
     return node.op.name == "all_gather" and node.attr("axis") == axis or node.op.name == "item" and _comes_from_gather(node.args[0], axis)
 
 
-def cut_dim(gather: Node, axis: str) -> int:
+def gathered_dim(gather: Node, axis: str) -> int:
     """The dim a gather puts together."""
     place = gather.args[0].type.on(axis)
     assert isinstance(place, S)
@@ -144,7 +144,7 @@ def all_to_all_attention(p: Program, x: str, axis: str = "cp", dim: int = 1, hea
     p = sink(p, _gather_of(p, x), past=[n for n in p.nodes if n.op.name != "attention"])
     for k in range(len(p.find_all("attention"))):
         gathers = _gathered(p, p.find_all("attention")[k], axis)
-        seq = cut_dim(gathers[0], axis)
+        seq = gathered_dim(gathers[0], axis)
         for gather in gathers:
             p = turn(p, gather, dim=head_dim)
         att = p.find_all("attention")[k]
@@ -179,7 +179,7 @@ def fuse_compute(p: Program) -> Program:
     return fuse(p, [*after, *scalars])
 
 
-def _beside(p: Program, terms: set[Node], last: str) -> list[Node]:
+def _update_nodes(p: Program, terms: set[Node], last: str) -> list[Node]:
     """What the next values of state are computed by from the sums, from state or from both, without the gathers."""
     next_values = [p.output_names[out] for out, _ in p.state]
     found = [n for end in next_values if not is_scalar(end) and not any(n.op.name == last for n in p.needs(end)) for n in p.needs(end)]
@@ -194,7 +194,7 @@ def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gathe
         if len(nodes) > 1:
             p = merge(p, *nodes)
     terms = set().union(*(p.needs(n) for n in p.find_all(first)))
-    members = dict.fromkeys([*p.between(first, last), *_beside(p, terms, last)])
+    members = dict.fromkeys([*p.between(first, last), *_update_nodes(p, terms, last)])
     for n in reversed(p.nodes):  # what only the kernel reads is computed inside it, but for the terms it sums
         inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
         if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op.name == "slice"):
@@ -203,7 +203,7 @@ def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gathe
 
 
 __all__ = [
-    "all_to_all_attention", "cut_dim", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention",
+    "all_to_all_attention", "gathered_dim", "gradient_sums", "megatron", "merge", "one_kernel", "overlap", "ring_attention",
     "scatter_compute_gather",
     "sequence_parallel", "sliced_send", "states_of", "undo", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -46,9 +46,9 @@ def _gather_at_use(p: Program, name: str) -> Program:
             p, m, f"shard_state {name}", f"a slice of {name}, or a gather that makes its next value, to say how it is sharded", "neither"
         )
     axis = cuts[0].attr("axis")
-    cut = rules.cut_of(cuts[0].layout if cuts[0].op is comm.slice_ else cuts[0].args[0].layout, axis)
+    cut = rules.shard_of(cuts[0].layout if cuts[0].op is comm.slice_ else cuts[0].args[0].layout, axis)
     assert cut is not None
-    return _cancel_pairs(apply_rule(p, rules.cut_whole(m, axis, cut.dim, cut.within), [m], f"cut {name}"), _PAIRS[:1])
+    return _cancel_pairs(apply_rule(p, rules.shard_replicated(m, axis, cut.dim, cut.within), [m], f"cut {name}"), _PAIRS[:1])
 
 
 def _next_value(p: Program, name: str) -> list[Node]:

@@ -58,7 +58,7 @@ def merge(p: Program, *places: Place) -> Program:
 
     Valid when none of them waits for another.
     """
-    nodes = _alike(p, places, "merge", MERGEABLE)
+    nodes = _same_attributes(p, places, "merge", MERGEABLE)
     return apply_rule(p, rules.merge_all(nodes), nodes, f"merge {', '.join(name_in(p, n) for n in nodes)}")
 
 
@@ -67,7 +67,7 @@ def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
 
     all_reduce(x), all_reduce(y)   ->   pieces of all_reduce(concat(x, y))
     """
-    nodes = _alike(p, places, "bucket", (comm.all_reduce,))
+    nodes = _same_attributes(p, places, "bucket", (comm.all_reduce,))
     groups = [group for group in by_size(nodes, max_bytes) if len(group) > 1]
     if not groups:
         raise refuse(
@@ -105,7 +105,7 @@ def by_size(nodes: Sequence[Node], max_bytes: int | None, first: int | None = No
     return groups
 
 
-def _alike(p: Program, places: Sequence[Place], verb: str, ops: Sequence[Any]) -> list[Node]:
+def _same_attributes(p: Program, places: Sequence[Place], verb: str, ops: Sequence[Any]) -> list[Node]:
     nodes = [expect(p, x, verb, *ops) for x in places]
     if len(set(nodes)) < 2:
         raise InvalidTransform(f"{verb} of {len(set(nodes))} collective", needed="two or more", found=str(len(set(nodes))))

@@ -48,7 +48,7 @@ def _rooted(m: Maker) -> Any:
 
 
 @makes("slice", "all_gather", "all_to_all")
-def _cut_and_gather(m: Maker) -> Any:
+def _shard_and_gather(m: Maker) -> Any:
     x, axis = _with_place(m, type(R), 1)
     part = m.make(lambda: comm.slice_(x, axis=axis, dim=m.dim(x)))
     if m.rng.random() < 0.4 and x.ndim > 1:

@@ -18,7 +18,7 @@ from weft.core.errors import NotDifferentiable, WeftError
 from weft.core.program import Program
 from weft.testing.groups import check_groups
 from weft.testing.programs import Sample, random_program
-from weft.testing.same import MeaningChanged, check_form, check_values, close
+from weft.testing.same import MeaningChanged, check_statically, check_values, close
 from weft.testing.schedules import Step, propose
 
 Tensors = dict[str, torch.Tensor]
@@ -119,7 +119,7 @@ def one_program(tally: Tally, seed: int, index: int, focus: Focus = EVERYTHING) 
             trail = _one_step(trail, rng, focus, tally)
         tally.programs += 1
         tally.ops.update({n.op.name for p in (trail.sample.program, trail.last) for n in p.nodes})
-        judge(trail, index, focus, tally)
+        check_trail(trail, index, focus, tally)
     except Exception as e:  # whatever it is, it is a finding
         tally.scripts.append(script(trail, e, name))
 
@@ -145,9 +145,9 @@ def _one_step(trail: Trail, rng: random.Random, focus: Focus, tally: Tally) -> T
 # -- the judgement -----------------------------------------------------------------------------------------------------------------
 
 
-def judge(trail: Trail, index: int, focus: Focus, tally: Tally) -> None:
+def check_trail(trail: Trail, index: int, focus: Focus, tally: Tally) -> None:
     before, after, inputs = trail.sample.program, trail.last, trail.sample.inputs()
-    check_form(before, after)
+    check_statically(before, after)
     check_values(interp.run_global(before, inputs), after, inputs)
     check_groups(after, inputs)
     if index % EVERY_FIELD == 0:
@@ -215,7 +215,7 @@ def torch_gradient(p: Program, inputs: Tensors, wrt: Sequence[str], cts: Tensors
 
 def check_all(before: Program, after: Program, inputs: Tensors) -> None:
     """Everything a run may check of two programs."""
-    check_form(before, after)
+    check_statically(before, after)
     check_values(interp.run_global(before, inputs), after, inputs)
     check_groups(after, inputs)
     check_exact(before, after)

@@ -20,7 +20,7 @@ def layouts(mesh: Mesh, shape: Sequence[int], *, held: bool = True, inner: bool 
         cut = {axis: d for axis, d in zip(mesh.axes, choice, strict=True) if d >= 0}
         free = [axis for axis in mesh.axes if axis not in cut]
         for dims in itertools.product(*(_dims(mesh, n, _of(cut, d), inner) for d, n in enumerate(shape))):
-            found.update(dict.fromkeys(_held(Layout(mesh, dims), free, held)))
+            found.update(dict.fromkeys(_placements(Layout(mesh, dims), free, held)))
     return list(found)
 
 
@@ -47,7 +47,7 @@ def factorizations(size: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in factorizations(size // first))
 
 
-def _held(layout: Layout, free: Sequence[str], held: bool) -> Iterator[Layout]:
+def _placements(layout: Layout, free: Sequence[str], held: bool) -> Iterator[Layout]:
     choices = [list(_places(layout.mesh.sizes[axis])) if held else [R] for axis in free]
     for places in itertools.product(*choices):
         try:

@@ -213,7 +213,7 @@ def _least(x: torch.Tensor) -> float:
 # -- where rounding could decide ---------------------------------------------------------------------------------------------------
 
 
-def _apart(*xs: torch.Tensor) -> torch.Tensor:
+def _disjoint(*xs: torch.Tensor) -> torch.Tensor:
     return (xs[0].double() - xs[1].double()).abs()
 
 
@@ -245,7 +245,7 @@ def _floats(test: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 # How far each op's operands are from where its result jumps, bends, or stops to exist.
 DISTANCE: Mapping[str, Callable[..., torch.Tensor]] = {
-    **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne", "maximum", "minimum"), _floats(_apart)),
+    **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne", "maximum", "minimum"), _floats(_disjoint)),
     **dict.fromkeys(("amax", "amin", "sort", "topk", "argmax"), _floats(_gaps)),
     **dict.fromkeys(("relu", "abs", "sign"), lambda x: x.abs()),
     **dict.fromkeys(("log", "sqrt", "rsqrt", "pow"), _above(0.02)),

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.core.node import Node, op_named
-from weft.ops.comm import settle
-from weft.ops.fill import arange, cuts_of, full, scale_gradient
+from weft.ops.comm import all_reduce_partials
+from weft.ops.fill import arange, full, scale_gradient, shardings_of
 from weft.ops.linalg import einsum
 from weft.ops.pointwise import UNARY, clamp, dropout, keep_where, pow_, where
 from weft.ops.reduce import logsumexp, mean, squares_about, var_mean
@@ -36,7 +36,7 @@ def makes(*names: str) -> Callable[[Grow], Grow]:
 # -- elementwise -----------------------------------------------------------------------------------------------------------------
 
 
-def _beside(m: Maker, x: Node) -> Any:
+def _other_operand(m: Maker, x: Node) -> Any:
     """Another operand: the same, stretched over x, or a number."""
     what = m.rng.random()
     if what < 0.15:
@@ -48,7 +48,7 @@ def _beside(m: Maker, x: Node) -> Any:
 def _binary(name: str) -> Grow:
     def grow(m: Maker) -> Any:
         op, x = op_named(name), m.some()
-        y = m.positive(x.shape) if name == "div" and m.rng.random() < 0.7 else _beside(m, x)
+        y = m.positive(x.shape) if name == "div" and m.rng.random() < 0.7 else _other_operand(m, x)
         if not isinstance(y, Node):
             turned = m.rng.random() < 0.5 and name != "div"
             return m.emit(lambda a: op(y, a) if turned else op(a, y), x)
@@ -200,14 +200,14 @@ def _together(m: Maker) -> Any:
 @makes("full")
 def _full(m: Maker) -> Any:
     like = m.some()
-    return m.make(lambda: full(like.shape, m.rng.choice((0.5, -1.0)), m.mesh, "f64", cuts_of(like)))
+    return m.make(lambda: full(like.shape, m.rng.choice((0.5, -1.0)), m.mesh, "f64", shardings_of(like)))
 
 
 @makes("arange")
 def _arange(m: Maker) -> Any:
     like = m.some(1, 1)
     start, step, dtype = m.rng.randint(0, 3), m.rng.choice((1, 2)), m.rng.choice(("i64", "f64"))
-    return m.make(lambda: arange(like.shape[0], m.mesh, start=start, step=step, dtype=dtype, cuts=cuts_of(like)))
+    return m.make(lambda: arange(like.shape[0], m.mesh, start=start, step=step, dtype=dtype, cuts=shardings_of(like)))
 
 
 @makes("input")
@@ -227,7 +227,7 @@ def _const(m: Maker) -> Any:
 def _reduce_whole(m: Maker) -> Any:
     x = m.some(1)
     d, keep = m.dim(x), m.rng.random() < 0.5
-    ways = [lambda v: squares_about(v, settle(mean(v, d, True)), dims=(d,), keepdim=keep), lambda v: logsumexp(v, dims=(d,), keepdim=keep)]
+    ways = [lambda v: squares_about(v, all_reduce_partials(mean(v, d, True)), dims=(d,), keepdim=keep), lambda v: logsumexp(v, dims=(d,), keepdim=keep)]
     ways += [lambda v: var_mean(v, less=1, dims=(d,), keepdim=keep)] if x.shape[d] > 1 else []
     return m.emit(m.rng.choice(ways), x)
 

@@ -29,11 +29,11 @@ def assert_same_meaning(
 ) -> None:
     """`after`, run rank by rank, gives what `before` means globally; its types, text and handles are in order."""
     given = inputs if inputs is not None else draw_inputs(before, seed)
-    check_form(before, after)
+    check_statically(before, after)
     check_values(interp.run_global(before, given), after, given, tolerance)
 
 
-def check_form(before: Program, after: Program) -> None:
+def check_statically(before: Program, after: Program) -> None:
     """Everything that can be seen without running."""
     try:
         validate(after)

@@ -113,7 +113,7 @@ def _drop_dead(s: Scene) -> Step | None:
     return Step("drop_dead", tuple(out))
 
 
-def _alike(s: Scene, *ops: str) -> list[Node]:
+def _same_collectives(s: Scene, *ops: str) -> list[Node]:
     """Some collectives with the same attributes, as far as there are."""
     first = s.one(*ops)
     same = [n for n in s.all(*ops) if first is not None and (n.op, n.attrs) == (first.op, first.attrs)]
@@ -121,12 +121,12 @@ def _alike(s: Scene, *ops: str) -> list[Node]:
 
 
 def _merge(s: Scene) -> Step | None:
-    nodes = _alike(s, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
+    nodes = _same_collectives(s, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
     return s.step("merge", *nodes) if nodes else None
 
 
 def _bucket(s: Scene) -> Step | None:
-    nodes = _alike(s, "all_reduce")
+    nodes = _same_collectives(s, "all_reduce")
     return s.step("bucket", *nodes, **({"max_bytes": 96} if s.rng.random() < 0.2 else {})) if nodes else None
 
 

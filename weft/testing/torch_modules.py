@@ -115,7 +115,7 @@ def by_torch(case: Case, touch: str = "{}") -> dict[str, Tensor]:
     return {"loss": loss.detach(), **{n: x.detach().clone() for n, x in held.items()}}
 
 
-def judge(case: Case) -> Verdict:
+def check_module(case: Case) -> Verdict:
     """What is first found to be other than torch's, or equal."""
     want = by_torch(case)
     plan, refused = "capture", 0
@@ -221,7 +221,7 @@ def fuzz(programs: int, seed: int, *, tell: Callable[[int], None] | None = None,
     for index in range(programs):
         name = f"weft torch {seed} {index}"
         case = random_case(name)
-        found = judge(case)
+        found = check_module(case)
         tally.counts[found.status] += 1
         tally.plans += len(case.plans) if found.status == "equal" else 0
         tally.plans_refused += found.plans_refused
@@ -262,7 +262,7 @@ def shrunk(case: Case, found: Verdict) -> tuple[Case, Verdict]:
         smaller = False
         for other in _smaller(case):
             left -= 1
-            verdict = _judged(other)
+            verdict = _first_difference(other)
             if verdict is not None and (verdict.status, verdict.plan) == (found.status, found.plan):
                 case, found, smaller = other, verdict, True
                 break
@@ -271,9 +271,9 @@ def shrunk(case: Case, found: Verdict) -> tuple[Case, Verdict]:
     return case, found
 
 
-def _judged(case: Case) -> Verdict | None:
+def _first_difference(case: Case) -> Verdict | None:
     try:
-        return judge(case)
+        return check_module(case)
     except Exception:  # torch refuses what is left
         return None
 
@@ -324,7 +324,7 @@ def run_script(model: Callable[[], nn.Module], batch: Callable[[], dict[str, Ten
             made = model()
             return made, batch(), eval(f"torch.optim.{optimizer}", {"torch": torch, "params": list(made.parameters())})
 
-    verdict = judge(Given(Module(), optimizer, tuple(plans)))
+    verdict = check_module(Given(Module(), optimizer, tuple(plans)))
     if verdict.status != "equal":
         raise WeftError(f"{verdict.status} under {verdict.plan or 'every plan'}", found=verdict.words)
 

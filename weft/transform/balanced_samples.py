@@ -17,7 +17,7 @@ from weft.ops.rounds import HANDS, rounds, rounds_backward
 from weft.plan.place import remake
 
 
-def dealt(p: Program) -> Program:
+def balance_samples(p: Program) -> Program:
     """The placed program with the samples of dynamic models dealt to the ranks; one without such models is itself."""
     if not any(n.op is rounds for n in p.nodes):
         return p

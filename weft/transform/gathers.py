@@ -18,7 +18,7 @@ from weft.plan.roles import Roles
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _GatheredParameter:
     """A gathered parameter: what is made of it alone from the gather on, and who reads that in the backward pass, the first first."""
 
     nodes: tuple[Node, ...]
@@ -26,17 +26,17 @@ class _Whole:
     size: int
 
 
-def gathered_again(p: Program, axis: str) -> Program:
+def gather_for_backward(p: Program, axis: str) -> Program:
     """The program with parameters that both passes read in full gathered along an axis for each of them. What the backward pass begins with is
     kept: it would be gathered again at once."""
     roles, number = Roles(p), {n: i for i, n in enumerate(p.nodes)}
-    every = (_whole(p, roles, axis, source, number) for source in p.inputs_for(Role.PARAMETER).values())
+    every = (_gathered_parameter(p, roles, axis, source, number) for source in p.inputs_for(Role.PARAMETER).values())
     found = sorted((w for w in every if w is not None), key=lambda w: number[w.readers[0]])
     starts = _starts(found, number, roles.forward)
     return _remade(p, [(found[k], start) for k, start in starts.items()]) if starts else p
 
 
-def _whole(p: Program, roles: Roles, axis: str, source: Node, number: Mapping[Node, int]) -> _Whole | None:
+def _gathered_parameter(p: Program, roles: Roles, axis: str, source: Node, number: Mapping[Node, int]) -> _GatheredParameter | None:
     """What is gathered of a parameter, where both passes read it."""
     alone, whole = [source], dict[Node, None]()
     for n in alone:
@@ -46,10 +46,10 @@ def _whole(p: Program, roles: Roles, axis: str, source: Node, number: Mapping[No
     readers = {u for n in whole for u in p.users[n] if u not in whole and u not in roles.after}
     back = sorted(readers - roles.forward, key=number.__getitem__)
     size = sum(nbytes(n.type) for n in whole if n.op.name == "all_gather")
-    return _Whole(tuple(whole), tuple(back), size) if 0 < len(back) < len(readers) else None
+    return _GatheredParameter(tuple(whole), tuple(back), size) if 0 < len(back) < len(readers) else None
 
 
-def _starts(found: Sequence[_Whole], number: Mapping[Node, int], forward: set[Node]) -> dict[int, Node]:
+def _starts(found: Sequence[_GatheredParameter], number: Mapping[Node, int], forward: set[Node]) -> dict[int, Node]:
     """The value that each gather waits for: what the reader of an earlier one computes with. None for those before which nothing is read."""
     starts: dict[int, Node] = {}
     for k, whole in enumerate(found):
@@ -64,7 +64,7 @@ def _starts(found: Sequence[_Whole], number: Mapping[Node, int], forward: set[No
     return starts
 
 
-def _remade(p: Program, some: Sequence[tuple[_Whole, Node]]) -> Program:
+def _remade(p: Program, some: Sequence[tuple[_GatheredParameter, Node]]) -> Program:
     start = {n: start for w, start in some for n in w.nodes}
     readers = {n for w, _ in some for n in w.readers}
     made, second = dict[Node, Node](), dict[tuple[Node, Node], Node]()

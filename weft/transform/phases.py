@@ -16,13 +16,13 @@ def in_turn(p: Program, groups: Sequence[Sequence[str]], afresh: Sequence[Role])
 
     A value made only of inputs of the roles `afresh`, such as a gathered weight, is made again rather than kept.
     """
-    turn = _turns(p, groups)
+    turn = _phase_of(p, groups)
     cheap = _made_of(p, afresh)
     kept = _kept(p, groups, turn, cheap)
     return [_one(p, k, group, turn, kept) for k, group in enumerate(groups)]
 
 
-def _turns(p: Program, groups: Sequence[Sequence[str]]) -> dict[Node, int]:
+def _phase_of(p: Program, groups: Sequence[Sequence[str]]) -> dict[Node, int]:
     """The first turn that needs a node; the items of a tuple are taken where it is made."""
     turn: dict[Node, int] = {}
     for k, group in enumerate(groups):

@@ -38,15 +38,15 @@ class PlacedStage:
 
     number: int
     rank: int
-    turns: tuple[Program, ...]
+    phases: tuple[Program, ...]
     types: Mapping[str, Type]  # of what passes its borders, either way
-    whole: tuple[Program, Program]  # all turns as one program, as it was for one device and as it is placed
+    unsplit: tuple[Program, Program]  # all turns as one program, as it was for one device and as it is placed
 
     def gives(self, turn: int, kind: str) -> list[str]:
-        return [n for n in self.turns[turn].output_names if n.startswith(kind)]
+        return [n for n in self.phases[turn].output_names if n.startswith(kind)]
 
     def inputs(self) -> set[str]:
-        return {n for p in self.turns for n in p.input_names if not n.startswith("kept.")}
+        return {n for p in self.phases for n in p.input_names if not n.startswith("kept.")}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PlacedPipeline:
 
     @property
     def text(self) -> str:
-        return "\n".join([p.text for s in self.stages for p in s.turns] + [self.update.text])
+        return "\n".join([p.text for s in self.stages for p in s.phases] + [self.update.text])
 
 
 def place_pipeline(
@@ -144,13 +144,13 @@ def place_stage(stage: Stage, named: Spec, held: Held, options: PlacingOptions, 
     wants |= {n: {**laid[_act(n)].way.placements, **here} for n in stage.step.output_names if _passes(n)}
     wants |= {n: {**held[n], **here} for n in stage.gives("d.param.") if n in held}
     program = place(stage.step, named.mesh, inputs, options, outputs=wants, arrivals=arrive)
-    _require_apart(program, stage, named)
+    _require_no_pp_collective(program, stage, named)
     passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
     turns = tuple(in_turn(program, _groups(stage, named), (Role.PARAMETER, Role.CONSTANT)))
     return PlacedStage(stage.number, rank, turns, dict(passing), (stage.step, program))
 
 
-def _require_apart(program: Program, stage: Stage, named: Spec) -> None:
+def _require_no_pp_collective(program: Program, stage: Stage, named: Spec) -> None:
     """A stage is run by its own rank of the pipeline alone, at a time of its own: a collective along `pp` inside it would wait for ever."""
     meets = [n for n in program.nodes if n.op.kind is Kind.COMM and n.attr("axis") == "pp" and n.op.wire(named.pp)]
     if meets:
@@ -200,11 +200,11 @@ def border(type_: Type, here: Placements) -> _Border:
     way = home
     for axis in home.mesh.axes:
         if axis not in here and home.mesh.size(axis) > 1 and not isinstance(home.placement(axis), S):
-            way = _cut_evenly(way, axis)
+            way = _shards_evenly(way, axis)
     return _Border(home, way)
 
 
-def _cut_evenly(layout: Layout, axis: str) -> Layout:
+def _shards_evenly(layout: Layout, axis: str) -> Layout:
     dims = sorted(range(layout.rank), key=lambda d: (any(a.cut for a in layout.dims[d]), d != layout.rank - 2, d))
     for d in dims:
         try:
@@ -224,7 +224,7 @@ def _terms(placed: Sequence[PlacedStage], named: Spec) -> tuple[dict[str, list[s
     sources: dict[str, list[str]] = {}
     given: dict[str, Placements] = {}
     for stage in placed:
-        for p in stage.turns:
+        for p in stage.phases:
             for name, node in p.outputs:
                 if name.startswith("d.param."):
                     sources.setdefault(name.removeprefix("d."), []).append(f"{name}.{stage.number}")

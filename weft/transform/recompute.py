@@ -85,13 +85,13 @@ def recompute(
     which then need not wait with all they read. What is kept comes back from the host with `offload`: of `inputs` those of
     the regions that are recomputed; of `all` nothing is recomputed, and all that the backward pass reads was kept.
     """
-    made = {"": _Again, "inputs": _Fetched, "all": _Kept}[offload](p, again, forward, gradients, before).made()
+    made = {"": _Recomputed, "inputs": _Fetched, "all": _Kept}[offload](p, again, forward, gradients, before).made()
     everything = remade([n for _, n in p.outputs], made)
     new = p.with_outputs([(name, everything[n]) for name, n in p.outputs], "recompute")
     return replace(new, lines={everything[n]: line for n, line in p.lines.items() if n in everything}), everything
 
 
-class _Again:
+class _Recomputed:
     def __init__(self, p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool) -> None:
         self.ahead = set(toposort(p.output_names[name] for name in forward))
         at = {n: i for i, n in enumerate(p.nodes)}
@@ -152,22 +152,22 @@ class _Again:
     def _read(self, a: Node, level: float) -> Node:
         """What a node of the backward pass reads, by the region it belongs to."""
         if a in self.inside:
-            return self._run_again(self.inside[a])[a]
+            return self._recompute(self.inside[a])[a]
         return self._made.get(a, a)
 
-    def _run_again(self, i: int) -> dict[Node, Node]:
+    def _recompute(self, i: int) -> dict[Node, Node]:
         if i not in self._second:
             nodes = self._needed(i)
             inner = set(nodes)
             outer = dict.fromkeys(a for n in nodes for a in n.args if a not in inner and _is_value(a))
             outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.name == "input")
-            second = self._there_again(i, list(outer))
+            second = self._remade_inputs(i, list(outer))
             for n in nodes:
                 second[n] = make(n.op, tuple(second.get(a, a) for a in n.args), dict(n.attrs))
             self._second[i] = second
         return self._second[i]
 
-    def _there_again(self, i: int, outer: Sequence[Node]) -> dict[Node, Node]:
+    def _remade_inputs(self, i: int, outer: Sequence[Node]) -> dict[Node, Node]:
         """What a region reads, as other nodes of the same values, there once its backward pass may start."""
         return dict(zip(outer, self._after(outer, i), strict=True))
 
@@ -203,7 +203,7 @@ class _Again:
         return [n for n in self.regions[i] if n in needed]
 
 
-class _Fetched(_Again):
+class _Fetched(_Recomputed):
     """What one region alone reads of those before it is kept by the host, and comes back while the region after it is recomputed."""
 
     def __init__(self, *given: Any) -> None:
@@ -220,17 +220,17 @@ class _Fetched(_Again):
 
     def _read(self, a: Node, level: float) -> Node:
         mine = level < math.inf and self.host.get(a) == level and a not in self.inside
-        return self._run_again(int(level))[a] if mine else super()._read(a, level)
+        return self._recompute(int(level))[a] if mine else super()._read(a, level)
 
-    def _there_again(self, i: int, outer: Sequence[Node]) -> dict[Node, Node]:
+    def _remade_inputs(self, i: int, outer: Sequence[Node]) -> dict[Node, Node]:
         kept = [a for a in outer if self.host.get(a) == i]
-        return super()._there_again(i, [a for a in outer if a not in kept]) | dict(zip(kept, self._from_host(i, kept), strict=True))
+        return super()._remade_inputs(i, [a for a in outer if a not in kept]) | dict(zip(kept, self._from_host(i, kept), strict=True))
 
 
-class _Kept(_Again):
+class _Kept(_Recomputed):
     """What the backward pass reads of a region goes to the host, and comes back while the region after it is at work."""
 
-    def _run_again(self, i: int) -> dict[Node, Node]:
+    def _recompute(self, i: int) -> dict[Node, Node]:
         if i not in self._second:
             read = self._read_of(i)
             kept = [a for a in dict.fromkeys(map(_viewed, read)) if len(a.types) == 1 and a.ndim and a.op.name != "input" and self.inside.get(a) == i]

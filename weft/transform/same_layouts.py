@@ -24,7 +24,7 @@ Groups = dict[tuple[Op, tuple[Node, ...]], list[Node]]
 
 
 @dataclass(frozen=True)
-class Carried:
+class Relaid:
     """A step as it is laid out, those of its nodes that had no pair, and those inputs and nodes of the plan's forward pass that had none."""
 
     program: Program
@@ -32,10 +32,10 @@ class Carried:
     lost: tuple[Node, ...] = ()
 
 
-def carried(placed: Program, step: Program, options: PlacingOptions | None = None) -> Carried:
+def with_same_layouts(placed: Program, step: Program, options: PlacingOptions | None = None) -> Relaid:
     """The step laid out as the placed program is, and placed around that where the program has no such nodes."""
     meant = _meant(placed, step)
-    made = _made_again(placed, meant)
+    made = _remade(placed, meant)
     held = {n.attr("name"): _places(made[n]) for n in placed.inputs if n in made}
     seeds = {meant[n]: new for n, new in made.items() if n.op.name != "input" and meant[n].op.name != "input"}
     around = place(step, placed.mesh, held, options, made=seeds)
@@ -44,7 +44,7 @@ def carried(placed: Program, step: Program, options: PlacingOptions | None = Non
     program = new_program(step.name, placed.mesh, around.inputs, outputs, state=step.state, lines=around.lines)
     ahead = placed.needs(placed.output_names["loss"]) if "loss" in placed.output_names else set[Node]()
     lost = [n for n in placed.nodes if n not in made and (n in ahead or n.attr("name") in step.input_names)]
-    return Carried(program, tuple(n for n in step.nodes if n.args and n not in seeds), tuple(lost))
+    return Relaid(program, tuple(n for n in step.nodes if n.args and n not in seeds), tuple(lost))
 
 
 def _places(node: Node) -> dict[str, Placement]:
@@ -95,7 +95,7 @@ def _attrs(n: Node, *aside: str) -> tuple[tuple[str, object], ...]:
 # -- nodes made again ------------------------------------------------------------------------------------------------------------------
 
 
-def _made_again(placed: Program, meant: Mapping[Node, Node]) -> dict[Node, Node]:
+def _remade(placed: Program, meant: Mapping[Node, Node]) -> dict[Node, Node]:
     """Nodes with a pair, as far as the step's sizes can be sharded so."""
     made: dict[Node, Node] = {}
     for n in placed.nodes:

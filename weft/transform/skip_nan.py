@@ -11,10 +11,10 @@ from weft.ops.pointwise import isfinite, logical_and, where
 
 def guarded(captured: Captured) -> Captured:
     """The step that leaves all state as it was where the loss, or the norm of the gradient, is NaN or Inf."""
-    return replace(captured, program=guard(captured.program))
+    return replace(captured, program=skip_nan(captured.program))
 
 
-def guard(p: Program) -> Program:
+def skip_nan(p: Program) -> Program:
     """The same of its program, or of that as it is placed."""
     ok = isfinite(p.output_names["loss"])
     if "grad_norm" in p.output_names:

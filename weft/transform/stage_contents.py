@@ -23,19 +23,19 @@ HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 
 
 @dataclass
-class FoundPieces:
+class FoundStages:
     """Where a step is split and what is recomputed, None where that is left open; what of the plan is not followed, and why."""
 
     cuts: tuple[Cut, ...] | None = None
-    again: tuple[Region, ...] | None = None
+    recomputed: tuple[Region, ...] | None = None
     told: list[str] = field(default_factory=list)
 
 
-class Pieces(Protocol):
-    def find(self, captured: Captured) -> FoundPieces: ...
+class StageContents(Protocol):
+    def find(self, captured: Captured) -> FoundStages: ...
 
 
-def pieces_of(spec: Spec) -> Pieces | None:
+def stage_contents_of(spec: Spec) -> StageContents | None:
     """The pieces of a plan; None where it leaves balance and recompute to its words."""
     if spec.cuts:
         return Modules(spec.cuts)
@@ -51,17 +51,17 @@ class Counted:
 
     stages: tuple[tuple[Piece, ...], ...]
 
-    def find(self, captured: Captured) -> FoundPieces:
+    def find(self, captured: Captured) -> FoundStages:
         layers = Layers(captured)
         stages = self._in_blocks(layers) or self.stages
         depth = sum(n * HALVES[name][1] for stage in stages for name, _, n in stage if name in HALVES) // 2
         if depth != layers.count:
             lost = ["where its stages are split"] * (len(stages) > 1) + ["what it recomputes"] * self._mixed
             why = f"it has {depth} layers and this model {layers.count} blocks that repeat"
-            return FoundPieces(told=[f"{' and '.join(lost)}: {why}"] if lost else [])
-        found = FoundPieces()
+            return FoundStages(told=[f"{' and '.join(lost)}: {why}"] if lost else [])
+        found = FoundStages()
         found.cuts = self._cuts(stages, layers, found.told)
-        found.again = tuple(self._again(stages, layers, found.told))
+        found.recomputed = tuple(self._again(stages, layers, found.told))
         return found
 
     def _in_blocks(self, layers: Layers) -> tuple[tuple[Piece, ...], ...]:
@@ -92,7 +92,7 @@ class Counted:
         """The ends of all stages but the last; none where one of them is no place to split."""
         ends = itertools.accumulate(sum(n * HALVES[name][1] for name, _, n in stage if name in HALVES) for stage in stages[:-1])
         cuts = [(at, layers.end(at)) for at in ends]
-        told += [f"where stage {g} of it ends: {_said(at)} no value passes alone" for g, (at, cut) in enumerate(cuts, 1) if not cut]
+        told += [f"where stage {g} of it ends: {_describe_halves(at)} no value passes alone" for g, (at, cut) in enumerate(cuts, 1) if not cut]
         return tuple(cut for _, cut in cuts if cut) if all(cut for _, cut in cuts) else None
 
     def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> Iterator[Region]:
@@ -112,7 +112,7 @@ class Counted:
         ]
 
 
-def _said(halves: int) -> str:
+def _describe_halves(halves: int) -> str:
     if halves == 0:
         return "before the first layer"
     return f"inside layer {halves // 2 + 1}" if halves % 2 else f"after layer {halves // 2}"
@@ -138,7 +138,7 @@ class Modules:
 
     paths: tuple[str, ...]
 
-    def find(self, captured: Captured) -> FoundPieces:
+    def find(self, captured: Captured) -> FoundStages:
         forward = Forward(captured)
         layers = Layers(captured) if forward.repeats else None
         halves = (layers.end(h) for h in range(2 * layers.count)) if layers is not None else ()
@@ -148,7 +148,7 @@ class Modules:
         cuts = [_before(path, forward, reads, ordered) for path in self.paths]
         lost = [path for path, cut in zip(self.paths, cuts, strict=True) if cut is None]
         told = [f"a stage begins with {path}: no value passes alone right before it" for path in lost]
-        return FoundPieces(told=told) if told else FoundPieces(tuple(cut for cut in cuts if cut))
+        return FoundStages(told=told) if told else FoundStages(tuple(cut for cut in cuts if cut))
 
 
 def _weights_read(forward: Forward) -> dict[Node, set[str]]:

@@ -14,7 +14,7 @@ from weft.tune.measure import Measured, measure
 from weft.tune.store import Store
 
 
-def tune_product(
+def tune_matmul(
     run: Callable[[Any], object],
     ways: Sequence[Any],
     key: Sequence[str],

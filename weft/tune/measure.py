@@ -97,18 +97,18 @@ def _rounds(calls: Mapping[str, Call], rounds: int, group: dist.ProcessGroup | N
         call()
     for turn in range(rounds):
         for k, call in enumerate(calls.values()):
-            _settle(device)
+            _synchronize(device)
             if dist.is_initialized():
                 dist.barrier(group)
             start = time.perf_counter()
             call()
-            _settle(device)
+            _synchronize(device)
             took[k, turn] = time.perf_counter() - start
     if dist.is_initialized():
         dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
     return took
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize()

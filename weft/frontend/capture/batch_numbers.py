@@ -15,20 +15,20 @@ from weft.core.node import Node, toposort
 
 
 @dataclass
-class Asked:
+class BatchNumber:
     """A number that the batch alone decides and Python asked for: the trace serves batches that give the same."""
 
     node: Node
-    held: dict[Node, Tensor]  # constants it reads
+    constant_values: dict[Node, Tensor]  # constants it reads
     words: str
     value: Any = None
 
     def of(self, batch: Mapping[str, Tensor]) -> Any:
-        found = dict(self.held)
+        found = dict(self.constant_values)
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             for n in toposort([self.node]):
                 if n not in found:
-                    found[n] = _whole(n, batch) if n.op.name == "input" else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
+                    found[n] = _full_value(n, batch) if n.op.name == "input" else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
             return found[self.node].item()
 
     def holds(self, batch: Mapping[str, Tensor]) -> bool:
@@ -36,7 +36,7 @@ class Asked:
         return bool(now == self.value or (now != now and self.value != self.value))
 
 
-def _whole(n: Node, batch: Mapping[str, Tensor]) -> Tensor:
+def _full_value(n: Node, batch: Mapping[str, Tensor]) -> Tensor:
     x = batch[n.attr("name")]
     if tuple(x.shape) != n.shape:
         raise RuntimeFault(

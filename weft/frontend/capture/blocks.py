@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weft.core.node import Node, make, toposort
-from weft.frontend.capture.caches import CacheWanted, close, is_cache, opened
+from weft.frontend.capture.caches import CacheNeeded, close, is_cache, opened
 from weft.frontend.capture.calls import Calls, ModuleCall, autocast_dtype
 from weft.frontend.capture.complexes import any_complex
 from weft.frontend.capture.constants import through
@@ -127,7 +127,7 @@ class Blocks:
             template = self._known(key, plain, module, leaves, given, spec)
         if template is None:
             return self.calls.note(module, leaves, spec, lambda: plain(module, *args, **kwargs))
-        return self.calls.note(module, given, spec, lambda: self._again(key, template, module, given))
+        return self.calls.note(module, given, spec, lambda: self._replay(key, template, module, given))
 
     def _known(self, key: Any, plain: Any, module: nn.Module, leaves: list[Any], given: list[Any], spec: Any) -> Template | None:
         """What was traced of a module like this, or is now."""
@@ -145,7 +145,7 @@ class Blocks:
             _, layers = self.cached.setdefault(id(cache), (cache, set()))
             own = {value for (_, name), value in attributes(module).items() if name == "layer_idx"} | {module}
             if own & layers:
-                raise CacheWanted("a layer is called twice")
+                raise CacheNeeded("a layer is called twice")
             layers |= own
             close(cache)
 
@@ -180,7 +180,7 @@ class Blocks:
             finally:
                 self.cacheless = True
             if again is None or not template.same(again):
-                raise CacheWanted("a layer computes something else with it")
+                raise CacheNeeded("a layer computes something else with it")
         return template
 
     def _traced(self, plain: Any, module: nn.Module, leaves: list[Any], spec: Any) -> Template | None:
@@ -194,7 +194,7 @@ class Blocks:
         args, kwargs = tree_unflatten(stand_ins, spec)
         self.depth += 1
         try:
-            with _swapped(own, inner, module), watched(module, self._differing(module)) as read, self.calls.apart() as inside:
+            with _swapped(own, inner, module), watched(module, self._differing(module)) as read, self.calls.separately() as inside:
                 result = plain(module, *args, **kwargs)
                 kept = [id(t) for _, _, t in tensors_of(module)] == [id(inner[id(t)]) for _, _, t in own]
         finally:
@@ -239,7 +239,7 @@ class Blocks:
 
     # -- the same again ------------------------------------------------------------------------------------------------
 
-    def _again(self, key: Any, template: Template, module: nn.Module, leaves: list[Any]) -> Any:
+    def _replay(self, key: Any, template: Template, module: nn.Module, leaves: list[Any]) -> Any:
         recorder = self.recorder
         tensors = _slots(leaves, module)
         actual = [recorder.node(t) for t in tensors]
@@ -306,7 +306,7 @@ def _swapped(own: list[tuple[str, str, Tensor]], inner: dict[int, Tensor], modul
 
 
 @contextmanager
-def heard(blocks: Blocks) -> Iterator[None]:
+def intercepted(blocks: Blocks) -> Iterator[None]:
     """Inside, calls of modules go through `blocks`."""
     plain = nn.Module.__call__
 

@@ -1,7 +1,7 @@
 """Empty caches of transformers, which a model that is trained hands from layer to layer though nothing is in them.
 
 A cache would make every layer another one. Where a layer is shown to compute the same without it, isomorphic layers are traced without;
-whoever then looks into the cache is answered by a trace that keeps it (`CacheWanted`).
+whoever then looks into the cache is answered by a trace that keeps it (`CacheNeeded`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class CacheWanted(Exception):
+class CacheNeeded(Exception):
     """A cache that isomorphic layers were traced without is needed after all."""
 
 
@@ -48,7 +48,7 @@ def _closed(kind: type) -> type:
     def look(self: Any, name: str) -> Any:
         if name == "__class__":
             return object.__getattribute__(self, name)
-        raise CacheWanted(name)
+        raise CacheNeeded(name)
 
     made = type(kind.__name__, (kind,), {"__getattribute__": look})
     _CLOSED[made] = kind

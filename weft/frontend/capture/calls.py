@@ -73,7 +73,7 @@ class Calls:
     noted: list[ModuleCall] = field(default_factory=list)
 
     @contextmanager
-    def apart(self) -> Iterator[list[ModuleCall]]:
+    def separately(self) -> Iterator[list[ModuleCall]]:
         """Inside, calls are noted in a list of their own."""
         outer, self.noted = self.noted, []
         try:
@@ -89,7 +89,7 @@ class Calls:
         grad, cast = torch.is_grad_enabled(), autocast_dtype()
         before, given = self._versions([*own.values(), *leaves]), self._nodes(leaves)
         plain = all(self.recorder.ref(t).read().op.name == "input" for t in own.values() if hasattr(t, TAG))  # no one has computed them
-        with self.apart() as inside:
+        with self.separately() as inside:
             result = answer()
         found, nest = tree_flatten(result)
         results, written = self._nodes(found), self._written(module, own, before)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.node import Node, derived, toposort, user_line
-from weft.frontend.capture.batch_numbers import Asked
+from weft.frontend.capture.batch_numbers import BatchNumber
 from weft.frontend.capture.recorder import Recorder, substituted
 
 ROOM = 1 << 24  # elements of a tensor that is computed while tracing
@@ -89,14 +89,14 @@ def number(r: Recorder, node: Node) -> bool | int | float | None:
     return _draw_against_bound(r, node)
 
 
-def asked(r: Recorder, node: Node) -> bool | int | float | None:
+def number_from_batch(r: Recorder, node: Node) -> bool | int | float | None:
     """The Python number that the example's batch makes of a tensor of one element, where the batch alone decides it and is looked at at each call."""
     inputs = [n for n in toposort([node]) if n.op.name == "input"]
     held = {n: r.values[n] for n in inputs if n in r.values}
     drawn_or_large = any("site" in dict(n.attrs) or any(math.prod(t.shape) > ROOM for t in n.types) for n in toposort([node]))
     if r.reads is None or drawn_or_large or any(n not in held and n.attr("name") not in r.batch for n in inputs):
         return None
-    question = Asked(node, held, user_line() or "the batch")
+    question = BatchNumber(node, held, user_line() or "the batch")
     question.value = question.of(r.batch)
     r.reads.asked.append(question)
     return question.value

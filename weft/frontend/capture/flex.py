@@ -21,7 +21,7 @@ MODULE, NAME = "torch.nn.attention.flex_attention", "_heard_by_weft"
 
 
 @contextmanager
-def flex_heard() -> Iterator[None]:
+def flex_intercepted() -> Iterator[None]:
     """Inside, torch's function runs other code: the one below."""
     theirs: Any = sys.modules.get(MODULE)
     if theirs is None:

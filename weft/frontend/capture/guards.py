@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.frontend.capture.batch_numbers import Asked
+from weft.frontend.capture.batch_numbers import BatchNumber
 from weft.frontend.capture.batches import leaves, tensors
 from weft.frontend.capture.places import (
     MISSING,
@@ -86,7 +86,7 @@ class Reads:
         self.read_anew: dict[str, Place] = {}  # inputs of the program that are tensors found at a place
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}  # inputs that are numbers: at a place, or of the batch by name
         self.fixed: list[tuple[Place, int]] = []  # tensors in Python that may not change
-        self.asked: list[Asked] = []
+        self.asked: list[BatchNumber] = []
         self.left: list[Change] = []  # what the trace changed
         self.drew = False  # whether it drew random numbers in Python
         self.shared = True  # isomorphic layers are traced once
@@ -310,7 +310,7 @@ class Reads:
         except ValueError:  # a variable that has no value yet
             return False
 
-    def settle(self, left: list[Change]) -> None:
+    def finish(self, left: list[Change]) -> None:
         """After the trace: find the functions whose variables were read, and what was left changed."""
         values = {(code, n): x for code, held in self._free.items() for n, x in held.items()}
         if self._free:
@@ -427,7 +427,7 @@ class Reads:
         self.fixed = [(p, p.value._version) for p in self.tensors.values()]
         return self
 
-    def held_fast(self) -> list[Change]:
+    def changed_since(self) -> list[Change]:
         """What is another than when it was traced, tensors that Python keeps included."""
         found = [] if self.hold() else self.changes(None)
         moved = [p for p, version in self.fixed if p.now() is not p.value or p.value._version != version]

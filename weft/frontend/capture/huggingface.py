@@ -19,7 +19,7 @@ from weft.core.errors import CaptureError
 from weft.core.node import Node
 from weft.frontend.capture.constants import fixed, through
 from weft.frontend.capture.experts import apply
-from weft.frontend.capture.modes import hear
+from weft.frontend.capture.modes import intercept
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
@@ -110,7 +110,7 @@ def experts(r: Recorder, module: nn.Module, x: Tensor, picks: Tensor, weights: T
     name = "gate_up_proj" if gated else "up_proj"
     biases = [getattr(module, f"{n}_bias") for n in (name, "down_proj")] if getattr(module, "has_bias", False) else []
     how = act, gated, turned, getattr(module, "is_concatenated", True)
-    return hear(r, None, _stored_experts, (x, picks, weights, getattr(module, name), module.down_proj, *how, *biases), {})
+    return intercept(r, None, _stored_experts, (x, picks, weights, getattr(module, name), module.down_proj, *how, *biases), {})
 
 
 def _activation(r: Recorder, module: Any) -> str | None:

@@ -32,12 +32,12 @@ from weft.ops.custom_gradient import with_gradient
 from weft.ops.shape import concat, narrow, reshape
 
 
-class OwnGradient(Exception):
+class CustomGradient(Exception):
     """A model called an autograd function of its own where autograd does not run."""
 
 
 @contextmanager
-def own_gradients(recorder: Recorder) -> Iterator[None]:
+def custom_gradients(recorder: Recorder) -> Iterator[None]:
     """Inside, an autograd function is refused unless autograd runs; checkpointing, which changes no value, is run straight."""
     plain = torch.autograd.Function.__dict__["apply"]
     replayed, around = checkpoint._checkpoint_without_reentrant_generator, torch_modules.BackwardHook
@@ -45,7 +45,7 @@ def own_gradients(recorder: Recorder) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
             return _straight(recorder, args[0], args[2:])
-        if not recorder.joint and not issubclass(cls, _Whole):
+        if not recorder.joint and not issubclass(cls, _JointFunction):
             return _alone(recorder, cls, args) if not kwargs else _decline(cls)
         return plain.__func__(cls, *args, **kwargs)
 
@@ -62,7 +62,7 @@ def own_gradients(recorder: Recorder) -> Iterator[None]:
 
 
 def _decline(cls: Any) -> Any:
-    raise OwnGradient(cls.__name__)
+    raise CustomGradient(cls.__name__)
 
 
 class _Context:
@@ -142,7 +142,7 @@ def _straight(recorder: Recorder, function: Any, args: tuple[Any, ...]) -> Any:
         return function(*args)
 
 
-class _Whole(torch.autograd.Function):
+class _JointFunction(torch.autograd.Function):
     """A computation on nodes as one function of autograd. It is made over placeholders, so no two operands are one."""
 
     @staticmethod
@@ -185,7 +185,7 @@ def enter(recorder: Recorder, handler: Callable[..., Any], args: Any, kwargs: An
         return found
 
     try:
-        out = _Whole.apply(recorder, call, laid, *(leaves[i] for i in where))
+        out = _JointFunction.apply(recorder, call, laid, *(leaves[i] for i in where))
     except _Declined:
         return NotImplemented
     return tree_unflatten(list(out), shape[0])
@@ -208,7 +208,7 @@ class _NotThere(tuple[Any, ...]):
     """The gradients of a module's results, while those of its operands are traced: a hook that reads them needs autograd."""
 
     def __getitem__(self, *_: Any) -> Any:
-        raise OwnGradient("grad_output")
+        raise CustomGradient("grad_output")
 
     __len__ = __iter__ = __bool__ = __getitem__  # type: ignore[assignment]
 
@@ -221,7 +221,7 @@ class _Around:
 
     def setup_input_hook(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.hooks and torch.is_grad_enabled() and not any(isinstance(a, Tensor) and self.recorder.moves(self.recorder.node(a)) for a in args):
-            raise OwnGradient("a hook that is given no gradient of an operand")
+            raise CustomGradient("a hook that is given no gradient of an operand")
         return hooked(self.recorder, args, [functools.partial(hook, self.module) for hook in self.hooks], (_NotThere(),))
 
     def setup_output_hook(self, result: Any) -> Any:
@@ -245,14 +245,14 @@ def hooked(recorder: Recorder, values: tuple[Any, ...], hooks: Sequence[Any], mo
                     given = given if found is None else found if isinstance(found, tuple) else (found,)
             return {i: None if given[i] is None else recorder.ref(given[i]).read() for i in moving}
         except Exception as error:  # autograd may know better, and else says what is wrong
-            raise OwnGradient("a hook") from error
+            raise CustomGradient("a hook") from error
 
     first, out = made(), list(values)
     for i, g in first.items():
         node = recorder.node(values[i])
         others = set(starts.values()) - {starts[i]}
         if g is not None and (g.type != node.type or others & set(toposort([g]))):
-            raise OwnGradient("a hook")
+            raise CustomGradient("a hook")
         if g is not starts[i]:
             out[i] = recorder.wrap(with_gradient("hook", node, [node], starts[i], [g], recorder.next_call(), whole), values[i])
     recorder.step.again.append(lambda: made() == first)
@@ -263,10 +263,10 @@ class Handle:
     """Of a hook that a trace has taken into the program."""
 
     def remove(self) -> None:
-        raise OwnGradient("a hook that is removed")
+        raise CustomGradient("a hook that is removed")
 
 
-def hook_alike(p: Tensor, traced: Tensor) -> None:
+def mirror_hooks(p: Tensor, traced: Tensor) -> None:
     """Let the hooks of a parameter hear what stands for it; torch calls them with its gradient."""
     for hook in (p._backward_hooks or {}).values():
         Tensor.register_hook(traced, hook)
@@ -317,7 +317,7 @@ def refuse_graph(what: str) -> CaptureError:
     )
 
 
-def require_no_held_nodes(model: nn.Module) -> None:
+def require_no_node_hooks(model: nn.Module) -> None:
     """Refuse hooks on the nodes that accumulate gradients, as register_multi_grad_hook puts them there: no trace hears of them."""
     moving = {id(p): n for n, p in model.named_parameters() if p.requires_grad and p.is_leaf and not p.is_meta and not hasattr(p, "to_local")}
     alive = [n for n, p in model.named_parameters() if id(p) in moving and _accumulator_lives(p)]

@@ -27,7 +27,7 @@ from weft.frontend.capture.step import Captured, named_batch
 from weft.ops.custom_gradient import own_gradient, rule_of
 from weft.ops.embed import take
 from weft.ops.fill import arange, full
-from weft.ops.opaque import apart
+from weft.ops.opaque import independent_operands
 from weft.ops.pointwise import add, mul
 from weft.ops.registry import ONE, Equation, arg_sets
 from weft.ops.shape import expand, narrow
@@ -77,7 +77,7 @@ def require_gradients(captured: Captured) -> None:
 # -- the batch -----------------------------------------------------------------------------------------------------------------------
 
 
-def cut_of(batch: Any) -> tuple[int, dict[str, int]]:
+def batch_dims_of(batch: Any) -> tuple[int, dict[str, int]]:
     """How many samples a batch has, and along which dim each of its tensors has them; one that has no such dim is left out.
 
     They are as many as the first dim of every tensor is long or, where these differ, as the one length that all have, or most first dims.
@@ -109,7 +109,7 @@ def require_parts(samples: int, parts: int) -> None:
 
 def micro_batch(batch: Any, k: int, parts: int) -> Any:
     """One of equal parts of a batch, each tensor sharded along its samples; what has none goes to every part."""
-    samples, dims = cut_of(batch)
+    samples, dims = batch_dims_of(batch)
     require_parts(samples, parts)
 
     def cut(name: str, x: Any) -> Any:
@@ -122,7 +122,7 @@ def micro_batch(batch: Any, k: int, parts: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _MicroValue:
     """A value of the full batch as one micro-batch has it: how the axis holds it, and the node that makes the micro-batch's part."""
 
     types: tuple[Type, ...]
@@ -142,7 +142,7 @@ class _Derivation:
         self.written = {name: n for name, n in p.outputs if name.startswith("buffer.")}
         self.order = toposort([self.loss, *self.written.values()])
         self.free = self._without_parameters()
-        self.held: dict[Node, _Held] = {}
+        self.held: dict[Node, _MicroValue] = {}
         self.known: dict[Node, Node] = {}  # what is computed first, and the input it comes by
 
     def _without_parameters(self) -> set[Node]:
@@ -173,14 +173,14 @@ class _Derivation:
 
     # -- one value -------------------------------------------------------------------------------------------------------------
 
-    def _value(self, n: Node) -> _Held | None:
+    def _value(self, n: Node) -> _MicroValue | None:
         """What a micro-batch has of a value; none where it is a tuple that is computed first."""
         if n.op.name == "input":
             return self._input(n)
         if any(a not in self.held for a in n.args):
             return self._first(n)
         args = [self.held[a] for a in n.args]
-        for way in self._ways(n, args):
+        for way in self._operand_candidates(n, args):
             made = self._made(n, way)
             if made is not None:
                 return made
@@ -188,35 +188,35 @@ class _Derivation:
             raise self._refusal(n, args)
         return self._first(n) if len(n.types) == 1 else None
 
-    def _input(self, n: Node) -> _Held:
+    def _input(self, n: Node) -> _MicroValue:
         name = n.attr("name")
         layout = Layout.of(self.mesh, n.shape, {AXIS: S(self.dims[name])} if name in self.dims else {})
         own = Layout.of(self.own, layout.largest_local)
-        return _Held((Type(n.dtype, layout),), input_held(n, own))
+        return _MicroValue((Type(n.dtype, layout),), input_held(n, own))
 
-    def _first(self, n: Node) -> _Held:
+    def _first(self, n: Node) -> _MicroValue:
         """The full value, computed before the micro-batches."""
         if n not in self.known:
             self.known[n] = input_node(f"{FIRST}{len(self.known)}", n.type, Role.AHEAD)
-        return _Held((Type(n.dtype, Layout.of(self.mesh, n.shape)),), self.known[n])
+        return _MicroValue((Type(n.dtype, Layout.of(self.mesh, n.shape)),), self.known[n])
 
-    def _ways(self, n: Node, args: Sequence[_Held]) -> Iterator[list[_Held]]:
+    def _operand_candidates(self, n: Node, args: Sequence[_MicroValue]) -> Iterator[list[_MicroValue]]:
         """The operands as they are, then brought to wherever the op could take them, with the least to compute first."""
         yield list(args)
         here = [x.place for x in args]
         eq = self._equation(n, args)
-        wanted = _cuts(eq, here) + _sums(n, here) if eq is not None else []
-        wanted += [_first_cut(n)] if n.op.name == "opaque" and S(0) in here else []
+        wanted = _sharded_operands(eq, here) + _sums(n, here) if eq is not None else []
+        wanted += [_batch_sharded_operands(n)] if n.op.name == "opaque" and S(0) in here else []
         wanted.append(tuple(R if a in self.free else p for a, p in zip(n.args, here, strict=True)))
         for places in sorted(wanted, key=lambda places: sum(p != q and not isinstance(p, Replicated) for p, q in zip(here, places, strict=True))):
             brought = [self._brought(a, x, p) for a, x, p in zip(n.args, args, places, strict=True)]
             if None not in brought:
                 yield [x for x in brought if x is not None]
 
-    def _equation(self, n: Node, args: Sequence[_Held]) -> Equation | None:
+    def _equation(self, n: Node, args: Sequence[_MicroValue]) -> Equation | None:
         return None if n.op.equation is None else n.op.equation(tuple(x.types[0] for x in args), dict(n.attrs))
 
-    def _brought(self, n: Node, held: _Held, place: Placement) -> _Held | None:
+    def _brought(self, n: Node, held: _MicroValue, place: Placement) -> _MicroValue | None:
         """The value held otherwise, where that needs nothing of other micro-batches or no parameter."""
         if held.place == place:
             return held
@@ -227,12 +227,12 @@ class _Derivation:
         assert isinstance(place, S)
         return self._sliced(n, held, place)
 
-    def _share(self, held: _Held) -> _Held:
+    def _share(self, held: _MicroValue) -> _MicroValue:
         """An even share of a full value, so that the shares sum to it."""
         (t,) = held.types
-        return _Held((t.with_layout(t.layout.hold(AXIS, P())),), mul(held.node, 1.0 / self.parts))
+        return _MicroValue((t.with_layout(t.layout.hold(AXIS, P())),), mul(held.node, 1.0 / self.parts))
 
-    def _sliced(self, n: Node, held: _Held, place: S) -> _Held | None:
+    def _sliced(self, n: Node, held: _MicroValue, place: S) -> _MicroValue | None:
         """A micro-batch's slice of a full value."""
         (t,), dim = held.types, place.dim
         layout = t.layout.cut(AXIS, dim, place.within)
@@ -246,7 +246,7 @@ class _Derivation:
         else:
             rows = add(arange(size, self.own), mul(self._part, size))
             node = take(held.node, rows, dim)
-        return _Held((t.with_layout(layout),), node)
+        return _MicroValue((t.with_layout(layout),), node)
 
     @property
     def _part(self) -> Node:
@@ -254,30 +254,30 @@ class _Derivation:
 
     # -- the op on it ----------------------------------------------------------------------------------------------------------
 
-    def _made(self, n: Node, args: Sequence[_Held]) -> _Held | None:
+    def _made(self, n: Node, args: Sequence[_MicroValue]) -> _MicroValue | None:
         """The op on operands held so, if it may be."""
         attrs = {k: self.mesh.key if k == "mesh" else v for k, v in n.attrs}
         try:
-            found = self._apart(n, args) or n.op.infer(tuple(t for x in args for t in x.types), attrs)
+            found = self._per_sample_types(n, args) or n.op.infer(tuple(t for x in args for t in x.types), attrs)
             types = found if isinstance(found, tuple) else (found,)
             nodes, attrs = self._local(n, args, types)
             made = make(n.op, tuple(nodes), attrs)
         except (TypeMismatch, LayoutError, _ByPlace):
             return None
         fits = all(t.layout.is_even and t.layout.largest_local == own.shape for t, own in zip(types, made.types, strict=True))
-        return _Held(types, made) if fits else None
+        return _MicroValue(types, made) if fits else None
 
-    def _apart(self, n: Node, args: Sequence[_Held]) -> tuple[Type, ...]:
+    def _per_sample_types(self, n: Node, args: Sequence[_MicroValue]) -> tuple[Type, ...]:
         """The types of a torch op without an entry that takes samples each by itself; none where that is not known."""
-        if n.op.name != "opaque" or not apart(n) or tuple(x.place for x in args) != _first_cut(n):
+        if n.op.name != "opaque" or not independent_operands(n) or tuple(x.place for x in args) != _batch_sharded_operands(n):
             return ()
         first = args[0].types[0].layout.dims[0]
-        if any(x.types[0].layout.dims[0] != first for x in args[: apart(n)]):
+        if any(x.types[0].layout.dims[0] != first for x in args[: independent_operands(n)]):
             return ()
         whole = [Layout.of(self.mesh, shape) for _, shape in n.attr("gives")]
         return tuple(Type(t.dtype, layout.with_dim(0, first)) for t, layout in zip(n.types, whole, strict=True))
 
-    def _local(self, n: Node, args: Sequence[_Held], types: Sequence[Type]) -> tuple[list[Node], dict[str, Any]]:
+    def _local(self, n: Node, args: Sequence[_MicroValue], types: Sequence[Type]) -> tuple[list[Node], dict[str, Any]]:
         """Operands and attributes of the op in one micro-batch; where it must know which it is, it is an operand."""
         nodes, attrs = [x.node for x in args], dict(n.attrs)
         places = [x.place for x in args if len(x.types) == 1]
@@ -301,7 +301,7 @@ class _Derivation:
             raise _ByPlace
         return nodes, attrs
 
-    def _of(self, held: _Held) -> tuple[int, int, int]:
+    def _of(self, held: _MicroValue) -> tuple[int, int, int]:
         """Where a micro-batch's elements stand in the full tensor: along which dim, in runs of how many, one of how many."""
         layout = held.types[0].layout
         at = layout.where_cut(AXIS)
@@ -311,19 +311,19 @@ class _Derivation:
 
     # -- what leaves the micro-batch -------------------------------------------------------------------------------------------
 
-    def _term(self, n: Node) -> _Held:
+    def _term(self, n: Node) -> _MicroValue:
         held = self._brought(n, self.held[n], P())
         if held is None:
             raise self._refusal(n, [self.held[n]])
         return held
 
-    def _buffer(self, name: str, n: Node) -> _Held:
+    def _buffer(self, name: str, n: Node) -> _MicroValue:
         held = self.held[n]
         if isinstance(held.place, S) or held.place == P("max") or held.place == P("min"):
             raise self._refusal(n, [held], f"the new value of {name}")
         return held
 
-    def _by_sample(self, n: Node, args: Sequence[_Held]) -> bool:
+    def _by_sample(self, n: Node, args: Sequence[_MicroValue]) -> bool:
         """Whether a gradient of the user's own, made of a micro-batch's cotangent, is the micro-batch's part of what the full one gives."""
         if all(isinstance(x.place, Replicated) for x in args):
             return True
@@ -342,7 +342,7 @@ class _Derivation:
         pairs = [(x.types[0], types[g]) for x, g in zip(args[1 : 1 + many], rule.gradients, strict=True) if g is not None]
         return all(g.on(AXIS) == (P() if isinstance(x.on(AXIS), Replicated) else x.on(AXIS)) for x, g in pairs)
 
-    def _refusal(self, n: Node, args: Sequence[_Held], what: str = "") -> PlanError:
+    def _refusal(self, n: Node, args: Sequence[_MicroValue], what: str = "") -> PlanError:
         said = {"max": "the greatest of all samples", "min": "the least of all samples", "sum": "a sum over all samples"}
         pending = [said[x.place.op] for x in args if isinstance(x.place, P)]
         reads = pending[0] if pending else "all samples at once"
@@ -350,27 +350,27 @@ class _Derivation:
         return PlanError(
             f"the step in {self.parts} micro-batches would not be the full batch's",
             needed="a loss that is a sum over samples, of what each has by itself and of labels and masks of all",
-            found=f"{what or _said(n)}, which {'weft does not know and ' if n.attr('target') else ''}takes {reads}, made by the parameters",
+            found=f"{what or _op_name(n)}, which {'weft does not know and ' if n.attr('target') else ''}takes {reads}, made by the parameters",
             try_=("micro1, or a plan without pp, micro and accumulate", "allow_micro_mean=True for the mean over what the micro-batches give by themselves"),
             where=where,
         )
 
 
-def _said(n: Node) -> str:
+def _op_name(n: Node) -> str:
     """What an op is called, of torch's where it has no entry."""
     return str(n.attr("target") or n.op.name)
 
 
-def _first_cut(n: Node) -> tuple[Placement, ...]:
+def _batch_sharded_operands(n: Node) -> tuple[Placement, ...]:
     """The operands of an opaque op that have samples sharded along them, the others replicated."""
-    return tuple(S(0) if k < apart(n) else R for k in range(len(n.args)))
+    return tuple(S(0) if k < independent_operands(n) else R for k in range(len(n.args)))
 
 
 class _ByPlace(Exception):
     """An op that would have to know where in the full tensor its slice lies."""
 
 
-def _cuts(eq: Equation, here: Sequence[Placement]) -> list[tuple[Placement, ...]]:
+def _sharded_operands(eq: Equation, here: Sequence[Placement]) -> list[tuple[Placement, ...]]:
     """Every operand sharded along a label that one is sharded along, the others replicated."""
     found = []
     labels = {eq.label(k, p.dim): p.within for k, p in enumerate(here) if isinstance(p, S)}
@@ -442,10 +442,10 @@ def unrolled(micro: Micro) -> Captured:
     outputs |= {name: n for name, n in (micro.first.outputs if micro.first is not None else ()) if name.startswith("buffer.")}
     made = with_loss(micro.captured, outputs, copies)
     program = _program(micro.whole.program.name, micro.whole.program, made.program.output_names, made.program.lines)
-    return replace(made, program=program, blocks=(tuple(_whole_block(micro, copy, copies) for copy in copies),))
+    return replace(made, program=program, blocks=(tuple(_forward_block(micro, copy, copies) for copy in copies),))
 
 
-def _whole_block(micro: Micro, copy: Mapping[Node, Node], copies: Sequence[Mapping[Node, Node]]) -> Instance:
+def _forward_block(micro: Micro, copy: Mapping[Node, Node], copies: Sequence[Mapping[Node, Node]]) -> Instance:
     """The forward pass of one micro-batch as the block that repeats."""
     p = micro.captured.program
     given = [n for n in p.inputs if n in copy]

@@ -17,11 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from weft.core.errors import CaptureError
 from weft.core.names import part
-from weft.frontend.capture.caches import CacheWanted
+from weft.frontend.capture.caches import CacheNeeded
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.joint import OwnGradient, has_old_hooks, require_no_held_nodes
-from weft.frontend.capture.micro import cut_of, in_micro_batches, micro_batch, require_parts, unrolled
-from weft.frontend.capture.numbers import NumberWanted
+from weft.frontend.capture.joint import CustomGradient, has_old_hooks, require_no_node_hooks
+from weft.frontend.capture.micro import batch_dims_of, in_micro_batches, micro_batch, require_parts, unrolled
+from weft.frontend.capture.numbers import NumberNeeded
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
 
@@ -63,7 +63,7 @@ def capture(
     if accumulate > 1 and learns and not allow_micro_mean:
         more = {"clip": clip, "gradients": gradients, "precision": precision, "capacity": capacity, "name": name, "given": given, "reads": reads}
         whole = capture(model, example, loss, optimizer, **more)
-        samples, dims = cut_of(example)
+        samples, dims = batch_dims_of(example)
         require_parts(samples, accumulate)
         return unrolled(in_micro_batches(whole, accumulate, dims))
     parts = accumulate if allow_micro_mean else 1
@@ -97,7 +97,7 @@ def require_torchs(model: Any, optimizer: Any) -> None:
             found=", ".join(lazy[:3]) + (f" and {len(lazy) - 3} more" if len(lazy) > 3 else ""),
             try_="call model(...) once on an example, make the optimizer after it, then call weft",
         )
-    require_no_held_nodes(model)
+    require_no_node_hooks(model)
     optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     _require(optimizers, "optimizer", "a torch.optim.Optimizer over model.parameters()", optimizer)
 
@@ -143,15 +143,15 @@ def _traced(
                 run(step, tape.batch(example))
                 step.keep_state()
             if reads is not None:
-                reads.settle(tape.left)
+                reads.finish(tape.left)
             return step.finish(name or type(model).__name__)
         except BaseException as error:
             if reads is not None:
                 reads.undo()
-            if not isinstance(error, (OwnGradient, CacheWanted, NumberWanted)):
+            if not isinstance(error, (CustomGradient, CacheNeeded, NumberNeeded)):
                 raise
-            joint, cacheless = joint or isinstance(error, OwnGradient), cacheless and not isinstance(error, CacheWanted)
-            numbers = numbers or isinstance(error, NumberWanted)
+            joint, cacheless = joint or isinstance(error, CustomGradient), cacheless and not isinstance(error, CacheNeeded)
+            numbers = numbers or isinstance(error, NumberNeeded)
 
 
 def _bare(model: nn.Module) -> nn.Module:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, constant, user_line
 from weft.frontend.capture.complexes import PARTS, any_complex, of_pairs, parts_of, refuse_complex
-from weft.frontend.capture.constants import asked, drawn, number, through
+from weft.frontend.capture.constants import drawn, number, number_from_batch, through
 from weft.frontend.capture.guards import unheard
 from weft.frontend.capture.joint import enter
 from weft.frontend.capture.precision import widened
@@ -121,7 +121,7 @@ class Above(TorchFunctionMode):
             return args[0]
         if handler is None:
             return self._inside(func)(*_places_on_cpu(func, args), **kwargs)
-        return hear(self.recorder, func, handler, args, kwargs, self._inside(func))
+        return intercept(self.recorder, func, handler, args, kwargs, self._inside(func))
 
     def _inside(self, func: Any) -> Any:
         """A function that torch writes in Python is followed into: what it calls is heard too."""
@@ -159,11 +159,11 @@ def _body(func: Any) -> Any:
     return body
 
 
-def hear(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs: Any, below: Any = None) -> Any:
+def intercept(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs: Any, below: Any = None) -> Any:
     """Call a handler on the nodes behind tensors and wrap what it gives, laid out as what `func` gives; `below` is called where it declines."""
     if handler in ON_TENSORS:
         return handler(recorder, *args, **kwargs)
-    laid = functools.partial(laid_out, func, args, kwargs)
+    laid = functools.partial(fake_result, func, args, kwargs)
     if recorder.joint and torch.is_grad_enabled():
         result = enter(recorder, handler, args, kwargs, laid)
         return below(*args, **kwargs) if result is NotImplemented else result
@@ -175,7 +175,7 @@ def hear(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs: Any
     return tree_unflatten(recorder.wrap_all(found, laid()), spec)
 
 
-def laid_out(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def fake_result(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """What torch itself gives, without values: how it lies in memory says which later reshape shares that memory."""
     if func is None:
         return []
@@ -217,7 +217,7 @@ def _counts(func: Any, args: Any, kwargs: Any) -> bool:
     return func in (aten.nonzero.default, aten.masked_select.default) or func is aten.repeat_interleave.Tensor and not kwargs.get("output_size")
 
 
-class Below(TorchDispatchMode):
+class AtenMode(TorchDispatchMode):
     """Hears ATen ops and keeps fake tensors and nodes in step."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -269,7 +269,7 @@ class Below(TorchDispatchMode):
                 where=user_line(),
             )
         if known is None:
-            known = asked(self.recorder, through(self.recorder, self.recorder.node(tensor), look=True))
+            known = number_from_batch(self.recorder, through(self.recorder, self.recorder.node(tensor), look=True))
         if known is None and self.recorder.computed is not None:
             known = self.recorder.computed(self.recorder.node(tensor))
         return func(tensor) if known is None else known
@@ -312,7 +312,7 @@ class Below(TorchDispatchMode):
         if func in VIEWS:
             return self._view(func, out, args, kwargs, of_pairs)
         if func._schema.is_mutable and _twin(func) in VIEWS:
-            return self._turn(VIEWS[_twin(func)], func, args, of_pairs)
+            return self._view_in_place(VIEWS[_twin(func)], func, args, of_pairs)
         if func._schema.is_mutable:
             twin = _twin(func)
             if twin is None or "out" in kwargs or not args[0].is_complex():
@@ -363,7 +363,7 @@ class Below(TorchDispatchMode):
         """An in-place op is its functional twin, then a write."""
         recorder, target, twin = self.recorder, kwargs.get("out", args[0] if args else None), _twin(func)
         if twin in VIEWS and isinstance(target, Tensor):
-            return self._turn(VIEWS[twin], func, args)
+            return self._view_in_place(VIEWS[twin], func, args)
         if twin is None or not isinstance(target, Tensor):
             raise CaptureError(
                 f"weft cannot follow the in-place op {func}",
@@ -388,7 +388,7 @@ class Below(TorchDispatchMode):
             return new
         return where(constant(False, torch.bool, self.recorder.mesh), old, new)
 
-    def _turn(self, steps: Any, func: Any, args: Any, turned: Callable[[Step], Step] | None = None) -> Any:
+    def _view_in_place(self, steps: Any, func: Any, args: Any, turned: Callable[[Step], Step] | None = None) -> Any:
         """A view in place (t_, squeeze_): the tensor looks at its storage another way. Its fake has already been turned."""
         ref = self.recorder.ref(args[0])
         node = ref.read()
@@ -440,7 +440,7 @@ def _as_nodes(recorder: Recorder, given: Any) -> Any:
 
 def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
     """An op without an entry. Of each element alone, it is torch's function and derivative, sharded as its operands are; else one opaque node."""
-    require_drawn_alike(func)
+    require_same_random_numbers(func)
     func = _TRAINED.get(func, func)
     if any(t.layout is not torch.strided for t in _tensors(out)):
         raise CaptureError("weft has no sparse tensors", needed="dense tensors", found=f"{func} gives a sparse one", where=user_line())
@@ -555,7 +555,7 @@ def template(recorder: Recorder, x: Any, nodes: list[Node]) -> Any:
     )
 
 
-def require_drawn_alike(func: Any) -> None:
+def require_same_random_numbers(func: Any) -> None:
     """Torch's own random numbers would differ from rank to rank, and between a pass and its recomputation."""
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise CaptureError(
@@ -570,8 +570,8 @@ def require_drawn_alike(func: Any) -> None:
 @contextmanager
 def listening_to_torch(recorder: Recorder) -> Iterator[None]:
     """Inside, every torch call on traced tensors is heard."""
-    with recorder.fake, Below(recorder), Above(recorder):
+    with recorder.fake, AtenMode(recorder), Above(recorder):
         yield
 
 
-__all__ = ["ATEN", "FUNCTIONS", "VIEWS", "Ref", "alone", "aten", "function", "hear", "laid_out", "listening_to_torch", "teach", "to_dtype", "views"]
+__all__ = ["ATEN", "FUNCTIONS", "VIEWS", "Ref", "alone", "aten", "fake_result", "function", "intercept", "listening_to_torch", "teach", "to_dtype", "views"]

@@ -225,7 +225,7 @@ class Questions:
         return out
 
 
-class NumberWanted(Exception):
+class NumberNeeded(Exception):
     """A model takes a number out of what it computes."""
 
 
@@ -243,7 +243,7 @@ def of_model(wanted: bool) -> Callable[[Node], Number | None]:
         if not node.dtype.is_floating_point:
             return None
         if not wanted:
-            raise NumberWanted
+            raise NumberNeeded
         return number_of(stop_gradient(node))
 
     return number

@@ -30,7 +30,7 @@ from weft.frontend.capture.modes import listening_to_torch, to_dtype
 from weft.frontend.capture.numbers import WIDE, Number, Questions, Value, asking, evaluate, number_of
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
-from weft.ops.optimizers import KNOWN, Body, Known, body_of, runs_alike
+from weft.ops.optimizers import KNOWN, Body, Known, body_of, runs_the_same
 from weft.ops.source import input_op
 
 COUNT = "count"  # among the settings that are inputs: each parameter counts its own updates
@@ -437,9 +437,9 @@ def _captured(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tens
     some = [j for members in kinds.values() for j in members[:2]]
     stood, out = _traced(optimizer, [params[j] for j in some], given, both=False)
     made = {j: _update(stood, out, f"p{k}") for k, j in enumerate(some)}
-    if not _apart(stood, out) or not all(_alike(made[m[0]], made[m[1]]) for m in kinds.values() if len(m) > 1):
+    if not _is_separable(stood, out) or not all(_same_update(made[m[0]], made[m[1]]) for m in kinds.values() if len(m) > 1):
         stood, out = _traced(optimizer, params, given)
-        return _updates([stood], out, [_update(stood, out, f"p{j}") for j in range(len(params))], _apart(stood, out))
+        return _updates([stood], out, [_update(stood, out, f"p{j}") for j in range(len(params))], _is_separable(stood, out))
     tried = [stood]
     for m in kinds.values() if stood.questions.open else ():  # each kind by itself, so that answers do not multiply
         alone, what = _traced(optimizer, [params[m[0]]], given)
@@ -499,13 +499,13 @@ def _counts(before: Node | None, after: Node, initial: Node | None) -> bool:
     return one.op.name == "const" and one.attr("value") == 1 and (initial is None or evaluate(initial, {}) == 0)
 
 
-def _apart(stood: _Stood, out: Mapping[Leaf, Node]) -> bool:
+def _is_separable(stood: _Stood, out: Mapping[Leaf, Node]) -> bool:
     """Whether what becomes of a parameter depends on its own inputs, settings and its group's numbers alone."""
     shared = {"", *(f"group{i}" for i in range(len(stood.group_keys)))}
     return all(stood.owner[n] in {who, *shared} for (who, _), root in out.items() for n in toposort([root]) if n.op is input_op)
 
 
-def _alike(a: Update, b: Update) -> bool:
+def _same_update(a: Update, b: Update) -> bool:
     """Whether two updates are one, over other inputs."""
     if a.inputs.keys() != b.inputs.keys() or a.outputs.keys() != b.outputs.keys():
         return False
@@ -550,7 +550,7 @@ def _known(
         settings = {inputs[n]: (n.rpartition(".")[0], x) for n, x in values.items() if n in inputs and n.endswith(f".{param[0]}")}
         counts = {tried.inputs[s]: -1 for s in tried.counted} | {n: 0 for name, n in inputs.items() if name == f"{COUNT}."}
         for attrs in known.attributes(group) if same is not None else ():
-            if runs_alike(known, attrs, same, settings, counts):
+            if runs_the_same(known, attrs, same, settings, counts):
                 return known, attrs
     return None
 

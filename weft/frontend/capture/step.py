@@ -22,7 +22,7 @@ from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.constants import unheard as real
 from weft.frontend.capture.guards import Reads, unheard
-from weft.frontend.capture.joint import Handle, OwnGradient, asking_modules, hooked, hooked_gradient, refuse_graph, run_after_gradient
+from weft.frontend.capture.joint import CustomGradient, Handle, asking_modules, hooked, hooked_gradient, refuse_graph, run_after_gradient
 from weft.frontend.capture.modes import function
 from weft.frontend.capture.numbers import evaluate
 from weft.frontend.capture.optimizers import (
@@ -183,7 +183,7 @@ class Step:
             seeds[node] = w.add(seeds[node], one) if node in seeds else one
         _require_hooked(seeds)
         if not all(same() for same in self.again):
-            raise OwnGradient("a hook that does not always do the same")
+            raise CustomGradient("a hook that does not always do the same")
         with unheard():
             found = backward(seeds, [recorder.ref(t).read() for t in wrt])
         return [recorder.wrap(found[n], t) if (n := recorder.ref(t).read()) in found else None for t in wrt]
@@ -236,8 +236,8 @@ class Step:
                 group["params"] = params
 
     def _apply(self, optimizer: torch.optim.Optimizer, made: Updates, moving: Sequence[tuple[int, str, Tensor, Tensor]], grads: Sequence[Node]) -> None:
-        step = self.states["step"] = w.add(self._held("step", (), torch.int64), 1)
-        swap = {n: self._held(name, (), torch.float64) for name, n in made.settings.items()}
+        step = self.states["step"] = w.add(self._value_of_state("step", (), torch.int64), 1)
+        swap = {n: self._value_of_state(name, (), torch.float64) for name, n in made.settings.items()}
         for i, group in made.groups.items():
             first = next(name for at, name, _, _ in moving if at == i)
             swap |= self._state_of(group, first, f"group_{i}_", {k: x for k, x in optimizer.param_groups[i].items() if k in group.nest}, None)
@@ -270,7 +270,7 @@ class Step:
             if s == "param" or s in update.counted:
                 continue
             key, inside = f"{before}{s}.{name.removeprefix('param.')}", update.inputs.get(s, update.outputs[s])
-            held = self._held(key, inside.shape, inside.dtype, Role.STATE)
+            held = self._value_of_state(key, inside.shape, inside.dtype, Role.STATE)
             self.owners[key] = name
             out |= {update.inputs[s]: held} if s in update.inputs else {}
             with real():
@@ -282,10 +282,10 @@ class Step:
     def _count(self, name: str, step: Node) -> Node:
         """Which update of the parameter this is: the step, or where parameters count apart its own number, and what it had before."""
         if COUNT in self.recorder.given:
-            step = w.add(self._held(f"{COUNT}.{name.removeprefix('param.')}", (), torch.int64), 1)
+            step = w.add(self._value_of_state(f"{COUNT}.{name.removeprefix('param.')}", (), torch.int64), 1)
         return w.add(step, self.counts[name]) if name in self.counts else step
 
-    def _held(self, name: str, shape: Sequence[int], dtype: torch.dtype, role: Role = Role.SETTING) -> Node:
+    def _value_of_state(self, name: str, shape: Sequence[int], dtype: torch.dtype, role: Role = Role.SETTING) -> Node:
         """The value now of something the optimizer keeps."""
         if name not in self.states:
             self.states[name] = self.recorder.declare(name, shape, dtype, role)
@@ -406,7 +406,7 @@ def _register_hook(r: Recorder, x: Tensor, hook: Any) -> Any:
         return Tensor.register_hook(x, hook)
     node = r.ref(x).read()
     if node.op is input_op or not r.moves(node):
-        raise OwnGradient("register_hook")
+        raise CustomGradient("register_hook")
     (made,) = hooked(r, (x,), [lambda grads: hook(*grads)], whole=True)
     r.ref(x).stand_for(r.ref(made).read())
     return Handle()
@@ -417,7 +417,7 @@ def _require_hooked(of: Iterable[Node]) -> None:
     nodes = toposort(of)
     whole = {n.args[0]: n for n in nodes if n.op is own_gradient and n.attr("whole")}
     if any(whole.get(a, n) is not n for n in nodes for a in n.args) or any(n in whole for n in of):
-        raise OwnGradient("register_hook")
+        raise CustomGradient("register_hook")
 
 
 class _Refused:

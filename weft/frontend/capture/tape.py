@@ -21,14 +21,14 @@ from weft.core.names import readable
 from weft.core.node import Node, listening, user_line
 from weft.core.role import Role
 from weft.frontend.capture.batches import changed
-from weft.frontend.capture.blocks import Blocks, Instance, heard
+from weft.frontend.capture.blocks import Blocks, Instance, intercepted
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.errors import explained
-from weft.frontend.capture.flex import flex_heard
+from weft.frontend.capture.flex import flex_intercepted
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.isomorphic import candidates
-from weft.frontend.capture.joint import hook_alike, own_gradients
+from weft.frontend.capture.joint import custom_gradients, mirror_hooks
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.numbers import Unanswered, asking, of_model
 from weft.frontend.capture.places import Change, Place, changed_attributes
@@ -89,16 +89,16 @@ def tracing(
         stack.enter_context(explained())
         tape = stack.enter_context(_swapped(model, recorder))
         tape.blocks.cacheless = cacheless
-        stack.enter_context(own_gradients(recorder))
+        stack.enter_context(custom_gradients(recorder))
         stack.enter_context(interfaces(model, recorder))
-        stack.enter_context(flex_heard())
+        stack.enter_context(flex_intercepted())
         stack.enter_context(autocast_on_cpu())
         stack.enter_context(_plain_kernels())
         stack.enter_context(_unchecked_distributions(recorder))
         stack.enter_context(_averages_as_tensors())
         stack.enter_context(_masks_as_given())
         stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
-        stack.enter_context(heard(tape.blocks))
+        stack.enter_context(intercepted(tape.blocks))
         if reads is not None:
             reads.read_anew.clear()
             reads.asked.clear()
@@ -260,5 +260,5 @@ def _enter(
             named[full] = tape.traced[id(tensor)] = traced.requires_grad_(moves and tape.recorder.joint)
             tape.reals[full] = tensor
             if moves and tape.recorder.joint:
-                hook_alike(tensor, traced)
+                mirror_hooks(tensor, traced)
         table[name] = tape.traced[id(tensor)]

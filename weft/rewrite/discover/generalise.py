@@ -18,7 +18,7 @@ LETTERS = "fgh"
 def candidates(left: Any, right: Any) -> Iterator[Schema]:
     """Schemas the pair is an instance of, the most general first; the last is the pair with its inputs as holes."""
     left, right = _in_order(left, right)
-    for apart in _told_apart(left, right):
+    for apart in _distinguish_inputs(left, right):
         yield from _over_ops(*_in_order(*apart))
     yield from _over_ops(left, right)
 
@@ -36,7 +36,7 @@ def _over_ops(left: Any, right: Any) -> Iterator[Schema]:
     yield _schema(left, right)
 
 
-def _told_apart(left: Any, right: Any) -> Iterator[tuple[Any, Any]]:
+def _distinguish_inputs(left: Any, right: Any) -> Iterator[tuple[Any, Any]]:
     """An input used as often on both sides may be several: every way to say which use is which."""
     for hole in holes_of(left):
         uses = [_uses(e, hole) for e in (left, right)]
@@ -65,11 +65,11 @@ def _schema(left: Any, right: Any, conditions: tuple[Condition, ...] = ()) -> Sc
 def _of_one_shape(*exprs: Any) -> dict[Condition, None]:
     """Values that are added, or the like, before or after an op that is linear: a stretched one would count too often."""
     calls = (c for e in exprs for c in calls_of(e) if not isinstance(c.op, OpHole) and c.op.kind is Kind.POINTWISE and len(c.args) == 2)
-    pairs = ((a, b) for c in calls for a, b in _sides_alike(*c.args))
+    pairs = ((a, b) for c in calls for a, b in _same_sides(*c.args))
     return dict.fromkeys(Condition("like", (a.name, b.name)) for a, b in pairs if a != b)
 
 
-def _sides_alike(a: Any, b: Any) -> list[tuple[Hole, Hole]]:
+def _same_sides(a: Any, b: Any) -> list[tuple[Hole, Hole]]:
     return [(a, b)] if isinstance(a, Hole) and isinstance(b, Hole) else []
 
 

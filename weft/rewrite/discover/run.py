@@ -32,7 +32,7 @@ from weft.rewrite.prove.ladder import Effort, needless, prove
 from weft.rewrite.prove.shapes import infer_shapes
 from weft.rewrite.rulefile import show
 from weft.rewrite.schema import Form, Schema, erased
-from weft.rewrite.second.judge import judge
+from weft.rewrite.second.judge import check_by_z3
 
 Tell = Callable[[str], None]
 
@@ -61,7 +61,7 @@ class Discovery:
 
     def as_file(self, most_pairs: int = 2500) -> str:
         """The rules with their certificates, and the smallest pairs."""
-        sealed = [Certificate(r.schema, r.rung, r.derivation, r.tried, r.needs, judge(r.schema).as_json()).sealed() for r in self.rules]
+        sealed = [Certificate(r.schema, r.rung, r.derivation, r.tried, r.needs, check_by_z3(r.schema).as_json()).sealed() for r in self.rules]
         facts = {"ops": self.ops, "expressions": self.expressions, "pairs_found": len(self.pairs)}
         return write(sealed, sorted(self.pairs, key=lambda p: len(p.left) + len(p.right))[:most_pairs], **facts)
 

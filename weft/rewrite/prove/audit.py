@@ -17,14 +17,14 @@ from weft.core.text import read_type
 from weft.ops.source import input_node
 from weft.rewrite import algebra, parallel, updates
 from weft.rewrite.certificate import Certificate, Pair, shipped
-from weft.rewrite.degrees import Sharded, judge_foreign
+from weft.rewrite.degrees import Sharded, check_foreign
 from weft.rewrite.prove import ranks
 from weft.rewrite.prove.domains import Field
 from weft.rewrite.prove.forms import usual_forms
 from weft.rewrite.prove.ladder import Effort, Verdict, needless, prove, refute, without
 from weft.rewrite.rulefile import parse_rule, show
 from weft.rewrite.schema import Schema, make_node
-from weft.rewrite.second.judge import Second, available, judge
+from weft.rewrite.second.judge import Second, available, check_by_z3
 from weft.rewrite.taso import Foreign
 
 QUICK = Effort(per_mesh=3, symbolic=0)
@@ -53,8 +53,8 @@ class Audit:
     def rules(self) -> int:
         return len(self.verdicts)
 
-    def add(self, name: str, found: Judged) -> None:
-        self.verdicts.append((name, found.told, found.example))
+    def add(self, name: str, found: Verdicts) -> None:
+        self.verdicts.append((name, found.summary, found.example))
         self.general += found.rung == 3
         self.bounded += found.rung == 2
         self.refuted += found.status.startswith("refuted")
@@ -63,7 +63,7 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Verdicts:
     """What both judges say of a rule."""
 
     text: str
@@ -73,7 +73,7 @@ class Judged:
     second: Second = NOT_ASKED
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"{self.status}; {self.second.judge}: {self.second.status}" if self.second.judge else self.status
 
     @property
@@ -91,8 +91,8 @@ def verify(*, full: bool = False, seed: int | None = None, workers: int = 2, tel
     audit = Audit(seed=random.SystemRandom().randrange(2**31) if seed is None else seed)
     known = {show(c.schema): c for name in ("builtin.json", "discovered.json") for c in shipped(name)[0]}
     rules = {show(s): s for s in (*builtin_rules(), *(c.schema for c in known.values()))}
-    jobs = [(text, known[text].rung if text in known and known[text].is_whole and not full else 0, audit.seed, full) for text in rules]
-    for found in _spread(_judge, jobs, workers):
+    jobs = [(text, known[text].rung if text in known and known[text].is_complete and not full else 0, audit.seed, full) for text in rules]
+    for found in _spread(_check_rule, jobs, workers):
         audit.add(rules[found.text].name, found)
         tell(f"{rules[found.text].name}: {found.told}")
     pairs = shipped("discovered.json")[1]
@@ -111,18 +111,18 @@ def _spread(work: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> It
         return list(pool.map(work, jobs, chunksize=max(1, min(4, len(jobs) // (4 * workers)))))
 
 
-def _judge(job: tuple[str, int, int, bool]) -> Judged:
+def _check_rule(job: tuple[str, int, int, bool]) -> Verdicts:
     """A rule by text: refuted again if it has a certificate, else proved; then by the second judge."""
     text, rung, seed, full = job
     schema = parse_rule(text)
     if rung:
         done, wrong = refute(schema, Effort(QUICK.per_mesh, 0, seed), usual_forms())
         if wrong:
-            return Judged(text, 0, "refuted", wrong)
+            return Verdicts(text, 0, "refuted", wrong)
         status = ("proved" if rung == 3 else "proved up to size") + f", {len(done)} fresh instances"
-        return Judged(text, rung, status, second=judge(schema, seed))
+        return Verdicts(text, rung, status, second=check_by_z3(schema, seed))
     found = prove(schema, Effort(FULL.per_mesh if full else 8, FULL.symbolic, seed, full, full))
-    return Judged(text, found.rung, found.status, found.counterexample, judge(schema, seed) if found.rung else NOT_ASKED)
+    return Verdicts(text, found.rung, found.status, found.counterexample, check_by_z3(schema, seed) if found.rung else NOT_ASKED)
 
 
 def audit_schemas(given: Sequence[Schema], workers: int = 2, seed: int = 0) -> Audit:
@@ -130,7 +130,7 @@ def audit_schemas(given: Sequence[Schema], workers: int = 2, seed: int = 0) -> A
     start = time.perf_counter()
     audit = Audit(seed=seed)
     texts = {show(s): None for s in given}
-    judged = {found.text: found for found in _spread(_judge, [(t, 0, seed, False) for t in texts], workers)}
+    judged = {found.text: found for found in _spread(_check_rule, [(t, 0, seed, False) for t in texts], workers)}
     for schema in given:
         audit.add(schema.name, judged[show(schema)])
     audit.seconds = time.perf_counter() - start
@@ -141,7 +141,7 @@ def audit_foreign(given: Sequence[Foreign], workers: int = 2, seed: int = 0) -> 
     """Rules of TASO and FlexFlow: in their own meaning on one device and under shardings, and for all sizes where weft can say the same."""
     start = time.perf_counter()
     audit = Audit(seed=seed, beside=dict.fromkeys(("refused", "unsound_sharded", "other_sharding"), 0))
-    for foreign, (found, sharded) in zip(given, _spread(_judge_foreign, [(f, seed) for f in given], workers), strict=True):
+    for foreign, (found, sharded) in zip(given, _spread(_check_foreign_rule, [(f, seed) for f in given], workers), strict=True):
         audit.add(foreign.name, found)
         audit.beside["refused"] += found.status.startswith("refused")
         audit.beside["unsound_sharded"] += sharded == "unsound"
@@ -150,9 +150,9 @@ def audit_foreign(given: Sequence[Foreign], workers: int = 2, seed: int = 0) -> 
     return audit
 
 
-def _judge_foreign(job: tuple[Foreign, int]) -> tuple[Judged, str]:
+def _check_foreign_rule(job: tuple[Foreign, int]) -> tuple[Verdicts, str]:
     foreign, seed = job
-    own = judge_foreign(foreign.rule, seed) if foreign.rule is not None else Sharded("refused", foreign.why)
+    own = check_foreign(foreign.rule, seed) if foreign.rule is not None else Sharded("refused", foreign.why)
     status, rung = (f"refused: {own.why}" if own.alone == "refused" else own.alone), 2 if own.alone == "proved up to size" else 0
     why = "\n".join(f"  {x}" for x in (own.why, own.example) if x)
     if foreign.schema is not None and own.alone != "refuted":
@@ -160,7 +160,7 @@ def _judge_foreign(job: tuple[Foreign, int]) -> tuple[Judged, str]:
         if general.rung == 3 or own.alone == "refused" and not own.sharded:  # for all sizes; or of ops only weft has a meaning for
             status, rung, why = general.status, general.rung, general.counterexample or why
     told = f"; under sharding: {own.sharded}" if own.sharded not in ("", "sound") else ""
-    return Judged("", rung, status + told, why), own.sharded
+    return Verdicts("", rung, status + told, why), own.sharded
 
 
 def _chunks(pairs: Sequence[Pair], n: int) -> list[list[Pair]]:
@@ -187,8 +187,8 @@ def certify(schema: Schema, effort: Effort = FULL) -> tuple[Certificate, Verdict
     """A rule proved from nothing, with the counterexamples that show its conditions are needed."""
     verdict = prove(schema, effort)
     shown = needless(schema, effort, usual_forms()) if verdict.rung else []
-    needs = {str(c): text or f"  left and right differ where {judge(without(schema, k)).why}" for k, (c, text) in enumerate(shown)}
-    second = judge(schema).as_json()
+    needs = {str(c): text or f"  left and right differ where {check_by_z3(without(schema, k)).why}" for k, (c, text) in enumerate(shown)}
+    second = check_by_z3(schema).as_json()
     return Certificate(schema, verdict.rung, verdict.derivation, verdict.tried, needs, second).sealed(), verdict
 
 

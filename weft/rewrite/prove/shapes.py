@@ -62,7 +62,7 @@ class _Solver:
             self.fits = self.fits and a.ndim == b.ndim
             for x, y in zip(self.dims[a], self.dims[b], strict=False):
                 self._unify(x, y)
-        self._settle()
+        self._solve()
         return self._named() if self.fits else None
 
     def _of(self, node: Node) -> list[Sum]:
@@ -87,7 +87,7 @@ class _Solver:
     def _unify(self, a: Sum, b: Sum) -> None:
         self.equal.append((a, b))
 
-    def _settle(self) -> None:
+    def _solve(self) -> None:
         """Works through the equations until none can be solved; what is left does not fit."""
         moved = True
         while self.equal and moved:

@@ -249,7 +249,7 @@ def _options(schema: Schema, shapes: Mapping[str, Node], mesh: Mesh, roots: bool
     return out
 
 
-def _cut_by_label(schema: Schema, shapes: Mapping[str, Node], mesh: Mesh) -> Iterator[dict[str, list[Node]]]:
+def _shard_by_label(schema: Schema, shapes: Mapping[str, Node], mesh: Mesh) -> Iterator[dict[str, list[Node]]]:
     dims = {h: [x for x in schema.shapes[h] if x != INT] for h in shapes}
     for cut in [None, *dict.fromkeys(x for own in dims.values() for x in own)]:
         places = {h: {mesh.axes[0]: S(own.index(cut)) if cut in own else R} for h, own in dims.items()}
@@ -306,5 +306,5 @@ class _Tries:
 
     def _options(self, shapes: Mapping[str, Node], mesh: Mesh) -> list[dict[str, list[Node]]]:
         if len(shapes) > MANY and self.declared:
-            return list(_cut_by_label(self.schema, shapes, mesh))
+            return list(_shard_by_label(self.schema, shapes, mesh))
         return [_options(self.schema, shapes, mesh, self.roots, self.rng)]

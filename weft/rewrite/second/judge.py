@@ -48,7 +48,7 @@ def available() -> str:
     return f"z3 {z3.get_version_string()}"
 
 
-def judge(schema: Schema, seed: int = 0) -> Second:
+def check_by_z3(schema: Schema, seed: int = 0) -> Second:
     """The rule by Z3, for all real values in every case tried."""
     name, count = available(), 0
     if not name:
@@ -81,7 +81,7 @@ def pairs(case: Case) -> tuple[Meaning, list[tuple[Any, Any]]]:
 
 
 def _values(m: Meaning, node: Node) -> list[Array]:
-    held = m.settled(node) if len(node.types) == 1 else m.held(node)
+    held = m.reduced_values(node) if len(node.types) == 1 else m.local_values(node)
     return [v for x in held for v in (x if isinstance(x, tuple) else (x,))]
 
 
@@ -97,7 +97,7 @@ def _against_one(m: Meaning, node: Node) -> Iterator[tuple[Any, Any]]:
     if len(node.types) > 1:
         return
     whole = m.alone(node)
-    for at, x in zip(node.mesh.places(), m.settled(node), strict=True):
+    for at, x in zip(node.mesh.places(), m.reduced_values(node), strict=True):
         if x is not None:
             where = [node.layout.positions(d, at).tolist() for d in range(node.ndim)]
             yield from _same(x, whole[_mesh_of(where)])

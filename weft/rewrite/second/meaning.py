@@ -93,7 +93,7 @@ class Meaning:
         where = _positions(layout, at)
         return boxed([len(w) for w in where], (self._term(node, i, salt) for i in itertools.product(*where)))
 
-    def _whole_input(self, node: Node) -> Array:
+    def _full_input(self, node: Node) -> Array:
         """The value that inputs held by ranks denote."""
         pending = [(a, p.op) for a, p in node.layout.held if isinstance(p, P)]
         salts = list(itertools.product(*(range(node.mesh.size(a)) for a, _ in pending)))
@@ -108,7 +108,7 @@ class Meaning:
         if node not in self._alone:
             args = [self.alone(a) for a in node.args]
             if node.op.name == "input":
-                made = self._whole_input(node)
+                made = self._full_input(node)
             elif node.op.kind is Kind.COMM:
                 made = args[0] if len(args) == 1 else tuple(args)
             else:
@@ -116,10 +116,10 @@ class Meaning:
             self._alone[node] = made
         return self._alone[node]
 
-    def held(self, node: Node) -> list[Array]:
+    def local_values(self, node: Node) -> list[Array]:
         """What every rank holds."""
         if node not in self._held:
-            args = [self.held(a) for a in node.args]
+            args = [self.local_values(a) for a in node.args]
             places = list(node.mesh.places())
             if node.op.kind is Kind.COMM:
                 made = self._moved(node, args, places)
@@ -134,9 +134,9 @@ class Meaning:
         gone = any(a is None for a in args) or not node.types[0].layout.present(at)
         return None if gone else self._computed(node, args, at)
 
-    def settled(self, node: Node) -> list[Array]:
+    def reduced_values(self, node: Node) -> list[Array]:
         """What every rank would hold were its partial sums done."""
-        held = list(self.held(node))
+        held = list(self.local_values(node))
         for axis, place in node.layout.held:
             if isinstance(place, P):
                 for group in node.mesh.groups(axis):
@@ -259,9 +259,9 @@ class Meaning:
             choices = itertools.product(*([(k, e) for e in range(len(rows[k]))] for k in each))
         else:
             choices = (((k, e),) for k in joint for e in range(len(rows[k])))
-        return self.total([self._product([self.function(f"{name}{list(c)}", rest), *(rows[k][e] for k, e in c)]) for c in choices])
+        return self.total([self._multiply([self.function(f"{name}{list(c)}", rest), *(rows[k][e] for k, e in c)]) for c in choices])
 
-    def _product(self, terms: Sequence[Any]) -> Any:
+    def _multiply(self, terms: Sequence[Any]) -> Any:
         return functools.reduce(lambda a, b: a * b, terms)
 
     def contract(self, labels: Sequence[str], out: str, args: Sequence[Array]) -> Array:
@@ -273,7 +273,7 @@ class Meaning:
             parts = []
             for more in _indices([sizes[x] for x in lost]):
                 full = {**env, **dict(zip(lost, more, strict=True))}
-                parts.append(self._product([a[tuple(full[x] for x in own)] for own, a in zip(labels, args, strict=True)]))
+                parts.append(self._multiply([a[tuple(full[x] for x in own)] for own, a in zip(labels, args, strict=True)]))
             terms.append(self.total(parts))
         return boxed([sizes[x] for x in out], terms)
 

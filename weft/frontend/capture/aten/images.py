@@ -11,7 +11,7 @@ from torch._prims_common import suggest_memory_format
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node, op_named, user_line
-from weft.frontend.capture.modes import aten, function, laid_out, to_dtype, unknown
+from weft.frontend.capture.modes import aten, fake_result, function, to_dtype, unknown
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import batchnorm, conv, pool
 from weft.ops import pointwise as w
@@ -92,7 +92,7 @@ def _batch_norm(r: Recorder, x: Tensor, running_mean: Tensor | None, running_var
         raise CaptureError("batch norm needs channels", needed="2 dims or more", found=str(tuple(x.shape)), where=user_line())
     if r.joint:
         return _batch_norm_by_parts(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    (like,) = laid_out(torch.empty_like, (x,), {"memory_format": suggest_memory_format(x)})  # what torch's own batch norm writes into
+    (like,) = fake_result(torch.empty_like, (x,), {"memory_format": suggest_memory_format(x)})  # what torch's own batch norm writes into
     kind = wide_dtype(x.dtype)
     xs = to_dtype(r.node(x), kind)
     channels = xs.shape[1]
