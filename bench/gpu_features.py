@@ -1,6 +1,6 @@
 """fp8, packed documents and offload on one GPU: each against what it should be faster or smaller than, losses compared first.
 
-    python -m bench.gpu_features [--parts fp8,documents,offload] [--json]
+    python -m bench.gpu_features [--parts fp8,documents,attention,offload] [--json]
 
 Every part is a process of its own (`bench._gpu_features_part`): all compile at the same time, and are timed one after the other.
 """
@@ -15,7 +15,7 @@ import typer
 from bench import _gpu
 from bench.gpu_train import Model, run
 
-PARTS = "fp8,documents,offload"
+PARTS = "fp8,documents,attention,offload"
 
 
 def register(app: typer.Typer) -> None:
