@@ -20,8 +20,9 @@ FEW = 64  # tokens that are looked at together
 SIZES = {  # rows and keys of a block, warps and stages of each kernel
     "attend": {"M": 128, "N": 64, "num_warps": 8, "num_stages": 3},
     "to_queries": {"M": 128, "N": 64, "num_warps": 8, "num_stages": 3},
-    "to_keys": {"M": 64, "N": 64, "num_warps": 8, "num_stages": 2},
+    "to_keys": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 2},
 }
+WIDE = {"attend": {"num_stages": 2}, "to_queries": {"num_stages": 2}, "to_keys": {"num_warps": 8}}  # of heads above 64
 
 
 @triton.jit
@@ -33,9 +34,10 @@ def _tile(base, first, count, step, D: tl.constexpr, N: tl.constexpr):  # type: 
 
 @triton.jit
 def _seen(rows, keys, of_rows, of_keys, S, T, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    same = (of_rows[:, None] == of_keys[None, :]) & (rows[:, None] < S) & (keys[None, :] < T)
+    """Of rows and keys along two dims, whichever is first."""
+    same = (of_rows == of_keys) & (rows < S) & (keys < T)
     if CAUSAL:
-        same = same & (keys[None, :] <= rows[:, None])
+        same = same & (keys <= rows)
     return same
 
 
@@ -65,7 +67,7 @@ def _look(  # type: ignore[no-untyped-def]
         if LOOK:
             keys = j * N + tl.arange(0, N)
             of_keys = tl.load(OF_KEYS + keys, mask=keys < T, other=0)
-            s = tl.where(_seen(rows, keys, of_rows, of_keys, S, T, CAUSAL), s, float("-inf"))
+            s = tl.where(_seen(rows[:, None], keys[None, :], of_rows[:, None], of_keys[None, :], S, T, CAUSAL), s, float("-inf"))
         now = tl.maximum(peak, tl.max(s, 1))
         safe = tl.where(now == float("-inf"), 0.0, now) if LOOK else now
         p, left = tl.exp2(s - safe[:, None]), tl.exp2(peak - safe)
@@ -100,9 +102,9 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, keys] again from the log-sum-exp; 0 where nothing is seen."""
-    p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634) - lse[:, None] * 1.4426950408889634)
+def _weights(s, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From products of queries and keys, along two dims, and the log-sum-exp again; 0 where nothing is seen."""
+    p = tl.exp2(s * (scale * 1.4426950408889634) - lse * 1.4426950408889634)
     if LOOK:
         p = tl.where(_seen(rows, keys, of_rows, of_keys, S, T, CAUSAL), p, 0.0)
     return p
@@ -118,7 +120,8 @@ def _some_queries(  # type: ignore[no-untyped-def]
         keys = j * N + tl.arange(0, N)
         k, v = _tile(K, j * N, T, k_s, D, N), _tile(V, j * N, T, v_s, D, N)
         of_keys = tl.load(OF_KEYS + keys, mask=keys < T, other=0)
-        p = _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK, CAUSAL)
+        s, at = tl.dot(q, tl.trans(k)), keys[None, :]
+        p = _weights(s, of_rows[:, None], of_keys[None, :], lse[:, None], rows[:, None], at, S, T, scale, LOOK, CAUSAL)
         ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq)
     return dq
@@ -157,10 +160,11 @@ def _some_keys(  # type: ignore[no-untyped-def]
         q, do = _tile(Q, i * M, S, q_s, D, M), _tile(DO, i * M, S, o_s, D, M)
         of_rows = tl.load(OF_ROWS + rows, mask=rows < S, other=0)
         lse, delta = tl.load(LSE + rows, mask=rows < S, other=0.0), tl.load(DELTA + rows, mask=rows < S, other=0.0)
-        p = _weights(q, k, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK, CAUSAL)
-        dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
-        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
-        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk)
+        s, at = tl.dot(k, tl.trans(q)), keys[:, None]  # keys first, as the sums over rows read them
+        p = _weights(s, of_rows[None, :], of_keys[:, None], lse[None, :], rows[None, :], at, S, T, scale, LOOK, CAUSAL)
+        dv = tl.dot(p.to(do.dtype), do, dv)
+        ds = p * (tl.dot(v, tl.trans(do)) - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk)
     return dk, dv
 
 
@@ -225,7 +229,7 @@ def ranges(rows: Tensor, keys: Tensor, causal: bool) -> list[Tensor]:
 
 
 def _meta(kernel: str, q: Tensor, causal: bool) -> dict[str, Any]:
-    return {"CAUSAL": causal, "D": q.shape[-1], **SIZES[kernel], **({"num_stages": 2} if q.shape[-1] > 64 else {})}
+    return {"CAUSAL": causal, "D": q.shape[-1], **SIZES[kernel], **(WIDE[kernel] if q.shape[-1] > 64 else {})}
 
 
 def _sizes(q: Tensor, k: Tensor, rows: Tensor, keys: Tensor) -> tuple[int, ...]:
