@@ -52,7 +52,7 @@ class Follows(Protocol):
     def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
     def found(self, captured: Captured) -> FoundStages: ...
     def again(self, captured: Captured) -> Captured: ...
-    def held(self, captured: Captured, spec: Spec) -> Mapping[str, Placements]: ...
+    def input_layouts(self, captured: Captured, spec: Spec) -> Mapping[str, Placements]: ...
     def placed(self, captured: Captured, pins: Sequence[Pin]) -> Program | None: ...
 
 
@@ -164,7 +164,7 @@ def _stages(d: Draft) -> Draft:
     if d.micro is None:
         return d
     pinned = _pinned(d)
-    exact = {n: p for n, p in d.plan.held(d.step, d.spec).items() if n not in pinned} if d.plan is not None else {}
+    exact = {n: p for n, p in d.plan.input_layouts(d.step, d.spec).items() if n not in pinned} if d.plan is not None else {}
     found = d.plan.found(d.step) if d.plan is not None else None
     return replace(d, stages=split_stages(d.step, d.spec, pinned, exact, found))
 
@@ -251,7 +251,7 @@ def _low_precision(d: Draft) -> Draft:
 def _with_phases(d: Draft, change: Callable[[Program], Program]) -> Draft:
     """The placed program changed, or that of every turn of every stage."""
     if d.laid is not None:
-        stages = tuple(replace(s, turns=tuple(map(change, s.phases))) for s in d.laid.line.stages)
+        stages = tuple(replace(s, phases=tuple(map(change, s.phases))) for s in d.laid.line.stages)
         return replace(d, laid=replace(d.laid, line=replace(d.laid.line, stages=stages)))
     return replace(d, program=change(d.program)) if d.program is not None else d
 

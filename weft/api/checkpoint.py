@@ -288,7 +288,7 @@ class Store:
     def _distributed(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """The tensors as parts of the full ones, in place."""
         mesh, known = self.step.program.mesh, self.step.state_names
-        layouts = {n: self.step.held_as(n).layout if n in known else Layout.of(mesh, tuple(x.shape)) for n, x in state.items()}
+        layouts = {n: self.step.layout_of(n).layout if n in known else Layout.of(mesh, tuple(x.shape)) for n, x in state.items()}
         return {n: Boxes.of(x, layouts[n], self.step.compiled.coords) for n, x in state.items()}
 
 

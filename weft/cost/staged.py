@@ -24,7 +24,7 @@ from weft.cost.timeline import Seen, Task, Timeline, run
 from weft.ops.registry import nbytes
 
 Routes = Mapping[tuple[int, str], Mapping[int, Sequence[str]]]  # (stage, kind of pass) to the stages that read of it, and what
-PASSES = ("forward", "backward", "weight")  # the turns of a stage
+PASSES = ("forward", "backward", "weight")  # the phases of a stage
 
 
 class StagePrograms(Protocol):
@@ -33,7 +33,7 @@ class StagePrograms(Protocol):
     @property
     def number(self) -> int: ...
     @property
-    def turns(self) -> Sequence[Program]: ...
+    def phases(self) -> Sequence[Program]: ...
     @property
     def types(self) -> Mapping[str, Type]: ...
 
@@ -54,7 +54,7 @@ class StagedStep:
 
     def turn(self, stage: StagePrograms, kind: str) -> Program | None:
         at = PASSES.index(kind)
-        return stage.turns[at] if at < len(stage.turns) else None
+        return stage.phases[at] if at < len(stage.phases) else None
 
     @cached_property
     def seconds(self) -> dict[tuple[int, str], float]:
@@ -105,25 +105,25 @@ class StagedStep:
     def kept(self, stage: StagePrograms) -> float:
         """Bytes of one micro-batch that later passes of a stage read."""
         held = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
-        later = {n: x for p in stage.turns[1:] for n, x in p.input_names.items() if x.role not in held}
+        later = {n: x for p in stage.phases[1:] for n, x in p.input_names.items() if x.role not in held}
         return float(sum(nbytes(x.type) for x in later.values()))
 
     def gradients(self, stage: StagePrograms) -> float:
-        return float(sum(nbytes(x.type) for p in stage.turns[1:] for n, x in p.outputs if n.startswith("d.param.")))
+        return float(sum(nbytes(x.type) for p in stage.phases[1:] for n, x in p.outputs if n.startswith("d.param.")))
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """(seconds, bytes) over the step, on one rank of the pipeline."""
         line, order = self.timeline, self.orders[rank]
         state = now = self.state(rank)
         points, gradients = [(0.0, now)], dict[int, float]()
-        kept = [self.kept(s) if len(s.turns) > 1 else 0.0 for s in self.stages[rank :: self.ranks]]
+        kept = [self.kept(s) if len(s.phases) > 1 else 0.0 for s in self.stages[rank :: self.ranks]]
         own = sorted((i for i in line.on(f"stage {rank}") if line.tasks[i].cause in PASSES), key=line.start.__getitem__)
         for i, (kind, chunk, _), waits in zip(own, order, waiting(order, kept), strict=True):
             stage = self.stages[chunk * self.ranks + rank]
             program = self.turn(stage, kind)
             work = max(0.0, peak_bytes(program) - sum(nbytes(n.type) for n in program.inputs)) if program is not None else 0.0
             points.append((line.start[i], now + work))
-            if kind == PASSES[len(stage.turns) - 1]:
+            if kind == PASSES[len(stage.phases) - 1]:
                 gradients[chunk] = self.gradients(stage)
             now = state + waits + sum(gradients.values())
             points.append((line.end[i], now))

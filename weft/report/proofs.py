@@ -56,7 +56,7 @@ def _rule(c: Any) -> list[Any]:
 
     name, _, statement = show(c.schema).partition(": ")
     how = METHODS.get((c.derivation or {}).get("method", ""), "")
-    whole = "its seal holds" if c.is_whole else "its seal is broken: run weft verify --full --write"
+    whole = "its seal holds" if c.is_complete else "its seal is broken: run weft verify --full --write"
     second = f"; {c.second.get('judge', 'no second judge')}: {c.second.get('status', '')}, {c.second.get('cases', 0)} cases"
     said = f"{RUNGS.get(c.rung, c.rung)}{', ' + how if how else ''}{second}; certificate {c.seal}, {whole}"
     return [tag("b", name), " ", tag("code", statement), tag("br"), tag("small", said)]

@@ -6,6 +6,7 @@ until the next begins. On a GPU marks are events on the stream, so statements ar
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -155,5 +156,9 @@ def _reached(value: Any) -> Iterator[torch.Tensor]:
         for item in value:
             yield from _reached(item)
     elif hasattr(value, "wait") and hasattr(value, "_finish"):
-        for cell in value._finish.__closure__ or ():
+        finish = value._finish
+        if isinstance(finish, functools.partial):
+            yield from _reached((*finish.args, *finish.keywords.values()))
+            finish = finish.func
+        for cell in finish.__closure__ or ():
             yield from _reached(cell.cell_contents)
