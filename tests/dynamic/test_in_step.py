@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.flex_attention  # so that capture hears it, here in one trace inside another
 from torch import Tensor, nn
 
 import weft

@@ -14,7 +14,7 @@ from weft import dynamic
 from weft.core.errors import StructureError
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.trace import aten
+from weft.dynamic.lower import aten
 
 
 def cells(model: dynamic.Model, s: dynamic.Structure, x: torch.Tensor) -> dict[tuple[str, bool], Cell]:

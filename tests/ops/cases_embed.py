@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.ops.cases_norm import gradient_of
 from tests.ops.harness import Input, case, distinct, index, normal
 from weft.core.node import op_named
-from weft.ops import embed, fill, loss, order
+from weft.ops import embed, fill, loss, order, segment
 from weft.ops.rotary import rotary
 
 
@@ -21,6 +21,15 @@ def permutation(n: int) -> Input:
 def permutations(rows: int, n: int) -> Input:
     """Per column a choice of `rows` different ones of n."""
     return Input((rows, 2), lambda g, s: torch.stack([torch.randperm(n, generator=g)[:rows] for _ in range(2)], 1))
+
+
+def _segment_max(x: torch.Tensor, i: torch.Tensor, rows: int = 4) -> torch.Tensor:
+    """Row by row, zeros where a segment has none."""
+    return torch.stack([x[i == r].amax(0) if (i == r).any() else x[0] * 0 for r in range(rows)])
+
+
+def _segment_max_of_nine(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return _segment_max(x, i, 9)
 
 
 def _put(x: torch.Tensor, i: torch.Tensor, size: int, dim: int) -> torch.Tensor:
@@ -52,7 +61,10 @@ _SOURCES = [
     case(
         "scale_gradient",
         lambda x, by: fill.scale_gradient(x, fill.stop_gradient(by)),
-        lambda x, by: x * by.detach() + (x * (1 - by)).detach(), normal(5, 2), normal(5, 1), inner=False,
+        lambda x, by: x * by.detach() + (x * (1 - by)).detach(),
+        normal(5, 2),
+        normal(5, 1),
+        inner=False,
         refused="what multiplies is data, of which the value does not depend",
     ),
     case("stop_gradient", lambda x: fill.stop_gradient(x) * 2.0, lambda x: x.detach() * 2.0, normal(5, 2)),
@@ -68,6 +80,20 @@ _LOOKUPS = [
     ),
     case(
         "put", lambda x, i: embed.put(x, i, fill.arange(4, x.mesh), 0), lambda x, i: _put(x, i, 4, 0), normal(5, 3), index(4, 5), local=True
+    ),
+    case(
+        "segment_max",
+        lambda x, i: segment.segment_max(x, i, fill.arange(4, x.mesh)),
+        _segment_max,
+        normal(7, 3),
+        index(4, 7),
+    ),
+    case(
+        "segment_max of one dim",
+        lambda x, i: segment.segment_max(x, i, fill.arange(9, x.mesh)),
+        _segment_max_of_nine,
+        normal(7),
+        index(9, 7),
     ),
     case(
         "put along a later dim",

@@ -12,12 +12,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from weft.dynamic import ops
 from weft.dynamic.kernel import Kernel, access, finish, fusible, group, lane_shape
+from weft.dynamic.lower import Traced, aten
 from weft.dynamic.phases import BACKWARD, FORWARD, Phased, assign, base, domain, is_sized, is_view
-from weft.dynamic.simplify import narrow
 from weft.dynamic.store import Home, Key, Pointer, Row, Stores, Via, home_of
-from weft.dynamic.trace import Traced, aten
 
 Step = Kernel | fx.Node
 
@@ -65,32 +63,6 @@ class Cell:
         return {(home.kind, home.key): home for home in found}
 
 
-def address(traced: Traced) -> Traced:
-    """Say how the gradients of gathered states are sent to the children: (state, how) -> value.
-
-    Through a slot they are sent by place of the parent. To the rest of the children they are sent by edge, unless every child
-    of a vertex gets the same, as under a sum: then by place of the parent too, and nothing is stored per edge.
-    """
-    for source in [s for s in traced.grads if s.role in ("slot", "edge")]:
-        node = traced.grads.pop(source)
-        if source.role == "slot":
-            traced.messages[source.name, f"slot{source.slot}"] = node
-        else:
-            traced.messages |= _terms(source.name, node)
-    traced.prune()
-    return traced
-
-
-def _terms(state: str, node: fx.Node) -> dict[tuple[str, str], fx.Node]:
-    if node.target is ops.spread:
-        return {(state, "vertex"): node.args[0]}
-    if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
-        for same, other in (node.args, node.args[::-1]):
-            if same.target is ops.spread and other.target is not ops.spread:
-                return {(state, "vertex"): same.args[0], (state, "edge"): other}
-    return {(state, "edge"): node}
-
-
 def vias(keys: set[Key], state: str) -> tuple[Via, ...]:
     """How the gradient of a state is summed up from the messages sent to it."""
     out = []
@@ -105,7 +77,7 @@ def vias(keys: set[Key], state: str) -> tuple[Via, ...]:
 def compile_cell(traced: Traced, sent: set[Key], outputs: Mapping[str, Home], fuse: bool) -> Cell:
     """Split a (differentiated) function into steps. `sent` are the messages of all classes together."""
     _collect_where_needed(traced)
-    phased = assign(narrow(traced))
+    phased = assign(traced)
     if fuse:
         _sink(phased)
     cell = Cell(traced, phased, Stores())

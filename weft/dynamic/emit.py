@@ -29,7 +29,7 @@ class Emitter:
         self.level = kernel.level()
         self.edges = {n for n in kernel.nodes if domain(n) == "edge"}
         every = [*kernel.nodes, *kernel.loads]
-        self.dtype = next(n.meta["val"].dtype for n in every if n.meta["val"].dtype.is_floating_point)
+        self.dtype = next((n.meta["val"].dtype for n in every if n.meta["val"].dtype.is_floating_point), torch.float32)
 
     def at(self, pointer: Pointer) -> str:
         """The name of an argument."""

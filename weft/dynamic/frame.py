@@ -14,10 +14,10 @@ from torch.fx.node import map_arg
 from weft.dynamic import emit_triton, product
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.phases import base, domain, fill_in, is_view
+from weft.dynamic.lower import aten, fill_in
+from weft.dynamic.phases import base, domain, is_view
 from weft.dynamic.schedule import Block
 from weft.dynamic.store import Home, Pointer
-from weft.dynamic.trace import aten
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
 

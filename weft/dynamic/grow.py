@@ -164,7 +164,7 @@ class Growing:
     @property
     def _pushed(self) -> dict[str, set[str]]:
         variant = next(iter(self._runner._made.variants.values()))
-        return {name: set(f.outputs) for name, f in variant.functions.items()}
+        return {name: set(f.pushed) for name, f in variant.functions.items()}
 
     @property
     def _only(self) -> str:

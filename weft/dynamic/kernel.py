@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from weft.dynamic import ops
+from weft.dynamic.lower import aten, shape_of
 from weft.dynamic.phases import base, domain, is_view
 from weft.dynamic.pointwise import expression
 from weft.dynamic.sizes import EDGES, ROWS
-from weft.dynamic.trace import aten, shape_of
 
 FLOATS = (torch.float32, torch.float64)
 SEGMENT = {ops.segment_sum: "sum", ops.segment_max: "max"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core import native
-from weft.core.errors import StructureError
+from weft.core.errors import StructureError, WeftError
 from weft.dynamic.captured import Templates
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.layout import exact
@@ -21,7 +21,7 @@ from weft.dynamic.plan import Variant, compile_plan, held_by
 from weft.dynamic.run import Again, Once, Ready, Run
 from weft.dynamic.schedule import Block, Reads, Schedule
 from weft.dynamic.structure import Structure
-from weft.dynamic.trace import Function, Traced
+from weft.dynamic.trace import Function, VertexProgram
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Pool
 from weft.runtime import replay
@@ -148,8 +148,8 @@ class Model(nn.Module):
         now = (held[0].dtype, held[0].device) if held else None
         if found is None or found.kind != now:
             try:
-                found = self._made.variants[key] = Variant(self.functions, self.states, inputs, held, now)
-            except (RuntimeError, StructureError) as error:
+                found = self._made.variants[key] = Variant(self.functions, self.states, inputs, held, now, self)
+            except (RuntimeError, WeftError) as error:
                 raise _mixed_dtypes(inputs, held, structure) or error from error
         return found
 
@@ -199,13 +199,13 @@ def _compiler() -> bool:
     return native.available()
 
 
-def _absent(schedule: Schedule, functions: Mapping[str, Traced], inputs: Inputs) -> list[tuple[CellKey, Source]]:
+def _absent(schedule: Schedule, functions: Mapping[str, VertexProgram], inputs: Inputs) -> list[tuple[CellKey, Source]]:
     """Optional inputs that no vertex of a class has. A class with an input that is not optional needs it everywhere."""
     out: list[tuple[CellKey, Source]] = []
     s = schedule.structure
     blocks = {(s.kinds[b.kind], b.has_children): b for b in schedule.blocks.values()}
     for name, function in functions.items():
-        pulls = [source for source in function.sources if source.role == "pull"]
+        pulls = [source for source in function.sources.values() if source.role == "pull"]
         for key in ((name, False), (name, True)):
             block = blocks.get(key)
             low, high = (-1, -1) if block is None else schedule.row_range[2 * block.kind + block.has_children]
@@ -277,8 +277,8 @@ def _vertices(s: Structure, at: Any) -> Ints:
     return np.asarray(at, np.int64)
 
 
-def _pushing(s: Structure, functions: Mapping[str, Traced], name: str, at: Any) -> Ints:
+def _pushing(s: Structure, functions: Mapping[str, VertexProgram], name: str, at: Any) -> Ints:
     """Those of the vertices asked for whose type pushes the output."""
     vertices = _vertices(s, at[name] if isinstance(at, Mapping) else at)
-    pushes = np.array([k in functions and name in functions[k].outputs for k in s.kinds], bool)
+    pushes = np.array([k in functions and name in functions[k].pushed for k in s.kinds], bool)
     return vertices if pushes.all() else vertices[pushes[s.kind[vertices]]]

@@ -26,7 +26,6 @@ from weft.dynamic.plan import Variant
 from weft.dynamic.run import Again, Once
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.structure import Structure
-from weft.dynamic.verify import is_random
 from weft.dynamic.vertex import Source
 from weft.frontend.capture.modes import Above, function
 from weft.frontend.capture.recorder import Recorder
@@ -110,18 +109,18 @@ class Rounds:
 
     def __init__(self, model: Model, kinds: tuple[str, ...], inputs: Mapping[str, Tensor], own: set[Tensor]) -> None:
         self.model, self.kinds, self.inputs = model, kinds, tuple(inputs)
-        self.variant = Variant(model.functions, model.states, inputs, model.held(), None)
+        self.variant = Variant(model.functions, model.states, inputs, model.held(), None, model)
         self._require_sure()
         self.weights = [w for w in self.variant.weights if any(w is x for x in own) or w.ndim]  # numbers stay as they are
         first = next(iter(self.variant.functions.values()))
-        self.outputs = {n: (tuple(o.meta["val"].shape[1:]), o.meta["val"].dtype) for n, o in first.outputs.items()}
+        self.outputs = {n: (o.shape[1:], o.dtype) for n, o in first.pushed.items()}
         self._saved: dict[Any, tuple[Any, Once | Again, Ints, Any]] = {}
         self.last: Schedule | None = None  # of this rank, for the report
 
     @property
     def name(self) -> str:
         """Equal where functions, shapes and dtypes are."""
-        text = [f"{k}: {f.graph}" for k, f in self.variant.functions.items()]
+        text = [f"{k}: {f.program}" for k, f in self.variant.functions.items()]
         text += [str((k, f.reads, sorted(map(str, f.optional)))) for k, f in self.variant.functions.items()]
         text += [f"{list(w.shape)} {w.dtype} {w.requires_grad}" for w in self.variant.weights]
         text += [str(w.item()) for w in self.variant.weights if not w.ndim and not w.is_meta]
@@ -130,16 +129,16 @@ class Rounds:
 
     def _require_sure(self) -> None:
         for name, f in self.variant.functions.items():
-            drawn = next((n for n in f.graph.nodes if is_random(n)), None)
-            if drawn is not None:
+            if f.is_random:
+                drawn = next(n for n in f.program.users[f.program.input_names["seed"]])
                 raise StructureError(
-                    f"vertex function {name!r} draws random numbers inside a step", needed="the same numbers under every plan", found=str(drawn.target),
+                    f"vertex function {name!r} draws random numbers inside a step", needed="the same numbers under every plan", found=drawn.op.name,
                     try_="dropout on the inputs or on the outputs of the dynamic model",
                 )  # fmt: skip
-            odd = [o for o, n in f.outputs.items() if not n.meta["val"].dtype.is_floating_point]
-            if odd or f.outputs.keys() != next(iter(self.variant.functions.values())).outputs.keys():
+            odd = [o for o, n in f.pushed.items() if not n.dtype.is_floating_point]
+            if odd or f.pushed.keys() != next(iter(self.variant.functions.values())).pushed.keys():
                 raise StructureError(
-                    f"vertex function {name!r} of a step pushes {', '.join(f.outputs) or 'nothing'}",
+                    f"vertex function {name!r} of a step pushes {', '.join(f.pushed) or 'nothing'}",
                     needed="the same outputs of every type of vertex, all floating point", found=", ".join(odd) or name,
                 )  # fmt: skip
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from weft.core.errors import StructureError
+from weft.dynamic.lower import Traced, aten
 from weft.dynamic.sizes import EDGES, ROWS
-from weft.dynamic.trace import Traced, aten, shape_of
 from weft.dynamic.vertex import Source
 
 FORWARD = ("weights", "eager", "rounds", "late")
@@ -110,8 +109,6 @@ def _phase(node: fx.Node, roles: set[str], reach: set[str]) -> str:
     rows = domain(node) != ""
     if not roles & {"d_state", "d_push"}:
         if not rows:
-            if roles & {"child", "pull"}:
-                raise _across_rows(node)
             return "weights"
         if "child" not in roles:
             return "eager"
@@ -121,26 +118,6 @@ def _phase(node: fx.Node, roles: set[str], reach: set[str]) -> str:
     if "d_state" not in roles:
         return "before" if reach & {"d_child"} else "after"
     return "back" if "d_child" in reach else "after"
-
-
-def _across_rows(node: fx.Node) -> StructureError:
-    return StructureError(
-        f"a vertex function mixes vertices: {getattr(node.target, '__name__', node.target)} sums over them",
-        needed="every row (vertex) treated alone", found=f"{tuple(shape_of(node))} from rows of all vertices",
-        try_="reduce over dims 1 and up only; what spans vertices belongs outside, on the pushed outputs",
-    )  # fmt: skip
-
-
-def fill_in(value: object, rows: int, edges: int) -> object:
-    """Sizes for the number of rows and edges at hand."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(fill_in(v, rows, edges) for v in value)
-    if isinstance(value, int) and not isinstance(value, bool) and value:
-        if value % ROWS == 0:
-            return value // ROWS * rows
-        if value % EDGES == 0:
-            return value // EDGES * edges
-    return value
 
 
 def is_sized(node: fx.Node) -> bool:

@@ -1,50 +1,57 @@
-"""From vertex functions to something that runs: trace, simplify, specialise by class, differentiate, split, compile."""
+"""From vertex functions to something that runs: programs, hoisted, specialised by class and differentiated, then split into phases and compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.dynamic import emit_cpp, emit_triton, simplify
-from weft.dynamic.cell import Cell, address, compile_cell, output_homes
+from weft.core.node import Node
+from weft.dynamic import emit_cpp, emit_triton
+from weft.dynamic.cell import Cell, compile_cell, output_homes
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.frame import Compiled
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.trace import Function, Traced, differentiate, pretence, trace
+from weft.dynamic.lower import lower
+from weft.dynamic.simplify import clean, hoist, specialise
+from weft.dynamic.trace import Function, VertexProgram, by_itself, differentiate, trace
 from weft.dynamic.verify import check_rows
 from weft.dynamic.vertex import Source
-
-Joint = Callable[[Traced, set[Source], set[str]], Traced]
+from weft.ops.pointwise import add
 
 
 class Variant:
-    """The functions of a model traced for one kind of inputs, and the plans made of them."""
+    """The functions of a model as programs for one kind of inputs, and the plans made of them."""
 
+    @by_itself()
     def __init__(
         self, functions: Mapping[str, Function], states: Mapping[str, tuple[int, ...]], inputs: Mapping[str, Tensor],
-        held: list[Tensor], kind: Any,
+        held: list[Tensor], kind: Any, model: nn.Module | None = None,
     ) -> None:  # fmt: skip
         self.held, self.kind = held, kind
         every = [*held, *inputs.values()]
         self.dtype = next((t.dtype for t in every if t.dtype.is_floating_point), torch.get_default_dtype())
         self.device = next((t.device for t in [*inputs.values(), *held]), torch.device("cpu"))
         pulls = {k: (tuple(v.shape[1:]), v.dtype) for k, v in inputs.items()}
-        mode = pretence()
-        self.functions = {n: trace(f, n, states, pulls, self.dtype, self.device, mode) for n, f in functions.items()}
-        self.reads = {name: f.reads for name, f in self.functions.items()}
+        names = _weight_names(functions, model)
+        self.written = {n: trace(f, n, states, pulls, self.dtype, names) for n, f in functions.items()}
+        self.reads = {name: f.reads for name, f in self.written.items()}
         self.states = dict(states)
-        for traced in self.functions.values():
-            simplify.clean(simplify.slices_to_splits(traced))
-            check_rows(traced)
-        self.written = {name: simplify.copy(f) for name, f in self.functions.items()}
-        self.joints = {name: f.joint for name, f in functions.items() if hasattr(f, "joint")}
-        simplify.hoist(self.functions, self.states)
-        self.weights = list({id(w): w for f in self.functions.values() for w in f.weights}.values())
+        for f in self.written.values():
+            check_rows(f)
+        self.functions = hoist(self.written, self.states)
+        self.weights = list({id(w): w for f in self.functions.values() for w in f.weights.values()}.values())
         self.plans: dict[Any, Plan] = {}
+
+
+def _weight_names(functions: Mapping[str, Function], model: nn.Module | None) -> dict[int, str]:
+    """The names that weights have in the functions' modules, by identity."""
+    owners = [getattr(f, "__self__", f) for f in functions.values()]
+    return {id(p): n for m in (model, *owners) if isinstance(m, nn.Module) for n, p in (*m.named_buffers(), *m.named_parameters())}
 
 
 def held_by(function: Any) -> list[Tensor]:
@@ -62,44 +69,85 @@ def held_by(function: Any) -> list[Tensor]:
     return [t for h in held for t in held_by(h)]
 
 
+@by_itself()
 def compile_plan(
     variant: Variant, absent: frozenset[tuple[CellKey, Source]], grads: frozenset[str], needs: bool, target: str, in_parts: bool,
 ) -> Plan:  # fmt: skip
     """All classes for one kind of call: which inputs are absent where, what needs a gradient, what kernels are written in."""
-    made: dict[CellKey, Traced] = {}
+    made: dict[CellKey, VertexProgram] = {}
     for name, function in variant.functions.items():
         for has_children in (False, True):
             gone = {s for k, s in absent if k == (name, has_children)}
-            gone |= set() if has_children else {s for s in function.sources if s.role in ("slot", "edge")}
-            joint = variant.joints.get(name, differentiate)
-            made[name, has_children] = _with_gradients(function, gone, grads, joint) if needs else simplify.specialise(function, gone)
+            gone |= set() if has_children else {s for s in function.inputs if s.role in ("slot", "edge")}
+            one = specialise(function, gone)
+            made[name, has_children] = _with_gradients(one, grads) if needs else one
     sent = _settle(made)
-    outputs = output_homes(made.values())
-    cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in made.items()}
+    lowered = {key: lower(clean(one), variant.device) for key, one in made.items()}
+    outputs = output_homes(lowered.values())
+    cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in lowered.items()}
     kernels = _kernels(cells.values(), target)
     return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, target == "triton", in_parts)
 
 
-def _with_gradients(function: Traced, gone: set[Source], grads: frozenset[str], joint: Joint) -> Traced:
-    """Specialise and differentiate. A gradient the function brings with it is that of the full function, specialised afterwards."""
-    one = simplify.specialise(function, gone)
-    wanted = {s for s in one.sources if s.role in ("slot", "edge") or (s.role == "pull" and s.name in grads)}
-    wanted |= {s for s in one.sources if s.role == "weight" and one.weights[int(s.name)].requires_grad}
-    pushed = {name for name, node in one.outputs.items() if node.meta["val"].dtype.is_floating_point}
-    both = differentiate(one, wanted, pushed) if joint is differentiate else simplify.specialise(joint(function, wanted, pushed), gone)
-    return address(simplify.clean(both))
+def _with_gradients(f: VertexProgram, grads: frozenset[str]) -> VertexProgram:
+    """The function with the gradients of gathered states, of inputs that want them and of weights that are trained."""
+    wanted = [n for n, s in f.sources.items() if s.role in ("slot", "edge") or (s.role == "pull" and s.name in grads)]
+    wanted += [n for n, w in f.weights.items() if w.requires_grad]
+    return _addressed(differentiate(f, wanted, {o for o, n in f.pushed.items() if n.dtype.is_floating_point}))
 
 
-def _settle(made: dict[CellKey, Traced]) -> set[tuple[str, ...]]:
+def _addressed(f: VertexProgram) -> VertexProgram:
+    """Say how the gradients of gathered states are sent to the children: (state, how) -> value.
+
+    Through a slot they are sent by place of the parent. To the rest of the children they are sent by edge, unless every child
+    of a vertex gets the same, as under a sum: then by place of the parent too, and nothing is stored per edge.
+    """
+    grads = {n: s for n, s in f.grads.items() if not (isinstance(s, Source) and s.role in ("slot", "edge"))}
+    sent: dict[tuple[str, ...], Node] = {}
+    for n, s in f.grads.items():
+        if n not in grads:
+            assert isinstance(s, Source)
+            node = f.program.output_names[n]
+            sent |= {(s.name, f"slot{s.slot}"): node} if s.role == "slot" else _terms(f, s.name, node)
+    messages = {f"message.{i}": key for i, key in enumerate(sent)}
+    outputs = [(n, x) for n, x in f.program.outputs if n not in f.grads or n in grads]
+    outputs += [(n, sent[key]) for n, key in messages.items()]
+    return f.with_outputs(outputs, "addressed", grads=grads, messages=messages)
+
+
+def _terms(f: VertexProgram, state: str, node: Node) -> dict[tuple[str, ...], Node]:
+    """A sum of what every child of a vertex gets, and of what each edge sends alone."""
+    at = f.inputs.get(Source("at"))
+    terms, same, other = [node], list[Node](), list[Node]()
+    while terms:
+        n = terms.pop()
+        if n.op.name == "add" and n.args[0].shape == n.args[1].shape:
+            terms += n.args
+        else:
+            (same if n.op.name == "take" and n.args[1] is at and n.attr("dim") == 0 else other).append(n)
+    if not same:
+        return {(state, "edge"): node}
+    whole = functools.reduce(add, [n.args[0] for n in reversed(same)])
+    return {(state, "vertex"): whole, **({(state, "edge"): functools.reduce(add, reversed(other))} if other else {})}
+
+
+def _settle(made: dict[CellKey, VertexProgram]) -> set[tuple[str, ...]]:
     """Drop gradients of states nobody gathers, until nothing changes. Returns the messages that are sent."""
     while True:
-        sent = {key for one in made.values() for key in one.messages}
+        sent = {key for one in made.values() for key in one.messages.values()}
         reached = {state for state, _ in sent}
-        unread = {k: [s for s in one.sources if s.role == "d_state" and s.name not in reached] for k, one in made.items()}
+        unread = {k: [s for s in one.inputs if s.role == "d_state" and s.name not in reached] for k, one in made.items()}
         if not any(unread.values()):
             return sent
         for key, sources in unread.items():
-            made[key] = simplify.specialise(made[key], sources) if sources else made[key]
+            made[key] = _without_zeros(specialise(made[key], sources)) if sources else made[key]
+
+
+def _without_zeros(f: VertexProgram) -> VertexProgram:
+    """Without the messages that are zero."""
+    gone = {n for n in f.messages if f.program.output_names[n].op.name == "full"}
+    keep = [(n, x) for n, x in f.program.outputs if n not in gone]
+    return f.with_outputs(keep, "without zeros", messages={n: k for n, k in f.messages.items() if n not in gone}) if gone else f
 
 
 def _kernels(cells: Iterable[Cell], target: str) -> Compiled:

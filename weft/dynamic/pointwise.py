@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from weft.dynamic.trace import aten
+from weft.dynamic.lower import aten
 
 Expr = Any  # float | fx.Node | tuple[str, *Expr]
 

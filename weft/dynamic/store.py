@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from weft.dynamic.lower import shape_of
 from weft.dynamic.phases import domain
 from weft.dynamic.sizes import EDGES, ROWS
-from weft.dynamic.trace import shape_of
 
 Key = tuple[str, ...]
 

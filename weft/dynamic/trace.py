@@ -1,200 +1,301 @@
-"""A vertex function as a graph of ATen ops, once for any number of vertices.
+"""A vertex function as a program, written once for any number of vertices by the one tracer of torch code.
 
-It is traced with ROWS vertices and EDGES edges, two large primes; a multiple of one of them in the graph, as a size or as an
-argument, stands for that multiple of the number of rows or edges at hand. `differentiate` adds the gradient of all its
-inputs to the graph, so forward and backward are one dataflow graph that can be split wherever it pays.
+It is captured with ROWS vertices and EDGES edges, two large primes; a multiple of one of them in a shape or in an attribute stands for
+that multiple of the number of rows or edges at hand. Its gradient is the program's own vjp, so forward and backward are one graph of nodes
+that can be split wherever it pays, and every rule and verb of weft takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor, nn
+from torch._C import _functorch, _len_torch_function_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_map_only
 
+from weft.autodiff import backward, dual_layout
+from weft.core.errors import StructureError
+from weft.core.names import part, readable
+from weft.core.node import Node, Type, remade, toposort
+from weft.core.program import Program, new_program
+from weft.core.role import Role
+from weft.dynamic import ops
 from weft.dynamic.schedule import Reads
 from weft.dynamic.sizes import EDGES, ROWS
 from weft.dynamic.vertex import Source, Use, Vertex, check_use
+from weft.frontend.capture.modes import teach
+from weft.frontend.capture.tape import tracing
+from weft.ops.comm import reshard
+from weft.ops.embed import put, take
+from weft.ops.fill import arange
+from weft.ops.linalg import matmul
+from weft.ops.pointwise import add
+from weft.ops.segment import segment_max
+from weft.ops.shape import narrow, permute
+from weft.ops.source import input_node
 
-
-def pretence() -> FakeTensorMode:
-    """A mode of fake tensors; functions of one model share it."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-aten = torch.ops.aten
 Function = Callable[[Vertex], None]
 Shape = tuple[int, ...]
+Key = tuple[str, ...]
 
-DECOMPOSED = get_decompositions([
-    aten.addmm, aten.silu, aten.silu_backward, aten.gelu_backward, aten.sigmoid_backward, aten.tanh_backward,
-    aten.threshold_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.hardtanh, aten.hardtanh_backward, aten.elu,
-    aten.elu_backward, aten.softplus, aten.softplus_backward, aten.native_layer_norm, aten.native_layer_norm_backward,
-    aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data, aten.addcmul,
-    aten.addcdiv, aten.lerp, aten.slice_backward, aten.select_backward, aten.std.correction, aten.var.correction,
-])  # fmt: skip
+teach(ops.spread)(lambda x, at: take(x, at, 0))
+teach(ops.segment_sum)(lambda x, at, rows: put(x, at, arange(rows, x.mesh), 0))
+teach(ops.segment_max)(lambda x, at, rows: segment_max(x, at, arange(rows, x.mesh)))
 
 
-@dataclass
-class Traced:
-    """A vertex function: the graph, where its inputs come from and what it gives."""
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Inside, torch functions are heard by nobody who heard them before, and can be heard."""
+    modes = list[Any]()
+    with torch._C._EnableTorchFunction():
+        while _len_torch_function_stack():
+            modes.append(_pop_mode())
+        try:
+            yield
+        finally:
+            for mode in reversed(modes):
+                _push_mode(mode)
+
+
+@dataclass(frozen=True)
+class VertexProgram:
+    """A vertex function as a program, and what its inputs and outputs stand for."""
 
     name: str
-    graph: fx.Graph
-    sources: dict[Source, fx.Node]
-    states: dict[str, fx.Node]
-    outputs: dict[str, fx.Node]
-    weights: list[Tensor]
+    program: Program
+    sources: Mapping[str, Source]  # input -> what it reads
+    weights: Mapping[str, Tensor]  # input -> the model's tensor
+    states: Mapping[str, str]  # output -> state
+    outputs: Mapping[str, str]  # output -> what is pushed
     reads: Reads
-    optional: set[Source]
-    grads: dict[Source, fx.Node] = field(default_factory=dict)  # after `differentiate`
-    messages: dict[tuple[str, str], fx.Node] = field(default_factory=dict)  # gradients on their way to children
+    optional: frozenset[Source] = frozenset()
+    grads: Mapping[str, Source | str] = field(
+        default_factory=dict
+    )  # output -> the source, or the weight's input, that it is the gradient of
+    messages: Mapping[str, Key] = field(default_factory=dict)  # output -> (state, how): gradients on their way to children
+    at: Mapping[str, int] | None = None  # the place of this rank on the program's mesh; none: it is placed nowhere
+    groups: Mapping[str, Any] = field(default_factory=dict)
 
-    def results(self) -> list[fx.Node]:
-        return [node for kind in self._kinds() for node in kind.values()]
+    def with_program(self, program: Program) -> VertexProgram:
+        """The same function computed by another program with these inputs and outputs."""
+        missing = (set(self.states) | set(self.outputs)) - set(program.output_names)
+        strange = set(program.input_names) - set(self.sources) - set(self.weights) - {"seed"}
+        if missing or strange:
+            raise StructureError(
+                "this program is not one of the same vertex function", needed=f"outputs {', '.join([*self.states, *self.outputs])}",
+                found=f"{'no ' + ', '.join(missing) if missing else 'new inputs ' + ', '.join(strange)}",
+            )  # fmt: skip
+        return replace(self, program=program)
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let all that reads `old` read `new`."""
-        old.replace_all_uses_with(new)
-        for kind in self._kinds():
-            for key, node in kind.items():
-                if node is old:
-                    kind[key] = new
+    @cached_property
+    def inputs(self) -> dict[Source, Node]:
+        """What the program reads besides weights."""
+        return {s: self.program.input_names[n] for n, s in self.sources.items() if n in self.program.input_names}
 
-    def prune(self) -> None:
-        """Write the results into the output node and drop what they do not need."""
-        next(n for n in self.graph.nodes if n.op == "output").args = (self.results(),)
-        self.graph.eliminate_dead_code()
+    @cached_property
+    def scattered(self) -> dict[str, Node]:
+        return {state: self.program.output_names[n] for n, state in self.states.items()}
 
-    def _kinds(self) -> list[dict[Any, fx.Node]]:
-        return [self.states, self.outputs, self.grads, self.messages]
+    @cached_property
+    def pushed(self) -> dict[str, Node]:
+        return {output: self.program.output_names[n] for n, output in self.outputs.items()}
+
+    @property
+    def is_random(self) -> bool:
+        return "seed" in self.program.input_names
+
+    def held(self) -> list[Tensor]:
+        return list(self.weights.values())
+
+    def weight_at(self, node: Node) -> Tensor | None:
+        """The tensor that an input stands for."""
+        return self.weights.get(node.attr("name", "")) if node.op.name == "input" else None
+
+    def with_nodes(self, swap: Mapping[Node, Node], step: str) -> VertexProgram:
+        """Some nodes replaced and what depends on them made anew."""
+        made = remade([n for _, n in self.program.outputs], swap)
+        return self.with_outputs([(name, made[n]) for name, n in self.program.outputs], step)
+
+    def with_outputs(self, outputs: Sequence[tuple[str, Node]], step: str, **facts: Any) -> VertexProgram:
+        """Other outputs, and the inputs that they need."""
+        read = dict.fromkeys(n for n in toposort(n for _, n in outputs) if n.op.name == "input")
+        inputs = [*(n for n in self.program.inputs if n in read), *(n for n in read if n not in self.program.input_set)]
+        return replace(self, program=self.program.with_outputs(outputs, step, inputs=inputs), **facts)
+
+    def __call__(self, v: Vertex) -> None:
+        """Run the program on the rows of a vertex."""
+        from weft.dynamic.lower import evaluate
+
+        given = {n: self._read(v, s) for n, s in self.sources.items() if n in self.program.input_names} | dict(self.weights)
+        wanted = self.program.output_names
+        values = dict(zip(wanted, evaluate(self, list(wanted.values()), given), strict=True))
+        v.scatter(**{state: values[name] for name, state in self.states.items()})
+        v.push(**{output: values[name] for name, output in self.outputs.items()})
+
+    def _read(self, v: Vertex, source: Source) -> Tensor:
+        optional = source in self.optional
+        if source.role == "pull":
+            return v.pull(source.name, optional=optional)
+        if source.role == "at":
+            return v.edge_rows
+        if source.role == "slot":
+            return v.gather(source.name, source.slot, optional=optional)
+        return v.gather(source.name, after=self.reads.slots)
 
 
 def trace(
     function: Function, name: str, states: Mapping[str, Shape], pulls: Mapping[str, tuple[Shape, torch.dtype]],
-    dtype: torch.dtype, device: torch.device, mode: FakeTensorMode,
-) -> Traced:  # fmt: skip
-    """Run the function once on fake tensors of `mode` and write down what it did."""
+    dtype: torch.dtype, names: Mapping[int, str],
+) -> VertexProgram:  # fmt: skip
+    """The function captured once; `names` are those of its weights, by identity."""
+    if isinstance(function, VertexProgram):
+        return _as_written(function, name, states, pulls)
     use = Use()
-    with mode, torch.no_grad():
-        function(Vertex(ROWS, EDGES, lambda s: _pretend(s, states, pulls, dtype, device, name), use))
-    check_use(use, name, states, ROWS, dtype)
-    order = list(use.sources)
+    with tracing(nn.Module()) as tape:
+        r = tape.recorder
+        lifted = _Weights(lambda n, w: r.fresh_input(n, w, Role.PARAMETER, moves=w.is_floating_point()), names)
 
-    def flat(*values: Tensor) -> list[Tensor]:
-        again = Use()
-        function(Vertex(ROWS, EDGES, dict(zip(order, values, strict=True)).__getitem__, again))
-        return [*again.states.values(), *again.outputs.values()]
+        def supply(source: Source) -> Tensor:
+            like = _pretend(source, states, pulls, dtype, name)
+            return r.fresh_input(input_name(source), like, Role.BATCH, moves=like.is_floating_point())
 
-    args = [use.sources[s] for s in order]
-    with torch.no_grad():
-        made = make_fx(functionalize(flat), tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=DECOMPOSED)(*args)
-    found = Traced(name, made.graph, {}, {}, {}, [], use.reads, use.optional)
-    found.sources = dict(zip(order, placeholders(made.graph), strict=True))
-    lift_weights(found, made)
-    name_results(found, [*use.states], [*use.outputs])
+        with lifted:
+            function(Vertex(ROWS, EDGES, supply, use))
+        check_use(use, name, states, ROWS, dtype)
+        outputs = {output_name("state", s): r.node(x) for s, x in use.states.items()}
+        outputs |= {output_name("push", o): r.node(x) for o, x in use.outputs.items()}
+    weights = {**lifted.found, **r.constants}
+    program = new_program(part(name), r.mesh, [*r.inputs.values()], outputs, lines=r.lines)
+    made = VertexProgram(
+        name, program, {input_name(s): s for s in use.sources}, weights, {output_name("state", s): s for s in use.states},
+        {output_name("push", o): o for o in use.outputs}, use.reads, frozenset(use.optional),
+    )  # fmt: skip
+    return made.with_nodes(_plainer(program), "plainer")
+
+
+def input_name(source: Source) -> str:
+    return readable(f"batch.{source}")
+
+
+def output_name(kind: str, name: str) -> str:
+    return readable(f"out.{kind}_{name}")
+
+
+def _plainer(program: Program) -> dict[Node, Node]:
+    """x w' as a matmul, and a chunk of the last dim, which torch cuts from a view of two dims, as a part of that dim."""
+    found: dict[Node, Node] = {}
+    for n in program.nodes:
+        args = [remade([a], found)[a] for a in n.args]
+        if n.op.name == "einsum" and n.attr("equation") == "ak,nk->an":
+            found[n] = matmul(args[0], permute(args[1], 1, 0))
+        elif n.op.name == "reshape" and (part := _chunk(args[0], n.shape)) is not None:
+            found[n] = part
     return found
 
 
-def differentiate(traced: Traced, wanted: set[Source], pushed: set[str]) -> Traced:
-    """The same function with the gradients of `wanted`, given those of its states and of the outputs in `pushed`."""
-    pushes = [o for o in traced.outputs if o in pushed]
-    keep = [*traced.states.values(), *(traced.outputs[o] for o in pushes)]
-    cotangents = [Source("d_state", s) for s in traced.states] + [Source("d_push", o) for o in pushes]
-    module = fx.GraphModule(torch.nn.Module(), traced.graph)
-    sources = list(traced.sources)
-
-    def joint(*values: Tensor) -> list[Tensor | None]:
-        primal = dict(zip(sources, values, strict=False))
-        results = fx.Interpreter(module).run(*values[: len(sources)])
-        given = dict(zip([*traced.states, *traced.outputs], results, strict=True))
-        ends = [*results[: len(traced.states)], *(given[o] for o in pushes)]
-        pairs = [(y, d) for y, d in zip(ends, values[len(sources) :], strict=True) if y.requires_grad]
-        inputs = [primal[s] for s in sources if s in wanted]
-        if not pairs or not inputs:
-            return [*results, *[None] * len(inputs)]
-        ys, ds = zip(*pairs, strict=True)
-        return [*results, *torch.autograd.grad(ys, inputs, ds, allow_unused=True)]
-
-    args = [like(n, s in wanted) for s, n in traced.sources.items()] + [like(n, False) for n in keep]
-    made = make_fx(joint, tracing_mode="fake", decomposition_table=DECOMPOSED)(*args)
-    both = Traced(traced.name, made.graph, {}, {}, {}, traced.weights, traced.reads, traced.optional)
-    both.sources = dict(zip([*sources, *cotangents], placeholders(made.graph), strict=True))
-    name_results(both, [*traced.states], [*traced.outputs], [s for s in sources if s in wanted])
-    return both
+def _chunk(cut: Node, shape: Shape) -> Node | None:
+    """What a narrow of a view gives, as a narrow of what is viewed."""
+    if cut.op.name != "narrow" or cut.args[0].op.name != "reshape" or cut.attr("dim") != cut.ndim - 2:
+        return None
+    (view,) = cut.args
+    (x,) = view.args
+    if x.shape[:-1] != view.shape[:-2] or shape != (*x.shape[:-1], cut.shape[-2] * cut.shape[-1]):
+        return None
+    start, stop, size = cut.attr("start"), cut.attr("stop"), cut.shape[-1]
+    return narrow(x, x.ndim - 1, start * size, stop * size) if cut.attr("step") == 1 else None  # type: ignore[no-any-return]
 
 
-def shape_of(node: fx.Node) -> Shape:
-    return tuple(node.meta["val"].shape)
+def _as_written(f: VertexProgram, name: str, states: Mapping[str, Shape], pulls: Mapping[str, tuple[Shape, torch.dtype]]) -> VertexProgram:
+    """A function that is a program already, for inputs like these."""
+    for source, node in f.inputs.items():
+        want: tuple[Any, ...] = tuple(node.layout.local_shape(f.at or {})[1:]), node.dtype
+        if source.role == "pull":
+            found: Any = pulls.get(source.name)
+        else:
+            found = (states.get(source.name), node.dtype) if source.role in ("slot", "edge") else want
+        if found != want:
+            raise StructureError(
+                f"vertex function {name!r} is a program for other inputs", needed=f"{source.name!r} with rows of {list(want[0])}, {want[1]}",
+                found="none" if found is None else f"{list(found[0] or ())}, {found[1]}", try_="write the program anew: dynamic.program(model, inputs)",
+            )  # fmt: skip
+    return replace(f, name=name)
+
+
+def differentiate(f: VertexProgram, wanted: Sequence[str], pushed: set[str]) -> VertexProgram:
+    """The same function with the gradients of the inputs named, given those of its states and of the outputs in `pushed`."""
+    ends = [(Source("d_state", s), n) for s, n in f.scattered.items()]
+    ends += [(Source("d_push", o), n) for o, n in f.pushed.items() if o in pushed]
+    seeds: dict[Node, Node] = {}
+    sources = dict(f.sources)
+    for source, node in ends:
+        ct = input_node(input_name(source), Type(node.dtype, dual_layout(node.type)), Role.BATCH)
+        sources[input_name(source)] = source
+        seeds[node] = add(seeds[node], ct) if node in seeds else ct
+    asked = {n: f.program.input_names[n] for n in wanted if n in f.program.input_names}
+    found = backward(seeds, asked.values())
+    grads = {f"d.{n}": reshard(found[node], node.layout) for n, node in asked.items() if node in found}
+    of: dict[str, Source | str] = {f"d.{n}": f.sources.get(n, n) for n in asked}
+    return f.with_outputs([*f.program.outputs, *grads.items()], "vjp", sources=sources, grads={n: of[n] for n in grads})
+
+
+class _Weights(TorchFunctionMode):
+    """Tensors that the function closes over become inputs, whatever device they are on."""
+
+    def __init__(self, make: Callable[[str, Tensor], Tensor], names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.make, self.names = make, names
+        self.found: dict[str, Tensor] = {}
+        self.known: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _OF_NUMBERS:
+            args, kwargs = tree_map_only(Tensor, self._lifted, (args, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+    def _lifted(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor) or _functorch.is_functorch_wrapped_tensor(x):
+            return x
+        if id(x) not in self.known:
+            name = readable(f"param.{self.names.get(id(x), '') or f'weight{len(self.found)}'}")
+            name = f"param.weight{len(self.found)}" if name in self.found else name
+            self.found[name] = x
+            self.known[id(x)] = self.make(name, x)
+        return self.known[id(x)]
+
+
+_OF_NUMBERS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__index__,
+    Tensor.__repr__,
+    Tensor.__format__,
+}
 
 
 def _pretend(
-    source: Source, states: Mapping[str, Shape], pulls: Mapping[str, tuple[Shape, torch.dtype]],
-    dtype: torch.dtype, device: torch.device, name: str,
-) -> Tensor:  # fmt: skip
+    source: Source, states: Mapping[str, Shape], pulls: Mapping[str, tuple[Shape, torch.dtype]], dtype: torch.dtype, name: str
+) -> Tensor:
     if source.role == "at":
-        return torch.empty(EDGES, dtype=torch.int64, device=device)
+        return torch.empty(EDGES, dtype=torch.int64, device="meta")
     known = pulls if source.role == "pull" else states
     if source.name not in known:
         what = "pulls an input" if source.role == "pull" else "gathers a state"
-        from weft.core.errors import StructureError
-
         raise StructureError(
             f"vertex function {name!r} {what} that is not there: {source.name!r}",
             needed=", ".join(known) or "none is given", found=source.name,
         )  # fmt: skip
     if source.role == "pull":
         shape, of = pulls[source.name]
-        return torch.empty(ROWS, *shape, dtype=of, device=device)
+        return torch.empty(ROWS, *shape, dtype=of, device="meta")
     rows = ROWS if source.role == "slot" else EDGES
-    return torch.empty(rows, *states[source.name], dtype=dtype, device=device)
-
-
-def like(node: fx.Node, grad: bool) -> Tensor:
-    value = node.meta["val"]
-    with value.fake_mode:
-        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    return out.requires_grad_(grad and value.dtype.is_floating_point)
-
-
-def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.op == "placeholder"]
-
-
-def lift_weights(found: Traced, module: fx.GraphModule) -> None:
-    """Tensors the function closes over become inputs of the graph."""
-    first = next(iter(found.graph.nodes))
-    known: dict[int, fx.Node] = {}
-    for node in [n for n in found.graph.nodes if n.op == "get_attr"]:
-        value = getattr(module, str(node.target))
-        if id(value) not in known:
-            source = Source("weight", str(len(found.weights)))
-            with found.graph.inserting_before(first):
-                known[id(value)] = found.graph.placeholder(str(source))
-            mode = next(n for n in found.graph.nodes if "val" in n.meta and isinstance(n.meta["val"], Tensor))
-            known[id(value)].meta["val"] = mode.meta["val"].fake_mode.from_tensor(value)
-            found.sources[source] = known[id(value)]
-            found.weights.append(value)
-        node.replace_all_uses_with(known[id(value)])
-        found.graph.erase_node(node)
-    found.sources = {s: n for n in placeholders(found.graph) for s, m in found.sources.items() if m is n}
-
-
-def name_results(found: Traced, states: list[str], outputs: list[str], grads: list[Source] | None = None) -> None:
-    """Drop bookkeeping ops and read the results off the output node."""
-    for node in list(found.graph.nodes):
-        if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
-            node.replace_all_uses_with(node.args[0])
-            found.graph.erase_node(node)
-    out: Any = next(n for n in found.graph.nodes if n.op == "output").args[0]
-    found.states = dict(zip(states, out, strict=False))
-    found.outputs = dict(zip(outputs, out[len(states) :], strict=False))
-    rest = out[len(states) + len(outputs) :]
-    found.grads = {s: n for s, n in zip(grads or [], rest, strict=True) if n is not None}
-    found.prune()
+    return torch.empty(rows, *states[source.name], dtype=dtype, device="meta")

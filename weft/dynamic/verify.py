@@ -5,33 +5,56 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from weft.core.errors import StructureError
-from weft.dynamic.collective import exchange
-from weft.dynamic.phases import fill_in, is_sized
-from weft.dynamic.trace import Traced
+from weft.core.node import Node
+from weft.dynamic import sizes
+from weft.dynamic.lower import evaluate
+from weft.dynamic.trace import VertexProgram
 from weft.dynamic.vertex import Source
 
 ROWS, PER_ROW = 3, 2
 
 
-def check_rows(traced: Traced) -> None:
+def check_rows(f: VertexProgram) -> None:
     """Refuse a function in which a vertex's result depends on other vertices of its batch."""
-    if any(is_random(n) or n.target is exchange for n in traced.graph.nodes):
+    _require_rows(f)
+    if f.is_random or f.at is not None:
         return  # not the same twice, or in need of other ranks
-    values = {s: _example(s, n, traced) for s, n in traced.sources.items()}
-    module = fx.GraphModule(torch.nn.Module(), traced.graph)
+    device = next((w.device for w in f.weights.values() if w.ndim), torch.device("cpu"))
+    if device.type == "meta":
+        return
+    given = {n: _example(s, f.inputs[s], device) for n, s in f.sources.items() if s in f.inputs}
+    ends = [f.program.output_names[n] for n in (*f.states, *f.outputs)]
     with torch.no_grad(), _full_precision():
-        together = _Sized(module, ROWS, ROWS * PER_ROW).run(*values.values())
+        together = evaluate(f, ends, {**f.weights, **given}, sizes=(ROWS, ROWS * PER_ROW), device=device)
         for row in range(ROWS):
-            alone = _Sized(module, 1, PER_ROW).run(*(_one(s, v, row) for s, v in values.items()))
-            for name, all_rows, one in zip([*traced.states, *traced.outputs], together, alone, strict=True):
+            mine = {n: _one(f.sources[n], x, row) for n, x in given.items()}
+            alone = evaluate(f, ends, {**f.weights, **mine}, sizes=(1, PER_ROW), device=device)
+            for name, all_rows, one in zip([*f.states.values(), *f.outputs.values()], together, alone, strict=True):
                 if not torch.allclose(all_rows[row], one[0], rtol=1e-3, atol=1e-4, equal_nan=True):
-                    raise _mixed(traced, name, float((all_rows[row].double() - one[0].double()).abs().max()))
+                    by = float((all_rows[row].double() - one[0].double()).abs().max())
+                    raise _mixed(f, name, f"a difference of {by:.2g} between together and alone")
+
+
+def _require_rows(f: VertexProgram) -> None:
+    """Nothing that is computed of rows is without them."""
+    lost, of_rows = dict[Node, str](), set(f.inputs.values())
+    for n in f.program.nodes:
+        if any(a in of_rows for a in n.args):
+            of_rows.add(n)
+        if n in of_rows and not any(size and (size % sizes.ROWS == 0 or size % sizes.EDGES == 0) for t in n.types for size in t.shape):
+            lost[n] = n.op.name
+        found = next((lost[a] for a in n.args if a in lost), None)
+        if found is not None:
+            lost.setdefault(n, found)
+    for names in (f.states, f.outputs):
+        for output, name in names.items():
+            if f.program.output_names[output] in lost:
+                raise _mixed(f, name, f"{lost[f.program.output_names[output]]} over the rows of all vertices")
 
 
 @contextmanager
@@ -45,52 +68,28 @@ def _full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class _Sized(fx.Interpreter):
-    """Runs a traced function for some number of rows and edges."""
-
-    def __init__(self, module: fx.GraphModule, rows: int, edges: int) -> None:
-        super().__init__(module)
-        self.rows, self.edges = rows, edges
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or not is_sized(n):
-            return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        return n.target(*(fill_in(a, self.rows, self.edges) for a in args), **kwargs)
-
-
-def _example(source: Source, node: fx.Node, traced: Traced) -> Tensor:
+def _example(source: Source, node: Node, device: torch.device) -> Tensor:
     """Numbers for an input: every row different."""
-    like = node.meta["val"]
-    if source.role == "weight":
-        return traced.weights[int(source.name)].detach()
     if source.role == "at":
-        return torch.arange(ROWS, device=like.device).repeat_interleave(PER_ROW)
-    rows = ROWS * PER_ROW if source.role == "edge" else ROWS
-    shape = (rows, *like.shape[1:])
-    if not like.dtype.is_floating_point:
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return torch.arange(ROWS, device=device).repeat_interleave(PER_ROW)
+    shape = (ROWS * PER_ROW if source.role == "edge" else ROWS, *node.shape[1:])
+    if not node.dtype.is_floating_point:
+        return torch.zeros(shape, dtype=node.dtype, device=device)
     generator = torch.Generator().manual_seed(zlib.crc32(str(source).encode()))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, node.dtype)
 
 
 def _one(source: Source, value: Tensor, row: int) -> Tensor:
     """The part of an input that belongs to one vertex."""
-    if source.role == "weight":
-        return value
     if source.role in ("at", "edge"):
         part = value[row * PER_ROW : (row + 1) * PER_ROW]
         return part - row if source.role == "at" else part
     return value[row : row + 1]
 
 
-def is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _mixed(traced: Traced, name: str, by: float) -> StructureError:
+def _mixed(f: VertexProgram, name: str, found: str) -> StructureError:
     return StructureError(
-        f"vertex function {traced.name!r} mixes vertices: {name!r} of one depends on the others in its batch",
-        needed="every row treated alone, so that batches may be sharded anyhow", found=f"a difference of {by:.2g} between together and alone",
+        f"vertex function {f.name!r} mixes vertices: {name!r} of one depends on the others in its batch",
+        needed="every row treated alone, so that batches may be sharded anyhow", found=found,
         try_="work along dims 1 and up; what spans vertices belongs outside, on the pushed outputs",
     )  # fmt: skip

@@ -26,6 +26,7 @@ from weft.ops import (  # noqa: F401
     rotary,
     rounds,
     rowwise,
+    segment,
     shape,
     source,
 )

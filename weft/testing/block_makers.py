@@ -15,6 +15,7 @@ from weft.ops.norm import layer_norm, log_softmax, rms_norm, softmax
 from weft.ops.order import argmax, cumsum, sort, topk
 from weft.ops.pool import adaptive_avg_pool2d, avg_pool2d, max_pool2d
 from weft.ops.rotary import rotary
+from weft.ops.segment import segment_max
 from weft.testing.maker import Maker
 from weft.testing.op_makers import makes
 
@@ -70,6 +71,12 @@ def _put(m: Maker) -> Any:
     x, rows = m.some(1), m.rng.choice(m.sizes)
     like = m.sized((rows,))
     return m.emit(lambda v, i, r: put(v, i, indices(r, 0), 0), x, m.index(rows, x.shape[:1]), like)
+
+
+@makes("segment_max")
+def _segment_max(m: Maker) -> Any:
+    x, rows = m.some(1), m.rng.choice(m.sizes)
+    return m.emit(lambda v, i, r: segment_max(v, i, indices(r, 0)), x, m.index(rows, x.shape[:1]), m.sized((rows,)))
 
 
 @makes("scatter_sum")
