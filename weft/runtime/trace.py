@@ -160,5 +160,5 @@ def _reached(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(finish, functools.partial):
             yield from _reached((*finish.args, *finish.keywords.values()))
             finish = finish.func
-        for cell in finish.__closure__ or ():
+        for cell in getattr(finish, "__closure__", None) or ():
             yield from _reached(cell.cell_contents)
