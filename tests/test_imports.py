@@ -175,7 +175,7 @@ def _against(importer: str, imported: str) -> bool:
     if high == "__main__":
         return low != "cli"
     if high == "runtime":
-        return imported not in ("weft.core", "weft.core.errors", "weft.core.cache", "weft.core.native")
+        return imported not in ("weft.core", "weft.core.errors", "weft.core.cache", "weft.core.native", "weft.core.pairs")
     if low == "testing":
         return high != "cli"
     if high == "testing":

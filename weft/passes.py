@@ -28,6 +28,7 @@ from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
+from weft.transform.any_plan import any_plan
 from weft.transform.balanced_samples import balance_samples
 from weft.transform.chunks import in_chunks, sent_alone
 from weft.transform.gathers import gather_for_backward
@@ -97,6 +98,7 @@ class Draft:
     noise: bool = False
     guard: bool = False
     low: bool = False  # matmuls in 8-bit floats
+    any_plan: bool = False  # sums in one order under all plans
     device: torch.device = HOST
     derive: Callable[[], Micro] | None = None  # gives the step of one micro-batch, where the plan has stages or several of them
     micro: Micro | None = None
@@ -193,7 +195,7 @@ def place_stages(captured: Captured, spec: Spec, stages: Stages, guard: bool = F
 
 def _sparse(d: Draft) -> Draft:
     """Noise is estimated from sums of full gradients, and micro-batches add them up; a plan's program has its own updates."""
-    kept = d.stages is not None or d.noise or d.decided is not None or (d.plan is not None and d.plan.program is not None)
+    kept = d.stages is not None or d.noise or d.any_plan or d.decided is not None or (d.plan is not None and d.plan.program is not None)
     source = d.source or d.step
     return replace(d, source=source) if kept else replace(d, source=source, captured=replace(d.step, program=by_rows(d.step.program)))
 
@@ -208,6 +210,7 @@ def _place(d: Draft) -> Draft:
         return replace(d, program=followed)
     dealt: dict[str, Placements] = {name: {"dp": S(dim)} for name, dim in d.samples.items()} if d.spec.dp > 1 else {}
     layouts, options = input_layouts((d.source or d.step).program, d.spec, d.step.states, {**_pinned(d), **dealt})
+    options = replace(options, in_order=d.any_plan)
     return replace(d, program=by_definition(place(d.step.program, d.spec.mesh, layouts, options)))
 
 
@@ -256,6 +259,10 @@ def _with_phases(d: Draft, change: Callable[[Program], Program]) -> Draft:
     return replace(d, program=change(d.program)) if d.program is not None else d
 
 
+def _any_plan(d: Draft) -> Draft:
+    return _with_phases(d, any_plan) if d.any_plan else d
+
+
 def _ring(d: Draft) -> Draft:
     return _with(d, lambda p: ring(p, "cp")) if d.spec.ring and d.spec.cp > 1 else d
 
@@ -269,12 +276,12 @@ def _fused_update(d: Draft) -> Draft:
     ZeRO-3, which is there to hold few gradients: each is summed and let go as it is made, where one kernel reads all at the end."""
     one = d.spec.most_zero in (1, 2) if is_accelerator(d.device) else native.available() and d.spec.most_zero < 3
     near = d.spec.dp > 1 and hosts.share(d.spec.mesh.sizes, "dp")
-    return _with(d, lambda p: fused_update(p, "dp")) if one and near else d
+    return _with(d, lambda p: fused_update(p, "dp")) if one and near and not d.any_plan else d
 
 
 def _buckets(d: Draft) -> Draft:
     near = d.spec.dp == 1 or hosts.share(d.spec.mesh.sizes, "dp")
-    return _with(d, lambda p: bucketed(p, "dp", BUCKET if near else message_bytes(d.device))) if d.spec.dp > 1 else d
+    return _with(d, lambda p: bucketed(p, "dp", BUCKET if near else message_bytes(d.device))) if d.spec.dp > 1 and not d.any_plan else d
 
 
 def _with(d: Draft, change: Callable[[Program], Program]) -> Draft:
@@ -299,6 +306,7 @@ PASSES = (
         _experts,
     ),
     Pass("low precision", "matmuls in 8-bit floats, where that is asked for: the one pass that rounds, after all that is proved equal", _low_precision),
+    Pass("any plan", "sums by one tree over global indices, where bits are asked for that no plan changes", _any_plan),
     Pass("ring", "keys of context parallelism are gathered in chunks, overlapped with the attention that reads them", _ring),
     Pass("fused update", "sums of gradients, the updates they lead to and the gathers after them are one kernel where peers share memory", _fused_update),
     Pass("buckets", "sums of small gradients are sent in a few messages, in the order the backward pass makes them", _buckets),

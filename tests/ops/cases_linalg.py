@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.ops.harness import Case, Input, case, distinct, index, normal
-from weft.ops import linalg, low, pointwise, reduce
+from weft.ops import leaves, linalg, low, pointwise, reduce
 from weft.ops.comm import all_reduce_partials
 
 
@@ -37,6 +37,11 @@ CASES = [
         lambda x, y, a, b: (x.to(torch.float8_e4m3fn).double() @ y.to(torch.float8_e4m3fn).double()) * a * b,
         normal(5, 4), normal(4, 3), normal(5, 1), normal(1, 3), smooth=False,
     ),
+    case(
+        "matmul by leaves", lambda x, y: leaves.by_leaves(x, y, inner="matmul", leaves=(("i", 1), ("k", 2), ("j", 1))), torch.matmul,
+        normal(4, 4), normal(4, 2), refused="shards between leaves",
+    ),
+    case("sum by a tree", lambda x: leaves.tree_sum(x, dims=(0, 2)), lambda x: x.sum((0, 2)), normal(4, 3, 6)),
     case("sum", lambda x: reduce.sum_(x, dims=1), lambda x: x.sum(1), normal(3, 4, 5)),
     case("sum of all", reduce.sum_, torch.sum, normal(3, 4)),
     case("sum kept", lambda x: reduce.sum_(x, dims=(0, 2), keepdim=True), lambda x: x.sum((0, 2), keepdim=True), normal(3, 4, 2)),

@@ -101,6 +101,7 @@ class Compiled:
         from_one = any(name in ("send", "reduce", "broadcast", "rounds") for name in names)  # no op of a trace does what these do
         stays = names.count("to_host") == names.count("from_host")  # what is kept by the host is fetched by the same program
         asks = any(n.attr("sent") for n in self.program.nodes)  # the host reads sizes
+        stays = stays and all(n.op.pieces is None for n in self.program.nodes)  # leaves are done as they are: a compiler would join them
         return wanted and not from_one and not asks and stays and bool(self.code.parts) and os.environ.get("WEFT_INDUCTOR", "1") != "0"
 
     def __call__(self, inputs: Mapping[str, torch.Tensor], known: Collection[str] = ()) -> dict[str, torch.Tensor]:

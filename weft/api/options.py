@@ -15,6 +15,7 @@ from weft.core.errors import PlanError
 from weft.plan.spec import Spec
 from weft.runtime.hosts import own_accelerator
 
+ANY_PLAN = "any plan"
 OnNan = Literal["raise", "skip", "ignore"]
 DATA = {"dp": 0, "dp_replicate": 0, "dp_shard": 3, "fsdp": 3}  # names of data-parallel mesh dims, and the ZeRO stage they stand for
 
@@ -35,7 +36,7 @@ class Settings(TypedDict, total=False):
     progress: bool | None
     check: bool
     on_nan: OnNan
-    deterministic: bool
+    deterministic: bool | Literal["any plan"]
     allow_micro_mean: bool
 
 
@@ -56,7 +57,7 @@ class Options:
     progress: bool | None = None  # print tokens/s, MFU and the prediction while training; default: while recording
     check: bool = True  # compare the captured step with torch, and the plan's program with it, before the first step
     on_nan: OnNan = "raise"  # if the loss is NaN or Inf: raise, skip the step (`step.skipped` counts) or ignore it
-    deterministic: bool = False  # the same bits on every run
+    deterministic: bool | Literal["any plan"] = False  # the same bits on every run; "any plan": and under every plan of dp, tp and zero
     allow_micro_mean: bool = (
         False  # average over micro-batches where the loss of the full batch is not their mean (batch norm, contrastive losses)
     )
@@ -68,10 +69,16 @@ class Options:
             if name not in known:
                 raise PlanError(f"parallelize has no option {name}", needed=", ".join(["device", *known]), found=name)
         asked = replace(options or Options(), **settings)
-        if not isinstance(asked.deterministic, bool):
+        if not isinstance(asked.deterministic, bool) and asked.deterministic != ANY_PLAN:
             raise PlanError(
-                f"no way to be deterministic {asked.deterministic!r}", needed="True, the same bits on every run of one plan, or False",
-                found=repr(asked.deterministic), try_="deterministic=True; bits of sums over ranks depend on the plan",
+                f"no way to be deterministic {asked.deterministic!r}", needed=f'True, the same bits on every run of one plan, "{ANY_PLAN}" or False',
+                found=repr(asked.deterministic), try_=f'deterministic="{ANY_PLAN}"',
+            )  # fmt: skip
+        if asked.deterministic == ANY_PLAN and (asked.noise or asked.accumulate > 1 or asked.precision not in (None, torch.float32, torch.float64)):
+            raise PlanError(
+                f'deterministic="{ANY_PLAN}"', needed="float32 or float64, noise=False and accumulate=1",
+                found=f"precision={asked.precision}, noise={asked.noise}, accumulate={asked.accumulate}",
+                try_="deterministic=True gives the same bits on every run of one plan",
             )  # fmt: skip
         return asked
 

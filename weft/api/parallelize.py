@@ -21,7 +21,7 @@ from weft.api import auto, planfile
 from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.eager import How, Moment
 from weft.api.memory_limit import require_memory
-from weft.api.options import Options, Settings, device_for, spec_of
+from weft.api.options import ANY_PLAN, Options, Settings, device_for, spec_of
 from weft.api.pipeline_plans import PipelinePlans
 from weft.api.rank_sync import broadcast_initial_state
 from weft.api.retracing import Variants
@@ -42,6 +42,7 @@ from weft.plan.space import bytes_of
 from weft.plan.spec import Spec
 from weft.runtime import hosts
 from weft.runtime.traced import warm_up
+from weft.transform.any_plan import require_any_plan
 from weft.transform.recompute import recomputed, regions_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -94,7 +95,7 @@ def parallelize(
     run = broadcast_initial_state(model, optimizer, example, where, plan=str(named or plan), **same)
     made = _Request(
         model, loss, optimizer, example, where, asked.seed, how, asked.accumulate, asked.allow_micro_mean, pins, asked.noise, asked.check,
-        asked.on_nan == "skip", low, named, file, Variants(model, loss, optimizer, example, run),
+        asked.on_nan == "skip", low, asked.deterministic == ANY_PLAN, named, file, Variants(model, loss, optimizer, example, run),
     )  # fmt: skip
     step = made.step(asked.others or {}, bytes_of(asked.memory) if asked.memory else 0.0)
     step.set_safety(asked.on_nan, asked.deterministic)
@@ -121,6 +122,7 @@ class _Request:
     check: bool
     guard: bool  # leave out steps whose loss is NaN or Inf
     low: bool  # matmuls in 8-bit floats
+    any_plan: bool  # bits that no plan changes
     named: Spec | None  # none until one is chosen
     file: planfile.Followed | None
     variants: Variants
@@ -129,6 +131,8 @@ class _Request:
     def step(self, others: Mapping[str, Mapping[str, Any]], memory: float) -> Step:
         warm_up(self.device)
         self.constraints = auto.PlanRequest(tuple(map(parse_pin, self.pins)), self.noise, memory)
+        if self.any_plan and self.named is not None:
+            require_any_plan(self.named)
         if self.named is not None and self.named.virtual_stages * self.named.micro_batches > 1:
             return self._line()
         moment = Moment.now()
@@ -141,6 +145,8 @@ class _Request:
                 draft.step, self.device, self.constraints, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines()
             )
             self.named = decision.named
+            if self.any_plan:
+                require_any_plan(self.named)
         if self.named.virtual_stages * self.named.micro_batches > 1:
             step = self._line()
         else:
@@ -186,10 +192,16 @@ class _Request:
     def _one(self, draft: Draft, decision: auto.Decision | None) -> Step:
         """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
         named, traced = cast(Spec, self.named), draft.step.program
-        draft = passes.run(replace(draft, spec=named, plan=self.file, decided=decision), after="guard", until="recompute")
+        draft = replace(draft, spec=named, plan=self.file, decided=None if self.any_plan else decision, any_plan=self.any_plan)
+        draft = passes.run(draft, after="guard", until="recompute")
         captured, placed = draft.step, passes.run(draft, after="recompute", until="noise")
         draft = passes.run(placed, after="noise")
         source, program = cast(Captured, draft.source).program, cast(Program, draft.program)
+        if self.any_plan and (draft.moves or (self.file is not None and self.file.program is not None)):
+            raise PlanError(
+                f'deterministic="{ANY_PLAN}" with a plan that says how to compute', needed="a plan in words",
+                found=f"{len(draft.moves)} moves of rules and layouts", try_=f'plan="{named}"',
+            )  # fmt: skip
         require_memory(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
         report = verified(source, program) if self.check else None
         program = cast(Program, passes.run(replace(placed, low=True), after="noise").program) if self.low else program

@@ -134,16 +134,20 @@ def _no_number(loss: Tensor, steps: int, batch: Mapping[str, Tensor]) -> Runtime
 
 
 @contextlib.contextmanager
-def exactly(wanted: bool) -> Iterator[None]:
-    """Inside, torch takes only algorithms that give the same bits for the same inputs."""
+def exactly(wanted: bool | str) -> Iterator[None]:
+    """Inside, torch takes only algorithms that give the same bits for the same inputs; under any plan, on one thread of a CPU, since how many
+    there are decides how a matmul is summed."""
     if not wanted:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    threads = torch.get_num_threads()
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1 if isinstance(wanted, str) else threads)
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 

@@ -77,7 +77,7 @@ class Step(StepState):
         self.source = captured.program  # what was placed: the captured step, or that after the moves of a plan file
         self.moves: tuple[str, ...] = ()
         self.losses = Losses("ignore")
-        self.deterministic = False
+        self.deterministic: bool | str = False
         self.traced = captured.program  # as it was captured, before anything was made of it
         self.reads = captured.reads
         self.forms: Variants | None = None
@@ -140,7 +140,7 @@ class Step(StepState):
         """All of a step on this rank's part of a batch; `state` is overwritten as far as the update may."""
         return self.compiled({**state, **given, **self._numbers()})
 
-    def set_safety(self, on_nan: str, deterministic: bool) -> None:
+    def set_safety(self, on_nan: str, deterministic: bool | str) -> None:
         """What is done about losses that are NaN or Inf, and whether every run must give the same bits."""
         if deterministic:
             require_exact(self.compiled.device)

@@ -21,7 +21,7 @@ def bundles_of(
     used = {n: min((at[u] for u in program.users[n] if u in at), default=len(nodes)) for n in wires}
     alike: dict[object, list[Node]] = {}
     for n in wires:
-        if len(n.args) == 1 and n.op.name in WRITERS:
+        if len(n.args) == 1 and n.op.name in WRITERS and not n.attr("tree"):
             early = n.op.name == "all_gather" and n.args[0].op.name == "input"
             how = partial_op(n.args[0].layout, n.attr("axis")) if n.op.name == "reduce_scatter" else early
             alike.setdefault((n.op.name, n.attr("axis"), n.dtype, how), []).append(n)

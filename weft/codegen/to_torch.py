@@ -285,7 +285,7 @@ class _Writer:
         return f"comm.all_gather({x}, on.{axis}, span={span}, whole={lie.full}, shape={self.local(want)})"
 
     def _all_reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        return f"comm.all_reduce({x}, on.{axis}, {partial_op(have, axis)!r})"
+        return f"comm.all_reduce({x}, on.{axis}, {partial_op(have, axis)!r}{_order(n)})"
 
     def _all_gather(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         return self.gather(x, axis, local_shape_of(have, axis, self.at), want)
@@ -293,7 +293,7 @@ class _Writer:
     def _reduce_scatter(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         lie = local_shape_of(want, axis, self.at)
         span, op = (lie.before, lie.full, lie.after), partial_op(have, axis)
-        return f"comm.reduce_scatter({x}, on.{axis}, {op!r}, span={span}, mine={lie.mine}, shape={self.local(want)})"
+        return f"comm.reduce_scatter({x}, on.{axis}, {op!r}, span={span}, mine={lie.mine}, shape={self.local(want)}{_order(n)})"
 
     def _all_to_all(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         was, now = local_shape_of(have, axis, self.at), local_shape_of(want, axis, self.at)
@@ -320,6 +320,10 @@ class _Writer:
 
     def like(self, n: Node) -> str:
         return f"(torch.{str(n.types[0].dtype).removeprefix('torch.')}, device)"
+
+
+def _order(n: Node) -> str:
+    return ", tree=True" if n.attr("tree") else ""
 
 
 def _is_scalar_operand(user: Node, n: Node) -> bool:

@@ -126,6 +126,8 @@ class Op:
     update: Op | None = None  # of an update by rows: the update of the full table
     defined: Function = None  # of an update by rows: it by its definition
     parts: Function = None  # of an update by rows: the nodes it stands for
+    erased: Function = None  # what it is to one device, in other ops, where ranks or the order of sums are all that it adds
+    pieces: Function = None  # of another op done piece by piece: that op's node, the pieces of every label, and bytes moved to cut and join them
     doc: str = ""
 
     def __call__(self, *args: Any, **attrs: Any) -> Any:

@@ -7,8 +7,9 @@ never timed: `cost.price` prices them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 from weft.cluster.kernels import WIDTH
@@ -230,6 +231,8 @@ def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Ite
     elif kind is Kind.CONTRACT:
         m, n, k, batch = product_sizes(node)
         yield Gemm(m, n, k, batch, dtype_of(node.args[0]), name, loose=_loose(node))
+    elif node.op.pieces is not None:
+        yield from _in_pieces(node)
     elif node.op.attends is not None and not _in_one_kernel(node):
         yield from _with_scores(node)
     elif node.op.products is not None:
@@ -246,6 +249,18 @@ def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Ite
             dtype=dtype_of(node), share=share, math=_elements(node) if name.startswith(MATH) else 0.0,
             kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
         )  # fmt: skip
+
+
+def _in_pieces(node: Node) -> Iterator[Op]:
+    """The op that a node does piece by piece: as much work in as many more and smaller calls, and copies to cut operands and join results."""
+    whole, counts, moved = node.op.pieces(node)
+    many = math.prod(counts.values())
+    for op in of_node(whole):
+        if isinstance(op, Gemm):
+            m, n, k, batch = product_sizes(whole, counts)
+            op = replace(op, m=m, n=n, k=k, batch=batch * many)
+        yield replace(op, launches=op.launches * many)
+    yield Touch(f"leaves of {whole.op.name}", float(moved), 0, 2 * many)
 
 
 def _outside(node: Node, enters: Sequence[bool], leaves: bool) -> Node:
@@ -322,11 +337,12 @@ def _uneven(node: Node) -> bool:
     return any(y.dims[d][k].size % math.prod(y.mesh.sizes[a] for a in y.dims[d][k].cut) for y, d, k in _cuts(node))
 
 
-def product_sizes(node: Node) -> tuple[int, int, int, int]:
-    """A contraction as [m, k] x [k, n], so many times over, on the busiest rank."""
+def product_sizes(node: Node, pieces: Mapping[str, int] = MappingProxyType({})) -> tuple[int, int, int, int]:
+    """A contraction as [m, k] x [k, n], so many times over, on the busiest rank; of one of the `pieces` that some labels are cut into."""
     eq = equation_of(node)
     assert eq is not None
-    size = {x: n for labels, a in zip(eq.ins, node.args, strict=True) for x, n in zip(labels, a.type.layout.largest_local, strict=True)}
+    local = [(x, n) for labels, a in zip(eq.ins, node.args, strict=True) for x, n in zip(labels, a.type.layout.largest_local, strict=True)]
+    size = {x: n // pieces.get(x, 1) for x, n in local}
     left, right, out = set(eq.ins[0]), set(eq.ins[-1]), set(eq.outs[0])
     parts = (left & out - right, right & out - left, left & right - out, left & right & out)
     m, n, k, batch = (math.prod(size[x] for x in part if x != ONE) for part in parts)

@@ -11,6 +11,7 @@ from weft.ops import (  # noqa: F401
     experts,
     fill,
     host,
+    leaves,
     linalg,
     loss,
     low,

@@ -14,6 +14,7 @@ import torch
 from weft.core.errors import LayoutError, TypeMismatch
 from weft.core.layout import Layout, O, P, Placement, R, Replicated, S
 from weft.core.node import Attrs, Node, Type, user_line
+from weft.core.pairs import pairs
 from weft.ops.registry import Kind, Linear, Types, define
 
 Move = Callable[[Layout, Attrs], Layout]
@@ -74,9 +75,12 @@ def _define(name: str, takes: type[Placement], move: Move, exchange: Any, wire: 
 # -- what happens among the ranks of a group ---------------------------------------------------------------------------------
 
 
-def _reduced(xs: Locals, source: Layout, axis: str) -> torch.Tensor:
-    place = source.placement(axis)
+def _reduced(xs: Locals, source: Layout, attrs: Attrs) -> torch.Tensor:
+    """Of the terms; with `tree`, by pairs of ranks, which is the order in which one process sums."""
+    place = source.placement(attrs["axis"])
     assert isinstance(place, P)
+    if attrs.get("tree"):
+        return pairs(xs)
     return functools.reduce(REDUCE[place.op], xs)
 
 
@@ -108,12 +112,12 @@ def _overlap(held: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _all_reduce(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
-    total = _reduced(xs, have, attrs["axis"])
+    total = _reduced(xs, have, attrs)
     return [total.clone() for _ in xs]
 
 
 def _reduce_scatter(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
-    total = _reduced(xs, have, attrs["axis"])
+    total = _reduced(xs, have, attrs)
     return [_pick(total, have, at, want, at) for at in places]
 
 
@@ -126,7 +130,7 @@ def _slice(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs)
 
 
 def _reduce(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) -> Locals:
-    total = _reduced(xs, have, attrs["axis"])
+    total = _reduced(xs, have, attrs)
     return [total if want.present(at) else None for at in places]
 
 

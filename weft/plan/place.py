@@ -43,6 +43,7 @@ class PlacingOptions:
     scatter_dim: int = -2
     turn: frozenset[str] = frozenset()
     gather: frozenset[str] = frozenset()
+    in_order: bool = False  # every sum is done where it is made, by the op that one process runs: none passes through ops, none is done in parts
 
 
 @dataclass
@@ -235,7 +236,7 @@ class _Placer:
         ways = [_way(tuple(R for _ in args), here, args, axis, n, whole=True)]
         labels = dict.fromkeys(eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S))
         for label in labels:
-            if label != ONE and (label not in eq.whole or node.op.across):
+            if label != ONE and (label not in eq.whole or node.op.across and not self.options.in_order):
                 ways.append(_way(_cut_places(eq, label, here, args), here, args, axis, n))
         wanted = self._wanted(axis, node, eq) if axis in self.inner else []
         ways = [_way(_cut_places(eq, label, here, args), here, args, axis, n) for label in wanted] + ways
@@ -243,7 +244,7 @@ class _Placer:
             ways = [_AxisWay(w.places, w.cost + self._later(w, node, eq, here, n)) for w in ways]
         pending = frozenset(k for k, p in enumerate(here) if isinstance(p, P))
         for s in arg_sets(node.op.linear, len(args)):
-            if s and s <= pending:
+            if s and s <= pending and not self.options.in_order:
                 passed = _way(tuple(P() if k in s else R for k in range(len(args))), here, args, axis, n)
                 ways.append(_AxisWay(passed.places, passed.cost + self._swollen(axis, node, [args[k] for k in s]) + self._due(axis, node, s, args)))
         if axis in self.options.scatter and pending and not labels:

@@ -171,6 +171,8 @@ def _erased(node: Node, args: list[Node]) -> Node:
         return args[0] if len(args) == 1 else make(op_named("together"), tuple(args), {})
     if node.op.name == "item" and args[0].op.name == "together":
         return args[0].args[int(node.attr("index"))]
+    if node.op.erased is not None:
+        return node.op.erased(*args, **dict(node.attrs))  # type: ignore[no-any-return]
     attrs = {k: LAYOUT_ATTRS.get(k, v) for k, v in node.attrs}
     attrs = {k: v for k, v in attrs.items() if args or k not in LAYOUT_ATTRS or v != ()}  # what is made of nothing names no shards
     if "mesh" in attrs:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.core.pairs import pairs
 from weft.runtime.intra_host import FOLD, HostGroup
 from weft.runtime.parallel_groups import ParallelGroups
 
@@ -128,7 +129,20 @@ def _scattered(parts: torch.Tensor, group: Any, op: str) -> InFlight:
     return InFlight(dist.all_to_all_single(got, parts, group=group, async_op=True), lambda: _fold(got, op))
 
 
-def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> InFlight:
+def _by_tree(parts: torch.Tensor, group: Any) -> InFlight:
+    """parts [ranks, ...]: this rank's one, the ranks' terms summed by pairs."""
+    if isinstance(group, HostGroup):
+        return done(pairs(group.all_to_all(parts).unbind(0)))
+    got, group = torch.empty_like(parts), far(group)
+    return InFlight(dist.all_to_all_single(got, parts, group=group, async_op=True), lambda: pairs(got.unbind(0)))
+
+
+def all_reduce(x: torch.Tensor, group: Any, op: str = "sum", tree: bool = False) -> InFlight:
+    """`tree`: terms are summed by pairs of ranks, each rank a share."""
+    if tree:
+        n = ranks_of(group)
+        mine = _by_tree(_padded(x.reshape(1, -1), 1, -(-x.numel() // n) * n).reshape(n, -1).contiguous(), group)
+        return InFlight(None, lambda: _gathered(mine.wait(), group).wait()[: x.numel()].reshape(x.shape))
     if isinstance(group, HostGroup):
         return done(group.all_reduce_list([x], op, [False])[0])
     return _reduced(x.clone(memory_format=torch.contiguous_format), group, op)
@@ -169,10 +183,12 @@ def all_gather_list(xs: Sequence[torch.Tensor], group: Any, *, hows: Sequence[tu
     return tuple(InFlight(None, functools.partial(lambda k, how: _joined(split()[k], n, *how), k, how)) for k, how in enumerate(hows))
 
 
-def reduce_scatter(x: torch.Tensor, group: Any, op: str = "sum", *, span: Span, mine: int, shape: Sequence[int]) -> InFlight:
+def reduce_scatter(
+    x: torch.Tensor, group: Any, op: str = "sum", *, span: Span, mine: int, shape: Sequence[int], tree: bool = False
+) -> InFlight:
     """The terms reduced and each rank's piece of the part kept; `span` is how the full part lies."""
     parts = _parts(x, ranks_of(group), span)
-    sums = _scattered(parts if isinstance(group, HostGroup) else parts.contiguous(), group, op)
+    sums = _by_tree(parts.contiguous(), group) if tree else _scattered(parts if isinstance(group, HostGroup) else parts.contiguous(), group, op)
     return InFlight(None, lambda: sums.wait()[:, :mine].reshape(tuple(shape)))
 
 
