@@ -92,8 +92,8 @@ def test_each_distinct_block_is_run_once(too_large: None) -> None:
     Layer.runs = 0
     verdict = judged()
     assert Layer.runs == 1 and verdict.compared > 25 and verdict.worst < 1e-12
-    assert "3 of 6 blocks, all others being like them, on the example" in str(verdict)
-    assert "by blocks because the full step would take" in str(verdict) and "not compared" not in str(verdict)
+    assert "3 of 6 blocks, the others repeat these, on the example" in str(verdict)
+    assert "block by block because the full step would take" in str(verdict) and "not compared" not in str(verdict)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -108,7 +108,7 @@ def test_parameters_without_values_are_given_some_block_by_block(dtype: torch.dt
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "vit-l16"])
 def test_models_of_the_zoo_by_blocks(name: str, too_large: None) -> None:
     w = zoo.small(name, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="all others being like them"):
+    with pytest.warns(UserWarning, match="the others repeat these"):
         step = parallelize(w.model, w.loss, torch.optim.SGD(w.model.parameters(), 0.1, 0.9), w.example(8))
     assert step.judged is not None and step.judged.compared > 20 and step.judged.worst < 1e-9 and len(step.judged.left) == 1
 
@@ -212,7 +212,7 @@ def test_a_wrong_update_is_refused(too_large: None, monkeypatch: pytest.MonkeyPa
     from weft.frontend.capture import optimizers
 
     monkeypatch.setattr(optimizers, "_TRACED", {})
-    monkeypatch.setattr(optimizers, "runs_alike", lambda *_: True)  # so that the first op that is tried, Adam with decay in the gradient, is taken
+    monkeypatch.setattr(optimizers, "runs_the_same", lambda *_: True)  # so that the first op that is tried, Adam with decay in the gradient, is taken
     with pytest.raises(CaptureError, match=r"(after the update|exp_avg_sq of .*) differs"):
         judged()
 

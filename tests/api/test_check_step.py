@@ -121,7 +121,7 @@ def test_a_wrong_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.frontend.capture import optimizers
 
     monkeypatch.setattr(optimizers, "_TRACED", {})
-    monkeypatch.setattr(optimizers, "runs_alike", lambda *_: True)  # so that the first op that is tried, Adam with decay in the gradient, is taken
+    monkeypatch.setattr(optimizers, "runs_the_same", lambda *_: True)  # so that the first op that is tried, Adam with decay in the gradient, is taken
     with pytest.raises(CaptureError, match=r"(after the update|exp_avg_sq of .*) differs"):
         net()
 
@@ -198,7 +198,7 @@ def test_fewer_samples_where_all_would_take_too_long(monkeypatch: pytest.MonkeyP
 
 def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_cost, "seconds", lambda program, device: 6000.0)
-    words = "Net was compared with torch in parts: 3 tensors equal torch's on updates alone, .* what stands around the blocks was not compared"
+    words = "Net was compared with torch in parts: 3 tensors equal torch's on updates alone; .* what stands around the blocks was not compared"
     with pytest.warns(UserWarning, match=words):
         step, _, _ = net()
     assert step.judged is not None and "the full step would take some 6000 s" in str(step.judged)

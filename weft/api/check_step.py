@@ -45,7 +45,8 @@ class Verdict:
     def __str__(self) -> str:
         if not self.compared:
             return f"not compared with torch: {'; '.join(self.left)}"
-        told = f"{self.compared} tensors equal torch's on {self.samples}, the farthest ({self.tensor}) to {self.worst:.1e}, {self.seconds:.1f} s"
+        where = self.tensor.removesuffix(", run by itself,")
+        told = f"{self.compared} tensors equal torch's on {self.samples}; largest difference {self.worst:.1e} in {where}; took {self.seconds:.1f} s"
         return "; ".join([told, *self.left])
 
 
@@ -142,9 +143,9 @@ def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start
     if worst and apart[worst].allowed > 1:
         raise refusal(case, f"{worst} {apart[worst].words}")
     farthest = max(apart, key=lambda n: apart[n].relative, default="")
-    blocks = f"{found.kinds} of {found.blocks} blocks, all others being like them, on {_fewer(samples, found.parts)}"
+    blocks = f"{found.kinds} of {found.blocks} blocks, the others repeat these, on {_fewer(samples, found.parts)}"
     blocks = blocks if found.apart else "updates alone"
-    left = (f"by blocks because {check_cost.reason(captured, case.device)}", *found.left, *(["clipping was not compared"] if case.how.clip else []))
+    left = (f"block by block because {check_cost.reason(captured, case.device)}", *found.left, *(["clipping was not compared"] if case.how.clip else []))
     by = apart[farthest].relative if farthest else 0.0
     verdict = Verdict(len(apart), blocks, by, farthest, time.perf_counter() - start, left)
     warnings.warn(f"{type(case.bare).__name__} was compared with torch in parts: {verdict}", stacklevel=2)
