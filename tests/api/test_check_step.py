@@ -263,8 +263,8 @@ class Modes(Net):
 def test_a_program_made_later_is_compared_too(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
     for module in ("parallelize", "pipelined"):
-        own = __import__(f"weft.api.{module}", fromlist=["judge"])
-        monkeypatch.setattr(own, "judge", lambda *xs, plain=own.judge: (looked.append(xs), plain(*xs))[1])
+        own = __import__(f"weft.api.{module}", fromlist=["check_against_torch"])
+        monkeypatch.setattr(own, "check_against_torch", lambda *xs, plain=own.check_against_torch: (looked.append(xs), plain(*xs))[1])
     model, batch = Modes().double(), torch.randn(8, 6, dtype=torch.float64)
     step, _, _ = net(model=model, plan=plan)
     for mode in ("a", "c", "a", "c"):

@@ -119,7 +119,7 @@ def test_a_rule_only_one_judge_accepts_fails_the_command(tmp_path, monkeypatch) 
     path.write_text("good: x + y == y + x\n")
     from weft.rewrite.prove import audit
 
-    monkeypatch.setattr(audit, "judge", lambda schema, seed=0: second.Second("refuted", 1, "x[0] = 1", "z3"))
+    monkeypatch.setattr(audit, "check_by_z3", lambda schema, seed=0: second.Second("refuted", 1, "x[0] = 1", "z3"))
     done = CliRunner().invoke(app, ["verify", "--rules", str(path), "--workers", "1"])
     assert done.exit_code == 1
     assert "good: proved; z3: refuted" in done.output

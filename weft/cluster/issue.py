@@ -161,7 +161,7 @@ def _chain(links: Links, count: int, device: str) -> tuple[Callable[[], Any], Ca
 
 
 def _update(device: str, found: Mapping[str, float]) -> dict[str, float]:
-    """Of fused AdamW for each tensor, and of a whole step beyond its ops: zeroing gradients, starting a backward and the update."""
+    """Of fused AdamW for each tensor, and of an entire step beyond its ops: zeroing gradients, starting a backward and the update."""
     took = {}
     for count in (FEW, MANY):
         params = [nn.Parameter(torch.zeros(8, device=device)) for _ in range(count)]

@@ -166,7 +166,7 @@ class _Run:
         args = [self.whole(a) for a in node.args]
         if any(a is None for a in args):
             raise StructureError(
-                f"vertex function {self.f.name!r} draws random numbers inside {node.op.name}", needed="dropout beside it", found=node.op.name,
+                f"vertex function {self.f.name!r} draws random numbers inside {node.op.name}", needed="dropout next to it", found=node.op.name,
                 try_="F.dropout on what it reads or gives",
             )  # fmt: skip
         if self.f.at is not None and node.op.local is not None:

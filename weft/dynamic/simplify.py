@@ -118,7 +118,7 @@ def _side_by_side(pads: list[Node], dim: int) -> Node | None:
 
 
 def _gap(like: Node, dim: int, size: int) -> list[Node]:
-    """Zeros beside a part, in parts as wide where they can be."""
+    """Zeros next to a part, in parts as wide where they can be."""
     wide = like.shape[dim] if size % like.shape[dim] == 0 else size
     return [full((*like.shape[:dim], wide, *like.shape[dim + 1 :]), 0.0, like.mesh, like.dtype)] * (size // wide)
 

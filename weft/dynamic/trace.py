@@ -189,7 +189,7 @@ def output_name(kind: str, name: str) -> str:
 
 
 def _plainer(program: Program) -> dict[Node, Node]:
-    """x w' as a matmul, and a chunk of the last dim, which torch cuts from a view of two dims, as a part of that dim."""
+    """x w' as a matmul, and a chunk of the last dim, which torch takes from a view of two dims, as a part of that dim."""
     found: dict[Node, Node] = {}
     for n in program.nodes:
         args = [remade([a], found)[a] for a in n.args]

@@ -1,4 +1,4 @@
-"""The maximum over segments of rows, beside `put`, which adds them up: `index` names the segment of each row."""
+"""The maximum over segments of rows, next to `put`, which adds them up: `index` names the segment of each row."""
 
 from __future__ import annotations
 

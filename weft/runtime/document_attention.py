@@ -103,7 +103,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weights(s, of_rows, of_keys, lse, rows, keys, S, T, scale, LOOK: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """From products of queries and keys, along two dims, and the log-sum-exp again; 0 where nothing is seen."""
+    """From scores of queries and keys, along two dims, and the log-sum-exp again; 0 where nothing is seen."""
     p = tl.exp2(s * (scale * 1.4426950408889634) - lse * 1.4426950408889634)
     if LOOK:
         p = tl.where(_seen(rows, keys, of_rows, of_keys, S, T, CAUSAL), p, 0.0)
