@@ -110,7 +110,7 @@ def test_what_sums_in_another_order_is_refused() -> None:
     assert "float32 or float64" in asked("dp1", precision=torch.bfloat16)
     with pytest.raises(PlanError) as caught:
         require_any_plan(Spec.parse("dp3"))
-    for words in ("dp3 cuts the tree of sums unevenly", "degrees of 1, 2, 4 or 8", "dp2"):
+    for words in ("dp3 splits the tree of sums unevenly", "degrees of 1, 2, 4 or 8", "dp2"):
         assert words in str(caught.value)
     for words in ("cp2", "tp2,sp", "pp2"):
         with pytest.raises(PlanError, match="any plan"):

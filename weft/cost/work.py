@@ -252,7 +252,7 @@ def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Ite
 
 
 def _in_pieces(node: Node) -> Iterator[Op]:
-    """The op that a node does piece by piece: as much work in as many more and smaller calls, and copies to cut operands and join results."""
+    """The op that a node does piece by piece: as much work in as many more and smaller calls, and copies to split operands and join results."""
     whole, counts, moved = node.op.pieces(node)
     many = math.prod(counts.values())
     for op in of_node(whole):
@@ -338,7 +338,7 @@ def _uneven(node: Node) -> bool:
 
 
 def product_sizes(node: Node, pieces: Mapping[str, int] = MappingProxyType({})) -> tuple[int, int, int, int]:
-    """A contraction as [m, k] x [k, n], so many times over, on the busiest rank; of one of the `pieces` that some labels are cut into."""
+    """A contraction as [m, k] x [k, n], so many times over, on the busiest rank; of one of the `pieces` that some labels are split into."""
     eq = equation_of(node)
     assert eq is not None
     local = [(x, n) for labels, a in zip(eq.ins, node.args, strict=True) for x, n in zip(labels, a.type.layout.largest_local, strict=True)]

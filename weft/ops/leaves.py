@@ -79,13 +79,13 @@ def _infer(types: Types, attrs: Attrs) -> Type | Types:
             kept = all(label in out for out in eq.outs)
             strict = label in leaf or not kept or op.kind is Kind.CONTRACT  # other rows are computed each by itself
             if strict and any(a.cut for a in dim) and not in_leaves(dim, leaf.get(label, 0), kept, t.mesh):
-                needed = f"shards of dim {label!r} that are whole leaves" + (f" of {leaf[label]}" if label in leaf else "")
-                raise TypeMismatch(f"{op.name} is not cut between leaves", needed=needed, found=str(t), where=user_line())
+                needed = f"shards of dim {label!r} of entire leaves" + (f" of {leaf[label]}" if label in leaf else "")
+                raise TypeMismatch(f"{op.name} is not sharded between leaves", needed=needed, found=str(t), where=user_line())
     return op.infer(types, _inner(attrs))  # type: ignore[no-any-return]
 
 
 def in_leaves(dim: Dim, leaf: int, kept: bool, mesh: Mesh) -> bool:
-    """Whether every shard of a dim is made of whole leaves, as many on every rank; of one that is summed, in one run."""
+    """Whether every shard of a dim is made of entire leaves, as many on every rank; of one that is summed, in one run."""
     inside = [a for a in dim if a.size > 1]
     for k, atom in enumerate(inside):
         ranks, after = math.prod(mesh.size(axis) for axis in atom.cut), math.prod(a.size for a in inside[k + 1 :])
@@ -142,12 +142,12 @@ def _local(ctx: Local, *xs: torch.Tensor, inner: str, leaves: Sequence[tuple[str
 
 
 def _is_matmul(eq: Equation) -> bool:
-    """Whether it is one product of two matrices: what both operands have is summed."""
+    """Whether it is one matmul of two matrices: what both operands have is summed."""
     return len(eq.ins) == 2 and all((c in eq.outs[0]) != (c in eq.ins[0] and c in eq.ins[1]) and c != ONE for labels in eq.ins for c in labels)
 
 
 def _matmul(x: torch.Tensor, y: torch.Tensor, eq: Equation, leaf: Mapping[str, int]) -> torch.Tensor:
-    """Every operand is cut once; each leaf is one call on contiguous matrices."""
+    """Every operand is split once; each leaf is one call on contiguous matrices."""
     (a, b), out = eq.ins, eq.outs[0]
     summed, left, right = [c for c in a if c not in out], [c for c in a if c in out], [c for c in b if c in out]
     rows = [_matrices(r, len(left) - 1, leaf.get(summed[0], 0)) for r in _cut(x.permute([a.index(c) for c in (*left, *summed)]), leaf.get(left[0], 0))]

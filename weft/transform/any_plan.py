@@ -1,7 +1,7 @@
 """`deterministic="any plan"`: every sum of a placed step in the order of global indices, so that all plans give equal bits.
 
 Matmuls and other ops that sum are computed on leaves whose sizes the plan has no say in (`ops.leaves`), sums over dims and over ranks go by one
-fixed tree, updates are elementwise, and functions that are approximated see operands laid out alike. The step is placed so that no partial
+fixed tree, updates are elementwise, and functions that are approximated see operands of the same layout. The step is placed so that no partial
 sum passes through other ops. What cannot be had so is refused in words.
 """
 
@@ -38,7 +38,7 @@ def require_any_plan(spec: Spec) -> None:
             raise _refused(f"{word} in {spec}, which sums in another order than one process", "a plan of dp, tp and zero", f"leave out {word}")
     for axis, n in spec.mesh.sizes.items():
         if axis != "pp" and (n & (n - 1) or n > LEAVES):
-            raise _refused(f"{axis}{n} cuts the tree of sums unevenly", f"degrees of 1, 2, 4 or {LEAVES}", f"{axis}{min(LEAVES, 1 << n.bit_length() - 1)}")
+            raise _refused(f"{axis}{n} splits the tree of sums unevenly", f"degrees of 1, 2, 4 or {LEAVES}", f"{axis}{min(LEAVES, 1 << n.bit_length() - 1)}")
 
 
 def _refused(found: str, needed: str, try_: str) -> PlanError:
@@ -84,7 +84,7 @@ def _ordered(n: Node, args: tuple[Node, ...]) -> Node:
         raise TypeMismatch(f"{n.op.name} has no tree form", needed="an op with an index equation", found=n.op.name)
     try:
         return _outermost_due(by_leaves(*args, inner=n.op.name, leaves=_leaves(n, eq), **attrs))
-    except TypeMismatch:  # shards that are no whole leaves, as of a vocabulary of odd size, are gathered
+    except TypeMismatch:  # shards that are no entire leaves, as of a vocabulary of odd size, are gathered
         whole = [_gathered(a, fits=lambda d, a=a, labels=labels: _fits(n, eq, a, labels[d], d)) for a, labels in zip(args, eq.ins, strict=True)]  # type: ignore[misc]
         return _outermost_due(by_leaves(*whole, inner=n.op.name, leaves=_leaves(n, eq), **attrs))
 
