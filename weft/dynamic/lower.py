@@ -222,8 +222,10 @@ def _where(run: _Run, node: Node) -> Any:
 
 @_form("keep_where")
 def _keep(run: _Run, node: Node) -> Any:
-    x, here = map(run.whole, node.args)
-    return torch.where(here, x, 0.0)
+    x, here = node.args
+    if here.op.name == "logical_not":
+        return torch.where(run.whole(here.args[0]), 0.0, run.whole(x))
+    return torch.where(run.whole(here), run.whole(x), 0.0)
 
 
 @_form("maximum", "minimum")

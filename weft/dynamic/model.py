@@ -124,7 +124,7 @@ class Model(nn.Module):
         schedule = Schedule(graphs, variant.reads, self.policy)
         plan = self._plan(variant, schedule, given)
         if self._replays(variant):
-            self._templates_of(variant, plan).fit(schedule)
+            self._templates_of(variant, plan, schedule).fit(schedule)
             graphs.roots  # noqa: B018 - worked out now, ahead of the run
         else:
             exact(schedule, plan.sent)
@@ -181,14 +181,15 @@ class Model(nn.Module):
     ) -> Once | Again:
         """The batch, ready to run; by weights given to it in place of the model's own."""
         if self._replays(variant):
-            return Again(self._templates_of(variant, plan), schedule, inputs, wanted, weights)
+            return Again(self._templates_of(variant, plan, schedule), schedule, inputs, wanted, weights)
         return Once(plan, schedule, self._made.pools.setdefault(variant.device, Pool(variant.device)))
 
     def _replays(self, variant: Variant) -> bool:
         return replay.is_accelerator(variant.device) if self.replay is None else self.replay
 
-    def _templates_of(self, variant: Variant, plan: Plan) -> Templates:
-        key = id(plan), torch.get_float32_matmul_precision()  # a recording multiplies as it did when it was made
+    def _templates_of(self, variant: Variant, plan: Plan, schedule: Schedule) -> Templates:
+        """Of one order of types, by whose numbers templates go, and of one precision: a recording multiplies as it did when it was made."""
+        key = id(plan), schedule.structure.kinds, torch.get_float32_matmul_precision()
         if key not in self._made.templates:
             self._made.templates[key] = Templates(plan, variant.device)
         return self._made.templates[key]

@@ -38,7 +38,7 @@ class Variant:
         self.device = next((t.device for t in [*inputs.values(), *held]), torch.device("cpu"))
         pulls = {k: (tuple(v.shape[1:]), v.dtype) for k, v in inputs.items()}
         names = _weight_names(functions, model)
-        self.written = {n: trace(f, n, states, pulls, self.dtype, names) for n, f in functions.items()}
+        self.written = {n: trace(f, n, states, pulls, self.dtype, self.device, names) for n, f in functions.items()}
         self.reads = {name: f.reads for name, f in self.written.items()}
         self.states = dict(states)
         for f in self.written.values():

@@ -98,6 +98,10 @@ class Schedule:
         self._lay_out()
         self._edges(slots, rest)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As it goes to another process: without what models keep with it."""
+        return {**self.__dict__, "_kept": {}}
+
     def _repr_html_(self) -> str:
         return html_of(self)
 

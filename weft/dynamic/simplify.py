@@ -20,7 +20,7 @@ from weft.core.role import Role
 from weft.dynamic.trace import Shape, VertexProgram, input_name, output_name
 from weft.dynamic.vertex import Source
 from weft.ops.fill import full, zeros_like
-from weft.ops.linalg import matmul
+from weft.ops.linalg import einsum, matmul
 from weft.ops.pointwise import add, neg
 from weft.ops.registry import Kind, arg_sets
 from weft.ops.shape import concat, expand_like, narrow
@@ -71,8 +71,19 @@ def _wide(x: Node, like: Node) -> Node:
 
 
 def clean(f: VertexProgram) -> VertexProgram:
-    """Gradients of parts of a value put side by side, and pointwise ops done in parts where only parts of them are read."""
-    return _narrowed(_joined(f))
+    """Gradients of parts of a value put side by side, those of weights made as they lie, pointwise ops done in parts where only parts are read."""
+    return _narrowed(_turned(_joined(f)))
+
+
+def _turned(f: VertexProgram) -> VertexProgram:
+    """(x' y)' is y' x, which lies in memory as the weight does that it is the gradient of."""
+    swap: dict[Node, Node] = {}
+    for n in f.program.find_all("permute", lambda n: n.attr("order") == (1, 0)):
+        (product,) = n.args
+        if product.op.name == "einsum" and f.program.users[product] == (n,) and not f.program.outputs_of(product):
+            ins, out = product.attr("equation").split("->")
+            swap[n] = einsum(f"{ins}->{out[::-1]}", *product.args)
+    return f.with_nodes(swap, "gradients as weights lie") if swap else f
 
 
 def _joined(f: VertexProgram) -> VertexProgram:

@@ -152,9 +152,9 @@ class VertexProgram:
 
 def trace(
     function: Function, name: str, states: Mapping[str, Shape], pulls: Mapping[str, tuple[Shape, torch.dtype]],
-    dtype: torch.dtype, names: Mapping[int, str],
+    dtype: torch.dtype, device: torch.device, names: Mapping[int, str],
 ) -> VertexProgram:  # fmt: skip
-    """The function captured once; `names` are those of its weights, by identity."""
+    """The function captured once; `names` are those of its weights, by identity. What it writes out as numbers goes to `device`."""
     if isinstance(function, VertexProgram):
         return _as_written(function, name, states, pulls)
     use = Use()
@@ -171,7 +171,7 @@ def trace(
         check_use(use, name, states, ROWS, dtype)
         outputs = {output_name("state", s): r.node(x) for s, x in use.states.items()}
         outputs |= {output_name("push", o): r.node(x) for o, x in use.outputs.items()}
-    weights = {**lifted.found, **r.constants}
+    weights = {**lifted.found, **{n: x.to(device) for n, x in r.constants.items()}}
     program = new_program(part(name), r.mesh, [*r.inputs.values()], outputs, lines=r.lines)
     made = VertexProgram(
         name, program, {input_name(s): s for s in use.sources}, weights, {output_name("state", s): s for s in use.states},

@@ -46,15 +46,18 @@ def _require_rows(f: VertexProgram) -> None:
     for n in f.program.nodes:
         if any(a in of_rows for a in n.args):
             of_rows.add(n)
-        if n in of_rows and not any(size and (size % sizes.ROWS == 0 or size % sizes.EDGES == 0) for t in n.types for size in t.shape):
-            lost[n] = n.op.name
-        found = next((lost[a] for a in n.args if a in lost), None)
-        if found is not None:
-            lost.setdefault(n, found)
+        before = next((lost[a] for a in n.args if a in lost), None)
+        if before is not None or (n in of_rows and not any(_counts(size) for t in n.types for size in t.shape)):
+            lost[n] = before or n.op.name
     for names in (f.states, f.outputs):
         for output, name in names.items():
             if f.program.output_names[output] in lost:
                 raise _mixed(f, name, f"{lost[f.program.output_names[output]]} over the rows of all vertices")
+
+
+def _counts(size: int) -> bool:
+    """Whether a size is a number of rows or edges, or of several in each."""
+    return size > 0 and (size % sizes.ROWS == 0 or size % sizes.EDGES == 0)
 
 
 @contextmanager
