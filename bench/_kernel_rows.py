@@ -152,9 +152,9 @@ def _context(rows: list[Cells]) -> Iterator[Table]:
 def _attention(profile: Profile, rows: Sequence[Cells]) -> Any:
     names = ("batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "window_size")
     batch, length, heads, shared, width, window = _numbers(rows, *names)
-    cache = 1 if rows[0]["kv_cache_dtype"] == "fp8" else 2
-    size = batch * length * width * (4 * heads + 2 * shared * (2 + 2 * cache))  # queries and results; keys and values read, kept and read again
-    return kernels.attention(profile.device, batch, heads, length, length, width, size, "bf16", window=window, kind="context")
+    kept = rows[0]["kv_cache_dtype"]
+    size = batch * length * width * (4 * heads + 4 * shared * (1 + kernels.WIDTH[kept]))  # queries and results; keys and values read, kept and read again
+    return kernels.attention(profile.device, batch, heads, length, length, width, size, "bf16", window=window, kind="context", kept=kept)
 
 
 def _generation(rows: list[Cells]) -> Iterator[Table]:
@@ -166,7 +166,7 @@ def _one_token(profile: Profile, rows: Sequence[Cells]) -> Any:
     names = ("batch_size", "step", "num_heads", "num_key_value_heads", "head_dim", "window_size")
     batch, step, heads, shared, width, window = _numbers(rows, *names)
     keys = np.where(window > 0, np.minimum(window, step + 1), step + 1)
-    return kernels.decode(profile.device, batch, heads, shared, keys, width, 1 if rows[0]["kv_cache_dtype"] == "fp8" else 2)
+    return kernels.decode(profile.device, batch, heads, shared, keys, width, rows[0]["kv_cache_dtype"])
 
 
 # --- experts

@@ -56,9 +56,8 @@ def start_of(table: Table) -> dict[str, float] | None:
         return {f"experts.{k}.{table.dtype}": v for k, v in EXPERTS.items()} | ({"experts.skew": 0.3} if table.dtype == "bf16" else {})
     if table.kind == "collective":
         return {f"nvlink:{k}": v for k, v in LINK.items()}
-    if table.dtype != "fp8":  # a cache in 8 bits is read at the rates of one in 16
-        return {"attention": CONTEXT, "attention, one token": DECODE}.get(table.kind)
-    return None
+    found = {"attention": CONTEXT, "attention, one token": DECODE}.get(table.kind)
+    return {f"{k}.fp8": v for k, v in found.items()} if found and table.dtype == "fp8" else found  # of a cache in 8 bits
 
 
 def fit(profile: Profile, table: Table, start: Mapping[str, float], rounds: int = 2, steps: int = 900) -> Profile:
@@ -68,7 +67,7 @@ def fit(profile: Profile, table: Table, start: Mapping[str, float], rounds: int 
     share = {name: (labels == name).mean() for name in set(labels)}
     weights = np.array([1 / (share[x] * len(share)) for x in labels])
     names, measured = list(start), ours.measured
-    most = np.array([0.0 if name.endswith(SHARES) or ".memory" in name or ".efficiency" in name else np.inf for name in names])
+    most = np.array([0.0 if name.removesuffix(f".{table.dtype}").endswith(SHARES) or ".memory" in name or ".efficiency" in name else np.inf for name in names])
     owner = "openxla" if "openxla" in table.kind else "aiconfigurator"
     origin = f"fitted: half, by hash, of {owner}'s table of {table.kind.removesuffix(' (openxla)')} kernels on {table.device}, {table.dtype}"
 

@@ -111,22 +111,22 @@ TILE = 128  # queries and keys that attention takes at once
 
 def attention(
     device: Device, batch: Any, heads: Any, queries: Any, keys: Any, head_dim: Any, size: Any, dtype: str, causal: bool = True,
-    back: bool = False, launches: int = 1, window: Any = 0, kind: str = "attention",
+    back: bool = False, launches: int = 1, window: Any = 0, kind: str = "attention", kept: str = "",
 ) -> Any:  # fmt: skip
     """Seconds of attention in one kernel that moves `size` bytes: units share out tiles of queries, and one of them meets the tiles of
     keys that its mask and window leave, one after the other. The backward has five matmuls for two. `kind` is "context" of kernels that
-    read and fill a paged cache."""
-    narrow, wide = device.get(f"{kind}.narrow", 0.3), device.get(f"{kind}.wide", 0.0)
-    rate = device.peak(dtype) * device.get(f"{kind}.{'backward' if back else 'forward'}")
+    read and fill a paged cache, of the dtype `kept`."""
+    narrow, wide = _of(device, kind, kept, "narrow", 0.3), _of(device, kind, kept, "wide", 0.0)
+    rate = device.peak(dtype) * _of(device, kind, kept, "backward" if back else "forward")
     rate = rate * np.where(head_dim < 128, (head_dim / 128) ** narrow, (128 / head_dim) ** wide)
     rows = batch * heads * np.ceil(queries / TILE)
     longest, mean = tiles_of_keys(device, queries, keys, causal, window, kind)
     each = 4.0 * TILE * TILE * np.maximum(64, head_dim) * (2.5 if back else 1.0) / (rate / device.get("units"))
-    start = max(0.0, device.get(f"{kind}.start", 0.0))
+    start = max(0.0, _of(device, kind, kept, "start", 0.0))
     busy = np.maximum(1.0, rows / device.get("units")) * (mean + start) * each
-    alone = (longest + start) * np.maximum(each, device.get(f"{kind}.latency", 0.0))
-    moved = size / (device.get("memory.bandwidth") * device.get(f"{kind}.memory", device.get("memory.efficiency")))
-    launch = device.get(f"{kind}.launch", device.get("kernel.launch"))
+    alone = (longest + start) * np.maximum(each, _of(device, kind, kept, "latency", 0.0))
+    moved = size / (device.get("memory.bandwidth") * _of(device, kind, kept, "memory", device.get("memory.efficiency")))
+    launch = _of(device, kind, kept, "launch", device.get("kernel.launch"))
     return launches * launch + np.maximum(np.maximum(busy, alone), moved)
 
 
@@ -145,14 +145,14 @@ def tiles_of_keys(device: Device, queries: Any, keys: Any, causal: bool, window:
     return seen, (seen * (seen + 1) / 2 + (across - seen) * seen) / across
 
 
-def decode(device: Device, batch: Any, heads: Any, shared: Any, keys: Any, head_dim: Any, width: int) -> Any:
-    """Seconds of attention of one new token in each sequence over keys and values of `width` bytes, which are read once: pieces of them
+def decode(device: Device, batch: Any, heads: Any, shared: Any, keys: Any, head_dim: Any, kept: str) -> Any:
+    """Seconds of attention of one new token in each sequence over keys and values of the dtype `kept`, which are read once: pieces of them
     by many units, the longest by one after the other, then summed up."""
-    size = 2.0 * batch * shared * keys * head_dim * width + 4.0 * batch * heads * head_dim
-    moved = size / (device.get("memory.bandwidth") * device.get("decode.memory", device.get("memory.efficiency")))
-    alone = keys * device.get("decode.key", 0.0) * np.minimum(1.0, device.get("units") / (batch * shared))
-    rows = batch * heads * device.get("decode.row", 0.0)
-    return device.get("decode.launch", device.get("kernel.launch")) + moved + alone + rows
+    size = 2.0 * batch * shared * keys * head_dim * WIDTH[kept] + 4.0 * batch * heads * head_dim
+    moved = size / (device.get("memory.bandwidth") * _of(device, "decode", kept, "memory", device.get("memory.efficiency")))
+    alone = keys * _of(device, "decode", kept, "key", 0.0) * np.minimum(1.0, device.get("units") / (batch * shared))
+    rows = batch * heads * _of(device, "decode", kept, "row", 0.0)
+    return _of(device, "decode", kept, "launch", device.get("kernel.launch")) + moved + alone + rows
 
 
 def experts(device: Device, tokens: Any, hidden: Any, inner: Any, top: Any, count: Any, ranks: Any, dtype: str, gated: Any = True, skew: Any = 0.0) -> Any:
