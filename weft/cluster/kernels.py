@@ -151,7 +151,7 @@ def decode(device: Device, batch: Any, heads: Any, shared: Any, keys: Any, head_
     size = 2.0 * batch * shared * keys * head_dim * WIDTH[kept] + 4.0 * batch * heads * head_dim
     moved = size / (device.get("memory.bandwidth") * _of(device, "decode", kept, "memory", device.get("memory.efficiency")))
     alone = keys * _of(device, "decode", kept, "key", 0.0) * np.minimum(1.0, device.get("units") / (batch * shared))
-    rows = batch * heads * _of(device, "decode", kept, "row", 0.0)
+    rows = batch * shared * head_dim / 128 * _of(device, "decode", kept, "row", 0.0)
     return _of(device, "decode", kept, "launch", device.get("kernel.launch")) + moved + alone + rows
 
 
