@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def on_ranks(world: int, job: Callable[[int], None], folder: Path) -> None:
-    """Runs a job in forked processes joined over gloo; the first failure is raised here."""
+def on_ranks(world: int, job: Callable[[int], None], folder: Path, seconds: float = 60) -> None:
+    """Runs a job in forked processes joined over gloo, for so long; the first failure is raised here."""
 
     def child(rank: int) -> None:
         try:
@@ -32,7 +32,7 @@ def on_ranks(world: int, job: Callable[[int], None], folder: Path) -> None:
     ranks = [ctx.Process(target=child, args=(r,), daemon=True) for r in range(world)]
     for r in ranks:
         r.start()
-    end = time.monotonic() + 60
+    end = time.monotonic() + seconds
     while any(r.is_alive() for r in ranks) and not any(r.exitcode for r in ranks) and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.2 if any(r.exitcode for r in ranks) else 0)

@@ -127,4 +127,4 @@ def as_predicted(source: str, name: str, every: tuple[str, ...], tmp_path: Path)
             step = parallelize(model, loss, torch.optim.AdamW(model.parameters()), example, plan=files[pins], precision=torch.bfloat16, check=False)
             assert simulated(step) == pytest.approx(ms, rel=1e-3), pins
 
-    on_ranks(2, job, tmp_path)
+    on_ranks(2, job, tmp_path, 240)

@@ -6,13 +6,17 @@ import json
 import math
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+import weft
 from weft.core.errors import PlanError
 from weft.cost.interval import equal_within
 from weft.plan.plan import Plan, load, parse
 from weft.plan.planner import Request, make_plan, usual_batch
 from weft.plan.setting import Setting
-from weft.plan.told import differences, rows
+from weft.plan.told import differences, rows, told
 
 MOVE = {"rule": "stack_columns", "op": "concat", "at": 0, "way": 0, "places": 1, "forward": True}
 
@@ -106,3 +110,24 @@ def test_named_words(plan: Plan) -> None:
 
 def test_usual_batch() -> None:
     assert usual_batch(8e9, 8192) == 512 and usual_batch(4e11, 8192) == 2048
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def test_what_waits_for_the_host_is_planned_plain(tmp_path) -> None:
+    """Stages of a tiny model share its launches, by less than such times are known to."""
+    model = nn.Sequential(*(Residual() for _ in range(6)), nn.Linear(32, 8))
+    batch = {"x": torch.rand(64, 32), "y": torch.rand(64, 8)}
+    made = weft.plan(model, lambda m, b: F.mse_loss(m(b["x"]), b["y"]), torch.optim.AdamW(model.parameters()), batch, cluster="1x8xA100")
+    causes = made.predicted["causes_ms"]
+    assert causes["host"] > causes["compute"] and (made.setting.dp, made.setting.pp, made.setting.zero) == (8, 1, 0)
+    made.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json").predicted == made.predicted
+    assert any("pp" in other for other in made.predicted["equal_ms"]) and "the error of a step that waits for the host" in told(made)

@@ -8,6 +8,7 @@ less: running blocks again, and micro-batches. Rank 0 plans and tells the others
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -26,8 +27,10 @@ from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.core.text import parse
-from weft.cost.memory import peak_bytes
+from weft.cost.price import on_mesh
 from weft.cost.simulate import predict
+from weft.cost.timeline import Seen
+from weft.cost.work import of_node
 from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 from weft.passes import HOST, Draft
@@ -39,10 +42,13 @@ from weft.plan.space import divisors
 from weft.plan.spec import Spec
 from weft.transform.noise import measured
 from weft.transform.recompute import recomputed, regions_of
+from weft.transform.updates import is_update
 
 FINALISTS = 6  # placed plans whose buckets and kernels are made too before they are compared
 REORDERED = 2  # pipelines that are tried in every order
 EFFORT = 1e8  # work of one solution of the layouts
+LARGE = 1500  # nodes from which the solver looks at few meshes
+FAR = 1.25  # of the fastest plan: a mesh whose plans take longer is far behind
 SOLVER = "layouts"  # the name of what the layout solver chooses
 Others = Mapping[str, Sequence[Pin]]
 
@@ -174,7 +180,10 @@ def fill(
 ) -> Pool:  # fmt: skip
     """The pool with every plan it can have, those in it last that need not be looked at further; `more` where not all of them fit."""
     request = pool.request
-    for named in filter(pool.allows, map(pool.fixed, words(pool.captured, pool.where.devices, request.rows))):
+    every = map(pool.fixed, words(pool.captured, pool.where.devices, request.rows))
+    for named in filter(pool.allows, sorted(every, key=_sharing) if pool.in_haste else every):
+        if pool.is_beaten(named):
+            continue
         say(str(named))
         pool.try_spec(named)
         for name, own in (others or {}).items():
@@ -221,6 +230,11 @@ def words(captured: Captured, world: int, rows: int = 0) -> Iterator[Spec]:
                     yield from (Spec(dp, cp, ep, tp, zero, sp) for sp in ((False, True) if tp > 1 else (False,)))
 
 
+def _sharing(named: Spec) -> int:
+    """How many devices share the work on a sample."""
+    return named.tp * named.cp * named.ep
+
+
 class Pool:
     """Plans that were placed, each with its program (none where it is run in micro-batches) and what is predicted of it."""
 
@@ -238,6 +252,8 @@ class Pool:
         self.options: dict[str, Option] = {}
         self.scheduled: set[str] = set()  # names of programs that are as they will run
         self.moves: dict[str, tuple[Move, ...]] = {}  # by which steps were rewritten
+        self._made: dict[tuple[Program, Spec], tuple[Program, Seen]] = {}  # plain programs as they will run
+        self.thorough = False  # whether plans are looked at that cannot be the fastest
 
     def try_spec(self, named: Spec) -> None:
         """A plan of one pass, or in micro-batches; one that blocks recompute each its own way is run in stages alone."""
@@ -249,7 +265,41 @@ class Pool:
 
     # -- plans of one pass
 
+    # -- what need not be looked at
+
+    @property
+    def in_haste(self) -> bool:
+        """Whether plans that cannot be the fastest are left out: of a large program, whose every plan takes seconds to place."""
+        return len(self.captured.program.nodes) > LARGE and not self.thorough
+
+    def least(self, name: str) -> float:
+        """Milliseconds of a plain plan of one pass that no sharding of state, no bucket and no fused update saves."""
+        _, program = self.programs[name]
+        assert program is not None
+        costs, option = on_mesh(self.where, program.mesh), self.options[name]
+        updates = sum(costs.alone(op) for n in program.nodes if is_update(n) for op in of_node(n))
+        return option.ms - option.causes.get("dp", 0.0) - 1e3 * updates
+
+    def is_beaten(self, named: Spec) -> bool:
+        """Whether a plan that shards state cannot be faster than one that fits, since the same mesh without that is not. What others
+        do by themselves is looked at in any case."""
+        plain = str(replace(named, zero=0))
+        if not self.in_haste or not named.zero or _sharing(named) == 1 or self.programs.get(plain, (named, None))[1] is None or not self.fitting:
+            return False
+        return self.least(plain) > self.fitting[0].ms
+
+    def _without_sp(self, named: Spec) -> str:
+        """The same plan without sp, if it has nothing that sp would change: no sums along tp."""
+        plain = str(replace(named, sp=False))
+        alike = named.sp and self.programs.get(plain, (named, None))[1] is not None and "tp" not in self.options[plain].causes
+        return plain if alike else ""
+
     def try_named(self, name: str, named: Spec, request: PlanRequest) -> None:
+        plain = self._without_sp(named) if name == str(named) else ""
+        if plain:
+            self.programs[name], self.placed[name] = (named, self.programs[plain][1]), self.placed[plain]
+            self.options[name] = replace(self.options[plain], plan=name)
+            return
         try:
             draft = _placed(self._of(named), named, request)
             self.placed[name] = cast(Program, draft.program)
@@ -323,9 +373,14 @@ class Pool:
         """With its buckets and kernels, which may hold less, where that fits."""
         named, program = self.programs[name]
         assert program is not None
-        made = scheduled(self.captured, program, named)
-        if peak_bytes(made) <= self.memory:
-            self.add(name, named, made)
+        key = program, replace(named, sp=False)
+        if key not in self._made:
+            made = scheduled(self.captured, program, named)
+            self._made[key] = made, predict(made, self.where)
+        made, seen = self._made[key]
+        if seen.memory_gb * 1e9 <= self.memory:
+            self.programs[name] = named, made
+            self.options[name] = Option(name, seen.step_ms, seen.memory_gb, seen.causes_ms)
             self.scheduled.add(name)
 
     def _fewest(self, named: Spec) -> None:
@@ -367,14 +422,27 @@ class Pool:
         finalists = {name: self.programs[name] for name in plain}
         self.programs = {name: made for name, made in self.programs.items() if made[1] is None}
         self.programs |= finalists
+        self.placed = {name: placed for name, placed in self.placed.items() if name in finalists}
         for name in finalists:
-            if name not in self.scheduled:
+            if self._is_behind(name):
+                del self.programs[name]
+            elif name not in self.scheduled:
                 self._as_run(name)
+        self._made.clear()
+
+    def _is_behind(self, name: str) -> bool:
+        """Whether a plain plan cannot become faster than one that is as it will run. What others do by themselves is compared as it runs."""
+        done = [self.options[n].ms for n in self.scheduled if self._fits(n)]
+        if not self.in_haste or not done or name in self.scheduled or _sharing(self.programs[name][0]) == 1:
+            return False
+        return self.least(name) > min(done)
 
     def try_layouts(self) -> None:
-        """What the layout solver makes of the two best meshes, and of those it is given."""
-        plans = [named for named, program in (self.programs[o.plan] for o in self.fitting) if program is not None]
-        best = list(dict.fromkeys(Spec(**n.mesh.sizes, recompute=n.recompute) for n in plans))[:2]
+        """What the layout solver makes of the two best meshes, and of those it is given; of a large program a mesh whose plans are far behind is
+        left out, since solving it takes longer than all else."""
+        plans = [(o.ms, self.programs[o.plan][0]) for o in self.fitting if self.programs[o.plan][1] is not None]
+        most = FAR * plans[0][0] if plans and len(self.captured.program.nodes) > LARGE else math.inf
+        best = list(dict.fromkeys(Spec(**n.mesh.sizes, recompute=n.recompute) for ms, n in plans if ms <= most))[:2]
         for named in dict.fromkeys((*best, *self.solved)):
             name = f"{SOLVER} {named}"
             try:

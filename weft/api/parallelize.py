@@ -93,7 +93,7 @@ def parallelize(
     how = {"clip": asked.clip, "precision": torch.bfloat16 if low else asked.precision}
     same = {**how, "precision": asked.precision, "accumulate": asked.accumulate, "seed": asked.seed, "pins": tuple(pins), "on_nan": asked.on_nan}
     run = broadcast_initial_state(model, optimizer, example, where, plan=str(named or plan), **same)
-    made = _Request(
+    made = _StepRequest(
         model, loss, optimizer, example, where, asked.seed, how, asked.accumulate, asked.allow_micro_mean, pins, asked.noise, asked.check,
         asked.on_nan == "skip", low, asked.deterministic == ANY_PLAN, named, file, Variants(model, loss, optimizer, example, run),
     )  # fmt: skip
@@ -105,7 +105,7 @@ def parallelize(
 
 
 @dataclass
-class _Request:
+class _StepRequest:
     """What one call of `parallelize` asks for, and the steps that are made of it: the first, and more when Python has changed."""
 
     model: nn.Module

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from weft import passes
-from weft.api.auto import SOLVER, Option, PlanRequest, Pool, fill, with_doubles
+from weft.api.auto import LARGE, SOLVER, Option, PlanRequest, Pool, fill, with_doubles
 from weft.api.pipeline_plans import PipelinePlans
 from weft.api.pipelined import micro_steps
 from weft.cluster.spec import Cluster
@@ -36,7 +36,6 @@ from weft.plan.spec import Spec
 from weft.rewrite.updates import by_rows, rules_of
 
 Say = Callable[[str], None]
-LARGE = 1500  # nodes from which the solver looks at few meshes
 FINALISTS = 3  # of the pool, of which plans are made
 SYSTEMS: dict[str, Callable[[Spec], bool]] = {  # what others do by themselves
     "data parallel": lambda s: s.tp == 1 and not s.zero,
@@ -63,8 +62,11 @@ def plan_program(
     except PlanError as e:
         why = asked.shortage() or e.found or e.message
         return Infeasible(why, "", {"weft": why})
-    some = asked.pool.fitting[:FINALISTS] if objective == "time" else [asked.best(objective)]
-    return min((asked.record(option, objective) for option in some), key=lambda plan: plan.step_ms)
+    best = asked.record(asked.best(objective), objective)
+    for option in asked.pool.fitting[1:FINALISTS] if objective == "time" else ():
+        if option.ms < best.step_ms:
+            best = min(best, asked.record(option, objective), key=lambda plan: plan.step_ms)
+    return best
 
 
 def as_built(spec: Spec, placed: Program) -> Program:
@@ -208,6 +210,7 @@ class Candidates:
 def explain_program(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
     """Each decision against the best plan found that decides it otherwise. Searches again, since a plan keeps only what won."""
     asked = Candidates.of(plan)
+    asked.pool.thorough = True
     pool, least = fill(asked.pool, by_name=asked.is_fixed, say=say), plan.objective == "memory"
     chosen, found = asked.best(plan.objective), {o.plan: o for o in pool.fitting}
     of = {name: (lambda o, of=of: of(pool.programs[o.plan][0])) for name, of in DECISIONS.items()}  # type: ignore[misc]

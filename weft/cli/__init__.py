@@ -104,5 +104,5 @@ for _name in COMMANDS:
 
 def main() -> None:
     """The console entry point. Programs are many small objects that live as long as a command: looking for cycles often takes a fifth of it."""
-    gc.set_threshold(50_000, 5, 5)
+    gc.set_threshold(200_000, 10, 10)
     app(prog_name="weft")

@@ -221,8 +221,25 @@ def _pads(node: Node) -> list[Node]:
     return [x for pads in each for x in pads] if all(each) else []
 
 
-def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> Iterator[Op]:
-    """What one node is, nothing for inputs and views; of one inside a larger kernel, which operands enter there and whether its result leaves."""
+_known: dict[object, tuple[Op, ...]] = {}
+MOST_KNOWN = 1 << 16
+
+
+def of_node(node: Node, enters: Sequence[bool] = (), leaves: bool = True) -> tuple[Op, ...]:
+    """What one node is, nothing for inputs and views; of one inside a larger kernel, which operands enter there and whether its result leaves.
+
+    Worked out once for operands and results of the same types: the blocks of a model are the same, and so are most nodes of two plans."""
+    loose = _loose(node) if node.op.kind is Kind.CONTRACT else ""  # goes by what its operands are made of
+    key = node.op, node.attrs, tuple(a.types for a in node.args), node.types, tuple(enters), leaves, loose
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        found = _known[key] = tuple(_worked_out(node, enters, leaves))
+    return found
+
+
+def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op]:
     kind, name = node.op.kind, node.op.name
     if kind in (Kind.VIEW, Kind.SOURCE) or not node.args or node.op in COPIES:
         return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,16 @@ class _AxisWay:
 
     places: tuple[Placement, ...]
     cost: float
+
+
+_taken: dict[Hashable, tuple[Layout, ...]] = {}  # layouts of operands that were taken, by all they depend on
+MOST_TAKEN = 1 << 16
+
+
+def _remember(alike: Hashable, ways: tuple[Layout, ...]) -> None:
+    if len(_taken) >= MOST_TAKEN:
+        _taken.clear()
+    _taken[alike] = ways
 
 
 def place(program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: PlacingOptions | None = None, **more: Any) -> Program:
@@ -120,6 +130,7 @@ class _Placer:
         self.done: dict[Node, Node] = {}  # partial sums of activations, and what was made of them for one reader: the others take it too
         batch = [node.attr("name") for node in program.inputs if node.role is Role.BATCH]
         self.inner = {axis for axis in mesh.axes if not any(isinstance(inputs.get(name, {}).get(axis), S) for name in batch)}
+        self._inner = frozenset(self.inner)
         self.after = Roles(program).after if options.gather else frozenset[Node]()
 
     def _input(self, node: Node) -> Node:
@@ -166,12 +177,15 @@ class _Placer:
             turned = self._turned(axis, node, args, attrs)
             if turned is not None:
                 return turned
-        for ways in self._candidates(node, args):
+        alike = self._alike(node, args)
+        for ways in (_taken[alike],) if alike in _taken else self._candidates(node, args):
             try:
                 moved = [reshard(a, w) for a, w in zip(args, ways, strict=True)]
                 new = _applied(node, moved, attrs)
             except (TypeMismatch, LayoutError):
                 continue
+            if alike is not None:
+                _remember(alike, tuple(ways))
             self.done |= {a: b for a, b in zip(args, moved, strict=True) if _pending(a) and _pending(a) <= self.inner and not _pending(b)}
             return new
         raise PlanError(
@@ -180,6 +194,15 @@ class _Placer:
             found=", ".join(str(a.type) for a in args),
             where=self.program.lines.get(node),
         )
+
+    def _alike(self, node: Node, args: Sequence[Node]) -> Hashable:
+        """All that the layouts of a node's operands depend on: nodes with the same, of this program and others, are laid out the same. None of
+        those that go by where their result ends."""
+        if any(a.op.kind is Kind.SOURCE and a.op.name != "input" and a.ndim for a in node.args):
+            return None
+        of_state = tuple(a in self.alone or a.role is Role.PARAMETER for a in node.args)
+        shared = tuple(len(self.program.users[a]) > 1 for a in node.args)
+        return self.options, self._inner, node.op, node.attrs, tuple(a.types for a in args), of_state, shared
 
     def _turned(self, axis: str, node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node | None:
         """The op sharded along another of its dims, where it would have to gather along the axis."""

@@ -48,7 +48,7 @@ _SPEC = {
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 _MORE = {
     "causes_ms": TIMES, "memory_parts_gb": TIMES, "batches_ms": TIMES, "noise": number(), "efficiency": number(), "useful_tokens_per_s": number(),
-    "layouts_ms": number(), "equal_ms": TIMES, "padded_ms": TIMES,
+    "layouts_ms": number(), "equal_ms": TIMES, "equal_within": number(), "padded_ms": TIMES,
 }  # fmt: skip
 FORESEEN_OF = Record({**dict.fromkeys(FORESEEN, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
 PLACED = {

@@ -14,7 +14,7 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.core.picture import part_of_root
 from weft.cost.grouping import COMPILED
-from weft.cost.interval import equal_within
+from weft.cost.interval import equal_within, kind_of, spread
 from weft.cost.price import compiles
 from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.blocks import FEW, Stack
@@ -241,13 +241,16 @@ def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible
     if not pool:
         return _infeasible(search, request, problem, lacking, least)
     exact = {name: _exactly(search, found) for name, found in pool.items()}
-    best, equal = choose(exact := {**exact, **_overlapped(search, exact)}, objective, request.fastest, search.memory)
+    exact |= _overlapped(search, exact)
+    within = _told_apart(search, exact, objective)
+    best, equal = choose(exact, objective, request.fastest, search.memory, within)
     others = {n: rounded_ms(exact[n].seconds) for n in names if n != "weft"}
     origin = "weft" if best.endswith(OVERLAPPED) else best
     made = _record(request, search, exact[best], origin, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
     told = {describe(exact[n].setting): rounded_ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those with equal words
     told.pop(describe(exact[best].setting), None)
-    more = {"equal_ms": dict(reversed(told.items()))} if told else {}
+    more: dict[str, Any] = {"equal_ms": dict(reversed(told.items()))} if told else {}
+    more |= {"equal_within": within} if told and within != equal_within() else {}
     return replace(made, predicted={**made.predicted, **more, **_advice(search, exact, exact[best])})
 
 
@@ -278,17 +281,29 @@ def _overlapped(search: Search, exact: Mapping[str, Found | Shared]) -> dict[str
     return made
 
 
-def choose(pool: Mapping[str, Found | Shared], objective: str, fastest: bool = False, room: float = math.inf) -> tuple[str, list[str]]:
+def _told_apart(search: Search, pool: Mapping[str, Found | Shared], objective: str) -> float:
+    """How far apart (in ln) the times of two plans are known to differ. Measured steps tell it of those that compute; of one whose devices wait
+    for the host, launches decide, which no measured step tells: there plans are known no better than any time is."""
+    best = pool[min(pool, key=lambda n: _rank(pool[n], objective))]
+    causes = _breakdown(search, best)["causes_ms"]
+    if causes.get("host", 0.0) <= causes.get("compute", 0.0):
+        return equal_within()
+    return spread(kind_of(best.setting.kernels, search.problem.shape.experts > 0, False)).high
+
+
+def choose(
+    pool: Mapping[str, Found | Shared], objective: str, fastest: bool = False, room: float = math.inf, within: float | None = None
+) -> tuple[str, list[str]]:
     """The plan to take, by name, and those that are equal to it.
 
-    Plans whose times differ by less than what two predictions are off against each other are equal, and the simplest wins: those that do not
+    Plans whose times differ by less than `within`, what two predictions are off against each other, are equal, and the simplest wins: those that do not
     nearly fill the memory there is `room` for before those that do, equal layers and shares before uneven ones, then `plainness`. Memory is what
     it is: by that objective nothing is equal.
     """
     order = sorted(pool, key=lambda n: (*_rank(pool[n], objective), n != "weft"))
     if fastest or objective == "memory":
         return order[0], []
-    near = pool[order[0]].seconds * math.exp(equal_within())
+    near = pool[order[0]].seconds * math.exp(equal_within() if within is None else within)
     equal = [n for n in order if pool[n].seconds <= near]
     best = min(equal, key=lambda n: (pool[n].memory > CROWDED * room, _uneven(pool[n]), plainness(pool[n].setting)))
     return best, [n for n in equal if n != best]

@@ -86,7 +86,9 @@ def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
         parts = sorted(f["causes_ms"].items(), key=lambda item: -item[1])
         yield "busiest stage: " + ", ".join(f"{k} {v:,.1f}" for k, v in parts) + " ms"
     if equal := f.get("equal_ms"):
-        yield f"the simplest of the plans within {equal_within():.0%}, the error between two predictions (--fastest takes the fastest):"
+        within, usual = f.get("equal_within"), f"{equal_within():.0%}, the error between two predictions"
+        why = f"{within:.0%}, the error of a step that waits for the host" if within else usual
+        yield f"the simplest of the plans within {why} (--fastest takes the fastest):"
         yield from (f"  {other:<44} {ms:>12,.1f} ms" for other, ms in sorted(equal.items(), key=lambda item: item[1]))
     for words, ms in f.get("padded_ms", {}).items():
         yield f"tip: {words}: {ms:,.1f} ms ({ms / f['step_ms'] - 1:+.0%}); weft does not change the model"

@@ -111,9 +111,14 @@ class _Usage:
             self._keep(v, np.asarray((usage[:-1] <= least[:, None]).all(0)))
 
     def dominate(self) -> None:
-        """Drop strategies that another does as well as in every company."""
+        """Drop strategies that another does as well as in every company. Layers repeat, and so do nodes with all around them."""
+        known: dict[object, Mask] = {}
         for v in self.free:
-            self._keep(v, self._undominated(v))
+            near = tuple((w.shape, w.tobytes()) for w in self.g.near[v].values())
+            key = self.g.cost[v].tobytes(), near, self.spans[v][1].tobytes() if v in self.spans else b""
+            if key not in known:
+                known[key] = self._undominated(v)
+            self._keep(v, known[key])
 
     def eliminate(self) -> None:
         """Take out nodes that use the same whatever they choose, where the tables do not grow."""
@@ -151,8 +156,8 @@ class _Usage:
 
 def _most(w_b: Floats, w_a: Floats) -> Floats:
     """max_y (w_b[y] - w_a[y]), where what a may not take either does not count against b."""
-    apart = np.subtract(w_b, w_a, out=np.full_like(w_b, -np.inf), where=np.isfinite(w_a))
-    return np.asarray(apart.max(1))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.fmax.reduce(w_b - w_a, axis=1, initial=-np.inf))  # where both are infinite the difference is none
 
 
 def _spans(g: Graph) -> tuple[dict[int, Span], Floats]:
