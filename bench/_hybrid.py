@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 
+from bench._layers import Layers, Sized, told
 from weft.cost.work import Gemm, Op, Touch
 from weft.plan.setting import Setting
-from weft.plan.transformer import Shape, _WorkBuilder
+from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload, quantised
 
 CHUNK = 128
@@ -19,7 +20,7 @@ SCAN = 0.14  # of the bandwidth, for the fewest bytes they can move: fitted to t
 
 
 @dataclass(frozen=True)
-class HybridShape(Shape):
+class HybridShape(Sized):
     """So many layers of mamba, of experts and of attention. Experts may work on `latent` numbers of a token, and one serves them all."""
 
     mamba: int = 0
@@ -59,14 +60,15 @@ def hybrid(shape: Shape, text: str, shared: int, ahead: int) -> HybridShape:
 
 
 @dataclass(frozen=True)
-class _HybridBuilder(_WorkBuilder):
+class _HybridBuilder(Layers):
     shape: HybridShape
 
     def build(self) -> Workload:
-        s, t = self.shape, self.setting
+        s, t, heads = self.shape, self.setting, 1 + self.shape.ahead
         (attention, _), last = self.halves(True), self.last()
+        last = replace(last, forward=last.forward * heads, back=last.back * heads, saved=last.saved * heads)
         return Workload(
-            s.name, self.first(), self.mixture(), s.layers + 2 * s.ahead, replace(last, forward=last.forward * (1 + s.ahead)), tokens=t.micro_batch * s.seq,
+            s.name, self.first(), self.mixture(), s.layers + 2 * s.ahead, last, tokens=t.micro_batch * s.seq,
             model_flops=s.flops_per_token, total_params=s.params, boundary=self.stream / t.tp,
             others=((self.mamba(), s.mamba), (attention, s.attention + s.ahead)),
         )  # fmt: skip
@@ -93,23 +95,24 @@ class _HybridBuilder(_WorkBuilder):
             self.product("out", s.hidden, inside, token * inside, "fp8"), *self.leave(),
         )  # fmt: skip
         again = tuple(replace(op, saved=0.0) for op in ops if op.name in ("convolution", "gated norm"))
-        return Block(
+        return told(
             "mamba", tuple(quantised(ops)), s.hidden * (3 * inside + read), kept=self.between, work=2 * token * inside,
-            redo=again, redo_frees=token * (2 * inside + read),
+            parts=(("selective", again, token * (2 * inside + read)),),
         )  # fmt: skip
 
     def mixture(self) -> Block:
         """Experts on all of a token or on what it is projected to, and the one that serves all tokens."""
         s, t = self.shape, self.setting
-        inner = _WorkBuilder(replace(s, hidden=s.latent or s.hidden), t)
+        inner = Layers(replace(s, hidden=s.latent or s.hidden), t)
         there = (self.product("latent", s.latent, s.hidden, self.between),) if s.latent else ()
         back = (self.product("from latent", s.hidden, s.latent, self.tokens * s.latent * self.width),) if s.latent else ()
-        beside = _WorkBuilder(replace(s, ffn=s.shared, gated=False), t).feed_forward() if s.shared else ()
+        beside = Layers(replace(s, ffn=s.shared, gated=False), t).feed_forward() if s.shared else ()
         chosen = inner.experts()
         ops = (*self.norm(), *there, *chosen[1:], *back, *beside[1:], *self.leave())
         redo, frees = self.redo_activation(chosen)
         rows = 2 * (s.latent or s.hidden) * s.inner * s.experts / (t.ep * t.tp)
         params = s.hidden * (2 * s.shared / t.tp + 2 * s.latent + s.experts)
-        return Block(
-            "experts", tuple(quantised(ops)), params, rows, kept=self.between, work=self.tokens * s.inner * self.width / t.tp, redo=redo, redo_frees=frees
-        )
+        return told(
+            "experts", tuple(quantised(ops)), params, rows, kept=self.between, work=self.tokens * s.inner * self.width / t.tp,
+            parts=(("selective", redo, frees),),
+        )  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench._blanks import Blanks, Cells, device_kind, stated_size
 from bench._hybrid import hybrid
+from bench._layers import Sized
 from bench._lora import adapters
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
@@ -24,8 +25,8 @@ from weft.plan.planner import sized_stack
 from weft.plan.search import Search
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, simulate
-from weft.plan.space import PlanProblem
-from weft.plan.transformer import Shape, workload
+from weft.plan.space import PlannedModel, PlanProblem
+from weft.plan.transformer import Shape
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,14 @@ class Row:
 
     def step(self) -> SimulatedStep:
         if self.stages:
-            problem = PlanProblem(self.shape, self.cluster, self.setting.global_batch, self.setting.dtype, self.setting.kernels)
+            problem = PlanProblem(self.stack, self.cluster, self.setting.global_batch, self.setting.dtype, self.setting.kernels)
             return Search(problem).step(self.setting, self.stages)
+        return simulate(self.stack.work(self.setting), self.setting, self.cluster)
+
+    @property
+    def stack(self) -> PlannedModel:
         adapt = adapters(*self.lora) if self.lora[0] else None
-        return simulate(sized_stack(self.shape, self.setting.kernels, self.setting.dtype, adapt).work(self.setting), self.setting, self.cluster)
+        return self.shape if isinstance(self.shape, Sized) else sized_stack(self.shape, self.setting.dtype, adapt)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ def _padded(words: int, tp: int) -> int:
 def _with_recompute(shape: Shape, setting: Setting, profile: Profile) -> tuple[Setting, str]:
     """A model that trains on one device needs no recompute; larger ones of that time were trained with all of it."""
     alone = dataclasses.replace(setting, dp=1, tp=1, pp=1, global_batch=setting.micro_batch)
-    step = simulate(workload(shape, alone), alone, Cluster("one", (Nodes(1, 1, profile),)))
+    step = simulate(sized_stack(shape, alone.dtype).work(alone), alone, Cluster("one", (Nodes(1, 1, profile),)))
     if step.peak_memory.total <= profile.device.memory:
         return setting, "none: the model with this micro-batch fits on one device"
     return dataclasses.replace(setting, recompute="full"), "full: the model with this micro-batch does not fit on one device"
@@ -201,10 +206,8 @@ def _published(cells: Cells, case: str) -> Row:
 
 
 def _with_experts(b: Blanks, shape: Shape) -> Shape:
-    return dataclasses.replace(
-        shape, experts=b.whole("experts"), chosen=b.whole("experts_per_token", 2), ffn=b.whole("expert_ffn", shape.inner), gated=True, rotary=True,
-        tied=False,
-    )  # fmt: skip
+    more = {"experts": b.whole("experts"), "chosen": b.whole("experts_per_token", 2), "ffn": b.whole("expert_ffn", shape.inner)}
+    return Sized(**dataclasses.asdict(shape) | more | {"gated": True, "rotary": True, "tied": False})
 
 
 def _lora(b: Blanks) -> tuple[int, str]:

@@ -73,16 +73,16 @@ def needed(size: str, optimizer: str, devices: int, kernels: str, zero: int, mic
     from dataclasses import replace
 
     from weft.cluster.spec import cluster
-    from weft.plan.models import shape
+    from weft.plan.planner import captured_stack
     from weft.plan.setting import Setting
     from weft.plan.simulate import simulate
-    from weft.plan.transformer import workload
+    from weft.plan.transformer import shape
 
-    model = shape(MODELS[size], seq=128)
+    model, stack = shape(MODELS[size], seq=128), captured_stack(MODELS[size], "fp16", 128)[0]
     setting = Setting(
         global_batch=micro_batch * devices, micro_batch=micro_batch, dp=devices, zero=zero, kernels=kernels, dtype="fp16", grad_dtype="fp16"
     )
-    found = simulate(workload(model, setting), setting, cluster(f"{devices // 8}x8xV100-DGX2")).peak_memory
+    found = simulate(stack.work(setting), setting, cluster(f"{devices // 8}x8xV100-DGX2")).peak_memory
     update = 4.0 * model.vocab * model.hidden / (devices if zero else 1)
     return replace(found, buffers=found.buffers + update) if optimizer == "lamb" else found
 

@@ -17,9 +17,10 @@ from weft.cli.output import console, emit
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster, cluster
 from weft.core.errors import WeftError
+from weft.plan.planner import sized_stack
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, simulate
-from weft.plan.transformer import Shape, workload
+from weft.plan.transformer import Shape
 
 CLUSTERS = ("1x8xA100", "2x8xH100", "4x8xH100", "1x8xV100", "2x8xB200", "8x8xH200", "1x8xRTX4090", "2x8xMI300X")
 OVERLAPS = ("overlap_grads", "overlap_params", "overlap_sends")
@@ -83,7 +84,7 @@ def check(shape: Shape, setting: Setting, place: Cluster) -> Iterator[dict[str, 
 
 
 def _step(shape: Shape, setting: Setting, place: Cluster) -> SimulatedStep:
-    return simulate(workload(shape, setting), setting, place)
+    return simulate(sized_stack(shape, setting.dtype).work(setting), setting, place)
 
 
 def _told(setting: Setting, place: Cluster, why: str, before: float, after: float) -> dict[str, Any]:

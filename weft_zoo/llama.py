@@ -28,6 +28,11 @@ class Settings:
     theta: float = 500000.0
     eps: float = 1e-5
     tied: bool = False
+    head: int = 0  # width of a head, where it is not hidden / heads
+
+    @property
+    def width(self) -> int:
+        return self.head or self.hidden // self.heads
 
 
 def rotary_tables(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -49,7 +54,7 @@ class Cache(nn.Module):
 
     def __init__(self, s: Settings, batch: int, length: int) -> None:
         super().__init__()
-        shape = batch, s.kv_heads, length, s.hidden // s.heads
+        shape = batch, s.kv_heads, length, s.width
         self.register_buffer("k", torch.zeros(shape))
         self.register_buffer("v", torch.zeros(shape))
 
@@ -62,7 +67,7 @@ class Cache(nn.Module):
 class Attention(nn.Module):
     def __init__(self, s: Settings) -> None:
         super().__init__()
-        self.dim = s.hidden // s.heads
+        self.dim = s.width
         self.q = nn.Linear(s.hidden, s.heads * self.dim, bias=False)
         self.k = nn.Linear(s.hidden, s.kv_heads * self.dim, bias=False)
         self.v = nn.Linear(s.hidden, s.kv_heads * self.dim, bias=False)
@@ -129,7 +134,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         s = self.settings
         at = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
-        cos, sin = rotary_tables(at, s.hidden // s.heads, s.theta)
+        cos, sin = rotary_tables(at, s.width, s.theta)
         x = self.tokens(tokens)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, self.caches[i] if self.caches is not None else None, positions)
@@ -144,7 +149,7 @@ def shape(s: Settings) -> dict[str, Any]:
     """As planners take it."""
     return {
         "layers": s.layers, "hidden": s.hidden, "heads": s.heads, "kv_heads": s.kv_heads, "ffn": s.ffn, "vocab": s.vocab, "seq": s.seq,
-        "gated": True, "rotary": True, "bias": False, "tied": s.tied,
+        "gated": True, "rotary": True, "bias": False, "tied": s.tied, "head": s.head,
     }  # fmt: skip
 
 

@@ -31,9 +31,11 @@ class Settings:
     theta: float = 1000000.0
     eps: float = 1e-5
     balance: float = 0.02
+    tied: bool = False
+    head: int = 0
 
     def attention(self) -> LlamaSettings:
-        return LlamaSettings(self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.vocab, self.seq)
+        return LlamaSettings(self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.vocab, self.seq, tied=self.tied, head=self.head)
 
 
 class Experts(nn.Module):
@@ -97,11 +99,13 @@ class Mixtral(nn.Module):
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.layers))
         self.norm = nn.RMSNorm(s.hidden, s.eps)
         self.head = nn.Linear(s.hidden, s.vocab, bias=False)
+        if s.tied:
+            self.head.weight = self.tokens.weight
         self.apply(_start)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         s = self.settings
-        cos, sin = rotary_tables(torch.arange(tokens.shape[1], device=tokens.device), s.hidden // s.heads, s.theta)
+        cos, sin = rotary_tables(torch.arange(tokens.shape[1], device=tokens.device), s.attention().width, s.theta)
         x, uneven = self.tokens(tokens), torch.zeros((), device=tokens.device)
         for block in self.blocks:
             x, imbalance = block(x, cos, sin)

@@ -7,13 +7,14 @@ import re
 import pytest
 
 from bench._hybrid import hybrid
+from bench._layers import Layers, Sized, backward, per_op
 from weft.cluster.spec import cluster
+from weft.cost.work import Attention, Gemm
 from weft.plan.setting import Setting
 from weft.plan.simulate import simulate
-from weft.plan.transformer import Shape
 
 WORDS = "hybrid: 4 mamba2 (16 heads of 64; state 128; 8 groups) 4 moe (relu2; not gated; latent 256) 2 gqa"
-SHAPE = Shape(10, 1024, 8, 32000, 2048, 2, 512, "small", gated=True, rotary=True, bias=False, tied=False, experts=16, chosen=4)
+SHAPE = Sized(10, 1024, 8, 32000, 2048, 2, 512, "small", gated=True, rotary=True, bias=False, tied=False, experts=16, chosen=4)
 
 
 def test_layers_are_read_from_words() -> None:
@@ -31,6 +32,25 @@ def test_words_that_say_nothing_are_refused() -> None:
 def test_more_of_anything_takes_longer(more: str) -> None:
     place, setting = cluster("1x8xB200"), Setting(8, 1, 8, zero=1, ep=8)
     words = re.sub(rf"\d+ {more.split()[1]}" if more[0].isdigit() else rf"{more.split()[0]} \d+", more, WORDS)
-    shape = Shape(**{**SHAPE.__dict__, "layers": 14}) if more[0].isdigit() else SHAPE
+    shape = Sized(**{**SHAPE.__dict__, "layers": 14}) if more[0].isdigit() else SHAPE
     few, many = (simulate(hybrid(s, w, 0, 0).work(setting), setting, place).seconds for s, w in ((SHAPE, WORDS), (shape, words)))
     assert many > few
+
+
+# --- layers counted by hand
+
+
+def test_the_backward_of_a_product_is_two() -> None:
+    op = Gemm(6, 4, 8, bias=True)
+    first, second, bias = backward(op)
+    assert isinstance(first, Gemm) and isinstance(second, Gemm)
+    assert (first.m, first.n, first.k) == (6, 8, 4)
+    assert (second.m, second.n, second.k) == (8, 4, 6)
+    assert bias.name == "matmul bias gradient"
+
+
+def test_per_op_keeps_attention_and_every_second_product() -> None:
+    forward = Layers(SHAPE, Setting()).build().layer.forward
+    again = list(per_op(forward))
+    assert not any(isinstance(op, Attention) for op in again)
+    assert sum(isinstance(op, Gemm) for op in again) == 2

@@ -12,7 +12,7 @@ from bench._graph.stages import FULL, NONE, Stager
 from bench._graph.task import CapturedTask
 from weft.cluster.spec import cluster
 from weft.plan.baselines import BASELINES
-from weft.plan.planner import captured_stack
+from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.roles import GRADS, PARAMS
 from weft.plan.search import CLOSE, Found, Search
 from weft.plan.setting import RECOMPUTE, Setting
@@ -45,8 +45,8 @@ def swept(search: Search, name: str) -> float:
 def problems() -> dict[str, tuple[PlanProblem, Limits]]:
     stack, _ = captured_stack("gpt2", "bf16")
     return {
-        "a model by its sizes": (PlanProblem(SMALL, cluster("1x4xA100"), 96, "bf16"), Limits()),
-        "where little fits": (PlanProblem(SMALL, cluster("1x4xA100"), 96, "bf16"), Limits(memory=9e9)),
+        "a model by its sizes": (PlanProblem(sized_stack(SMALL, "bf16"), cluster("1x4xA100"), 96, "bf16"), Limits()),
+        "where little fits": (PlanProblem(sized_stack(SMALL, "bf16"), cluster("1x4xA100"), 96, "bf16"), Limits(memory=9e9)),
         "captured blocks": (PlanProblem(stack, cluster("1x2xH100"), 24, "bf16"), Limits(memory=12e9)),
     }
 

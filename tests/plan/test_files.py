@@ -194,13 +194,12 @@ def test_numbers_that_no_cluster_has_are_refused(given: dict[str, Any], says: st
 
 def test_a_step_of_too_many_passes_is_not_walked() -> None:
     from weft.cluster.spec import cluster
-    from weft.plan.models import shape
+    from weft.plan.planner import captured_stack
     from weft.plan.simulate import simulate
-    from weft.plan.transformer import workload
 
     setting = Setting(global_batch=1 << 31)
     with within(20), pytest.raises(PlanError, match="too many passes to be walked one by one") as e:
-        simulate(workload(shape("gpt2"), setting), setting, cluster("1x1xA100"))
+        simulate(captured_stack("gpt2", "bf16")[0].work(setting), setting, cluster("1x1xA100"))
     assert "--micro-batch 2 or more" in str(e.value)
 
 

@@ -10,10 +10,11 @@ import pytest
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.cost.timeline import Task, Timeline, run
+from weft.plan.planner import sized_stack
 from weft.plan.schedules import SCHEDULES, Order, Schedule
 from weft.plan.setting import Setting
 from weft.plan.simulate import simulate
-from weft.plan.transformer import Shape, workload
+from weft.plan.transformer import Shape
 
 ALL = [(name, 1) for name, s in SCHEDULES.items() if s.folded is None]
 ALL += [(name, v) for name, s in SCHEDULES.items() if s.takes_chunks for v in ((2,) if s.folded else (2, 3))]
@@ -85,7 +86,7 @@ def test_a_schedule_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SCHEDULES["own"].in_flight(4, 8) == (5, 4, 3, 2)
     shape = Shape(layers=4, hidden=256, heads=4, vocab=1000, seq=128)
     setting = Setting(global_batch=16, pp=4, schedule="own")
-    own, plain = (simulate(workload(shape, s), s, cluster("4xA100")) for s in (setting, replace(setting, schedule="1f1b")))
+    own, plain = (simulate(sized_stack(shape, s.dtype).work(s), s, cluster("4xA100")) for s in (setting, replace(setting, schedule="1f1b")))
     assert own.seconds >= plain.seconds * 0.99 and own.memory[-1].activations == 2 * plain.memory[-1].activations
 
 

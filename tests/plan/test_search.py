@@ -10,7 +10,7 @@ from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.plan import Plan
-from weft.plan.planner import Infeasible, Request, make_plan
+from weft.plan.planner import Infeasible, Request, make_plan, sized_stack
 from weft.plan.search import CLOSE, Found, Nothing, Search
 from weft.plan.space import Limits, PlanProblem, candidates, parse_pins, shardings
 from weft.plan.stages import as_if, deal, shared, uneven
@@ -20,7 +20,7 @@ SMALL = Shape(layers=8, hidden=1024, heads=16, vocab=32000, seq=1024, rotary=Tru
 
 
 def problem(text: str = "2x4xA100", batch: int = 32, shape: Shape = SMALL) -> PlanProblem:
-    return PlanProblem(shape, cluster(text), batch, "bf16")
+    return PlanProblem(sized_stack(shape, "bf16"), cluster(text), batch, "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_deal_gives_fast_copies_more() -> None:
 
 def test_unequal_devices_share_by_speed() -> None:
     text = "1x8xA100+1x8xH100"
-    search = Search(PlanProblem(SMALL, cluster(text), 512, "bf16"))
+    search = Search(PlanProblem(sized_stack(SMALL, "bf16"), cluster(text), 512, "bf16"))
     base = next(c for c in candidates(search.problem, BASELINES["zero1"], Limits(pins={"micro_batch": "1"})))
     even, made = search.price(replace(base, zero=1)), shared(search, replace(base, zero=1))
     assert even is not None and made is not None

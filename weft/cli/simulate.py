@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from weft.plan.simulate import SimulatedStep
 
 
-CLASSIC = "classic"  # kernels of another system, known by tables
-
-
 def register(app: typer.Typer) -> None:
     app.command("simulate")(simulate)
 
@@ -63,7 +60,6 @@ def simulate(
     from weft.cluster import spec
     from weft.cost.interval import bounds, kind_of, spread
     from weft.plan.fits import fit
-    from weft.plan.models import shape
     from weft.plan.planner import best_dtype, captured_stack
     from weft.plan.schedules import CHUNKED, PLAIN
     from weft.plan.setting import Setting
@@ -81,7 +77,7 @@ def simulate(
         sequence_parallel=sequence_parallel, overlap_grads=overlap, overlap_params=overlap, overlap_tp=overlap_tp, keep_gathered=keep_gathered,
     )  # fmt: skip
     setting.check()
-    stack = shape(model, **({"seq": seq} if seq else {})) if kernels == CLASSIC else captured_stack(model, setting.dtype, seq)[0]
+    stack = captured_stack(model, setting.dtype, seq)[0]
     step = run(stack.work(setting), setting, place)
     answer = fit(stack, setting, place, step)
     if trace:

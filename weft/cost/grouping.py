@@ -2,6 +2,7 @@
 
 `compiled`: ops that only move memory join the chain they stand in, up to the next matmul, attention, lookup or collective, as Inductor joins
 them; a chain touches what enters and leaves it, and a matmul adds its bias. `eager`: every op is a kernel, as torch runs it by itself.
+`classic`: Megatron of 2021, which joins pointwise ops alone, has the scores of attention in memory, and sums gradients apart.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from functools import cached_property
 
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.cost.work import MATH, Attention, Op, Touch, Work, attention_of, of_node
-from weft.ops.registry import Kind, flops, nbytes
+from weft.cost.work import MATH, Attention, Op, Touch, Work, attention_of, scores_in_memory
+from weft.ops.registry import Kind, flops, memory_traffic, nbytes
 
-COMPILED, EAGER = "compiled", "eager"
-KERNELS = (COMPILED, EAGER)
+COMPILED, EAGER, CLASSIC = "compiled", "eager", "classic"
+KERNELS = (COMPILED, EAGER, CLASSIC)
 MANY = 4  # flops for each element it touches, beyond which an op does more than move memory
 
 
@@ -27,6 +28,7 @@ class Kernels:
 
     program: Program
     apart: Callable[[Node], object]
+    ahead: Collection[Node] = ()
     once: Collection[Node] = ()
     style: str = COMPILED
 
@@ -40,15 +42,24 @@ class Kernels:
                 level[n] = 0
                 continue
             level[n] = max((level[a] + (not self.moves(a)) for a in n.args), default=0)
-            if (n.op.kind is Kind.VIEW and len(n.args) == 1) or self._work.is_done_by_product(n):
+            if (n.op.kind is Kind.VIEW and len(n.args) == 1 and not self._copies(n)) or self._work.is_done_by_product(n):
                 continue
             chain = next((joined[b] for a in n.args if (b := self.base(a)) in joined and self._joins(b, n, level)), None)
             if chain is None:
                 order.append(chain := [])
             chain.append(n)
-            if self.style == COMPILED and self.moves(n):
+            if self._may_join(n):
                 joined[n] = chain
         return [tuple(chain) for chain in order]
+
+    def _may_join(self, n: Node) -> bool:
+        if self.style == CLASSIC and (n.op.kind is Kind.WHOLE or n.op.name == "add" and n not in self.ahead):
+            return False
+        return self.moves(n) and self.style != EAGER
+
+    def _copies(self, n: Node) -> bool:
+        """Whether a view is of what does not lie in its order."""
+        return self.style == CLASSIC and n.op.name == "reshape" and n.args[0].op.name == "permute"
 
     @cached_property
     def _work(self) -> Work:
@@ -74,7 +85,7 @@ class Kernels:
         return floats and flops(n) <= MANY * size
 
     def _joins(self, a: Node, n: Node, level: Mapping[Node, int]) -> bool:
-        return self.moves(n) and level[a] == level[n] and self.apart(a) == self.apart(n)
+        return self._may_join(n) and level[a] == level[n] and self.apart(a) == self.apart(n)
 
     def base(self, node: Node) -> Node:
         """What a view is of, and what a matmul adds its bias to."""
@@ -91,11 +102,26 @@ class Kernels:
     def records(self, nodes: Sequence[Node]) -> Iterator[Op]:
         """Of one kernel."""
         if len(nodes) == 1 and nodes[0].op.attends is not None:
-            yield attention_of(nodes[0])
-        elif len(nodes) == 1 and (self.style == EAGER or not self.moves(nodes[0])):
-            yield from of_node(nodes[0])
+            yield from scores_in_memory(nodes[0]) if self.style == CLASSIC else [attention_of(nodes[0])]
+        elif len(nodes) == 1 and nodes[0].op.kind is Kind.VIEW:
+            yield Touch("copy", 2.0 * held(nodes[0]), 0)
+        elif len(nodes) == 1 and not self._may_join(nodes[0]):
+            yield from self._apart(nodes[0]) if self.style == CLASSIC else self._work.of(nodes[0])
         else:
             yield from self._chain(nodes)
+
+    def _apart(self, n: Node) -> Iterator[Op]:
+        """One op as that system ran it: losses step by step, masks of what a lookup finds in its slice, gradients of the weights of norms
+        by two kernels that read all again."""
+        ahead, whole = n in self.ahead, n.op.kind is Kind.WHOLE
+        if whole and n.op.across and any(not a.dtype.is_floating_point for a in n.args):
+            yield Touch(n.op.name, float(memory_traffic(n)) * (2 if ahead else 1), 0, 14 if ahead else 6)
+            return
+        yield from self._work.of(n)
+        if whole and n.op.local is not None and len(n.args) > 1 and n.args[0].layout.largest_local != n.args[0].shape:
+            yield Touch("which are at hand", 0.0, 0, 4)
+        if whole and not ahead and len(n.types) > 1:
+            yield Touch(f"{n.op.name} of weights", float(sum(nbytes(a.type) for a in n.args)), 0, 2)
 
     def _chain(self, nodes: Sequence[Node]) -> Iterator[Touch]:
         inside = set(nodes)

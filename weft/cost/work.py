@@ -428,6 +428,28 @@ def _with_scores(node: Node) -> Iterator[Op]:
     yield Touch(f"exponentials of {node.op.name}", 0.0, 0, 0, math=hard * scores, kind="exp", elements=hard * scores)
 
 
+def scores_in_memory(node: Node) -> Iterator[Op]:
+    """Attention or its backward as Megatron of 2021 ran it: matmuls, and kernels for the softmax and for what it drops between them."""
+    *heads, rows, width = query_and_key(node)[0].type.layout.largest_local
+    keys, often, back, kind = _keys(node), math.prod(heads), bool(node.op.attends), dtype_of(node)
+    for _ in range(2 if back else 1):
+        yield Gemm(rows, keys, width, often, kind, node.op.name, weight=False)
+    scores = float(often * rows * keys * WIDTH[kind])
+    # the fused kernel takes groups of four heads x samples of one row in 16 bits; else scale, mask and softmax are a kernel each
+    passes, launches = ((6, 7), (3, 3)) if WIDTH[kind] > 2 else ((2, 3), (1, 1)) if often % 4 == 0 else ((16, 12), (9, 6))
+    yield Touch("softmax", passes[back] * scores, 0, launches[back], walk="memory.softmax" if WIDTH[kind] > 2 else "")
+    if node.attr("p"):
+        yield Touch("attention dropout", 2.5 * scores, 0)
+    for _ in range(2 if back else 1):
+        yield Gemm(rows, width, keys, often, kind, node.op.name, weight=False)
+
+
+def scores_kept(node: Node) -> float:
+    """Bytes of scores that wait for the backward then: after the softmax, and of what is dropped a mask and the result."""
+    *heads, rows, _ = query_and_key(node)[0].type.layout.largest_local
+    return math.prod(heads) * rows * _keys(node) * WIDTH[dtype_of(node)] * (2.5 if node.attr("p") else 1.0)
+
+
 def _widest(node: Node) -> float:
     """Elements of the largest tensor it reads or writes."""
     return max(float(math.prod(t.layout.largest_local)) for t in (*node.types, *(t for a in node.args for t in a.types)))

@@ -217,6 +217,7 @@ _gather = define(
     linear=Linear.FIRST,
     vjp=lambda n, ct: (scatter_sum(ct, n.args[1], indices(n.args[0], n.attr("dim")), n.attr("dim")), None),
     field=lambda p, x, index, dim: torch.gather(x, dim, index.long()),
+    traffic=lambda n: nbytes(n.args[1].type) + 2 * nbytes(n.type),  # elements that are asked for
     flops=out_elements,
 )
 

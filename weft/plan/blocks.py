@@ -18,7 +18,7 @@ from typing import Any
 from weft.core.errors import PlanError, WeftError
 from weft.core.layout import S
 from weft.core.role import Role
-from weft.cost.grouping import KERNELS, held
+from weft.cost.grouping import CLASSIC, held
 from weft.cost.work import Attention, Gemm, Op
 from weft.frontend.capture import Captured
 from weft.ops.registry import Kind, flops
@@ -78,9 +78,7 @@ class Stack:
         return self._slices[cp]
 
     def require(self, s: Setting) -> None:
-        """Refuse degrees that do not divide it, and kernels that nothing captured has."""
-        if s.kernels not in KERNELS:
-            raise PlanError(f"no {s.kernels} kernels of what is captured", needed=" or ".join(KERNELS), found=s.kernels, try_="weft simulate NAME")
+        """Refuse degrees that do not divide it."""
         for axis in ("tp", "cp"):
             n = s.size(axis)
             if not self._is_cut(axis, n, 0.0):
@@ -134,7 +132,7 @@ class Stack:
     def _sized(self, cut: Setting, n: int) -> Workload:
         """Of n samples; where a few are placed in another way than twice as many, many are as these and twice as many again."""
         few = FEW * cut.ep
-        if n not in (few, 2 * few):
+        if n not in (few, 2 * few) and cut.kernels != CLASSIC:  # whose kernels of some sizes are others
             for m in (few * k for k in (1, 2, 4, 8) if few * k <= n) if n > few else (few,):
                 made = self._pair(cut, m)
                 if made is not None:
@@ -182,6 +180,12 @@ class Stack:
         return self.captured_params + (self.depth - sum(placed.short.repeats)) * (placed.params(LAYER, False) + placed.params(LAYER, True))
 
     @cached_property
+    def wide(self) -> float:
+        """Inputs and outputs of the matmuls of a block by a weight."""
+        placed = self._placed(Setting(), FEW)
+        return float(sum(sum(w.shape) for w in placed.program.inputs if w.role is Role.PARAMETER and w.ndim == 2 and placed.home(w) == LAYER))
+
+    @cached_property
     def odd(self) -> int:
         """A size of tables before and behind the blocks that is worth padding."""
         short = self.short(FEW)
@@ -210,9 +214,9 @@ def _together(blocks: Sequence[Block]) -> Block:
     frozen = [b for b in blocks if b.trained is not None]  # parameters of such are those that learn nothing
     sums = {k: sum(getattr(b, k) for b in frozen or blocks) for k in ("params", "expert_params")}
     learnt = sum(b.params + b.expert_params if b.trained is None else b.trained for b in blocks) if frozen else None
-    forward, back = (tuple(op for b in some for op in getattr(b, k) or ()) for k, some in (("forward", blocks), ("back", blocks[::-1])))
-    waiting, work = sum(b.saved for b in blocks), max(b.work for b in blocks)
-    return replace(blocks[-1], forward=forward, back=back, waiting=waiting, work=work, trained=learnt, **sums)
+    forward, back = (tuple(op for b in some for op in getattr(b, k)) for k, some in (("forward", blocks), ("back", blocks[::-1])))
+    saved, work = sum(b.saved for b in blocks), max(b.work for b in blocks)
+    return replace(blocks[-1], forward=forward, back=back, saved=saved, work=work, trained=learnt, **sums)
 
 
 def _computed_in(work: Workload, dtype: str) -> Workload:
@@ -226,14 +230,14 @@ def _computed_in(work: Workload, dtype: str) -> Workload:
         return tuple(quantised([replace(op, dtype=dtype) if isinstance(op, kinds) else op for op in given], back))
 
     def block(b: Block) -> Block:
-        return replace(b, forward=ops(b.forward), back=ops(b.back or (), True), parts=tuple((way, ops(again), freed) for way, again, freed in b.parts))
+        return replace(b, forward=ops(b.forward), back=ops(b.back, True), parts=tuple((way, ops(again), freed) for way, again, freed in b.parts))
 
     made = _each(work, block)
     return made if dtype == "tf32" else replace(made, first=work.first, last=work.last)
 
 
 def _beside(block: Block) -> Block:
-    return replace(block, forward=tuple(beside_products(block.forward)), back=tuple(beside_products(block.back or ())))
+    return replace(block, forward=tuple(beside_products(block.forward)), back=tuple(beside_products(block.back)))
 
 
 class _Differ(Exception):

@@ -129,7 +129,7 @@ def _said(value: Any) -> str:
 
 def depth_of(plan: Plan) -> int:
     """Layers of the model, 0 where only its module tells."""
-    from weft.plan.models import is_transformer, shape
+    from weft.plan.transformer import is_transformer, shape
 
     counts = _counts(plan.setting, plan.layers, plan.stages, 0) or plan.layers
     try:

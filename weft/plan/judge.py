@@ -14,15 +14,14 @@ from weft.plan.baselines import EVERYTHING
 from weft.plan.config_text import keys_of
 from weft.plan.configs import Read, read
 from weft.plan.export import unsaid, write
-from weft.plan.models import is_transformer
-from weft.plan.models import shape as named_shape
 from weft.plan.plan import Plan
 from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import Setting
 from weft.plan.sizes import Sized, model_of
 from weft.plan.space import Limits, PlannedModel, PlanProblem
-from weft.plan.transformer import Shape
+from weft.plan.transformer import Shape, is_transformer
+from weft.plan.transformer import shape as named_shape
 
 VOCAB = 51200  # Megatron's padded words of GPT-2, where arguments leave them to a tokenizer
 
@@ -70,8 +69,8 @@ def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0
 
 def _priced(model: str, shape: Shape, setting: Setting) -> PlannedModel:
     """Captured blocks, as `weft plan` and `weft simulate` have it: of the model by that name, else of one with these sizes."""
-    if not model or model.endswith(".json") or not is_transformer(model) or setting.kernels == "classic":
-        return sized_stack(shape, setting.kernels, setting.dtype)
+    if not model or model.endswith(".json") or not is_transformer(model):
+        return sized_stack(shape, setting.dtype)
     return captured_stack(model, setting.dtype, shape.seq)[0]
 
 

@@ -11,8 +11,8 @@ from weft.core.layout import R, S
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.cost.grouping import Kernels, held
-from weft.cost.work import Collective, Gemm, Op
+from weft.cost.grouping import CLASSIC, Kernels, held
+from weft.cost.work import Collective, Gemm, Op, scores_kept
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind
 from weft.plan.layers import ATTENTION, FFN, WHOLE
@@ -80,7 +80,7 @@ class PlacedShort:
 
     @cached_property
     def joined(self) -> Kernels:
-        return Kernels(self.program, lambda n: (n in self.ahead, self.part[n]), self.idle, self.setting.kernels)
+        return Kernels(self.program, lambda n: (n in self.ahead, self.part[n]), self.ahead, self.idle, self.setting.kernels)
 
     @cached_property
     def kernels(self) -> list[tuple[int, bool, tuple[Node, ...]]]:
@@ -140,7 +140,10 @@ class PlacedShort:
             if source in self.ahead and source not in self.idle and held(source) < held(n) and not waits[n]:
                 free.add(n)
                 waits.setdefault(source, False)
-        return {n: held(n) for n in waits if n not in free}
+        kept = {n: held(n) for n in waits if n not in free}
+        if self.setting.kernels == CLASSIC:
+            kept |= {n: kept.get(n, 0) + int(scores_kept(n)) for n in self.program.nodes if n.op.attends == 0}
+        return kept
 
     def _remakable(self, n: Node, waits: Mapping[Node, bool]) -> bool:
         sources = [self.joined.base(a) for a in n.args]
@@ -200,7 +203,7 @@ class PlacedShort:
         learnt = sum(self.params(part, experts, (True,)) for experts in (False, True)) if frozen else None
         return Block(
             name, forward, share * self.params(part, False, (not frozen,)), share * self.params(part, True, (not frozen,)), kept=kept,
-            work=self.largest(part), back=back, waiting=float(sum(self._waiting(part, half).values())), parts=parts,
+            work=self.largest(part), back=back, saved=float(sum(self._waiting(part, half).values())), parts=parts,
             trained=None if learnt is None else share * learnt,
         )  # fmt: skip
 

@@ -208,7 +208,7 @@ class Plan:
     @property
     def kind(self) -> str:
         """Which measured steps it is like, as `cost.interval` knows them."""
-        from weft.plan.models import is_transformer, shape
+        from weft.plan.transformer import is_transformer, shape
 
         captured = bool(self.layouts)
         experts = self.setting.ep > 1 or (not captured and is_transformer(self.model) and shape(self.model).experts > 0)
@@ -221,7 +221,7 @@ class Plan:
     @property
     def is_stack(self) -> bool:
         """Whether it is of a stack of layers, whose degrees and stages say it all; else it is of a captured program, and has that program."""
-        from weft.plan.models import is_transformer
+        from weft.plan.transformer import is_transformer
 
         if self.seq < 1 and is_transformer(self.model):
             raise PlanError(f"the plan is not one of {self.model}", needed="a sequence length", found=f"seq {self.seq}")

@@ -13,7 +13,6 @@ from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.core.picture import part_of_root
-from weft.cost.grouping import COMPILED
 from weft.cost.interval import equal_within, kind_of, spread
 from weft.cost.price import compiles
 from weft.plan.baselines import BASELINES, EVERYTHING
@@ -21,7 +20,7 @@ from weft.plan.blocks import FEW, Stack
 from weft.plan.plan import Plan, nine_digits, rounded_ms
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
 from weft.plan.setting import MIXED, Setting
-from weft.plan.space import Limits, PlannedModel, PlanProblem, divisors
+from weft.plan.space import Limits, PlanProblem, divisors
 from weft.plan.spec import Spec
 from weft.plan.stages import Shared, shared, uneven
 from weft.plan.transformer import Shape
@@ -139,13 +138,14 @@ def _stack(model: str, stamp: object, dtype: str, seq: int, adapt: Adapt | None,
     return stack, int(work.batch)
 
 
-def sized_stack(shape: Shape, kernels: str, dtype: str, adapt: Adapt | None = None) -> PlannedModel:
-    """A transformer known by its sizes alone: captured from a module of these sizes where its kernels are a compiler's, else by tables."""
-    if kernels != COMPILED or shape.experts or shape.head_dim != shape.hidden // shape.heads:
-        return shape
+def sized_stack(shape: Shape, dtype: str, adapt: Adapt | None = None) -> Stack:
+    """A transformer known by its sizes alone, captured from a module of these sizes."""
     sizes = {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "vocab": shape.vocab, "ffn": shape.inner, "tied": shape.tied}
+    rotary = {"kv_heads": shape.kv, "head": shape.head}
+    if shape.experts:
+        return captured_stack("mixtral-8x7b", dtype, shape.seq, adapt, experts=shape.experts, chosen=shape.chosen, **rotary, **sizes)[0]
     if shape.gated:
-        return captured_stack("llama3-8b", dtype, shape.seq, adapt, kv_heads=shape.kv, **sizes)[0]
+        return captured_stack("llama3-8b", dtype, shape.seq, adapt, **rotary, **sizes)[0]
     return captured_stack("gpt2", dtype, shape.seq, adapt, dropout=0.1 if shape.dropout else 0.0, **sizes)[0]
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import PlanError, UnknownName
+from weft.plan.blocks import Stack
 from weft.plan.setting import Setting
-from weft.plan.transformer import Shape
+from weft.plan.transformer import Shape, is_transformer
+from weft.plan.transformer import shape as named_shape
 from weft.plan.workload import Block, Workload
 
 STATE = {  # bytes a parameter next to its copy in fp32
@@ -49,10 +51,18 @@ class Trained:
 
 @dataclass(frozen=True)
 class Sized:
-    """A model by its sizes."""
+    """A model by its sizes, captured from a module that has them."""
 
     shape: Shape
+    known: str = ""  # by name
     how: Trained = field(default_factory=Trained)
+
+    def stack(self, dtype: str = "bf16") -> Stack:
+        from weft.plan.planner import captured_stack, sized_stack
+
+        if not self.known:
+            return sized_stack(self.shape, dtype)
+        return captured_stack(self.known, dtype, 0 if self.seq == named_shape(self.known).seq else self.seq)[0]
 
     @property
     def name(self) -> str:
@@ -60,7 +70,7 @@ class Sized:
 
     @property
     def params(self) -> float:
-        return self.shape.params
+        return self.stack().params
 
     @property
     def seq(self) -> int:
@@ -70,18 +80,16 @@ class Sized:
         return replace(self, shape=replace(self.shape, seq=seq))
 
     def may_cut(self, tp: int) -> bool:
-        return self.shape.may_cut(tp, 1)
+        return self.stack().may_cut(tp, 1)
 
     @property
     def recompute(self) -> tuple[str, ...]:
         return ("none", "selective", "full")
 
     def work(self, s: Setting) -> Workload:
-        made, sh = self.shape.work(s), self.shape
-        heads = (sh.heads + sh.kv) * sh.head_dim
-        wide = 4 * sh.hidden + 2 * heads + (0 if sh.experts else (3 if sh.gated else 2) * (sh.hidden + sh.inner))
-        runs = sh.moe_every if sh.experts else 1
-        return replace(made, first=self.how.on(made.first, 0), layer=self.how.on(made.layer, wide * runs / s.tp), last=self.how.on(made.last, 0))
+        stack = self.stack(s.dtype)
+        made = stack.work(s)
+        return replace(made, first=self.how.on(made.first, 0), layer=self.how.on(made.layer, stack.wide / s.tp), last=self.how.on(made.last, 0))
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ class Watched:
     def work(self, s: Setting) -> Workload:
         n = s.micro_batch
         blocks = tuple(
-            (self.how.on(Block(p.name, (), p.params, kept=n * p.entered, work=n * p.largest, back=(), waiting=n * p.kept), p.wide), 1) for p in self.parts
+            (self.how.on(Block(p.name, (), p.params, kept=n * p.entered, work=n * p.largest, saved=n * p.kept), p.wide), 1) for p in self.parts
         )
         empty = Block("nothing", ())
         return Workload(self.name, empty, empty, len(blocks), empty, n, 0.0, self.params, 0.0, stages=(blocks,))
@@ -138,15 +146,13 @@ def model_of(source: str, seq: int = 0) -> Model:
     path = Path(source.removeprefix("hf:"))
     if path.is_dir() or path.suffix == ".json":
         return _of_config(path / "config.json" if path.is_dir() else path, seq)
-    from weft.plan.models import is_transformer, shape
-
     try:
         known = is_transformer(source)
     except UnknownName as error:
         needed = "a config.json of Hugging Face, a folder with one, or a known name such as llama3-8b"
         raise UnknownName(f"no config and no model named {source!r}", needed=needed, found=repr(source), try_="download the config.json first") from error
     if known:
-        return Sized(shape(source, **({"seq": seq} if seq else {})))
+        return Sized(named_shape(source, **({"seq": seq} if seq else {})), source)
     return _watched_source(source, seq)
 
 

@@ -1,0 +1,300 @@
+"""The layers of a transformer as systems of today run them, counted by hand from sizes and a setting: experts get their tokens by all_to_all,
+which no plan of weft does. Heads and columns of feed-forwards are sharded over tp, tokens over cp (and, between matmuls, over tp where sequence
+parallel), experts over ep, the vocabulary over tp.
+
+How many passes over memory a part costs follows from which tensors its kernels, pointwise chains in one each, read and write; none is fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from weft.cluster.kernels import WIDTH, kept_width
+from weft.cost.work import Attention, Collective, Gemm, Op, Touch
+from weft.plan.setting import Setting
+from weft.plan.transformer import Shape
+from weft.plan.workload import Block, Workload, beside_products, odd_of, quantised
+
+
+def workload(shape: Shape, setting: Setting) -> Workload:
+    """What one device does for one micro-batch."""
+    return Layers(shape, setting).build()
+
+
+@dataclass(frozen=True)
+class Sized(Shape):
+    """A transformer whose work is counted by hand."""
+
+    @property
+    def depth(self) -> int:
+        return self.layers
+
+    @property
+    def odd(self) -> int:
+        """A vocabulary that is worth padding."""
+        return odd_of([self.vocab])
+
+    @property
+    def resized(self) -> Callable[[int], Sized]:
+        return lambda seq: replace(self, seq=seq)
+
+    def may_cut(self, tp: int, cp: int) -> bool:
+        return self.heads % tp == 0 and self.inner % tp == 0 and self.seq % cp == 0
+
+    def work(self, setting: Setting) -> Workload:
+        return workload(self, setting)
+
+
+@dataclass(frozen=True)
+class Layers:
+    shape: Shape
+    setting: Setting
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens a device holds inside the matmuls."""
+        return max(1, self.setting.micro_batch * self.shape.seq // self.setting.cp)
+
+    @cached_property
+    def width(self) -> float:
+        return kept_width(self.setting.dtype)
+
+    @cached_property
+    def stream(self) -> float:
+        """Bytes of the residual stream inside the matmuls."""
+        return float(self.tokens * self.shape.hidden * self.width)
+
+    @cached_property
+    def between(self) -> float:
+        """Bytes of the residual stream between the matmuls."""
+        return self.stream / (self.setting.tp if self.setting.sequence_parallel else 1)
+
+    def build(self) -> Workload:
+        s, t = self.shape, self.setting
+        return Workload(
+            s.name, self.first(), self.layer(bool(s.experts)), s.layers, self.last(), tokens=t.micro_batch * s.seq, model_flops=s.flops_per_token,
+            total_params=s.params, boundary=self.stream / t.tp, shared=s.vocab * s.hidden / t.tp if s.tied else 0.0, halves=self.halves(bool(s.experts)),
+        )  # fmt: skip
+
+    # --- blocks
+
+    def layer(self, moe: bool) -> Block:
+        attention, ffn = self.halves(moe)
+        (_, one, frees), (_, two, more) = attention.parts[0], ffn.parts[0]
+        return told(
+            "layer", attention.forward + ffn.forward, attention.params + ffn.params, ffn.expert_params, kept=self.between,
+            work=max(attention.work, ffn.work), parts=(("selective", one + two, frees + more), *ffn.parts[1:-1]),
+        )  # fmt: skip
+
+    def halves(self, moe: bool) -> tuple[Block, Block]:
+        """Attention and feed-forward, each with its residual: where a layer may be split between two stages."""
+        s, t = self.shape, self.setting
+        ffn = (*self.experts(), *([] if t.tp == 1 else self.leave())) if moe else (*self.feed_forward(), *self.leave())
+        parts = ((*self.attention(), *self.leave()), ffn)
+        ops = [tuple(quantised(tuple(beside_products(p)) if t.overlap_tp else p)) for p in parts]
+        expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
+        attention = s.attention_params / t.tp + s.norm_params / 2
+        params = (0 if moe else s.ffn_params) / t.tp + s.norm_params / 2 + (s.hidden * s.experts if moe else 0)
+        work = [self.tokens * n * self.width / t.tp for n in (3 * s.hidden, s.inner * (2 if s.gated else 1))]
+        again = (self.redo_attention(), self.redo_activation(ffn))
+        return (
+            told("attention", ops[0], attention, kept=self.between, work=work[0], parts=(("selective", *again[0]),)),
+            told("ffn", ops[1], params, expert, kept=self.between, work=work[1],
+                 parts=(("selective", *again[1]), ("activation", *again[1]), ("ffn", *self.redo_ffn(ffn)))),
+        )  # fmt: skip
+
+    def first(self) -> Block:
+        """Look up words and positions."""
+        s, t = self.shape, self.setting
+        table = -(-s.vocab // t.tp) * s.hidden * self.width
+        lookup = Touch("embedding", 2 * self.stream, 2 * self.stream + table, 1, 2)
+        cut = (self.meet("reduce_scatter" if t.sequence_parallel else "all_reduce"),) if t.tp > 1 else ()
+        return told("embedding", (lookup, *cut), s.embedding_params / t.tp, work=table)
+
+    def last(self) -> Block:
+        """Final norm, logits and loss."""
+        s, t = self.shape, self.setting
+        columns = -(-s.vocab // t.tp)
+        logits = self.tokens * columns * self.width
+        loss = Touch("cross entropy", 4 * logits, 3 * logits, 2, 2, saved=logits)
+        norms = self.norm()
+        head = Gemm(self.tokens, columns, s.hidden, dtype=self.wide_dtype, name="logits", saved=self.between)
+        params = 0 if s.tied and t.pp == 1 else s.vocab * s.hidden / t.tp
+        sums = [Collective("all_reduce", self.tokens * 4.0, "tp", "loss") for _ in range(2)] if t.tp > 1 else []
+        return told("head", (*norms, *self.enter(), head, loss, *sums), params, work=2 * logits)
+
+    # --- parts of a layer
+
+    def norm(self) -> tuple[Op, ...]:
+        return (Touch("norm", 2 * self.between, 4 * self.between, 1, 2),)
+
+    def enter(self) -> tuple[Op, ...]:
+        """Bring the tokens together before a matmul sharded by columns."""
+        t = self.setting
+        return (self.meet("all_gather"), *self.copied()) if t.tp > 1 and t.sequence_parallel else ()
+
+    def leave(self) -> tuple[Op, ...]:
+        """Sum the terms of a matmul sharded by rows, then add to the residual."""
+        t = self.setting
+        meet: tuple[Op, ...] = ()
+        if t.tp > 1:
+            meet = (*self.copied(), self.meet("reduce_scatter")) if t.sequence_parallel else (self.meet("all_reduce"),)
+        passes, kept = (3, 0.5 * self.between) if self.shape.dropout else (1, 0.0)  # a sum alone joins the norm after it
+        return (*meet, Touch("residual", passes * self.between, passes * self.between, 0, 1, saved=kept))
+
+    def copied(self) -> tuple[Op, ...]:
+        """Slices of a sequence are not contiguous where the batch comes first."""
+        strided = self.setting.batch_first and self.setting.micro_batch > 1
+        return (Touch("copy slices", 2 * self.stream, 2 * self.stream),) if strided else ()
+
+    def meet(self, kind: str) -> Collective:
+        return Collective(kind, self.stream, "tp", kind.replace("_", " "))
+
+    def product(self, name: str, n: int, k: int, saved: float) -> Gemm:
+        return Gemm(self.tokens, n, k, dtype=self.setting.dtype, name=name, saved=saved, bias=self.shape.bias)
+
+    def attention(self) -> tuple[Op, ...]:
+        s, t = self.shape, self.setting
+        wide = (s.heads + 2 * max(s.kv, t.tp)) * s.head_dim // t.tp
+        qkv = self.tokens * wide * self.width
+        out = self.tokens * s.heads * s.head_dim // t.tp * self.width
+        passes = 2 * qkv if s.rotary else 0.0
+        turn = Touch("rotary" if s.rotary else "heads", passes, passes)
+        return (
+            *self.norm(), *self.enter(), self.product("qkv", wide, s.hidden, self.between), turn, *self.ring(qkv), *self.flash(qkv),
+            self.product("projection", s.hidden, s.heads * s.head_dim // t.tp, out),
+        )  # fmt: skip
+
+    def flash(self, saved: float) -> tuple[Op, ...]:
+        s, t = self.shape, self.setting
+        local = s.seq // t.cp
+        kv = max(1, s.kv // t.tp)
+        # along cp a causal ring is balanced: every rank meets half of all pairs
+        return (Attention(t.micro_batch, s.heads // t.tp, kv, local, s.seq, s.head_dim, s.causal, self.wide_dtype, saved=saved),)
+
+    @property
+    def wide_dtype(self) -> str:
+        """Attention is not computed in fewer than 16 bits."""
+        return "bf16" if self.setting.dtype in ("fp8", "fp4") else self.setting.dtype
+
+    def ring(self, qkv: float) -> tuple[Op, ...]:
+        """Keys and values are sent around cp while attention works on those at hand."""
+        s, t = self.shape, self.setting
+        if t.cp == 1:
+            return ()
+        share = 2 * s.kv / (s.heads + 2 * s.kv)
+        return (Collective("all_gather", qkv * share * t.cp, "cp", "keys and values", hidden=True),)
+
+    def redo_attention(self) -> tuple[tuple[Op, ...], float]:
+        """Attention recomputed, which frees its result: made again from what its backward needs anyhow."""
+        return self.flash(0.0), float(self.tokens * self.shape.heads * self.shape.head_dim // self.setting.tp * self.width)
+
+    def redo_activation(self, ffn: tuple[Op, ...]) -> tuple[tuple[Op, ...], float]:
+        """The activation recomputed from what its own backward needs, which frees the input of the matmul after it."""
+        at = next(i for i, op in enumerate(ffn) if op.name.endswith("activation"))
+        after = next(op for op in ffn[at + 1 :] if isinstance(op, Gemm))
+        return (replace(ffn[at], saved=0),), float(after.saved)
+
+    def redo_ffn(self, ffn: tuple[Op, ...]) -> tuple[tuple[Op, ...], float]:
+        """The matmul before the activation recomputed too, tokens brought together for it once more: frees all that is wide."""
+        at = next(i for i, op in enumerate(ffn) if op.name.endswith("activation"))
+        up = next(i for i in range(at, -1, -1) if isinstance(ffn[i], Gemm))
+        gather = ffn[up - 1 : up] if isinstance(ffn[up - 1], Collective) and ffn[up - 1].name == "all gather" else ()
+        after = next(op for op in ffn[at + 1 :] if isinstance(op, Gemm))
+        again = tuple(replace(op, saved=0) for op in (*gather, *ffn[up : at + 1]))
+        return again, float(ffn[at].saved + after.saved)
+
+    def activation(self) -> tuple[Op, ...]:
+        s = self.shape
+        inner = self.tokens * s.inner // self.setting.tp * self.width
+        f, b = (3, 5) if s.gated else (2, 3)
+        return (Touch("activation", f * inner, b * inner, saved=inner * (2 if s.gated else 1)),)
+
+    def feed_forward(self) -> tuple[Op, ...]:
+        s, t = self.shape, self.setting
+        inner = s.inner // t.tp
+        up = self.product("up", inner * (2 if s.gated else 1), s.hidden, self.between)
+        down = self.product("down", s.hidden, inner, self.tokens * inner * self.width)
+        return (*self.norm(), *self.enter(), up, *self.activation(), down)
+
+    def experts(self) -> tuple[Op, ...]:
+        """Route, exchange, compute the experts at hand, exchange back."""
+        s, t = self.shape, self.setting
+        local = max(1, s.experts // t.ep)
+        rows = max(1, self.tokens * s.chosen // local)
+        sent = self.between * s.chosen
+        route = Gemm(self.tokens, s.experts, s.hidden, dtype=self.wide_dtype, name="router", saved=self.between)
+        place = Touch("dispatch", 2 * sent, 2 * sent, 4, 4, saved=sent, walk="memory.experts")
+        swap = (Collective("all_to_all", sent, "ep", "tokens to experts", copies=s.chosen),) if t.ep > 1 else ()
+        inner = s.inner // t.tp
+        up = Gemm(rows, inner * (2 if s.gated else 1), s.hidden, local, t.dtype, "experts up", saved=sent, grouped=True)
+        wide = rows * local * inner * self.width
+        act = Touch("expert activation", 3 * wide, 5 * wide, saved=2 * wide, walk="memory.experts")
+        down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide, grouped=True)
+        back = Touch("combine", 3 * sent, 3 * sent, 3, 3, walk="memory.experts")
+        return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, back)
+
+
+# --- backward passes, op by op
+
+
+def told(
+    name: str, forward: tuple[Op, ...], params: float = 0, experts: float = 0, kept: float = 0, work: float = 0,
+    parts: tuple[tuple[str, tuple[Op, ...], float], ...] = (),
+) -> Block:  # fmt: skip
+    """A block by its forward pass."""
+    again = tuple(per_op(forward))
+    parts = (*parts, ("per-op", again, _freed(forward, again)))
+    return Block(name, forward, params, experts, kept, work, back_of(forward), sum(op.saved for op in forward), parts)
+
+
+def back_of(forward: tuple[Op, ...]) -> tuple[Op, ...]:
+    return tuple(b for op in reversed(forward) for b in backward(op))
+
+
+def per_op(ops: Iterable[Op]) -> Iterator[Op]:
+    """What is recomputed when attention, sums over ranks and every second matmul are kept, and nothing else."""
+    products = 0
+    for op in ops:
+        products += isinstance(op, Gemm)
+        kept = isinstance(op, Attention) or (isinstance(op, Collective) and op.kind != "all_gather")
+        if not kept and not (isinstance(op, Gemm) and products % 2):
+            yield op
+
+
+def _freed(ops: Iterable[Op], again: tuple[Op, ...]) -> float:
+    """What need not be kept: inputs of ops after one that is recomputed from an input of its own that is kept."""
+    freed, remade = 0.0, False
+    for op in ops:
+        if not isinstance(op, Collective):
+            freed += op.saved if remade else 0.0
+            remade = op in again and op.saved > 0
+    return freed
+
+
+def backward(op: Op) -> Iterator[Op]:
+    """What the backward of one op does."""
+    if isinstance(op, Gemm):
+        yield from _of_gemm(op)
+    elif isinstance(op, Attention):
+        yield replace(op, back=True, saved=0, name=f"{op.name} backward", launches=2)
+    elif isinstance(op, Touch):
+        if op.back:
+            yield Touch(f"{op.name} backward", op.back, 0, op.back_launches, walk=op.walk)
+    else:
+        yield replace(op, kind=_ADJOINT.get(op.kind, op.kind))
+
+
+_ADJOINT = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+def _of_gemm(op: Gemm) -> Iterator[Op]:
+    yield replace(op, n=op.k, k=op.n, saved=0, weight=False, bias=False, name=f"{op.name} input gradient")
+    yield replace(op, m=op.k, k=op.m, saved=0, bias=False, loose="k", name=f"{op.name} weight gradient")
+    if op.bias:
+        size = op.m * op.n * WIDTH[op.dtype]
+        yield Touch(f"{op.name} bias gradient", size, 0)
+
+
