@@ -299,6 +299,34 @@ def test_a_part_whose_flag_is_taken_away_for_one_loss():
     same(Net().double(), loss, batches())
 
 
+@pytest.mark.parametrize("how", ["data", "write"])
+def test_a_teacher_that_follows_in_the_forward_pass(how: str):
+    """`p.data = x` is a write that no gradient sees."""
+
+    class Followed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.a(x)
+            with torch.no_grad():
+                for mine, theirs in zip(self.a.parameters(), self.b.parameters(), strict=True):
+                    if how == "data":
+                        theirs.data = 0.9 * theirs.data + 0.1 * mine.data
+                    else:
+                        theirs.data.mul_(0.9).add_(mine.data, alpha=0.1)
+                aim = self.b(x)
+            return out - aim
+
+    same(Followed().double().requires_grad_(True), mean, batches(), optimizer=lambda params, lr: torch.optim.SGD(list(params)[:2], lr))
+
+
+def test_another_data_of_another_shape_is_refused():
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        model.a.weight.data = torch.zeros(3, 4, dtype=torch.float64)
+        return mean(model, x)
+
+    with pytest.raises(CaptureError, match=r"another tensor is put into .data(.|\n)*\(3, 4\) torch.float64 into \(4, 4\)"):
+        parallelize(model := Net().double(), loss, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+
+
 def test_another_function():
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model.act(model(x)).square().mean()

@@ -29,7 +29,7 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.micro import micro_batch
 from weft.frontend.capture.modes import ATEN, _twin
-from weft.frontend.capture.optimizers import counted_before, kept_state, put_state
+from weft.frontend.capture.optimizers import COUNT, counted_before, kept_state, put_state
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.pointwise import uniform_at
 
@@ -278,9 +278,12 @@ def load(captured: Captured, original: nn.Module, pair: Pair, given: Mapping[str
         for n, t in own.items():
             if n in given:
                 t.copy_(given[n])
-    steps = float(given.get("step", torch.tensor(0)))
-    for name, update in captured.updates.items() if steps else ():
+    taken = given.get("step", torch.tensor(0))
+    for name, update in captured.updates.items():
         at, before = name.removeprefix("param."), ""
+        steps = float(given.get(f"{COUNT}.{at}", taken))
+        if not steps:
+            continue
         if name.startswith("group."):
             before = f"group_{name.removeprefix('group.')}_"
             at = next(k for k in captured.states if k.startswith(before)).partition(".")[2]

@@ -26,9 +26,11 @@ from weft.api.rank_sync import RankSync, one_process
 from weft.api.step_state import RUNNING
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
+from weft.core.names import original
 from weft.core.node import Node, constant, make
 from weft.core.program import Program
 from weft.frontend.capture import Captured
+from weft.frontend.capture.batch_numbers import Answers
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizers import COUNT, settings_of
@@ -85,6 +87,19 @@ class Variants:
         self._settings = self._settings_now()
         self.together = RankSync(run)
         self.brought = Brought(self.together)
+        self.own: dict[str, Tensor] = {}
+        self.answers = Answers(self._of_module)
+        self.asks = 0  # how often a number that the state decides made another program
+
+    def _of_module(self, name: str) -> Tensor | None:
+        """A parameter or buffer before there is a step."""
+        found = self.own.get(original(name))
+        return None if found is None or found.is_meta else found.detach()
+
+    def asked(self) -> Answers:
+        """Where questions are answered, with the module's own tensors, which a trace puts others in place of."""
+        self.own = {f"param.{n}": p for n, p in self.model.named_parameters()} | {f"buffer.{n}": b for n, b in self.model.named_buffers()}
+        return self.answers
 
     # -- the first trace -----------------------------------------------------------------------------------------------
 
@@ -92,6 +107,7 @@ class Variants:
         """What `run` captures, with what it read; where it changed Python on any rank, whether doing it again would be the same is found out."""
         with self.together.telling():
             first = Reads(self.model, self.loss, self.example)
+            first.answers = self.asked()
             made = run(first)
         if not any(self.together.answers(bool(first.left or first.drew), "whether the step changes Python")):
             return made
@@ -129,12 +145,14 @@ class Variants:
 
     def _reads(self, alone: bool = False, example: Any = None) -> Reads:
         reads = Reads(self.model, self.loss, self.example if example is None else example)
-        reads.shared, reads.lifted = not alone, dict(self.lifted)
+        reads.shared, reads.lifted, reads.answers = not alone, dict(self.lifted), self.asked()
         return reads
 
     def adopt(self, step: Step, make: Make) -> Step:
         """The first program of the step."""
         self.make, step.forms = make, self
+        self.answers.forget()
+        self.answers.state = lambda name: step.full(name).detach().cpu() if name in step.state_names else self._of_module(name)
         for i, keys in enumerate(self._keys):  # numbers of a group that its own step changes are state
             keys -= step.captured.updates[f"group.{i}"].nest.keys() if f"group.{i}" in step.captured.updates else set()
         self._settings = self._settings_now()
@@ -152,6 +170,7 @@ class Variants:
         if self.impure or other or not (fits and same and step.reads.hold(batch)):
             self._retrace(step, batch, self._shapes(step, batch, fits))
         step.read_anew()
+        self.answers.forget()
 
     def _shapes(self, step: Step, batch: Any, fits: bool) -> dict[str, Shape]:
         """What the full batch measures; ranks are asked only where no program has taken one like it."""
@@ -174,9 +193,19 @@ class Variants:
                 self._agree(form.program, form.reads, batch, form, step)
                 self._use(step, form.reads, form, batch, shapes)
                 return
-        if not (changes or self.exact):
+        if not (changes or self.exact) and all(t.shape == shapes[n] for n, t in step._batch_types.items() if n in shapes):
+            self._asked(step)
+        elif not (changes or self.exact):
             self._widen(step, batch, shapes)
         self._use(step, *self._trace(step, batch, shapes, changes), batch, shapes)
+
+    def _asked(self, step: Step) -> None:
+        """Say where Python asks for numbers that are others now."""
+        self.asks += any(q.of_state for q in step.reads.asked)
+        lines = ", ".join(dict.fromkeys(q.words for q in step.reads.asked))
+        self._tell(f"a number that Python asks for is another ({lines}): another program is compiled for it", once="asked")
+        if self.asks > 2:
+            self._tell(f"numbers that Python asks for ({lines}) are others again and again: each time the step is compiled anew", once="asks")
 
     def _may_be(self, form: Form) -> bool:
         return form.given == self.given and not (form.ranged and self.exact)
@@ -272,6 +301,9 @@ class Variants:
 
     def _use(self, step: Step, reads: Reads, form: Form, batch: Any, shapes: dict[str, Shape]) -> None:
         form.reads = reads
+        reached = form.unjudged is not None and any(q.of_state for q in reads.asked)
+        if reached:
+            form.unjudged = None
         if form.unjudged is not None:  # on the batch if it is a full one, else on values like it
             whole = all(tuple(x.shape) == shapes.get(n) for n, x in named_batch(batch).items())
             form.attributes["judged"] = form.unjudged(batch if whole else self._example_of(batch, shapes))
@@ -283,6 +315,9 @@ class Variants:
             self.given |= {COUNT}
             self.kept = []
             self._use(step, *self._trace(step, batch, shapes, alone=self.impure), batch, shapes)
+        elif reached:  # it is for this state alone
+            step.read_anew()
+            step.judge_reached(batch)
 
     def _keep(self, form: Form, shapes: dict[str, Shape]) -> None:
         """As the last that was used. Of batches that always measure otherwise the oldest program goes; of those that do not, there may be so many."""

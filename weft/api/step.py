@@ -172,11 +172,14 @@ class Step(StepState):
     def _evaluation(self, batch: Any) -> tuple[Compiled, Captured]:
         """The program of the loss for what Python says now, made once."""
         shapes = {n: tuple(x.shape) for n, x in named_batch(batch).items()}
+        if self.forms is not None:
+            self.forms.asked().forget()
         for captured, its, run in self._evals:
             if its == shapes and cast(Reads, captured.reads).hold(batch):
                 return run, captured
         with evaluating(self.model):
             reads = Reads(self.model, self.loss, batch)
+            reads.answers = self.forms.asked() if self.forms is not None else None
             captured = capture(self.model, batch, self.loss, reads=reads)
             reads.undo()
             self.check_loss(captured, batch)
@@ -417,6 +420,12 @@ class Step(StepState):
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(told, src=0)
         return told[0]
+
+    def judge_reached(self, batch: Any) -> None:
+        """Compare the program with torch, both from the state reached."""
+        if self.checked and self._whole is not None:
+            with as_before(self._whole.reads):
+                self._against_torch(self._whole, batch, self._inputs(batch))
 
     def _close(self, found: Values, want: Values, tolerance: float, again: Callable[[], Values] | None = None) -> float:
         """The largest relative difference between what was found and what was wanted; too large a one is refused.

@@ -174,7 +174,7 @@ class StepState:
             if before is None or name in fixed:
                 known |= {name: state[name]} if name in state else {}
             elif before.layout != type_.layout:
-                whole = gathered(before, self._state.get(name), self.compiled)
+                whole = gathered(before, known.pop(name, None), self.compiled)
                 present = type_.layout.present(form["compiled"].coords)
                 known |= {name: interp.take_local(whole, type_.layout, form["compiled"].coords).clone()} if present else {}
         form["_state"] = {n: x for n, x in state.items() if n in fixed}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.frontend.capture.batch_numbers import BatchNumber
+from weft.frontend.capture.batch_numbers import Answers, BatchNumber
 from weft.frontend.capture.batches import leaves, tensors
 from weft.frontend.capture.places import (
     MISSING,
@@ -90,6 +90,7 @@ class Reads:
         self.left: list[Change] = []  # what the trace changed
         self.drew = False  # whether it drew random numbers in Python
         self.shared = True  # isomorphic layers are traced once
+        self.answers: Answers | None = None  # where questions that the state decides are answered
         self._sources: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []
@@ -387,7 +388,7 @@ class Reads:
 
     def _answers_hold(self, batch: Any) -> bool:
         given = tensors("batch.0" if isinstance(batch, Tensor) else "batch", batch) if self.asked else {}
-        return all(asked.holds(given) for asked in self.asked)
+        return all(asked.holds(given, self.answers) for asked in self.asked)
 
     @functools.cached_property
     def _flat(self) -> list[tuple[Any, Any, Any]]:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from weft.core.errors import CaptureError
 from weft.core.names import part
+from weft.frontend.capture.batch_numbers import SharedLayerNumber
 from weft.frontend.capture.caches import CacheNeeded
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.joint import CustomGradient, has_old_hooks, require_no_node_hooks
@@ -148,8 +149,10 @@ def _traced(
         except BaseException as error:
             if reads is not None:
                 reads.undo()
-            if not isinstance(error, (CustomGradient, CacheNeeded, NumberNeeded)):
+            if not isinstance(error, (CustomGradient, CacheNeeded, NumberNeeded, SharedLayerNumber)):
                 raise
+            if reads is not None and isinstance(error, SharedLayerNumber):
+                reads.shared = False
             joint, cacheless = joint or isinstance(error, CustomGradient), cacheless and not isinstance(error, CacheNeeded)
             numbers = numbers or isinstance(error, NumberNeeded)
 

@@ -207,6 +207,7 @@ _MOVES = {getattr(Tensor, n) for n in dir(Tensor) if hasattr(getattr(torch, n, N
 
 
 _CHOOSES = (torch.bool, torch.uint8)
+_UNIQUE = (torch.ops.aten._unique2.default, torch.ops.aten.unique_dim.default)
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:
@@ -214,7 +215,9 @@ def _counts(func: Any, args: Any, kwargs: Any) -> bool:
     aten = torch.ops.aten
     if func is aten.index.Tensor:
         return any(i is not None and i.dtype in _CHOOSES for i in args[1])
-    return func in (aten.nonzero.default, aten.masked_select.default) or func is aten.repeat_interleave.Tensor and not kwargs.get("output_size")
+    if func in (aten.nonzero.default, aten.masked_select.default, *_UNIQUE):
+        return True
+    return func is aten.repeat_interleave.Tensor and not kwargs.get("output_size")
 
 
 class AtenMode(TorchDispatchMode):
@@ -254,8 +257,8 @@ class AtenMode(TorchDispatchMode):
         self._bind(func, out, self._nodes(func, out, args, kwargs))
         return out
 
-    def _number(self, func: Any, tensor: Tensor) -> Any:
-        """A Python number, where it is known while tracing; torch refuses all others."""
+    def _number(self, func: Any, tensor: Tensor, now: bool = False) -> Any:
+        """A Python number, where it is known while tracing; one that is computed, or that the state at hand decides; torch refuses all others."""
         known = number(self.recorder, through(self.recorder, self.recorder.node(tensor), look=True))
         if known is None and drawn(self.recorder.node(tensor)):
             raise CaptureError(
@@ -270,8 +273,12 @@ class AtenMode(TorchDispatchMode):
             )
         if known is None:
             known = number_from_batch(self.recorder, through(self.recorder, self.recorder.node(tensor), look=True))
-        if known is None and self.recorder.computed is not None:
+        if known is None and self.recorder.computed is not None and not now:
             known = self.recorder.computed(self.recorder.node(tensor))
+        if known is None:
+            known = number_from_batch(self.recorder, through(self.recorder, self.recorder.node(tensor), look=True), state=True)
+        if known is None and now:
+            raise DataDependentOutputException(func)
         return func(tensor) if known is None else known
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -283,14 +290,26 @@ class AtenMode(TorchDispatchMode):
             if func is aten.masked_select.default:
                 shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
                 return aten.index.Tensor(aten.expand.default(args[0], shape), [aten.expand.default(args[1], shape)])
+            if func in _UNIQUE:
+                return self._unique(func, *args, **kwargs)
             if func is aten.repeat_interleave.Tensor:
                 return func(args[0], output_size=self._count(func, args[0]))
             places = [c for i in args[1] for c in (aten.nonzero.default(i).unbind(1) if i is not None and i.dtype in _CHOOSES else (i,))]
             return func(args[0], places)
 
+    def _unique(self, func: Any, x: Tensor, *how: Any) -> Any:
+        """The values of a vector in order, which of them each element is, and how often they are."""
+        if func is torch.ops.aten.unique_dim.default and x.ndim > 1:
+            raise DynamicOutputShapeException(func)
+        flat, order = x.reshape(-1).sort(stable=True)
+        new = torch.cat([torch.ones_like(flat[:1], dtype=torch.bool), flat[1:] != flat[:-1]])
+        first = torch.ops.aten.nonzero_static.default(new, size=self._count(func, new))[:, 0]
+        which = torch.zeros_like(order).scatter(0, order, new.cumsum(0) - 1).reshape(x.shape)
+        return flat[first], which, torch.cat([first, torch.full_like(first[:1], flat.numel())]).diff()
+
     def _count(self, func: Any, x: Tensor) -> int:
         try:
-            return int(self._number(torch.ops.aten._local_scalar_dense.default, x.sum()))
+            return int(self._number(torch.ops.aten._local_scalar_dense.default, x.sum(), now=True))
         except DataDependentOutputException:
             raise DynamicOutputShapeException(func) from None
 

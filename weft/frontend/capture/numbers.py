@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node, constant, toposort, user_line
-from weft.frontend.capture.constants import unheard
+from weft.frontend.capture.constants import number_from_batch, through, unheard
 from weft.frontend.capture.modes import function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
@@ -46,6 +46,9 @@ class Value:
         return False
 
     def guard_float(self, *_: Any) -> float:
+        found = _asking[-1].number(self.node) if _asking else None
+        if found is not None:
+            return found
         raise CaptureError(
             "Python needs the number itself, which the program only computes",
             needed="arithmetic, comparisons, math.sqrt and the like on step counts, settings and .item()",
@@ -204,6 +207,9 @@ class Questions:
         self.asked.append((condition, answer))
         return answer
 
+    def number(self, node: Node) -> None:
+        """What Python needs itself, of numbers that settings and counts decide: nothing, for they change."""
+
     def joined(self, run: Callable[[], dict[Any, Node]], join: Callable[[Node, Any, Any], Any], told: list[bool] | None = None) -> Any:
         """What `run` gives, every question answered both ways; a way that ends in an error is not taken."""
         self.told, self.asked, self.ways = told or [], [], self.ways + 1
@@ -229,27 +235,36 @@ class NumberNeeded(Exception):
     """A model takes a number out of what it computes."""
 
 
-class Unanswered:
-    """Numbers of a model: Python may compute with them, and asks nothing of them."""
+class OfModel:
+    """Numbers of a model: Python may compute with them; what it asks of them, batch and state answer, where these can be looked at."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
 
     def decide(self, condition: Node) -> bool:
-        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+        found = number_from_batch(self.recorder, through(self.recorder, condition, look=True), state=True)
+        if found is None:
+            raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+        return bool(found)
+
+    def number(self, node: Node) -> float | None:
+        return number_from_batch(self.recorder, through(self.recorder, node, look=True), state=True)
 
 
 def of_model(wanted: bool) -> Callable[[Node], Number | None]:
-    """What `.item()` gives a model; a trace that has no such numbers yet is begun again."""
+    """What `.item()` gives a model, a count too; a trace that has no such numbers yet is begun again."""
 
     def number(node: Node) -> Number | None:
-        if not node.dtype.is_floating_point:
+        if node.dtype == torch.bool:
             return None
         if not wanted:
             raise NumberNeeded
-        return number_of(stop_gradient(node))
+        return number_of(stop_gradient(node) if node.dtype.is_floating_point else node)
 
     return number
 
 
-_asking: list[Questions | Unanswered] = []
+_asking: list[Questions | OfModel] = []
 
 
 def _decide(condition: Node) -> bool:
@@ -272,7 +287,7 @@ def evaluate(node: Node, values: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def asking(questions: Questions | Unanswered) -> Iterator[None]:
+def asking(questions: Questions | OfModel) -> Iterator[None]:
     """Inside, math's functions, min and max take numbers that are computed."""
     kept = {(m, n): getattr(m, n) for m, names in ((math, [*_MATH, "pow"]), (builtins, ["min", "max"])) for n in names}
     for name, op in _MATH.items():

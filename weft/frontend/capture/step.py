@@ -471,6 +471,18 @@ def _set_requires_grad(r: Recorder, tensor: Tensor, value: bool) -> None:
     _require_grad(r, tensor, value)
 
 
+@function(Tensor.data.__set__, tensors=True)
+def _set_data(r: Recorder, tensor: Tensor, value: Tensor) -> None:
+    """`p.data = x` is a write that no gradient sees, where the values take each other's place."""
+    if not hasattr(tensor, TAG) or tensor.shape != value.shape or tensor.dtype != value.dtype:
+        raise CaptureError(
+            "another tensor is put into .data", needed="one of the same shape and dtype, into a tensor of the step",
+            found=f"{tuple(value.shape)} {value.dtype} into {tuple(tensor.shape)} {tensor.dtype}", where=user_line(),
+        )  # fmt: skip
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
 @function(Tensor.requires_grad.__get__, tensors=True)
 def _requires_grad(r: Recorder, tensor: Tensor) -> bool:
     if r.joint or not hasattr(tensor, TAG):

@@ -30,7 +30,7 @@ from weft.frontend.capture.huggingface import interfaces
 from weft.frontend.capture.isomorphic import candidates
 from weft.frontend.capture.joint import custom_gradients, mirror_hooks
 from weft.frontend.capture.modes import listening_to_torch
-from weft.frontend.capture.numbers import Unanswered, asking, of_model
+from weft.frontend.capture.numbers import OfModel, asking, of_model
 from weft.frontend.capture.places import Change, Place, changed_attributes
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
@@ -106,7 +106,7 @@ def tracing(
             stack.enter_context(reads.listening())
         stack.enter_context(listening_to_torch(recorder))
         if numbers:
-            stack.enter_context(asking(Unanswered()))
+            stack.enter_context(asking(OfModel(recorder)))
         yield tape
 
 
