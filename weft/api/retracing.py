@@ -317,7 +317,7 @@ class Variants:
             self._use(step, *self._trace(step, batch, shapes, alone=self.impure), batch, shapes)
         elif reached:  # it is for this state alone
             step.read_anew()
-            step.judge_reached(batch)
+            step.check_reached_state(batch)
 
     def _keep(self, form: Form, shapes: dict[str, Shape]) -> None:
         """As the last that was used. Of batches that always measure otherwise the oldest program goes; of those that do not, there may be so many."""

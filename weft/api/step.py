@@ -421,11 +421,11 @@ class Step(StepState):
             dist.broadcast_object_list(told, src=0)
         return told[0]
 
-    def judge_reached(self, batch: Any) -> None:
+    def check_reached_state(self, batch: Any) -> None:
         """Compare the program with torch, both from the state reached."""
-        if self.checked and self._whole is not None:
-            with as_before(self._whole.reads):
-                self._against_torch(self._whole, batch, self._inputs(batch))
+        if self.checked and self._full_step is not None:
+            with as_before(self._full_step.reads):
+                self._against_torch(self._full_step, batch, self._inputs(batch))
 
     def _close(self, found: Values, want: Values, tolerance: float, again: Callable[[], Values] | None = None) -> float:
         """The largest relative difference between what was found and what was wanted; too large a one is refused.
