@@ -14,11 +14,10 @@ from functools import cached_property
 
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.cost.work import MATH, Attention, Op, Touch, Work, attention_of, scores_in_memory
+from weft.cost.work import MATH, Op, Touch, Work, attention_of, scores_in_memory
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
 
 COMPILED, EAGER, CLASSIC = "compiled", "eager", "classic"
-KERNELS = (COMPILED, EAGER, CLASSIC)
 MANY = 4  # flops for each element it touches, beyond which an op does more than move memory
 
 
@@ -148,4 +147,4 @@ def _widest(node: Node) -> int:
     return max(math.prod(t.layout.largest_local) for t in node.types)
 
 
-__all__ = ["COMPILED", "EAGER", "KERNELS", "Attention", "Kernels", "held"]
+__all__ = ["CLASSIC", "COMPILED", "EAGER", "Kernels", "held"]
