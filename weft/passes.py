@@ -97,7 +97,7 @@ class Draft:
     samples: Mapping[str, int] = field(default_factory=dict)  # the dim of a batch's tensor that counts samples, where it is not the first
     noise: bool = False
     guard: bool = False
-    low: bool = False  # matmuls in 8-bit floats
+    low: str = ""  # "fp8": matmuls in 8-bit floats; "fp8-block": with a scale for every block of 128
     any_plan: bool = False  # sums in one order under all plans
     device: torch.device = HOST
     derive: Callable[[], Micro] | None = None  # gives the step of one micro-batch, where the plan has stages or several of them
@@ -248,7 +248,7 @@ def _programs(d: Draft) -> list[object]:
 
 def _low_precision(d: Draft) -> Draft:
     spared = heads(d.step.program) if d.low else ()
-    return _with_phases(d, lambda p: low_precision(p, spared)) if d.low else d
+    return _with_phases(d, lambda p: low_precision(p, spared, d.low == "fp8-block")) if d.low else d
 
 
 def _with_phases(d: Draft, change: Callable[[Program], Program]) -> Draft:

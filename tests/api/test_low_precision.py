@@ -121,7 +121,7 @@ def test_products_are_within_the_stated_rounding() -> None:
 def test_gathered_weights_travel_in_8_bits() -> None:
     model = Net()
     captured = capture(model, batch(0), loss, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    program = passes.run(Draft(captured, Spec.parse("dp2,zero3"), low=True)).program
+    program = passes.run(Draft(captured, Spec.parse("dp2,zero3"), low="fp8")).program
     assert program is not None
     gathered = [n.args[0].dtype for n in program.nodes if n.op.name == "all_gather" and n.ndim == 2 and n.shape[1] > 1]
     assert gathered.count(torch.float8_e4m3fn) == len(gathered) - 2  # all but the table, which is looked up, and the head's, beside the loss

@@ -42,6 +42,16 @@ CASES = [
         normal(4, 4), normal(4, 2), refused="shards between leaves",
     ),
     case("sum by a tree", lambda x: leaves.tree_sum(x, dims=(0, 2)), lambda x: x.sum((0, 2)), normal(4, 3, 6)),
+    case(
+        "product of 8-bit floats in blocks",
+        lambda x, y, a, b: low.block_einsum(
+            pointwise.cast(x, dtype="f8"), pointwise.cast(y, dtype="f8"), a, b, equation="iKk,jKk,iK,jK->ij", dtype="f64"
+        ),
+        lambda x, y, a, b: torch.einsum(
+            "iKk,jKk,iK,jK->ij", x.to(torch.float8_e4m3fn).double(), y.to(torch.float8_e4m3fn).double(), a, b
+        ),
+        normal(4, 2, 3), normal(5, 2, 3), normal(4, 2), normal(5, 2), smooth=False,
+    ),
     case("sum", lambda x: reduce.sum_(x, dims=1), lambda x: x.sum(1), normal(3, 4, 5)),
     case("sum of all", reduce.sum_, torch.sum, normal(3, 4)),
     case("sum kept", lambda x: reduce.sum_(x, dims=(0, 2), keepdim=True), lambda x: x.sum((0, 2), keepdim=True), normal(3, 4, 2)),

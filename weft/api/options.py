@@ -46,7 +46,8 @@ class Options:
 
     clip: float | None = None  # largest norm of the gradients
     accumulate: int = 1  # micro-batches whose gradients are accumulated
-    precision: torch.dtype | str | None = None  # dtype of the compute; parameters keep theirs. "fp8": matmuls in 8-bit floats, all else bfloat16
+    # dtype of the compute; parameters keep theirs. "fp8": matmuls in 8-bit floats, all else bfloat16; "fp8-block": with a scale for every 128
+    precision: torch.dtype | str | None = None
     seed: int = 0  # of dropout and of initialisation
     pins: Sequence[str] = ()  # layouts of parameters, such as "layers.*.mlp.w1=tp:S(1)"
     others: Mapping[str, Mapping[str, Any]] | None = None  # plans for torch's parallelize_module that plan="auto" compares with, by name

@@ -46,6 +46,7 @@ from weft.transform.any_plan import require_any_plan
 from weft.transform.recompute import recomputed, regions_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
+LOW = ("fp8", "fp8-block")  # 8-bit floats with a scale for every row, or for every block of 128
 
 
 def parallelize(
@@ -89,7 +90,7 @@ def parallelize(
             named = _by_parts(named, asked.accumulate)
     forget_updates(optimizer)
     begin_with(model, asked.weights, asked.seed)
-    low = _is_low(asked.precision)
+    low = _low(asked.precision)
     how = {"clip": asked.clip, "precision": torch.bfloat16 if low else asked.precision}
     same = {**how, "precision": asked.precision, "accumulate": asked.accumulate, "seed": asked.seed, "pins": tuple(pins), "on_nan": asked.on_nan}
     run = broadcast_initial_state(model, optimizer, example, where, plan=str(named or plan), **same)
@@ -121,7 +122,7 @@ class _StepRequest:
     noise: bool
     check: bool
     guard: bool  # leave out steps whose loss is NaN or Inf
-    low: bool  # matmuls in 8-bit floats
+    low: str  # how matmuls are made in 8-bit floats
     any_plan: bool  # bits that no plan changes
     named: Spec | None  # none until one is chosen
     file: planfile.Followed | None
@@ -204,7 +205,7 @@ class _StepRequest:
             )  # fmt: skip
         require_memory(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
         report = verified(source, program) if self.check else None
-        program = cast(Program, passes.run(replace(placed, low=True), after="noise").program) if self.low else program
+        program = cast(Program, passes.run(replace(placed, low=self.low), after="noise").program) if self.low else program
         step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.seed)
         step.report, step.source, step.moves, step.traced = report, source, draft.moves, traced
         step.how, step.checked = self._how, self.check
@@ -256,10 +257,13 @@ class _StepRequest:
         return PipelinePlans(steps, samples, self.accumulate if self.accumulate > 1 else 0)
 
 
-def _is_low(precision: Any) -> bool:
-    if isinstance(precision, str) and precision != "fp8":
-        raise PlanError(f"no precision {precision!r}", needed='"fp8", or a dtype such as torch.bfloat16', found=repr(precision), try_='precision="fp8"')
-    return precision == "fp8"
+def _low(precision: Any) -> str:
+    if isinstance(precision, str) and precision not in LOW:
+        raise PlanError(
+            f"no precision {precision!r}", needed=f"{', '.join(map(repr, LOW))}, or a dtype such as torch.bfloat16".replace("'", '"'), found=repr(precision),
+            try_='precision="fp8"',
+        )  # fmt: skip
+    return precision if isinstance(precision, str) else ""
 
 
 def _by_parts(named: Spec, accumulate: int) -> Spec:

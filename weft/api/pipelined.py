@@ -71,7 +71,7 @@ def pipelined(
     followed: Follows | None = None,
     mean: bool = False,
     guard: bool = False,
-    low: bool = False,
+    low: str = "",
     check: bool = True,
     known: Callable[[Captured], bool] | None = None,
     **settings: Any,

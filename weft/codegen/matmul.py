@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.core.node import Node
+from weft.ops.low import low_einsum
 from weft.ops.registry import Kind, equation_of
 
 
@@ -39,7 +40,8 @@ def matmul_text(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | No
     if _is_scaled(n):
         pair = _matrices(*found, args)
         scales = args[2:] if out == labels.left + labels.right else args[:1:-1]
-        return f"low_product({', '.join([*pair, *scales])}, {n.dtype}).reshape({tuple(sizes[c] for c in out)})" if pair else None
+        how = f"{n.dtype}, fast=True" if n.attr("fast") else str(n.dtype)
+        return f"low_product({', '.join([*pair, *scales])}, {how}).reshape({tuple(sizes[c] for c in out)})" if pair else None
     return _batched(a, b, out, labels, args) if labels.batch else _plain(a, b, out, labels, sizes, args)
 
 
@@ -69,7 +71,7 @@ def _read(n: Node, at: Mapping[str, int]) -> tuple[str, str, str, Labels, dict[s
 
 def _is_scaled(n: Node) -> bool:
     """Of 8-bit floats, with the scales of both as two more operands."""
-    return len(n.args) == 4 and n.args[0].dtype.itemsize == 1
+    return n.op is low_einsum
 
 
 def is_linear(n: Node) -> bool:

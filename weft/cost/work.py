@@ -360,7 +360,8 @@ def product_sizes(node: Node, pieces: Mapping[str, int] = MappingProxyType({})) 
     assert eq is not None
     local = [(x, n) for labels, a in zip(eq.ins, node.args, strict=True) for x, n in zip(labels, a.type.layout.largest_local, strict=True)]
     size = {x: n // pieces.get(x, 1) for x, n in local}
-    left, right, out = set(eq.ins[0]), set(eq.ins[-1]), set(eq.outs[0])
+    left, out = set(eq.ins[0]), set(eq.outs[0])
+    right = set(next((labels for labels in eq.ins[1:] if (left - out) & set(labels)), eq.ins[-1]))  # scales of what is multiplied come after it
     parts = (left & out - right, right & out - left, left & right - out, left & right & out)
     m, n, k, batch = (math.prod(size[x] for x in part if x != ONE) for part in parts)
     return m, n, k, batch

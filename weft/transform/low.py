@@ -9,33 +9,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from contextlib import suppress
 
+from weft.core.errors import LayoutError, TypeMismatch
 from weft.core.layout import P
 from weft.core.node import Node, make
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.ops.low import scaled_product
+from weft.ops.low import BLOCK, block_product, scaled_product
 from weft.ops.registry import Kind, equation_of
+from weft.ops.shape import together
 from weft.plan.place import remake
 
 EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
 
 
-def low_precision(p: Program, spared: Collection[str] = ()) -> Program:
-    """The placed program with its matmuls in 8 bits, but for those of the parameters that are spared."""
+def low_precision(p: Program, spared: Collection[str] = (), blocks: bool = False) -> Program:
+    """The placed program with its matmuls in 8 bits, but for those of the parameters that are spared. A scale for every row or, with `blocks`,
+    for every block of 128, where what is summed and its shards are whole blocks."""
     made: dict[Node, Node] = {}
-    kept = _of_heads(p, spared)
+    kept, loss = _of_heads(p, spared), p.output_names.get("loss")
+    forward = p.needs(loss) if loss is not None else set()  # gradients are summed in float32: over all tokens, fewer digits lose what is small
 
     def node(n: Node) -> Node:
         args = tuple(made[a] for a in n.args)
         equation = _plain(n) if n not in kept else ""
-        return scaled_product(equation, args[0], args[1], n.dtype) if equation else make(n.op, args, dict(n.attrs))  # type: ignore[no-any-return]
+        if not equation:
+            return make(n.op, args, dict(n.attrs))
+        found = _in_blocks(equation, n, args) if blocks else None
+        return found if found is not None else scaled_product(equation, args[0], args[1], n.dtype, n in forward)  # type: ignore[no-any-return]
 
     def same(n: Node) -> Node:
         made[n] = n
         return n
 
     return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+
+
+def _in_blocks(equation: str, n: Node, args: tuple[Node, ...]) -> Node | None:
+    """None where what is summed is no whole blocks, as a whole or on a rank. A weight whose other dim is none has blocks of 1 x 128."""
+    left, out = equation.split("->")
+    a, b = left.split(",")
+    summed = [c for c in a if c in b and c not in out][-1]
+    if args[0].shape[a.index(summed)] % BLOCK:
+        return None
+    square = tuple(
+        _base(v).role is Role.PARAMETER and v.shape[[i for i, c in enumerate(labels) if c in out][-1]] % BLOCK == 0
+        for v, labels in zip(n.args, (a, b), strict=True)
+    )
+    for weights in dict.fromkeys(((square[0], square[1]), (False, False))):
+        with suppress(LayoutError, TypeMismatch):
+            made = block_product(equation, args[0], args[1], n.dtype, weights)
+            if made.types == n.types:
+                return made  # type: ignore[no-any-return]
+    return None
 
 
 def heads(p: Program) -> frozenset[str]:
@@ -61,7 +88,7 @@ def _ahead_of(n: Node) -> set[Node]:
 def _base(n: Node) -> Node:
     """What a value is but for its dtype, shape and layout."""
     while len(n.args) == 1 and len(n.types) == 1 and (n.op.kind in (Kind.VIEW, Kind.COMM) or n.op.name == "cast"):
-        n = n.args[0]
+        n = n.args[0] if n.args[0].op is not together else n.args[0].args[n.attr("index")]  # a second gather of it waits for another value
     return n
 
 
