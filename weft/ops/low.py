@@ -77,7 +77,7 @@ def _block_equation(types: Types, attrs: Attrs) -> Equation:
 
 
 def _block_run(x: torch.Tensor, y: torch.Tensor, of_x: torch.Tensor, of_y: torch.Tensor, equation: str, dtype: str) -> torch.Tensor:
-    """Scales are numbers of a wider dtype: each operand is what it stands for, and products are summed in that dtype; on GPUs operands are
+    """Scales are numbers of a wider dtype: each operand is what it stands for, and matmuls are summed in that dtype; on GPUs operands are
     first rounded to the result's, whose matmuls sum in float32."""
     left, out = equation.split("->")
     a, b, *scales = left.split(",")

@@ -47,7 +47,7 @@ def low_precision(p: Program, spared: Collection[str] = (), blocks: bool = False
 
 
 def _in_blocks(equation: str, n: Node, args: tuple[Node, ...]) -> Node | None:
-    """None where what is summed is no whole blocks, as a whole or on a rank. A weight whose other dim is none has blocks of 1 x 128."""
+    """None where what is summed is no entire blocks, on all ranks together or on one. A weight whose other dim is none has blocks of 1 x 128."""
     left, out = equation.split("->")
     a, b = left.split(",")
     summed = [c for c in a if c in b and c not in out][-1]
