@@ -26,7 +26,7 @@ from weft.core.role import Role
 from weft.cost.memory import RESIDENT, room
 from weft.frontend.capture import Captured
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
-from weft.plan.layouts.ways import Ways
+from weft.plan.layouts.strategies import Ways
 from weft.plan.named import as_state, input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from weft.cli import app
 from weft.core.errors import PlanError
-from weft.plan.judge import judge
+from weft.plan.price_configuration import judge
 
 TOML = """
 [job]

@@ -20,7 +20,7 @@ from weft.plan.plan import Plan, load, parse
 from weft.plan.planner import Request, make_plan
 from weft.plan.setting import Setting
 from weft.plan.space import Limits
-from weft.plan.told import differences, rows
+from weft.plan.summaries import differences, rows
 from weft.record.run import Run
 from weft.report import facts_of, html
 from weft.report.facts import perfetto

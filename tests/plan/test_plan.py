@@ -16,7 +16,7 @@ from weft.cost.interval import equal_within
 from weft.plan.plan import Plan, load, parse
 from weft.plan.planner import Request, make_plan, usual_batch
 from weft.plan.setting import Setting
-from weft.plan.told import differences, rows, told
+from weft.plan.summaries import differences, rows, told
 
 MOVE = {"rule": "stack_columns", "op": "concat", "at": 0, "way": 0, "places": 1, "forward": True}
 

@@ -22,7 +22,7 @@ from weft.plan.layouts import OnCluster, choose
 from weft.plan.rewritten import RewrittenStep, as_products
 from weft.plan.space import Limits
 from weft.plan.substitute import best_path, replayed, value_rules
-from weft.plan.told import rows
+from weft.plan.summaries import rows
 
 RULE = "stack_columns"
 SUMMIT = cluster("8x6xV100-Summit")

@@ -17,7 +17,7 @@ from weft.rewrite.prove.ladder import Effort, prove
 from weft.rewrite.rulefile import parse_rule, show
 from weft.rewrite.schema import flipped
 from weft.rewrite.search import uses
-from weft.rewrite.second.judge import available, check_by_z3
+from weft.rewrite.second.z3_check import available, check_by_z3
 
 GENERIC = [r for r in algebra.rules() if r.lists]
 

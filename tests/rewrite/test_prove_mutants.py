@@ -17,7 +17,7 @@ from weft.rewrite.pattern import Call, Hole
 from weft.rewrite.prove.ladder import Effort, prove, without
 from weft.rewrite.rulefile import show
 from weft.rewrite.schema import OpHole, Schema
-from weft.rewrite.second.judge import check_by_z3
+from weft.rewrite.second.z3_check import check_by_z3
 
 NOT_COMMUTING = {"matmul", "sub", "concat", "div", "einsum"}
 OTHER_OP = {"add": "sub", "mul": "add", "neg": "relu", "matmul": "add", "sub": "add"}

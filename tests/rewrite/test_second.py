@@ -19,9 +19,9 @@ from weft.rewrite.certificate import FILES, shipped
 from weft.rewrite.prove.ladder import Effort, prove
 from weft.rewrite.rulefile import parse_rule
 from weft.rewrite.search import uses
-from weft.rewrite.second import judge as second
-from weft.rewrite.second.judge import check_by_z3
+from weft.rewrite.second import z3_check as second
 from weft.rewrite.second.meaning import MEANINGS, Meaning
+from weft.rewrite.second.z3_check import check_by_z3
 
 z3 = pytest.importorskip("z3")
 

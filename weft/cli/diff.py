@@ -20,7 +20,7 @@ def diff(
     from rich.table import Table
 
     from weft.plan.plan import load
-    from weft.plan.told import differences
+    from weft.plan.summaries import differences
 
     found = list(differences(load(a), load(b)))
     table = Table("", a, b, box=None)

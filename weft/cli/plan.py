@@ -157,7 +157,7 @@ def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[st
 
 def show(plan: Plan, seconds: float | None, to: Console) -> None:
     """The plan as a table a person reads in a minute."""
-    from weft.plan.told import told
+    from weft.plan.summaries import told
 
     to.print(told(plan, seconds), highlight=False, markup=False)
 

@@ -11,7 +11,7 @@ import typer
 from weft.cli.output import emit, many, read_text, results
 
 if TYPE_CHECKING:
-    from weft.plan.judge import Judged
+    from weft.plan.price_configuration import Judged
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +33,7 @@ def price(
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Predict the step time and memory of an existing configuration, and which keys to change for a better one."""
-    from weft.plan.judge import judge
+    from weft.plan.price_configuration import judge
 
     began = time.perf_counter()
     text = read_text(config, "a configuration") if Path(config).is_file() else " ".join([config, *ctx.args])

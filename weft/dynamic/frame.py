@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from weft.dynamic import emit_triton, product
+from weft.dynamic import emit_triton, matmul
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
 from weft.dynamic.lower import aten, fill_in
@@ -45,7 +45,7 @@ class Frame:
         self.fixed: dict[fx.Node, Tensor] = {}
         self.local: dict[fx.Node, Any] = {}
         self.constants: dict[fx.Node, Tensor] = {}
-        self.split: dict[fx.Node, product.Halves] = {}
+        self.split: dict[fx.Node, matmul.Halves] = {}
         self.tables: list[np.ndarray[Any, Any]] = []
         self.span: Span = (0, self.block.count, 0, self.block.edge_count)
         self._bound: dict[str, list[Bound]] = {}
@@ -84,11 +84,11 @@ class Frame:
         return self.local[node]
 
     def _sums_rows(self, node: fx.Node, args: tuple[Any, ...]) -> bool:
-        return self.in_parts and node.target is aten.mm.default and product.fits(args[0].t(), args[1])
+        return self.in_parts and node.target is aten.mm.default and matmul.fits(args[0].t(), args[1])
 
     @staticmethod
     def _over_rows(x: Tensor, y: Tensor) -> Tensor:
-        return product.over_rows(x.t(), y)
+        return matmul.over_rows(x.t(), y)
 
     def forget_totals(self) -> None:
         self.local = {}
@@ -206,17 +206,17 @@ class Frame:
         def step(span: Span) -> None:
             into = out[: span[b] - span[a]] if scratch else out[span[a] : span[b]]
             into, x, matrix = into if shape is None else into.view(shape), self.fetch(left, span), self.fetch(right, span)
-            if halves is not None and product.fits(x, into):
-                product.rows(x, matrix, halves, into)
+            if halves is not None and matmul.fits(x, into):
+                matmul.rows(x, matrix, halves, into)
             else:
                 torch.mm(x, matrix, out=into)
 
         return step
 
-    def halves(self, node: fx.Node) -> product.Halves:
+    def halves(self, node: fx.Node) -> matmul.Halves:
         """A matrix without rows, split; filled anew in each run."""
         if node not in self.split:
-            self.split[node] = product.Halves.of(self.fetch(node, self.span))
+            self.split[node] = matmul.Halves.of(self.fetch(node, self.span))
         return self.split[node]
 
     def _other(self, node: fx.Node, home: Home | None) -> Bound:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weft.plan.setting import RECOMPUTE
 from weft.plan.space import Space
-from weft.plan.tailor import Measure
+from weft.plan.stage_partitioner import Measure
 
 EVERYTHING = Space()
 

@@ -17,7 +17,7 @@ from weft.plan.configs import Read, read
 from weft.plan.partition import share
 from weft.plan.plan import Plan
 from weft.plan.setting import MIXED, Setting
-from weft.plan.told import summary
+from weft.plan.summaries import summary
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32", "fp8": "bfloat16"}
 TITAN_BASE = {"llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3-405b": "llama3_405b"}

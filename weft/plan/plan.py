@@ -166,7 +166,7 @@ class Plan:
         return html_of(self)
 
     def __str__(self) -> str:
-        from weft.plan.told import told
+        from weft.plan.summaries import told
 
         return told(self)
 
@@ -179,7 +179,7 @@ class Plan:
 
     def diff(self, other: Plan) -> Listing:
         """What another plan decides or predicts differently: (what, here, there)."""
-        from weft.plan.told import differences
+        from weft.plan.summaries import differences
 
         return Listing(differences(self, other))
 

@@ -37,7 +37,20 @@ from weft.plan.schedules import Action
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
 from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.space import LATER, Limits, PlanProblem, Space, candidates, shardings
-from weft.plan.tailor import WAYS, Measure, Piece, Point, Tailor, Times, blocks_of, by_kind, layers_of, least_more, mean_hull, stage_devices
+from weft.plan.stage_partitioner import (
+    WAYS,
+    Measure,
+    Piece,
+    Point,
+    Tailor,
+    Times,
+    blocks_of,
+    by_kind,
+    layers_of,
+    least_more,
+    mean_hull,
+    stage_devices,
+)
 from weft.plan.workload import Workload, padded
 
 CLOSE = 0.003  # a bound this near the best found is not followed further

@@ -24,7 +24,7 @@ from weft.plan.partition import even_layers
 from weft.plan.phase import LayerRun, Pass, gathers, phase, reductions, walk
 from weft.plan.schedules import Order
 from weft.plan.setting import Setting
-from weft.plan.tailor import stage_devices
+from weft.plan.stage_partitioner import stage_devices
 from weft.plan.workload import Workload
 
 PASSES = 1 << 17  # of a step that are walked one by one

@@ -17,7 +17,7 @@ from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.setting import MIXED, RECOMPUTE, Setting
-from weft.plan.tailor import Measure
+from weft.plan.stage_partitioner import Measure
 from weft.plan.workload import Workload
 
 AXES = ("dp", "tp", "pp", "cp", "ep")

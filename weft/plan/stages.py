@@ -22,7 +22,7 @@ from weft.plan.partition import even, partition
 from weft.plan.phase import LayerRun
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
-from weft.plan.tailor import LAYER, Piece, by_kind, named_blocks
+from weft.plan.stage_partitioner import LAYER, Piece, by_kind, named_blocks
 
 
 def uneven(search: Search, setting: Setting) -> Found | None:

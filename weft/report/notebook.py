@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.core.program import Program
 from weft.plan.plan import Plan
-from weft.plan.told import rows
+from weft.plan.summaries import rows
 from weft.record.run import Run
 from weft.report import charts, page
 from weft.report.facts import Facts, Figure

@@ -21,8 +21,8 @@ from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, detail
 from weft.plan.space import Limits
 from weft.plan.spec import Spec
-from weft.plan.tailor import blocks_of
-from weft.plan.told import rows
+from weft.plan.stage_partitioner import blocks_of
+from weft.plan.summaries import rows
 from weft.plan.workload import Workload
 from weft.report.facts import Curve, Facts, Figure, View
 from weft.report.words import count, ms, percent

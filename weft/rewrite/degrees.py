@@ -290,8 +290,8 @@ def _other_degrees(rule: ForeignRule, degrees: Mapping[int, Degrees]) -> str:
 
 def _for_all_values(rule: ForeignRule) -> str:
     """Both sides on one device as terms over the reals, by Z3; integers only, where there is none."""
-    from weft.rewrite.second.judge import available, decide
     from weft.rewrite.second.meaning import Meaning
+    from weft.rewrite.second.z3_check import available, decide
 
     if not available():
         return "not refuted"

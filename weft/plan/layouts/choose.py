@@ -16,10 +16,10 @@ from weft.ops.comm import is_comm, reshard
 from weft.ops.source import input_held
 from weft.plan.assignment import Solution, solve
 from weft.plan.assignment.budget import Budget
-from weft.plan.layouts.alike import Instance
+from weft.plan.layouts.isomorphic import Instance
 from weft.plan.layouts.model import COPY, Allow, LayoutModel, Rates, Tap, build
 from weft.plan.layouts.moves import Placements, Prices
-from weft.plan.layouts.ways import Centre, Strategy, Ways
+from weft.plan.layouts.strategies import Centre, Strategy, Ways
 from weft.plan.place import remake
 from weft.plan.roles import Roles
 

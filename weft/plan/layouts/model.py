@@ -29,10 +29,10 @@ from weft.core.program import Program
 from weft.cost.work import Work
 from weft.ops.registry import Kind
 from weft.plan.assignment.problem import Floats, Problem, assemble
-from weft.plan.layouts.alike import Instance, parts
+from weft.plan.layouts.isomorphic import Instance, parts
 from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.layouts.moves import Placements, Prices
-from weft.plan.layouts.ways import Centre, Strategy, Ways, may_pend
+from weft.plan.layouts.strategies import Centre, Strategy, Ways, may_pend
 from weft.plan.roles import Roles
 
 SELF, COPY, KEPT = "self", "copy", "kept"

@@ -32,7 +32,7 @@ from weft.rewrite.prove.ladder import Effort, needless, prove
 from weft.rewrite.prove.shapes import infer_shapes
 from weft.rewrite.rulefile import show
 from weft.rewrite.schema import Form, Schema, erased
-from weft.rewrite.second.judge import check_by_z3
+from weft.rewrite.second.z3_check import check_by_z3
 
 Tell = Callable[[str], None]
 

@@ -24,7 +24,7 @@ from weft.rewrite.prove.forms import usual_forms
 from weft.rewrite.prove.ladder import Effort, Verdict, needless, prove, refute, without
 from weft.rewrite.rulefile import parse_rule, show
 from weft.rewrite.schema import Schema, make_node
-from weft.rewrite.second.judge import Second, available, check_by_z3
+from weft.rewrite.second.z3_check import Second, available, check_by_z3
 from weft.rewrite.taso import Foreign
 
 QUICK = Effort(per_mesh=3, symbolic=0)

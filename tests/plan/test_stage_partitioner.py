@@ -9,7 +9,7 @@ import pytest
 from weft.plan.planner import Request
 from weft.plan.search import Found, Search
 from weft.plan.setting import RECOMPUTE, Setting
-from weft.plan.tailor import WAYS, Measure, Point, blocks_of, least_more
+from weft.plan.stage_partitioner import WAYS, Measure, Point, blocks_of, least_more
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from examples.dynamic import tree_lstm
 from tests.ranks import ROOT, interpreted
 from weft import dynamic
-from weft.dynamic import product
+from weft.dynamic import matmul
 from weft.dynamic.engine import Plan
 
 SCRIPT = """
@@ -82,12 +82,12 @@ def plan_of(**options: Any) -> Plan:
 def test_they_stay_off_where_nobody_asks_for_them_and_for_other_dtypes() -> None:
     assert not plan_of().in_parts, "nothing to run them on here"
     assert not plan_of(split_products=False).in_parts and plan_of(split_products=True).in_parts
-    assert not product.fits(torch.zeros(2, 2).double()) and not product.fits(torch.zeros(0, 2)) and product.fits(torch.zeros(2, 2))
-    assert not product.fits(torch.zeros(2, 3).t())
+    assert not matmul.fits(torch.zeros(2, 2).double()) and not matmul.fits(torch.zeros(0, 2)) and matmul.fits(torch.zeros(2, 2))
+    assert not matmul.fits(torch.zeros(2, 3).t())
 
 
 def test_a_model_told_not_to_keeps_to_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "rows", lambda *_: pytest.fail("ran in parts"))
+    monkeypatch.setattr(matmul, "rows", lambda *_: pytest.fail("ran in parts"))
     cell = tree_lstm.ChildSum(8, 8)
     out = dynamic.Model(cell, {"h": 8, "c": 8}, split_products=False)(dynamic.trees([((0, 1), 2)]), torch.randn(3, 8))
     out.sum().backward()
@@ -95,16 +95,16 @@ def test_a_model_told_not_to_keeps_to_torchs_products(monkeypatch: pytest.Monkey
 
 
 def test_the_fastest_plan_is_kept_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product.replay, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(product.replay, "is_recording", lambda device: False)
-    monkeypatch.setattr(product.replay, "time_recorded", lambda work, device: work())
+    monkeypatch.setattr(matmul.replay, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(matmul.replay, "is_recording", lambda device: False)
+    monkeypatch.setattr(matmul.replay, "time_recorded", lambda work, device: work())
     known: dict[tuple[object, ...], object] = {}
     times = {"slow": 3.0, "fast": 1.0, "torch": 2.0}
-    assert product.best(known, ("a", "cpu"), lambda: ["slow", "fast"], times.__getitem__, lambda: times["torch"]) == "fast"
-    assert product.best(known, ("a", "cpu"), lambda: pytest.fail("asked again"), times.__getitem__, lambda: 0.0) == "fast"
-    assert product.best(known, ("b", "cpu"), lambda: ["slow"], times.__getitem__, lambda: times["torch"]) is None
-    assert product.best(known, ("c", "cpu"), lambda: ["fast"], times.__getitem__, lambda: 1.01) is None, "torch wins a tie"
-    assert product.best(known, ("d", "cpu"), lambda: ["missing"], times.__getitem__, lambda: 1.0) is None, "a kernel that does not run"
+    assert matmul.best(known, ("a", "cpu"), lambda: ["slow", "fast"], times.__getitem__, lambda: times["torch"]) == "fast"
+    assert matmul.best(known, ("a", "cpu"), lambda: pytest.fail("asked again"), times.__getitem__, lambda: 0.0) == "fast"
+    assert matmul.best(known, ("b", "cpu"), lambda: ["slow"], times.__getitem__, lambda: times["torch"]) is None
+    assert matmul.best(known, ("c", "cpu"), lambda: ["fast"], times.__getitem__, lambda: 1.01) is None, "torch wins a tie"
+    assert matmul.best(known, ("d", "cpu"), lambda: ["missing"], times.__getitem__, lambda: 1.0) is None, "a kernel that does not run"
 
 
 def ptx(function: Any, constants: dict[str, Any], types: dict[str, str], warps: int) -> str:
@@ -122,13 +122,13 @@ def ptx(function: Any, constants: dict[str, Any], types: dict[str, str], warps: 
 
 
 @pytest.mark.parametrize(("name", "tile", "options"), [
-    ("w_rows", product.ROWS[1][2], {"EVEN": True, "SHARED": True}), ("w_over_rows", product.OVER_ROWS[0], {"PRECISION": "bf16x6"}),
+    ("w_rows", matmul.ROWS[1][2], {"EVEN": True, "SHARED": True}), ("w_over_rows", matmul.OVER_ROWS[0], {"PRECISION": "bf16x6"}),
 ])  # fmt: skip
-def test_products_compile_for_sm90_to_tensor_cores(name: str, tile: product.Tile, options: dict[str, Any]) -> None:
+def test_products_compile_for_sm90_to_tensor_cores(name: str, tile: matmul.Tile, options: dict[str, Any]) -> None:
     pytest.importorskip("triton")
     sizes = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "DEPTH": tile.DEPTH}
     pointers = dict.fromkeys(("a", "high", "low", "out", "parts", "x", "y"), "*fp32") | {"counts": "*i32"}
-    text = ptx(getattr(product._module(), name), sizes | options, pointers, tile.warps)
+    text = ptx(getattr(matmul._module(), name), sizes | options, pointers, tile.warps)
     assert "wgmma.mma_async" in text
     shares = "SHARED" in options  # who adds up shares reads what others wrote
     assert ("atom.global.gpu.acq_rel" in text) == shares and ("ld.global.cg" in text) == shares

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from weft.plan import told as words
+from weft.plan import summaries as words
 from weft.plan.plan import Plan, parse
 from weft.plan.planner import Request, make_plan
 from weft.plan.setting import Setting
-from weft.plan.told import differences, rows
+from weft.plan.summaries import differences, rows
 
 
 @pytest.fixture(scope="module")

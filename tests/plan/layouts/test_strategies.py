@@ -7,7 +7,7 @@ import itertools
 from weft.core.layout import Mesh, R, S
 from weft.frontend import lang as w
 from weft.frontend.trace import f64, trace
-from weft.plan.layouts.ways import Ways
+from weft.plan.layouts.strategies import Ways
 
 
 def test_many_operands_that_come_cut_where_they_are_joined() -> None:
