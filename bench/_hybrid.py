@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields, replace
 
 from bench._layers import Layers, Sized, told
-from weft.cost.work import Gemm, Op, Touch
+from weft.cost.work import Gemm, MemoryBound, Op
 from weft.plan.setting import Setting
 from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload, quantised
@@ -89,9 +89,9 @@ class _HybridBuilder(Layers):
         size = token * (3 * inside + 2 * read) + chunks
         ops: tuple[Op, ...] = (
             *self.norm(), *self.enter(), self.product("in", 2 * inside + read + heads // t.tp, s.hidden, self.between),
-            Touch("convolution", 2 * token * (inside + read), 4 * token * (inside + read), saved=token * (inside + read)),
-            Touch("states", size / SCAN, 2.5 * size / SCAN, 5, 8, saved=token * inside),
-            Touch("gated norm", 3 * token * inside, 5 * token * inside, saved=token * inside),
+            MemoryBound("convolution", 2 * token * (inside + read), 4 * token * (inside + read), saved=token * (inside + read)),
+            MemoryBound("states", size / SCAN, 2.5 * size / SCAN, 5, 8, saved=token * inside),
+            MemoryBound("gated norm", 3 * token * inside, 5 * token * inside, saved=token * inside),
             self.product("out", s.hidden, inside, token * inside, "fp8"), *self.leave(),
         )  # fmt: skip
         again = tuple(replace(op, saved=0.0) for op in ops if op.name in ("convolution", "gated norm"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weft.cluster.kernels import WIDTH, kept_width
-from weft.cost.work import Attention, Collective, Gemm, Op, Touch
+from weft.cost.work import Attention, Collective, Gemm, MemoryBound, Op
 from weft.plan.setting import Setting
 from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload, beside_products, odd_of, quantised
@@ -109,7 +109,7 @@ class Layers:
         """Look up words and positions."""
         s, t = self.shape, self.setting
         table = -(-s.vocab // t.tp) * s.hidden * self.width
-        lookup = Touch("embedding", 2 * self.stream, 2 * self.stream + table, 1, 2)
+        lookup = MemoryBound("embedding", 2 * self.stream, 2 * self.stream + table, 1, 2)
         cut = (self.meet("reduce_scatter" if t.sequence_parallel else "all_reduce"),) if t.tp > 1 else ()
         return told("embedding", (lookup, *cut), s.embedding_params / t.tp, work=table)
 
@@ -118,7 +118,7 @@ class Layers:
         s, t = self.shape, self.setting
         columns = -(-s.vocab // t.tp)
         logits = self.tokens * columns * self.width
-        loss = Touch("cross entropy", 4 * logits, 3 * logits, 2, 2, saved=logits)
+        loss = MemoryBound("cross entropy", 4 * logits, 3 * logits, 2, 2, saved=logits)
         norms = self.norm()
         head = Gemm(self.tokens, columns, s.hidden, dtype=self.wide_dtype, name="logits", saved=self.between)
         params = 0 if s.tied and t.pp == 1 else s.vocab * s.hidden / t.tp
@@ -128,7 +128,7 @@ class Layers:
     # --- parts of a layer
 
     def norm(self) -> tuple[Op, ...]:
-        return (Touch("norm", 2 * self.between, 4 * self.between, 1, 2),)
+        return (MemoryBound("norm", 2 * self.between, 4 * self.between, 1, 2),)
 
     def enter(self) -> tuple[Op, ...]:
         """Bring the tokens together before a matmul sharded by columns."""
@@ -142,12 +142,12 @@ class Layers:
         if t.tp > 1:
             meet = (*self.copied(), self.meet("reduce_scatter")) if t.sequence_parallel else (self.meet("all_reduce"),)
         passes, kept = (3, 0.5 * self.between) if self.shape.dropout else (1, 0.0)  # a sum alone joins the norm after it
-        return (*meet, Touch("residual", passes * self.between, passes * self.between, 0, 1, saved=kept))
+        return (*meet, MemoryBound("residual", passes * self.between, passes * self.between, 0, 1, saved=kept))
 
     def copied(self) -> tuple[Op, ...]:
         """Slices of a sequence are not contiguous where the batch comes first."""
         strided = self.setting.batch_first and self.setting.micro_batch > 1
-        return (Touch("copy slices", 2 * self.stream, 2 * self.stream),) if strided else ()
+        return (MemoryBound("copy slices", 2 * self.stream, 2 * self.stream),) if strided else ()
 
     def meet(self, kind: str) -> Collective:
         return Collective(kind, self.stream, "tp", kind.replace("_", " "))
@@ -161,7 +161,7 @@ class Layers:
         qkv = self.tokens * wide * self.width
         out = self.tokens * s.heads * s.head_dim // t.tp * self.width
         passes = 2 * qkv if s.rotary else 0.0
-        turn = Touch("rotary" if s.rotary else "heads", passes, passes)
+        turn = MemoryBound("rotary" if s.rotary else "heads", passes, passes)
         return (
             *self.norm(), *self.enter(), self.product("qkv", wide, s.hidden, self.between), turn, *self.ring(qkv), *self.flash(qkv),
             self.product("projection", s.hidden, s.heads * s.head_dim // t.tp, out),
@@ -210,7 +210,7 @@ class Layers:
         s = self.shape
         inner = self.tokens * s.inner // self.setting.tp * self.width
         f, b = (3, 5) if s.gated else (2, 3)
-        return (Touch("activation", f * inner, b * inner, saved=inner * (2 if s.gated else 1)),)
+        return (MemoryBound("activation", f * inner, b * inner, saved=inner * (2 if s.gated else 1)),)
 
     def feed_forward(self) -> tuple[Op, ...]:
         s, t = self.shape, self.setting
@@ -226,14 +226,14 @@ class Layers:
         rows = max(1, self.tokens * s.chosen // local)
         sent = self.between * s.chosen
         route = Gemm(self.tokens, s.experts, s.hidden, dtype=self.wide_dtype, name="router", saved=self.between)
-        place = Touch("dispatch", 2 * sent, 2 * sent, 4, 4, saved=sent, walk="memory.experts")
+        place = MemoryBound("dispatch", 2 * sent, 2 * sent, 4, 4, saved=sent, walk="memory.experts")
         swap = (Collective("all_to_all", sent, "ep", "tokens to experts", copies=s.chosen),) if t.ep > 1 else ()
         inner = s.inner // t.tp
         up = Gemm(rows, inner * (2 if s.gated else 1), s.hidden, local, t.dtype, "experts up", saved=sent, grouped=True)
         wide = rows * local * inner * self.width
-        act = Touch("expert activation", 3 * wide, 5 * wide, saved=2 * wide, walk="memory.experts")
+        act = MemoryBound("expert activation", 3 * wide, 5 * wide, saved=2 * wide, walk="memory.experts")
         down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide, grouped=True)
-        back = Touch("combine", 3 * sent, 3 * sent, 3, 3, walk="memory.experts")
+        back = MemoryBound("combine", 3 * sent, 3 * sent, 3, 3, walk="memory.experts")
         return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, back)
 
 
@@ -280,9 +280,9 @@ def backward(op: Op) -> Iterator[Op]:
         yield from _of_gemm(op)
     elif isinstance(op, Attention):
         yield replace(op, back=True, saved=0, name=f"{op.name} backward", launches=2)
-    elif isinstance(op, Touch):
+    elif isinstance(op, MemoryBound):
         if op.back:
-            yield Touch(f"{op.name} backward", op.back, 0, op.back_launches, walk=op.walk)
+            yield MemoryBound(f"{op.name} backward", op.back, 0, op.back_launches, walk=op.walk)
     else:
         yield replace(op, kind=_ADJOINT.get(op.kind, op.kind))
 
@@ -295,6 +295,6 @@ def _of_gemm(op: Gemm) -> Iterator[Op]:
     yield replace(op, m=op.k, k=op.m, saved=0, bias=False, loose="k", name=f"{op.name} weight gradient")
     if op.bias:
         size = op.m * op.n * WIDTH[op.dtype]
-        yield Touch(f"{op.name} bias gradient", size, 0)
+        yield MemoryBound(f"{op.name} bias gradient", size, 0)
 
 

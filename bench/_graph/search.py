@@ -26,7 +26,7 @@ from weft.core.role import Role
 from weft.cost.memory import RESIDENT, room
 from weft.frontend.capture import Captured
 from weft.plan.layouts import Chosen, OnCluster, Rates, choose
-from weft.plan.layouts.strategies import Ways
+from weft.plan.layouts.strategies import Strategies
 from weft.plan.named import as_state, input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run
@@ -115,7 +115,7 @@ class GraphSearch:
     _units: dict[tuple[PlacedProgram, frozenset[str]], list[Unit]] = field(default_factory=dict)
     _own: dict[object, Captured] = field(default_factory=dict)
     _prices: dict[object, OnCluster] = field(default_factory=dict)
-    _ways_on: dict[Mesh, Ways] = field(default_factory=dict)
+    _ways_on: dict[Mesh, Strategies] = field(default_factory=dict)
     by_mesh: dict[object, Candidate] = field(default_factory=dict)  # the best way of weft at each number of stages and mesh
 
     @property
@@ -275,7 +275,7 @@ class GraphSearch:
         """The layouts of a program on a part of the cluster, by ways and prices that all programs on the mesh share."""
         key = part.text, mesh, issued
         prices = self._prices.setdefault(key, OnCluster(part, mesh, issued))
-        return choose(program, mesh, prices, ways=self._ways_on.setdefault(mesh, Ways(mesh)), **settings)
+        return choose(program, mesh, prices, ways=self._ways_on.setdefault(mesh, Strategies(mesh)), **settings)
 
     def own(self, captured: Captured, rounds: int) -> Captured:
         """The step as weft runs it; made once, since layouts are remembered by step."""

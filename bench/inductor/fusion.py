@@ -30,7 +30,7 @@ from bench.inductor.torch_ops import (
     value_random_ops,
 )
 from weft.cluster.profile import Device
-from weft.cost.work import Op, Touch
+from weft.cost.work import MemoryBound, Op
 
 LOOP = 4096  # a reduction over more elements reads its input again for each further pass
 
@@ -190,7 +190,7 @@ class Fused(Graph):
             target, given = inner(first)
             values = torch.fx.node.map_arg((given, first.kwargs), lambda n: n.meta.get("val"))
             made = kernels(target, values[0], values[1], first.meta["val"])
-            yield from (replace(op, walk="") if isinstance(op, Touch) else op for op in made)  # its own kernels walk as they should
+            yield from (replace(op, walk="") if isinstance(op, MemoryBound) else op for op in made)  # its own kernels walk as they should
             return
         inside = {n.name for n in group}
         sources = [x for n in group for i in self.inputs(n) if i.name not in inside for x in self.again.get(i.name, [i])]
@@ -199,4 +199,4 @@ class Fused(Graph):
         size = passes * sum(size_of(n) for n in read.values()) + sum(size_of(n) for n in self.outputs(group))
         hard = max((elements_of(n) for n in group if name_of(n) in MATH), default=0)
         if size:
-            yield Touch("fused " + " ".join(dict.fromkeys(name_of(n) for n in group[:4])), float(size), 0, math=float(hard))
+            yield MemoryBound("fused " + " ".join(dict.fromkeys(name_of(n) for n in group[:4])), float(size), 0, math=float(hard))

@@ -12,7 +12,7 @@ from weft.core.layout import Mesh, P
 from weft.core.program import Program
 from weft.cost.price import compiles, on_mesh
 from weft.cost.simulate import predict
-from weft.cost.work import Collective, Touch, Work, records
+from weft.cost.work import Collective, MemoryBound, Work, records
 from weft.frontend import lang as w
 from weft.frontend.capture import capture
 from weft.frontend.trace import tensor, trace
@@ -43,7 +43,7 @@ def test_attention_has_its_own_rate_in_the_ilp_too() -> None:
     (node,) = program.find_all("attention")
     device, prices = cluster("H100").device, OnCluster(cluster("H100"), Mesh(dp=1))
     (op,) = Work(program, True).of(node)
-    assert isinstance(op, Touch) and op.flops > 0
+    assert isinstance(op, MemoryBound) and op.flops > 0
     assert prices.work([op], node) == pytest.approx(op.flops / (device.peak(op.dtype) * device.get("attention.forward")), rel=1e-3)
 
 
@@ -52,9 +52,9 @@ def test_pointwise_ops_in_a_row_are_one_kernel_where_steps_are_compiled() -> Non
     program = trace(lambda x, y: w.gelu(x + y) * y, Mesh(tp=1), x=wide, y=wide)
     apart, chained = records(program), records(program, chained=True)
     size = 256 * 1024 * 4
-    assert [op.bytes for op in apart if isinstance(op, Touch)] == [3 * size, 2 * size, 3 * size]
-    assert [op.bytes for op in chained if isinstance(op, Touch)] == [2 * size, 0, 2 * size]
-    assert sum(op.launches for op in chained) == 1 and sum(op.math for op in chained if isinstance(op, Touch)) == 256 * 1024
+    assert [op.bytes for op in apart if isinstance(op, MemoryBound)] == [3 * size, 2 * size, 3 * size]
+    assert [op.bytes for op in chained if isinstance(op, MemoryBound)] == [2 * size, 0, 2 * size]
+    assert sum(op.launches for op in chained) == 1 and sum(op.math for op in chained if isinstance(op, MemoryBound)) == 256 * 1024
     assert compiles(cluster("H100").device) and not compiles(cluster("x86-2").device)
 
 

@@ -10,7 +10,7 @@ from weft.core.program import Program
 from weft.cost.memory import live_bytes, peak_bytes
 from weft.cost.price import device_seconds, on_mesh
 from weft.cost.simulate import predict
-from weft.cost.work import Collective, Gemm, Op, Touch, by_place, product_sizes, records
+from weft.cost.work import Collective, Gemm, MemoryBound, Op, by_place, product_sizes, records
 from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
 from weft.ops.attention import attention
@@ -44,7 +44,7 @@ def test_a_fused_kernel_touches_less() -> None:
     wide = tensor("f32", BATCH * SEQ, 4 * HIDDEN)
     plain = trace(lambda x, y: w.gelu(x + y), Mesh(tp=1), x=wide, y=wide)
     fused = fuse(plain, [n for n in plain.nodes if n.op.name in ("add", "gelu")])
-    less = sum(op.bytes for op in records(plain) if isinstance(op, Touch)) - sum(op.bytes for op in records(fused) if isinstance(op, Touch))
+    less = sum(op.bytes for op in records(plain) if isinstance(op, MemoryBound)) - sum(op.bytes for op in records(fused) if isinstance(op, MemoryBound))
     assert less == 2 * BATCH * SEQ * 4 * HIDDEN * 4  # the sum is neither written nor read again
 
 
@@ -55,19 +55,19 @@ def test_a_fused_kernel_touches_its_own_slices_and_what_peers_send() -> None:
     p = sink(plain, plain.find("all_gather"))
     fused = fuse(p, [n for n in p.nodes if n.op.name in ("reduce_scatter", "gelu", "all_gather")])
     ops = records(fused)
-    assert [op.bytes for op in ops if isinstance(op, Touch)] == [2 * whole / 4]
+    assert [op.bytes for op in ops if isinstance(op, MemoryBound)] == [2 * whole / 4]
     assert [(op.kind, op.bytes, op.peer) for op in ops if isinstance(op, Collective)] == [("reduce_scatter", whole, True), ("all_gather", whole, True)]
 
 
 def test_a_bias_is_added_by_its_product() -> None:
-    assert [op.name for op in records(block(1)) if isinstance(op, Touch)].count("add") == 2  # the one after the sum over ranks, and the residual
+    assert [op.name for op in records(block(1)) if isinstance(op, MemoryBound)].count("add") == 2  # the one after the sum over ranks, and the residual
     assert any(op.name == "fused add gelu" for op in records(fuse(block(1), [n for n in block(1).nodes if n.op.name in ("add", "gelu")][:2])))
 
 
 def test_padded_pieces_are_laid_side_by_side_in_one_pass() -> None:
     piece = tensor("f32", 4, 8)
     made = records(trace(lambda a, b, c: w.pad(a, 0, 0, 8) + w.pad(b, 0, 4, 4) + w.pad(c, 0, 8, 0), Mesh(tp=1), a=piece, b=piece, c=piece))
-    assert [(op.name, op.bytes) for op in made if isinstance(op, Touch)] == [("concat", 2 * 12 * 8 * 4)]
+    assert [(op.name, op.bytes) for op in made if isinstance(op, MemoryBound)] == [("concat", 2 * 12 * 8 * 4)]
 
 
 def test_ops_take_a_rate_of_their_own_where_one_was_measured() -> None:
@@ -107,14 +107,14 @@ def test_a_split_sum_sends_the_whole_tensor_twice() -> None:
 
 def test_a_slice_sends_nothing_and_is_a_copy_unless_it_lies_in_one_piece() -> None:
     columns, rows = (trace(lambda x, d=d: w.slice(x, "dp", d), Mesh(dp=4), x=tensor("f32", 16, 8)) for d in (1, 0))
-    assert records(columns) == [Touch("slice", 2 * 16 * 2 * 4, 0)]
+    assert records(columns) == [MemoryBound("slice", 2 * 16 * 2 * 4, 0)]
     assert records(rows) == []
 
 
 def test_a_pad_is_a_pass_where_pieces_do_not_fill_the_sum() -> None:
     piece = tensor("f32", 4, 8)
     made = records(trace(lambda a, b: w.pad(a, 0, 0, 8) + w.pad(b, 0, 4, 4), Mesh(tp=1), a=piece, b=piece))
-    assert [(op.name, op.bytes) for op in made if isinstance(op, Touch)] == [("pad", (12 + 2 * 4) * 8 * 4)] * 2 + [("add", 3 * 12 * 8 * 4)]
+    assert [(op.name, op.bytes) for op in made if isinstance(op, MemoryBound)] == [("pad", (12 + 2 * 4) * 8 * 4)] * 2 + [("add", 3 * 12 * 8 * 4)]
 
 
 @pytest.mark.parametrize(("within", "sizes"), [(None, ["all_gather"]), (16, ["all_gather", "all_gather laid out"])])
@@ -145,9 +145,9 @@ def test_views_and_inputs_cost_nothing() -> None:
 
 
 def test_attention_is_priced_by_its_flops() -> None:
-    def of(seq: int) -> Touch:
+    def of(seq: int) -> MemoryBound:
         (op,) = [op for op in records(self_attention(Mesh(dp=1), 1, seq, 128, n_heads=2, p=0.0, tp=None)) if op.name == "attention"]
-        assert isinstance(op, Touch)
+        assert isinstance(op, MemoryBound)
         return op
 
     assert of(128).share == "attention.forward"
@@ -198,8 +198,8 @@ def test_attention_whose_rows_are_cut_reaches_memory() -> None:
         made = trace(lambda q, k, v: attention(q, k, v, causal=causal)[0], Mesh(cp=2), q=q, k=k, v=k)
         return [op for op in records(made) if "attention" in op.name]
 
-    assert [type(op) for op in of(True)] == [Touch]
-    assert [type(op) for op in of(False, cp=S(2))] == [Touch]
+    assert [type(op) for op in of(True)] == [MemoryBound]
+    assert [type(op) for op in of(False, cp=S(2))] == [MemoryBound]
     product, _, scores, hard = of(True, cp=S(2))
     assert (product.m, product.n, product.k, product.batch) == (32, 64, 32, 4)
     assert (scores.bytes, hard.elements) == (11 * 4 * 32 * 64 * 4, 2 * 4 * 32 * 64)
@@ -236,4 +236,4 @@ def test_what_is_written_over_what_was_read_is_not_fetched_first(ops: tuple[str,
     """A kernel that updates state in place has the rate of such passes, where it was measured; one that writes elsewhere does not."""
     made = trace(lambda x, y: {"x": x * 2.0 + y - 1.0}, Mesh(dp=1), x=tensor("f32", 16), y=tensor("f32", 16))
     first = records(fuse(made, [n for n in made.nodes if n.op.name in ops]))[0]
-    assert isinstance(first, Touch) and first.walk == walk
+    assert isinstance(first, MemoryBound) and first.walk == walk

@@ -36,6 +36,12 @@ DIALECT = {
     r"tailor\w*|to measure(?= \()": "stage partitioner",
     r"utilisation": "MFU",
 }  # fmt: skip
+# Words that no name of a module or class is made of.
+NAMES = {
+    "held", "whole", "wholes", "cut", "cuts", "again", "way", "ways", "wish", "beside", "travel", "travels", "laid", "told", "says", "said", "heard", "hear",
+    "lane", "lanes", "near", "carry", "mover", "apart", "together", "touch", "alike", "trust", "quick", "lie", "tailor", "dealt", "teach", "judge", "judged", "stray",
+    "ruled", "room", "product", "foresee", "foreseen", "foresight", "foretell", "pretended", "turned", "asked",
+}  # fmt: skip
 WANTED = (
     "predicted", "sharded", "replicated", "partial", "recompute", "activation checkpointing", "overlapped", "exposed communication", "pipeline", "micro-batch",
     "data-parallel", "tensor parallelism", "sequence parallel", "context parallelism", "expert parallelism", "Ulysses", "FSDP", "ZeRO", "DeviceMesh", "DTensor",
@@ -82,6 +88,24 @@ def texts(path: Path) -> list[tuple[int, str]]:
     """Docstrings and other strings of more than one word, with their lines; code that is written as text is left out."""
     strings = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant) and isinstance(n.value, str))
     return [(n.lineno, n.value) for n in strings if " " in n.value.strip() and not any(code in n.value for code in CODE)]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=[p.name for p in ROOMS])
+def test_modules_and_classes_are_named_by_the_words_of_the_field(room: Path) -> None:
+    assert not [f"{path.relative_to(ROOT)}: {name}" for path in sorted(room.rglob("*.py")) for name in names(path) if parts(name) & NAMES]
+
+
+def names(path: Path) -> list[str]:
+    return [path.stem, *(n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef))]
+
+
+def parts(name: str) -> set[str]:
+    """The words a name is made of: `CutBlock` and `cut_blocks` of cut and block(s)."""
+    return {word.lower() for word in re.split(r"_|(?<=[a-z0-9])(?=[A-Z])", name) if word}
+
+
+def test_names_are_taken_apart() -> None:
+    assert parts("CutBlock") & NAMES and parts("own_lanes") & NAMES and not parts("cutoff") & NAMES
 
 
 def test_the_words_of_the_field_are_there() -> None:

@@ -18,7 +18,7 @@ import sys; sys.path.insert(0, {root!r})
 import torch
 from examples.dynamic import dag_rnn, tree_lstm
 from tests.dynamic.graphs import by_hand, graphs
-from weft.dynamic import product
+from weft.dynamic import matmul
 from weft.runtime import replay
 torch.manual_seed(0)
 replay.processors = lambda device: 8  # so that programs share products
@@ -28,19 +28,19 @@ def error(found, exact):
 
 for m, k, n in ((5, 40, 24), (70, 256, 64), (40, 200, 33)):
     a, w, out = torch.randn(m, k), torch.randn(n, k).t(), torch.empty(m, n)
-    halves = product.Halves.of(w)
+    halves = matmul.Halves.of(w)
     assert torch.equal(halves.high + halves.low, w)
-    plans = product._for_rows(m, k, n, a.device)
+    plans = matmul._for_rows(m, k, n, a.device)
     assert k < 256 or any(p.shares > 1 for p in plans)
     for plan in plans:
-        product._chosen["rows", product.size_of(m), k, n, a.device] = plan
+        matmul._chosen["rows", matmul.size_of(m), k, n, a.device] = plan
         for _ in range(2):  # a shared product leaves its counts as they were
-            product.rows(a, w, halves, out.fill_(7.0))
+            matmul.rows(a, w, halves, out.fill_(7.0))
             error(out, a.double() @ w.double())
 for r, m, n in ((300, 40, 24), (700, 130, 70)):
     x, y = torch.randn(r, m), torch.randn(r, n)
-    error(product.over_rows(x, y), x.double().t() @ y.double())
-product._chosen.clear()
+    error(matmul.over_rows(x, y), x.double().t() @ y.double())
+matmul._chosen.clear()
 
 made = [(tree_lstm.ChildSum, tree_lstm.model, "leaves", ("binary", "single")), (dag_rnn.DagRNN, lambda c, _: dag_rnn.model(c), "all", ("dag", "tree"))]
 for kind, model_of, words, shapes in made:

@@ -19,7 +19,7 @@ from weft.api.record import measured_line
 from weft.cli import app
 from weft.core.errors import PlanError
 from weft.cost.timeline import Seen, Task, Timeline
-from weft.dynamic.watch import Costs, Piece
+from weft.dynamic.watch import Costs, PhaseTime
 from weft.record.progress import Printer, line, partings
 from weft.record.run import Run, load, median, parse
 from weft.report.of_run import of_run
@@ -188,7 +188,7 @@ def test_what_is_foreseen_of_a_run_is_what_plans_are_priced_by(pages: dict[str, 
 
 
 def test_costs_of_rounds_are_a_line() -> None:
-    pieces = [Piece("v+", "rounds", n, n / 1e3, 2e-5 + n * 1e-6) for n in (1, 4, 9)] + [Piece("v+", "back", 9, 0.02, 9e-6)]
+    pieces = [PhaseTime("v+", "rounds", n, n / 1e3, 2e-5 + n * 1e-6) for n in (1, 4, 9)] + [PhaseTime("v+", "back", 9, 0.02, 9e-6)]
     costs = Costs.of(pieces, 0.05, 100)
     assert costs.phases["v+", "rounds"] == pytest.approx((2e-5, 1e-6))
     assert costs.phases["v+", "back"] == pytest.approx((0.0, 1e-6))

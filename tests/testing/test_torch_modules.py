@@ -16,7 +16,7 @@ from tests.testing.plant import Facet, plant
 from weft.cli import app
 from weft.core.errors import WeftError
 from weft.core.node import OPS
-from weft.testing.torch_grammar import Line, Module, Var, random_module
+from weft.testing.torch_grammar import Module, Statement, Var, random_module
 from weft.testing.torch_modules import Case, Tally, check_module, draw, fuzz, random_case, run_script, script, shrunk
 
 SEED = 6
@@ -42,10 +42,10 @@ def test_some_modules_are_equal() -> None:
 def test_what_nobody_needs_is_left_out() -> None:
     v, w, t = Var("v0", (2,)), Var("v1", (2,)), Var("v2", (2,))
     lines = (
-        Line(v, "v0 = x0 * self.p0", ("x0", "self.p0")), Line(w, "v1 = v0 + self.p1", ("v0", "self.p1")),
-        Line(t, "v2 = v0 * 1.0", ("v0",)), Line(t, "v2.add_(1.0)", ("v2",)),
+        Statement(v, "v0 = x0 * self.p0", ("x0", "self.p0")), Statement(w, "v1 = v0 + self.p1", ("v0", "self.p1")),
+        Statement(t, "v2 = v0 * 1.0", ("v0",)), Statement(t, "v2.add_(1.0)", ("v2",)),
     )  # fmt: skip
-    module = Module((("p0", "a"), ("p1", "b")), (("x0", "c"),), lines, (Line(Var("loss0", ()), "loss0 = v2.sum()", ("v2",)),)).needed()
+    module = Module((("p0", "a"), ("p1", "b")), (("x0", "c"),), lines, (Statement(Var("loss0", ()), "loss0 = v2.sum()", ("v2",)),)).needed()
     assert [line.text for line in module.lines] == ["v0 = x0 * self.p0", "v2 = v0 * 1.0", "v2.add_(1.0)"]
     assert module.attributes == (("p0", "a"),)
 
@@ -60,10 +60,10 @@ def faulty() -> Case:
     module = Module(
         (("p0", "nn.Parameter(draw((4,), 'normal', 1))"), ("p1", "nn.Parameter(draw((4,), 'normal', 2))")), (("x0", "draw((4, 4), 'normal', 3)"),),
         (
-            Line(Var("v0", (4, 4)), "v0 = x0 * self.p0", ("x0", "self.p0")), Line(Var("v1", (4, 4)), "v1 = torch.sin(v0)", ("v0",)),
-            Line(Var("v2", (4, 4)), "v2 = torch.tanh(v1)", ("v1",)), Line(Var("v3", (4, 4)), "v3 = v2 * self.p1", ("v2", "self.p1")),
+            Statement(Var("v0", (4, 4)), "v0 = x0 * self.p0", ("x0", "self.p0")), Statement(Var("v1", (4, 4)), "v1 = torch.sin(v0)", ("v0",)),
+            Statement(Var("v2", (4, 4)), "v2 = torch.tanh(v1)", ("v1",)), Statement(Var("v3", (4, 4)), "v3 = v2 * self.p1", ("v2", "self.p1")),
         ),
-        (Line(Var("loss0", ()), "loss0 = v3.sum()", ("v3",)), Line(Var("loss1", ()), "loss1 = v0.mean()", ("v0",))),
+        (Statement(Var("loss0", ()), "loss0 = v3.sum()", ("v3",)), Statement(Var("loss1", ()), "loss1 = v0.mean()", ("v0",))),
     )  # fmt: skip
     return Case(module, "SGD(params, lr=0.5, momentum=0.9, weight_decay=0.1)", ("dp2",))
 
@@ -101,10 +101,10 @@ def test_what_rounding_alone_decides_is_no_fault() -> None:
     """Equal thirds, summed in another order, stand on either side of their mean."""
     apart = "v0 * 3.0 - v0 - v0 - v0"
     lines = (
-        Line(Var("v0", (4,)), "v0 = torch.softmax(self.p0 * 0.0, 0) / 3.0", ("self.p0",)),
-        Line(Var("v1", (4,)), f"v1 = torch.relu({apart}) + self.p0", ("v0", "self.p0")),
+        Statement(Var("v0", (4,)), "v0 = torch.softmax(self.p0 * 0.0, 0) / 3.0", ("self.p0",)),
+        Statement(Var("v1", (4,)), f"v1 = torch.relu({apart}) + self.p0", ("v0", "self.p0")),
     )
-    loss = Line(Var("loss0", ()), f"loss0 = torch.sign({apart}).sum() + v1.sum()", ("v0", "v1"))
+    loss = Statement(Var("loss0", ()), f"loss0 = torch.sign({apart}).sum() + v1.sum()", ("v0", "v1"))
     case = Case(Module((("p0", "nn.Parameter(draw((4,), 'normal', 1))"),), (), lines, (loss,)), "SGD(params, lr=1.0)", ())
     assert check_module(case).status in ("equal", "unstable")
 

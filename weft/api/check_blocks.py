@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.api import check_cost, eager
-from weft.api.deviation import Apart, allowed, compared, refusal
+from weft.api.deviation import Deviation, allowed, compared, refusal
 from weft.api.module_blocks import AROUND, Around, ModuleBlock, ModuleBlocks, named_own
 from weft.core.errors import CaptureError
 from weft.core.names import readable
@@ -46,7 +46,7 @@ class BlockReport:
     parts: int  # into which the example was split
     blocks: int
     left: list[str]
-    apart: dict[str, Apart] = field(default_factory=dict)
+    apart: dict[str, Deviation] = field(default_factory=dict)
     kinds: int = 0
 
 

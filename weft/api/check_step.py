@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.api import check_cost, eager
 from weft.api.check_blocks import by_blocks, filled
-from weft.api.deviation import Apart, Values, allowed, compared, refusal, run, scaled
+from weft.api.deviation import Deviation, Values, allowed, compared, refusal, run, scaled
 from weft.api.eager import How, Loss, Moment
 from weft.core.errors import CaptureError, PlanError
 from weft.core.names import original
@@ -101,7 +101,7 @@ class Case:
         """Of parameters, as the program has them; None where Python ran in the backward pass."""
         return None if captured.joint else captured.gradients
 
-    def updates(self, captured: Captured) -> dict[str, Apart]:
+    def updates(self, captured: Captured) -> dict[str, Deviation]:
         """How far some updates are from torch's."""
         from weft.api.check_updates import updates
 
@@ -209,10 +209,10 @@ class Sides:
         values |= {n: x for n, x in {**self.given, "seed": torch.tensor(0)}.items() if n in values}
         return {n: x.detach().to(self.device) for n, x in values.items()}
 
-    def deviations(self, want: Mapping[str, Tensor | None]) -> dict[str, Apart]:
+    def deviations(self, want: Mapping[str, Tensor | None]) -> dict[str, Deviation]:
         """By name, how far the program is from torch."""
         given = self.inputs()
-        out: dict[str, Apart] = {}
+        out: dict[str, Deviation] = {}
         for program, more in self._programs(want):
             tolerance = self.allowed.update if more else self.allowed.tolerance
             out |= compared(program, {**given, **more}, want, self.device, tolerance, self.allowed.digit)
@@ -246,7 +246,7 @@ class Sides:
         given = {f"d.{n}": torch.zeros_like(like[n], device=self.device) if (g := want[f"d.{n}"]) is None else g for n in free}
         return [(_program(p, first), {}), *([(_program(p, made), given)] if made else [])]
 
-    def _untouched(self, want: Mapping[str, Tensor | None], given: Values) -> dict[str, Apart]:
+    def _untouched(self, want: Mapping[str, Tensor | None], given: Values) -> dict[str, Deviation]:
         """What the program leaves as it is, torch must too; and torch may have no gradient that it lacks."""
         names = eager.names_of(self.captured, self.case.bare)
         tensors = (*self.case.bare.parameters(), *self.case.bare.buffers())
@@ -255,7 +255,7 @@ class Sides:
                 if n not in written and (w := want[n]) is not None}  # fmt: skip
         known = {f"d.{n}" for n in self.captured.gradients} or {n.replace("out.grads.", "d.") for n in written if n.startswith("out.grads.")}
         grads = {n: g for n, g in want.items() if n.startswith(("d.", "out.grads."))}
-        lost = {n: Apart(math.inf, math.inf) for n, g in grads.items() if known and n.replace("out.grads.", "d.") not in known and _moves(g)}
+        lost = {n: Deviation(math.inf, math.inf) for n, g in grads.items() if known and n.replace("out.grads.", "d.") not in known and _moves(g)}
         return same | lost
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.api import check_cost, eager
 from weft.api.check_blocks import random_of, valued
-from weft.api.deviation import Apart, allowed, compared
+from weft.api.deviation import Deviation, allowed, compared
 from weft.api.module_blocks import program_of, split_at
 from weft.core.node import Node, toposort
 from weft.core.role import Role
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from weft.api.check_step import Case
 
 
-def updates(captured: Captured, case: Case) -> dict[str, Apart]:
+def updates(captured: Captured, case: Case) -> dict[str, Deviation]:
     """How far the updates of some parameters from random gradients are from torch's."""
-    out: dict[str, Apart] = {}
+    out: dict[str, Deviation] = {}
     names = {id(p): n for n, p in captured.parameters.items()}
     for group in case.optimizer.param_groups:
         made = {n: _gradient(captured, n) for n in (names[id(p)] for p in group["params"] if id(p) in names) if n in captured.updates}
@@ -57,7 +57,7 @@ def _stand_in(gradient: Node) -> Node:
     return input_node(GRADIENT, gradient.type, Role.BATCH)
 
 
-def _compared(captured: Captured, case: Case, group: dict[str, Any], name: str, given: Node) -> dict[str, Apart]:
+def _compared(captured: Captured, case: Case, group: dict[str, Any], name: str, given: Node) -> dict[str, Deviation]:
     random = torch.Generator().manual_seed(0)
     states = {n: p for n, p in captured.states.items() if p == name and not n.startswith("group_")}
     outputs = {n: captured.program.output_names[n] for n in (name, *states) if n in captured.program.output_names}

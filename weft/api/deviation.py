@@ -26,7 +26,7 @@ ROUNDING = 32  # times what moving the last digit of the inputs does
 Values = Mapping[str, Tensor]
 
 
-class Apart(NamedTuple):
+class Deviation(NamedTuple):
     """A difference in parts of what is allowed; and, beyond rounding, in parts of the tensor's largest value."""
 
     allowed: float
@@ -56,7 +56,7 @@ def run(program: Program, given: Values, device: torch.device) -> dict[str, Tens
         return interp.run_global(program, given, device=device)  # the context reaches nobody where torch's functions are not listened to
 
 
-def compared(program: Program, given: Values, want: Mapping[str, Tensor | None], device: torch.device, tolerance: float, digit: float) -> dict[str, Apart]:
+def compared(program: Program, given: Values, want: Mapping[str, Tensor | None], device: torch.device, tolerance: float, digit: float) -> dict[str, Deviation]:
     """How far every output of the program is from what is wanted; where torch has no gradient, zeros are."""
     start = {n: given[n] for n in program.input_names}
     found = run(program, start, device)
@@ -99,11 +99,11 @@ def size(x: Tensor, least: float = 1e-30) -> float:
     return most if not least else max(most, least)
 
 
-def scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0, least: float = 0.0) -> Apart:
+def scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0, least: float = 0.0) -> Deviation:
     """How far, in parts of the largest value or of `least`, where as much is allowed besides as rounding does."""
     by, whole = distance(found, want), max(size(want), least)
     slack = ROUNDING * rounding
-    return Apart(by / (tolerance * whole + slack), max(by - slack, 0.0) / whole) if by else Apart(0.0, 0.0)
+    return Deviation(by / (tolerance * whole + slack), max(by - slack, 0.0) / whole) if by else Deviation(0.0, 0.0)
 
 
 def moved(x: Tensor, digit: float = 0.0, name: str = "") -> Tensor:

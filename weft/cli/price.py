@@ -11,7 +11,7 @@ import typer
 from weft.cli.output import emit, many, read_text, results
 
 if TYPE_CHECKING:
-    from weft.plan.price_configuration import Judged
+    from weft.plan.price_configuration import PricedConfiguration
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +43,7 @@ def price(
         emit({**_result(found), "seconds": time.perf_counter() - began})
 
 
-def _result(found: Judged) -> dict[str, Any]:
+def _result(found: PricedConfiguration) -> dict[str, Any]:
     r = found.read
     return {
         "form": r.form, "model": found.model, "cluster": found.cluster, **found.figures, **found.bounds, "interval": found.interval, "fits": found.fits,
@@ -52,7 +52,7 @@ def _result(found: Judged) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(found: Judged) -> None:
+def _show(found: PricedConfiguration) -> None:
     f, b = found.figures, found.bounds
     results().print(f"[bold]{found.read.form}[/], {found.model} on {found.cluster}: {found.text}", highlight=False)
     results().print(

@@ -120,7 +120,7 @@ def _counted(call: Callable[[], Any]) -> Counter[str]:
 # --- chains
 
 
-class Turned(nn.Module):
+class Transposed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.transpose(0, 1)
 
@@ -133,7 +133,7 @@ class Attends(nn.Module):
 Links = tuple[Callable[[], nn.Module], tuple[int, ...]]
 IMAGES = (1, 8, 4, 4)
 CHAINS: dict[str, Links] = {
-    "view": (Turned, (8, 8)),
+    "view": (Transposed, (8, 8)),
     "op": (nn.ReLU, (8, 8)),
     "product": (lambda: nn.Linear(WIDTH, WIDTH), (8, WIDTH)),
     "norm": (lambda: nn.LayerNorm(WIDTH), (8, WIDTH)),

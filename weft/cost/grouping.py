@@ -14,7 +14,7 @@ from functools import cached_property
 
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.cost.work import MATH, Op, Touch, Work, attention_of, scores_in_memory
+from weft.cost.work import MATH, MemoryBound, Op, Work, attention_of, scores_in_memory
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
 
 COMPILED, EAGER, CLASSIC = "compiled", "eager", "classic"
@@ -103,7 +103,7 @@ class Kernels:
         if len(nodes) == 1 and nodes[0].op.attends is not None:
             yield from scores_in_memory(nodes[0]) if self.style == CLASSIC else [attention_of(nodes[0])]
         elif len(nodes) == 1 and nodes[0].op.kind is Kind.VIEW:
-            yield Touch("copy", 2.0 * held(nodes[0]), 0)
+            yield MemoryBound("copy", 2.0 * held(nodes[0]), 0)
         elif len(nodes) == 1 and not self._may_join(nodes[0]):
             yield from self._apart(nodes[0]) if self.style == CLASSIC else self._work.of(nodes[0])
         else:
@@ -114,21 +114,21 @@ class Kernels:
         by two kernels that read all again."""
         ahead, whole = n in self.ahead, n.op.kind is Kind.WHOLE
         if whole and n.op.across and any(not a.dtype.is_floating_point for a in n.args):
-            yield Touch(n.op.name, float(memory_traffic(n)) * (2 if ahead else 1), 0, 14 if ahead else 6)
+            yield MemoryBound(n.op.name, float(memory_traffic(n)) * (2 if ahead else 1), 0, 14 if ahead else 6)
             return
         yield from self._work.of(n)
         if whole and n.op.local is not None and len(n.args) > 1 and n.args[0].layout.largest_local != n.args[0].shape:
-            yield Touch("which are at hand", 0.0, 0, 4)
+            yield MemoryBound("which are at hand", 0.0, 0, 4)
         if whole and not ahead and len(n.types) > 1:
-            yield Touch(f"{n.op.name} of weights", float(sum(nbytes(a.type) for a in n.args)), 0, 2)
+            yield MemoryBound(f"{n.op.name} of weights", float(sum(nbytes(a.type) for a in n.args)), 0, 2)
 
-    def _chain(self, nodes: Sequence[Node]) -> Iterator[Touch]:
+    def _chain(self, nodes: Sequence[Node]) -> Iterator[MemoryBound]:
         inside = set(nodes)
         read = {b: min(held(b), *(nbytes(a.type) for n in nodes for a in n.args if self.base(a) is b)) for n in nodes for x in n.args
                 if (b := self.base(x)) not in inside and b.op.kind is not Kind.SOURCE}  # fmt: skip
         moved = sum(read.values()) + sum(held(n) for n in nodes if self._is_read_outside(n, inside))
         hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in nodes if n.op.name.startswith(MATH))
-        made = Touch(" ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
+        made = MemoryBound(" ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
         if moved:  # a rate of its own has an op alone
             yield replace(made, kind=made.name, elements=float(_widest(nodes[0]))) if len(nodes) == 1 else made
 

@@ -11,7 +11,7 @@ from weft.cluster.collectives import Ranks
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
 from weft.core.layout import Mesh
-from weft.cost.work import Attention, Collective, Gemm, Op, Touch
+from weft.cost.work import Attention, Collective, Gemm, MemoryBound, Op
 
 Place = Callable[[str], tuple[int, int]]  # of an axis: the ranks between neighbours along it, and how many it has
 
@@ -82,19 +82,19 @@ def device_seconds(device: Device, op: Op) -> float:
         return float(kernels.product(device, op.m, op.n, op.k, op.batch, op.dtype, op.aligned))
     if isinstance(op, Attention):
         return float(kernels.attention(device, op.batch, op.heads, op.queries, op.keys, op.head_dim, op.bytes, op.dtype, op.causal, op.back, op.launches))
-    if isinstance(op, Touch):
+    if isinstance(op, MemoryBound):
         size = op.bytes / (device.get(op.walk, 1.0) if op.walk else 1.0)
         return max(kernels.touch(device, size, op.launches), _work(device, op), _by_element(device, op))
     raise TypeError(f"{type(op).__name__} runs on links, not on a device")
 
 
-def _work(device: Device, op: Touch) -> float:
+def _work(device: Device, op: MemoryBound) -> float:
     """Flops of an op kept in one piece; over few keys attention is slower where that was measured."""
     short = 1 + device.get(f"{op.share}.half", 0.0) / op.keys if op.keys else 1.0
     return op.flops * short / (device.peak(op.dtype) * device.get(op.share)) if op.flops else 0.0
 
 
-def _by_element(device: Device, op: Touch) -> float:
+def _by_element(device: Device, op: MemoryBound) -> float:
     """What elements cost that need more than to be moved: at a rate of the op's own where it was measured."""
     own = device.get(f"rate.{op.kind}", 0.0) if op.kind else 0.0
     return op.elements / own if own else op.math / device.get("math.rate", math.inf)

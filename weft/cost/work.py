@@ -87,7 +87,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Touch:
+class MemoryBound:
     """Passes over memory: `bytes` read and written forward, `back` in the backward."""
 
     name: str
@@ -122,7 +122,7 @@ class Collective:
     peer: bool = False  # inside a kernel that reads and writes the memory of its peers, where they can be reached
 
 
-Op: TypeAlias = Gemm | Attention | Touch | Collective
+Op: TypeAlias = Gemm | Attention | MemoryBound | Collective
 
 
 # --- of a program
@@ -163,9 +163,9 @@ class Work:
         if self.is_done_by_product(node) or (name in ("add", "pad") and self._laid_beside(node)):
             return []
         if _side_by_side(node) or (name == "concat" and not self._is_sent(node)):
-            return [Touch("concat", 2.0 * nbytes(at.type), 0)]
+            return [MemoryBound("concat", 2.0 * nbytes(at.type), 0)]
         if name == "pad":
-            return [Touch("pad", float(nbytes(at.type) + 2 * nbytes(at.args[0].type)), 0, 2)]
+            return [MemoryBound("pad", float(nbytes(at.type) + 2 * nbytes(at.args[0].type)), 0, 2)]
         return list(of_node(at, *self.edges(node)))
 
     def context(self, node: Node) -> object:
@@ -255,13 +255,13 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
     elif node.op.products is not None:
         products = [Gemm(m, n, k, often, dtype_of(node), name) for m, n, k, often in node.op.products(node)]
         yield from products
-        yield Touch(f"rows of {name}", 2.0 * sum(p.batch * p.m * p.n for p in products) * WIDTH[dtype_of(node)], 0, 2 * len(products))  # between them
+        yield MemoryBound(f"rows of {name}", 2.0 * sum(p.batch * p.m * p.n for p in products) * WIDTH[dtype_of(node)], 0, 2 * len(products))  # between them
     else:
         share = "gemm.efficiency"
         if node.op.attends is not None:
             share = "attention.backward" if node.op.attends else "attention.forward"
         edge = node if all(enters) and leaves else _outside(node, enters, leaves)
-        yield Touch(
+        yield MemoryBound(
             name, float(memory_traffic(edge)), 0, leaves + node.op.beside, flops=flops(node) if kind is Kind.WHOLE else 0.0,
             dtype=dtype_of(node), share=share, math=_elements(node) if name.startswith(MATH) else 0.0,
             kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
@@ -277,7 +277,7 @@ def _in_pieces(node: Node) -> Iterator[Op]:
             m, n, k, batch = product_sizes(whole, counts)
             op = replace(op, m=m, n=n, k=k, batch=batch * many)
         yield replace(op, launches=op.launches * many)
-    yield Touch(f"leaves of {whole.op.name}", float(moved), 0, 2 * many)
+    yield MemoryBound(f"leaves of {whole.op.name}", float(moved), 0, 2 * many)
 
 
 def _outside(node: Node, enters: Sequence[bool], leaves: bool) -> Node:
@@ -302,7 +302,7 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
     hard = sum(_elements(n) for n in nodes if n.op.name.startswith(MATH))
     over = {program.output_names[o] for o, _ in program.state}
     walk = "memory.in_place" if kept and all(n in over for n in kept) else ""
-    yield Touch("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard, walk=walk)
+    yield MemoryBound("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard, walk=walk)
 
 
 def _read_here(program: Program, value: Node, inside: Collection[Node]) -> int:
@@ -329,12 +329,12 @@ def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
         whole = max(given, taken)
         yield Collective(name, whole if name == "all_gather" else given, axis, name, peer=peer)
         if not peer and _strided(node):
-            yield Touch(f"{name} laid out", 2 * whole, 0)
+            yield MemoryBound(f"{name} laid out", 2 * whole, 0)
         if not peer and _uneven(node):
             padded = {"all_gather": taken if _strided(node) else 0.0, "reduce_scatter": given}.get(name, given + taken)
-            yield Touch(f"{name} of uneven pieces", 2 * padded, 0)
+            yield MemoryBound(f"{name} of uneven pieces", 2 * padded, 0)
     elif taken < given and not peer and _strided(node):
-        yield Touch(name, 2 * taken, 0)
+        yield MemoryBound(name, 2 * taken, 0)
 
 
 def _cuts(node: Node) -> Iterator[tuple[Layout, int, int]]:
@@ -425,8 +425,8 @@ def _with_scores(node: Node) -> Iterator[Op]:
     scores = float(math.prod(heads) * rows * keys)
     moved, launches, hard = (17, 10, 1) if back else (11, 8, 2)
     size = moved * scores * WIDTH[dtype_of(node)]
-    yield Touch(f"scores of {node.op.name}", size, 0, launches, kind=f"scores.{node.op.name}", elements=scores)
-    yield Touch(f"exponentials of {node.op.name}", 0.0, 0, 0, math=hard * scores, kind="exp", elements=hard * scores)
+    yield MemoryBound(f"scores of {node.op.name}", size, 0, launches, kind=f"scores.{node.op.name}", elements=scores)
+    yield MemoryBound(f"exponentials of {node.op.name}", 0.0, 0, 0, math=hard * scores, kind="exp", elements=hard * scores)
 
 
 def scores_in_memory(node: Node) -> Iterator[Op]:
@@ -438,9 +438,9 @@ def scores_in_memory(node: Node) -> Iterator[Op]:
     scores = float(often * rows * keys * WIDTH[kind])
     # the fused kernel takes groups of four heads x samples of one row in 16 bits; else scale, mask and softmax are a kernel each
     passes, launches = ((6, 7), (3, 3)) if WIDTH[kind] > 2 else ((2, 3), (1, 1)) if often % 4 == 0 else ((16, 12), (9, 6))
-    yield Touch("softmax", passes[back] * scores, 0, launches[back], walk="memory.softmax" if WIDTH[kind] > 2 else "")
+    yield MemoryBound("softmax", passes[back] * scores, 0, launches[back], walk="memory.softmax" if WIDTH[kind] > 2 else "")
     if node.attr("p"):
-        yield Touch("attention dropout", 2.5 * scores, 0)
+        yield MemoryBound("attention dropout", 2.5 * scores, 0)
     for _ in range(2 if back else 1):
         yield Gemm(rows, width, keys, often, kind, node.op.name, weight=False)
 

@@ -71,7 +71,7 @@ def _readers(arrays: dict[str, Ints], rows: int, sent: set[Key]) -> dict[str, In
 
 
 @dataclass(frozen=True)
-class Room:
+class RoundLimits:
     """What one round may hold."""
 
     klass: int
@@ -88,7 +88,7 @@ class Room:
 class Template:
     """How many rows and edges each round may have."""
 
-    rooms: tuple[Room, ...]
+    rooms: tuple[RoundLimits, ...]
     slots: int
 
     def fit(self, s: Schedule) -> tuple[Schedule, list[int]] | None:
@@ -122,7 +122,7 @@ class Template:
         return blocks, rounds, np.array([blocks[rounds[at].klass].start + rounds[at].start for at in taken], np.int64)
 
 
-def _after_each_other(rooms: Sequence[Room]) -> tuple[list[Round], dict[int, tuple[int, int]]]:
+def _after_each_other(rooms: Sequence[RoundLimits]) -> tuple[list[Round], dict[int, tuple[int, int]]]:
     """Rounds that fill their rooms, and the rows and edges each class has then."""
     rounds, used = list[Round](), dict[int, tuple[int, int]]()
     for room in rooms:
@@ -149,25 +149,25 @@ def template(s: Schedule, before: Template | None = None) -> Template:
     rounds = Counter(r.klass for r in s.rounds)
     rooms = [_room(r, 0.5 if rounds[r.klass] > 1 else 4.0) for r in s.rounds]
     if rooms:  # graphs a little deeper than these
-        rooms += [Room(rooms[-1].klass, 8, -(-8 * rooms[-1].edges // rooms[-1].rows))] * (6 if before else 2)
+        rooms += [RoundLimits(rooms[-1].klass, 8, -(-8 * rooms[-1].edges // rooms[-1].rows))] * (6 if before else 2)
     if before is not None:
         rooms = _join(rooms, list(before.rooms))
     return Template(tuple(rooms), max(len(s.slot_child), before.slots if before else 0))
 
 
-def _room(r: Round, slack: float) -> Room:
+def _room(r: Round, slack: float) -> RoundLimits:
     """Room for a few more than a round has, in eights: there are always spare rows to take the spare edges."""
     rows, edges = r.stop - r.start, r.edge_stop - r.edge_start
     more = -(-int(rows + slack * rows**0.5 + 3) // 8) * 8
-    return Room(r.klass, more, max(-(-more * edges // rows), int(edges + slack * edges**0.5)))
+    return RoundLimits(r.klass, more, max(-(-more * edges // rows), int(edges + slack * edges**0.5)))
 
 
-def _join(a: list[Room], b: list[Room]) -> list[Room]:
+def _join(a: list[RoundLimits], b: list[RoundLimits]) -> list[RoundLimits]:
     """A sequence of rooms that holds what either holds."""
-    out, i, j = list[Room](), 0, 0
+    out, i, j = list[RoundLimits](), 0, 0
     while i < len(a) or j < len(b):
         if i < len(a) and j < len(b) and a[i].klass == b[j].klass:
-            out.append(Room(a[i].klass, max(a[i].rows, b[j].rows), max(a[i].edges, b[j].edges)))
+            out.append(RoundLimits(a[i].klass, max(a[i].rows, b[j].rows), max(a[i].edges, b[j].edges)))
             i, j = i + 1, j + 1
         elif j == len(b) or (i < len(a) and a[i].klass in {room.klass for room in b[j:]}):
             out.append(a[i])

@@ -40,12 +40,12 @@ class Lazy(Tensor):
     meta_: Meta
     call: Call | None
     ref: Ref
-    vertex: Pending | None
+    vertex: LazyCall | None
     port: int
     value: Tensor | None
 
     @staticmethod
-    def __new__(cls, meta: Meta, call: Call | None, ref: Ref, vertex: Pending | None = None, port: int = 0) -> Lazy:
+    def __new__(cls, meta: Meta, call: Call | None, ref: Ref, vertex: LazyCall | None = None, port: int = 0) -> Lazy:
         self = Tensor._make_wrapper_subclass(cls, meta[0], dtype=meta[1])
         self.meta_, self.call, self.ref, self.vertex, self.port, self.value = meta, call, ref, vertex, port, None
         return self
@@ -80,12 +80,12 @@ _NEEDS_NUMBERS = {
 }  # fmt: skip
 
 
-class Pending:
+class LazyCall:
     """A call that is written down and has not run."""
 
     __slots__ = ("__weakref__", "children", "holders", "inputs", "kind")
 
-    def __init__(self, kind: Kind, children: list[Pending], inputs: list[Tensor]) -> None:
+    def __init__(self, kind: Kind, children: list[LazyCall], inputs: list[Tensor]) -> None:
         self.kind, self.children, self.inputs = kind, children, inputs
         self.holders: list[weakref.ref[Lazy]] = []
 
@@ -97,7 +97,7 @@ class Call:
         self.ops: list[Op] = []
         self.path = 0  # the number of this sequence of ops
         self.inputs: list[Tensor] = []
-        self.children: list[Pending] = []
+        self.children: list[LazyCall] = []
         self.weights: list[Tensor] = []
         self.results: list[weakref.ref[Lazy]] = []
 
@@ -147,7 +147,7 @@ class Recorder(threading.local):
     """What is written down in this thread, and all it has learnt."""
 
     def __init__(self) -> None:
-        self.pending: list[Pending] = []
+        self.pending: list[LazyCall] = []
         self.open: list[Call] = []
         self.steps: dict[tuple[int, Op], int] = {}
         self.kinds: dict[Any, Kind] = {}
@@ -167,8 +167,8 @@ class Recorder(threading.local):
             self.kinds[key] = Kind(f"kind{len(self.kinds)}", list(call.ops), what[1], len(inputs), list(call.weights), reads)
         return self.kinds[key]
 
-    def add(self, kind: Kind, children: list[Pending], inputs: list[Tensor], results: list[Lazy]) -> None:
-        vertex = Pending(kind, children, inputs)
+    def add(self, kind: Kind, children: list[LazyCall], inputs: list[Tensor], results: list[Lazy]) -> None:
+        vertex = LazyCall(kind, children, inputs)
         for port, lazy in enumerate(results):
             lazy.vertex, lazy.port = vertex, port
             vertex.holders.append(weakref.ref(lazy))
@@ -274,7 +274,7 @@ class Learnt:
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = self._kind(call, refs)
-        vertex = Pending(kind, call.children, call.inputs)
+        vertex = LazyCall(kind, call.children, call.inputs)
         made = [Lazy(meta, None, ref, vertex, port) for port, (ref, meta) in enumerate(kind.outs)]
         vertex.holders += map(weakref.ref, made)
         _recorder.pending.append(vertex)
@@ -338,7 +338,7 @@ def _model(kinds: list[Kind]) -> Model:
     return Model({k.name: k for k in kinds}, {name: shape for name, (shape, dtype) in outs if dtype.is_floating_point})
 
 
-def _structure(pending: list[Pending], names: tuple[str, ...]) -> tuple[Structure, dict[str, Tensor]]:
+def _structure(pending: list[LazyCall], names: tuple[str, ...]) -> tuple[Structure, dict[str, Tensor]]:
     """One sample with a vertex per call; each kind has its own stack of inputs."""
     number, of = {id(p): i for i, p in enumerate(pending)}, {name: i for i, name in enumerate(names)}
     counts, rows, stacks = dict.fromkeys(names, 0), list[int](), dict[str, list[Tensor]]()
@@ -356,7 +356,7 @@ def _structure(pending: list[Pending], names: tuple[str, ...]) -> tuple[Structur
     return structure, {name: torch.stack(rows) for name, rows in stacks.items()}
 
 
-def _held(pending: list[Pending]) -> dict[str, list[tuple[int, Lazy]]]:
+def _held(pending: list[LazyCall]) -> dict[str, list[tuple[int, Lazy]]]:
     """The results somebody still holds: state -> (vertex, who)."""
     out: dict[str, list[tuple[int, Lazy]]] = {}
     for i, p in enumerate(pending):

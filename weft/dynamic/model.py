@@ -18,7 +18,7 @@ from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
 from weft.dynamic.packed import Packed
 from weft.dynamic.plan import Variant, compile_plan, held_by
-from weft.dynamic.run import Again, Once, Ready, Run
+from weft.dynamic.run import Once, Ready, Replay, Run
 from weft.dynamic.schedule import Block, Reads, Schedule
 from weft.dynamic.structure import Structure
 from weft.dynamic.trace import Function, VertexProgram
@@ -178,10 +178,10 @@ class Model(nn.Module):
 
     def call_for(
         self, variant: Variant, plan: Plan, schedule: Schedule, inputs: Inputs, wanted: Mapping[str, Ints], weights: list[Tensor] | None = None
-    ) -> Once | Again:
+    ) -> Once | Replay:
         """The batch, ready to run; by weights given to it in place of the model's own."""
         if self._replays(variant):
-            return Again(self._templates_of(variant, plan, schedule), schedule, inputs, wanted, weights)
+            return Replay(self._templates_of(variant, plan, schedule), schedule, inputs, wanted, weights)
         return Once(plan, schedule, self._made.pools.setdefault(variant.device, Pool(variant.device)))
 
     def _replays(self, variant: Variant) -> bool:

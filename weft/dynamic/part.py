@@ -23,7 +23,7 @@ from weft.dynamic.draw import as_data
 from weft.dynamic.native import Ints
 from weft.dynamic.packed import Packed, unpack
 from weft.dynamic.plan import Variant
-from weft.dynamic.run import Again, Once
+from weft.dynamic.run import Once, Replay
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.structure import Structure
 from weft.dynamic.vertex import Source
@@ -114,7 +114,7 @@ class Rounds:
         self.weights = [w for w in self.variant.weights if any(w is x for x in own) or w.ndim]  # numbers stay as they are
         first = next(iter(self.variant.functions.values()))
         self.outputs = {n: (o.shape[1:], o.dtype) for n, o in first.pushed.items()}
-        self._saved: dict[Any, tuple[Any, Once | Again, Ints, Any]] = {}
+        self._saved: dict[Any, tuple[Any, Once | Replay, Ints, Any]] = {}
         self.last: Schedule | None = None  # of this rank, for the report
 
     @property

@@ -33,7 +33,7 @@ class Items(NamedTuple):
     items: tuple[Any, ...]
 
 
-class Cut(NamedTuple):
+class SliceKey(NamedTuple):
     """A slice among the arguments; slices cannot be keys."""
 
     start: Any
@@ -67,7 +67,7 @@ def write(x: Any, name: Callable[[Any], Any], what: type = Tensor) -> Any:
         return tuple([write(i, name, what) for i in x])
     if kind is tuple or kind is list:
         return Items(kind, tuple([write(i, name, what) for i in x]))
-    return Cut(x.start, x.stop, x.step) if kind is slice else x
+    return SliceKey(x.start, x.stop, x.step) if kind is slice else x
 
 
 def read(x: Any, find: Callable[[Ref], Any]) -> Any:
@@ -77,7 +77,7 @@ def read(x: Any, find: Callable[[Ref], Any]) -> Any:
         return find(x)
     if kind is Items:
         return x.kind([read(i, find) for i in x.items])
-    return slice(*x) if kind is Cut else x
+    return slice(*x) if kind is SliceKey else x
 
 
 def do(op: Op, find: Callable[[Ref], Any]) -> Any:

@@ -50,7 +50,7 @@ class Once:
         self.release()
 
 
-class Again:
+class Replay:
     """A batch that replays a template."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Run(torch.autograd.Function):
     """The node. Its inputs are the model's inputs and weights."""
 
     @staticmethod
-    def forward(ctx: Any, call: Once | Again, names: tuple[str, ...], wanted: Mapping[str, Ints], ready: Ready, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: Once | Replay, names: tuple[str, ...], wanted: Mapping[str, Ints], ready: Ready, *tensors: Tensor) -> Any:
         inputs = {name: t.detach() for name, t in zip(names, tensors, strict=False)}
         ctx.call, ctx.ready, ctx.rows = call, ready, {name: len(x) for name, x in inputs.items()}
         outputs = call.forward(inputs, wanted, [t.detach() for t in tensors[len(names) :]])

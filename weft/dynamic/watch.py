@@ -40,7 +40,7 @@ FORWARD, BACKWARD = ("weights", "eager", "rounds", "late"), ("before", "back", "
 
 
 @dataclass(frozen=True)
-class Piece:
+class PhaseTime:
     """One phase of one class over some rows."""
 
     klass: str
@@ -51,16 +51,16 @@ class Piece:
 
 
 @contextmanager
-def traced(device: Any) -> Iterator[list[Piece]]:
+def traced(device: Any) -> Iterator[list[PhaseTime]]:
     """Notes every phase while it lasts. The engine is changed only inside, so it pays nothing while nobody watches."""
-    found: list[Piece] = []
+    found: list[PhaseTime] = []
     plain, began = Frame.run, time.perf_counter()
 
     def run(self: Frame, phase: str, span: Span) -> None:
         start = time.perf_counter()
         plain(self, phase, span)
         synchronize(device)
-        found.append(Piece(self.name, phase, span[1] - span[0], start - began, time.perf_counter() - start))
+        found.append(PhaseTime(self.name, phase, span[1] - span[0], start - began, time.perf_counter() - start))
 
     Frame.run = run  # type: ignore[method-assign]
     try:
@@ -77,14 +77,14 @@ class Costs:
     around: Mapping[str, float]
 
     @staticmethod
-    def of(pieces: Sequence[Piece], step: float, vertices: int) -> Costs:
-        by: dict[tuple[str, str], list[Piece]] = {}
+    def of(pieces: Sequence[PhaseTime], step: float, vertices: int) -> Costs:
+        by: dict[tuple[str, str], list[PhaseTime]] = {}
         for p in pieces:
             by.setdefault((p.klass, p.phase), []).append(p)
         gaps = {p.phase: p.seconds / max(1, vertices) for p in around(pieces, step)}
         return Costs({key: _line(own) for key, own in by.items()}, gaps)
 
-    def of_schedule(self, schedule: Schedule) -> list[Piece]:
+    def of_schedule(self, schedule: Schedule) -> list[PhaseTime]:
         """The phases of a step, one after the other, as the engine takes them."""
         names = {k: class_name(schedule, k) for k in schedule.blocks}
         whole = {names[k]: b.count for k, b in schedule.blocks.items()}
@@ -94,13 +94,13 @@ class Costs:
         order += [(name, phase, rows) for phase in ("late", "before") for name, rows in whole.items()]
         order += [(name, "back", rows) for name, rows in reversed(rounds)]
         order += [(name, "after", rows) for name, rows in whole.items()]
-        out: list[Piece] = []
+        out: list[PhaseTime] = []
         now = self.around.get("prepare", 0.0) * schedule.structure.vertices
         for name, phase, rows in order:
             if phase == "before" and (not out or out[-1].phase != "before"):
                 now += self.around.get("loss", 0.0) * schedule.structure.vertices
             alpha, beta = self.phases.get((name, phase), (0.0, 0.0))
-            out.append(Piece(name, phase, rows, now, alpha + beta * rows))
+            out.append(PhaseTime(name, phase, rows, now, alpha + beta * rows))
             now += out[-1].seconds
         return out
 
@@ -109,17 +109,17 @@ class Costs:
         return last.start + last.seconds + self.around.get("update", 0.0) * schedule.structure.vertices
 
 
-def around(pieces: Sequence[Piece], step: float) -> list[Piece]:
+def around(pieces: Sequence[PhaseTime], step: float) -> list[PhaseTime]:
     """What a step does besides its phases: before the first, between forward and backward, and after the last."""
     there = [p.start for p in pieces if p.phase in FORWARD], [p.start + p.seconds for p in pieces if p.phase in FORWARD]
     back = [p.start for p in pieces if p.phase in BACKWARD], [p.start + p.seconds for p in pieces if p.phase in BACKWARD]
     if not there[0] or not back[0]:
         return []
     spans = {"prepare": (0.0, min(there[0])), "loss": (max(there[1]), min(back[0])), "update": (max(back[1]), step)}
-    return [Piece("", name, 0, low, high - low) for name, (low, high) in spans.items() if high > low]
+    return [PhaseTime("", name, 0, low, high - low) for name, (low, high) in spans.items() if high > low]
 
 
-def _line(pieces: Sequence[Piece]) -> tuple[float, float]:
+def _line(pieces: Sequence[PhaseTime]) -> tuple[float, float]:
     """Least squares of seconds over rows; neither share may be negative."""
     rows, seconds = (np.array([getattr(p, what) for p in pieces], float) for what in ("rows", "seconds"))
     if len(set(rows.tolist())) < 2:
@@ -158,7 +158,7 @@ class Recorder:
         """Time what is done inside: forward, backward and update of one batch."""
         n, structure = len(self.series["ms"]), graphs.structure if isinstance(graphs, Schedule) else graphs
         waited = time.perf_counter() - self._ended if self._ended else 0.0
-        pieces: list[Piece] = []
+        pieces: list[PhaseTime] = []
         began = time.perf_counter()
         if n in (LEARNED, TRACED):
             with traced(self.device) as pieces:
@@ -181,7 +181,7 @@ class Recorder:
         if self.device is not None:
             synchronize(self.device)
 
-    def _compare(self, pieces: Sequence[Piece], spent: float, structure: Structure) -> None:
+    def _compare(self, pieces: Sequence[PhaseTime], spent: float, structure: Structure) -> None:
         """Predict the traced step by what was learned before, and set the two side by side; then say so."""
         assert self.costs is not None  # learned from an earlier step
         schedule = self.model.schedule(structure)
@@ -228,7 +228,7 @@ class Recorder:
             self.run().save(self.folder)
 
 
-def _seen(pieces: Sequence[Piece], spent: float) -> Seen:
+def _seen(pieces: Sequence[PhaseTime], spent: float) -> Seen:
     """Phases on two rows, forward and backward, what lies around them on a third; what is left of the step is all else."""
     every = sorted([*pieces, *around(pieces, spent)], key=lambda p: p.start)
     causes: dict[str, float] = {}
@@ -240,11 +240,11 @@ def _seen(pieces: Sequence[Piece], spent: float) -> Seen:
     return Seen(spent * 1e3, 0.0, causes, line)
 
 
-def _cause(p: Piece) -> str:
+def _cause(p: PhaseTime) -> str:
     return p.phase if p.phase in ("rounds", "back") or not p.klass else "compute"
 
 
-def _task(p: Piece) -> Task:
+def _task(p: PhaseTime) -> Task:
     if not p.klass:
         return Task(p.phase, "around", p.seconds, (), p.phase)
     name = f"{p.klass}: {p.rows} rows" if _cause(p) != "compute" else f"{p.klass}: {p.phase}, {p.rows} rows"

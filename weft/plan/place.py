@@ -47,7 +47,7 @@ class PlacingOptions:
 
 
 @dataclass
-class _AxisWay:
+class _AxisStrategy:
     """How one axis holds the operands of an op, and what bringing them there moves."""
 
     places: tuple[Placement, ...]
@@ -248,14 +248,14 @@ class _Placer:
             layouts = [lay.uncut(axis) if lay.where_cut(axis) is not None else lay for lay in layouts]
             yield layouts
 
-    def _ways(self, axis: str, node: Node, eq: Equation, args: Sequence[Node]) -> list[_AxisWay]:
+    def _ways(self, axis: str, node: Node, eq: Equation, args: Sequence[Node]) -> list[_AxisStrategy]:
         """Every way the axis may hold the operands, cheapest first."""
         n = self.mesh.size(axis)
         here = [a.type.on(axis) for a in args]
         if any(isinstance(h, O) for h in here):
             return _at_one_root(here, args, n)
         if all(isinstance(h, Replicated) for h in here):
-            return [_AxisWay(tuple(here), 0.0)]
+            return [_AxisStrategy(tuple(here), 0.0)]
         ways = [_way(tuple(R for _ in args), here, args, axis, n, whole=True)]
         labels = dict.fromkeys(eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S))
         for label in labels:
@@ -264,17 +264,17 @@ class _Placer:
         wanted = self._wanted(axis, node, eq) if axis in self.inner else []
         ways = [_way(_cut_places(eq, label, here, args), here, args, axis, n) for label in wanted] + ways
         if wanted or axis in self.options.scatter:
-            ways = [_AxisWay(w.places, w.cost + self._later(w, node, eq, here, n)) for w in ways]
+            ways = [_AxisStrategy(w.places, w.cost + self._later(w, node, eq, here, n)) for w in ways]
         pending = frozenset(k for k, p in enumerate(here) if isinstance(p, P))
         for s in arg_sets(node.op.linear, len(args)):
             if s and s <= pending and not self.options.in_order:
                 passed = _way(tuple(P() if k in s else R for k in range(len(args))), here, args, axis, n)
-                ways.append(_AxisWay(passed.places, passed.cost + self._swollen(axis, node, [args[k] for k in s]) + self._due(axis, node, s, args)))
+                ways.append(_AxisStrategy(passed.places, passed.cost + self._swollen(axis, node, [args[k] for k in s]) + self._due(axis, node, s, args)))
         if axis in self.options.scatter and pending and not labels:
             ways += self._scattered(eq, pending, here, args, axis, n)
         return sorted(ways, key=lambda w: w.cost)
 
-    def _later(self, way: _AxisWay, node: Node, eq: Equation, here: Sequence[Placement], n: int) -> float:
+    def _later(self, way: _AxisStrategy, node: Node, eq: Equation, here: Sequence[Placement], n: int) -> float:
         """What a way costs further on: a result that is a partial sum is reduced, and weights that were sharded on purpose are not gathered."""
         lost = any(isinstance(p, S) and eq.label(k, p.dim) not in eq.outs[0] for k, p in enumerate(way.places))
         bared = any(isinstance(h, S) and p != h and (a in self.alone or a.role is Role.PARAMETER)
@@ -320,7 +320,7 @@ class _Placer:
 
     def _scattered(
         self, eq: Equation, pending: frozenset[int], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int
-    ) -> list[_AxisWay]:
+    ) -> list[_AxisStrategy]:
         k = min(pending)
         dim = self.options.scatter_dim % max(args[k].ndim, 1) if args[k].ndim >= 2 else -1
         if dim < 0 or args[k].shape[dim] < n:
@@ -360,14 +360,14 @@ def _moved(layout: Layout, axis: str, labels: Sequence[str], onto: set[str]) -> 
     return layout
 
 
-def _at_one_root(here: Sequence[Placement], args: Sequence[Node], n: int) -> list[_AxisWay]:
+def _at_one_root(here: Sequence[Placement], args: Sequence[Node], n: int) -> list[_AxisStrategy]:
     """What several ranks hold, or have still to sum, sent to one of them, or to all."""
     roots = dict.fromkeys(h for h in here if isinstance(h, O))
     size = [0 if isinstance(h, Replicated) else nbytes(a.type) for h, a in zip(here, args, strict=True)]
     ways = [
-        _AxisWay(tuple(h if isinstance(h, Replicated) else r for h in here), sum(s for h, s in zip(here, size, strict=True) if h != r)) for r in roots
+        _AxisStrategy(tuple(h if isinstance(h, Replicated) else r for h in here), sum(s for h, s in zip(here, size, strict=True) if h != r)) for r in roots
     ]
-    return sorted([*ways, _AxisWay(tuple(R for _ in here), sum(size) * (n - 1))], key=lambda w: w.cost)
+    return sorted([*ways, _AxisStrategy(tuple(R for _ in here), sum(size) * (n - 1))], key=lambda w: w.cost)
 
 
 def _cut_places(eq: Equation, label: str, here: Sequence[Placement], args: Sequence[Node]) -> tuple[Placement, ...]:
@@ -377,10 +377,10 @@ def _cut_places(eq: Equation, label: str, here: Sequence[Placement], args: Seque
     return tuple(S(dims[k], within) if k in dims else R for k in range(len(args)))
 
 
-def _way(places: tuple[Placement, ...], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int, whole: bool = False) -> _AxisWay:
+def _way(places: tuple[Placement, ...], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int, whole: bool = False) -> _AxisStrategy:
     """Bytes to bring the operands there, and, as a tie-break, work done on every rank the same when nothing is sharded."""
     cost = sum(_move(h, p, nbytes(a.type), n) for h, p, a in zip(here, places, args, strict=True))
-    return _AxisWay(places, cost + (0.01 if whole and any(not isinstance(h, Replicated) for h in here) else 0.0))
+    return _AxisStrategy(places, cost + (0.01 if whole and any(not isinstance(h, Replicated) for h in here) else 0.0))
 
 
 def _summed(layout: Layout) -> Layout:
@@ -396,14 +396,14 @@ def _move(here: Placement, there: Placement, nbytes: float, n: int) -> float:
     return nbytes * (n - 1) / n * (2 if isinstance(there, Replicated) else 1)
 
 
-def _cheapest_first(per_axis: Sequence[Sequence[_AxisWay]]) -> Iterable[tuple[_AxisWay, ...]]:
+def _cheapest_first(per_axis: Sequence[Sequence[_AxisStrategy]]) -> Iterable[tuple[_AxisStrategy, ...]]:
     """Each axis's ways are sorted, so the first of each together are the cheapest; the others are put in order where these do not do."""
     yield tuple(ways[0] for ways in per_axis)
     combos = list(itertools.islice(itertools.product(*per_axis), 4096))
     yield from sorted(combos, key=lambda c: sum(w.cost for w in c))[1:]
 
 
-def _layouts(mesh: Mesh, args: Sequence[Node], combo: Sequence[_AxisWay]) -> list[Layout] | None:
+def _layouts(mesh: Mesh, args: Sequence[Node], combo: Sequence[_AxisStrategy]) -> list[Layout] | None:
     out = []
     for k, a in enumerate(args):
         places = {axis: way.places[k] for axis, way in zip(mesh.axes, combo, strict=True)}

@@ -27,7 +27,7 @@ VOCAB = 51200  # Megatron's padded words of GPT-2, where arguments leave them to
 
 
 @dataclass(frozen=True)
-class Judged:
+class PricedConfiguration:
     """What a configuration takes, and what would be better: `changes` of its keys lead there."""
 
     read: Read
@@ -44,7 +44,7 @@ class Judged:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
 
-def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0, better: bool = True) -> Judged:
+def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0, better: bool = True) -> PricedConfiguration:
     """Price a configuration, and search for a better one of the same batch."""
     place = read_cluster(cluster)
     first = read(text, "", place.devices, seq)
@@ -60,7 +60,7 @@ def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0
     step = search.step(setting, found.layers, found.stages)
     figures = {"step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu, "memory_gb": step.peak_memory.total / 1e9}
     kind, fits = kind_of(setting.kernels, bool(shape.experts), False), step.peak_memory.total <= search.memory
-    made = Judged(
+    made = PricedConfiguration(
         replace(found, setting=setting), model or shape.name, place.text, describe(setting), figures, bounds(kind, figures), str(spread(kind)), fits,
         search.memory, better,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _batched(s: Setting, batch: int, place: Cluster) -> Setting:
     return replace(s, global_batch=batch) if batch else s
 
 
-def _with_better(made: Judged, shape: PlannedModel, place: Cluster, setting: Setting) -> Judged:
+def _with_better(made: PricedConfiguration, shape: PlannedModel, place: Cluster, setting: Setting) -> PricedConfiguration:
     """The searched plan with the same batch, where it gains more than predictions are off against each other, or fits where this does not."""
     dtype = setting.dtype if setting.dtype in ("bf16", "fp16") else "bf16"
     found = Search(PlanProblem(shape, place, setting.global_batch, dtype)).best(EVERYTHING)
@@ -116,7 +116,7 @@ def _with_better(made: Judged, shape: PlannedModel, place: Cluster, setting: Set
     return replace(made, better=better, changes=changes(made.read, plan))
 
 
-def _plan(made: Judged, shape: PlannedModel, found: Found) -> Plan:
+def _plan(made: PricedConfiguration, shape: PlannedModel, found: Found) -> Plan:
     figures = {"step_ms": found.seconds * 1e3, "tokens_per_s": 0.0, "mfu": 0.0, "memory_gb": 0.0, "gap": 0.0}
     return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, found.layers, (), Limits().data(), figures, stages=found.stages)
 

@@ -69,7 +69,7 @@ class Schedule:
 def _zero_bubble_v(stage: int, stages: int, micro: int) -> Order:
     """Qi 2024, ZB-V: as much in memory as by 1F1B, weight gradients last, no idle slot where a forward, a backward and weight gradients take the same."""
     many = max(2 * stages - 1, micro)  # as if there were enough to fill the pipeline; those that are not there are left out
-    line = _Line()
+    line = _StagePasses()
     line.add(2 * (stages - stage) - 1, "F0")
     line.add(stage, "F1 F0")
     line.add(stages - stage, "F1 B1 W1")
@@ -84,7 +84,7 @@ def _zero_bubble_v(stage: int, stages: int, micro: int) -> Order:
 
 def _dual_pipe_v(stage: int, stages: int, micro: int) -> Order:
     """DeepSeek 2025, DualPipe-V: forwards of one chunk overlapped with backwards of the other, so that what one sends may hide behind the other."""
-    line, later, half = _Line(), stages - stage - 1, (stage + 1) // 2
+    line, later, half = _StagePasses(), stages - stage - 1, (stage + 1) // 2
     line.add(2 * later, "F0")
     line.add(stage + 1, "F0 F1")
     line.add(later, "B1 W1 F1")
@@ -101,7 +101,7 @@ def _dual_pipe_v(stage: int, stages: int, micro: int) -> Order:
     return tuple(line.made)
 
 
-class _Line:
+class _StagePasses:
     """The passes of a stage as they are added, each of the next micro-batch of its kind and chunk: F0 is a forward of chunk 0."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ from weft.plan.stage_partitioner import (
     Measure,
     Piece,
     Point,
-    Tailor,
+    StagePartitioner,
     Times,
     blocks_of,
     by_kind,
@@ -238,7 +238,7 @@ class Search:
         if key not in self._cut:
             devices = self.devices(setting)
             times = {d.name: self.times(setting, d) for d in devices}
-            self._cut[key] = Tailor(self.work(setting), setting, self.cluster, devices, self.memory, measure, times).cut()
+            self._cut[key] = StagePartitioner(self.work(setting), setting, self.cluster, devices, self.memory, measure, times).cut()
         return self._cut[key]
 
     def times(self, s: Setting, device: Device) -> Times:

@@ -18,7 +18,7 @@ from weft.cost.pipeline import neighbours, passes
 from weft.cost.price import Costs
 from weft.cost.timeline import Task, Timeline, run
 from weft.cost.walk import Phase, minus
-from weft.cost.work import Collective, Touch
+from weft.cost.work import Collective, MemoryBound
 from weft.plan.memory import Memory, stage_memory
 from weft.plan.partition import even_layers
 from weft.plan.phase import LayerRun, Pass, gathers, phase, reductions, walk
@@ -108,7 +108,7 @@ def detail(work: Workload, setting: Setting, cluster: Cluster) -> dict[str, Time
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StageTask:
     """A task of a stage and the phase it stands for."""
 
     stage: int
@@ -196,7 +196,7 @@ class _Simulation:
         reduce = "all_reduce" if s.zero == 0 else "reduce_scatter"
         return Pass("forward", s.recompute, param_bytes=kept_width(s.dtype), grad_bytes=float(WIDTH[s.grad_dtype]), reduce=reduce)
 
-    def _passes(self) -> list[_Piece]:
+    def _passes(self) -> list[_StageTask]:
         s, first = self.setting, self.setting.pp
         send = self.costs[0].send(self.work.boundary) if s.pp > 1 else 0.0
 
@@ -205,7 +205,7 @@ class _Simulation:
 
         made = passes(self.orders, seconds, neighbours(s.pipeline.places(s.pp, s.virtual), s.pp, lambda k: send), s.overlap_sends, first)
         stage = [(i, self._phase(a.chunk * s.pp + i, self._way(a.kind))) for i, order in enumerate(self.orders) for a in order]
-        pieces = [_Piece(i, task, phase) for (i, phase), task in zip(stage, made, strict=False)]
+        pieces = [_StageTask(i, task, phase) for (i, phase), task in zip(stage, made, strict=False)]
         self._links = made[len(pieces) :]
         return [self._head(i) for i in range(s.pp)] + pieces
 
@@ -246,12 +246,12 @@ class _Simulation:
         chunks = range(stage, len(self.parts), self.setting.pp)
         return sum((minus(self._phase(g, fuller), self._phase(g, plain)) for g in chunks), Phase(0.0))
 
-    def _head(self, stage: int) -> _Piece:
+    def _head(self, stage: int) -> _StageTask:
         """Gathering of updated parameters that the first forward does not hide; it needs nothing of other stages."""
         s, way = self.setting, self._way("forward")
         once = s.zero in (1, 2) and s.overlap_params or s.zero == 3 and s.keep_gathered
         made = self._beyond(stage, way, replace(way, gather=True)) if once and self.copies > 1 else Phase(0.0)
-        return _Piece(stage, Task("gather parameters", f"stage {stage}", made.seconds, (), "dp"), made)
+        return _StageTask(stage, Task("gather parameters", f"stage {stage}", made.seconds, (), "dp"), made)
 
     def _tail(self, stage: int) -> Phase:
         """Reduction of gradients that the last backward does not hide."""
@@ -262,7 +262,7 @@ class _Simulation:
 
     # --- the end of the step
 
-    def _finish(self, pieces: list[_Piece]) -> list[_Piece]:
+    def _finish(self, pieces: list[_StageTask]) -> list[_StageTask]:
         """Gradients that were not hidden, then the optimizer once every stage is done, since it needs the norm."""
         s, base = self.setting, len(pieces) + len(self._links)
         last = {p.stage: i for i, p in enumerate(pieces)}
@@ -272,8 +272,8 @@ class _Simulation:
         spread = [self._piece(st, "gather parameters", self._spread(st), (base + s.pp + st,), "dp") for st in range(s.pp)]
         return reduced + updated + spread
 
-    def _piece(self, stage: int, name: str, made: Phase, after: tuple[int, ...], cause: str) -> _Piece:
-        return _Piece(stage, Task(name, f"stage {stage}", made.seconds, after, cause), made)
+    def _piece(self, stage: int, name: str, made: Phase, after: tuple[int, ...], cause: str) -> _StageTask:
+        return _StageTask(stage, Task(name, f"stage {stage}", made.seconds, after, cause), made)
 
     def _reduced(self, stage: int) -> Phase:
         seconds = self._gradients(stage)
@@ -295,7 +295,7 @@ class _Simulation:
         dense, expert = (sum(p.block.learnt[i] * p.count for p in parts) for i in (0, 1))
         held = dense / (self.copies if s.zero else 1) + expert / (s.size("edp") if s.zero else 1)
         touched = held * (26 + 2 * WIDTH[s.grad_dtype])
-        seconds = self.costs[stage].seconds(Touch("optimizer", touched, 0, launches=4))
+        seconds = self.costs[stage].seconds(MemoryBound("optimizer", touched, 0, launches=4))
         return Phase(seconds, {"optimizer": seconds})
 
     def _spread(self, stage: int) -> Phase:
@@ -307,7 +307,7 @@ class _Simulation:
         seconds = sum(costs.seconds(op) * p.count for p in self.stage_parts(stage) for op in gathers(p.block, self.how))
         return Phase(seconds, {"dp": seconds})
 
-    def _busiest(self, pieces: list[_Piece], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+    def _busiest(self, pieces: list[_StageTask], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
         """Causes of the stage that works longest; what is missing from its step is the bubble."""
         busy = [sum(p.task.seconds for p in pieces if p.stage == st) for st in range(self.setting.pp)]
         stage = busy.index(max(busy))

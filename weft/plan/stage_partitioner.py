@@ -146,7 +146,7 @@ def named_blocks(work: Workload) -> dict[str, Block]:
 
 
 @dataclass(frozen=True, eq=False)
-class Tailor:
+class StagePartitioner:
     """Partitions the stages of one setting."""
 
     work: Workload

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.cluster.kernels import WIDTH
-from weft.cost.work import Collective, Gemm, Op, Touch
+from weft.cost.work import Collective, Gemm, MemoryBound, Op
 
 ROUND = 128  # a size padded to a multiple of it is aligned for any device, on up to 16 of them
 
@@ -147,5 +147,5 @@ def quantised(ops: Sequence[Op], back: bool = False) -> Iterator[Op]:
         if isinstance(op, Gemm) and WIDTH[op.dtype] < 2 and not (back and op.weight) and (not op.reads or op.reads not in made):
             made.add(op.reads)
             each = 2 + 2 * WIDTH[op.dtype]
-            yield Touch("quantise", op.batch * op.m * op.k * each, op.batch * op.m * op.n * each)
+            yield MemoryBound("quantise", op.batch * op.m * op.k * each, op.batch * op.m * op.n * each)
         yield op

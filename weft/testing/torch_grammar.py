@@ -22,7 +22,7 @@ class Var:
 
 
 @dataclass(frozen=True)
-class Line:
+class Statement:
     """One statement of `forward`: the name it makes, its text, and the names it reads."""
 
     made: Var
@@ -36,13 +36,13 @@ class Module:
 
     attributes: tuple[tuple[str, str], ...] = ()
     batch: tuple[tuple[str, str], ...] = ()
-    lines: tuple[Line, ...] = ()
-    losses: tuple[Line, ...] = ()
+    lines: tuple[Statement, ...] = ()
+    losses: tuple[Statement, ...] = ()
 
     def needed(self) -> Module:
         """Without what no loss needs; what is written in place keeps its writers, which read it."""
         wanted: set[str] = {name for line in self.losses for name in line.reads}
-        lines: list[Line] = []
+        lines: list[Statement] = []
         for line in reversed(self.lines):
             if line.made.name in wanted:
                 wanted |= set(line.reads)
@@ -75,8 +75,8 @@ class Draft:
     attributes: dict[str, str] = field(default_factory=dict)
     batch: dict[str, str] = field(default_factory=dict)
     env: list[Var] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
-    losses: list[Line] = field(default_factory=list)
+    lines: list[Statement] = field(default_factory=list)
+    losses: list[Statement] = field(default_factory=list)
 
     def pick(self, test: Callable[[Var], bool] = lambda v: True, kind: str = "float") -> Var | None:
         found = [v for v in self.env if v.kind == kind and test(v)]
@@ -111,13 +111,13 @@ class Draft:
 
     def say(self, text: str, shape: Shape, kind: str = "float") -> Var:
         made = Var(f"v{len(self.lines)}", shape, kind)
-        self.lines.append(Line(made, f"{made.name} = {text}", self._reads(text)))
+        self.lines.append(Statement(made, f"{made.name} = {text}", self._reads(text)))
         self.env.append(made)
         return made
 
     def write(self, at: Var, text: str) -> None:
         """A statement that changes a value in its place."""
-        self.lines.append(Line(at, text, (*self._reads(text), at.name)))
+        self.lines.append(Statement(at, text, (*self._reads(text), at.name)))
 
     def _reads(self, text: str) -> tuple[str, ...]:
         names = [v.name for v in self.env] + [f"self.{a}" for a in self.attributes] + list(self.batch)
@@ -496,5 +496,5 @@ def random_module(rng: random.Random) -> Module:
     for k in range(min(len(ends), rng.choice([1, 1, 2, 3]))):
         value = ends[-1 - k]
         text = loss(d, value)
-        d.losses.append(Line(Var(f"loss{k}", ()), f"loss{k} = {text}", d._reads(text)))
+        d.losses.append(Statement(Var(f"loss{k}", ()), f"loss{k} = {text}", d._reads(text)))
     return Module(tuple(d.attributes.items()), tuple(d.batch.items()), tuple(d.lines), tuple(d.losses)).needed()

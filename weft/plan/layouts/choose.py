@@ -19,7 +19,7 @@ from weft.plan.assignment.budget import Budget
 from weft.plan.layouts.isomorphic import Instance
 from weft.plan.layouts.model import COPY, Allow, LayoutModel, Rates, Tap, build
 from weft.plan.layouts.moves import Placements, Prices
-from weft.plan.layouts.strategies import Centre, Strategy, Ways
+from weft.plan.layouts.strategies import Centre, Strategies, Strategy
 from weft.plan.place import remake
 from weft.plan.roles import Roles
 
@@ -76,7 +76,7 @@ def choose(
     rates: Rates | None = None,
     at_once: int = AT_ONCE,
     allow: Allow | None = None,
-    ways: Ways | None = None,
+    ways: Strategies | None = None,
 ) -> Chosen:
     """The cheapest layouts found within `work`, or the first within `gap` of the cheapest; `memory` is in bytes per device.
 
@@ -110,11 +110,11 @@ class _LayoutChoice:
     rates: Rates
     at_once: int
     allow: Allow | None
-    ways: Ways | None
+    ways: Strategies | None
 
     def solve(self, centres: Mapping[Node, Centre] | None = None) -> tuple[LayoutModel, Solution]:
         pins = {name: [_placements(self.mesh, p) for p in options] for name, options in self.pins.items()}
-        ways = self.ways or Ways(self.mesh)
+        ways = self.ways or Strategies(self.mesh)
         model = build(
             self.program, ways, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres, rates=self.rates, allow=self.allow
         )  # fmt: skip

@@ -32,7 +32,7 @@ from weft.plan.assignment.problem import Floats, Problem, assemble
 from weft.plan.layouts.isomorphic import Instance, parts
 from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.layouts.moves import Placements, Prices
-from weft.plan.layouts.strategies import Centre, Strategy, Ways, may_pend
+from weft.plan.layouts.strategies import Centre, Strategies, Strategy, may_pend
 from weft.plan.roles import Roles
 
 SELF, COPY, KEPT = "self", "copy", "kept"
@@ -81,7 +81,7 @@ class LayoutModel:
 
 def build(
     program: Program,
-    ways: Ways,
+    ways: Strategies,
     prices: Prices,
     *,
     limit: float = math.inf,
@@ -106,7 +106,7 @@ class _Builder:
     def __init__(
         self,
         program: Program,
-        ways: Ways,
+        ways: Strategies,
         prices: Prices,
         limit: float,
         part: Mapping[Node, int],

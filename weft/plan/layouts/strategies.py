@@ -37,7 +37,7 @@ class Strategy:
         return self.operands, self.results
 
 
-class Ways:
+class Strategies:
     """Ways of the nodes of programs on one mesh; nodes the same are worked out once.
 
     With a `centre`, only ways that differ from it along one axis at most.
