@@ -39,8 +39,8 @@ DIALECT = {
 # Words that no name of a module or class is made of.
 NAMES = {
     "held", "whole", "wholes", "cut", "cuts", "again", "way", "ways", "wish", "beside", "travel", "travels", "laid", "told", "says", "said", "heard", "hear",
-    "lane", "lanes", "near", "carry", "mover", "apart", "together", "touch", "alike", "trust", "quick", "lie", "tailor", "dealt", "teach", "judge", "judged", "stray",
-    "ruled", "room", "product", "foresee", "foreseen", "foresight", "foretell", "pretended", "turned", "asked",
+    "lane", "lanes", "near", "carry", "mover", "apart", "together", "touch", "alike", "trust", "quick", "lie", "tailor", "dealt", "teach", "judge", "judged",
+    "stray", "ruled", "room", "product", "foresee", "foreseen", "foresight", "foretell", "pretended", "turned", "asked",
 }  # fmt: skip
 WANTED = (
     "predicted", "sharded", "replicated", "partial", "recompute", "activation checkpointing", "overlapped", "exposed communication", "pipeline", "micro-batch",
