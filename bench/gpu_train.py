@@ -79,6 +79,8 @@ def run(models: list[Model]) -> list[dict[str, Any]]:
         for model in models:
             model.wait(model.ready.exists, deadline)
         for model in models:
+            if not model.ready.exists():
+                model.end()  # it would go on while others are timed
             model.go.touch()
         for model in models:
             model.wait(model.out.exists, time.monotonic() + TIMING)

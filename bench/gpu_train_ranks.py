@@ -205,7 +205,7 @@ def compiled_tp(race: Race) -> Step:
     """torch's tensor parallelism of every block of a Llama, and of its head, whose output is gathered."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model, mesh = copy.deepcopy(race.workload.model).to(race.me.device), DeviceMesh.from_group(dist.group.WORLD, race.me.device.type)
@@ -213,7 +213,9 @@ def compiled_tp(race: Race) -> Step:
     parallelize_module(model, mesh, {**cut, "lm_head": ColwiseParallel(output_layouts=Replicate())})
     for block in model.model.layers if race.me.cuda else ():
         block.compile()
-    return loop(race, model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=race.me.cuda), race.mixed, whole=True)
+    sharded = {p for p in model.parameters() if isinstance(p, DTensor)}  # torch's fused update takes either these or plain tensors
+    groups = [{"params": [p for p in model.parameters() if (p in sharded) is kind]} for kind in (True, False)]
+    return loop(race, model, torch.optim.AdamW(groups, lr=1e-3, fused=race.me.cuda), race.mixed, whole=True)
 
 
 COMPILED: dict[str, Callable[[Race], Step]] = {"ddp": compiled_ddp, "fsdp2": compiled_fsdp2, "tp": compiled_tp}

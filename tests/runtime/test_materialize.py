@@ -127,3 +127,16 @@ def test_ops_stay_where_the_step_has_them() -> None:
         NOTED.clear()
         run(*given(1), torch.randn(WIDTH, WIDTH))
     assert NOTED == [0, 1, 2, 3]
+
+
+def test_large_matmuls_of_uneven_sizes_are_always_padded() -> None:
+    def options(rows: int, deep: int, columns: int) -> dict[str, Any]:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            x, w = torch.empty(rows, deep, dtype=torch.bfloat16), torch.empty(deep, columns, dtype=torch.bfloat16)
+            return traced_step._options(make_fx(lambda x, w: x @ w)(x, w))
+
+    assert "force_shape_pad" in options(8192, 1024, 50257)
+    assert "force_shape_pad" not in options(8192, 1024, 50264)
+    assert "force_shape_pad" not in options(64, 64, 7)

@@ -17,12 +17,16 @@ from torch import Tensor
 from weft.runtime.custom_ops import define
 
 FEW = 64  # tokens that are looked at together
-SIZES = {  # rows and keys of a block, warps and stages of each kernel
-    "attend": {"M": 128, "N": 64, "num_warps": 8, "num_stages": 3},
-    "to_queries": {"M": 128, "N": 64, "num_warps": 8, "num_stages": 3},
-    "to_keys": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 2},
+SIZES = {  # rows and keys of a block, warps and stages of each kernel: the fastest of some on an H200
+    "attend": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3},
+    "to_queries": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3},
+    "to_keys": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3},
 }
-WIDE = {"attend": {"num_stages": 2}, "to_queries": {"num_stages": 2}, "to_keys": {"num_warps": 8}}  # of heads above 64
+WIDE = {  # of heads above 64
+    "attend": {"M": 128, "num_warps": 8, "num_stages": 2},
+    "to_queries": {"M": 128, "num_warps": 8, "num_stages": 2},
+    "to_keys": {"num_stages": 2},
+}
 
 
 @triton.jit
@@ -129,15 +133,19 @@ def _some_queries(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_queries(  # type: ignore[no-untyped-def]
-    DO, Q, K, V, OF_ROWS, OF_KEYS, MET, LSE, DELTA, DQ, S, T, H, R, of_rows_step, of_keys_step, scale,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DO, Q, K, V, OF_ROWS, OF_KEYS, MET, LSE, OUT, DELTA, DQ, S, T, H, R, of_rows_step, of_keys_step, scale,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, r_b, r_h, r_s,
+    CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    """Leaves in DELTA the sum of each row of its result times its gradient, for the kernel of the keys."""
     i, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
     rows = i * M + tl.arange(0, M)
     q, do = _tile(Q + b * q_b + h * q_h, i * M, S, q_s, D, M), _tile(DO + b * o_b + h * o_h, i * M, S, o_s, D, M)
     of_rows = tl.load(OF_ROWS + b * of_rows_step + rows, mask=rows < S, other=0)
-    lse, delta = tl.load(LSE + bh * S + rows, mask=rows < S, other=0.0), tl.load(DELTA + bh * S + rows, mask=rows < S, other=0.0)
+    lse = tl.load(LSE + bh * S + rows, mask=rows < S, other=0.0)
+    delta = tl.sum(do.to(tl.float32) * _tile(OUT + b * r_b + h * r_h, i * M, S, r_s, D, M).to(tl.float32), 1)
+    tl.store(DELTA + bh * S + rows, delta, mask=rows < S)
     dq = tl.zeros([M, D], tl.float32)
     count = tl.cdiv(S, 64)
     first, last, begin, end = _range(MET + b * 4 * count, i, count, M, N)
@@ -260,13 +268,13 @@ def _run(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, met: list[
 def _run_back(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor, keys: Tensor, met: list[Tensor], scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    delta = (do.float() * out.float()).sum(-1).contiguous()
-    (do, q, k, v), lse = _full_blocks(do, q, k, v), lse.contiguous()
+    (do, q, k, v, out), lse = _full_blocks(do, q, k, v, out), lse.contiguous()
+    delta = torch.empty_like(lse)
     (b, h, s, _), (_, g, t, _) = q.shape, k.shape
     dq, dk, dv = map(_by_tokens, (q, k, v))
     rest = (*_sizes(q, k, rows, keys), scale, *(n for x in (q, k, v, do) for n in x.stride()[:3]))
     one, other = _meta("to_queries", q, causal), _meta("to_keys", q, causal)
-    _to_queries[(triton.cdiv(s, one["M"]), b * h)](do, q, k, v, rows, keys, met[0], lse, delta, dq, *rest, **one)
+    _to_queries[(triton.cdiv(s, one["M"]), b * h)](do, q, k, v, rows, keys, met[0], lse, out, delta, dq, *rest, *out.stride()[:3], **one)
     _to_keys[(triton.cdiv(t, other["N"]), b * g)](do, q, k, v, rows, keys, met[1], lse, delta, dk, dv, *rest, **other)
     return dq, dk, dv
 

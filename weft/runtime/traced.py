@@ -23,7 +23,10 @@ WARM_UP = 3  # calls before one is recorded
 WIRES = ("_c10d_functional.", "weft.")  # collectives
 AS_TRACED = {"layout_optimization": False}  # it would turn the images of the forward pass only, which the backward pass reads as traced
 IN_ORDER = {"reorder_for_peak_memory": False}  # they stay in the program's order, which is that of every rank
-AS_WRITTEN = {"reorder_for_locality": False}  # it would put off all weight gradients, which nothing reads but the update, to the end of the step
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+LARGE = 1 << 33  # multiplications: there padding always pays, and is not left to timings that other work on the device disturbs
+PADDED = {"force_shape_pad": True}
+AS_WRITTEN = {"reorder_for_locality": False}  # it would put off all weight gradients, which only the update reads, to the end of the step
 
 
 def warm_up(device: torch.device) -> None:
@@ -209,11 +212,24 @@ def _goes_back_over_images(graph: GraphModule) -> bool:
     return any(n.target is torch.ops.aten.convolution_backward.default for n in graph.graph.nodes)
 
 
+def _large_uneven_matmuls(graph: GraphModule) -> bool:
+    """Whether there are matmuls of sizes that tensor cores' kernels do not take as they are, all of them large."""
+    work = []
+    for node in graph.graph.nodes:
+        if node.target in MATMULS:
+            a, b = (x.meta["val"] for x in node.args[-2:])
+            if any(n % (16 // max(a.element_size(), 2)) for n in (*a.shape[-2:], b.shape[-1])):
+                work.append(a.numel() * b.shape[-1])
+    return bool(work) and min(work) >= LARGE
+
+
 def _options(graph: GraphModule) -> dict[str, Any]:
     """What Inductor should do otherwise than it does with a graph that it takes for inference alone."""
     options: dict[str, Any] = {"post_grad_custom_pre_pass": deduplicate.as_pass(graph.graph), **AS_WRITTEN}
     if any(str(n.target).startswith(WIRES) for n in graph.graph.nodes):
         options |= IN_ORDER
+    if _large_uneven_matmuls(graph):
+        options |= PADDED
     if _goes_back_over_images(graph):
         options |= AS_TRACED
     return options
