@@ -217,8 +217,8 @@ def _large_uneven_matmuls(graph: GraphModule) -> bool:
     work = []
     for node in graph.graph.nodes:
         if node.target in MATMULS:
-            a, b = (x.meta["val"] for x in node.args[-2:])
-            if any(n % (16 // max(a.element_size(), 2)) for n in (*a.shape[-2:], b.shape[-1])):
+            a, b = (x.meta.get("val") for x in node.args[-2:])
+            if a is not None and b is not None and any(n % (16 // max(a.element_size(), 2)) for n in (*a.shape[-2:], b.shape[-1])):
                 work.append(a.numel() * b.shape[-1])
     return bool(work) and min(work) >= LARGE
 
