@@ -58,8 +58,8 @@ BREAKS: list[tuple[str, Any, str]] = [
         r"state y=y would change its type: f64\[4\] a:R becomes f64\[4\] a:S\(0\)",
     ),
     ("_types_follow", _wrong_type, "the type of exp does not follow from its operands"),
-    ("groups_are_apart", lambda: replace(BASE, groups=(Group("fuse", "f", (EXP,)), Group("fuse", "g", (EXP,)))), "a node is in two fuse"),
-    ("groups_are_apart", lambda: replace(BASE, groups=(Group("fuse", "f", (OTHER.find("exp"),)),)), "a group holds exp, which is not in"),
+    ("groups_are_disjoint", lambda: replace(BASE, groups=(Group("fuse", "f", (EXP,)), Group("fuse", "g", (EXP,)))), "a node is in two fuse"),
+    ("groups_are_disjoint", lambda: replace(BASE, groups=(Group("fuse", "f", (OTHER.find("exp"),)),)), "a group holds exp, which is not in"),
     ("_groups_are_closed", _around, "group ends needs tanh outside it, which needs the group"),
 ]  # fmt: skip
 

@@ -64,7 +64,7 @@ def stage(g: int, ranks: int, last: int, skip: bool, weights: bool, number: int 
     return SimpleNamespace(
         number=g if number < 0 else number,
         rank=(g if number < 0 else number) % ranks,
-        turns=turns,
+        phases=turns,
         types=types,
         gives=lambda turn, kind: [n for n in turns[turn].output_names if n.startswith(kind)],
     )

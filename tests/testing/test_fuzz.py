@@ -53,7 +53,7 @@ def test_programs_are_valid_and_the_same_for_the_same_seed() -> None:
 
 def test_programs_are_of_many_kinds() -> None:
     seen: Counter[str] = Counter()
-    for k in range(150):
+    for k in range(300):
         p = random_program(random.Random(f"kinds {k}")).program
         seen["two axes"] += len(p.mesh.axes) > 1
         seen["state"] += bool(p.state)
