@@ -261,3 +261,24 @@ def test_shares_that_can_be_dealt(tmp_path: Path) -> None:
 def test_a_batch_that_is_not_so_many_pieces(captured: Captured) -> None:
     with pytest.raises(PlanError, match="a batch of 8 is not 3 pieces"):
         auto.prepare(captured, Spec(dp=2, pieces=3))
+
+
+def test_a_layer_of_no_features_is_planned_and_trains_as_torchs() -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        with warnings.catch_warnings(action="ignore"):  # torch says that there is nothing to initialise
+            model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 0), torch.nn.Linear(0, 4)).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model[0](x).square().mean() + model(x) - 1).square().mean()
+
+    x, (model, optimizer) = torch.randn(8, 8, dtype=torch.float64), made()
+    assert auto.decide(capture(model, x, loss, optimizer), cluster("2xx86-2")).options
+    step, (model, optimizer) = parallelize(model, loss, optimizer, x, plan="auto"), made()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        want = loss(model, x)
+        want.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x), want.detach(), rtol=1e-12, atol=0)

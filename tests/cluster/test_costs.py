@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from weft.cluster import collectives, kernels
 from weft.cluster.collectives import Ranks
-from weft.cluster.profile import Constant, Device, load
+from weft.cluster.profile import Constant, Device, load, names
 from weft.cluster.spec import cluster
 from weft.core.errors import ClusterError
 from weft.cost.price import device_seconds
@@ -60,6 +62,17 @@ def test_products_are_never_faster_than_the_device(kind: str) -> None:
         seconds = kernels.product(device, m, n, k, 1, "fp16")
         assert seconds >= 2 * m * n * k / device.peak("fp16")
         assert seconds >= 2 * (m * k + k * n + m * n) / device.get("memory.bandwidth")
+
+
+@pytest.mark.parametrize("kind", names())
+@pytest.mark.filterwarnings("error")
+def test_what_has_no_elements_has_a_price(kind: str) -> None:
+    device = load(kind).device
+    for sizes in itertools.product((0, 64), repeat=3):
+        for given in (sizes, np.array([sizes, sizes]).T):
+            seconds = kernels.product(device, *given, 1, "fp32")
+            assert np.all(seconds >= 0) and np.all(seconds <= kernels.product(device, 64, 64, 64, 1, "fp32"))
+        assert 0 <= kernels.attention(device, 1, 2, *sizes, 0.0, "fp16") < 1
 
 
 def test_odd_rows_are_slow() -> None:
