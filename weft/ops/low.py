@@ -88,7 +88,7 @@ def _block_run(x: torch.Tensor, y: torch.Tensor, of_x: torch.Tensor, of_y: torch
 
 
 block_einsum = define(
-    "block_einsum", kind=Kind.CONTRACT, equation=_block_equation, run=_block_run, dtype=_dtype, linear=(frozenset({0}), frozenset({1})),
+    "block_einsum", kind=Kind.CONTRACT, equation=_block_equation, run=_block_run, dtype=_dtype, linear=Linear.EACH,
     doc="a matmul of 8-bit floats with a scale for every block of what is summed",
 )  # fmt: skip
 
